@@ -1,0 +1,204 @@
+"""Reading the autograd graph: who reaches what, and what stands in the way. Nothing here runs it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from gradkit.errors import UnsupportedGraphError, message
+
+_AccumulateGrad = torch._C._functions.AccumulateGrad
+
+# Nodes in whose presence a functional gradient is silently incomplete or local [FACTS F1, M4, M5].
+_REFUSED = {
+    "CheckpointFunctionBackward": (
+        "a graph without reentrant checkpoints",
+        "one: autograd cannot see the parameters inside, and would leave out their gradient",
+        "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+    ),
+    "_DDPSinkBackward": (
+        "the forward pass of a plain module",
+        "one of DistributedDataParallel (static_graph or find_unused_parameters), whose gradients "
+        "would be this process's alone, and whose later backward() would stop reducing",
+        "run ddp.module(...) for the forward, or use loss.backward() with DistributedDataParallel",
+    ),
+    "RegisterPostBackwardFunctionBackward": (
+        "the forward pass of a plain module",
+        "one of a fully_shard module, whose sharded parameters are not in the graph",
+        "use loss.backward() with fully_shard",
+    ),
+}
+
+
+def edge(tensor: Tensor) -> GradientEdge:
+    """Return the place in the graph where the gradient of `tensor` arrives."""
+    return get_gradient_edge(tensor)
+
+
+def nodes_below(losses: Iterable[Tensor]) -> set[Node]:
+    """Return every node that a pass from these losses could visit; about 0.4 us a node."""
+    seen = {edge(loss).node for loss in losses}
+    stack = list(seen)
+    while stack:
+        for node, _ in stack.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                stack.append(node)
+    return seen
+
+
+def leaves_of(nodes: Iterable[Node]) -> set[int]:
+    """Return the ids of the leaf tensors whose gradient the nodes accumulate."""
+    return {id(node.variable) for node in nodes if type(node) is _AccumulateGrad}
+
+
+def leading_to(
+    variables: Iterable[Tensor], nodes: set[Node], further: Iterable[Node] = ()
+) -> set[Node]:
+    """Return those of the nodes that a pass for the gradients of `variables` executes.
+
+    Args:
+        variables: The tensors whose gradient is wanted.
+        nodes: A graph, from `nodes_below`.
+        further: Nodes that are to be reached, too.
+
+    Returns:
+        The nodes above one of the variables; not its own, at which the engine only captures.
+    """
+    parents: dict[Node, list[Node]] = {}
+    for node in nodes:
+        for child, _ in node.next_functions:
+            if child is not None:
+                parents.setdefault(child, []).append(node)
+    wanted = {id(variable) for variable in variables}
+    stack = [node for node in nodes if type(node) is _AccumulateGrad and id(node.variable) in wanted]
+    stack += [variable.grad_fn for variable in variables if variable.grad_fn is not None]
+    stack += further
+    leading: set[Node] = set()
+    while stack:
+        for node in parents.get(stack.pop(), ()):
+            if node not in leading:
+                leading.add(node)
+                stack.append(node)
+    return leading
+
+
+def reached(variable: Tensor, losses: Iterable[Tensor], nodes: set[Node], leaves: set[int]) -> bool:
+    """Return whether a gradient can arrive at `variable`.
+
+    Args:
+        variable: A tensor that requires grad.
+        losses: The losses of the pass.
+        nodes: `nodes_below(losses)`.
+        leaves: `leaves_of(nodes)`.
+
+    Returns:
+        True if the variable is one of the losses or stands below one.
+    """
+    if variable.grad_fn is None:
+        return id(variable) in leaves
+    here = edge(variable)
+    if here.node not in nodes:
+        return False
+    key = (here.node, here.output_nr)
+    return any(edge(loss)[:2] == key for loss in losses) or any(
+        key in node.next_functions for node in nodes
+    )
+
+
+def custom_functions_alive() -> bool:
+    """Return False only if no graph in this process holds a `torch.autograd.Function`.
+
+    Everything that `hazards` looks for is such a node, so a graph need not be walked as long as
+    none exists: that is most training loops, and a walk costs as much as a tenth of a small pass.
+    A node is an instance of a class that `Function` makes, and CPython counts each instance as one
+    reference to its class. Most classes that torch brings are idle, so the least count is that of
+    a class without instances. Any other reference only causes a walk that was not needed.
+    """
+    if _free_threaded():
+        return True  # references are not counted exactly there
+    references = list(map(sys.getrefcount, BackwardCFunction.__subclasses__()))
+    return max(references) > min(references)
+
+
+@cache
+def _free_threaded() -> bool:
+    enabled = getattr(sys, "_is_gil_enabled", None)
+    return enabled is not None and not enabled()
+
+
+def refuse_hazards(kinds: set[type], where: str) -> None:
+    """Raise if a graph holds a node that would make its gradients silently wrong.
+
+    Args:
+        kinds: The types of the nodes.
+        where: The path of the loss, for the error.
+
+    Raises:
+        UnsupportedGraphError: A reentrant checkpoint, DDP's static_graph, or FSDP's parameters.
+    """
+    for kind in kinds:
+        if kind.__name__ in _REFUSED:
+            raise UnsupportedGraphError(message(where, *_REFUSED[kind.__name__]))
+
+
+def may_be_sharded(variable: Tensor) -> bool:
+    """Return whether this could be a parameter of FSDP2, of which only the type can be seen."""
+    return type(variable).__name__ == "DTensor" and "torch.distributed.fsdp" in sys.modules
+
+
+def user_functions(kinds: set[type]) -> list[type]:
+    """Return the types among `kinds` whose backward is code that did not come with torch."""
+    return [k for k in kinds if issubclass(k, BackwardCFunction) and not _from_torch(k)]
+
+
+def _from_torch(kind: Any) -> bool:
+    module: str = kind._forward_cls.__module__
+    # torch._library makes the classes for torch.library.register_autograd: the user's code again.
+    return module.startswith("torch.") and not module.startswith("torch._library")
+
+
+def is_freed(loss: Tensor) -> bool:
+    """Return whether the first node below `loss` that saves a tensor has lost it.
+
+    This sees a loss that has been differentiated before, in a microsecond or two. A graph that is
+    freed further down (a trunk shared with such a loss) shows only when the engine gets there.
+    """
+    node = loss.grad_fn
+    for _ in range(8):
+        if node is None:
+            return False
+        names = saved_names(type(node))
+        if names:
+            return any(_is_released(node, name) for name in names)
+        node = next((n for n, _ in node.next_functions if n is not None), None)
+    return False
+
+
+def is_freed_below(loss: Tensor) -> bool:
+    """Return whether any node below `loss` has lost a saved tensor; slow, for an error's sake."""
+    nodes = nodes_below([loss])
+    return any(_is_released(node, name) for node in nodes for name in saved_names(type(node)))
+
+
+@cache
+def saved_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _is_released(node: Node, name: str) -> bool:
+    try:
+        saved = getattr(node, name)
+        # A saved tensor with hooks is never unpacked here: that could recompute a checkpoint.
+        if getattr(saved, "data", saved) is None and saved.unpack_hook is None:
+            saved.unpack()
+    except RuntimeError:
+        return True
+    return False

@@ -1,0 +1,43 @@
+"""Arithmetic on one leaf of a tree of gradients; None is zero."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Return a + b in new memory. Sparse plus sparse stays sparse, else the sum is dense."""
+    if a is None or b is None:
+        present = b if a is None else a
+        return None if present is None else present.clone()
+    # torch adds a sparse tensor to a dense one, not the other way round [FACTS B3].
+    return b + a if a.is_sparse and not b.is_sparse else a + b
+
+
+def inner(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Return the real inner product as a 0-dim tensor, in float32 at least; None if one is zero."""
+    if a is None or b is None:
+        return None
+    return torch.dot(real_vector(a), real_vector(b))
+
+
+def real_vector(leaf: Tensor) -> Tensor:
+    """Return the leaf as a real vector, in float32 at least; a complex number is two entries."""
+    dense = leaf.to_dense() if leaf.layout != torch.strided else leaf
+    flat = dense.reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
+    return flat.to(torch.promote_types(flat.dtype, torch.float32))
+
+
+def width(leaf: Tensor) -> int:
+    """Return the length of `real_vector(leaf)`."""
+    return leaf.numel() * (2 if leaf.is_complex() else 1)
+
+
+def from_real_vector(flat: Tensor, like: Tensor) -> Tensor:
+    """Return the leaf of which `flat` is the `real_vector`, in the shape and dtype of `like`."""
+    if like.is_complex():
+        return torch.view_as_complex(flat.reshape(-1, 2)).reshape(like.shape).to(like.dtype)
+    return flat.reshape(like.shape).to(like.dtype)

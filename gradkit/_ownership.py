@@ -1,0 +1,107 @@
+"""Results are yours: no gradient that is handed out shares memory with anything else.
+
+The engine hands out whatever a backward function made: the seed itself, one tensor for two
+parameters, an expanded tensor of one element, a tensor that a hook has kept [FACTS A1, A3, A4].
+`AccumulateGrad` copies what it cannot take over; this does the same for functional results, and
+looks at the storage too, so that what is already ours costs no copy.
+"""
+
+from __future__ import annotations
+
+import sys
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+_storages = torch.Tensor.untyped_storage
+_address = attrgetter("_cdata")
+_base = attrgetter("_base")
+_uses = torch._C._storage_Use_Count
+_stride = torch.Tensor.stride
+
+
+def own(grads: list[Tensor], params: list[Tensor]) -> None:
+    """Replace every gradient that shares memory, or is laid out otherwise than its parameter.
+
+    Args:
+        grads: Gradients without a graph, each referred to by this list and nothing else of ours;
+            changed in place.
+        params: The parameter of each; its strides are what the gradient gets where it is dense,
+            contiguous ones otherwise, as `AccumulateGrad` does it.
+    """
+    for index in _not_ours(grads, params):
+        grads[index] = copy_for(grads[index], params[index])
+
+
+def _not_ours(grads: list[Tensor], params: list[Tensor]) -> list[int]:
+    try:
+        placed = list(map(tuple.__eq__, map(_stride, grads), map(_stride, params)))
+        users = list(map(_uses, map(_address, map(_storages, grads))))
+    except (RuntimeError, NotImplementedError, TypeError):
+        return list(range(len(grads)))  # sparse, or a wrapper without a storage: always copied
+    held = list(map(sys.getrefcount, grads))
+    bases_held = list(map(sys.getrefcount, map(_base, grads)))
+    return [
+        index
+        for index, (fits, tensor_refs, uses, base_refs) in enumerate(
+            zip(placed, held, users, bases_held, strict=True)
+        )
+        if not (
+            fits
+            and tensor_refs == _ALONE
+            and (uses == _STORAGE_ALONE or (uses == _VIEW_ALONE and base_refs == _BASE_ALONE))
+        )
+    ]
+
+
+def copy_for(grad: Tensor, param: Tensor) -> Tensor:
+    """Return a copy of a gradient in the layout of its parameter; with its graph, if it has one."""
+    if grad.requires_grad or grad.layout != torch.strided or type(grad) is not Tensor:
+        return grad.clone()
+    return empty_for(param, grad.dtype).copy_(grad)
+
+
+def empty_for(param: Tensor, dtype: torch.dtype, leading: tuple[int, ...] = ()) -> Tensor:
+    """Return uninitialized memory for a gradient: of shape `leading + param.shape`.
+
+    Args:
+        param: The parameter whose device, and whose strides if it is dense, the gradient gets.
+        dtype: The dtype of the gradient.
+        leading: Sizes to put in front, laid out so that each element is one gradient.
+
+    Returns:
+        A dense tensor.
+    """
+    if param.layout != torch.strided:
+        return torch.empty(*leading, *param.shape, dtype=dtype, device=param.device)
+    # empty_like keeps the strides of a tensor exactly when it is dense and does not overlap.
+    alike = torch.empty_like(param, device="meta").stride() == param.stride()
+    inner = param.stride() if alike else torch.empty(param.shape, device="meta").stride()
+    strides, step = [], param.numel()
+    for size in reversed(leading):
+        strides.insert(0, step)
+        step *= size
+    return torch.empty_strided(
+        (*leading, *param.shape), (*strides, *inner), dtype=dtype, device=param.device
+    )
+
+
+def zeros_for(param: Tensor, leading: tuple[int, ...] = ()) -> Tensor:
+    """Return a dense zero gradient for `param`, in the dtype that its gradient would have."""
+    return empty_for(param, grad_dtype(param), leading).zero_()
+
+
+def grad_dtype(param: Tensor) -> torch.dtype:
+    """Return the dtype of a gradient of `param`: `param.grad_dtype`, or `param.dtype`."""
+    return (param.grad_dtype if param.grad_fn is None else None) or param.dtype
+
+
+# What the reads above give for a tensor that nothing else refers to, taken through the same steps.
+_lone, _view = [torch.empty(2)], [torch.empty(2)[:1]]
+_ALONE = next(map(sys.getrefcount, _lone))
+_STORAGE_ALONE = next(map(_uses, map(_address, map(_storages, _lone))))
+with torch.no_grad():
+    _VIEW_ALONE = next(map(_uses, map(_address, map(_storages, _view))))
+_BASE_ALONE = next(map(sys.getrefcount, map(_base, _view)))
+del _lone, _view

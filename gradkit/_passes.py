@@ -1,0 +1,263 @@
+"""The way of an eager call: read, refuse, run the passes, fill in what was not reached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradkit import _engine, _graph, _lifetime
+from gradkit._engine import Run
+from gradkit._inputs import PLAIN_TYPES, Losses, Params
+from gradkit._ownership import zeros_for
+from gradkit._pytree import PyTree
+from gradkit.errors import UnreachedParamError, UnsupportedGraphError, message
+
+Grads: TypeAlias = list[Tensor | None]
+# What the passes of a call are: for each, the losses that it starts from and the params it is for.
+Plan: TypeAlias = Sequence[tuple[Sequence[int], Params]]
+
+UNUSED = ("none", "zeros", "error")
+
+
+@contextmanager
+def ordinary_mode() -> Iterator[None]:
+    """Leave inference mode: a gradient made in it could not take part in autograd later [E6]."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield
+
+
+def weigh(
+    losses: Losses, weights: Sequence[float | Tensor] | None
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return where a pass for the weighted sum starts, and the cotangents it starts with.
+
+    Args:
+        losses: The losses.
+        weights: One for each, or None for ones.
+
+    Returns:
+        One output for each loss, and one seed, where None is one. A weight that requires grad is
+        multiplied into its output, so that the gradient reaches the weight's own parameters.
+    """
+    outputs = list(losses.leaves)
+    seeds: list[Tensor | None] = [None] * len(outputs)
+    for index, weight in enumerate(weights or ()):
+        loss = outputs[index]
+        if not isinstance(weight, Tensor):
+            seeds[index] = torch.full_like(loss, float(weight), requires_grad=False)
+        elif weight.requires_grad:
+            with torch.enable_grad():
+                outputs[index] = loss * weight.reshape(loss.shape).to(loss)
+        else:
+            seeds[index] = torch.empty_like(loss, requires_grad=False).copy_(weight.reshape(loss.shape))
+    return outputs, seeds
+
+
+def prepare(
+    losses: Losses, outputs: Sequence[Tensor], plan: Plan, create_graph: bool, unused: str
+) -> Run:
+    """Refuse what would come out wrong, zero or local, before anything has run.
+
+    Args:
+        losses: The losses, for errors.
+        outputs: The tensors that are differentiated, one for each loss.
+        plan: The passes.
+        create_graph: The caller's option.
+        unused: The caller's option.
+
+    Returns:
+        How to run the passes.
+
+    Raises:
+        FreedGraphError: A loss has been differentiated before.
+        UnreachedParamError: A param cannot be reached.
+        UnsupportedGraphError: The graph cannot be differentiated rightly.
+    """
+    if not any(params.variables for _, params in plan):
+        raise unreached(losses, plan, None)
+    ordinary = all(params.ordinary for _, params in {id(p): (g, p) for g, p in plan}.values())
+    live = [index for group, _ in plan for index in group]
+    guard = False
+    if not ordinary or _graph.custom_functions_alive():
+        kinds: set[type] = set()
+        for index in live:
+            below = set(map(type, _graph.nodes_below([outputs[index]])))
+            _graph.refuse_hazards(below, losses.path(index))
+            kinds |= below
+        guard = bool(_graph.user_functions(kinds))
+    if not ordinary:
+        _refuse_doubtful([outputs[index] for index in live], plan)
+    if unused == "error":
+        refuse_unreached(losses, outputs, plan)
+    run = Run(losses.leaves, losses.path, create_graph=create_graph, guard=guard, ordinary=ordinary)
+    run.refuse_freed(live)
+    return run
+
+
+def _refuse_doubtful(roots: list[Tensor], plan: Plan) -> None:
+    nodes = _graph.nodes_below(roots)
+    leaves = _graph.leaves_of(nodes)
+
+    def reached(tensor: Tensor) -> bool:
+        return tensor.requires_grad and _graph.reached(tensor, roots, nodes, leaves)
+
+    for _, params in plan:
+        for index, variable in enumerate(params.variables):
+            base = variable._base
+            if reached(variable):
+                continue
+            if base is not None and reached(base):
+                raise UnreachedParamError(
+                    message(
+                        params.path(index),
+                        "a tensor that the losses were computed from",
+                        "a view of one, made apart from it or changed in place since: no gradient "
+                        "can arrive there",
+                        "pass the tensor itself and index its gradient, or compute the losses "
+                        "from this view",
+                    )
+                )
+            if type(variable) not in PLAIN_TYPES and _graph.may_be_sharded(variable):
+                raise UnsupportedGraphError(
+                    message(
+                        params.path(index),
+                        "a parameter that the losses reach",
+                        "a DTensor that they do not: the parameters of a fully_shard module are "
+                        "not in the graph",
+                        "use loss.backward() with fully_shard",
+                    )
+                )
+
+
+def refuse_unreached(losses: Losses, outputs: Sequence[Tensor], plan: Plan) -> None:
+    """Raise if a pass cannot reach every variable that it is for; for `unused="error"`.
+
+    Args:
+        losses: The losses, for the error.
+        outputs: The tensors that are differentiated, one for each loss.
+        plan: The passes.
+
+    Raises:
+        UnreachedParamError: A variable is not in the graph.
+    """
+    for group, params in plan:
+        roots = [outputs[index] for index in group if outputs[index].requires_grad]
+        nodes = _graph.nodes_below(roots)
+        leaves = _graph.leaves_of(nodes)
+        for index, variable in enumerate(params.variables):
+            if not _graph.reached(variable, roots, nodes, leaves):
+                raise unreached(losses, [(group, params)], index)
+
+
+def require_reached(found: Sequence[Grads], losses: Losses, plan: Plan, unused: str) -> None:
+    """Raise if the passes brought nothing at all, or not everything under `unused="error"`.
+
+    Args:
+        found: What each pass brought.
+        losses: The losses, for the error.
+        plan: The passes.
+        unused: The caller's option.
+
+    Raises:
+        UnreachedParamError: So it is.
+    """
+    if unused == "error":
+        for grads, (group, params) in zip(found, plan, strict=True):
+            missing = [index for index, grad in enumerate(grads) if grad is None]
+            if missing:  # in the graph, but a custom Function has returned None
+                raise unreached(losses, [(group, params)], missing[0])
+    if all(grad is None for grads in found for grad in grads):
+        raise unreached(losses, plan, 0)
+
+
+def unreached(losses: Losses, plan: Plan, variable: int | None) -> UnreachedParamError:
+    """Return the error for a variable that losses do not reach, with what is known of the reason.
+
+    Args:
+        losses: The losses.
+        plan: The passes that should have reached it.
+        variable: Which variable of the first pass that has one; None if nothing requires grad.
+
+    Returns:
+        The error, to be raised.
+    """
+    names = ", ".join(losses.path(index) for group, _ in plan for index in group[:3])
+    if variable is None:
+        where = " and ".join(dict.fromkeys(params.root for _, params in plan))
+        got = "none: no tensor there requires grad"
+        do = "call requires_grad_() on the parameters before the forward pass"
+    else:
+        where = next(params.path(variable) for _, params in plan if params.variables)
+        got = (
+            "none: the loss was not computed from it, or the path is cut (detach(), .data, .item(), "
+            "no_grad, another copy of the model, an in-place change after its use, a custom "
+            "Function that returns None)"
+        )
+        do = "compute the losses from these very tensors, or leave them out of params"
+    return UnreachedParamError(message(where, f"a path from {names}", got, do))
+
+
+def run_in_turn(
+    losses: Losses,
+    plan: Plan,
+    differentiate: Callable[[Tensor, list[Tensor], bool], Grads],
+    retain: bool,
+) -> list[Grads]:
+    """Run the passes of a plan, one loss each, and let go of the graph as they go.
+
+    Args:
+        losses: The losses.
+        plan: The passes.
+        differentiate: Runs one: from the loss, for the variables, keeping the graph or not.
+        retain: Keep all of the graph.
+
+    Returns:
+        What each pass brought.
+    """
+    roots = [losses.leaves[group[0]] for group, _ in plan]
+    variables = [params.variables for _, params in plan]
+    owed = None
+    if not retain and len(plan) > 1:
+        further = [edge.node for _, edge in _engine.watched()]
+        owed = _lifetime.shares(roots, variables, further)
+    found: list[Grads] = []
+    for turn, (root, wanted) in enumerate(zip(roots, variables, strict=True)):
+        keep = retain if owed is None else owed[turn].retain
+        found.append(differentiate(root, wanted, keep) if wanted else [])
+        if owed is not None:
+            _lifetime.release(owed[turn].own)
+    return found
+
+
+def finish(
+    grads: Grads,
+    params: Params,
+    unused: str,
+    create_graph: bool,
+    leading: tuple[int, ...] = (),
+) -> PyTree:
+    """Return the tree of gradients, with zeros for what was not reached, if that is asked for.
+
+    Args:
+        grads: One for each variable.
+        params: The params.
+        unused: The caller's option.
+        create_graph: The caller's option.
+        leading: The shape of the loss, in front of every gradient.
+
+    Returns:
+        A tree like the params.
+    """
+    if unused == "zeros":
+        grads = [
+            zeros_for(variable, leading) if grad is None else grad
+            for grad, variable in zip(grads, params.variables, strict=True)
+        ]
+    return params.unflatten(grads, copy_ties=not create_graph)

@@ -1,0 +1,321 @@
+"""Gradients of losses that have been computed, by any forward pass, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal, TypeAlias, TypeVar, overload
+
+from torch import Tensor, nn
+
+from gradkit import _pytree, _rows
+from gradkit._inputs import check_option, read_losses, read_params, read_weights, require_graph
+from gradkit._passes import (
+    UNUSED,
+    finish,
+    ordinary_mode,
+    prepare,
+    refuse_unreached,
+    require_reached,
+    run_in_turn,
+    weigh,
+)
+from gradkit._pytree import PyTree
+from gradkit.errors import StructureError, message
+
+__all__ = ["per_loss_grads", "simultaneous_grads", "value_and_grads"]
+
+K = TypeVar("K")
+Unused: TypeAlias = Literal["none", "zeros", "error"]
+Strategy: TypeAlias = Literal["sequential", "batched", "auto"]
+
+
+@overload
+def value_and_grads(
+    losses: Tensor,
+    params: nn.Module,
+    *,
+    weights: PyTree = ...,
+    unused: Unused = ...,
+    create_graph: bool = ...,
+    retain_graph: bool | None = ...,
+) -> tuple[Tensor, dict[str, Tensor | None]]: ...
+@overload
+def value_and_grads(
+    losses: Mapping[K, Tensor],
+    params: nn.Module,
+    *,
+    weights: PyTree = ...,
+    unused: Unused = ...,
+    create_graph: bool = ...,
+    retain_graph: bool | None = ...,
+) -> tuple[dict[K, Tensor], dict[str, Tensor | None]]: ...
+@overload
+def value_and_grads(
+    losses: Tensor,
+    params: Mapping[K, Tensor],
+    *,
+    weights: PyTree = ...,
+    unused: Unused = ...,
+    create_graph: bool = ...,
+    retain_graph: bool | None = ...,
+) -> tuple[Tensor, dict[K, Tensor | None]]: ...
+@overload
+def value_and_grads(
+    losses: Tensor,
+    params: Tensor,
+    *,
+    weights: PyTree = ...,
+    unused: Unused = ...,
+    create_graph: bool = ...,
+    retain_graph: bool | None = ...,
+) -> tuple[Tensor, Tensor | None]: ...
+@overload
+def value_and_grads(
+    losses: Tensor,
+    params: Iterator[Tensor],
+    *,
+    weights: PyTree = ...,
+    unused: Unused = ...,
+    create_graph: bool = ...,
+    retain_graph: bool | None = ...,
+) -> tuple[Tensor, tuple[Tensor | None, ...]]: ...
+@overload
+def value_and_grads(
+    losses: PyTree,
+    params: PyTree,
+    *,
+    weights: PyTree = ...,
+    unused: Unused = ...,
+    create_graph: bool = ...,
+    retain_graph: bool | None = ...,
+) -> tuple[PyTree, PyTree]: ...
+def value_and_grads(
+    losses: PyTree,
+    params: PyTree,
+    *,
+    weights: PyTree = None,
+    unused: Unused = "none",
+    create_graph: bool = False,
+    retain_graph: bool | None = None,
+) -> tuple[PyTree, PyTree]:
+    """Return the losses' values and the gradient of their weighted sum, from one engine pass.
+
+    Bit for bit what `torch.autograd.backward(list_of_losses)` leaves in a fresh `.grad`, which is
+    neither read nor written.
+
+    Example:
+        >>> import torch, gradkit
+        >>> model = torch.nn.Linear(3, 1)
+        >>> losses = {"fit": model(torch.ones(2, 3)).square().mean(), "l1": model.weight.abs().sum()}
+        >>> values, grads = gradkit.value_and_grads(losses, model, weights={"fit": 1.0, "l1": 0.1})
+        >>> {name: tuple(grad.shape) for name, grad in grads.items()}
+        {'weight': (1, 3), 'bias': (1,)}
+
+    Args:
+        losses: A tree of real floating-point tensors of one element each, at least one of which
+            carries a graph; the others are constants.
+        params: A tree of tensors, leaf or not. A module in it stands for
+            `dict(module.named_parameters())`, an iterator for the tuple of its items, an optimizer
+            for the tuple of its parameters. None stays None.
+        weights: Real numbers or one-element tensors in the structure of `losses`, or a prefix of
+            it; None is all ones. A weight that requires grad is part of the differentiated sum.
+        unused: What stands for a trainable parameter that no loss reaches: `"none"` (a structural
+            zero), `"zeros"` (a dense zero), or `"error"`.
+        create_graph: Let values and gradients carry a graph, for higher derivatives.
+        retain_graph: Keep the losses' graph; None means `create_graph`.
+
+    Returns:
+        `(values, grads)`. `values`: a tree like `losses`, of their shapes and dtypes, detached
+        copies (the losses themselves with `create_graph`). `grads`: a tree like `params`; each
+        leaf has its parameter's shape, its strides if it is dense, and the dtype
+        `p.grad_dtype or p.dtype`, and shares no memory with anything (with `create_graph`, it may).
+        A tensor in several places has its full gradient in each. None: frozen, integer or unused.
+
+    Raises:
+        DetachedLossError: No loss carries a graph.
+        FreedGraphError: The graph has been freed by an earlier call.
+        LeafTypeError: A leaf is no tensor that has a gradient.
+        NotScalarLossError: A loss has not exactly one element.
+        StructureError: A tree is empty or does not match, or an option has no such value.
+        UnreachedParamError: Nothing is reached, or not everything under `unused="error"`.
+        UnsupportedGraphError: Reentrant checkpoint, DistributedDataParallel, FSDP.
+
+    Source:
+        `torch.autograd.backward`, https://pytorch.org/docs/stable/autograd.html; the name and
+        argument order follow `jax.value_and_grad`.
+    """
+    check_option("unused", unused, UNUSED)
+    with ordinary_mode():
+        target = read_losses(losses, scalar=True)
+        wanted = read_params(params)
+        outputs, seeds = weigh(target, read_weights(weights, target))
+        live = require_graph(target, outputs)
+        run = prepare(target, outputs, [(live, wanted)], create_graph, unused)
+        grads = run.grads(
+            [outputs[index] for index in live],
+            [seeds[index] for index in live],
+            wanted.variables,
+            retain=create_graph if retain_graph is None else retain_graph,
+        )
+        require_reached([grads], target, [(live, wanted)], unused)
+        values = [loss if create_graph else loss.detach().clone() for loss in target.leaves]
+        return _pytree.unflatten(target.spec, values), finish(grads, wanted, unused, create_graph)
+
+
+def per_loss_grads(
+    losses: PyTree,
+    params: PyTree,
+    *,
+    unused: Unused = "none",
+    create_graph: bool = False,
+    retain_graph: bool | None = None,
+    strategy: Strategy = "sequential",
+    chunk_size: int | None = None,
+) -> PyTree:
+    """Return the gradients of every loss by itself: the rows of the Jacobian, as trees.
+
+    Each is bit for bit what `torch.autograd.grad` gives for that loss alone: a pass walks only its
+    own loss's graph, so an inf or NaN in one loss reaches no other's gradients. The parts of the
+    graph go as soon as no further pass needs them.
+
+    Example:
+        >>> import torch, gradkit
+        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> gradkit.per_loss_grads({"sum": w.sum(), "squares": w * w}, {"w": w})["squares"]
+        {'w': tensor([[2., 0.],
+                [0., 4.]])}
+
+    Args:
+        losses: A tree of real floating-point tensors of any shape, at least one of which carries
+            a graph.
+        params: As in `value_and_grads`.
+        unused: As in `value_and_grads`, for each loss.
+        create_graph: As in `value_and_grads`.
+        retain_graph: As in `value_and_grads`.
+        strategy: `"sequential"`: an engine pass for each element of each loss. `"batched"`: the
+            elements of each loss vmapped through the engine's batched mode, equal to rounding;
+            what that is known to get wrong, or fails at, is done sequentially, with one
+            `GradkitWarning` that says why. `"auto"` picks by device and size. In a batched pass a
+            tensor that the user called `retain_grad()` on is left with an unusable `.grad`.
+        chunk_size: The largest number of elements in one batched pass; None is all.
+
+    Returns:
+        A tree like `losses`, each leaf replaced by a tree like `params`. A loss of shape S gives
+        gradients of shape `S + p.shape`, as `torch.func.jacrev` orders them; dtype, strides and
+        ownership as in `value_and_grads`. None: not reached by this loss (all of them, for a
+        constant loss).
+
+    Raises:
+        DetachedLossError: No loss carries a graph.
+        FreedGraphError: The graph has been freed by an earlier call.
+        LeafTypeError: A leaf is no tensor that has a gradient.
+        StructureError: A tree is empty, or an option has no such value.
+        UnreachedParamError: No loss reaches anything, or not everything under `unused="error"`.
+        UnsupportedGraphError: Reentrant checkpoint, DistributedDataParallel, FSDP.
+
+    Source:
+        `torch.autograd.grad` and its `is_grads_batched`,
+        https://pytorch.org/docs/stable/generated/torch.autograd.grad.html
+    """
+    check_option("unused", unused, UNUSED)
+    check_option("strategy", strategy, ("sequential", "batched", "auto"))
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise StructureError(
+            message("chunk_size", "a positive integer or None", repr(chunk_size), "chunk_size=None")
+        )
+    with ordinary_mode():
+        target = read_losses(losses, scalar=False)
+        wanted = read_params(params)
+        live = require_graph(target, target.leaves)
+        plan = [([index], wanted) for index in live]
+        if unused == "error":
+            refuse_unreached(target, target.leaves, [([i], wanted) for i in range(len(target.leaves))])
+        run = prepare(target, target.leaves, plan, create_graph, unused)
+        batch = _rows.choose(strategy, [target.leaves[i] for i in live], wanted.variables)
+
+        def differentiate(loss: Tensor, variables: list[Tensor], keep: bool) -> list[Tensor | None]:
+            if id(loss) in batch:
+                return _rows.batched(run, loss, variables, retain=keep, chunk_size=chunk_size)
+            return _rows.sequential(run, loss, variables, retain=keep)
+
+        retain = create_graph if retain_graph is None else retain_graph
+        found = run_in_turn(target, plan, differentiate, retain)
+        require_reached(found, target, plan, unused)
+        by_loss = dict(zip(live, found, strict=True))
+        nothing: list[Tensor | None] = [None] * len(wanted.variables)
+        trees = [
+            finish(by_loss.get(i, nothing), wanted, unused, create_graph, tuple(loss.shape))
+            for i, loss in enumerate(target.leaves)
+        ]
+        return _pytree.unflatten(target.spec, trees)
+
+
+def simultaneous_grads(
+    losses: PyTree,
+    params: PyTree,
+    *,
+    unused: Unused = "none",
+    create_graph: bool = False,
+    retain_graph: bool | None = None,
+) -> PyTree:
+    """Return the simultaneous gradient of a game: each loss differentiated by its own part of params.
+
+    One forward pass serves all players; nothing has to be detached, and no loss leaves a gradient
+    in another's parameters.
+
+    Example:
+        >>> import torch, gradkit
+        >>> x, y = (torch.tensor(v, requires_grad=True) for v in (1.0, 2.0))
+        >>> gradkit.simultaneous_grads({"min": x * y, "max": -x * y}, {"min": x, "max": y})
+        {'min': tensor(2.), 'max': tensor(-1.)}
+
+    Args:
+        losses: A tree of real floating-point tensors of one element each, whose structure begins
+            that of `params`.
+        params: As in `value_and_grads`: below the place of a loss stands what it is
+            differentiated by, often a module.
+        unused: As in `value_and_grads`, for each loss and its own part.
+        create_graph: As in `value_and_grads`.
+        retain_graph: As in `value_and_grads`.
+
+    Returns:
+        A tree like `params`, its leaves as in `value_and_grads`.
+
+    Raises:
+        DetachedLossError: No loss carries a graph.
+        FreedGraphError: The graph has been freed by an earlier call.
+        LeafTypeError: A leaf is no tensor that has a gradient.
+        NotScalarLossError: A loss has not exactly one element.
+        StructureError: A tree is empty, or `losses` is no prefix of `params`.
+        UnreachedParamError: Nothing is reached, or not everything under `unused="error"`.
+        UnsupportedGraphError: Reentrant checkpoint, DistributedDataParallel, FSDP.
+
+    Source:
+        Balduzzi et al. 2018, "The Mechanics of n-Player Differentiable Games", equation (1),
+        https://arxiv.org/abs/1802.05642
+    """
+    check_option("unused", unused, UNUSED)
+    with ordinary_mode():
+        target = read_losses(losses, scalar=True)
+        parts = [
+            read_params(part, target.path(index).replace("losses", "params", 1))
+            for index, part in enumerate(
+                _pytree.matching_leaves(target.spec, "losses", params, "params")
+            )
+        ]
+        live = require_graph(target, target.leaves)
+        plan = [([index], parts[index]) for index in live]
+        run = prepare(target, target.leaves, plan, create_graph, unused)
+
+        def differentiate(loss: Tensor, variables: list[Tensor], keep: bool) -> list[Tensor | None]:
+            return run.grads([loss], [None], variables, retain=keep)
+
+        retain = create_graph if retain_graph is None else retain_graph
+        found = run_in_turn(target, plan, differentiate, retain)
+        require_reached(found, target, plan, unused)
+        by_loss = dict(zip(live, found, strict=True))
+        trees = [
+            finish(by_loss.get(i, [None] * len(part.variables)), part, unused, create_graph)
+            for i, part in enumerate(parts)
+        ]
+        return _pytree.unflatten(target.spec, trees)

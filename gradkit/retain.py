@@ -1,0 +1,271 @@
+"""The gradients of intermediate tensors: what `retain_grad()` was meant for, without its traps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from gradkit import _engine, _graph, _pytree
+from gradkit._leaf import plus
+from gradkit._ownership import copy_for
+from gradkit._pytree import PyTree
+from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
+
+__all__ = ["Kept", "safe_retain"]
+
+
+class _Tap:
+    """Listens where the gradient of one tensor arrives, with respect to the tensor's present value."""
+
+    def __init__(self, tensor: Tensor, where: str) -> None:
+        _require_graph(tensor, where)
+        self.tensor = tensor
+        self.edge: GradientEdge = _graph.edge(tensor)
+        self.passes: list[Tensor] = []
+        self._where = where
+        self._version = tensor._version
+        # On the node of this very version: an in-place change later does not move it [L1].
+        self._handle = tensor.register_hook(self._take)
+
+    def _take(self, grad: Tensor | None) -> None:
+        if grad is not None:  # None is an undefined gradient [D10]
+            # A copy, because the node below may write on what it is given [L3].
+            self.passes.append(copy_for(grad, self.tensor))
+
+    def require_same_history(self) -> None:
+        """Raise if the tensor is a view that was changed in place: its history is another now [L2]."""
+        if self.tensor._is_view() and self.tensor._version != self._version:
+            raise UnsupportedGraphError(
+                message(
+                    self._where,
+                    "a tensor whose history stays as it was at the call",
+                    "a view that was changed in place since, by itself or through its base: torch "
+                    "leads gradients past the value that it had",
+                    f"keep a tensor of its own, h = h.clone(), in place of {self._where}; or change "
+                    "a copy",
+                )
+            )
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+
+def _require_graph(tensor: object, where: str) -> None:
+    if not isinstance(tensor, Tensor):
+        do = "pass tensors; for the outputs of a module, safe_retain(model, ['name'])"
+        raise LeafTypeError(message(where, "a tensor", describe(tensor), do))
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or _in_transform():
+        raise UnsupportedGraphError(
+            message(
+                where,
+                "a tensor outside of torch.func's transforms",
+                "one inside: its gradient would not outlive the transform",
+                "return the value as auxiliary output instead, torch.func.grad(fn, has_aux=True)",
+            )
+        )
+    if not tensor.requires_grad:
+        raise UnsupportedGraphError(
+            message(
+                where,
+                "a tensor that requires grad",
+                f"{describe(tensor)} without a graph: a constant, detached, or made under no_grad",
+                "keep it where it is part of the graph, or call requires_grad_() before its use",
+            )
+        )
+
+
+def _in_transform() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class Kept:
+    """What `safe_retain` watches, and the gradients that have come in so far."""
+
+    def __init__(self) -> None:
+        self._taps: dict[int, _Tap] = {}
+        self._read_values: Callable[[], PyTree] = dict
+
+    @property
+    def values(self) -> PyTree:
+        """The tensors, in the tree as given.
+
+        In the module form a dict from module name to output: a tuple of outputs for a module that
+        ran several times, None for one that did not run.
+        """
+        return self._read_values()
+
+    @property
+    def grads(self) -> PyTree:
+        """A tree like `values`: each tensor's gradient, summed over the passes in their order.
+
+        Of the tensor's shape and dtype, and of its strides if it is dense; None where no pass has
+        brought one.
+        """
+        return self._map(lambda tap: _total(tap.passes))
+
+    @property
+    def passes(self) -> PyTree:
+        """A tree like `values`: for each tensor the tuple of what each pass brought, in order."""
+        return self._map(lambda tap: tuple(grad.clone() for grad in tap.passes), missing=())
+
+    def _map(self, read: Callable[[_Tap], Any], missing: Any = None) -> PyTree:
+        leaves, spec = _pytree.flatten(self.values)
+        taps = [self._taps.get(id(leaf)) for leaf in leaves]
+        return spec.unflatten([missing if tap is None else read(tap) for tap in taps])
+
+    def before_pass(self) -> list[tuple[Tensor, GradientEdge]]:
+        """Return the tensors, so that gradkit's own passes reach them whatever they are for.
+
+        Returns:
+            Each with the place where its gradient arrives.
+
+        Raises:
+            UnsupportedGraphError: A tensor's history is another since the call.
+        """
+        for tap in self._taps.values():
+            tap.require_same_history()
+        return [(tap.tensor, tap.edge) for tap in self._taps.values()]
+
+    def _listen(self, tensor: Tensor, where: str, stack: ExitStack) -> None:
+        if id(tensor) not in self._taps:
+            tap = self._taps[id(tensor)] = _Tap(tensor, where)
+            stack.callback(tap.remove)
+
+
+def _total(passes: Iterable[Tensor]) -> Tensor | None:
+    total: Tensor | None = None
+    for grad in passes:
+        total = plus(total, grad)
+    return total
+
+
+@contextmanager
+def safe_retain(
+    tensors: PyTree | nn.Module, names: str | Sequence[str] | None = None
+) -> Iterator[Kept]:
+    """Keep the gradients of intermediate tensors, for every backward pass inside the block.
+
+    The gradient is the one with respect to the value that a tensor has at this call, whether its
+    later uses come before or after, and also if it is changed in place afterwards. Hooks that the
+    user registered earlier have been applied. `.grad` is not written. All of gradkit's own passes
+    in the block reach the tensors; `torch.autograd.grad` brings a gradient only where its inputs
+    lie on the way, as it does for a hook.
+
+    Example:
+        >>> import torch, gradkit
+        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> h = w * w
+        >>> with gradkit.safe_retain({"h": h}) as kept:
+        ...     (3 * h).sum().backward()
+        >>> kept.grads
+        {'h': tensor([3., 3.])}
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+        >>> with gradkit.safe_retain(model, ["0"]) as kept:
+        ...     model(w).sum().backward()
+        >>> kept.values["0"].shape, kept.grads["0"].shape
+        (torch.Size([2]), torch.Size([2]))
+
+    Args:
+        tensors: A tree of tensors that require grad; or a module, whose forward then runs inside
+            the block.
+        names: With a module: the names of submodules (as in `named_modules()`, "" for the module
+            itself) or globs, whose outputs, trees of tensors, are watched.
+
+    Yields:
+        The tensors' `values`, `grads` (summed over passes) and `passes` (one by one).
+
+    Raises:
+        LeafTypeError: A leaf is no tensor.
+        StructureError: There are no leaves, or a name fits no module.
+        UnsupportedGraphError: A tensor has no graph, is inside a `torch.func` transform, or is a
+            view whose memory was changed in place inside the block (raised before gradkit's next
+            pass, or else at the end of the block); or none of the modules ran.
+
+    Source:
+        `torch.Tensor.retain_grad`, whose value this is wherever that one is right.
+    """
+    kept = Kept()
+    with ExitStack() as stack:
+        if isinstance(tensors, nn.Module):
+            _watch_modules(kept, tensors, names, stack)
+        else:
+            _watch_tensors(kept, tensors, stack)
+        with _engine.watching(kept):
+            yield kept
+        kept.before_pass()
+        if isinstance(tensors, nn.Module) and not any(v is not None for v in kept.values.values()):
+            raise UnsupportedGraphError(
+                message(
+                    "safe_retain",
+                    f"a forward pass through {', '.join(kept.values)} inside the block",
+                    "none",
+                    "call the module inside the with block, not before it",
+                )
+            )
+
+
+def _watch_tensors(kept: Kept, tensors: PyTree, stack: ExitStack) -> None:
+    leaves, spec = _pytree.flatten(tensors)
+    if not leaves:
+        raise StructureError(message("tensors", "at least one tensor", "none", "safe_retain(h)"))
+    for index, leaf in enumerate(leaves):
+        where = _pytree.path(spec, index, "tensors")
+        _require_graph(leaf, where)
+        kept._listen(leaf, where, stack)
+    kept._read_values = lambda: spec.unflatten(leaves)
+
+
+def _watch_modules(
+    kept: Kept, module: nn.Module, names: str | Sequence[str] | None, stack: ExitStack
+) -> None:
+    chosen = _choose(module, names)
+    outputs: dict[str, list[PyTree]] = {name: [] for name in chosen}
+
+    def watch(name: str, output: PyTree) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # a checkpoint's recomputation, inside a backward pass: the graph exists already
+        leaves, spec = _pytree.flatten(output)
+        paths = _pytree.paths(spec, f"the output of {name!r}")
+        found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for leaf, where in zip(leaves, paths, strict=True):
+            if not found or any(leaf is tensor for tensor in found):
+                _require_graph(leaf, where)
+                kept._listen(leaf, where, stack)
+        outputs[name].append(output)
+
+    for name, part in chosen.items():
+        hook = part.register_forward_hook(lambda _m, _i, output, name=name: watch(name, output))
+        stack.callback(hook.remove)
+    kept._read_values = lambda: {name: _one_or_all(runs) for name, runs in outputs.items()}
+
+
+def _one_or_all(runs: list[PyTree]) -> PyTree:
+    return None if not runs else runs[0] if len(runs) == 1 else tuple(runs)
+
+
+def _choose(module: nn.Module, names: str | Sequence[str] | None) -> dict[str, nn.Module]:
+    modules = dict(module.named_modules())
+    patterns = [names] if isinstance(names, str) else list(names or ())
+    chosen: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        fits = {name: part for name, part in modules.items() if fnmatchcase(name, pattern)}
+        if not fits:
+            break
+        chosen |= fits
+    else:
+        if chosen:
+            return chosen
+    raise StructureError(
+        message(
+            "names",
+            "names of submodules or globs, each of which fits one",
+            f"{names!r}",
+            f"one of {', '.join(map(repr, list(modules)[:12]))}",
+        )
+    )

@@ -1,0 +1,367 @@
+"""Arithmetic on trees of gradients. None is an exact zero, and takes no memory.
+
+Every function is pure: it returns new tensors, and is differentiable where its inputs carry a
+graph. Trees are optree's; dictionaries match by key and keep the order of the first tree.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradkit import _pytree
+from gradkit._leaf import inner, plus
+from gradkit._matrix import gram, to_matrix, weighted_sum
+from gradkit._pytree import PyTree
+from gradkit.errors import StructureError, message
+
+__all__ = [
+    "add",
+    "allclose",
+    "clip_by_global_norm",
+    "cosine",
+    "dot",
+    "global_norm",
+    "gram",
+    "map",
+    "scale",
+    "stack",
+    "sub",
+    "to_matrix",
+    "unstack",
+    "weighted_sum",
+]
+
+
+def map(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+    """Apply `fn` to the leaves of one or several trees.
+
+    Example:
+        >>> import torch, gradkit
+        >>> gradkit.tree.map(torch.sign, {"w": torch.tensor([-2.0, 3.0]), "b": None})
+        {'w': tensor([-1.,  1.]), 'b': None}
+
+    Args:
+        fn: Takes one leaf of each tree.
+        tree: A tree of tensors or None.
+        rest: Trees of the same structure.
+
+    Returns:
+        A tree like the first. Where every tree has None it is None, and `fn` is not called; where
+        only some have, `fn` gets zeros for them.
+
+    Raises:
+        StructureError: The trees do not match.
+    """
+    columns, unflatten = _columns(tree, *rest)
+    return unflatten([_call(fn, leaves) for leaves in zip(*columns, strict=True)])
+
+
+def _call(fn: Callable[..., Any], leaves: Sequence[Tensor | None]) -> Any:
+    like = next((leaf for leaf in leaves if leaf is not None), None)
+    if like is None:
+        return None
+    return fn(*(torch.zeros_like(like) if leaf is None else leaf for leaf in leaves))
+
+
+def add(a: PyTree, b: PyTree) -> PyTree:
+    """Return a + b.
+
+    Example:
+        >>> import torch, gradkit
+        >>> gradkit.tree.add({"w": torch.ones(2), "b": None}, {"w": torch.ones(2), "b": None})
+        {'w': tensor([2., 2.]), 'b': None}
+
+    Args:
+        a: A tree of tensors or None.
+        b: A tree of the same structure.
+
+    Returns:
+        A tree like `a`, None where both are. Two sparse leaves give a sparse one.
+
+    Raises:
+        StructureError: The trees do not match.
+    """
+    (left, right), unflatten = _columns(a, b)
+    return unflatten([plus(x, y) for x, y in zip(left, right, strict=True)])
+
+
+def sub(a: PyTree, b: PyTree) -> PyTree:
+    """Return a - b.
+
+    Example:
+        >>> import torch, gradkit
+        >>> gradkit.tree.sub([torch.ones(2)], [torch.ones(2)])
+        [tensor([0., 0.])]
+
+    Args:
+        a: A tree of tensors or None.
+        b: A tree of the same structure.
+
+    Returns:
+        A tree like `a`, None where both are.
+
+    Raises:
+        StructureError: The trees do not match.
+    """
+    (left, right), unflatten = _columns(a, b)
+    negative = [None if y is None else -y for y in right]
+    return unflatten([plus(x, y) for x, y in zip(left, negative, strict=True)])
+
+
+def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
+    """Return every leaf times a factor, in the leaf's dtype.
+
+    Example:
+        >>> import torch, gradkit
+        >>> gradkit.tree.scale({"w": torch.ones(2), "b": None}, 0.5)
+        {'w': tensor([0.5000, 0.5000]), 'b': None}
+
+    Args:
+        tree: A tree of tensors or None.
+        factor: A number, or a tensor of one element.
+
+    Returns:
+        A tree like `tree`.
+    """
+    leaves, spec = _pytree.flatten(tree)
+    present = [leaf for leaf in leaves if leaf is not None]
+    scaled = iter(_times(present, factor))
+    return spec.unflatten([None if leaf is None else next(scaled) for leaf in leaves])
+
+
+def _times(leaves: list[Tensor], factor: float | Tensor) -> list[Tensor]:
+    """Multiply device by device and dtype by dtype, as `clip_grads_with_norm_` does."""
+    kinds: dict[Any, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        kinds.setdefault((leaf.device, leaf.dtype, leaf.layout, type(leaf)), []).append(index)
+    scaled = list(leaves)
+    for (device, dtype, layout, _), places in kinds.items():
+        by = factor.reshape(()).to(device) if isinstance(factor, Tensor) else factor
+        group = [leaves[index] for index in places]
+        many = layout == torch.strided
+        products = torch._foreach_mul(group, by) if many else [leaf * by for leaf in group]
+        for index, product in zip(places, products, strict=True):
+            scaled[index] = product.to(dtype)
+    return scaled
+
+
+def dot(a: PyTree, b: PyTree) -> Tensor:
+    """Return the inner product of two trees; of complex leaves, its real part.
+
+    Example:
+        >>> import torch, gradkit
+        >>> gradkit.tree.dot({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 4.0])})
+        tensor(11.)
+
+    Args:
+        a: A tree of tensors or None.
+        b: A tree of the same structure.
+
+    Returns:
+        A 0-dim tensor in the leaves' common dtype, float32 at least.
+
+    Raises:
+        StructureError: The trees do not match.
+    """
+    (left, right), _ = _columns(a, b)
+    parts = [inner(x, y) for x, y in zip(left, right, strict=True)]
+    present = [part for part in parts if part is not None]
+    if not present:
+        return torch.zeros(())
+    return torch.stack([part.to(present[0].device, _widest(present)) for part in present]).sum()
+
+
+def _widest(parts: Sequence[Tensor]) -> torch.dtype:
+    return torch.float64 if any(p.dtype == torch.float64 for p in parts) else parts[0].dtype
+
+
+def global_norm(tree: PyTree) -> Tensor:
+    """Return the Euclidean norm of all leaves taken as one vector.
+
+    Example:
+        >>> import torch, gradkit
+        >>> gradkit.tree.global_norm({"w": torch.tensor([3.0, 4.0]), "b": None})
+        tensor(5.)
+
+    Args:
+        tree: A tree of tensors or None.
+
+    Returns:
+        A 0-dim tensor; zero if every leaf is None.
+
+    Source:
+        `torch.nn.utils.get_total_norm`, the norm that `clip_grad_norm_` computes.
+    """
+    leaves, _ = _pytree.flatten(tree)
+    dense = [g.coalesce().values() if g.is_sparse else g for g in leaves if g is not None]
+    return torch.nn.utils.get_total_norm(dense) if dense else torch.zeros(())
+
+
+def clip_by_global_norm(tree: PyTree, max_norm: float) -> PyTree:
+    """Return the tree scaled down, where needed, to a global norm of at most `max_norm`.
+
+    Example:
+        >>> import torch, gradkit
+        >>> gradkit.tree.clip_by_global_norm({"w": torch.tensor([3.0, 4.0])}, 1.0)
+        {'w': tensor([0.6000, 0.8000])}
+
+    Args:
+        tree: A tree of tensors or None.
+        max_norm: The largest norm, in the units of `global_norm`.
+
+    Returns:
+        A tree like `tree`, bit for bit what `clip_grad_norm_` leaves in `.grad`.
+
+    Source:
+        `torch.nn.utils.clip_grad_norm_`; Pascanu et al. 2013, "On the difficulty of training
+        recurrent neural networks", algorithm 1, https://arxiv.org/abs/1211.5063
+    """
+    factor = max_norm / (global_norm(tree) + 1e-6)
+    return scale(tree, factor.clamp(max=1.0))
+
+
+def cosine(a: PyTree, b: PyTree) -> Tensor:
+    """Return the cosine of the angle between two trees, each taken as one vector.
+
+    Example:
+        >>> import torch, gradkit
+        >>> gradkit.tree.cosine({"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([-2.0, 0.0])})
+        tensor(-1.)
+
+    Args:
+        a: A tree of tensors or None.
+        b: A tree of the same structure.
+
+    Returns:
+        A 0-dim tensor between -1 and 1; zero if one of the trees is zero.
+
+    Raises:
+        StructureError: The trees do not match.
+    """
+    squares = dot(a, a), dot(b, b)
+    # The root of zero has no derivative: it is kept out of the graph, not only of the result.
+    is_zero = (squares[0] == 0) | (squares[1] == 0)
+    norms = [torch.where(is_zero, torch.ones_like(square), square).sqrt() for square in squares]
+    return torch.where(is_zero, torch.zeros_like(squares[0]), dot(a, b) / norms[0] / norms[1])
+
+
+def stack(trees: Sequence[PyTree]) -> PyTree:
+    """Return one tree whose leaves are those of K trees stacked.
+
+    Example:
+        >>> import torch, gradkit
+        >>> gradkit.tree.stack([{"w": torch.ones(2)}, {"w": None}])
+        {'w': tensor([[1., 1.],
+                [0., 0.]])}
+
+    Args:
+        trees: K trees of one structure.
+
+    Returns:
+        A tree like the first, its leaves of shape `[K, *leaf.shape]` and dense; None where every
+        tree has None.
+
+    Raises:
+        StructureError: There are no trees, or they do not match.
+    """
+    if not trees:
+        raise StructureError(message("trees", "at least one tree", "none", "pass trees to stack"))
+    columns, unflatten = _columns(*trees)
+    dense = [[None if x is None else x.to_dense() for x in column] for column in columns]
+    return unflatten(
+        [_call(lambda *rows: torch.stack(rows), rows) for rows in zip(*dense, strict=True)]
+    )
+
+
+def unstack(tree: PyTree) -> list[PyTree]:
+    """Return the K trees of which this is the `stack`.
+
+    Example:
+        >>> import torch, gradkit
+        >>> gradkit.tree.unstack({"w": torch.tensor([[1.0], [2.0]]), "b": None})
+        [{'w': tensor([1.]), 'b': None}, {'w': tensor([2.]), 'b': None}]
+
+    Args:
+        tree: Leaves of shape `[K, ...]`, or None.
+
+    Returns:
+        K trees like it, None where it has None.
+
+    Raises:
+        StructureError: The leaves are not of one length K, or all are None.
+    """
+    leaves, spec = _pytree.flatten(tree)
+    lengths = {len(leaf) if leaf.dim() else 0 for leaf in leaves if leaf is not None}
+    if len(lengths) != 1:
+        got = f"lengths {sorted(lengths)}" if lengths else "none that is not None"
+        raise StructureError(message("tree", "leaves of one length K", got, "pass a stacked tree"))
+    count = lengths.pop()
+    rows = [
+        [None] * count if leaf is None else [row.clone() for row in leaf.unbind()]
+        for leaf in leaves
+    ]
+    return [spec.unflatten(row) for row in zip(*rows, strict=True)]
+
+
+def allclose(
+    a: PyTree, b: PyTree, *, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
+) -> bool:
+    """Return whether two trees are equal up to rounding; None is close to zeros.
+
+    Example:
+        >>> import torch, gradkit
+        >>> gradkit.tree.allclose({"w": torch.zeros(2)}, {"w": None})
+        True
+
+    Args:
+        a: A tree of tensors or None.
+        b: A tree of the same structure.
+        rtol: The relative tolerance, of `b`.
+        atol: The absolute tolerance.
+        equal_nan: Whether NaN equals NaN.
+
+    Returns:
+        True if every leaf is.
+
+    Raises:
+        StructureError: The trees do not match.
+
+    Source:
+        `torch.allclose`.
+    """
+
+    def close(x: Tensor, y: Tensor) -> bool:
+        return torch.allclose(
+            x.to_dense(), y.to_dense(), rtol=rtol, atol=atol, equal_nan=equal_nan
+        )
+
+    leaves, _ = _pytree.flatten(map(close, a, b))
+    return all(leaf is not False for leaf in leaves)
+
+
+def _columns(
+    first: PyTree, *rest: PyTree
+) -> tuple[list[list[Tensor | None]], Callable[[Sequence[Any]], PyTree]]:
+    """Return the leaves of each tree, matched to those of the first, and how to put them back."""
+    leaves, spec = _pytree.flatten(first)
+    columns = [
+        leaves,
+        *(_pytree.matching_leaves(spec, "the first tree", tree, "the other tree") for tree in rest),
+    ]
+    for index, row in enumerate(zip(*columns, strict=True)):
+        shapes = {tuple(x.shape) for x in row if x is not None}
+        if len(shapes) > 1:
+            raise StructureError(
+                message(
+                    _pytree.path(spec, index, "tree"),
+                    "one shape in all trees",
+                    " and ".join(builtins.map(str, sorted(shapes))),
+                    "pass gradients of the same parameters",
+                )
+            )
+    return columns, spec.unflatten
