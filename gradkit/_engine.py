@@ -1,4 +1,4 @@
-"""The one caller of torch.autograd.grad: a pass, what it may keep alive, and whose its results are."""
+"""The one caller of torch.autograd.grad: a pass, and whose its results are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import local
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -92,27 +92,13 @@ class Run:
         with ExitStack() as stack:
             self._keep_grads(variables, [tensor for tensor, _ in further], stack)
             arrived = self._catch(variables, stack) if self.guard or not self.ordinary else {}
-            try:
-                found = torch.autograd.grad(
-                    outputs,
-                    [*variables, *(edge for _, edge in further)] if further else variables,
-                    seeds,
-                    retain_graph=retain,
-                    create_graph=self.create_graph,
-                    allow_unused=True,
-                )
-            except RuntimeError as error:
-                if "through the graph a second time" in str(error):
-                    raise self._freed() from error
-                raise
+            inputs = [*variables, *(edge for _, edge in further)] if further else variables
+            found = self._run(outputs, inputs, seeds, retain_graph=retain)
         grads = list(found[: len(variables)])
         del found
-        for index, grad in arrived.items():
-            grads[index] = grad
-        arrived.clear()
-        if self.create_graph:
-            return grads
-        return _owned(grads, variables)
+        for index in list(arrived):
+            grads[index] = arrived.pop(index)
+        return grads if self.create_graph else _owned(grads, variables)
 
     def grads_of_batch(
         self, output: Tensor, seeds: Tensor, variables: list[Tensor]
@@ -127,34 +113,38 @@ class Run:
         Returns:
             For each variable its gradients, of shape `[B, *variable.shape]`, or None. They may
             share memory.
+
+        Raises:
+            FreedGraphError: The graph has been freed before.
         """
         return list(
-            torch.autograd.grad(
-                output,
-                variables,
-                seeds,
-                retain_graph=True,
-                create_graph=self.create_graph,
-                allow_unused=True,
-                is_grads_batched=True,
-            )
+            self._run([output], variables, [seeds], retain_graph=True, is_grads_batched=True)
         )
 
-    def _keep_grads(
-        self, variables: list[Tensor], further: list[Tensor], stack: ExitStack
-    ) -> None:
-        """Put back, afterwards, the `.grad` of the tensors that the user called retain_grad() on."""
+    def _run(
+        self, outputs: Sequence[Tensor], inputs: Any, seeds: Any, **how: bool
+    ) -> tuple[Tensor | None, ...]:
+        try:
+            found = torch.autograd.grad(
+                outputs, inputs, seeds, create_graph=self.create_graph, allow_unused=True, **how
+            )
+        except RuntimeError as error:
+            if "through the graph a second time" in str(error):
+                raise FreedGraphError(self.freed()) from error
+            raise
+        return cast("tuple[Tensor | None, ...]", found)
+
+    def _keep_grads(self, variables: list[Tensor], further: list[Tensor], stack: ExitStack) -> None:
+        """Put back, afterwards, the `.grad` of tensors that the user called retain_grad() on."""
         seen = (*self.losses, *further) if self.ordinary else (*self.losses, *variables, *further)
         for tensor in {id(t): t for t in seen if t.retains_grad and not t.is_leaf}.values():
             stack.enter_context(_grad_kept(tensor))
 
     def _catch(self, variables: list[Tensor], stack: ExitStack) -> dict[int, Tensor]:
-        """Copy gradients as they arrive, where the engine's own capture could be another value.
-
-        For a non-leaf, the engine captures before the tensor's hooks if the pass goes on below it,
-        and hands the captured tensor to the node below, which may write on it [D3, L3]. A hook
-        registered last sees what the user's hooks leave.
-        """
+        # For a non-leaf, the engine captures before the tensor's hooks if the pass goes on below
+        # it, and hands the captured tensor to the node below, which may write on it [D3, L3]; what
+        # it captured for a leaf, a custom Function that got the same tensor may write on. A hook
+        # registered last sees what the user's hooks leave.
         arrived: dict[int, Tensor] = {}
 
         def catcher(index: int) -> Callable[[Tensor | None], None]:
@@ -166,39 +156,30 @@ class Run:
 
         for index, variable in enumerate(variables):
             if self.guard or variable.grad_fn is not None:
-                handle = variable.register_hook(catcher(index))
+                handle = variable.register_hook(catcher(index))  # type: ignore[no-untyped-call]
                 stack.callback(handle.remove)
         return arrived
 
-    def refuse_freed(self, indices: Sequence[int]) -> None:
-        """Raise if one of these losses shows at its root that it has been differentiated before.
+    def freed(self, indices: Sequence[int] = ()) -> str:
+        """Return the message for a second pass through a graph.
 
         Args:
-            indices: The losses to look at.
+            indices: The losses whose graph is freed; if none are given, they are looked for.
 
-        Raises:
-            FreedGraphError: Its saved tensors are gone.
+        Returns:
+            The text of a `FreedGraphError`.
         """
-        for index in indices:
-            if _graph.is_freed(self.losses[index]):
-                raise self._freed([index])
-
-    def _freed(self, indices: Sequence[int] | None = None) -> FreedGraphError:
-        if indices is None:
-            indices = [
-                index
-                for index, loss in enumerate(self.losses)
-                if loss.requires_grad and _graph.is_freed_below(loss)
-            ]
-        names = ", ".join(map(self.name, indices or range(len(self.losses))))
-        return FreedGraphError(
-            message(
-                names,
-                "a graph that still holds its saved tensors",
-                "one that an earlier backward() or gradkit call has freed",
-                "ask for all gradients in one call, gradkit.per_loss_grads({'a': loss_a, "
-                "'b': loss_b}, params), or pass retain_graph=True to the earlier call",
-            )
+        found = indices or [
+            index
+            for index, loss in enumerate(self.losses)
+            if loss.requires_grad and any(map(_graph.has_released, _graph.nodes_below([loss])))
+        ]
+        return message(
+            ", ".join(map(self.name, found or range(len(self.losses)))),
+            "a graph that still holds its saved tensors",
+            "one that an earlier backward() or gradkit call has freed",
+            "ask for all gradients in one call, gradkit.per_loss_grads({'a': loss_a, 'b': loss_b}, "
+            "params), or pass retain_graph=True to the earlier call",
         )
 
 

@@ -1,11 +1,11 @@
-"""Reading the autograd graph: who reaches what, and what stands in the way. Nothing here runs it."""
+"""Reading the autograd graph: who reaches what, and what stands in the way."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gradkit.errors import UnsupportedGraphError, message
 
-_AccumulateGrad = torch._C._functions.AccumulateGrad
+_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 # Nodes in whose presence a functional gradient is silently incomplete or local [FACTS F1, M4, M5].
 _REFUSED = {
@@ -56,7 +56,11 @@ def nodes_below(losses: Iterable[Tensor]) -> set[Node]:
 
 def leaves_of(nodes: Iterable[Node]) -> set[int]:
     """Return the ids of the leaf tensors whose gradient the nodes accumulate."""
-    return {id(node.variable) for node in nodes if type(node) is _AccumulateGrad}
+    return {id(_variable(node)) for node in nodes if type(node) is _AccumulateGrad}
+
+
+def _variable(node: Any) -> Tensor:
+    return cast("Tensor", node.variable)
 
 
 def leading_to(
@@ -78,7 +82,9 @@ def leading_to(
             if child is not None:
                 parents.setdefault(child, []).append(node)
     wanted = {id(variable) for variable in variables}
-    stack = [node for node in nodes if type(node) is _AccumulateGrad and id(node.variable) in wanted]
+    stack = [
+        node for node in nodes if type(node) is _AccumulateGrad and id(_variable(node)) in wanted
+    ]
     stack += [variable.grad_fn for variable in variables if variable.grad_fn is not None]
     stack += further
     leading: set[Node] = set()
@@ -166,26 +172,24 @@ def _from_torch(kind: Any) -> bool:
 
 
 def is_freed(loss: Tensor) -> bool:
-    """Return whether the first node below `loss` that saves a tensor has lost it.
+    """Return whether the first node below `loss` that saves tensors has lost one.
 
-    This sees a loss that has been differentiated before, in a microsecond or two. A graph that is
-    freed further down (a trunk shared with such a loss) shows only when the engine gets there.
+    This sees a loss that has been differentiated before, in a microsecond or two; not a graph that
+    is freed further down, as a trunk shared with such a loss is.
     """
     node = loss.grad_fn
     for _ in range(8):
         if node is None:
             return False
-        names = saved_names(type(node))
-        if names:
-            return any(_is_released(node, name) for name in names)
+        if saved_names(type(node)):
+            return has_released(node)
         node = next((n for n, _ in node.next_functions if n is not None), None)
     return False
 
 
-def is_freed_below(loss: Tensor) -> bool:
-    """Return whether any node below `loss` has lost a saved tensor; slow, for an error's sake."""
-    nodes = nodes_below([loss])
-    return any(_is_released(node, name) for node in nodes for name in saved_names(type(node)))
+def has_released(node: Node) -> bool:
+    """Return whether the node has lost a tensor that it saved, and so cannot run again."""
+    return any(_is_released(node, name) for name in saved_names(type(node)))
 
 
 @cache

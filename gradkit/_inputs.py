@@ -1,10 +1,11 @@
-"""What the caller gave: losses, weights and params, read, checked and flattened before anything runs."""
+"""What the caller gave: losses, weights and params, checked and flattened before anything runs."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence, ValuesView
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from operator import attrgetter
 from typing import Any, cast
@@ -115,7 +116,7 @@ def read_params(tree: PyTree, root: str = "params") -> Params:
     variables: dict[int, int] = {}
     slots: list[int | None] = []
     for index, leaf in enumerate(leaves):
-        if leaf is None or not _is_variable(leaf, lambda i=index: _pytree.path(spec, i, root)):
+        if leaf is None or not _is_variable(leaf, partial(_pytree.path, spec, index, root)):
             slots.append(None)
         else:
             slots.append(variables.setdefault(id(leaf), len(variables)))
@@ -180,7 +181,7 @@ def open_up(tree: PyTree, root: str) -> tuple[list[Any], PyTreeSpec]:
     for index, leaf in enumerate(leaves):
         opener = openers.get(type(leaf))
         if isinstance(leaf, nn.Module):
-            _refuse_distributed(leaf, lambda i=index: _pytree.path(spec, i, root))
+            _refuse_distributed(leaf, partial(_pytree.path, spec, index, root))
         opened.append(opener(leaf) if opener else leaf)
     return open_up(_pytree.unflatten(spec, opened), root)
 
@@ -209,8 +210,12 @@ def _refuse_distributed(module: nn.Module, where: Callable[[], str]) -> None:
         else:
             continue
         raise UnsupportedGraphError(
-            message(where(), "a module of this process", f"{kind}: {why}",
-                    f"use loss.backward() with it, or pass {do} and reduce the gradients yourself")
+            message(
+                where(),
+                "a module of this process",
+                f"{kind}: {why}",
+                f"use loss.backward() with it, or pass {do} and reduce the gradients yourself",
+            )
         )
 
 

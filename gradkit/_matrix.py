@@ -1,4 +1,4 @@
-"""Per-loss gradients as rows: their matrix, their Gramian without it, and one gradient out of many."""
+"""Per-loss gradients as rows: their matrix, their Gramian, and one gradient out of many."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def to_matrix(
 
     def unravel(vector: Tensor) -> PyTree:
         leaves: list[Tensor | None] = [None] * len(likes)
-        for leaf, part in zip(present, vector.split(widths), strict=True):
+        for leaf, part in zip(present, torch.split(vector, widths), strict=True):
             like = likes[leaf]
             assert like is not None
             leaves[leaf] = from_real_vector(part.to(like.device), like).clone()

@@ -78,7 +78,8 @@ def empty_for(param: Tensor, dtype: torch.dtype, leading: tuple[int, ...] = ()) 
     # empty_like keeps the strides of a tensor exactly when it is dense and does not overlap.
     alike = torch.empty_like(param, device="meta").stride() == param.stride()
     inner = param.stride() if alike else torch.empty(param.shape, device="meta").stride()
-    strides, step = [], param.numel()
+    strides: list[int] = []
+    step = param.numel()
     for size in reversed(leading):
         strides.insert(0, step)
         step *= size

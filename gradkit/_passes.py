@@ -14,7 +14,12 @@ from gradkit._engine import Run
 from gradkit._inputs import PLAIN_TYPES, Losses, Params
 from gradkit._ownership import zeros_for
 from gradkit._pytree import PyTree
-from gradkit.errors import UnreachedParamError, UnsupportedGraphError, message
+from gradkit.errors import (
+    FreedGraphError,
+    UnreachedParamError,
+    UnsupportedGraphError,
+    message,
+)
 
 Grads: TypeAlias = list[Tensor | None]
 # What the passes of a call are: for each, the losses that it starts from and the params it is for.
@@ -56,7 +61,9 @@ def weigh(
             with torch.enable_grad():
                 outputs[index] = loss * weight.reshape(loss.shape).to(loss)
         else:
-            seeds[index] = torch.empty_like(loss, requires_grad=False).copy_(weight.reshape(loss.shape))
+            seeds[index] = torch.empty_like(loss, requires_grad=False).copy_(
+                weight.reshape(loss.shape)
+            )
     return outputs, seeds
 
 
@@ -81,7 +88,7 @@ def prepare(
         UnsupportedGraphError: The graph cannot be differentiated rightly.
     """
     if not any(params.variables for _, params in plan):
-        raise unreached(losses, plan, None)
+        raise UnreachedParamError(unreached(losses, plan, None))
     ordinary = all(params.ordinary for _, params in {id(p): (g, p) for g, p in plan}.values())
     live = [index for group, _ in plan for index in group]
     guard = False
@@ -97,8 +104,18 @@ def prepare(
     if unused == "error":
         refuse_unreached(losses, outputs, plan)
     run = Run(losses.leaves, losses.path, create_graph=create_graph, guard=guard, ordinary=ordinary)
-    run.refuse_freed(live)
+    _refuse_freed(run, outputs, plan)
     return run
+
+
+def _refuse_freed(run: Run, outputs: Sequence[Tensor], plan: Plan) -> None:
+    for group, params in plan:
+        for index in group:
+            # Cheap and often enough: what is freed deeper down shows when the engine gets there.
+            if _graph.is_freed(outputs[index]):
+                nodes = _graph.nodes_below([outputs[index]])
+                if any(map(_graph.has_released, _graph.leading_to(params.variables, nodes))):
+                    raise FreedGraphError(run.freed([index]))
 
 
 def _refuse_doubtful(roots: list[Tensor], plan: Plan) -> None:
@@ -108,12 +125,14 @@ def _refuse_doubtful(roots: list[Tensor], plan: Plan) -> None:
     def reached(tensor: Tensor) -> bool:
         return tensor.requires_grad and _graph.reached(tensor, roots, nodes, leaves)
 
+    listed = {id(variable) for _, params in plan for variable in params.variables}
     for _, params in plan:
         for index, variable in enumerate(params.variables):
             base = variable._base
             if reached(variable):
                 continue
-            if base is not None and reached(base):
+            # Beside its base a view may be None: the gradient is not lost, it stands at the base.
+            if base is not None and id(base) not in listed and reached(base):
                 raise UnreachedParamError(
                     message(
                         params.path(index),
@@ -153,7 +172,7 @@ def refuse_unreached(losses: Losses, outputs: Sequence[Tensor], plan: Plan) -> N
         leaves = _graph.leaves_of(nodes)
         for index, variable in enumerate(params.variables):
             if not _graph.reached(variable, roots, nodes, leaves):
-                raise unreached(losses, [(group, params)], index)
+                raise UnreachedParamError(unreached(losses, [(group, params)], index))
 
 
 def require_reached(found: Sequence[Grads], losses: Losses, plan: Plan, unused: str) -> None:
@@ -172,13 +191,13 @@ def require_reached(found: Sequence[Grads], losses: Losses, plan: Plan, unused: 
         for grads, (group, params) in zip(found, plan, strict=True):
             missing = [index for index, grad in enumerate(grads) if grad is None]
             if missing:  # in the graph, but a custom Function has returned None
-                raise unreached(losses, [(group, params)], missing[0])
+                raise UnreachedParamError(unreached(losses, [(group, params)], missing[0]))
     if all(grad is None for grads in found for grad in grads):
-        raise unreached(losses, plan, 0)
+        raise UnreachedParamError(unreached(losses, plan, 0))
 
 
-def unreached(losses: Losses, plan: Plan, variable: int | None) -> UnreachedParamError:
-    """Return the error for a variable that losses do not reach, with what is known of the reason.
+def unreached(losses: Losses, plan: Plan, variable: int | None) -> str:
+    """Return the message for a variable that losses do not reach, with what is known of the reason.
 
     Args:
         losses: The losses.
@@ -186,7 +205,7 @@ def unreached(losses: Losses, plan: Plan, variable: int | None) -> UnreachedPara
         variable: Which variable of the first pass that has one; None if nothing requires grad.
 
     Returns:
-        The error, to be raised.
+        The text of an `UnreachedParamError`.
     """
     names = ", ".join(losses.path(index) for group, _ in plan for index in group[:3])
     if variable is None:
@@ -196,12 +215,12 @@ def unreached(losses: Losses, plan: Plan, variable: int | None) -> UnreachedPara
     else:
         where = next(params.path(variable) for _, params in plan if params.variables)
         got = (
-            "none: the loss was not computed from it, or the path is cut (detach(), .data, .item(), "
-            "no_grad, another copy of the model, an in-place change after its use, a custom "
-            "Function that returns None)"
+            "none: the loss was not computed from it, or the path is cut (detach(), .data, "
+            ".item(), no_grad, another copy of the model, an in-place change after its use, a "
+            "custom Function that returns None)"
         )
         do = "compute the losses from these very tensors, or leave them out of params"
-    return UnreachedParamError(message(where, f"a path from {names}", got, do))
+    return message(where, f"a path from {names}", got, do)
 
 
 def run_in_turn(

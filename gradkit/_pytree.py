@@ -63,7 +63,7 @@ def matching_leaves(spec: PyTreeSpec, spec_root: str, tree: PyTree, root: str) -
     try:
         return cast("list[Any]", spec.flatten_up_to(tree))
     except (ValueError, TypeError) as error:
-        raise _mismatch(spec_root, root, error) from None
+        raise StructureError(_mismatch(spec_root, root, error)) from None
 
 
 def spread(prefix: PyTree, prefix_root: str, tree: PyTree, root: str) -> list[Any]:
@@ -84,7 +84,7 @@ def spread(prefix: PyTree, prefix_root: str, tree: PyTree, root: str) -> list[An
     try:
         return optree.broadcast_prefix(prefix, tree, none_is_leaf=True, namespace=_NAMESPACE)
     except (ValueError, TypeError) as error:
-        raise _mismatch(root, prefix_root, error) from None
+        raise StructureError(_mismatch(root, prefix_root, error)) from None
 
 
 def children(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]]:
@@ -95,12 +95,10 @@ def children(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]
     return cast("list[Any]", spec.flatten_up_to(tree)), spec.unflatten
 
 
-def _mismatch(expected_root: str, root: str, error: Exception) -> StructureError:
-    return StructureError(
-        message(
-            root,
-            f"the structure of {expected_root}",
-            f"another one: {error}",
-            f"give {root} the containers and keys that {expected_root} has",
-        )
+def _mismatch(expected_root: str, root: str, error: Exception) -> str:
+    return message(
+        root,
+        f"the structure of {expected_root}",
+        f"another one: {error}",
+        f"give {root} the containers and keys that {expected_root} has",
     )

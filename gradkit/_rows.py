@@ -21,8 +21,8 @@ _UNBATCHABLE = {
 
 
 _NOTHING_TO_BATCH = (
-    "a loss of one element is a batch of one; the losses of a tree are not batched with each other, "
-    "which would push zeros through each other's graphs, and 0 * inf is nan"
+    "a loss of one element is a batch of one; the losses of a tree are not batched with each "
+    "other, which would push zeros through each other's graphs, and 0 * inf is nan"
 )
 
 
@@ -70,7 +70,7 @@ class Rows:
 def sequential(
     run: Run, loss: Tensor, variables: list[Tensor], *, retain: bool
 ) -> list[Tensor | None]:
-    """Return the gradients of a loss of shape S, of shape `S + variable.shape`, a pass an element."""
+    """Return the gradients of a loss of shape S, each `S + variable.shape`: a pass an element."""
     if loss.dim() == 0:
         return run.grads([loss], [None], variables, retain=retain)
     if loss.numel() == 0:
@@ -97,6 +97,9 @@ def batched(
 
     They keep the graph, so that `sequential` can follow a failure; to free it, the last element
     has a pass of its own.
+
+    Raises:
+        FreedGraphError: The graph has been freed before.
     """
     rows = Rows(loss, variables, run.create_graph)
     last = loss.numel() if retain else loss.numel() - 1
@@ -141,7 +144,9 @@ def choose(strategy: str, losses: list[Tensor], variables: list[Tensor]) -> set[
 
 def _warn(reason: str) -> None:
     warnings.warn(
-        f"strategy='batched' fell back to sequential passes: {reason}.", GradkitWarning, stacklevel=4
+        f"strategy='batched' fell back to sequential passes: {reason}.",
+        GradkitWarning,
+        stacklevel=4,
     )
 
 
@@ -164,7 +169,7 @@ def _one_hot(loss: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _why_not(loss: Tensor, variables: list[Tensor]) -> str | None:
-    """Return why this loss is known not to be right, or not to run, in the engine's batched mode."""
+    """Return why this loss is known not to come out right in the batched mode, or not to run."""
     if loss.numel() < 2:
         return _NOTHING_TO_BATCH
     if _engine.watched():
@@ -178,7 +183,9 @@ def _why_not(loss: Tensor, variables: list[Tensor]) -> str | None:
             return _UNBATCHABLE[kind.__name__]
     functions = _graph.user_functions(kinds)
     if functions:
-        return f"the backward of {functions[0].__name__.removesuffix('Backward')} may not be batchable"
+        return (
+            f"the backward of {functions[0].__name__.removesuffix('Backward')} may not be batchable"
+        )
     if any(getattr(node, "_saved_sparse", False) is True for node in nodes):
         return "a sparse gradient cannot be batched"
     return None

@@ -106,7 +106,8 @@ def value_and_grads(
     Example:
         >>> import torch, gradkit
         >>> model = torch.nn.Linear(3, 1)
-        >>> losses = {"fit": model(torch.ones(2, 3)).square().mean(), "l1": model.weight.abs().sum()}
+        >>> error = model(torch.ones(2, 3)) - 1
+        >>> losses = {"fit": error.square().mean(), "l1": model.weight.abs().sum()}
         >>> values, grads = gradkit.value_and_grads(losses, model, weights={"fit": 1.0, "l1": 0.1})
         >>> {name: tuple(grad.shape) for name, grad in grads.items()}
         {'weight': (1, 3), 'bias': (1,)}
@@ -229,7 +230,9 @@ def per_loss_grads(
         live = require_graph(target, target.leaves)
         plan = [([index], wanted) for index in live]
         if unused == "error":
-            refuse_unreached(target, target.leaves, [([i], wanted) for i in range(len(target.leaves))])
+            refuse_unreached(
+                target, target.leaves, [([i], wanted) for i in range(len(target.leaves))]
+            )
         run = prepare(target, target.leaves, plan, create_graph, unused)
         batch = _rows.choose(strategy, [target.leaves[i] for i in live], wanted.variables)
 
@@ -258,7 +261,7 @@ def simultaneous_grads(
     create_graph: bool = False,
     retain_graph: bool | None = None,
 ) -> PyTree:
-    """Return the simultaneous gradient of a game: each loss differentiated by its own part of params.
+    """Return the simultaneous gradient of a game: of each loss by its own part of params.
 
     One forward pass serves all players; nothing has to be detached, and no loss leaves a gradient
     in another's parameters.

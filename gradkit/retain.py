@@ -21,7 +21,7 @@ __all__ = ["Kept", "safe_retain"]
 
 
 class _Tap:
-    """Listens where the gradient of one tensor arrives, with respect to the tensor's present value."""
+    """Listens where the gradient of one tensor, with the value it has now, arrives."""
 
     def __init__(self, tensor: Tensor, where: str) -> None:
         _require_graph(tensor, where)
@@ -31,7 +31,7 @@ class _Tap:
         self._where = where
         self._version = tensor._version
         # On the node of this very version: an in-place change later does not move it [L1].
-        self._handle = tensor.register_hook(self._take)
+        self._handle = tensor.register_hook(self._take)  # type: ignore[no-untyped-call]
 
     def _take(self, grad: Tensor | None) -> None:
         if grad is not None:  # None is an undefined gradient [D10]
@@ -39,7 +39,7 @@ class _Tap:
             self.passes.append(copy_for(grad, self.tensor))
 
     def require_same_history(self) -> None:
-        """Raise if the tensor is a view that was changed in place: its history is another now [L2]."""
+        """Raise if the tensor is a view that was changed in place: it has another history [L2]."""
         if self.tensor._is_view() and self.tensor._version != self._version:
             raise UnsupportedGraphError(
                 message(
@@ -47,8 +47,8 @@ class _Tap:
                     "a tensor whose history stays as it was at the call",
                     "a view that was changed in place since, by itself or through its base: torch "
                     "leads gradients past the value that it had",
-                    f"keep a tensor of its own, h = h.clone(), in place of {self._where}; or change "
-                    "a copy",
+                    f"keep a tensor of its own, h = h.clone(), in place of {self._where}; or "
+                    "change a copy",
                 )
             )
 

@@ -273,9 +273,9 @@ def stack(trees: Sequence[PyTree]) -> PyTree:
         raise StructureError(message("trees", "at least one tree", "none", "pass trees to stack"))
     columns, unflatten = _columns(*trees)
     dense = [[None if x is None else x.to_dense() for x in column] for column in columns]
-    return unflatten(
-        [_call(lambda *rows: torch.stack(rows), rows) for rows in zip(*dense, strict=True)]
-    )
+    return unflatten([
+        _call(lambda *rows: torch.stack(rows), rows) for rows in zip(*dense, strict=True)
+    ])
 
 
 def unstack(tree: PyTree) -> list[PyTree]:
@@ -336,9 +336,7 @@ def allclose(
     """
 
     def close(x: Tensor, y: Tensor) -> bool:
-        return torch.allclose(
-            x.to_dense(), y.to_dense(), rtol=rtol, atol=atol, equal_nan=equal_nan
-        )
+        return torch.allclose(x.to_dense(), y.to_dense(), rtol=rtol, atol=atol, equal_nan=equal_nan)
 
     leaves, _ = _pytree.flatten(map(close, a, b))
     return all(leaf is not False for leaf in leaves)
