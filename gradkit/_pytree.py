@@ -81,8 +81,17 @@ def spread(prefix: PyTree, prefix_root: str, tree: PyTree, root: str) -> list[An
     Raises:
         StructureError: `prefix` is no prefix of `tree`.
     """
+    given, prefix_spec = flatten(prefix)
+    _, spec = flatten(tree)
     try:
-        return optree.broadcast_prefix(prefix, tree, none_is_leaf=True, namespace=_NAMESPACE)
+        below = cast("list[Any]", prefix_spec.flatten_up_to(tree))
+        # Through a whole tree, since optree.broadcast_prefix goes by the order of the prefix's keys.
+        parts = [flatten(part) for part in below]
+        full = [
+            part_spec.unflatten([value] * len(leaves))
+            for value, (leaves, part_spec) in zip(given, parts, strict=True)
+        ]
+        return cast("list[Any]", spec.flatten_up_to(prefix_spec.unflatten(full)))
     except (ValueError, TypeError) as error:
         raise StructureError(_mismatch(root, prefix_root, error)) from None
 
