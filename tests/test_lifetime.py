@@ -75,7 +75,6 @@ def test_every_part_is_freed_with_its_last_pass(device: torch.device) -> None:
                 *(r() is not None for r in saved),
             ])
         )
-        del index
     per_loss = gradkit.per_loss_grads(losses, [w, *heads])
     assert alive_at == [
         [True, True, True, True],

@@ -1,0 +1,200 @@
+"""What is refused, before anything has run, and leaves the graph and every .grad as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gradkit
+from tests.helpers import assert_same_bits, same_bits, unchanged
+
+CALLS = [gradkit.value_and_grads, gradkit.per_loss_grads, gradkit.simultaneous_grads]
+
+
+@pytest.fixture
+def one_process(tmp_path: Any) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def mlp(device: torch.device) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(device)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_reentrant_checkpoint(device: torch.device, call: Callable[..., Any]) -> None:
+    """The parameters inside are invisible to autograd.grad: it returns None, or zeros [F1]."""
+    model = mlp(device)
+    head = torch.ones(1, device=device, requires_grad=True)
+    x = torch.randn(2, 3, device=device, requires_grad=True)
+    loss = (checkpoint(model, x, use_reentrant=True) * head).sum()
+    assert (
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, allow_unused=True)[0]
+        is None
+    )
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    # Also where what is asked for looks complete: a tied tensor that is used outside, too.
+    tied = (loss + model[0].weight.sum()) * 1
+    for params in (model, {"head": head}, model[0].weight):
+        for target in (loss, tied):
+            with (
+                unchanged(*model.parameters(), head, x, loss),
+                pytest.raises(
+                    gradkit.UnsupportedGraphError, match=r"losses.*\n.*use_reentrant=False"
+                ),
+            ):
+                call(target, params)
+    loss.backward()  # the graph is as it was
+    assert model[0].weight.grad is not None
+
+
+def test_the_refusal_names_the_loss(device: torch.device) -> None:
+    model = mlp(device)
+    x = torch.randn(2, 3, device=device, requires_grad=True)
+    losses = {"fine": model(x).sum(), "hidden": checkpoint(model, x, use_reentrant=True).sum()}
+    with pytest.raises(gradkit.UnsupportedGraphError, match=r"^losses\['hidden'\]"):
+        gradkit.value_and_grads(losses, model)
+    gradkit.value_and_grads(losses["fine"], model)
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("call", CALLS)
+def test_a_ddp_module_as_params(device: torch.device, call: Callable[..., Any]) -> None:
+    """Its gradients would be this process's alone [M1]."""
+    model = mlp(device)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    loss = ddp(torch.randn(2, 3, device=device)).sum()
+    for params in (ddp, {"net": [ddp]}, nn.Sequential(ddp)):
+        with (
+            unchanged(*model.parameters(), loss),
+            pytest.raises(gradkit.UnsupportedGraphError, match="DistributedDataParallel"),
+        ):
+            call(loss, params)
+    loss.backward()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters"])
+def test_a_graph_of_ddp(device: torch.device, option: str) -> None:
+    """One autograd.grad in the first iteration of static_graph ends all reduction [M4]."""
+    model = mlp(device)
+    ddp = nn.parallel.DistributedDataParallel(model, **{option: True})
+    loss = ddp(torch.randn(2, 3, device=device)).sum()
+    with (
+        unchanged(*model.parameters(), loss),
+        pytest.raises(gradkit.UnsupportedGraphError, match="DistributedDataParallel"),
+    ):
+        gradkit.value_and_grads(loss, list(model.parameters()))
+    loss.backward()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_a_fully_sharded_module(device: torch.device) -> None:
+    """Sharded parameters are not in the graph: autograd.grad returns None for all of them [M5]."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if device.type != "cpu":
+        pytest.skip("gloo meshes are made on the CPU")
+    mesh = init_device_mesh("cpu", (1,))
+    model = mlp(device)
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=mesh)
+    sharded = list(model.parameters())
+    loss = model(torch.randn(2, 3, device=device)).sum()
+    with pytest.raises(gradkit.UnsupportedGraphError, match="FSDP"):
+        gradkit.value_and_grads(loss, model)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="fully_shard"):
+        gradkit.value_and_grads(loss, {"some": sharded})
+    x = torch.randn(2, 3, device=device, requires_grad=True)
+    through = model(x).sum()
+    with pytest.raises(gradkit.UnsupportedGraphError, match="fully_shard"):
+        gradkit.value_and_grads(through, x)
+    loss.backward()
+    assert all(p.grad is not None for p in sharded)
+
+
+@pytest.mark.parametrize(
+    ("losses", "params", "error", "builtin"),
+    [
+        (lambda m, y: 1.0, lambda m: m, gradkit.LeafTypeError, TypeError),
+        (lambda m, y: y.sum(), lambda m: [2.0], gradkit.LeafTypeError, TypeError),
+        (lambda m, y: {}, lambda m: m, gradkit.StructureError, ValueError),
+        (lambda m, y: y.sum(), lambda m: {}, gradkit.StructureError, ValueError),
+        (lambda m, y: y, lambda m: m, gradkit.NotScalarLossError, ValueError),
+        (lambda m, y: y.sum().detach(), lambda m: m, gradkit.DetachedLossError, RuntimeError),
+        (
+            lambda m, y: y.sum(), lambda m: torch.ones(2, requires_grad=True),
+            gradkit.UnreachedParamError, RuntimeError,
+        ),
+    ],
+)  # fmt: skip
+def test_every_refusal_is_also_the_builtin_error_and_leaves_all_alone(
+    device: torch.device, losses: Any, params: Any, error: type[Exception], builtin: type[Exception]
+) -> None:
+    model = mlp(device)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 5.0)
+    y = model(torch.randn(2, 3, device=device)).exp()
+    for call in (gradkit.value_and_grads, gradkit.simultaneous_grads):
+        with unchanged(*model.parameters(), y), pytest.raises(builtin) as caught:
+            call(losses(model, y), params(model))
+        assert type(caught.value) is error
+        assert isinstance(caught.value, gradkit.GradkitError)
+        where, do = str(caught.value).split("\n")
+        assert where.startswith(("losses", "params"))
+        assert "expected" in where
+        assert "got" in where
+        assert do.startswith("  What to do: ")
+    _, grads = gradkit.value_and_grads(y.sum(), model, retain_graph=True)
+    expected = torch.autograd.grad(y.sum(), list(model.parameters()))
+    assert_same_bits(grads.values(), expected)
+
+
+def test_a_weight_changed_in_place_before_the_call_raises_as_torch_does(
+    device: torch.device,
+) -> None:
+    w = torch.randn(3, device=device, requires_grad=True)
+    loss = (w * w).sum()
+    with torch.no_grad():
+        w.add_(1)
+    with unchanged(w), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradkit.value_and_grads(loss, w)
+
+
+def test_a_parameter_frozen_after_the_forward_is_none_as_after_backward(
+    device: torch.device,
+) -> None:
+    w, v = (torch.randn(3, device=device, requires_grad=True) for _ in range(2))
+    loss = (w * v).sum()
+    v.requires_grad_(False)
+    _, grads = gradkit.value_and_grads(loss, {"w": w, "v": v})
+    assert grads["v"] is None
+    assert same_bits(grads["w"], v.detach())
+
+
+def test_a_lone_custom_function_of_another_graph_changes_nothing(device: torch.device) -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 2
+
+    w = torch.randn(3, device=device, requires_grad=True)
+    other = Twice.apply(w)
+    _, grad = gradkit.value_and_grads((w * w).sum(), w)
+    assert torch.equal(grad, 2 * w.detach())
+    assert torch.equal(gradkit.value_and_grads(other.sum(), w)[1], torch.full_like(w, 2.0))

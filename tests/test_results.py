@@ -1,0 +1,254 @@
+"""Results are yours; derivatives of derivatives; hooks and modes around a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradkit
+from tests.helpers import Scribble, assert_owned, assert_same_bits, same_bits, unchanged
+
+
+def test_no_stride_zero_and_no_shared_object(device: torch.device) -> None:
+    a, b = (torch.randn(3, 2, device=device, requires_grad=True) for _ in range(2))
+    seed = torch.ones((), device=device)
+    _, grads = gradkit.value_and_grads((a + b).sum(), [a, b], weights=seed)
+    assert_owned(grads, [a, b])
+    grads[0].mul_(torch.arange(6, device=device).reshape(3, 2))
+    assert torch.equal(grads[1], torch.ones(3, 2, device=device))
+
+
+def test_overlapping_slices_of_one_cotangent_are_copied(device: torch.device) -> None:
+    a = torch.randn(3, device=device, requires_grad=True)
+    b = torch.randn(5, device=device, requires_grad=True)
+    whole = torch.nn.functional.pad(a, (1, 1)) + b
+    loss = (whole * torch.arange(5.0, device=device)).sum()
+    _, grads = gradkit.value_and_grads(loss, [a, b])
+    assert_owned(grads, [a, b])
+
+
+def test_a_gradient_that_a_hook_or_a_function_keeps_is_copied(device: torch.device) -> None:
+    kept: list[Tensor] = []
+
+    class Constant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, slope: Tensor) -> Tensor:
+            ctx.slope = slope
+            return x * slope
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return ctx.slope, None  # the caller's own tensor
+
+    w = torch.randn(4, device=device, requires_grad=True)
+    v = torch.randn(4, device=device, requires_grad=True)
+    flat = v.view(2, 2)
+    flat.register_hook(kept.append)
+    slope = torch.ones(4, device=device)
+    loss = Constant.apply(w, slope).sum() + (flat * flat).sum()
+    _, (gw, gv) = gradkit.value_and_grads(loss, [w, v])
+    gw.zero_()
+    gv.zero_()
+    assert torch.equal(slope, torch.ones(4, device=device))
+    assert torch.equal(kept[0].view(-1), 2 * v.detach())
+
+
+def test_what_is_ours_already_is_not_copied(device: torch.device) -> None:
+    """Ownership costs no memory in the ordinary case: the engine's tensors are handed on."""
+    layer = nn.Linear(4, 4).to(device)
+    seen: list[int] = []
+    for p in layer.parameters():
+        p.register_hook(lambda grad: seen.append(grad.data_ptr()))
+    _, grads = gradkit.value_and_grads(layer(torch.randn(3, 4, device=device)).exp().sum(), layer)
+    assert sorted(seen) == sorted(grad.data_ptr() for grad in grads.values())
+
+
+def test_a_function_that_writes_on_its_cotangent_spoils_no_sibling(device: torch.device) -> None:
+    """torch.autograd.grad gives [7, 7] for `a` here; .backward() gives [1, 1] [L3]."""
+    a, w = (torch.ones(2, device=device, requires_grad=True) for _ in range(2))
+
+    def loss() -> Tensor:
+        return ((a + Scribble.apply(w * 1)) * torch.ones(2, device=device)).sum()
+
+    assert torch.autograd.grad(loss(), a)[0].tolist() == [1, 1]
+    assert torch.autograd.grad(loss(), [a, w])[0].tolist() == [7, 7]
+    _, grads = gradkit.value_and_grads(loss(), {"a": a, "w": w})
+    assert grads["a"].tolist() == [1, 1]
+    assert grads["w"].tolist() == [7, 7]
+    per_loss = gradkit.per_loss_grads([loss(), loss() * 2], {"a": a, "w": w})
+    assert per_loss[1]["a"].tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("also_w", [True, False])
+def test_a_non_leaf_param_whose_node_writes_on_its_cotangent(
+    device: torch.device, also_w: bool
+) -> None:
+    w = torch.ones(2, device=device, requires_grad=True)
+    y = Scribble.apply(w)
+    loss = (y * torch.full((2,), 3.0, device=device)).sum()
+    _, grads = gradkit.value_and_grads(loss, {"y": y, "w": w} if also_w else {"y": y})
+    assert grads["y"].tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("also_w", [True, False])
+def test_a_non_leaf_param_with_a_hook(device: torch.device, also_w: bool) -> None:
+    w = torch.ones(2, device=device, requires_grad=True)
+    y = w * 2
+    y.register_hook(lambda grad: grad * 100)
+    params = {"y": y, "w": w} if also_w else {"y": y}
+    with unchanged(w):
+        _, grads = gradkit.value_and_grads((3 * y).sum(), params, retain_graph=True)
+    assert grads["y"].tolist() == [300, 300]  # torch.autograd.grad gives 3 if w is asked for, too
+    assert len(y._backward_hooks) == 1
+    per_loss = gradkit.per_loss_grads({"l": (3 * y).sum()}, params)
+    assert per_loss["l"]["y"].tolist() == [300, 300]
+
+
+def test_both_outputs_of_a_node_as_params(device: torch.device) -> None:
+    w = torch.randn(4, device=device, requires_grad=True)
+    left, right = (w * 1).split(2)
+    _, grads = gradkit.value_and_grads((left * 3).sum(), {"l": left, "r": right, "w": w})
+    assert grads["l"].tolist() == [3, 3]
+    assert grads["r"] is None
+    with pytest.raises(gradkit.UnreachedParamError, match=r"\['r'\]"):
+        gradkit.value_and_grads((left * 3).sum(), {"l": left, "r": right}, unused="error")
+
+
+def test_a_function_that_returns_none_gives_none(device: torch.device) -> None:
+    from tests.helpers import Halve
+
+    a, b = (torch.ones(2, device=device, requires_grad=True) for _ in range(2))
+    _, grads = gradkit.value_and_grads(Halve.apply(a, b).sum(), {"a": a, "b": b})
+    assert grads["a"].tolist() == [0.5, 0.5]
+    assert grads["b"] is None
+    with pytest.raises(gradkit.UnreachedParamError, match="returns None"):
+        gradkit.value_and_grads(Halve.apply(a, b).sum(), {"b": b})
+    with pytest.raises(gradkit.UnreachedParamError, match="returns None"):
+        gradkit.value_and_grads(Halve.apply(a, b).sum(), {"a": a, "b": b}, unused="error")
+    rows = gradkit.per_loss_grads(Halve.apply(a, b), {"a": a, "b": b})
+    assert rows["a"].shape == (2, 2)
+    assert rows["b"] is None
+
+
+def test_higher_derivatives_up_to_the_third(device: torch.device) -> None:
+    w = torch.tensor(0.7, device=device, dtype=torch.float64, requires_grad=True)
+    first = gradkit.value_and_grads(torch.sin(w) * w, w, create_graph=True)[1]
+    second = gradkit.value_and_grads(first, w, create_graph=True)[1]
+    third = gradkit.value_and_grads(second, w)[1]
+    x = w.detach()
+    torch.testing.assert_close(first.detach(), torch.cos(x) * x + torch.sin(x))
+    torch.testing.assert_close(second.detach(), 2 * torch.cos(x) - x * torch.sin(x))
+    torch.testing.assert_close(third, -3 * torch.sin(x) - x * torch.cos(x))
+
+
+@pytest.mark.parametrize("call", ["joint", "per_loss", "simultaneous"])
+def test_create_graph_against_gradcheck_and_gradgradcheck(device: torch.device, call: str) -> None:
+    a, b = (
+        torch.randn(2, 3, device=device, dtype=torch.float64, requires_grad=True) for _ in range(2)
+    )
+
+    def gradients(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        h = torch.tanh(a * b)  # a non-leaf param, too
+        losses = {"x": (h * a).square().sum(), "y": (h.exp() * b).sum()}
+        if call == "joint":
+            values, grads = gradkit.value_and_grads(losses, [a, b, h], create_graph=True)
+            return (*grads, values["x"])
+        if call == "per_loss":
+            rows = gradkit.per_loss_grads(losses, [a, b, h], create_graph=True)
+            return (*rows["x"], *rows["y"])
+        return tuple(
+            gradkit.simultaneous_grads(losses, {"x": a, "y": b}, create_graph=True).values()
+        )
+
+    assert torch.autograd.gradcheck(gradients, (a, b))  # second derivatives
+    assert torch.autograd.gradgradcheck(gradients, (a, b))  # third ones
+
+
+def test_a_vector_of_losses_with_create_graph(device: torch.device) -> None:
+    w = torch.randn(3, device=device, dtype=torch.float64, requires_grad=True)
+
+    def rows(w: Tensor, strategy: str) -> Tensor:
+        return gradkit.per_loss_grads((w**3).cumsum(0), w, create_graph=True, strategy=strategy)
+
+    for strategy in ("sequential", "batched"):
+        leaf = w.detach().requires_grad_()
+        torch.testing.assert_close(
+            gradkit.per_loss_grads(rows(leaf, strategy).sum(), leaf),
+            6 * leaf.detach() * torch.arange(3, 0, -1, device=device),
+        )
+
+
+def test_results_have_no_graph_unless_asked_for(device: torch.device) -> None:
+    w = torch.randn(3, device=device, requires_grad=True)
+    _, grad = gradkit.value_and_grads((w**3).sum(), w, retain_graph=True)
+    assert not grad.requires_grad
+    _, grad = gradkit.value_and_grads((w**3).sum(), w, create_graph=True)
+    assert grad.requires_grad
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_the_mode_around_the_call_makes_no_difference(device: torch.device, mode: Any) -> None:
+    w = torch.randn(3, device=device, requires_grad=True)
+    s = torch.ones((), device=device, requires_grad=True)
+    loss = (w**3).sum()
+    expected = 3 * w.detach() ** 2
+    with mode():
+        values, grads = gradkit.value_and_grads(
+            loss, {"w": w, "u": s}, weights=s, unused="zeros", retain_graph=True
+        )
+        rows = gradkit.per_loss_grads([loss, loss], w, retain_graph=True)
+        higher = gradkit.value_and_grads(loss, w, create_graph=True)[1]
+    torch.testing.assert_close(grads["w"], expected)
+    torch.testing.assert_close(grads["u"], loss.detach())
+    for tensor in (values, *grads.values(), *rows, higher):
+        assert not tensor.is_inference()
+    assert not grads["w"].requires_grad
+    torch.testing.assert_close(gradkit.value_and_grads(higher.sum(), w)[1], 6 * w.detach())
+
+
+def test_tensor_hooks_fire_and_accumulation_hooks_do_not(device: torch.device) -> None:
+    w = torch.ones(2, device=device, requires_grad=True)
+    log: list[str] = []
+    w.register_hook(lambda grad: log.append("tensor") or grad * 10)
+    w.register_post_accumulate_grad_hook(lambda p: log.append("accumulated"))
+    _, grad = gradkit.value_and_grads((w * 2).sum(), w)
+    assert grad.tolist() == [20, 20]
+    assert log == ["tensor"]
+    assert w.grad is None
+
+
+def test_dropout_and_module_hooks(device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)).to(device)
+    log: list[str] = []
+    model[2].register_full_backward_pre_hook(lambda m, g: log.append("pre"))
+    model[0].register_full_backward_hook(lambda m, gi, go: log.append("full"))
+    x = torch.randn(4, 3, device=device, requires_grad=True)
+    loss = model(x).square().sum()
+    state = torch.get_rng_state()
+    _, grads = gradkit.value_and_grads(loss, model, retain_graph=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert log == ["pre"]  # the hook that sees input gradients fires where they are asked for [D5]
+    gradkit.value_and_grads(loss, [x, model], retain_graph=True)
+    assert log == ["pre", "pre", "full"]
+    loss.backward()
+    assert_same_bits(grads.values(), [p.grad for p in model.parameters()])
+
+
+def test_two_threads_at_once(device: torch.device) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    def work(seed: int) -> bool:
+        g = torch.Generator().manual_seed(seed)
+        w = torch.randn(20, 20, generator=g).to(device).requires_grad_()
+        losses = [(w @ w).tanh().sum(), (w * w).sum()]
+        expected = [torch.autograd.grad(loss, w, retain_graph=True)[0] for loss in losses]
+        with gradkit.safe_retain(w) as kept:
+            rows = gradkit.per_loss_grads(losses, w)
+        ok = all(same_bits(a, b) for a, b in zip(rows, expected, strict=True))
+        return ok and len(kept.passes) == 2
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(40)))
