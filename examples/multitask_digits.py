@@ -1,0 +1,372 @@
+"""One trunk, three heads, two training loops, one result.
+
+A network learns three tasks on scikit-learn's handwritten digits: which digit it is, whether it is
+odd, and the image itself. It is trained twice from the same start on the same batches, by the usual
+`zero_grad`, `backward`, `step` and by `gradkit.value_and_grads`. The final weights must be equal
+bit for bit, although the second loop also looks at the gradients of every loss by itself.
+
+    python examples/multitask_digits.py [--smoke] [--device cuda] [--output folder]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple, TypeAlias
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Adam, Optimizer
+
+import gradkit
+
+OUTPUT = Path(__file__).parent / "output"
+SEED = 0
+LEARNING_RATE = 2e-3
+WEIGHTS = {"digit": 1.0, "parity": 1.0, "image": 10.0}
+PAIRS = list(combinations(WEIGHTS, 2))
+
+
+class Batch(NamedTuple):
+    """Images of shape `[B, 64]` with values from 0 to 1, and their digits of shape `[B]`."""
+
+    images: Tensor
+    digits: Tensor
+
+
+class MultiTask(nn.Module):
+    """A trunk that three heads share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64), nn.ReLU())
+        self.heads = nn.ModuleDict({
+            "digit": nn.Linear(64, 10),
+            "parity": nn.Linear(64, 1),
+            "image": nn.Linear(64, 64),
+        })
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        """Return what each head makes of the trunk's features."""
+        features = self.trunk(images)
+        return {name: head(features) for name, head in self.heads.items()}
+
+
+def multitask_losses(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Return the three losses of a batch, each a mean over it."""
+    outputs = model(batch.images)
+    odd = (batch.digits % 2).float()
+    return {
+        "digit": functional.cross_entropy(outputs["digit"], batch.digits),
+        "parity": functional.binary_cross_entropy_with_logits(outputs["parity"].squeeze(1), odd),
+        "image": functional.mse_loss(outputs["image"], batch.images),
+    }
+
+
+# --- The two training steps, and what gradkit sees beside them -----------------------------------
+
+
+def usual_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> dict[str, Tensor]:
+    """Take one step through `.grad`: clear it, add to it, use it."""
+    optimizer.zero_grad()
+    losses = multitask_losses(model, batch)
+    total = (
+        WEIGHTS["digit"] * losses["digit"]
+        + WEIGHTS["parity"] * losses["parity"]
+        + WEIGHTS["image"] * losses["image"]
+    )
+    total.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return {name: loss.detach() for name, loss in losses.items()}
+
+
+def gradkit_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> dict[str, Tensor]:
+    """Take one step with gradients that are a value like any other."""
+    losses = multitask_losses(model, batch)
+    values, grads = gradkit.value_and_grads(losses, model, weights=WEIGHTS)
+    for name, parameter in model.named_parameters():
+        parameter.grad = grads[name]  # ours to give away: it shares memory with nothing
+    optimizer.step()
+    return values
+
+
+@dataclass(frozen=True)
+class Sight:
+    """The gradients of the three losses at one moment of the training, before they are weighted."""
+
+    step: int
+    norms: dict[str, float]  # on the trunk's parameters, by loss
+    cosines: dict[tuple[str, str], float]  # on the trunk's parameters, by pair of losses
+    at_output: dict[str, float]  # norms at the trunk's output, by loss
+
+
+def look(step: int, model: MultiTask, data: Batch) -> Sight:
+    """Measure how the losses pull at the trunk. It changes nothing: the weights will prove it."""
+    with gradkit.safe_retain(model, "trunk") as kept:
+        losses = multitask_losses(model, data)
+        grads = gradkit.per_loss_grads(losses, model.trunk)
+    at_output = zip(losses, kept.passes["trunk"], strict=True)
+    return Sight(
+        step,
+        norms={name: gradkit.tree.global_norm(grads[name]).item() for name in losses},
+        cosines={(a, b): gradkit.tree.cosine(grads[a], grads[b]).item() for a, b in PAIRS},
+        at_output={name: gradkit.tree.global_norm(grad).item() for name, grad in at_output},
+    )
+
+
+# --- Training ------------------------------------------------------------------------------------
+
+Step: TypeAlias = Callable[[nn.Module, Optimizer, Batch], dict[str, Tensor]]
+Watch: TypeAlias = Callable[[int, MultiTask], None]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How long to train, on how much, how often to look, and what must come out."""
+
+    epochs: int
+    images: int
+    look_every: int
+    accuracy: float  # what the digit head must exceed on the test set
+
+
+FULL = Size(epochs=40, images=1347, look_every=10, accuracy=0.95)
+SMOKE = Size(epochs=2, images=256, look_every=2, accuracy=-1.0)
+
+
+def load(images: int, device: torch.device) -> tuple[Batch, Batch]:
+    """Return the training set, of so many images, and the test set."""
+    pixels, digits = load_digits(return_X_y=True)
+    split = train_test_split(
+        torch.tensor(pixels, dtype=torch.float32) / 16,
+        torch.tensor(digits),
+        train_size=images,
+        test_size=450,
+        stratify=digits,
+        random_state=SEED,
+    )
+    train_images, test_images, train_digits, test_digits = (part.to(device) for part in split)
+    return Batch(train_images, train_digits), Batch(test_images, test_digits)
+
+
+def shuffled(data: Batch, epochs: int, batch_size: int = 64) -> list[Batch]:
+    """Return the batches of all epochs, so that both runs see the same ones."""
+    generator = torch.Generator().manual_seed(SEED)
+    orders = [torch.randperm(len(data.digits), generator=generator) for _ in range(epochs)]
+    rows = [part for order in orders for part in torch.split(order, batch_size)]
+    return [Batch(data.images[part], data.digits[part]) for part in rows]
+
+
+def fresh_model(device: torch.device) -> MultiTask:
+    """Return the model that both runs start from, the same in every process."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        return MultiTask().to(device)
+
+
+def train(
+    start: MultiTask,
+    batches: Sequence[Batch],
+    step: Step,
+    progress: Progress,
+    name: str,
+    watch: Watch = lambda *_: None,
+) -> MultiTask:
+    """Return a copy of `start`, trained on the batches in their order."""
+    model = deepcopy(start)
+    optimizer = Adam(model.parameters(), lr=LEARNING_RATE)
+    task = progress.add_task(name, total=len(batches), losses="")
+    for index, batch in enumerate(batches):
+        watch(index, model)
+        values = step(model, optimizer, batch)
+        losses = "  ".join(f"{loss} {value.item():.3f}" for loss, value in values.items())
+        progress.update(task, advance=1, losses=losses)
+    watch(len(batches), model)
+    return model
+
+
+def train_both(
+    data: Batch, size: Size, console: Console
+) -> tuple[MultiTask, MultiTask, list[Sight]]:
+    """Return the model of the usual loop, the one of gradkit, and what was seen on the way."""
+    start = fresh_model(data.images.device)
+    batches = shuffled(data, size.epochs)
+    sights: list[Sight] = []
+
+    def watch(index: int, model: MultiTask) -> None:
+        if index % size.look_every == 0:
+            sights.append(look(index, model, data))
+
+    columns = (
+        TextColumn("{task.description:7}"),
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("[dim]{task.fields[losses]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        usual = train(start, batches, usual_step, progress, "usual")
+        ours = train(start, batches, gradkit_step, progress, "gradkit", watch)
+    return usual, ours, sights
+
+
+# --- What the demo promises ----------------------------------------------------------------------
+
+
+def differing_weights(a: nn.Module, b: nn.Module) -> list[str]:
+    """Return the names of the weights that differ between two models in at least one bit."""
+    others = b.state_dict()
+    # As integers, because as floats 0.0 equals -0.0, and NaN does not equal itself.
+    return [
+        name
+        for name, weight in a.state_dict().items()
+        if not torch.equal(weight.view(torch.int32), others[name].view(torch.int32))
+    ]
+
+
+@torch.no_grad()
+def accuracies(model: MultiTask, test: Batch) -> dict[str, float]:
+    """Return the share of the test set that each of the two classifying heads gets right."""
+    outputs = model(test.images)
+    right = {
+        "digit": outputs["digit"].argmax(1) == test.digits,
+        "parity": (outputs["parity"].squeeze(1) > 0) == (test.digits % 2 == 1),
+    }
+    return {name: hits.double().mean().item() for name, hits in right.items()}
+
+
+def broken_promises(differing: Sequence[str], accuracy: float, least: float) -> list[str]:
+    """Return one message for each promise that this run did not keep."""
+    broken = []
+    if differing:
+        broken.append(f"the weights of the two runs differ in {', '.join(differing)}")
+    if accuracy <= least:
+        broken.append(f"the digit head's test accuracy is {accuracy:.1%}, not above {least:.0%}")
+    return broken
+
+
+# --- Telling and drawing -------------------------------------------------------------------------
+
+
+def sights_table(sights: Sequence[Sight]) -> Table:
+    """Return a few of the sights: the first, the last, and between them ever more steps apart."""
+    table = Table(title="How the losses pull at the trunk")
+    norms = (f"norm\n{name}" for name in WEIGHTS)
+    cosines = (f"cosine\n{a}\n{b}" for a, b in PAIRS)
+    for heading in ("step", *norms, *cosines):
+        table.add_column(heading, justify="right")
+    last = len(sights) - 1
+    for row in (row for row in range(last + 1) if row & (row - 1) == 0 or row == last):
+        table.add_row(
+            str(sights[row].step),
+            *(f"{norm:.3f}" for norm in sights[row].norms.values()),
+            *(f"[{'red' if c < 0 else 'green'}]{c:+.2f}" for c in sights[row].cosines.values()),
+        )
+    return table
+
+
+def result_table(model: nn.Module, accuracy: dict[str, float], last: Sight) -> Table:
+    """Return what came out, a line each."""
+    weights = list(model.parameters())
+    count = sum(weight.numel() for weight in weights)
+    seen = ", ".join(f"{name} {norm:.4f}" for name, norm in last.at_output.items())
+    table = Table.grid(padding=(0, 2))
+    table.add_row("weights", f"{len(weights)} tensors, {count:,} numbers, compared bit for bit")
+    table.add_row("test accuracy", ", ".join(f"{n} {share:.1%}" for n, share in accuracy.items()))
+    table.add_row("trunk's output", f"norms by safe_retain: {seen}")
+    return table
+
+
+def draw(sights: Sequence[Sight], path: Path) -> None:
+    """Save a picture of the norms and the cosines over training."""
+    # Not pyplot, which would keep the figure and choose a backend for the whole process.
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    upper, lower = figure.subplots(2, sharex=True)
+    steps = [sight.step for sight in sights]
+
+    for name, color in zip(WEIGHTS, ("#0072b2", "#d55e00", "#009e73"), strict=True):
+        curve(upper, steps, [sight.norms[name] for sight in sights], color, name)
+    upper.set(yscale="log", ylabel="norm of the gradient")
+    upper.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    upper.yaxis.set_major_formatter("{x:g}")
+    upper.yaxis.set_minor_formatter("")
+
+    lower.axhspan(-1, 0, color="black", alpha=0.05, linewidth=0)
+    lower.axhline(0, color="black", linewidth=1)
+    for pair, color in zip(PAIRS, ("#7b3294", "#56b4e9", "#e69f00"), strict=True):
+        curve(lower, steps, [sight.cosines[pair] for sight in sights], color, " · ".join(pair))
+    lower.text(0.99, 0.04, "conflict", transform=lower.transAxes, ha="right", color="dimgray")
+    lower.set(ylabel="cosine of two gradients", ylim=(-1, 1))
+    lower.set_xlabel("training step (thin: as measured; thick: mean of five measurements)")
+
+    tidy(upper, "How strongly each loss pulls")
+    tidy(lower, "How far the losses agree")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def curve(axes: Axes, steps: list[int], values: list[float], color: str, label: str) -> None:
+    """Draw the values faintly, and their moving average."""
+    windows = (values[max(middle - 2, 0) : middle + 3] for middle in range(len(values)))
+    axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.35)
+    axes.plot(steps, [fmean(window) for window in windows], color=color, linewidth=2, label=label)
+
+
+def tidy(axes: Axes, title: str) -> None:
+    """Title the axes, and take away what is no data."""
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.legend(frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 0.98))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.margins(x=0.01)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--smoke", action="store_true", help="a tiny run, for tests")
+    parser.add_argument("--device", type=torch.device, default="cpu", help="default: cpu")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="default: examples/output")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the demo, and return the exit status: 0 if it kept every promise."""
+    options = parse(argv)
+    size = SMOKE if options.smoke else FULL
+    console = Console()
+    data, test = load(size.images, options.device)
+    usual, ours, sights = train_both(data, size, console)
+    accuracy = accuracies(ours, test)
+    picture = options.output / "multitask_digits.png"
+    draw(sights, picture)
+
+    console.print(sights_table(sights), result_table(ours, accuracy, sights[-1]), sep="\n")
+    console.print(f"picture         {picture}", markup=False, highlight=False, soft_wrap=True)
+    broken = broken_promises(differing_weights(usual, ours), accuracy["digit"], size.accuracy)
+    for promise in broken:
+        Console(stderr=True).print(f"[bold red]FAILED[/] {promise}", soft_wrap=True)
+    if not broken:
+        console.print("[bold green]OK[/] the weights of the two runs are equal bit for bit")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    # With matrices this small, threads mostly wait for each other.
+    torch.set_num_threads(1)
+    sys.exit(main())
