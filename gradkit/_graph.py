@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from functools import cache
 from typing import Any, cast
 
@@ -61,6 +61,16 @@ def leaves_of(nodes: Iterable[Node]) -> set[int]:
 
 def _variable(node: Any) -> Tensor:
     return cast("Tensor", node.variable)
+
+
+def largest_tensor(nodes: Iterable[Node]) -> int:
+    """Return the number of elements of the largest gradient that a pass through the nodes makes."""
+    metadata = (one for node in nodes for one in _metadata(node))
+    return max((torch.Size(one.shape).numel() for one in metadata), default=0)
+
+
+def _metadata(node: Any) -> list[Any]:
+    return list(node._input_metadata)
 
 
 def leading_to(
@@ -192,8 +202,15 @@ def has_released(node: Node) -> bool:
     return any(_is_released(node, name) for name in saved_names(type(node)))
 
 
-@cache
 def saved_names(kind: type) -> tuple[str, ...]:
+    """Return the attributes by which nodes of a type show the tensors they have saved."""
+    if issubclass(kind, BackwardCFunction):
+        return ("_raw_saved_tensors",)  # not through the cache, which would keep the class alive
+    return _saved_names(kind)
+
+
+@cache
+def _saved_names(kind: Hashable) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 

@@ -63,7 +63,7 @@ def read_rows(per_loss: PyTree, losses: PyTree | None) -> Rows:
         given, spec = _pytree.flatten(losses)
         trees = _pytree.matching_leaves(spec, "losses", per_loss, "per_loss")
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in given]
-    if not trees or trees == [per_loss]:
+    if not trees or (losses is None and trees[0] is per_loss):
         raise StructureError(
             message(
                 "per_loss",

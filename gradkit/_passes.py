@@ -131,9 +131,9 @@ def _refuse_doubtful(roots: list[Tensor], plan: Plan) -> None:
             base = variable._base
             if reached(variable):
                 continue
-            # A slice of a parameter, or of a tensor changed in place, is a new variable each time it
-            # is taken [C3, L2]. Beside its base it may be None: the gradient stands there. So may a
-            # view of an intermediate value, whose losses may be others.
+            # A slice of a parameter, or of a tensor changed in place, is a new variable each time
+            # it is taken [C3, L2]. Beside its base it may be None: the gradient stands there. So
+            # may a view of an intermediate value, whose losses may be others.
             if (
                 base is not None
                 and (base.is_leaf or variable._version > 0)

@@ -85,7 +85,7 @@ def spread(prefix: PyTree, prefix_root: str, tree: PyTree, root: str) -> list[An
     _, spec = flatten(tree)
     try:
         below = cast("list[Any]", prefix_spec.flatten_up_to(tree))
-        # Through a whole tree, since optree.broadcast_prefix goes by the order of the prefix's keys.
+        # Through a whole tree: optree.broadcast_prefix goes by the order of the prefix's keys.
         parts = [flatten(part) for part in below]
         full = [
             part_spec.unflatten([value] * len(leaves))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -199,7 +199,13 @@ def global_norm(tree: PyTree) -> Tensor:
     """
     leaves, _ = _pytree.flatten(tree)
     dense = [g.coalesce().values() if g.is_sparse else g for g in leaves if g is not None]
-    return torch.nn.utils.get_total_norm(dense) if dense else torch.zeros(())
+    if not dense:
+        return torch.zeros(())
+    if not any(g.requires_grad for g in dense):
+        return torch.nn.utils.get_total_norm(dense)
+    # get_total_norm runs under no_grad: its result would be silently constant.
+    norms = torch.stack([torch.linalg.vector_norm(g).to(dense[0].device) for g in dense])
+    return cast("Tensor", torch.linalg.vector_norm(norms))
 
 
 def clip_by_global_norm(tree: PyTree, max_norm: float) -> PyTree:

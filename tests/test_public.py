@@ -1,0 +1,88 @@
+"""The public names, their errors' messages, and what `import gradkit` brings along."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import gradkit
+from gradkit import errors
+
+NAMES = {
+    "value_and_grads", "per_loss_grads", "simultaneous_grads", "safe_retain", "combine", "tree",
+    "errors", *errors.__all__,
+}  # fmt: skip
+ERRORS = {
+    "LeafTypeError": TypeError,
+    "StructureError": ValueError,
+    "NotScalarLossError": ValueError,
+    "DetachedLossError": RuntimeError,
+    "UnreachedParamError": RuntimeError,
+    "FreedGraphError": RuntimeError,
+    "UnsupportedGraphError": RuntimeError,
+    "UnsupportedOptimizerError": TypeError,
+}
+TREE = {
+    "add", "sub", "scale", "weighted_sum", "dot", "global_norm", "cosine", "clip_by_global_norm",
+    "map", "stack", "unstack", "allclose", "to_matrix", "gram",
+}  # fmt: skip
+
+
+def test_all_is_what_there_is(device: torch.device) -> None:
+    assert set(gradkit.__all__) == NAMES
+    public = {
+        name
+        for name, value in vars(gradkit).items()
+        if not name.startswith("_") and (not inspect.ismodule(value) or name in NAMES)
+    }
+    assert public == NAMES
+    assert set(gradkit.tree.__all__) == TREE
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_every_error_is_a_gradkit_error_and_a_builtin_one(device: torch.device, name: str) -> None:
+    error = getattr(gradkit, name)
+    assert getattr(errors, name) is error
+    assert issubclass(error, gradkit.GradkitError)
+    assert issubclass(error, ERRORS[name])
+    assert error.__doc__
+
+
+def test_the_warning_is_a_user_warning(device: torch.device) -> None:
+    assert issubclass(gradkit.GradkitWarning, UserWarning)
+    assert not issubclass(gradkit.GradkitWarning, gradkit.GradkitError)
+
+
+def test_describe(device: torch.device) -> None:
+    t = torch.zeros(2, 3, dtype=torch.bfloat16, device=device)
+    assert errors.describe(t) == f"a bfloat16 tensor of shape (2, 3) on {t.device}"
+    assert errors.describe(1.5) == "the float 1.5"
+    assert errors.describe("x" * 100) == "the str"
+
+
+def test_every_public_function_is_documented(device: torch.device) -> None:
+    functions = [getattr(gradkit, n) for n in NAMES if inspect.isfunction(getattr(gradkit, n))]
+    functions += [getattr(gradkit.tree, n) for n in TREE]
+    for function in functions:
+        doc = inspect.getdoc(function)
+        assert doc is not None
+        for section in (
+            "Args:",
+            "Example:",
+            "Yields:" if "safe_retain" in str(function) else "Returns:",
+        ):
+            assert section in doc, f"{function.__name__} has no {section}"
+
+
+def test_importing_brings_torch_and_optree_and_nothing_else(device: torch.device) -> None:
+    code = (
+        "import sys, torch, optree; before = set(sys.modules); import gradkit;"
+        "new = {m.split('.')[0] for m in set(sys.modules) - before};"
+        "print(sorted(new - sys.stdlib_module_names))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "['gradkit']"
