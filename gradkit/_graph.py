@@ -206,7 +206,7 @@ def saved_names(kind: type) -> tuple[str, ...]:
     """Return the attributes by which nodes of a type show the tensors they have saved."""
     if issubclass(kind, BackwardCFunction):
         return ("_raw_saved_tensors",)  # not through the cache, which would keep the class alive
-    return _saved_names(kind)
+    return _saved_names(cast("Hashable", kind))
 
 
 @cache
