@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Iterable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -130,24 +131,47 @@ def reached(variable: Tensor, losses: Iterable[Tensor], nodes: set[Node], leaves
 
 
 def custom_functions_alive() -> bool:
-    """Return False only if no graph in this process holds a `torch.autograd.Function`.
+    """Return False only if no graph in this process holds a node that `hazards` would look at.
 
-    Everything that `hazards` looks for is such a node, so a graph need not be walked as long as
-    none exists: that is most training loops, and a walk costs as much as a tenth of a small pass.
-    A node is an instance of a class that `Function` makes, and CPython counts each instance as one
-    reference to its class. Most classes that torch brings are idle, so the least count is that of
-    a class without instances. Any other reference only causes a walk that was not needed.
+    Those are nodes of Python Functions: the user's, and the few of torch's that are refused. A
+    graph need not be walked as long as none exists; a walk costs a tenth of a small pass. Such a
+    node is an instance of a class that `Function` makes, and CPython counts each instance as one
+    reference to its class, so a class with more references than an idle one may have instances.
+    Any other reference only causes a walk that was not needed.
     """
     if _free_threaded():
         return True  # references are not counted exactly there
-    references = list(map(sys.getrefcount, BackwardCFunction.__subclasses__()))
-    return max(references) > min(references)
+    classes, idle = _classes_to_watch(repr(_functions_made))
+    return any(_references(cls) > idle for cls in classes)
+
+
+# torch numbers the Functions that are defined; the count tells when to look for new ones.
+_functions_made = torch.autograd.function.AUTOGRAD_FUNCTION_COUNTER
+
+
+@lru_cache(maxsize=1)
+def _classes_to_watch(_: str) -> tuple[list[ref[type]], int]:
+    """Return the classes whose instances matter, and the references that an idle class has."""
+    every = [ref(cls) for cls in BackwardCFunction.__subclasses__()]
+    watched = [r for r in every if (cls := r()) and (_is_hazard(cls) or not _from_torch(cls))]
+    del cls
+    # Most classes that torch brings have no instances.
+    return watched, min(filter(None, map(_references, every)))
+
+
+def _references(cls: ref[type]) -> int:
+    kind = cls()
+    return 0 if kind is None else sys.getrefcount(kind)
 
 
 @cache
 def _free_threaded() -> bool:
     enabled = getattr(sys, "_is_gil_enabled", None)
     return enabled is not None and not enabled()
+
+
+def _is_hazard(kind: type) -> bool:
+    return kind.__name__ in _REFUSED
 
 
 def refuse_hazards(kinds: set[type], where: str) -> None:
@@ -161,7 +185,7 @@ def refuse_hazards(kinds: set[type], where: str) -> None:
         UnsupportedGraphError: A reentrant checkpoint, DDP's static_graph, or FSDP's parameters.
     """
     for kind in kinds:
-        if kind.__name__ in _REFUSED:
+        if _is_hazard(kind):
             raise UnsupportedGraphError(message(where, *_REFUSED[kind.__name__]))
 
 
@@ -175,10 +199,17 @@ def user_functions(kinds: set[type]) -> list[type]:
     return [k for k in kinds if issubclass(k, BackwardCFunction) and not _from_torch(k)]
 
 
+# The class of an operator made with torch.library is named after its namespace; these are torch's.
+_TORCH_OPERATORS = tuple(
+    f"GeneratedBackwardFor_{ns}_" for ns in ("prims", "rngprims", "debug_mode_ops")
+)
+
+
 def _from_torch(kind: Any) -> bool:
     module: str = kind._forward_cls.__module__
-    # torch._library makes the classes for torch.library.register_autograd: the user's code again.
-    return module.startswith("torch.") and not module.startswith("torch._library")
+    if module.startswith("torch._library"):  # may run what the user gave to register_autograd
+        return bool(kind.__name__.startswith(_TORCH_OPERATORS))
+    return module.startswith("torch.")
 
 
 def is_freed(loss: Tensor) -> bool:

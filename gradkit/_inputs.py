@@ -41,6 +41,7 @@ class Params:
         variables: What is differentiated: every leaf that requires grad, each tensor once.
         slots: For each leaf its place in `variables`, or None for a leaf that gets no gradient.
         root: The name of the tree in error messages.
+        ordinary: All variables are plain leaf tensors: no intermediate values, no subclasses.
     """
 
     leaves: list[Any]
@@ -48,11 +49,7 @@ class Params:
     variables: list[Tensor]
     slots: Sequence[int | None]
     root: str
-
-    @property
-    def ordinary(self) -> bool:
-        """Whether all variables are plain leaf tensors: no intermediate values, no subclasses."""
-        return set(map(type, self.variables)) <= PLAIN_TYPES and all(map(_is_leaf, self.variables))
+    ordinary: bool
 
     def unflatten(self, grads: Sequence[Tensor | None], *, copy_ties: bool) -> PyTree:
         """Return the tree with one gradient for each variable, in every place where it stands.
@@ -112,7 +109,7 @@ def read_params(tree: PyTree, root: str = "params") -> Params:
         and all(map(_requires_grad, leaves))
         and len(set(map(id, leaves))) == len(leaves)
     ):
-        return Params(leaves, spec, leaves, range(len(leaves)), root)
+        return Params(leaves, spec, leaves, range(len(leaves)), root, all(map(_is_leaf, leaves)))
     variables: dict[int, int] = {}
     slots: list[int | None] = []
     for index, leaf in enumerate(leaves):
@@ -120,8 +117,10 @@ def read_params(tree: PyTree, root: str = "params") -> Params:
             slots.append(None)
         else:
             slots.append(variables.setdefault(id(leaf), len(variables)))
-    unique = {id(leaf): leaf for leaf in leaves if id(leaf) in variables}
-    return Params(leaves, spec, [unique[key] for key in variables], slots, root)
+    by_id = {id(leaf): leaf for leaf in leaves}
+    unique = [by_id[key] for key in variables]
+    ordinary = set(map(type, unique)) <= PLAIN_TYPES and all(map(_is_leaf, unique))
+    return Params(leaves, spec, unique, slots, root, ordinary)
 
 
 def _is_variable(leaf: object, where: Callable[[], str]) -> bool:

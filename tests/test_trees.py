@@ -236,6 +236,15 @@ def test_views_channels_last_and_transposed_parameters(device: torch.device) -> 
         assert grad.stride() == param.grad.stride()
 
 
+def test_dimensions_of_size_one_are_laid_out_as_backward_leaves_them(device: torch.device) -> None:
+    p = torch.randn(1, 5, device=device, requires_grad=True)
+    loss = (p.t() * torch.randn(5, 1, device=device)).sum()
+    _, grad = gradkit.value_and_grads(loss, p, retain_graph=True)
+    loss.backward()
+    assert same_bits(grad, p.grad)
+    assert grad.stride() == p.grad.stride()
+
+
 def test_a_view_made_apart_from_the_graph_is_refused(device: torch.device) -> None:
     w = leaf(device, 4)
     loss = (w * w).sum()
