@@ -68,7 +68,7 @@ def _is_dense(param: Tensor) -> bool:
 
 
 def _only_views_share(grads: list[Tensor], uses: list[int]) -> bool:
-    """Return whether each storage is one tensor's, or a view's whose base nothing else refers to."""
+    """Return whether each storage is one tensor's, or a view's whose base nothing else holds."""
     if set(uses) == {_STORAGE_ALONE}:
         return True
     if not set(uses) <= {_STORAGE_ALONE, _VIEW_ALONE}:
