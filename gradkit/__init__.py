@@ -2,11 +2,21 @@
 
 `value_and_grads`, `per_loss_grads` and `simultaneous_grads` differentiate losses that have been
 computed, by any tree of parameters, and return trees of gradients; `safe_retain` keeps the
-gradients of intermediate tensors. None of them touches `.grad`.
+gradients of intermediate tensors. None of them touches `.grad`: that is for `gradkit.dotgrad`,
+which leads from these results to the `.grad` workflow and back.
 """
 
-from gradkit import errors, tree
+from gradkit import dotgrad, errors, tree
 from gradkit._matrix import combine
+from gradkit.dotgrad import (
+    add_grads_,
+    backward_,
+    capture_grads,
+    clear_grads_,
+    read_grads,
+    step_,
+    write_grads_,
+)
 from gradkit.eager import per_loss_grads, simultaneous_grads, value_and_grads
 from gradkit.errors import (
     DetachedLossError,
@@ -33,13 +43,21 @@ __all__ = [
     "UnreachedParamError",
     "UnsupportedGraphError",
     "UnsupportedOptimizerError",
+    "add_grads_",
+    "backward_",
+    "capture_grads",
+    "clear_grads_",
     "combine",
+    "dotgrad",
     "errors",
     "per_loss_grads",
+    "read_grads",
     "safe_retain",
     "simultaneous_grads",
+    "step_",
     "tree",
     "value_and_grads",
+    "write_grads_",
 ]
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The one caller of torch.autograd.grad: a pass, and whose its results are."""
+"""The one caller of torch's engine: a pass, and whose its results are."""
 
 from __future__ import annotations
 
@@ -121,18 +121,51 @@ class Run:
             self._run([output], variables, [seeds], retain_graph=True, is_grads_batched=True)
         )
 
+    def backward(
+        self,
+        outputs: Sequence[Tensor],
+        seeds: Sequence[Tensor | None],
+        variables: list[Tensor] | None,
+        *,
+        retain: bool,
+    ) -> None:
+        """Run one pass that accumulates into `.grad`.
+
+        Args:
+            outputs: Where it starts.
+            seeds: The cotangent of each output, of its shape; None is one.
+            variables: The tensors whose `.grad` is written; None is all leaves.
+            retain: Keep the graph.
+
+        Raises:
+            FreedGraphError: The graph has been freed before.
+        """
+        with self._second_time_refused():
+            torch.autograd.backward(
+                outputs,
+                seeds,
+                retain_graph=retain,
+                create_graph=self.create_graph,
+                inputs=variables,
+            )
+
     def _run(
         self, outputs: Sequence[Tensor], inputs: Any, seeds: Any, **how: bool
     ) -> tuple[Tensor | None, ...]:
-        try:
+        with self._second_time_refused():
             found = torch.autograd.grad(
                 outputs, inputs, seeds, create_graph=self.create_graph, allow_unused=True, **how
             )
+        return cast("tuple[Tensor | None, ...]", found)
+
+    @contextmanager
+    def _second_time_refused(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             if "through the graph a second time" in str(error):
                 raise FreedGraphError(self.freed()) from error
             raise
-        return cast("tuple[Tensor | None, ...]", found)
 
     def _keep_grads(self, variables: list[Tensor], further: list[Tensor], stack: ExitStack) -> None:
         """Put back, afterwards, the `.grad` of tensors that the user called retain_grad() on."""

@@ -79,12 +79,13 @@ class Params:
         return _pytree.path(self.spec, list(self.slots).index(variable), self.root)
 
 
-def read_params(tree: PyTree, root: str = "params") -> Params:
+def read_params(tree: PyTree, root: str = "params", *, wrapped: bool = False) -> Params:
     """Open up and check a tree of params.
 
     Args:
         tree: Tensors, modules, iterators of tensors, optimizers or None, in any tree.
         root: The name of the tree in error messages.
+        wrapped: Take modules that are wrapped for several processes, too.
 
     Returns:
         Its leaves and variables.
@@ -94,7 +95,7 @@ def read_params(tree: PyTree, root: str = "params") -> Params:
         StructureError: There are no leaves.
         UnsupportedGraphError: A module's gradients would be sharded, or this process's alone.
     """
-    leaves, spec = open_up(tree, root)
+    leaves, spec = open_up(tree, root, wrapped=wrapped)
     if not leaves:
         raise StructureError(
             message(
@@ -159,12 +160,13 @@ def _is_variable(leaf: object, where: Callable[[], str]) -> bool:
     )
 
 
-def open_up(tree: PyTree, root: str) -> tuple[list[Any], PyTreeSpec]:
+def open_up(tree: PyTree, root: str, *, wrapped: bool = False) -> tuple[list[Any], PyTreeSpec]:
     """Flatten a tree, with every module, iterator and optimizer in it replaced by its tensors.
 
     Args:
         tree: Any tree.
         root: The name of the tree in error messages.
+        wrapped: Take modules that are wrapped for several processes, too.
 
     Returns:
         The leaves and the structure of what the tree stands for.
@@ -179,7 +181,7 @@ def open_up(tree: PyTree, root: str) -> tuple[list[Any], PyTreeSpec]:
     opened: list[Any] = []
     for index, leaf in enumerate(leaves):
         opener = openers.get(type(leaf))
-        if isinstance(leaf, nn.Module):
+        if isinstance(leaf, nn.Module) and not wrapped:
             _refuse_distributed(leaf, partial(_pytree.path, spec, index, root))
         opened.append(opener(leaf) if opener else leaf)
     return open_up(_pytree.unflatten(spec, opened), root)

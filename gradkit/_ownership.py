@@ -84,6 +84,14 @@ def copy_for(grad: Tensor, param: Tensor) -> Tensor:
     return empty_for(param, grad.dtype).copy_(grad)
 
 
+def accumulated(grad: Tensor, param: Tensor) -> Tensor:
+    """Return the copy of a gradient that accumulation puts into an empty `.grad`."""
+    grad = grad.detach()
+    if grad.layout != torch.strided or type(grad) is not Tensor or _is_laid_out(grad, param):
+        return grad.clone()
+    return empty_for(param, grad.dtype).copy_(grad)
+
+
 def empty_for(param: Tensor, dtype: torch.dtype, leading: tuple[int, ...] = ()) -> Tensor:
     """Return uninitialized memory for a gradient: of shape `leading + param.shape`.
 

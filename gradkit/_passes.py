@@ -108,6 +108,45 @@ def prepare(
     return run
 
 
+def prepare_backward(
+    losses: Losses,
+    outputs: Sequence[Tensor],
+    live: Sequence[int],
+    params: Params | None,
+    create_graph: bool,
+) -> Run:
+    """Refuse what would leave `.grad` wrong, or as it was, before anything has run.
+
+    Args:
+        losses: The losses, for errors.
+        outputs: The tensors that are differentiated, one for each loss.
+        live: Which of them carry a graph.
+        params: The tensors whose `.grad` is written; None is all leaves.
+        create_graph: The caller's option.
+
+    Returns:
+        How to run the pass.
+
+    Raises:
+        FreedGraphError: A loss has been differentiated before.
+        UnreachedParamError: Nothing of the params is reached.
+        UnsupportedGraphError: The graph cannot be differentiated rightly for these params.
+    """
+    if params is None:
+        run = Run(losses.leaves, losses.path, create_graph=create_graph)
+        for index in live:
+            if _graph.is_freed(outputs[index]):
+                raise FreedGraphError(run.freed([index]))
+        return run
+    run = prepare(losses, outputs, [(live, params)], create_graph, "none")
+    roots = [outputs[index] for index in live]
+    nodes = _graph.nodes_below(roots)
+    leaves = _graph.leaves_of(nodes)
+    if not any(_graph.reached(v, roots, nodes, leaves) for v in params.variables):
+        raise UnreachedParamError(unreached(losses, [(live, params)], 0))
+    return run
+
+
 def _refuse_freed(run: Run, outputs: Sequence[Tensor], plan: Plan) -> None:
     for group, params in plan:
         for index in group:

@@ -14,7 +14,8 @@ from gradkit import errors
 
 NAMES = {
     "value_and_grads", "per_loss_grads", "simultaneous_grads", "safe_retain", "combine", "tree",
-    "errors", *errors.__all__,
+    "errors", "dotgrad", "read_grads", "write_grads_", "add_grads_", "clear_grads_", "backward_",
+    "capture_grads", "step_", *errors.__all__,
 }  # fmt: skip
 ERRORS = {
     "LeafTypeError": TypeError,
@@ -70,11 +71,12 @@ def test_every_public_function_is_documented(device: torch.device) -> None:
     for function in functions:
         doc = inspect.getdoc(function)
         assert doc is not None
-        for section in (
-            "Args:",
-            "Example:",
-            "Yields:" if "safe_retain" in str(function) else "Returns:",
-        ):
+        sections = ["Args:", "Example:"]
+        if function in (gradkit.safe_retain, gradkit.capture_grads):
+            sections.append("Yields:")
+        elif not function.__name__.endswith("_") or function is gradkit.backward_:
+            sections.append("Returns:")
+        for section in sections:
             assert section in doc, f"{function.__name__} has no {section}"
 
 
