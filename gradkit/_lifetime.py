@@ -7,6 +7,7 @@ leaves the heads of the other losses alive [FACTS E2, E4]. Here each part goes w
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -90,12 +91,11 @@ def release(nodes: Iterable[Node]) -> None:
     """
     for node in nodes:
         for name in _graph.saved_names(type(node)):
-            try:
+            with suppress(RuntimeError):  # a custom Function that has lost its tensors raises here
                 saved = getattr(node, name)
                 for tensor in saved if isinstance(saved, tuple | list) else (saved,):
-                    tensor.register_hooks(_drop, _gone)
-            except RuntimeError:
-                continue
+                    with suppress(RuntimeError):  # it has hooks, is lost already, or is None
+                        tensor.register_hooks(_drop, _gone)
 
 
 def _drop(_: Tensor) -> None:
