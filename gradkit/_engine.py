@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from threading import local
 from typing import Any, Protocol, cast
 
@@ -91,13 +92,20 @@ class Run:
         further = watched()
         with ExitStack() as stack:
             self._keep_grads(variables, [tensor for tensor, _ in further], stack)
-            arrived = self._catch(variables, stack) if self.guard or not self.ordinary else {}
-            inputs = [*variables, *(edge for _, edge in further)] if further else variables
-            found = self._run(outputs, inputs, seeds, retain_graph=retain)
-        grads = list(found[: len(variables)])
+            inputs: list[Any] = variables
+            if further:
+                inputs = [*variables, *(edge for _, edge in further)]
+            if self.guard or not self.ordinary:
+                catch = _Catch(variables, stack, leaves=self.guard)
+                found = self._run(
+                    [*outputs, catch.root], [*inputs, catch.leaf], [*seeds, None],
+                    retain_graph=retain,
+                )  # fmt: skip
+                grads = catch.replace(list(found[: len(variables)]))
+            else:
+                found = self._run(outputs, inputs, seeds, retain_graph=retain)
+                grads = list(found[: len(variables)])
         del found
-        for index in list(arrived):
-            grads[index] = arrived.pop(index)
         return grads if self.create_graph else _owned(grads, variables)
 
     def grads_of_batch(
@@ -173,26 +181,6 @@ class Run:
         for tensor in {id(t): t for t in seen if t.retains_grad and not t.is_leaf}.values():
             stack.enter_context(_grad_kept(tensor))
 
-    def _catch(self, variables: list[Tensor], stack: ExitStack) -> dict[int, Tensor]:
-        # For a non-leaf, the engine captures before the tensor's hooks if the pass goes on below
-        # it, and hands the captured tensor to the node below, which may write on it [D3, L3]; what
-        # it captured for a leaf, a custom Function that got the same tensor may write on. A hook
-        # registered last sees what the user's hooks leave.
-        arrived: dict[int, Tensor] = {}
-
-        def catcher(index: int) -> Callable[[Tensor | None], None]:
-            def catch(grad: Tensor | None) -> None:
-                if grad is not None:
-                    arrived[index] = copy_for(grad, variables[index])
-
-            return catch
-
-        for index, variable in enumerate(variables):
-            if self.guard or variable.grad_fn is not None:
-                handle = variable.register_hook(catcher(index))  # type: ignore[no-untyped-call]
-                stack.callback(handle.remove)
-        return arrived
-
     def freed(self, indices: Sequence[int] = ()) -> str:
         """Return the message for a second pass through a graph.
 
@@ -214,6 +202,51 @@ class Run:
             "ask for all gradients in one call, gradkit.per_loss_grads({'a': loss_a, 'b': loss_b}, "
             "params), or pass retain_graph=True to the earlier call",
         )
+
+
+class _Catch:
+    """Copies gradients as they arrive, where the engine's own capture could be another value.
+
+    For a non-leaf, the engine captures before the tensor's hooks if the pass goes on below it, and
+    hands the captured tensor to the node below, which may write on it [D3, L3]; on what it has
+    captured for a leaf, a custom Function that was given the same tensor may write. A hook that is
+    registered last sees what the user's hooks leave.
+
+    Other threads, and passes inside of hooks, go through the same tensors: each gradient is kept
+    by the number of its pass, and a root of our own tells which one is ours.
+    """
+
+    def __init__(self, variables: list[Tensor], stack: ExitStack, *, leaves: bool) -> None:
+        self._pass: list[int] = []
+        self._arrived: dict[int, dict[int, Tensor]] = {}
+        for index, variable in enumerate(variables):
+            if leaves or variable.grad_fn is not None:
+                self._arrived[index] = {}
+                self._listen(variable, partial(self._take, index, variable), stack)
+        with torch.enable_grad():
+            self.leaf = torch.zeros((), device=variables[0].device, requires_grad=True)
+            self.root = self.leaf.view_as(self.leaf)
+        self._listen(self.root, lambda _: self._pass.append(_pass_number()), stack)
+
+    @staticmethod
+    def _listen(tensor: Tensor, hook: Callable[[Tensor], None], stack: ExitStack) -> None:
+        handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        stack.callback(handle.remove)
+
+    def _take(self, index: int, variable: Tensor, grad: Tensor | None) -> None:
+        if grad is not None:
+            self._arrived[index][_pass_number()] = copy_for(grad, variable)
+
+    def replace(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients with those that have arrived in place of the engine's captures."""
+        for index, by_pass in self._arrived.items():
+            if self._pass[0] in by_pass:
+                grads[index] = by_pass.pop(self._pass[0])
+        return grads
+
+
+def _pass_number() -> int:
+    return torch._C._current_graph_task_id()
 
 
 def _owned(grads: list[Tensor | None], variables: list[Tensor]) -> list[Tensor | None]:

@@ -252,3 +252,40 @@ def test_two_threads_at_once(device: torch.device) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(40)))
+
+
+def test_threads_and_passes_inside_of_hooks_do_not_take_each_other_s_gradients(
+    device: torch.device,
+) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    w = torch.ones(50, device=device, requires_grad=True)
+    alive = Scribble.apply(w)  # so that every pass copies gradients as they arrive
+
+    def work(factor: int) -> bool:
+        for _ in range(30):
+            _, grad = gradkit.value_and_grads((Scribble.apply(w * factor) * 1.5).sum(), w)
+            if not torch.equal(grad, torch.full_like(w, 7 * 1.5 * factor)):
+                return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(1, 9)))
+    del alive
+
+    y = w * 2
+    z = y * 3
+    inner: list[Tensor] = []
+
+    def nested(grad: Tensor) -> None:
+        with torch.enable_grad():
+            loss = (y * 100).sum()
+        inner.append(gradkit.value_and_grads(loss, y, retain_graph=True)[1])
+
+    z.register_hook(nested)
+    y.register_hook(lambda grad: grad * 10)
+    w.register_hook(lambda grad: nested(grad) if len(inner) < 2 else None)
+    _, grads = gradkit.value_and_grads(z.sum(), [y, w])
+    assert grads[0][0] == 30
+    assert grads[1][0] == 60
+    assert [g[0] for g in inner] == [1000, 1000]
