@@ -15,7 +15,15 @@ from torch.autograd.graph import GradientEdge
 
 from gradkit import _graph
 from gradkit._ownership import copy_for, own
-from gradkit.errors import FreedGraphError, message
+from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
+
+
+_MULTI_GRAD_HOOK = message(
+    "params",
+    "leaf tensors without register_multi_grad_hook",
+    "one that has it: torch runs such hooks of leaves in backward() only",
+    "remove the hook for this call, register it on non-leaf tensors, or use backward_",
+)
 
 
 class Watcher(Protocol):
@@ -148,7 +156,7 @@ class Run:
         Raises:
             FreedGraphError: The graph has been freed before.
         """
-        with self._second_time_refused():
+        with self._engine_errors_named():
             torch.autograd.backward(
                 outputs,
                 seeds,
@@ -160,19 +168,21 @@ class Run:
     def _run(
         self, outputs: Sequence[Tensor], inputs: Any, seeds: Any, **how: bool
     ) -> tuple[Tensor | None, ...]:
-        with self._second_time_refused():
+        with self._engine_errors_named():
             found = torch.autograd.grad(
                 outputs, inputs, seeds, create_graph=self.create_graph, allow_unused=True, **how
             )
         return cast("tuple[Tensor | None, ...]", found)
 
     @contextmanager
-    def _second_time_refused(self) -> Iterator[None]:
+    def _engine_errors_named(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
             if "through the graph a second time" in str(error):
                 raise FreedGraphError(self.freed()) from error
+            if "_will_engine_execute_node" in str(error):
+                raise UnsupportedGraphError(_MULTI_GRAD_HOOK) from error
             raise
 
     def _keep_grads(self, variables: list[Tensor], further: list[Tensor], stack: ExitStack) -> None:

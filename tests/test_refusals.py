@@ -198,3 +198,15 @@ def test_a_lone_custom_function_of_another_graph_changes_nothing(device: torch.d
     _, grad = gradkit.value_and_grads((w * w).sum(), w)
     assert torch.equal(grad, 2 * w.detach())
     assert torch.equal(gradkit.value_and_grads(other.sum(), w)[1], torch.full_like(w, 2.0))
+
+
+def test_a_multi_grad_hook_on_leaves_is_named(device: torch.device) -> None:
+    w, v = (torch.ones(2, device=device, requires_grad=True) for _ in range(2))
+    seen: list[int] = []
+    handle = torch.autograd.graph.register_multi_grad_hook((w, v), lambda g: seen.append(len(g)))
+    with unchanged(w, v), pytest.raises(gradkit.UnsupportedGraphError, match="backward_"):
+        gradkit.value_and_grads((w * v).sum(), [w, v])
+    gradkit.backward_((w * v).sum())
+    assert seen == [2]
+    handle.remove()
+    gradkit.value_and_grads((w * v).sum(), [w, v])
