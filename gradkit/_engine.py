@@ -17,7 +17,6 @@ from gradkit import _graph
 from gradkit._ownership import copy_for, own
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
-
 _MULTI_GRAD_HOOK = message(
     "params",
     "leaf tensors without register_multi_grad_hook",

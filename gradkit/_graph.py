@@ -130,6 +130,19 @@ def reached(variable: Tensor, losses: Iterable[Tensor], nodes: set[Node], leaves
     )
 
 
+def was_used_before_change(variable: Tensor, nodes: set[Node]) -> bool:
+    """Return whether an earlier value of a tensor that was changed in place is in a graph [C8]."""
+    node = variable.grad_fn
+    for _ in range(min(variable._version, 16)):
+        # An in-place operation leads on to the earlier value first.
+        if node is None or not node.next_functions:
+            return False
+        node = node.next_functions[0][0]
+        if node in nodes and type(node) is not _AccumulateGrad:
+            return True
+    return False
+
+
 def custom_functions_alive() -> bool:
     """Return False only if no graph in this process holds a node that `hazards` would look at.
 

@@ -101,7 +101,7 @@ def read_params(tree: PyTree, root: str = "params", *, wrapped: bool = False) ->
             message(
                 root,
                 "at least one tensor",
-                "none (an iterator that has been read through is empty, too)",
+                "none (so is a module without parameters, or an iterator that was read through)",
                 "pass the module, or list(model.parameters())",
             )
         )
@@ -131,9 +131,7 @@ def _is_variable(leaf: object, where: Callable[[], str]) -> bool:
                 where(),
                 "a tensor, a module, an iterator of tensors, an optimizer or None",
                 describe(leaf),
-                "dict(model.named_parameters()), not its pairs"
-                if isinstance(leaf, str)
-                else "pass a tensor that requires grad",
+                _advice_for_a_param(leaf),
             )
         )
     if torch.nn.parameter.is_lazy(leaf):
@@ -158,6 +156,16 @@ def _is_variable(leaf: object, where: Callable[[], str]) -> bool:
             "leave it out, or put None in its place: integers have no gradient",
         )
     )
+
+
+def _advice_for_a_param(leaf: object) -> str:
+    if isinstance(leaf, str):
+        return "dict(model.named_parameters()), not its pairs"
+    if isinstance(leaf, set | frozenset):
+        return "list(params): a set has no order"
+    if callable(leaf):
+        return "call it: model.parameters(), not model.parameters"
+    return "pass a tensor that requires grad"
 
 
 def open_up(tree: PyTree, root: str, *, wrapped: bool = False) -> tuple[list[Any], PyTreeSpec]:
@@ -260,7 +268,8 @@ def read_losses(tree: PyTree, *, scalar: bool) -> Losses:
         )
     for index, loss in enumerate(leaves):
         if not isinstance(loss, Tensor):
-            do = "pass the tensor, before .item() or float()"
+            is_number = isinstance(loss, Real)
+            do = f"pass the tensor{' itself, before .item() or float()' if is_number else ''}"
             raise LeafTypeError(message(losses.path(index), "a tensor", describe(loss), do))
         if not loss.dtype.is_floating_point:
             do = (
@@ -340,7 +349,9 @@ def read_weights(weights: PyTree, losses: Losses) -> list[float | Tensor] | None
                     f"the weight of {losses.path(index)}",
                     "a real number or a real tensor of one element",
                     describe(weight),
-                    "float(weight)",
+                    "weights=dict(zip(losses, weights)) for a tensor of several"
+                    if isinstance(weight, Tensor)
+                    else "pass a number",
                 )
             )
     return cast("list[float | Tensor]", spread)

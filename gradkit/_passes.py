@@ -18,6 +18,7 @@ from gradkit.errors import (
     FreedGraphError,
     UnreachedParamError,
     UnsupportedGraphError,
+    describe,
     message,
 )
 
@@ -89,6 +90,8 @@ def prepare(
     """
     if not any(params.variables for _, params in plan):
         raise UnreachedParamError(unreached(losses, plan, None))
+    if not create_graph:
+        _refuse_inside_transforms(losses, outputs)
     ordinary = all(params.ordinary for _, params in {id(p): (g, p) for g, p in plan}.values())
     live = [index for group, _ in plan for index in group]
     guard = False
@@ -106,6 +109,19 @@ def prepare(
     run = Run(losses.leaves, losses.path, create_graph=create_graph, guard=guard, ordinary=ordinary)
     _refuse_freed(run, outputs, plan)
     return run
+
+
+def _refuse_inside_transforms(losses: Losses, outputs: Sequence[Tensor]) -> None:
+    for index, output in enumerate(outputs):
+        if torch._C._functorch.is_gradtrackingtensor(output):
+            raise UnsupportedGraphError(
+                message(
+                    losses.path(index),
+                    "a loss outside of torch.func's grad, vjp and jvp",
+                    "one inside: the transform would take the gradient for a constant",
+                    "pass create_graph=True, so that it is differentiated, too",
+                )
+            )
 
 
 def prepare_backward(
@@ -173,21 +189,22 @@ def _refuse_doubtful(roots: list[Tensor], plan: Plan) -> None:
             # A slice of a parameter, or of a tensor changed in place, is a new variable each time
             # it is taken [C3, L2]. Beside its base it may be None: the gradient stands there. So
             # may a view of an intermediate value, whose losses may be others.
-            if (
+            apart = (
                 base is not None
                 and (base.is_leaf or variable._version > 0)
                 and id(base) not in listed
                 and variable.grad_fn not in nodes
                 and reached(base)
-            ):
+            )
+            if apart or _graph.was_used_before_change(variable, nodes):
+                came = "a view of one, made apart from it" if apart else "a later value of one"
                 raise UnreachedParamError(
                     message(
                         params.path(index),
                         "a tensor that the losses were computed from",
-                        "a view of one, made apart from it or changed in place since: no gradient "
-                        "can arrive there",
-                        "pass the tensor itself and index its gradient, or compute the losses "
-                        "from this view",
+                        f"{came}, or changed in place since: no gradient can arrive there",
+                        "pass the tensor itself and index its gradient; change a copy, h + 1, and "
+                        "not h itself",
                     )
                 )
             if type(variable) not in PLAIN_TYPES and _graph.may_be_sharded(variable):
@@ -239,8 +256,46 @@ def require_reached(found: Sequence[Grads], losses: Losses, plan: Plan, unused: 
             missing = [index for index, grad in enumerate(grads) if grad is None]
             if missing:  # in the graph, but a custom Function has returned None
                 raise UnreachedParamError(unreached(losses, [(group, params)], missing[0]))
+    _refuse_stale(found, losses, plan)
     if all(grad is None for grads in found for grad in grads):
         raise UnreachedParamError(unreached(losses, plan, 0))
+
+
+def _refuse_stale(found: Sequence[Grads], losses: Losses, plan: Plan) -> None:
+    """Raise if a leaf has no gradient since it was moved or cast after the losses were computed.
+
+    Its `.data` of another type has another place for gradients to arrive, apart from the graph,
+    which torch.autograd.grad reports as unused; `.backward()` fills the `.grad` of the old type.
+
+    Raises:
+        UnreachedParamError: So it is.
+    """
+    missing = [
+        (params, index)
+        for grads, (_, params) in zip(found, plan, strict=True)
+        for index, grad in enumerate(grads)
+        if grad is None and params.variables[index].grad_fn is None
+    ]
+    if not missing:
+        return
+    nodes = _graph.nodes_below([
+        losses.leaves[index]
+        for group, _ in plan
+        for index in group
+        if losses.leaves[index].requires_grad
+    ])
+    leaves = _graph.leaves_of(nodes)
+    for params, index in missing:
+        variable = params.variables[index]
+        if id(variable) in leaves and _graph.edge(variable).node not in nodes:
+            raise UnreachedParamError(
+                message(
+                    params.path(index),
+                    "the parameter as it was when the losses were computed",
+                    f"{describe(variable)}, moved or cast since",
+                    "call .to(), .double(), ... on the model before the forward pass",
+                )
+            )
 
 
 def unreached(losses: Losses, plan: Plan, variable: int | None) -> str:
@@ -258,7 +313,13 @@ def unreached(losses: Losses, plan: Plan, variable: int | None) -> str:
     if variable is None:
         where = " and ".join(dict.fromkeys(params.root for _, params in plan))
         got = "none: no tensor there requires grad"
-        do = "call requires_grad_() on the parameters before the forward pass"
+        do = (
+            "call requires_grad_() on the parameters before the forward pass; state_dict() and "
+            ".data are detached, so pass the module"
+        )
+    elif not any(losses.leaves[index].requires_grad for group, _ in plan for index in group):
+        where = next(params.path(variable) for _, params in plan if params.variables)
+        got, do = "none: the loss is a constant", "leave it out, or allow it: unused='none'"
     else:
         where = next(params.path(variable) for _, params in plan if params.variables)
         got = (

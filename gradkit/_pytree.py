@@ -62,8 +62,8 @@ def matching_leaves(spec: PyTreeSpec, spec_root: str, tree: PyTree, root: str) -
     """
     try:
         return cast("list[Any]", spec.flatten_up_to(tree))
-    except (ValueError, TypeError) as error:
-        raise StructureError(_mismatch(spec_root, root, error)) from None
+    except (ValueError, TypeError):
+        raise StructureError(_mismatch(spec_root, spec, root, flatten(tree)[1])) from None
 
 
 def spread(prefix: PyTree, prefix_root: str, tree: PyTree, root: str) -> list[Any]:
@@ -92,8 +92,8 @@ def spread(prefix: PyTree, prefix_root: str, tree: PyTree, root: str) -> list[An
             for value, (leaves, part_spec) in zip(given, parts, strict=True)
         ]
         return cast("list[Any]", spec.flatten_up_to(prefix_spec.unflatten(full)))
-    except (ValueError, TypeError) as error:
-        raise StructureError(_mismatch(root, prefix_root, error)) from None
+    except (ValueError, TypeError):
+        raise StructureError(_mismatch(root, spec, prefix_root, prefix_spec)) from None
 
 
 def children(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]]:
@@ -104,10 +104,18 @@ def children(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]
     return cast("list[Any]", spec.flatten_up_to(tree)), spec.unflatten
 
 
-def _mismatch(expected_root: str, root: str, error: Exception) -> str:
+def _mismatch(wanted_root: str, wanted: PyTreeSpec, root: str, came: PyTreeSpec) -> str:
     return message(
         root,
-        f"the structure of {expected_root}",
-        f"another one: {error}",
-        f"give {root} the containers and keys that {expected_root} has",
+        f"the structure of {wanted_root}, {_shown(wanted)}",
+        _shown(came),
+        f"give {root} the containers and keys of {wanted_root}",
     )
+
+
+def _shown(spec: PyTreeSpec) -> str:
+    text = str(spec).removeprefix("PyTreeSpec(").partition(", NoneIsLeaf")[0]
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+
+
+_LONGEST = 120

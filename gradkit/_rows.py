@@ -150,7 +150,7 @@ def choose(strategy: str, losses: list[Tensor], variables: list[Tensor]) -> set[
 
 
 def _warn(reason: str) -> None:
-    text = f"strategy='batched' fell back to sequential passes: {reason}."
+    text = f"per_loss_grads fell back from batched to sequential passes: {reason}."
     warnings.warn(text, GradkitWarning, stacklevel=_level_of_the_caller())
 
 

@@ -88,7 +88,8 @@ def describe(value: object) -> str:
     """
     if isinstance(value, torch.Tensor):
         kind = str(value.dtype).removeprefix("torch.")
-        return f"a {kind} tensor of shape {tuple(value.shape)} on {value.device}"
+        article = "an" if kind.startswith("int") else "a"
+        return f"{article} {kind} tensor of shape {tuple(value.shape)} on {value.device}"
     text = repr(value)
     shown = f" {text}" if len(text) <= 40 else ""
     return f"the {type(value).__name__}{shown}"

@@ -17,7 +17,7 @@ from gradkit import _pytree
 from gradkit._leaf import inner, plus
 from gradkit._matrix import gram, to_matrix, weighted_sum
 from gradkit._pytree import PyTree
-from gradkit.errors import StructureError, message
+from gradkit.errors import LeafTypeError, StructureError, describe, message
 
 __all__ = [
     "add",
@@ -128,10 +128,10 @@ def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
     Returns:
         A tree like `tree`.
     """
-    leaves, spec = _pytree.flatten(tree)
+    (leaves,), unflatten = _columns(tree)
     present = [leaf for leaf in leaves if leaf is not None]
     scaled = iter(_times(present, factor))
-    return spec.unflatten([None if leaf is None else next(scaled) for leaf in leaves])
+    return unflatten([None if leaf is None else next(scaled) for leaf in leaves])
 
 
 def _times(leaves: list[Tensor], factor: float | Tensor) -> list[Tensor]:
@@ -197,7 +197,7 @@ def global_norm(tree: PyTree) -> Tensor:
     Source:
         `torch.nn.utils.get_total_norm`, the norm that `clip_grad_norm_` computes.
     """
-    leaves, _ = _pytree.flatten(tree)
+    (leaves,), _ = _columns(tree)
     dense = [g.coalesce().values() if g.is_sparse else g for g in leaves if g is not None]
     if not dense:
         return torch.zeros(())
@@ -301,7 +301,7 @@ def unstack(tree: PyTree) -> list[PyTree]:
     Raises:
         StructureError: The leaves are not of one length K, or all are None.
     """
-    leaves, spec = _pytree.flatten(tree)
+    (leaves,), unflatten = _columns(tree)
     lengths = {len(leaf) if leaf.dim() else 0 for leaf in leaves if leaf is not None}
     if len(lengths) != 1:
         got = f"lengths {sorted(lengths)}" if lengths else "none that is not None"
@@ -311,7 +311,7 @@ def unstack(tree: PyTree) -> list[PyTree]:
         [None] * count if leaf is None else [row.clone() for row in leaf.unbind()]
         for leaf in leaves
     ]
-    return [spec.unflatten(row) for row in zip(*rows, strict=True)]
+    return [unflatten(row) for row in zip(*rows, strict=True)]
 
 
 def allclose(
@@ -358,6 +358,11 @@ def _columns(
         *(_pytree.matching_leaves(spec, "the first tree", tree, "the other tree") for tree in rest),
     ]
     for index, row in enumerate(zip(*columns, strict=True)):
+        for leaf in row:
+            if leaf is not None and not isinstance(leaf, Tensor):
+                where = _pytree.path(spec, index, "tree")
+                do = "pass a tree of gradients, as gradkit's calls return it"
+                raise LeafTypeError(message(where, "a tensor or None", describe(leaf), do))
         shapes = {tuple(x.shape) for x in row if x is not None}
         if len(shapes) > 1:
             raise StructureError(

@@ -210,3 +210,57 @@ def test_a_multi_grad_hook_on_leaves_is_named(device: torch.device) -> None:
     assert seen == [2]
     handle.remove()
     gradkit.value_and_grads((w * v).sum(), [w, v])
+
+
+def test_a_parameter_cast_after_the_forward_is_refused(device: torch.device) -> None:
+    """Gradients then arrive at an accumulator that autograd.grad does not look at."""
+    cast, other = nn.Linear(2, 1).to(device), nn.Linear(2, 1).to(device)
+    x = torch.ones(1, 2, device=device)
+    for params in (cast, {"cast": cast, "other": other}):
+        loss = (cast(x) * other(x)).sum()
+        cast.double()
+        with pytest.raises(gradkit.UnreachedParamError, match="moved or cast since"):
+            gradkit.value_and_grads(loss, params, retain_graph=True)
+        with pytest.raises(gradkit.UnreachedParamError, match="moved or cast since"):
+            gradkit.per_loss_grads([loss, loss * 2], params)
+        cast.float()
+
+
+def test_a_tensor_changed_in_place_after_its_use_is_refused(device: torch.device) -> None:
+    w = torch.ones(2, device=device, requires_grad=True)
+    h = w * 1
+    loss = (h * 2).sum()
+    h.add_(1).mul_(3)
+    with unchanged(w, loss), pytest.raises(gradkit.UnreachedParamError, match=r"params\['h'\]"):
+        gradkit.value_and_grads(loss, {"h": h, "w": w})
+    other = (w * 1).add_(1)  # changed before, and not used: a structural zero
+    _, grads = gradkit.value_and_grads(loss, {"other": other, "w": w})
+    assert grads["other"] is None
+
+
+def test_inside_a_transform_that_differentiates_create_graph_is_needed(
+    device: torch.device,
+) -> None:
+    def fn(z: Tensor, create_graph: bool) -> Tensor:
+        return gradkit.value_and_grads((z**3).sum(), z, create_graph=create_graph)[1].sum()
+
+    z = torch.ones(2, device=device)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="create_graph=True"):
+        torch.func.grad(fn)(z, False)
+    assert torch.func.grad(fn)(z, True).tolist() == [6, 6]
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (lambda m: m.parameters, "call it"),
+        (lambda m: set(m.parameters()), "a set has no order"),
+        (lambda m: m.state_dict(), "pass the module"),
+        (lambda m: nn.ReLU(), "a module without parameters"),
+    ],
+)
+def test_the_advice_fits_the_mistake(device: torch.device, params: Any, words: str) -> None:
+    model = mlp(device)
+    loss = model(torch.ones(1, 3, device=device)).sum()
+    with pytest.raises(gradkit.GradkitError, match=words):
+        gradkit.value_and_grads(loss, params(model))

@@ -296,3 +296,10 @@ def test_differentiable_under_create_graph(device: torch.device) -> None:
     zero = torch.zeros(3, device=device, requires_grad=True)
     tree.cosine({"w": zero * 1}, {"w": zero + 1}).backward()
     assert zero.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("fn", [tree.global_norm, lambda t: tree.scale(t, 2), tree.unstack])
+@pytest.mark.parametrize("leaf", [1.0, "x", nn.Linear(1, 1)])
+def test_what_is_no_gradient_is_refused(device: torch.device, fn: Any, leaf: Any) -> None:
+    with pytest.raises(gradkit.LeafTypeError, match=r"tree\['w'\]"):
+        fn({"w": leaf})
