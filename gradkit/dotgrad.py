@@ -85,7 +85,8 @@ def read_grads(params: PyTree, *, unused: Literal["none", "zeros", "error"] = "n
                 raise UnreachedParamError(message(where, "a tensor with a .grad", "None", do))
             found.append(zeros_for(leaf))
         else:
-            found.append(None if grad is None else grad.detach().clone())
+            with ordinary_mode():
+                found.append(None if grad is None else grad.detach().clone())
     return _pytree.unflatten(wanted.spec, found)
 
 
@@ -112,8 +113,10 @@ def write_grads_(params: PyTree, grads: PyTree) -> None:
     Source:
         The layout is that of `torch::autograd::AccumulateGrad`, as after `.backward()`.
     """
-    for leaf, grad in _match(params, grads):
-        leaf.grad = None if grad is None else accumulated(grad, leaf)
+    pairs = _match(params, grads)
+    with ordinary_mode():
+        for leaf, grad in pairs:
+            leaf.grad = None if grad is None else accumulated(grad, leaf)
 
 
 def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
@@ -147,10 +150,10 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
         `torch::autograd::AccumulateGrad::accumulateGrad`.
     """
     pairs = [(leaf, grad) for leaf, grad in _match(params, grads) if grad is not None]
-    if hooks:
-        _add_through_the_engine(pairs)
-        return
-    with torch.no_grad():
+    with ordinary_mode(), torch.no_grad():
+        if hooks:
+            _add_through_the_engine(pairs)
+            return
         for leaf, grad in pairs:
             if leaf.grad is None:
                 leaf.grad = accumulated(grad, leaf)
@@ -361,7 +364,9 @@ def step_(
     Args:
         optimizer: Its `step()` is called once, with its hooks and its scheduler's.
         params: As in `write_grads_`.
-        grads: As in `write_grads_`; with a `scaler`, the gradients of the scaled loss.
+        grads: As in `write_grads_`; with a `scaler`, the gradients of the scaled loss, unless the
+            caller has called `scaler.unscale_(optimizer)` in this step (to clip, say): then the
+            unscaled ones.
         scaler: Unscales the gradients and skips the step if one is inf or NaN, by
             `scaler.step(optimizer)`; `scaler.update()` stays the caller's.
 
@@ -379,9 +384,9 @@ def step_(
         do = "skip the step, and scaler.update()"
         raise StructureError(message("grads", "a gradient to unscale", "None everywhere", do))
     with _grads_put_back(own_params):
-        for leaf, grad in pairs:
-            if grad is not None:
-                leaf.grad = accumulated(grad, leaf)
+        with ordinary_mode():
+            for leaf, grad in pairs:
+                leaf.grad = None if grad is None else accumulated(grad, leaf)
         if scaler is None:
             optimizer.step()
         else:

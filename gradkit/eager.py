@@ -196,8 +196,10 @@ def per_loss_grads(
         strategy: `"sequential"`: an engine pass for each element of each loss. `"batched"`: the
             elements of each loss vmapped through the engine's batched mode, equal to rounding;
             what that is known to get wrong, or fails at, is done sequentially, with one
-            `GradkitWarning` that says why. `"auto"` picks by device and size. In a batched pass a
-            tensor that the user called `retain_grad()` on is left with an unusable `.grad`.
+            `GradkitWarning` that says why. `"auto"` picks by device and size. A batched pass calls
+            hooks once for its elements together, and leaves a tensor that the user called
+            `retain_grad()` on with an unusable `.grad`. If the graph is to be freed, the last
+            element has a pass of its own.
         chunk_size: The largest number of elements in one batched pass; None is all.
 
     Returns:

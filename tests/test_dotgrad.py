@@ -410,6 +410,11 @@ def logged(device: torch.device) -> tuple[Tensor, nn.Module, list[str], Tensor]:
     return w, layer, log, layer(w * 2).sum()
 
 
+def _captured(loss: Tensor, w: Tensor) -> None:
+    with gradkit.capture_grads(w):
+        loss.backward()
+
+
 HOOKS: dict[str, tuple[Callable[[Tensor, Tensor], Any], set[str]]] = {
     "loss.backward()": (
         lambda loss, w: loss.backward(),
@@ -427,6 +432,14 @@ HOOKS: dict[str, tuple[Callable[[Tensor, Tensor], Any], set[str]]] = {
         lambda loss, w: gradkit.per_loss_grads(loss, w),
         {"module pre", "module", "tensor"},
     ),
+    "simultaneous_grads": (
+        lambda loss, w: gradkit.simultaneous_grads(loss, w),
+        {"module pre", "module", "tensor"},
+    ),
+    "capture_grads": (
+        lambda loss, w: _captured(loss, w),
+        {"module pre", "module", "tensor", "accumulated"},
+    ),
     "write_grads_": (lambda loss, w: gradkit.write_grads_(w, torch.ones_like(w)), set()),
     "add_grads_": (lambda loss, w: gradkit.add_grads_(w, torch.ones_like(w)), set()),
     "step_": (
@@ -442,6 +455,35 @@ def test_which_hooks_fire(device: torch.device, call: str) -> None:
     run, expected = HOOKS[call]
     run(loss, w)
     assert sorted(log) == sorted(expected)
+
+
+def test_hooks_run_once_for_each_loss(device: torch.device) -> None:
+    w, _, log, loss = logged(device)
+    gradkit.per_loss_grads([loss, loss * 2], w)
+    assert sorted(log) == sorted(["module pre", "module", "tensor"] * 2)
+
+
+def test_only_what_accumulates_steps_an_optimizer_in_the_backward(device: torch.device) -> None:
+    steps: list[str] = []
+    for call, (run, expected) in HOOKS.items():
+        w = torch.ones(2, device=device, requires_grad=True)
+        w.register_post_accumulate_grad_hook(lambda p, call=call: steps.append(call))
+        run((w * 2).sum(), w)
+        assert (call in steps) == ("accumulated" in expected)
+    w = torch.ones(2, device=device, requires_grad=True)
+    w.register_post_accumulate_grad_hook(lambda p: steps.append("hooks=True"))
+    gradkit.add_grads_(w, torch.ones_like(w), hooks=True)
+    assert steps[-1] == "hooks=True"
+
+
+def test_the_optimizer_s_own_hooks_run_in_step_(device: torch.device) -> None:
+    w = torch.ones(2, device=device, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    log: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: log.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: log.append("post"))
+    gradkit.step_(optimizer, [w], [torch.ones_like(w)])
+    assert log == ["pre", "post"]
 
 
 def test_hooks_true_fires_accumulation_hooks_once_and_refuses_tensor_hooks(
@@ -720,7 +762,16 @@ def test_backward__takes_weights_and_returns_values(device: torch.device) -> Non
 def test_dotgrad_under_inference_mode_makes_no_inference_grads(device: torch.device) -> None:
     w = torch.ones(2, device=device, requires_grad=True)
     loss = (w * w).sum()
-    with torch.inference_mode():
-        gradkit.backward_(loss, retain_graph=True)
-    loss.backward()
-    assert w.grad.tolist() == [4, 4]
+    one = torch.ones_like(w)
+    for call in (
+        lambda: gradkit.backward_(loss, retain_graph=True),
+        lambda: gradkit.write_grads_(w, 2 * one),
+        lambda: gradkit.add_grads_(w, 2 * one),
+        lambda: gradkit.add_grads_(w, 2 * one, hooks=True),
+    ):
+        w.grad = None
+        with torch.inference_mode():
+            call()
+            assert not gradkit.read_grads(w).is_inference()
+        loss.backward(retain_graph=True)
+        assert w.grad.tolist() == [4, 4]

@@ -1,0 +1,82 @@
+"""A gradient for each of several losses on one trunk, against the obvious loop and TorchJD."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from benchmarks import fresh, heads
+from benchmarks.harness import Timing, measure
+from benchmarks.heads import LOOP, TORCHJD, Peer, Size
+from benchmarks.models import Task
+from benchmarks.plan import Plan
+from benchmarks.row import Row, timed
+
+_SIZES = (
+    *(Size(64, 3, 32, count) for count in (2, 8, 32)),
+    *(Size(64, 3, 32, count, shared=True) for count in (8, 32)),
+    *(Size(256, 6, 64, count) for count in (2, 8, 32)),
+    *(Size(256, 6, 64, count, shared=True) for count in (8, 32)),
+    Size(512, 8, 128, 8),
+)
+_QUICK = (Size(8, 2, 4, 2),)
+# Results of megabytes, where it matters what becomes of freed memory.
+_LARGE = (Size(256, 6, 64, 8), Size(256, 6, 64, 32))
+
+
+def rows(plan: Plan) -> Iterator[Row]:
+    """Yield two rows for each size, and TorchJD's once more where malloc is left to itself."""
+    for size in _QUICK if plan.quick else _SIZES:
+        what, task = f"per_loss_grads, {size}", size.task(plan.device)
+        both = measure(heads.sides(task), plan.device, plan.effort)
+        yield timed(what, LOOP, both, theirs="raw", limit=1.03)
+        peer = heads.torchjd(task, size.count, plan.device)
+        yield _against_torchjd(what, size, _with_torchjd(plan, task, peer), peer)
+    if plan.device.type == "cpu":
+        yield from _system_heap(plan)
+
+
+def _with_torchjd(plan: Plan, task: Task, peer: Peer) -> dict[str, Timing]:
+    if not peer.sides:
+        return {}
+    return measure({"gradkit": heads.sides(task)["gradkit"]} | peer.sides, plan.device, plan.effort)
+
+
+def _against_torchjd(what: str, size: Size, timings: Mapping[str, Timing], peer: Peer) -> Row:
+    if peer.problem:
+        return Row(what=what, against=TORCHJD, note=peer.problem)
+    return timed(
+        what,
+        peer.name,
+        timings,
+        theirs="torchjd",
+        limit=0.75 if size == Size(256, 6, 64, 8) else 1.0,
+        details={"chunk_ms": peer.tried},
+    )
+
+
+def _system_heap(plan: Plan) -> Iterator[Row]:
+    """Yield rows in which freed memory may go back to the system, as it does for most users.
+
+    Then whoever allocates more pays for the page faults, with more noise.
+    """
+    for size in _QUICK if plan.quick else _LARGE:
+        what = f"per_loss_grads, {size}, system's heap"
+        if plan.quick:
+            yield Row(what=what, against=TORCHJD, note="needs a process of its own")
+            continue
+        found = fresh.call("benchmarks.losses:compare_here", size=asdict(size))
+        timings = {name: Timing(tuple(taken)) for name, taken in found["samples"].items()}
+        yield _against_torchjd(what, size, timings, Peer({}, found["problem"], found["tried"]))
+
+
+def compare_here(size: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the samples of gradkit and TorchJD as plain values; what a fresh process runs."""
+    plan, wanted = Plan(torch.device("cpu")), Size(**size)
+    task = wanted.task(plan.device)
+    peer = heads.torchjd(task, wanted.count, plan.device)
+    samples = {name: found.samples for name, found in _with_torchjd(plan, task, peer).items()}
+    return {"samples": samples, "problem": peer.problem, "tried": peer.tried}

@@ -1,0 +1,234 @@
+"""The harness measures what it says, and every row of the table comes out; times are not judged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+
+from benchmarks import heads, memory, report
+from benchmarks.__main__ import main
+from benchmarks.harness import Effort, Side, Timing, differences, measure, order, quartiles, ratios
+from benchmarks.heads import Size
+from benchmarks.row import Row, Want, show, timed
+
+Quick: TypeAlias = tuple[list[Row], Path]
+
+
+def busy(steps: int) -> Side:
+    def run(_: object) -> int:
+        total = 0
+        for step in range(steps):
+            total += step
+        return total
+
+    return Side(lambda: None, run)
+
+
+@pytest.fixture(scope="module")
+def quick(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Quick:
+    folder = tmp_path_factory.mktemp("results")
+    rows = main(["--quick", "--device", str(device), "--output", str(folder)])
+    return rows, folder
+
+
+def test_twice_the_work_takes_twice_the_time(device: torch.device) -> None:
+    timings = measure(
+        {"one": busy(20_000), "two": busy(40_000)}, device, Effort(most=15, seconds=0)
+    )
+    assert 1.4 < timings["two"].median / timings["one"].median < 2.8
+    assert len(timings["one"].samples) == len(timings["two"].samples) == 15
+
+
+def test_inputs_are_fresh_and_not_timed(device: torch.device) -> None:
+    built: list[object] = []
+
+    def build() -> object:
+        busy(200_000).run(None)
+        built.append(object())
+        return built[-1]
+
+    seen: list[object] = []
+    slow = Side(build, seen.append)
+    timings = measure(
+        {"slow": slow, "fast": busy(20_000)}, device, Effort(most=15, seconds=0, warmup=2)
+    )
+    assert seen == built
+    assert len(set(map(id, built))) == 17
+    assert timings["slow"].median < timings["fast"].median
+
+
+def test_threads_are_put_back(device: torch.device) -> None:
+    inside: list[int] = []
+    side = Side(lambda: None, lambda _: inside.append(torch.get_num_threads()))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        measure({"side": side}, device, Effort(least=3, most=3, seconds=0))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert set(inside) == {1}
+
+
+def test_the_order_turns(device: torch.device) -> None:
+    assert ["".join(order("AB", turn)) for turn in range(4)] == ["AB", "BA", "BA", "AB"]
+    firsts = {order("ABC", turn)[0] for turn in range(6)}
+    assert firsts == {"A", "B", "C"}
+
+
+def test_effort_stops_between_least_and_most(device: torch.device) -> None:
+    effort = Effort(least=15, most=20, seconds=1.0)
+    assert not effort.enough(14, 14, 9.0)
+    assert effort.enough(15, 15, 1.0)
+    assert not effort.enough(19, 19, 0.5)
+    assert effort.enough(20, 20, 0.0)
+
+
+def test_effort_waits_for_calm_rounds_but_not_for_ever(device: torch.device) -> None:
+    effort = Effort(least=15, most=20, seconds=1.0)
+    assert not effort.enough(3, 90, 2.0)
+    assert effort.enough(15, 90, 2.0)
+    assert effort.enough(3, 90, 3.0)
+
+
+def test_ratios_are_within_rounds(device: torch.device) -> None:
+    ours, theirs = Timing((20, 40, 60)), Timing((10, 20, 30))
+    assert ratios(ours, theirs) == [2.0, 2.0, 2.0]
+    assert differences(ours, theirs) == [10, 20, 30]
+    assert quartiles([1.0, 2.0, 3.0]) == (1.5, 2.5)
+    row = timed("a", "b", {"gradkit": ours, "raw": theirs}, theirs="raw", limit=1.5)
+    assert row.ratio == 2.0
+    assert row.spread == (2.0, 2.0)
+    assert row.verdict == "missed by 33.3%"
+
+
+@pytest.mark.parametrize(
+    ("row", "verdict"),
+    [
+        (Row(what="", against="", ratio=1.0, figure=1.0, want=Want(1.0)), "met"),
+        (Row(what="", against="", ratio=1.2, figure=1.2), "shown"),
+        (Row(what="", against="", figure=70.0, want=Want(60.0, "ms")), "missed by 10.00 ms"),
+        (Row(what="", against="", note="no such thing"), "not run: no such thing"),
+    ],
+)
+def test_verdicts(row: Row, verdict: str, device: torch.device) -> None:
+    assert row.verdict == verdict
+
+
+def test_numbers_are_shown_with_their_unit(device: torch.device) -> None:
+    assert show(0.1234, "ms") == "0.123 ms"
+    assert show(12.345, "ms") == "12.35 ms"
+    assert show(1.03, "x") == "1.03x"
+
+
+def test_peak_memory_is_exact(device: torch.device) -> None:
+    size = 4 * 1024 * 1024
+
+    def run(_: object) -> list[torch.Tensor]:
+        first, second = (torch.zeros(size // 4, device=device) for _ in range(2))
+        del first
+        return [second]
+
+    peak = memory.peak(Side(lambda: None, run), device)
+    assert (peak.total, peak.results, peak.beyond) == (2 * size, size, size)
+
+
+def test_both_ways_to_differentiate_heads_agree(device: torch.device) -> None:
+    task = Size(4, 2, 3, 3).task(device)
+    found: list[Any] = []
+    for side in heads.sides(task).values():
+        torch.manual_seed(0)
+        found.append(side.run(side.build()))
+    ours = [tuple(tree.values()) for tree in found[0]]
+    torch.testing.assert_close(ours, list(map(tuple, found[1])), rtol=0, atol=0)
+
+
+def test_a_peer_that_cannot_run_is_shown(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("not on this machine")
+
+    monkeypatch.setattr(heads, "_jac", refuse)
+    peer = heads.torchjd(Size(4, 2, 3, 2).task(device), 2, device)
+    assert peer.sides == {}
+    assert peer.problem == "RuntimeError: not on this machine"
+
+
+def test_every_row_has_a_ratio_or_says_why_not(quick: Quick) -> None:
+    rows, _ = quick
+    assert rows
+    for row in rows:
+        assert row.what
+        assert row.against
+        assert row.ratio is not None or row.note, row.what
+        assert row.verdict.startswith(("met", "missed by", "shown", "not run: ")), row.verdict
+
+
+def test_every_target_has_its_rows(quick: Quick) -> None:
+    rows, _ = quick
+    said = "\n".join(f"{row.what} | {row.against}" for row in rows)
+    for part in (
+        "value_and_grads, what",
+        "autograd.grad in a loop",
+        "TorchJD jac",
+        "peak memory,",
+        "peak memory less results",
+        "per_loss_grads batched",
+        "per_loss_grads auto",
+        "safe_retain of 10",
+        "import gradkit",
+        "growth when leaves double",
+        "growth when losses double",
+        "growth when tensors kept double",
+    ):
+        assert part in said, part
+
+
+def test_the_table_is_written_for_programs(quick: Quick, device: torch.device) -> None:
+    rows, folder = quick
+    (path,) = folder.glob("*.json")
+    assert path.stem == f"{device.type}-torch{torch.__version__}"
+    written = json.loads(path.read_text())
+    assert {"device", "device_name", "date", "python", "versions", "threads"} <= set(written)
+    assert written["versions"]["torch"] == torch.__version__
+    assert [row["what"] for row in written["rows"]] == [row.what for row in rows]
+    assert {"ratio", "spread", "want", "met", "verdict", "details"} <= set(written["rows"][0])
+
+
+def test_the_picture_of_growth_is_written(quick: Quick) -> None:
+    pytest.importorskip("matplotlib")
+    _, folder = quick
+    (picture,) = folder.glob("*-growth.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plain_table_holds_every_row(quick: Quick) -> None:
+    rows, _ = quick
+    lines = report.plain(rows).splitlines()
+    assert lines[0].split() == list(report.COLUMNS)
+    assert len(lines) == 2 + len(rows)
+
+
+def test_the_table_in_colour_holds_every_row(
+    quick: Quick, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    rows, _ = quick
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "300")
+    report.print_table(rows, "a title")
+    printed = capsys.readouterr().out
+    assert all(row.what in printed for row in rows)
+
+
+def test_nothing_is_written_unasked(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.__main__.RESULTS", tmp_path / "results")
+    main(["--quick", "--device", str(device), "--only", "retaining"])
+    assert not list(tmp_path.iterdir())
