@@ -40,11 +40,6 @@ def path(spec: PyTreeSpec, index: int, root: str) -> str:
     return spec.accessors()[index].codify(root)
 
 
-def paths(spec: PyTreeSpec, root: str) -> list[str]:
-    """Return the way to every leaf, as `path` writes it."""
-    return [accessor.codify(root) for accessor in spec.accessors()]
-
-
 def matching_leaves(spec: PyTreeSpec, spec_root: str, tree: PyTree, root: str) -> list[Any]:
     """Return what stands in `tree` at the leaves of `spec`, which must be a prefix of it.
 

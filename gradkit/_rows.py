@@ -41,7 +41,10 @@ class Rows:
         self._total = loss.numel()
         self._variables = variables
         self._listed = create_graph
+        # For each variable: its gradients, the same by rows, and where the next row goes.
         self._buffers: list[Tensor | None] = [None] * len(variables)
+        self._by_row: list[Tensor | None] = [None] * len(variables)
+        self._filled = [0] * len(variables)
         self._lists: list[dict[int, Tensor]] = [{} for _ in variables]
 
     def put(self, start: int, stop: int, grads: Sequence[Tensor | None]) -> None:
@@ -52,17 +55,24 @@ class Rows:
             if self._listed or grad.layout != torch.strided:
                 self._lists[index].update(zip(range(start, stop), grad.unbind(), strict=True))
             else:
-                self._buffer(index, grad)[start:stop].copy_(grad)
+                self._rows(index, grad, start)[start:stop].copy_(grad)
+                self._filled[index] = stop
 
-    def _buffer(self, index: int, grad: Tensor) -> Tensor:
-        buffer = self._buffers[index]
-        if buffer is None:
-            buffer = empty_for(self._variables[index], grad.dtype, self._shape).zero_()
-            self._buffers[index] = buffer
-        return buffer.view(self._total, *self._variables[index].shape)
+    def _rows(self, index: int, grad: Tensor, start: int) -> Tensor:
+        rows = self._by_row[index]
+        if rows is None:
+            variable = self._variables[index]
+            buffer = empty_for(variable, grad.dtype, self._shape)
+            rows = buffer.view(self._total, *variable.shape)
+            self._buffers[index], self._by_row[index] = buffer, rows
+        rows[self._filled[index] : start].zero_()  # rows that were left out
+        return rows
 
     def result(self) -> list[Tensor | None]:
         """Return for each variable a tensor of shape `loss.shape + variable.shape`, or None."""
+        for rows, filled in zip(self._by_row, self._filled, strict=True):
+            if rows is not None:
+                rows[filled:].zero_()
         return [
             self._stacked(rows) if rows else buffer
             for rows, buffer in zip(self._lists, self._buffers, strict=True)

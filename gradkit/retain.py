@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,7 @@ __all__ = ["Kept", "safe_retain"]
 class _Tap:
     """Listens where the gradient of one tensor, with the value it has now, arrives."""
 
-    def __init__(self, tensor: Tensor, where: str) -> None:
-        _require_graph(tensor, where)
+    def __init__(self, tensor: Tensor, where: Callable[[], str]) -> None:
         self.tensor = tensor
         self.edge: GradientEdge = _graph.edge(tensor)
         self.passes: list[Tensor] = []
@@ -43,11 +43,11 @@ class _Tap:
         if self.tensor._is_view() and self.tensor._version != self._version:
             raise UnsupportedGraphError(
                 message(
-                    self._where,
+                    self._where(),
                     "a tensor whose history stays as it was at the call",
                     "a view that was changed in place since, by itself or through its base: torch "
                     "leads gradients past the value that it had",
-                    f"keep a tensor of its own, h = h.clone(), in place of {self._where}; or "
+                    f"keep a tensor of its own, h = h.clone(), in place of {self._where()}; or "
                     "change a copy",
                 )
             )
@@ -56,14 +56,14 @@ class _Tap:
         self._handle.remove()
 
 
-def _require_graph(tensor: object, where: str) -> None:
+def _require_graph(tensor: object, where: Callable[[], str]) -> None:
     if not isinstance(tensor, Tensor):
         do = "pass tensors; for the outputs of a module, safe_retain(model, ['name'])"
-        raise LeafTypeError(message(where, "a tensor", describe(tensor), do))
+        raise LeafTypeError(message(where(), "a tensor", describe(tensor), do))
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or _in_transform():
         raise UnsupportedGraphError(
             message(
-                where,
+                where(),
                 "a tensor outside of torch.func's transforms",
                 "one inside: its gradient would not outlive the transform",
                 "return the value as auxiliary output instead, torch.func.grad(fn, has_aux=True)",
@@ -72,7 +72,7 @@ def _require_graph(tensor: object, where: str) -> None:
     if not tensor.requires_grad:
         raise UnsupportedGraphError(
             message(
-                where,
+                where(),
                 "a tensor that requires grad",
                 f"{describe(tensor)} without a graph: a constant, detached, or made under no_grad",
                 "keep it where it is part of the graph, or call requires_grad_() before its use",
@@ -132,7 +132,7 @@ class Kept:
             tap.require_same_history()
         return [(tap.tensor, tap.edge) for tap in self._taps.values()]
 
-    def _listen(self, tensor: Tensor, where: str, stack: ExitStack) -> None:
+    def _listen(self, tensor: Tensor, where: Callable[[], str], stack: ExitStack) -> None:
         if id(tensor) not in self._taps:
             tap = self._taps[id(tensor)] = _Tap(tensor, where)
             stack.callback(tap.remove)
@@ -215,7 +215,7 @@ def _watch_tensors(kept: Kept, tensors: PyTree, stack: ExitStack) -> None:
     if not leaves:
         raise StructureError(message("tensors", "at least one tensor", "none", "safe_retain(h)"))
     for index, leaf in enumerate(leaves):
-        where = _pytree.path(spec, index, "tensors")
+        where = partial(_pytree.path, spec, index, "tensors")
         _require_graph(leaf, where)
         kept._listen(leaf, where, stack)
     kept._read_values = lambda: spec.unflatten(leaves)
@@ -231,10 +231,10 @@ def _watch_modules(
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint's recomputation, inside a backward pass: the graph exists already
         leaves, spec = _pytree.flatten(output)
-        paths = _pytree.paths(spec, f"the output of {name!r}")
-        found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        for leaf, where in zip(leaves, paths, strict=True):
-            if not found or any(leaf is tensor for tensor in found):
+        with_graph = {id(x) for x in leaves if isinstance(x, Tensor) and x.requires_grad}
+        for index, leaf in enumerate(leaves):
+            if not with_graph or id(leaf) in with_graph:
+                where = partial(_pytree.path, spec, index, f"the output of {name!r}")
                 _require_graph(leaf, where)
                 kept._listen(leaf, where, stack)
         outputs[name].append(output)
