@@ -96,24 +96,31 @@ class Run:
         Raises:
             FreedGraphError: The graph has been freed before.
         """
-        further = watched()
-        with ExitStack() as stack:
-            self._keep_grads(variables, [tensor for tensor, _ in further], stack)
-            inputs: list[Any] = variables
-            if further:
-                inputs = [*variables, *(edge for _, edge in further)]
-            if self.guard or not self.ordinary:
-                catch = _Catch(variables, stack, leaves=self.guard)
-                found = self._run(
-                    [*outputs, catch.root], [*inputs, catch.leaf], [*seeds, None],
-                    retain_graph=retain,
-                )  # fmt: skip
-                grads = catch.replace(list(found[: len(variables)]))
-            else:
-                found = self._run(outputs, inputs, seeds, retain_graph=retain)
-                grads = list(found[: len(variables)])
-        del found
+        if self.ordinary and not (self.guard or _watchers.active or self._keeps_grads):
+            grads = list(self._run(outputs, variables, seeds, retain_graph=retain))
+        else:
+            grads = self._grads_with_care(outputs, seeds, variables, retain=retain)
         return grads if self.create_graph else _owned(grads, variables)
+
+    def _grads_with_care(
+        self,
+        outputs: Sequence[Tensor],
+        seeds: Sequence[Tensor | None],
+        variables: list[Tensor],
+        *,
+        retain: bool,
+    ) -> list[Tensor | None]:
+        further = watched()
+        inputs: list[Any] = [*variables, *(edge for _, edge in further)]
+        with ExitStack() as stack:
+            self._put_grads_back(variables, [tensor for tensor, _ in further], stack)
+            if self.ordinary and not self.guard:
+                found = self._run(outputs, inputs, seeds, retain_graph=retain)
+                return list(found[: len(variables)])
+            catch = _Catch(variables, stack, leaves=self.guard)
+            roots, cotangents = [*outputs, catch.root], [*seeds, None]
+            found = self._run(roots, [*inputs, catch.leaf], cotangents, retain_graph=retain)
+            return catch.replace(list(found[: len(variables)]))
 
     def grads_of_batch(
         self, output: Tensor, seeds: Tensor, variables: list[Tensor]
@@ -155,7 +162,7 @@ class Run:
         Raises:
             FreedGraphError: The graph has been freed before.
         """
-        with self._engine_errors_named():
+        try:
             torch.autograd.backward(
                 outputs,
                 seeds,
@@ -163,32 +170,40 @@ class Run:
                 create_graph=self.create_graph,
                 inputs=variables,
             )
+        except RuntimeError as error:
+            self._name(error)
+            raise
 
     def _run(
         self, outputs: Sequence[Tensor], inputs: Any, seeds: Any, **how: bool
     ) -> tuple[Tensor | None, ...]:
-        with self._engine_errors_named():
+        try:
             found = torch.autograd.grad(
                 outputs, inputs, seeds, create_graph=self.create_graph, allow_unused=True, **how
             )
+        except RuntimeError as error:
+            self._name(error)
+            raise
         return cast("tuple[Tensor | None, ...]", found)
 
-    @contextmanager
-    def _engine_errors_named(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            if "through the graph a second time" in str(error):
-                raise FreedGraphError(self.freed()) from error
-            if "_will_engine_execute_node" in str(error):
-                raise UnsupportedGraphError(_MULTI_GRAD_HOOK) from error
-            raise
+    def _name(self, error: RuntimeError) -> None:
+        # Raises what the engine's error is called here, if it has a name.
+        if "through the graph a second time" in str(error):
+            raise FreedGraphError(self.freed()) from error
+        if "_will_engine_execute_node" in str(error):
+            raise UnsupportedGraphError(_MULTI_GRAD_HOOK) from error
 
-    def _keep_grads(self, variables: list[Tensor], further: list[Tensor], stack: ExitStack) -> None:
+    @property
+    def _keeps_grads(self) -> bool:
+        return any(loss.retains_grad for loss in self.losses)
+
+    def _put_grads_back(
+        self, variables: list[Tensor], further: list[Tensor], stack: ExitStack
+    ) -> None:
         """Put back, afterwards, the `.grad` of tensors that the user called retain_grad() on."""
-        seen = (*self.losses, *further) if self.ordinary else (*self.losses, *variables, *further)
-        for tensor in {id(t): t for t in seen if t.retains_grad and not t.is_leaf}.values():
-            stack.enter_context(_grad_kept(tensor))
+        for tensor in {id(t): t for t in (*self.losses, *variables, *further)}.values():
+            if tensor.retains_grad and not tensor.is_leaf:
+                stack.enter_context(_grad_kept(tensor))
 
     def freed(self, indices: Sequence[int] = ()) -> str:
         """Return the message for a second pass through a graph.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeAlias
 
 import torch
@@ -29,13 +29,17 @@ Plan: TypeAlias = Sequence[tuple[Sequence[int], Params]]
 UNUSED = ("none", "zeros", "error")
 
 
-@contextmanager
-def ordinary_mode() -> Iterator[None]:
+def ordinary_mode() -> AbstractContextManager[object]:
     """Leave inference mode: a gradient made in it could not take part in autograd later [E6]."""
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad():
-            yield
-    else:
+    return _left_inference_mode() if torch.is_inference_mode_enabled() else _NOTHING_TO_LEAVE
+
+
+_NOTHING_TO_LEAVE = nullcontext()
+
+
+@contextmanager
+def _left_inference_mode() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
         yield
 
 
@@ -107,7 +111,9 @@ def prepare(
     if unused == "error":
         refuse_unreached(losses, outputs, plan)
     run = Run(losses.leaves, losses.path, create_graph=create_graph, guard=guard, ordinary=ordinary)
-    _refuse_freed(run, outputs, plan)
+    if len(live) > 1:
+        # Before the pass for one loss frees the graph of another. A lone one the engine refuses.
+        _refuse_freed(run, outputs, plan)
     return run
 
 
@@ -270,22 +276,20 @@ def _refuse_stale(found: Sequence[Grads], losses: Losses, plan: Plan) -> None:
     Raises:
         UnreachedParamError: So it is.
     """
-    missing = [
-        (params, index)
-        for grads, (_, params) in zip(found, plan, strict=True)
-        for index, grad in enumerate(grads)
-        if grad is None and params.variables[index].grad_fn is None
-    ]
-    if not missing:
+    missing: dict[int, tuple[Params, int]] = {}
+    arrived: set[int] = set()
+    for grads, (_, params) in zip(found, plan, strict=True):
+        for index, (variable, grad) in enumerate(zip(params.variables, grads, strict=True)):
+            if grad is not None:
+                arrived.add(id(variable))
+            elif variable.grad_fn is None:
+                missing.setdefault(id(variable), (params, index))
+    if missing.keys() <= arrived:
         return
-    nodes = _graph.nodes_below([
-        losses.leaves[index]
-        for group, _ in plan
-        for index in group
-        if losses.leaves[index].requires_grad
-    ])
+    live = {index for group, _ in plan for index in group}
+    nodes = _graph.nodes_below([losses.leaves[i] for i in live if losses.leaves[i].requires_grad])
     leaves = _graph.leaves_of(nodes)
-    for params, index in missing:
+    for params, index in (missing[key] for key in missing.keys() - arrived):
         variable = params.variables[index]
         if id(variable) in leaves and _graph.edge(variable).node not in nodes:
             raise UnreachedParamError(
