@@ -62,14 +62,16 @@ class Run:
     Attributes:
         losses: All losses of the call.
         name: Gives the path of a loss, for errors.
+        weights: Weights that are part of the graph.
         create_graph: Let the gradients carry a graph.
-        guard: The graph holds a custom Function of the user's, whose backward could write on a
-            gradient that the engine has already captured: copy each one as it arrives.
+        guard: A hook, or a custom Function of the user's in the graph, could write on a gradient
+            that the engine has already captured: copy each one as it arrives.
         ordinary: All variables are plain leaf tensors.
     """
 
     losses: Sequence[Tensor]
     name: Callable[[int], str]
+    weights: Sequence[Tensor] = ()
     create_graph: bool = False
     guard: bool = False
     ordinary: bool = True
@@ -117,7 +119,7 @@ class Run:
             if self.ordinary and not self.guard:
                 found = self._run(outputs, inputs, seeds, retain_graph=retain)
                 return list(found[: len(variables)])
-            catch = _Catch(variables, stack, leaves=self.guard)
+            catch = _Catch(variables, stack, self)
             roots, cotangents = [*outputs, catch.root], [*seeds, None]
             found = self._run(roots, [*inputs, catch.leaf], cotangents, retain_graph=retain)
             return catch.replace(list(found[: len(variables)]))
@@ -161,6 +163,7 @@ class Run:
 
         Raises:
             FreedGraphError: The graph has been freed before.
+            RuntimeError: The engine's own error, if it has no name here.
         """
         try:
             torch.autograd.backward(
@@ -187,21 +190,33 @@ class Run:
         return cast("tuple[Tensor | None, ...]", found)
 
     def _name(self, error: RuntimeError) -> None:
-        # Raises what the engine's error is called here, if it has a name.
+        """Raise what the engine's error is called here, if it has a name."""
         if "through the graph a second time" in str(error):
             raise FreedGraphError(self.freed()) from error
         if "_will_engine_execute_node" in str(error):
             raise UnsupportedGraphError(_MULTI_GRAD_HOOK) from error
+        if "modified by an inplace operation" in str(error):
+            raise UnsupportedGraphError(self._modified(error)) from error
+
+    def _modified(self, error: RuntimeError) -> str:
+        return message(
+            ", ".join(map(self.name, range(min(3, len(self.losses))))),
+            "a graph whose saved tensors are as they were in the forward pass",
+            f"one that has changed since: {str(error).partition(' Hint')[0].rstrip('.')}",
+            "take the gradients before the optimizer's step, or change a copy",
+        )
 
     @property
     def _keeps_grads(self) -> bool:
-        return any(loss.retains_grad for loss in self.losses)
+        return any(tensor.retains_grad for tensor in (*self.losses, *self.weights))
 
     def _put_grads_back(
         self, variables: list[Tensor], further: list[Tensor], stack: ExitStack
     ) -> None:
         """Put back, afterwards, the `.grad` of tensors that the user called retain_grad() on."""
-        for tensor in {id(t): t for t in (*self.losses, *variables, *further)}.values():
+        for tensor in {
+            id(t): t for t in (*self.losses, *self.weights, *variables, *further)
+        }.values():
             if tensor.retains_grad and not tensor.is_leaf:
                 stack.enter_context(_grad_kept(tensor))
 
@@ -236,30 +251,41 @@ class _Catch:
     captured for a leaf, a custom Function that was given the same tensor may write. A hook that is
     registered last sees what the user's hooks leave.
 
+    A leaf's gradient is replaced by a copy as soon as it arrives, when `AccumulateGrad` takes it.
+
     Other threads, and passes inside of hooks, go through the same tensors: each gradient is kept
     by the number of its pass, and a root of our own tells which one is ours.
     """
 
-    def __init__(self, variables: list[Tensor], stack: ExitStack, *, leaves: bool) -> None:
+    def __init__(self, variables: list[Tensor], stack: ExitStack, run: Run) -> None:
         self._pass: list[int] = []
         self._arrived: dict[int, dict[int, Tensor]] = {}
+        self._create_graph = run.create_graph
         for index, variable in enumerate(variables):
-            if leaves or variable.grad_fn is not None:
+            if variable.grad_fn is not None:
                 self._arrived[index] = {}
                 self._listen(variable, partial(self._take, index, variable), stack)
+            elif run.guard:
+                self._listen(variable, partial(self._copy, variable), stack)
         with torch.enable_grad():
             self.leaf = torch.zeros((), device=variables[0].device, requires_grad=True)
             self.root = self.leaf.view_as(self.leaf)
         self._listen(self.root, lambda _: self._pass.append(_pass_number()), stack)
 
     @staticmethod
-    def _listen(tensor: Tensor, hook: Callable[[Tensor], None], stack: ExitStack) -> None:
-        handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        stack.callback(handle.remove)
+    def _listen(tensor: Tensor, hook: Callable[[Tensor], Tensor | None], stack: ExitStack) -> None:
+        stack.callback(_graph.listen(tensor, hook).remove)
 
     def _take(self, index: int, variable: Tensor, grad: Tensor | None) -> None:
-        if grad is not None:
-            self._arrived[index][_pass_number()] = copy_for(grad, variable)
+        copy = self._copy(variable, grad)
+        if copy is not None:
+            self._arrived[index][_pass_number()] = copy
+
+    def _copy(self, variable: Tensor, grad: Tensor | None) -> Tensor | None:
+        if grad is None:
+            return None
+        # What a leaf's hook returns is what the engine captures: no second set of gradients.
+        return copy_for(grad if self._create_graph else grad.detach(), variable)
 
     def replace(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients with those that have arrived in place of the engine's captures."""

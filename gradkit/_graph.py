@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cache, lru_cache
-from typing import Any, cast
+from threading import Lock
+from typing import Any, NoReturn, cast
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
-from gradkit.errors import UnsupportedGraphError, message
+from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
@@ -187,6 +189,33 @@ def _is_hazard(kind: type) -> bool:
     return kind.__name__ in _REFUSED
 
 
+def listen(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+    """Register a tensor hook of our own, which `hooks_registered` does not count."""
+    with _own_hooks.lock:
+        handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        _own_hooks.count += 1
+    return handle
+
+
+def hooks_registered() -> bool:
+    """Return False only if nothing in this process but gradkit has ever registered a hook.
+
+    A hook that changes its gradient in place, g.clamp_(-1, 1), changes whatever the engine shares
+    that tensor with, and a hook that keeps it keeps a result. torch numbers the handles that it
+    gives out for hooks of all kinds; where they are cannot be seen from Python.
+    """
+    return RemovableHandle.next_id > _own_hooks.count
+
+
+class _OwnHooks:
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.count = 0
+
+
+_own_hooks = _OwnHooks()
+
+
 def refuse_hazards(kinds: set[type], where: str) -> None:
     """Raise if a graph holds a node that would make its gradients silently wrong.
 
@@ -202,9 +231,34 @@ def refuse_hazards(kinds: set[type], where: str) -> None:
             raise UnsupportedGraphError(message(where, *_REFUSED[kind.__name__]))
 
 
+def gone(_: object) -> NoReturn:
+    """Stand, as its unpack hook, for a saved tensor that has been let go of.
+
+    Raises:
+        FreedGraphError: Whenever it is asked for.
+    """
+    raise FreedGraphError(
+        message(
+            "a loss",
+            "a graph that still holds its saved tensors",
+            "one that an earlier gradkit call has freed (Trying to backward through the graph a "
+            "second time)",
+            "pass retain_graph=True to the earlier call",
+        )
+    )
+
+
 def may_be_sharded(variable: Tensor) -> bool:
-    """Return whether this could be a parameter of FSDP2, of which only the type can be seen."""
-    return type(variable).__name__ == "DTensor" and "torch.distributed.fsdp" in sys.modules
+    """Return whether this could be a parameter of a `fully_shard` module."""
+    if type(variable).__name__ != "DTensor":
+        return False
+    composable = sys.modules.get("torch.distributed._composable_state")
+    modules = getattr(composable, "_module_state_mapping", {})
+    return any(type(state).__name__ == "FSDPState" for state in map(_alive, modules.values()))
+
+
+def _alive(state: Any) -> object:
+    return state() if isinstance(state, ref) else state
 
 
 def user_functions(kinds: set[type]) -> list[type]:
@@ -261,9 +315,11 @@ def _saved_names(kind: Hashable) -> tuple[str, ...]:
 def _is_released(node: Node, name: str) -> bool:
     try:
         saved = getattr(node, name)
-        # A saved tensor with hooks is never unpacked here: that could recompute a checkpoint.
-        if getattr(saved, "data", saved) is None and saved.unpack_hook is None:
-            saved.unpack()
+        if getattr(saved, "data", saved) is None:
+            if saved.unpack_hook is None:
+                saved.unpack()
+            # One with hooks is not unpacked: that could recompute a checkpoint.
+            return saved.unpack_hook is gone
     except RuntimeError:
         return True
     return False

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradkit import _pytree
+from gradkit._ownership import PLAIN_TYPES
 from gradkit._pytree import PyTree
 from gradkit.errors import (
     DetachedLossError,
@@ -27,7 +28,6 @@ from gradkit.errors import (
     message,
 )
 
-PLAIN_TYPES = {Tensor, nn.Parameter}
 _requires_grad, _is_leaf = attrgetter("requires_grad"), attrgetter("is_leaf")
 
 

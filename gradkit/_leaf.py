@@ -19,7 +19,10 @@ def inner(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """Return the real inner product as a 0-dim tensor, in float32 at least; None if one is zero."""
     if a is None or b is None:
         return None
-    return torch.dot(real_vector(a), real_vector(b))
+    left, right = real_vector(a), real_vector(b)
+    dtype = torch.promote_types(left.dtype, right.dtype)
+    with torch.autocast(left.device.type, enabled=False):  # which would compute in half precision
+        return torch.dot(left.to(dtype), right.to(dtype))
 
 
 def real_vector(leaf: Tensor) -> Tensor:

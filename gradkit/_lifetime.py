@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradkit import _graph
-from gradkit.errors import FreedGraphError, message
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +93,8 @@ def release(nodes: Iterable[Node]) -> None:
                 saved = getattr(node, name)
                 for tensor in saved if isinstance(saved, tuple | list) else (saved,):
                     with suppress(RuntimeError):  # it has hooks, is lost already, or is None
-                        tensor.register_hooks(_drop, _gone)
+                        tensor.register_hooks(_drop, _graph.gone)
 
 
 def _drop(_: Tensor) -> None:
     return None
-
-
-def _gone(_: object) -> NoReturn:
-    raise FreedGraphError(
-        message(
-            "a loss",
-            "a graph that still holds its saved tensors",
-            "one that an earlier gradkit call has freed (Trying to backward through the graph a "
-            "second time)",
-            "pass retain_graph=True to the earlier call",
-        )
-    )

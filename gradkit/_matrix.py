@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from numbers import Real
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from gradkit import _pytree
 from gradkit._leaf import from_real_vector, plus, real_vector, width
 from gradkit._pytree import PyTree
-from gradkit.errors import StructureError, message
+from gradkit.errors import LeafTypeError, StructureError, describe, message
 
 # How many columns of the matrix are in memory at a time, while its Gramian is summed up.
 _COLUMNS_AT_A_TIME = 1 << 18
@@ -77,6 +78,9 @@ def read_rows(per_loss: PyTree, losses: PyTree | None) -> Rows:
     for tree, shape in zip(trees, shapes, strict=True):
         leaves = _pytree.matching_leaves(spec, "the first loss's gradients", tree, "per_loss")
         rows += _split(leaves, shape)
+    if not rows:
+        do = "leave out losses without elements"
+        raise StructureError(message("losses", "at least one element", "none", do))
     found = Rows(rows, [torch.Size(shape).numel() for shape in shapes], spec.unflatten)
     _check_shapes(found)
     return found
@@ -86,6 +90,7 @@ def _split(leaves: list[Tensor | None], shape: tuple[int, ...]) -> list[list[Ten
     if not shape:
         return [leaves]
     count = torch.Size(shape).numel()
+    leaves = [x if x is None or x.layout == torch.strided else x.to_dense() for x in leaves]
     split = [
         [None] * count if leaf is None else leaf.reshape(count, *leaf.shape[len(shape) :]).unbind()
         for leaf in leaves
@@ -148,6 +153,10 @@ def to_matrix(
         return torch.cat([part.to(parts[0].device, dtype) for part in parts])
 
     def unravel(vector: Tensor) -> PyTree:
+        if vector.shape != (sum(widths),):
+            do = "reduce the matrix over its rows: matrix.mean(0)"
+            wanted = f"a vector of shape ({sum(widths)},)"
+            raise StructureError(message("unravel", wanted, f"{tuple(vector.shape)}", do))
         leaves: list[Tensor | None] = [None] * len(likes)
         for leaf, part in zip(present, torch.split(vector, widths), strict=True):
             like = likes[leaf]
@@ -206,7 +215,9 @@ def gram(per_loss: PyTree, *, losses: PyTree | None = None) -> Tensor:
             whole = part.new_zeros(count, count)
             part = whole.index_put((places[:, None], places[None, :]), part)
         total = part if total is None else total + part.to(total.device)
-    return torch.zeros(count, count) if total is None else total
+    if total is None:
+        return torch.zeros(count, count)
+    return total.triu() + total.triu(1).T  # symmetric to the bit, which a product need not be
 
 
 def _gram_of_vectors(vectors: list[Tensor]) -> Tensor:
@@ -214,7 +225,8 @@ def _gram_of_vectors(vectors: list[Tensor]) -> Tensor:
     total: Tensor | None = None
     for start in range(0, max(1, vectors[0].numel()), _COLUMNS_AT_A_TIME):
         block = torch.stack([v[start : start + _COLUMNS_AT_A_TIME].to(dtype) for v in vectors])
-        part = block @ block.T
+        with torch.autocast(block.device.type, enabled=False):  # it would take half precision
+            part = block @ block.T
         total = part if total is None else total + part
     assert total is not None
     return total
@@ -241,6 +253,7 @@ def weighted_sum(
         A tree like a loss's gradients, in their dtypes; None where it is None for every loss.
 
     Raises:
+        LeafTypeError: A weight is no real number.
         StructureError: There are no losses, or trees do not match.
     """
     rows = read_rows(per_loss, losses)
@@ -256,22 +269,39 @@ def _row_weights(per_loss: PyTree, weights: PyTree, losses: PyTree | None, rows:
     if weights is None:
         return [None] * count
     if isinstance(weights, Tensor) and weights.dim() == 1:
-        if len(weights) != count:
+        weights_of_rows: list[Any] = list(weights)
+        if len(weights_of_rows) != count:
             raise StructureError(
                 message("weights", f"{count} weights", f"{len(weights)}", "one for each loss")
             )
-        return list(weights)
+        return [_scalar(weight) for weight in weights_of_rows]
     if losses is None:
         level, unflatten = _pytree.children(per_loss)
         losses = unflatten([0.0] * len(level))
     spread = _pytree.spread(weights, "weights", losses, "losses")
     found: list[Any] = []
     for weight, repeat in zip(spread, rows.counts, strict=True):
-        if isinstance(weight, Tensor) and weight.numel() == repeat and weight.dim():
-            found += weight.reshape(-1)
+        if isinstance(weight, Tensor) and weight.numel() == repeat != 1:
+            found += [_scalar(one) for one in weight.reshape(-1)]
         else:
-            found += [weight] * repeat
+            found += [_scalar(weight)] * repeat
     return found
+
+
+def _scalar(weight: object) -> float | Tensor:
+    """Return the weight of one row, checked: a real number, or a 0-dim tensor of one."""
+    if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex():
+        return weight.reshape(())
+    if isinstance(weight, Real):
+        return cast("float", weight)
+    raise LeafTypeError(
+        message(
+            "weights",
+            "a real number or a real tensor of one element for each loss",
+            describe(weight),
+            "weights=dict(zip(losses, weights)) for a tensor of several",
+        )
+    )
 
 
 def _times(leaf: Tensor | None, weight: float | Tensor) -> Tensor | None:

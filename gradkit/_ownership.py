@@ -9,17 +9,26 @@ looks at the storage too, so that what is already ours costs no copy.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
+
+# Tensors whose memory is what it looks like; a subclass may hold several, or none.
+PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 
 _storages = torch.Tensor.untyped_storage
 _address = attrgetter("_cdata")
 _base = attrgetter("_base")
 _uses = torch._C._storage_Use_Count
+# Of torch's own owners, too; before it could be asked, Python's references have to do.
+_tensor_uses: Callable[[Any], int] = getattr(torch.Tensor, "_use_count", sys.getrefcount)
 _is_contiguous = torch.Tensor.is_contiguous
+_stride = torch.Tensor.stride
+_is_zero_tensor = torch.Tensor._is_zerotensor
 
 
 def own(grads: list[Tensor], params: list[Tensor]) -> None:
@@ -33,13 +42,18 @@ def own(grads: list[Tensor], params: list[Tensor]) -> None:
             are no steps in memory, any stride will do.
     """
     for index in _not_ours(grads, params):
-        grads[index] = copy_for(grads[index], params[index])
+        grads[index] = copy_for(grads[index].detach(), params[index])
 
 
 def _not_ours(grads: list[Tensor], params: list[Tensor]) -> Sequence[int]:
     # Column by column, at the speed of C: a loop over the leaves would double the cost of a call.
     try:
-        laid_out = all(map(_is_contiguous, grads)) and all(map(_is_contiguous, params))
+        laid_out = (
+            all(map(_is_contiguous, grads))
+            and all(map(_is_contiguous, params))
+            and 0 not in chain.from_iterable(map(_stride, grads))
+            and not any(map(_is_zero_tensor, grads))
+        )
         uses = list(map(_uses, map(_address, map(_storages, grads))))
     except (RuntimeError, NotImplementedError, TypeError):
         return range(len(grads))  # sparse, or a wrapper without a storage: always copied
@@ -56,6 +70,9 @@ def _not_ours(grads: list[Tensor], params: list[Tensor]) -> Sequence[int]:
 
 
 def _is_laid_out(grad: Tensor, param: Tensor) -> bool:
+    # An expanded tensor, or the zeros that have no memory at all, cannot be changed in place.
+    if 0 in grad.stride() or grad._is_zerotensor():
+        return False
     if not _is_dense(param):
         return grad.is_contiguous()
     pairs = zip(param.shape, grad.stride(), param.stride(), strict=True)
@@ -74,20 +91,21 @@ def _only_views_share(grads: list[Tensor], uses: list[int]) -> bool:
     if not set(uses) <= {_STORAGE_ALONE, _VIEW_ALONE}:
         return False
     views = [grad for grad, count in zip(grads, uses, strict=True) if count == _VIEW_ALONE]
-    return set(map(sys.getrefcount, map(_base, views))) == {_BASE_ALONE}
+    return set(map(_tensor_uses, map(_base, views))) == {_BASE_ALONE}
 
 
 def copy_for(grad: Tensor, param: Tensor) -> Tensor:
-    """Return a copy of a gradient in the layout of its parameter; with its graph, if it has one."""
-    if grad.requires_grad or grad.layout != torch.strided or type(grad) is not Tensor:
-        return grad.clone()
-    return empty_for(param, grad.dtype).copy_(grad)
+    """Return a copy of a gradient, laid out as accumulation puts it into an empty `.grad`.
 
+    Args:
+        grad: The gradient; if it has a graph, the copy has it, too.
+        param: Its parameter.
 
-def accumulated(grad: Tensor, param: Tensor) -> Tensor:
-    """Return the copy of a gradient that accumulation puts into an empty `.grad`."""
-    grad = grad.detach()
-    if grad.layout != torch.strided or type(grad) is not Tensor or _is_laid_out(grad, param):
+    Returns:
+        A gradient that shares memory with nothing.
+    """
+    plain = grad.layout == torch.strided and type(grad) is Tensor and not grad.requires_grad
+    if not plain or _is_laid_out(grad, param):
         return grad.clone()
     return empty_for(param, grad.dtype).copy_(grad)
 
@@ -120,6 +138,8 @@ def empty_for(param: Tensor, dtype: torch.dtype, leading: tuple[int, ...] = ()) 
 
 def zeros_for(param: Tensor, leading: tuple[int, ...] = ()) -> Tensor:
     """Return a dense zero gradient for `param`, in the dtype that its gradient would have."""
+    if type(param) not in PLAIN_TYPES and not leading:
+        return torch.zeros_like(param.detach(), dtype=grad_dtype(param))
     return empty_for(param, grad_dtype(param), leading).zero_()
 
 
@@ -133,5 +153,5 @@ _lone, _view = [torch.empty(2)], [torch.empty(2)[:1]]
 _ALONE = next(map(sys.getrefcount, _lone))
 _STORAGE_ALONE = next(map(_uses, map(_address, map(_storages, _lone))))
 _VIEW_ALONE = next(map(_uses, map(_address, map(_storages, _view))))
-_BASE_ALONE = next(map(sys.getrefcount, map(_base, _view)))
+_BASE_ALONE = next(map(_tensor_uses, map(_base, _view)))
 del _lone, _view

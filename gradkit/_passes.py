@@ -8,11 +8,12 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from gradkit import _engine, _graph, _lifetime
 from gradkit._engine import Run
-from gradkit._inputs import PLAIN_TYPES, Losses, Params
-from gradkit._ownership import zeros_for
+from gradkit._inputs import Losses, Params
+from gradkit._ownership import PLAIN_TYPES, zeros_for
 from gradkit._pytree import PyTree
 from gradkit.errors import (
     FreedGraphError,
@@ -98,14 +99,14 @@ def prepare(
         _refuse_inside_transforms(losses, outputs)
     ordinary = all(params.ordinary for _, params in {id(p): (g, p) for g, p in plan}.values())
     live = [index for group, _ in plan for index in group]
-    guard = False
+    guard = _graph.hooks_registered()
     if not ordinary or _graph.custom_functions_alive():
         kinds: set[type] = set()
         for index in live:
             below = set(map(type, _graph.nodes_below([outputs[index]])))
             _graph.refuse_hazards(below, losses.path(index))
             kinds |= below
-        guard = bool(_graph.user_functions(kinds))
+        guard = guard or bool(_graph.user_functions(kinds))
     if not ordinary:
         _refuse_doubtful([outputs[index] for index in live], plan)
     if unused == "error":
@@ -113,7 +114,7 @@ def prepare(
     run = Run(losses.leaves, losses.path, create_graph=create_graph, guard=guard, ordinary=ordinary)
     if len(live) > 1:
         # Before the pass for one loss frees the graph of another. A lone one the engine refuses.
-        _refuse_freed(run, outputs, plan)
+        _refuse_freed(run, outputs, plan, thorough=len(plan) > 1)
     return run
 
 
@@ -169,14 +170,19 @@ def prepare_backward(
     return run
 
 
-def _refuse_freed(run: Run, outputs: Sequence[Tensor], plan: Plan) -> None:
+def _refuse_freed(run: Run, outputs: Sequence[Tensor], plan: Plan, *, thorough: bool) -> None:
+    checked: dict[Node, bool] = {}
     for group, params in plan:
         for index in group:
-            # Cheap and often enough: what is freed deeper down shows when the engine gets there.
-            if _graph.is_freed(outputs[index]):
+            # In one pass, what is freed deeper down shows only when the engine gets there: looking
+            # at every node would take as long as a small pass.
+            if thorough or _graph.is_freed(outputs[index]):
                 nodes = _graph.nodes_below([outputs[index]])
-                if any(map(_graph.has_released, _graph.leading_to(params.variables, nodes))):
-                    raise FreedGraphError(run.freed([index]))
+                for node in _graph.leading_to(params.variables, nodes):
+                    if node not in checked:
+                        checked[node] = _graph.has_released(node)
+                    if checked[node]:
+                        raise FreedGraphError(run.freed([index]))
 
 
 def _refuse_doubtful(roots: list[Tensor], plan: Plan) -> None:
@@ -357,7 +363,10 @@ def run_in_turn(
     owed = None
     if not retain and len(plan) > 1:
         further = [edge.node for _, edge in _engine.watched()]
-        owed = _lifetime.shares(roots, variables, further)
+        needs = [
+            wanted if root.numel() else [] for root, wanted in zip(roots, variables, strict=True)
+        ]
+        owed = _lifetime.shares(roots, variables if all(needs) else needs, further)
     found: list[Grads] = []
     for turn, (root, wanted) in enumerate(zip(roots, variables, strict=True)):
         keep = retain if owed is None else owed[turn].retain

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradkit import _engine, _graph
 from gradkit._engine import Run
-from gradkit._ownership import empty_for, zeros_for
+from gradkit._ownership import PLAIN_TYPES, empty_for, zeros_for
 from gradkit.errors import FreedGraphError, GradkitWarning
 
 # What the engine's batched mode gets wrong, or cannot do [FACTS G1, G6].
@@ -52,7 +52,7 @@ class Rows:
         for index, grad in enumerate(grads):
             if grad is None:
                 continue  # a structural zero, or a row that a custom Function left out
-            if self._listed or grad.layout != torch.strided:
+            if self._listed or not _is_plain(grad) or not _is_plain(self._variables[index]):
                 self._lists[index].update(zip(range(start, stop), grad.unbind(), strict=True))
             else:
                 self._rows(index, grad, start)[start:stop].copy_(grad)
@@ -82,6 +82,10 @@ class Rows:
         like = next(iter(rows.values()))
         stacked = torch.stack([rows.get(i, torch.zeros_like(like)) for i in range(self._total)])
         return stacked.reshape(*self._shape, *like.shape) if len(self._shape) != 1 else stacked
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and type(tensor) in PLAIN_TYPES
 
 
 def sequential(

@@ -21,7 +21,7 @@ from gradkit._inputs import (
     read_weights,
     require_graph,
 )
-from gradkit._ownership import accumulated, own, zeros_for
+from gradkit._ownership import copy_for, own, zeros_for
 from gradkit._passes import UNUSED, ordinary_mode, prepare_backward, weigh
 from gradkit._pytree import PyTree
 from gradkit.errors import (
@@ -116,7 +116,7 @@ def write_grads_(params: PyTree, grads: PyTree) -> None:
     pairs = _match(params, grads)
     with ordinary_mode():
         for leaf, grad in pairs:
-            leaf.grad = None if grad is None else accumulated(grad, leaf)
+            leaf.grad = None if grad is None else copy_for(grad.detach(), leaf)
 
 
 def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
@@ -156,7 +156,7 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
             return
         for leaf, grad in pairs:
             if leaf.grad is None:
-                leaf.grad = accumulated(grad, leaf)
+                leaf.grad = copy_for(grad.detach(), leaf)
             elif leaf.grad.is_sparse and not grad.is_sparse:
                 leaf.grad = grad + leaf.grad  # the sum is dense: another object, as in torch
             else:
@@ -386,7 +386,7 @@ def step_(
     with _grads_put_back(own_params):
         with ordinary_mode():
             for leaf, grad in pairs:
-                leaf.grad = None if grad is None else accumulated(grad, leaf)
+                leaf.grad = None if grad is None else copy_for(grad.detach(), leaf)
         if scaler is None:
             optimizer.step()
         else:

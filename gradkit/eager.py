@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Literal, TypeAlias, TypeVar, overload
 
 from torch import Tensor, nn
@@ -149,9 +150,13 @@ def value_and_grads(
     with ordinary_mode():
         target = read_losses(losses, scalar=True)
         wanted = read_params(params)
-        outputs, seeds = weigh(target, read_weights(weights, target))
+        by_loss = read_weights(weights, target)
+        outputs, seeds = weigh(target, by_loss)
         live = require_graph(target, outputs)
         run = prepare(target, outputs, [(live, wanted)], create_graph, unused)
+        learned = [w for w in by_loss or () if isinstance(w, Tensor) and w.requires_grad]
+        if learned:
+            run = replace(run, weights=learned)
         grads = run.grads(
             [outputs[index] for index in live],
             [seeds[index] for index in live],

@@ -31,7 +31,7 @@ class _Tap:
         self._where = where
         self._version = tensor._version
         # On the node of this very version: an in-place change later does not move it [L1].
-        self._handle = tensor.register_hook(self._take)  # type: ignore[no-untyped-call]
+        self._handle = _graph.listen(tensor, self._take)
 
     def _take(self, grad: Tensor | None) -> None:
         if grad is not None:  # None is an undefined gradient [D10]
@@ -40,7 +40,8 @@ class _Tap:
 
     def require_same_history(self) -> None:
         """Raise if the tensor is a view that was changed in place: it has another history [L2]."""
-        if self.tensor._is_view() and self.tensor._version != self._version:
+        tensor = self.tensor
+        if tensor.grad_fn is not None and tensor._is_view() and tensor._version != self._version:
             raise UnsupportedGraphError(
                 message(
                     self._where(),
@@ -154,8 +155,8 @@ def safe_retain(
     The gradient is the one with respect to the value that a tensor has at this call, whether its
     later uses come before or after, and also if it is changed in place afterwards. Hooks that the
     user registered earlier have been applied. `.grad` is not written. All of gradkit's own passes
-    in the block reach the tensors; `torch.autograd.grad` brings a gradient only where its inputs
-    lie on the way, as it does for a hook.
+    of this thread in the block reach the tensors; `torch.autograd.grad` brings a gradient only
+    where its inputs lie on the way, as it does for a hook.
 
     Example:
         >>> import torch, gradkit

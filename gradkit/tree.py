@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -123,15 +124,28 @@ def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
 
     Args:
         tree: A tree of tensors or None.
-        factor: A number, or a tensor of one element.
+        factor: A real number, or a real tensor of one element.
 
     Returns:
         A tree like `tree`.
+
+    Raises:
+        LeafTypeError: A leaf is no tensor.
+        StructureError: `factor` is not one real number.
     """
     (leaves,), unflatten = _columns(tree)
+    if not _is_real_number(factor):
+        do = "one factor; for one a leaf, gradkit.tree.map(torch.mul, tree, factors)"
+        raise StructureError(message("factor", "one real number", describe(factor), do))
     present = [leaf for leaf in leaves if leaf is not None]
     scaled = iter(_times(present, factor))
     return unflatten([None if leaf is None else next(scaled) for leaf in leaves])
+
+
+def _is_real_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real)
 
 
 def _times(leaves: list[Tensor], factor: float | Tensor) -> list[Tensor]:
@@ -198,7 +212,7 @@ def global_norm(tree: PyTree) -> Tensor:
         `torch.nn.utils.get_total_norm`, the norm that `clip_grad_norm_` computes.
     """
     (leaves,), _ = _columns(tree)
-    dense = [g.coalesce().values() if g.is_sparse else g for g in leaves if g is not None]
+    dense = [_values(leaf) for leaf in leaves if leaf is not None]
     if not dense:
         return torch.zeros(())
     if not any(g.requires_grad for g in dense):
@@ -206,6 +220,12 @@ def global_norm(tree: PyTree) -> Tensor:
     # get_total_norm runs under no_grad: its result would be silently constant.
     norms = torch.stack([torch.linalg.vector_norm(g).to(dense[0].device) for g in dense])
     return cast("Tensor", torch.linalg.vector_norm(norms))
+
+
+def _values(leaf: Tensor) -> Tensor:
+    if leaf.is_sparse:
+        return leaf.coalesce().values()
+    return leaf if leaf.layout == torch.strided else leaf.to_dense()
 
 
 def clip_by_global_norm(tree: PyTree, max_norm: float) -> PyTree:
@@ -249,11 +269,24 @@ def cosine(a: PyTree, b: PyTree) -> Tensor:
     Raises:
         StructureError: The trees do not match.
     """
-    squares = dot(a, a), dot(b, b)
+    # Scaled by the largest entry, since squares of gradients leave the range of float32.
+    left, right = _largest(a), _largest(b)
+    is_zero = (left == 0) | (right == 0)
+    a, b = (scale(x, 1 / torch.where(is_zero, 1.0, top)) for x, top in ((a, left), (b, right)))
+    product = dot(a, b)
     # The root of zero has no derivative: it is kept out of the graph, not only of the result.
-    is_zero = (squares[0] == 0) | (squares[1] == 0)
-    norms = [torch.where(is_zero, torch.ones_like(square), square).sqrt() for square in squares]
-    return torch.where(is_zero, torch.zeros_like(squares[0]), dot(a, b) / norms[0] / norms[1])
+    squares = [torch.where(is_zero, 1.0, dot(x, x)) for x in (a, b)]
+    cosine = (product / squares[0].sqrt() / squares[1].sqrt()).clamp(-1, 1)
+    return torch.where(is_zero & ~product.isnan(), 0.0, cosine)
+
+
+def _largest(tree: PyTree) -> Tensor:
+    """Return the largest magnitude of an entry, as a constant."""
+    leaves, _ = _pytree.flatten(tree)
+    tops = [_values(x.detach()).abs().max() for x in leaves if x is not None and x.numel()]
+    present = [top.to(tops[0].device, torch.float64) for top in tops]
+    top = torch.stack(present).max() if present else torch.zeros(())
+    return top.to(torch.promote_types(tops[0].dtype, torch.float32)) if tops else top
 
 
 def stack(trees: Sequence[PyTree]) -> PyTree:
@@ -302,11 +335,11 @@ def unstack(tree: PyTree) -> list[PyTree]:
         StructureError: The leaves are not of one length K, or all are None.
     """
     (leaves,), unflatten = _columns(tree)
-    lengths = {len(leaf) if leaf.dim() else 0 for leaf in leaves if leaf is not None}
-    if len(lengths) != 1:
-        got = f"lengths {sorted(lengths)}" if lengths else "none that is not None"
+    lengths = {len(leaf) if leaf.dim() else None for leaf in leaves if leaf is not None}
+    if len(lengths) != 1 or None in lengths:
+        got = f"lengths {list(lengths)}" if lengths else "none that is not None"
         raise StructureError(message("tree", "leaves of one length K", got, "pass a stacked tree"))
-    count = lengths.pop()
+    count = next(iter(lengths)) or 0
     rows = [
         [None] * count if leaf is None else [row.clone() for row in leaf.unbind()]
         for leaf in leaves

@@ -172,6 +172,13 @@ def test_non_leaf_params_and_safe_retain(device: torch.device) -> None:
     )
     assert "leaf" in words
     torch.testing.assert_close(got["y"], torch.diag(20 * y.detach()))
+    retained = y * 2
+    retained.retain_grad()
+    with unchanged(w, retained):
+        _, words = one_warning(
+            lambda: gradkit.per_loss_grads(retained, w, strategy="batched", retain_graph=True)
+        )
+    assert "leaf" in words
     with gradkit.safe_retain(y) as kept:
         _, words = one_warning(lambda: gradkit.per_loss_grads(loss, w, strategy="batched"))
     assert "safe_retain" in words

@@ -245,3 +245,63 @@ def test_no_memory_grows_over_many_calls(device: torch.device) -> None:
         refs += [ref, weakref.ref(top), *(weakref.ref(grad) for grad in grads)]
         del top, grads
     assert all(ref() is None for ref in refs)
+
+
+def test_what_gradkit_has_freed_is_refused_before_another_is(device: torch.device) -> None:
+    w = torch.randn(3, device=device, requires_grad=True)
+    trunk = w * w
+    old, last = (trunk * trunk).exp().sum(), trunk.exp().sum()
+    gradkit.per_loss_grads([old, last], w)
+    new = (w * w).exp().sum()
+    for call in (gradkit.value_and_grads, gradkit.per_loss_grads):
+        with pytest.raises(gradkit.FreedGraphError, match=r"^losses\['old'\]:"):
+            call({"new": new, "old": old}, w)
+    assert not is_freed(new, w)
+
+
+def test_a_freed_trunk_is_refused_before_another_is_freed(device: torch.device) -> None:
+    w = torch.randn(3, device=device, requires_grad=True)
+    trunk = w * w
+    trunk.sum().backward()
+    new = (w * w).exp().sum()
+    with pytest.raises(gradkit.FreedGraphError, match=r"^losses\['old'\]:"):
+        gradkit.per_loss_grads({"new": new, "old": trunk.exp().sum()}, w)
+    assert not is_freed(new, w)
+
+
+def test_looking_for_freed_tensors_does_not_run_a_checkpoint(device: torch.device) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    w = torch.randn(3, device=device, requires_grad=True)
+    runs: list[int] = []
+
+    def part(w: Tensor) -> Tensor:
+        runs.append(1)
+        return (w * w).exp()
+
+    losses = [checkpoint(part, w, use_reentrant=False).sum() for _ in range(2)]
+    assert len(runs) == 2
+    with pytest.raises(gradkit.UnreachedParamError):
+        gradkit.per_loss_grads(losses, [w, torch.ones(1, requires_grad=True)], unused="error")
+    assert len(runs) == 2
+    gradkit.per_loss_grads(losses, w)
+    assert len(runs) == 4
+
+
+def test_a_last_loss_without_elements_keeps_nothing(device: torch.device) -> None:
+    w = torch.randn(3, device=device, requires_grad=True)
+    trunk, saved = watched_square(w)
+    first, empty = trunk.exp().sum(), trunk[:0]
+    grads = gradkit.per_loss_grads([first, empty], w)
+    assert grads[1].shape == (0, 3)
+    assert saved() is None
+
+
+def test_kept_tensors_and_a_game(device: torch.device) -> None:
+    g, d, x = (torch.randn(3, device=device, requires_grad=True) for _ in range(3))
+    shared = (x * x).exp()  # only what is kept needs it
+    losses = {"G": (shared * g * d).sum(), "D": (shared * g * d * d).sum()}
+    expected = [torch.autograd.grad(loss, x, retain_graph=True)[0] for loss in losses.values()]
+    with gradkit.safe_retain(x) as kept:
+        gradkit.simultaneous_grads(losses, {"G": g, "D": d})
+    assert_same_bits(kept.passes, expected)

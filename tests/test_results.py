@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradkit
+from gradkit import _engine, _graph, _ownership
 from tests.helpers import Scribble, assert_owned, assert_same_bits, same_bits, unchanged
 
 
@@ -56,14 +57,101 @@ def test_a_gradient_that_a_hook_or_a_function_keeps_is_copied(device: torch.devi
     assert torch.equal(kept[0].view(-1), 2 * v.detach())
 
 
-def test_what_is_ours_already_is_not_copied(device: torch.device) -> None:
-    """Ownership costs no memory in the ordinary case: the engine's tensors are handed on."""
+@pytest.mark.parametrize("hooks", [False, True])
+def test_what_is_ours_already_is_not_copied(
+    device: torch.device, hooks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ownership costs no memory, as long as no hook anywhere could have kept a gradient."""
+    copies: list[Tensor] = []
+
+    def count(grad: Tensor, param: Tensor) -> Tensor:
+        copies.append(grad)
+        return grad.clone()
+
+    for room in (_engine, _ownership):
+        monkeypatch.setattr(room, "copy_for", count)
+    monkeypatch.setattr(_graph, "hooks_registered", lambda: hooks)
     layer = nn.Linear(4, 4).to(device)
-    seen: list[int] = []
-    for p in layer.parameters():
-        p.register_hook(lambda grad: seen.append(grad.data_ptr()))
-    _, grads = gradkit.value_and_grads(layer(torch.randn(3, 4, device=device)).exp().sum(), layer)
-    assert sorted(seen) == sorted(grad.data_ptr() for grad in grads.values())
+    loss = layer(torch.randn(3, 4, device=device)).exp().sum()
+    _, grads = gradkit.value_and_grads(loss, layer)
+    assert len(copies) == (2 if hooks else 0)
+    assert_owned(grads.values(), layer.parameters())
+
+
+IN_PLACE_HOOKS = {
+    "intermediate": lambda z, a: z.register_hook(lambda grad: grad.clamp_(-1, 1)),
+    "leaf": lambda z, a: a.register_hook(lambda grad: grad.mul_(0.1)),
+    "node": lambda z, a: z.grad_fn.register_prehook(lambda grads: (grads[0].mul_(0.1),)),
+}
+
+
+@pytest.mark.parametrize("kind", IN_PLACE_HOOKS)
+def test_a_hook_that_changes_its_gradient_in_place_spoils_no_sibling(
+    device: torch.device, kind: str
+) -> None:
+    def build() -> tuple[Tensor, Tensor, Tensor]:
+        a, b = (torch.ones(2, device=device, requires_grad=True) for _ in range(2))
+        z = a * 1
+        IN_PLACE_HOOKS[kind](z, a)
+        return ((z + b) ** 2).sum(), a, b
+
+    loss, a, b = build()
+    loss.backward()
+    expected = [a.grad, b.grad]
+    loss, *params = build()
+    assert_same_bits(gradkit.value_and_grads(loss, params, retain_graph=True)[1], expected)
+    assert_same_bits(gradkit.per_loss_grads([loss], params)[0], expected)
+
+
+def test_what_a_hook_keeps_in_any_way_is_not_shared(device: torch.device) -> None:
+    w = torch.ones(4, device=device, requires_grad=True)
+    s = torch.ones(2, 2, device=device, requires_grad=True)
+    h = w.view(2, 2)
+    h.register_hook(lambda grad: setattr(s, "grad", grad))  # held from C++ alone
+    _, grad = gradkit.value_and_grads((h * h).sum(), w)
+    (s * 5).sum().backward()
+    assert grad.tolist() == [2, 2, 2, 2]
+    p = torch.ones(3, device=device, requires_grad=True)
+    w = torch.ones(3, device=device, requires_grad=True)
+    w.register_hook(lambda grad: p)  # with a history of its own
+    for result in (
+        gradkit.value_and_grads((w * w).sum(), w)[1],
+        gradkit.per_loss_grads(w * w, w),
+    ):
+        assert not result.requires_grad
+
+
+def test_gradients_without_memory_of_their_own(device: torch.device) -> None:
+    one = torch.ones(1, device=device, requires_grad=True)
+    none = torch.ones(2, 0, 3, device=device, requires_grad=True)
+    x = torch.randn(3, device=device, requires_grad=True)
+    loss = one.expand(1).sum() + none.flip(0).sum() + torch.sgn(x).sum()
+    params = [one, none, x]
+    _, grads = gradkit.value_and_grads(loss, params, retain_graph=True)
+    loss.backward()
+    for grad, param in zip(grads, params, strict=True):
+        assert 0 not in grad.stride()
+        assert grad.stride() == param.grad.stride()
+        grad.mul_(2)
+
+
+def test_a_subclass_keeps_its_parts(device: torch.device) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    a = TwoTensor(torch.ones(2, device=device), 5 * torch.ones(2, device=device)).requires_grad_()
+    rows = gradkit.per_loss_grads(a * a, a)
+    assert type(rows) is TwoTensor
+    assert torch.equal(rows.b, 10 * torch.eye(2, device=device))
+
+
+def test_a_retained_weight_s_grad_is_put_back(device: torch.device) -> None:
+    a = torch.ones((), device=device, requires_grad=True)
+    weight = a * 1
+    weight.retain_grad()
+    loss = a * 3
+    with unchanged(a, weight, loss):
+        _, grad = gradkit.value_and_grads(loss, a, weights=weight, retain_graph=True)
+    assert grad == 6
 
 
 def test_a_function_that_writes_on_its_cotangent_spoils_no_sibling(device: torch.device) -> None:

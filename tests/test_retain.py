@@ -325,3 +325,14 @@ def test_under_no_grad_on_a_tensor_with_a_graph(device: torch.device) -> None:
     with torch.no_grad(), gradkit.safe_retain(y) as kept:
         gradkit.value_and_grads(loss, x)
     assert kept.grads.tolist() == [3, 3]
+
+
+def test_a_leaf_that_is_a_view_may_be_updated(device: torch.device) -> None:
+    base = torch.zeros(4, device=device)
+    v = base[:2]
+    v.requires_grad_()
+    with gradkit.safe_retain(v) as kept:
+        (v * 3).sum().backward()
+        with torch.no_grad():
+            v.sub_(0.1)
+    assert kept.grads.tolist() == [3, 3]

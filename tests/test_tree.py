@@ -303,3 +303,72 @@ def test_differentiable_under_create_graph(device: torch.device) -> None:
 def test_what_is_no_gradient_is_refused(device: torch.device, fn: Any, leaf: Any) -> None:
     with pytest.raises(gradkit.LeafTypeError, match=r"tree\['w'\]"):
         fn({"w": leaf})
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"a": torch.tensor([1.0, 2.0, 3.0]), "b": 1.0},
+        {"a": None, "b": 1.0},
+        {"a": "x", "b": 1.0},
+        {"a": 1j, "b": 1.0},
+        torch.tensor([[1.0], [2.0]]),
+    ],
+)
+def test_weights_that_are_no_numbers_are_refused(device: torch.device, weights: Any) -> None:
+    per_loss = {k: {"w": torch.ones(3, device=device)} for k in "ab"}
+    with pytest.raises(gradkit.GradkitError, match="weights"):
+        tree.weighted_sum(per_loss, weights)
+
+
+def test_autocast_around_changes_nothing(device: torch.device) -> None:
+    rows = [{"w": torch.ones(1000, device=device) * x} for x in (1.01, 1.0, 0.3)]
+    gram, dot = tree.gram(rows), tree.dot(rows[0], rows[1])
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert same_bits(tree.gram(rows), gram)
+        assert same_bits(tree.dot(rows[0], rows[1]), dot)
+
+
+def test_gram_is_symmetric_to_the_bit(device: torch.device) -> None:
+    gram = tree.gram([torch.randn(1000, device=device) for _ in range(5)])
+    assert torch.equal(gram, gram.T)
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-12, 1.0, 1e20, 1e30])
+def test_the_cosine_at_any_scale(device: torch.device, size: float) -> None:
+    x = torch.full((3,), size, device=device)
+    torch.testing.assert_close(tree.cosine(x, x), torch.ones((), device=device))
+    torch.testing.assert_close(tree.cosine([x, None], [-x, None]), -torch.ones((), device=device))
+    assert tree.cosine(x, torch.zeros_like(x)) == 0
+    assert tree.cosine(torch.zeros_like(x), x * float("nan")).isnan()
+    assert tree.cosine(x, x * float("nan")).isnan()
+
+
+def test_leaves_of_two_dtypes(device: torch.device) -> None:
+    a, b = torch.ones(2, device=device), torch.ones(2, device=device, dtype=torch.float64)
+    assert tree.dot(a, b).dtype == torch.float64
+    assert tree.cosine(a, b) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: tree.scale(t, torch.ones(2)),
+        lambda t: tree.scale(t, 1j),
+        lambda t: tree.clip_by_global_norm(t, torch.ones(2)),
+        lambda t: tree.unstack({"w": torch.tensor(1.0)}),
+        lambda t: tree.to_matrix([t, t])[1](torch.ones(5)),
+        lambda t: tree.gram(torch.ones(0, 3), losses=torch.ones(0)),
+    ],
+)
+def test_wrong_shapes_are_refused_by_name(device: torch.device, call: Any) -> None:
+    with pytest.raises(gradkit.StructureError):
+        call({"w": torch.ones(3, device=device)})
+
+
+def test_rows_of_a_sparse_vector_loss(device: torch.device) -> None:
+    table = nn.Embedding(4, 2, sparse=True).to(device)
+    loss = table(torch.tensor([0, 2, 2], device=device)).sum(1)
+    per_loss = gradkit.per_loss_grads(loss, table, retain_graph=True)
+    matrix, _ = tree.to_matrix(per_loss, losses=loss)
+    torch.testing.assert_close(tree.gram(per_loss, losses=loss), matrix @ matrix.T)

@@ -320,3 +320,14 @@ def test_typed_params_are_all_of_the_promised_kind(device: torch.device) -> None
     loss = model(torch.ones(2, 3, device=device)).sum()
     _, grads = gradkit.value_and_grads(loss, model)
     assert_owned(grads.values(), model.parameters())
+
+
+def test_an_unused_view_of_an_intermediate_value_is_a_structural_zero(
+    device: torch.device,
+) -> None:
+    w = leaf(device, 4)
+    h = w * 2
+    used, unused = h[:2], h[2:]
+    _, grads = gradkit.value_and_grads((used * 3).sum(), {"used": used, "unused": unused})
+    assert grads["unused"] is None
+    assert grads["used"].tolist() == [3, 3]
