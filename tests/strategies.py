@@ -18,6 +18,9 @@ OPS = (
     "expand", "in_place", "in_place_view", "halve", "pass", "double_hook", "keep_hook", "relu",
     "index", "where", "cumsum", "reuse",
 )  # fmt: skip
+# What writes on a tensor that the engine may have captured: .backward() is the oracle here.
+WRITING = ("scribble", "in_place_hook")
+HOOKLESS = tuple(op for op in OPS if "hook" not in op)
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,9 @@ class Graph:
     kept: list[Tensor] = field(default_factory=list)
 
 
-def programs(*, ops: tuple[str, ...] = OPS, vector: bool = False) -> st.SearchStrategy[Program]:
+def programs(
+    *, ops: tuple[str, ...] = OPS, vector: bool = False, leaf_hooks: bool = True
+) -> st.SearchStrategy[Program]:
     index = st.integers(0, 30)
     reductions = ("vector",) if vector else ("sum", "mean", "squares", "dot", "one")
     return st.builds(
@@ -54,7 +59,7 @@ def programs(*, ops: tuple[str, ...] = OPS, vector: bool = False) -> st.SearchSt
         losses=st.lists(st.tuples(st.sampled_from(reductions), index), min_size=1, max_size=4).map(
             tuple
         ),
-        leaf_hooks=st.lists(st.integers(0, 3), max_size=2).map(tuple),
+        leaf_hooks=st.lists(st.integers(0, 3), max_size=2 if leaf_hooks else 0).map(tuple),
     )
 
 
@@ -133,6 +138,10 @@ def _apply(op: str, a: Tensor, b: Tensor, fresh, kept: list[Tensor]) -> Tensor:
         case "keep_hook":
             new = a + b
             new.register_hook(lambda grad: None if grad is None else kept.append(grad))
+            return new
+        case "in_place_hook":
+            new = a + b
+            new.register_hook(lambda g: None if g is None or 0 in g.stride() else g.mul_(2))
             return new
         case "relu":
             return torch.relu(a)

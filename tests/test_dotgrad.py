@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import gradkit
 from tests.helpers import assert_same_bits, same_bits, unchanged
-from tests.strategies import OPS, Program, build, programs
+from tests.strategies import OPS, WRITING, Program, build, programs
 
 dtypes = st.sampled_from([torch.float64, torch.float32])
 
@@ -29,7 +29,7 @@ def assert_same_grads(ours: list[Tensor], theirs: list[Tensor]) -> None:
             assert a.grad.stride() == b.grad.stride()
 
 
-@given(program=programs(ops=(*OPS, "scribble")), dtype=dtypes, twice=st.booleans())
+@given(program=programs(ops=(*OPS, *WRITING)), dtype=dtypes, twice=st.booleans())
 def test_adding_value_and_grads_is_backward(
     device: torch.device, program: Program, dtype: torch.dtype, twice: bool
 ) -> None:
@@ -59,7 +59,7 @@ def test_adding_per_loss_grads_in_order_is_one_backward_a_loss(
     assert_same_bits([leaf.grad for leaf in ours.leaves], [leaf.grad for leaf in theirs.leaves])
 
 
-@given(program=programs(ops=(*OPS, "scribble")), dtype=dtypes, some=st.booleans())
+@given(program=programs(ops=(*OPS, *WRITING)), dtype=dtypes, some=st.booleans())
 def test_backward__is_backward(
     device: torch.device, program: Program, dtype: torch.dtype, some: bool
 ) -> None:

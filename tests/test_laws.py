@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import gradkit
+from gradkit import _engine, _graph
 from tests.helpers import World, assert_owned, assert_same_bits
-from tests.strategies import OPS, Program, build, programs
+from tests.strategies import HOOKLESS, OPS, WRITING, Program, build, programs
 
 dtypes = st.sampled_from([torch.float64, torch.float32])
+BATCH = _engine.Run.grads_of_batch
 
 
-def _unreached_everywhere(run) -> bool:
-    """Run it; whether it refused since nothing is reached."""
-    try:
-        run()
-    except gradkit.UnreachedParamError:
-        return True
-    return False
+def reaches(program: Program, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether any loss of the program reaches any leaf, by torch's account."""
+    graph = build(program, device, dtype)
+    grads = torch.autograd.grad(
+        graph.losses,
+        graph.leaves,
+        allow_unused=True,
+        grad_outputs=[torch.ones_like(loss) for loss in graph.losses],
+    )
+    return any(grad is not None for grad in grads)
 
 
-@given(program=programs(ops=(*OPS, "scribble")), dtype=dtypes)
+def assert_refused(call: Callable[[], object]) -> None:
+    """That it says that nothing is reached."""
+    with pytest.raises(gradkit.UnreachedParamError):
+        call()
+
+
+@given(program=programs(ops=(*OPS, *WRITING)), dtype=dtypes)
 def test_one_joint_pass_is_backward_bit_for_bit(
     device: torch.device, program: Program, dtype: torch.dtype
 ) -> None:
@@ -31,7 +46,7 @@ def test_one_joint_pass_is_backward_bit_for_bit(
     expected = [leaf.grad for leaf in theirs.leaves]
     ours = build(program, device, dtype)
     if all(grad is None for grad in expected):
-        assert _unreached_everywhere(lambda: gradkit.value_and_grads(ours.losses, ours.leaves))
+        assert_refused(lambda: gradkit.value_and_grads(ours.losses, ours.leaves))
         return
     values, grads = gradkit.value_and_grads(ours.losses, ours.leaves)
     assert_same_bits(grads, expected)
@@ -39,6 +54,33 @@ def test_one_joint_pass_is_backward_bit_for_bit(
     assert_owned(grads, ours.leaves)
     for grad, theirs_grad in zip(grads, expected, strict=True):
         assert grad is None or grad.stride() == theirs_grad.stride()
+
+
+@given(program=programs(ops=HOOKLESS, leaf_hooks=False), dtype=dtypes)
+def test_without_a_hook_in_the_process_nothing_is_different(
+    device: torch.device, program: Program, dtype: torch.dtype
+) -> None:
+    """The shortcut of ordinary programs: no copy where no hook could have kept or changed one."""
+    assume(reaches(program, device, dtype))
+    theirs, ours = build(program, device, dtype), build(program, device, dtype)
+    torch.autograd.backward(theirs.losses, retain_graph=True)
+    expected = [leaf.grad for leaf in theirs.leaves]
+    with patch.object(_graph, "hooks_registered", return_value=False):
+        values, grads = gradkit.value_and_grads(ours.losses, ours.leaves, retain_graph=True)
+        per_loss = gradkit.per_loss_grads(ours.losses, ours.leaves, retain_graph=True)
+    assert_same_bits(grads, expected)
+    assert_owned([*grads, *values], [*ours.leaves, *ours.losses])
+    world = World(*ours.leaves, *ours.losses)
+    for index, loss in enumerate(theirs.losses):
+        row = torch.autograd.grad(loss, theirs.leaves, retain_graph=True, allow_unused=True)
+        shaped = [None if g is None else g.reshape(loss.shape + g.shape) for g in row]
+        assert_same_bits(per_loss[index], shaped)
+    for grad in (*grads, *(g for row in per_loss for g in row)):
+        if grad is not None:
+            grad.add_(1)
+    world.assert_unchanged()
+    _, again = gradkit.value_and_grads(ours.losses, ours.leaves)
+    assert_same_bits(again, expected)
 
 
 @given(program=programs(), weights=st.lists(st.floats(-3, 3), min_size=4, max_size=4), dtype=dtypes)
@@ -71,7 +113,7 @@ def test_per_loss_is_one_autograd_grad_a_loss_bit_for_bit(
     ]
     ours = build(program, device, dtype)
     if all(grad is None for row in expected for grad in row):
-        assert _unreached_everywhere(lambda: gradkit.per_loss_grads(ours.losses, ours.leaves))
+        assert_refused(lambda: gradkit.per_loss_grads(ours.losses, ours.leaves))
         return
     per_loss = gradkit.per_loss_grads(ours.losses, ours.leaves)
     for loss, grads, row in zip(ours.losses, per_loss, expected, strict=True):
@@ -80,15 +122,13 @@ def test_per_loss_is_one_autograd_grad_a_loss_bit_for_bit(
         )
 
 
-@given(program=programs(ops=(*OPS, "scribble")), dtype=dtypes)
+@given(program=programs(ops=(*OPS, *WRITING)), dtype=dtypes)
 def test_per_loss_is_one_backward_a_loss_bit_for_bit(
     device: torch.device, program: Program, dtype: torch.dtype
 ) -> None:
     ours = build(program, device, dtype)
-    try:
-        per_loss = gradkit.per_loss_grads(ours.losses, ours.leaves)
-    except gradkit.UnreachedParamError:
-        return
+    assume(reaches(program, device, dtype))
+    per_loss = gradkit.per_loss_grads(ours.losses, ours.leaves)
     for index, grads in enumerate(per_loss):
         theirs = build(program, device, dtype)
         theirs.losses[index].backward()
@@ -104,10 +144,8 @@ def test_the_sum_of_per_loss_is_the_joint_gradient_to_rounding(
     device: torch.device, program: Program, dtype: torch.dtype
 ) -> None:
     graph = build(program, device, dtype)
-    try:
-        _, joint = gradkit.value_and_grads(graph.losses, graph.leaves, retain_graph=True)
-    except gradkit.UnreachedParamError:
-        return
+    assume(reaches(program, device, dtype))
+    _, joint = gradkit.value_and_grads(graph.losses, graph.leaves, retain_graph=True)
     scalars = [loss.reshape(()) for loss in graph.losses]
     summed = gradkit.tree.weighted_sum(gradkit.per_loss_grads(scalars, graph.leaves))
     tolerance = 1e-10 if dtype == torch.float64 else 1e-3
@@ -123,12 +161,14 @@ def test_batched_is_sequential_to_rounding(
 ) -> None:
     graph = build(program, device, dtype)
     chunk = 1 + program.seed % 3
-    try:
-        sequential = gradkit.per_loss_grads(graph.losses, graph.leaves, retain_graph=True)
-    except gradkit.UnreachedParamError:
-        return
+    assume(reaches(program, device, dtype))
+    sequential = gradkit.per_loss_grads(graph.losses, graph.leaves, retain_graph=True)
     kwargs = {"strategy": "batched", "chunk_size": chunk}
-    batched = gradkit.per_loss_grads(graph.losses, graph.leaves, retain_graph=True, **kwargs)
+    with patch.object(_engine.Run, "grads_of_batch", autospec=True, side_effect=BATCH) as passes:
+        batched = gradkit.per_loss_grads(graph.losses, graph.leaves, retain_graph=True, **kwargs)
+    assert passes.call_count == len(graph.losses) * -(-3 // chunk)
+    for row, reference in zip(batched, sequential, strict=True):
+        assert [grad is None for grad in row] == [grad is None for grad in reference]
     tolerance = 1e-12 if dtype == torch.float64 else 1e-4
     scale = max([1.0, *(float(gradkit.tree.global_norm(row)) for row in sequential)])
     assert gradkit.tree.allclose(batched, sequential, rtol=tolerance, atol=tolerance * scale)
@@ -139,7 +179,7 @@ def test_batched_is_sequential_to_rounding(
             assert grad is None or grad.shape == (3, *leaf.shape)
 
 
-@given(program=programs(ops=(*OPS, "scribble")), dtype=dtypes, with_grad=st.booleans())
+@given(program=programs(ops=(*OPS, *WRITING)), dtype=dtypes, with_grad=st.booleans())
 def test_calls_are_pure(
     device: torch.device, program: Program, dtype: torch.dtype, with_grad: bool
 ) -> None:
@@ -147,9 +187,10 @@ def test_calls_are_pure(
     for leaf in graph.leaves if with_grad else ():
         leaf.grad = torch.ones_like(leaf)
     world = World(*graph.leaves, *graph.values, *graph.losses)
+    assume(reaches(program, device, dtype))
     losses, params = {"l": graph.losses}, {"p": graph.leaves, "none": None}
     for call in (gradkit.value_and_grads, gradkit.per_loss_grads):
-        _unreached_everywhere(lambda call=call: call(losses, params, retain_graph=True))
+        call(losses, params, retain_graph=True)
         world.assert_unchanged()
         assert list(losses) == ["l"]
         assert losses["l"] is graph.losses
@@ -163,10 +204,8 @@ def test_results_may_be_changed_in_place_without_anything_else_changing(
 ) -> None:
     graph = build(program, device, dtype)
     params = [*graph.leaves, *graph.values[len(graph.leaves) :]]  # leaves and all that follows
-    try:
-        _, grads = gradkit.value_and_grads(graph.losses, params, retain_graph=True)
-    except gradkit.UnreachedParamError:
-        return
+    assume(reaches(program, device, dtype))
+    _, grads = gradkit.value_and_grads(graph.losses, params, retain_graph=True)
     kept = [tensor.clone() for tensor in graph.kept]
     world = World(*params, *graph.losses)
     expected = [None if grad is None else grad.clone() for grad in grads]
