@@ -265,8 +265,8 @@ class _Catch:
             if variable.grad_fn is not None:
                 self._arrived[index] = {}
                 self._listen(variable, partial(self._take, index, variable), stack)
-            elif run.guard:
-                self._listen(variable, partial(self._copy, variable), stack)
+        if run.guard:
+            stack.enter_context(_copied_on_arrival([v for v in variables if v.grad_fn is None]))
         with torch.enable_grad():
             self.leaf = torch.zeros((), device=variables[0].device, requires_grad=True)
             self.root = self.leaf.view_as(self.leaf)
@@ -277,15 +277,9 @@ class _Catch:
         stack.callback(_graph.listen(tensor, hook).remove)
 
     def _take(self, index: int, variable: Tensor, grad: Tensor | None) -> None:
-        copy = self._copy(variable, grad)
-        if copy is not None:
+        if grad is not None:
+            copy = copy_for(grad if self._create_graph else grad.detach(), variable)
             self._arrived[index][_pass_number()] = copy
-
-    def _copy(self, variable: Tensor, grad: Tensor | None) -> Tensor | None:
-        if grad is None:
-            return None
-        # What a leaf's hook returns is what the engine captures: no second set of gradients.
-        return copy_for(grad if self._create_graph else grad.detach(), variable)
 
     def replace(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients with those that have arrived in place of the engine's captures."""
@@ -293,6 +287,25 @@ class _Catch:
             if self._pass[0] in by_pass:
                 grads[index] = by_pass.pop(self._pass[0])
         return grads
+
+
+@contextmanager
+def _copied_on_arrival(leaves: list[Tensor]) -> Iterator[None]:
+    """Let the engine capture a copy of each leaf's gradient, as soon as it arrives."""
+    # Into the tables of hooks themselves: a handle for each would take longer than the copy.
+    tables = list(map(_graph.hooks_of, leaves))
+    ours = object()
+    try:
+        for table in tables:
+            table[ours] = _copied
+        yield
+    finally:
+        for table in tables:
+            table.pop(ours, None)
+
+
+def _copied(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else grad.clone()  # None is an undefined gradient [D10]
 
 
 def _pass_number() -> int:

@@ -132,8 +132,16 @@ def reached(variable: Tensor, losses: Iterable[Tensor], nodes: set[Node], leaves
     )
 
 
+def has_another_history(view: Tensor) -> bool:
+    """Return whether torch has rebuilt the history of a view, as after a change of its base."""
+    node = view.grad_fn
+    return view._version > 0 and node is not None and node.name() == "AsStridedBackward0"
+
+
 def was_used_before_change(variable: Tensor, nodes: set[Node]) -> bool:
     """Return whether an earlier value of a tensor that was changed in place is in a graph [C8]."""
+    if variable._is_view():
+        return False  # its count of changes is that of all views of the same memory
     node = variable.grad_fn
     for _ in range(min(variable._version, 16)):
         # An in-place operation leads on to the earlier value first.
@@ -195,6 +203,13 @@ def listen(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Removable
         handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         _own_hooks.count += 1
     return handle
+
+
+def hooks_of(tensor: Tensor) -> dict[object, Callable[[Tensor], Tensor | None]]:
+    """Return the table of a tensor's hooks, which run in its order."""
+    if tensor._backward_hooks is None:
+        listen(tensor, lambda _: None).remove()
+    return cast("dict[object, Callable[[Tensor], Tensor | None]]", tensor._backward_hooks)
 
 
 def hooks_registered() -> bool:

@@ -198,12 +198,13 @@ def _refuse_doubtful(roots: list[Tensor], plan: Plan) -> None:
             base = variable._base
             if reached(variable):
                 continue
-            # A slice of a parameter, or of a tensor changed in place, is a new variable each time
-            # it is taken [C3, L2]. Beside its base it may be None: the gradient stands there. So
-            # may a view of an intermediate value, whose losses may be others.
+            # A slice of a parameter is a new variable each time it is taken [C3]; a view gets
+            # another history when its base changes in place, as_strided [L2]. Beside its base it
+            # may be None: the gradient stands there. So may any other view of an intermediate
+            # value, whose losses may be others.
             apart = (
                 base is not None
-                and (base.is_leaf or variable._version > 0)
+                and (base.is_leaf or _graph.has_another_history(variable))
                 and id(base) not in listed
                 and variable.grad_fn not in nodes
                 and reached(base)

@@ -331,3 +331,6 @@ def test_an_unused_view_of_an_intermediate_value_is_a_structural_zero(
     _, grads = gradkit.value_and_grads((used * 3).sum(), {"used": used, "unused": unused})
     assert grads["unused"] is None
     assert grads["used"].tolist() == [3, 3]
+    changed = (w * 2).mul_(3)
+    view = changed[2:]  # taken after the change
+    assert gradkit.value_and_grads(changed.sum(), {"v": view, "w": w})[1]["v"] is None
