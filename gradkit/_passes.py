@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -269,6 +270,8 @@ def require_reached(found: Sequence[Grads], losses: Losses, plan: Plan, unused: 
             missing = [index for index, grad in enumerate(grads) if grad is None]
             if missing:  # in the graph, but a custom Function has returned None
                 raise UnreachedParamError(unreached(losses, [(group, params)], missing[0]))
+    if type(None) not in set(map(type, chain.from_iterable(found))):
+        return
     _refuse_stale(found, losses, plan)
     if all(grad is None for grads in found for grad in grads):
         raise UnreachedParamError(unreached(losses, plan, 0))
