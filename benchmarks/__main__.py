@@ -18,6 +18,7 @@ from benchmarks import (
     peaks,
     report,
     retaining,
+    stepping,
     values,
 )
 from benchmarks.plan import Plan
@@ -30,6 +31,7 @@ ROOMS: dict[str, Callable[[Plan], Iterator[Row]]] = {
     "peaks": peaks.rows,
     "batching": batching.rows,
     "retaining": retaining.rows,
+    "stepping": stepping.rows,
     "importing": importing.rows,
     "growth": growth.rows,
 }

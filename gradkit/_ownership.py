@@ -73,7 +73,7 @@ def _is_laid_out(grad: Tensor, param: Tensor) -> bool:
     # An expanded tensor, or the zeros that have no memory at all, cannot be changed in place.
     if 0 in grad.stride() or grad._is_zerotensor():
         return False
-    if not _is_dense(param):
+    if param.is_contiguous() or not _is_dense(param):
         return grad.is_contiguous()
     pairs = zip(param.shape, grad.stride(), param.stride(), strict=True)
     return all(mine == wanted for size, mine, wanted in pairs if size != 1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, TypeAlias
+from operator import attrgetter
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from gradkit._inputs import (
     read_weights,
     require_graph,
 )
-from gradkit._ownership import copy_for, own, zeros_for
+from gradkit._ownership import PLAIN_TYPES, copy_for, own, zeros_for
 from gradkit._passes import UNUSED, ordinary_mode, prepare_backward, weigh
 from gradkit._pytree import PyTree
 from gradkit.errors import (
@@ -424,6 +425,8 @@ def _match(params: PyTree, grads: PyTree) -> _Pairs:
     """Return each leaf tensor once with its gradient, all of them checked."""
     wanted = _read_leaves(params)
     given = _pytree.matching_leaves(wanted.spec, "params", grads, "grads")
+    if _plainly_match(wanted, given):
+        return list(zip(wanted.variables, given, strict=True))
     pairs: dict[int, tuple[Tensor, Tensor | None]] = {}
     for index, (leaf, grad) in enumerate(zip(wanted.leaves, given, strict=True)):
         wrong = _mismatch(leaf, grad)
@@ -436,6 +439,25 @@ def _match(params: PyTree, grads: PyTree) -> _Pairs:
         if leaf is not None:
             pairs.setdefault(id(leaf), (leaf, grad))
     return list(pairs.values())
+
+
+def _plainly_match(wanted: Params, given: list[Any]) -> bool:
+    """Return whether every leaf is a plain variable of its own, and has a gradient that fits."""
+    leaves = wanted.variables
+    return (
+        len(leaves) == len(given)
+        and wanted.ordinary
+        and set(map(type, given)) <= PLAIN_TYPES
+        and list(map(_shape, leaves)) == list(map(_shape, given))
+        and list(map(_grad_dtype, leaves)) == list(map(_dtype, given))
+        and list(map(_device, leaves)) == list(map(_device, given))
+        and set(map(_layout, given)) == {torch.strided}
+    )
+
+
+_shape, _dtype, _device, _layout, _grad_dtype = map(
+    attrgetter, ("shape", "dtype", "device", "layout", "grad_dtype")
+)
 
 
 def _mismatch(leaf: Tensor | None, grad: object) -> tuple[str, str] | None:
