@@ -209,8 +209,9 @@ def test_combine_with_torchjd(device: torch.device) -> None:
     losses = {"a": (w * w).sum(), "b": (w - 1).abs().sum()}
     per_loss = gradkit.per_loss_grads(losses, {"w": w})
     matrix, _ = tree.to_matrix(per_loss)
-    combined = gradkit.combine(per_loss, aggregation.Mean())
-    torch.testing.assert_close(combined["w"], matrix.mean(0))
+    for aggregator in (aggregation.Mean(), aggregation.UPGrad()):
+        combined = gradkit.combine(per_loss, aggregator)
+        torch.testing.assert_close(combined["w"], aggregator(matrix))
 
 
 def test_clip_by_global_norm_is_clip_grad_norm_(device: torch.device) -> None:
