@@ -9,7 +9,6 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from gradkit import _engine, _graph, _lifetime
 from gradkit._engine import Run
@@ -172,18 +171,28 @@ def prepare_backward(
 
 
 def _refuse_freed(run: Run, outputs: Sequence[Tensor], plan: Plan, *, thorough: bool) -> None:
-    checked: dict[Node, bool] = {}
+    if thorough and not _any_freed(outputs, plan):
+        return
     for group, params in plan:
         for index in group:
             # In one pass, what is freed deeper down shows only when the engine gets there: looking
             # at every node would take as long as a small pass.
-            if thorough or _graph.is_freed(outputs[index]):
-                nodes = _graph.nodes_below([outputs[index]])
-                for node in _graph.leading_to(params.variables, nodes):
-                    if node not in checked:
-                        checked[node] = _graph.has_released(node)
-                    if checked[node]:
-                        raise FreedGraphError(run.freed([index]))
+            root = outputs[index]
+            if (thorough or _graph.is_freed(root)) and _would_meet_freed([root], params):
+                raise FreedGraphError(run.freed([index]))
+
+
+def _any_freed(outputs: Sequence[Tensor], plan: Plan) -> bool:
+    """Return whether a pass would meet a freed node; once for all passes that want the same."""
+    roots: dict[int, tuple[Params, list[Tensor]]] = {}
+    for group, params in plan:
+        roots.setdefault(id(params), (params, []))[1].extend(outputs[index] for index in group)
+    return any(_would_meet_freed(starts, params) for params, starts in roots.values())
+
+
+def _would_meet_freed(roots: Sequence[Tensor], params: Params) -> bool:
+    nodes = _graph.nodes_below(roots)
+    return any(map(_graph.has_released, _graph.leading_to(params.variables, nodes)))
 
 
 def _refuse_doubtful(roots: list[Tensor], plan: Plan) -> None:
