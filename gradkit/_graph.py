@@ -19,7 +19,7 @@ from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
-# Nodes in whose presence a functional gradient is silently incomplete or local [FACTS F1, M4, M5].
+# Nodes in whose presence a functional gradient is silently incomplete or local [F1, M4, M5].
 _REFUSED = {
     "CheckpointFunctionBackward": (
         "a graph without reentrant checkpoints",

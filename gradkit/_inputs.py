@@ -145,7 +145,7 @@ def _is_variable(leaf: object, where: Callable[[], str]) -> bool:
         )
     if leaf.requires_grad:
         return True
-    # A quantized module has integer parameters that the caller did not pick [contract, "Words"].
+    # A quantized module has integer parameters that the caller did not pick.
     if leaf.dtype.is_floating_point or leaf.dtype.is_complex or isinstance(leaf, nn.Parameter):
         return False
     raise LeafTypeError(

@@ -11,7 +11,7 @@ def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         present = b if a is None else a
         return None if present is None else present.clone()
-    # torch adds a sparse tensor to a dense one, not the other way round [FACTS B3].
+    # torch adds a sparse tensor to a dense one, not the other way round [B3].
     return b + a if a.is_sparse and not b.is_sparse else a + b
 
 

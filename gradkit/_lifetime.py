@@ -1,7 +1,7 @@
 """How long several passes need each part of a graph, and letting go of what none needs any more.
 
 `retain_graph=False` frees what its own pass executes, so a loop that retains all but the last pass
-leaves the heads of the other losses alive [FACTS E2, E4]. Here each part goes with its last pass.
+leaves the heads of the other losses alive [E2, E4]. Here each part goes with its last pass.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Results are yours: no gradient that is handed out shares memory with anything else.
 
 The engine hands out whatever a backward function made: the seed itself, one tensor for two
-parameters, an expanded tensor of one element, a tensor that a hook has kept [FACTS A1, A3, A4].
+parameters, an expanded tensor of one element, a tensor that a hook has kept [A1, A3, A4].
 `AccumulateGrad` copies what it cannot take over; this does the same for functional results, and
 looks at the storage too, so that what is already ours costs no copy.
 """

@@ -14,7 +14,7 @@ from gradkit._engine import Run
 from gradkit._ownership import PLAIN_TYPES, empty_for, zeros_for
 from gradkit.errors import FreedGraphError, GradkitWarning
 
-# What the engine's batched mode gets wrong, or cannot do [FACTS G1, G6].
+# What the engine's batched mode gets wrong, or cannot do [G1, G6].
 _UNBATCHABLE = {
     "AsStridedScatterBackward0": "torch computes a batched as_strided_scatter wrongly",
     "CompiledFunctionBackward": "a backward compiled by torch.compile takes no batch",
