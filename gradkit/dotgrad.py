@@ -216,7 +216,8 @@ def backward_(
     """Accumulate the gradient of the weighted sum of the losses into `.grad`, and return values.
 
     It is `torch.autograd.backward` for trees, with every hook, and no copy of its own. If a user's
-    hook raises on the way, `.grad` holds what had been accumulated until then.
+    hook raises on the way, or the graph turns out to be freed further down, `.grad` holds what had
+    been accumulated until then.
 
     Example:
         >>> import torch, gradkit

@@ -155,8 +155,9 @@ def safe_retain(
     The gradient is the one with respect to the value that a tensor has at this call, whether its
     later uses come before or after, and also if it is changed in place afterwards. Hooks that the
     user registered earlier have been applied. `.grad` is not written. All of gradkit's own passes
-    of this thread in the block reach the tensors; `torch.autograd.grad` brings a gradient only
-    where its inputs lie on the way, as it does for a hook.
+    of this thread in the block reach the tensors; `torch.autograd.grad`, and `.backward()` or
+    `backward_` for some params only, bring a gradient only where those lie on the way, as to a
+    hook.
 
     Example:
         >>> import torch, gradkit
