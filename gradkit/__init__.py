@@ -3,10 +3,11 @@
 `value_and_grads`, `per_loss_grads` and `simultaneous_grads` differentiate losses that have been
 computed, by any tree of parameters, and return trees of gradients; `safe_retain` keeps the
 gradients of intermediate tensors. None of them touches `.grad`: that is for `gradkit.dotgrad`,
-which leads from these results to the `.grad` workflow and back.
+which leads from these results to the `.grad` workflow and back. `gradkit.func` does the same for
+functions, over torch.func.
 """
 
-from gradkit import dotgrad, errors, tree
+from gradkit import dotgrad, errors, func, tree
 from gradkit._matrix import combine
 from gradkit.dotgrad import (
     add_grads_,
@@ -50,6 +51,7 @@ __all__ = [
     "combine",
     "dotgrad",
     "errors",
+    "func",
     "per_loss_grads",
     "read_grads",
     "safe_retain",

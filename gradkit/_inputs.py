@@ -190,7 +190,7 @@ def open_up(tree: PyTree, root: str, *, wrapped: bool = False) -> tuple[list[Any
     for index, leaf in enumerate(leaves):
         opener = openers.get(type(leaf))
         if isinstance(leaf, nn.Module) and not wrapped:
-            _refuse_distributed(leaf, partial(_pytree.path, spec, index, root))
+            refuse_distributed(leaf, partial(_pytree.path, spec, index, root))
         opened.append(opener(leaf) if opener else leaf)
     return open_up(_pytree.unflatten(spec, opened), root)
 
@@ -205,7 +205,16 @@ def _opener(kind: type) -> Callable[[Any], PyTree] | None:
     return None
 
 
-def _refuse_distributed(module: nn.Module, where: Callable[[], str]) -> None:
+def refuse_distributed(module: nn.Module, where: Callable[[], str]) -> None:
+    """Raise if a module is wrapped for several processes.
+
+    Args:
+        module: The module.
+        where: Tells its path, for the error.
+
+    Raises:
+        UnsupportedGraphError: Its gradients would be this process's alone, or missing.
+    """
     # FSDP's classes are looked up, not imported: a process that has not imported them has none.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp else ()

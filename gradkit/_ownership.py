@@ -31,7 +31,7 @@ _stride = torch.Tensor.stride
 _is_zero_tensor = torch.Tensor._is_zerotensor
 
 
-def own(grads: list[Tensor], params: list[Tensor]) -> None:
+def own(grads: list[Tensor], params: Sequence[Tensor]) -> None:
     """Replace every gradient that shares memory, or is laid out otherwise than its parameter.
 
     Args:
@@ -45,7 +45,7 @@ def own(grads: list[Tensor], params: list[Tensor]) -> None:
         grads[index] = copy_for(grads[index].detach(), params[index])
 
 
-def _not_ours(grads: list[Tensor], params: list[Tensor]) -> Sequence[int]:
+def _not_ours(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
     # Column by column, at the speed of C: a loop over the leaves would double the cost of a call.
     try:
         laid_out = (
@@ -107,22 +107,29 @@ def copy_for(grad: Tensor, param: Tensor) -> Tensor:
     plain = grad.layout == torch.strided and type(grad) is Tensor and not grad.requires_grad
     if not plain or _is_laid_out(grad, param):
         return grad.clone()
-    return empty_for(param, grad.dtype).copy_(grad)
+    return empty_for(param, grad.dtype, device=grad.device).copy_(grad)
 
 
-def empty_for(param: Tensor, dtype: torch.dtype, leading: tuple[int, ...] = ()) -> Tensor:
+def empty_for(
+    param: Tensor,
+    dtype: torch.dtype,
+    leading: tuple[int, ...] = (),
+    device: torch.device | None = None,
+) -> Tensor:
     """Return uninitialized memory for a gradient: of shape `leading + param.shape`.
 
     Args:
         param: The parameter whose device, and whose strides if it is dense, the gradient gets.
         dtype: The dtype of the gradient.
         leading: Sizes to put in front, laid out so that each element is one gradient.
+        device: Where to put it; None is where the parameter is.
 
     Returns:
         A dense tensor.
     """
+    device = device or param.device
     if param.layout != torch.strided:
-        return torch.empty(*leading, *param.shape, dtype=dtype, device=param.device)
+        return torch.empty(*leading, *param.shape, dtype=dtype, device=device)
     inner = param.stride()
     if not _is_dense(param):
         inner = torch.empty(param.shape, device="meta").stride()
@@ -132,8 +139,13 @@ def empty_for(param: Tensor, dtype: torch.dtype, leading: tuple[int, ...] = ()) 
         strides.insert(0, step)
         step *= size
     return torch.empty_strided(
-        (*leading, *param.shape), (*strides, *inner), dtype=dtype, device=param.device
+        (*leading, *param.shape), (*strides, *inner), dtype=dtype, device=device
     )
+
+
+def layout_of_rows(param: Tensor, leading: tuple[int, ...]) -> Tensor:
+    """Return a tensor without memory, laid out like stacked gradients of `param`."""
+    return empty_for(param, param.dtype, leading, torch.device("meta"))
 
 
 def zeros_for(param: Tensor, leading: tuple[int, ...] = ()) -> Tensor:

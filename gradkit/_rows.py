@@ -127,7 +127,7 @@ def batched(
     try:
         for start in range(0, last, chunk_size or last):
             stop = min(start + (chunk_size or last), last)
-            seeds = _one_hot(loss, start, stop)
+            seeds = one_hot(loss, start, stop)
             rows.put(start, stop, run.grads_of_batch(loss, seeds, variables))
     except FreedGraphError:
         raise
@@ -165,15 +165,19 @@ def choose(strategy: str, losses: list[Tensor], variables: list[Tensor]) -> set[
 
 def _warn(reason: str) -> None:
     text = f"per_loss_grads fell back from batched to sequential passes: {reason}."
-    warnings.warn(text, GradkitWarning, stacklevel=_level_of_the_caller())
+    warnings.warn(text, GradkitWarning, stacklevel=level_of_the_caller())
 
 
-def _level_of_the_caller() -> int:
-    """Return the stack level, seen from `_warn`, of the first frame outside of this package."""
+def level_of_the_caller() -> int:
+    """Return the stack level, seen from the function that warns, of the code that called us."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:
+    while frame.f_back is not None and _is_ours_or_torchs(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def _is_ours_or_torchs(module: str) -> bool:
+    return module.partition(".")[0] in {"gradkit", "torch"}
 
 
 def _worth_batching(loss: Tensor) -> bool:
@@ -185,12 +189,13 @@ def _worth_batching(loss: Tensor) -> bool:
 def _put_one(
     rows: Rows, run: Run, loss: Tensor, variables: list[Tensor], row: int, *, retain: bool
 ) -> None:
-    seed = _one_hot(loss, row, row + 1)[0]
+    seed = one_hot(loss, row, row + 1)[0]
     grads = run.grads([loss], [seed], variables, retain=retain)
     rows.put(row, row + 1, [None if grad is None else grad.unsqueeze(0) for grad in grads])
 
 
-def _one_hot(loss: Tensor, start: int, stop: int) -> Tensor:
+def one_hot(loss: Tensor, start: int, stop: int) -> Tensor:
+    """Return the cotangents of the elements of `loss` from `start` to `stop`, stacked."""
     seeds = torch.zeros(stop - start, loss.numel(), dtype=loss.dtype, device=loss.device)
     seeds[:, start:stop].fill_diagonal_(1)
     return seeds.view(stop - start, *loss.shape)

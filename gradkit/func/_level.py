@@ -1,0 +1,234 @@
+"""One level of derivatives: a function's losses, and passes from them, inside of torch.func.
+
+`torch.func.vjp` is entered for the level alone. The passes run inside of it, where a pass can start
+from one loss by itself: from outside, the others would have to be given zeros, and 0 * inf is nan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.eager_transforms import _autograd_grad
+from torch.func import vjp
+
+from gradkit import _pytree
+from gradkit._inputs import Losses, read_losses
+from gradkit._pytree import PyTree
+from gradkit.errors import (
+    DetachedLossError,
+    StructureError,
+    UnsupportedGraphError,
+    describe,
+    message,
+)
+from gradkit.func._stack import apart_from_the_outer_graph, differentiated
+from gradkit.func._traps import Watch
+from gradkit.func._variables import Variables
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Runs passes inside of a level.
+
+    Attributes:
+        variables: The level's tensors to differentiate by.
+        level: Its number; None while torch.compile traces, which cannot tell.
+        differentiable: A transform around the level differentiates what comes out.
+        watch: What is known of the operations of the function.
+    """
+
+    variables: tuple[Tensor, ...]
+    level: int | None
+    differentiable: bool
+    watch: Watch
+
+    def depends(self, output: Tensor) -> bool:
+        """Return whether an output was computed from the variables.
+
+        A tensor from outside may require grad, too: its own graph is none of the level's business.
+        While torch.compile traces, every output counts.
+        """
+        return self.level is None or (output.requires_grad and _level_of(output) == self.level)
+
+    def grads(
+        self, outputs: Sequence[Tensor], seeds: Sequence[Tensor] | None, *, retain: bool
+    ) -> list[Tensor]:
+        """Return the gradients of a weighted sum of outputs, from one engine pass.
+
+        Args:
+            outputs: Where the pass starts.
+            seeds: The cotangent of each; None is one.
+            retain: Keep the graph for a further pass.
+
+        Returns:
+            One gradient for each variable, zeros where it is not reached.
+        """
+        live = [index for index, output in enumerate(outputs) if self.depends(output)]
+        return list(
+            _autograd_grad(
+                [outputs[index] for index in live],
+                self.variables,
+                None if seeds is None else [seeds[index] for index in live],
+                retain_graph=retain,
+                # Without it the level above would take the gradient for a constant.
+                create_graph=self.differentiable,
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What comes out of a level.
+
+    Attributes:
+        values: The losses.
+        grads: For each list of gradients that was asked for, one for each variable.
+        aux: What the function returned beside the losses.
+        losses: The structure of the losses.
+    """
+
+    values: list[Tensor]
+    grads: list[list[Tensor]]
+    aux: PyTree
+    losses: Losses
+
+
+def differentiate(
+    fn: Callable[..., Any],
+    given: Variables,
+    kwargs: dict[str, Any],
+    run: Callable[[Losses, Passes], list[list[Tensor]]],
+    *,
+    has_aux: bool,
+    scalar: bool,
+    watch: Watch | None = None,
+) -> Outcome:
+    """Call a function in a level of its own, and run passes from its losses.
+
+    Args:
+        fn: The caller's function.
+        given: Its arguments.
+        kwargs: Its keyword arguments.
+        run: What to do with the losses: lists of gradients, one gradient for each variable.
+        has_aux: `fn` returns (losses, aux).
+        scalar: Every loss must have exactly one element.
+        watch: The watch over the function's operations, if the caller has one.
+
+    Returns:
+        Its losses, gradients and aux, without the level, and without the caller's own graph.
+
+    Raises:
+        DetachedLossError: No loss depends on the variables.
+        UnsupportedGraphError: The function does what a level cannot follow.
+    """
+    differentiable = differentiated()
+    watch = Watch() if watch is None else watch
+    structures: list[Any] = []
+
+    def inside(*tensors: Tensor) -> tuple[Tensor, Any]:
+        _set_grad_dtypes(tensors, given)
+        level = None if torch.compiler.is_compiling() else _current_level()
+        with watch:
+            returned = fn(*given.with_tensors(tensors), **kwargs)
+            tree, aux = _with_aux(returned) if has_aux else (returned, None)
+        losses = read_losses(tree, scalar=scalar)
+        passes = Passes(tensors, level, differentiable, watch)
+        _require_dependence(losses, passes)
+        watch.check()
+        grads = run(losses, passes)
+        leaves, spec = _pytree.flatten(aux)
+        # torch.func passes on tensors alone.
+        tensors_of_aux = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+        structures.extend((losses, others, spec))
+        return losses.leaves[0], (losses.leaves, grads, tensors_of_aux)
+
+    with apart_from_the_outer_graph():
+        values, grads, tensors_of_aux = _enter(inside, given.tensors)
+        values = [value.clone() for value in values]
+        if not differentiable:
+            tensors_of_aux = [
+                leaf.detach() if leaf.requires_grad else leaf for leaf in tensors_of_aux
+            ]
+    losses, others, spec = structures
+    remaining = iter(tensors_of_aux)
+    aux = _pytree.unflatten(spec, [next(remaining) if o is None else o[0] for o in others])
+    cast = [_cast(one, given.dtypes) for one in grads]
+    del grads
+    return Outcome(values, cast, aux, losses)
+
+
+def _cast(grads: list[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:
+    return [
+        grad if grad.dtype == dtype else grad.to(dtype)
+        for grad, dtype in zip(grads, dtypes, strict=True)
+    ]
+
+
+def _enter(inside: Callable[..., Any], tensors: list[Tensor]) -> Any:
+    if torch.compiler.is_compiling():
+        _, _, result = vjp(inside, *tensors, has_aux=True)  # type: ignore[misc]
+        return result
+    try:
+        _, _, result = vjp(inside, *tensors, has_aux=True)  # type: ignore[misc]
+        return result
+    except RuntimeError as error:
+        for text, (came, do) in _CANNOT_ENTER.items():
+            if text in str(error):
+                raise UnsupportedGraphError(
+                    message("fn", "what torch.func can differentiate", came, do)
+                ) from error
+        raise
+
+
+_CANNOT_ENTER = {
+    "saved tensor hooks": (
+        "saved-tensor hooks: a checkpoint, or save_on_cpu",
+        "leave them out, or compute the losses eagerly: gradkit.value_and_grads(losses, params)",
+    ),
+    "setup_context": (
+        "an autograd.Function whose forward takes ctx, or a full backward hook of a module",
+        "give the Function a setup_context staticmethod; or compute the losses eagerly: "
+        "gradkit.value_and_grads(losses, params)",
+    ),
+}
+
+
+def _set_grad_dtypes(tensors: Sequence[Tensor], given: Variables) -> None:
+    # Not only the result has this dtype: so has the sum over the uses [B1].
+    for tensor, dtype in zip(tensors, given.dtypes, strict=True):
+        if tensor.dtype != dtype:
+            tensor.grad_dtype = dtype
+
+
+def _with_aux(returned: object) -> tuple[Any, Any]:
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise StructureError(
+            message(
+                "fn", "(losses, aux), with has_aux=True", describe(returned), "return losses, aux"
+            )
+        )
+    return returned[0], returned[1]
+
+
+_level_of = torch._C._functorch.maybe_get_level
+_current_level = torch._C._functorch.maybe_current_level
+
+
+def _require_dependence(losses: Losses, passes: Passes) -> None:
+    if any(map(passes.depends, losses.leaves)):
+        return
+    raise DetachedLossError(
+        message(
+            ", ".join(losses.path(index) for index in range(min(len(losses.leaves), 3))),
+            "a loss computed from the arguments that argnums names",
+            "one that does not depend on them: fn uses a module, or tensors, from outside, or cuts "
+            "the path (detach(), .data, .item(), no_grad)",
+            "compute it from fn's own arguments: call, params, buffers = "
+            "gradkit.func.make_functional(module)",
+        )
+    )

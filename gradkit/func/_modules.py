@@ -1,0 +1,115 @@
+"""make_functional: a module as a pure function of its parameters and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from gradkit._inputs import refuse_distributed
+from gradkit.errors import LeafTypeError, StructureError, describe, message
+from gradkit.func import _checkpoints
+
+Named: TypeAlias = dict[str, Tensor]
+
+
+def make_functional(
+    module: nn.Module,
+) -> tuple[Callable[..., tuple[Any, Named]], Named, Named]:
+    """Return a module's forward as a pure function, with the parameters and buffers to call it on.
+
+    Example:
+        >>> import torch, gradkit
+        >>> norm = torch.nn.BatchNorm1d(2)
+        >>> call, params, buffers = gradkit.func.make_functional(norm)
+        >>> out, new_buffers = call(params, buffers, torch.ones(3, 2))
+        >>> buffers["running_mean"], new_buffers["running_mean"]
+        (tensor([0., 0.]), tensor([0.1000, 0.1000]))
+
+    Args:
+        module: Any module of this process. Its train or eval mode counts at the time of a call, as
+            do its Python attributes; one call runs at a time, as in `torch.func.functional_call`.
+
+    Returns:
+        `(call, params, buffers)`. `params` are the module's own parameters by name, a tied one by
+        its first name, and `buffers` copies of its buffers. `call(params, buffers, *args,
+        **kwargs)` returns `(out, new_buffers)`, where `out` is what the module returns for these
+        tensors, whatever its own are; it changes neither the module nor the trees it is given, also
+        if it raises. It raises `StructureError` for trees of other names, `LeafTypeError` for what
+        is no tensor, and `UnsupportedGraphError` if the module runs a non-reentrant checkpoint in
+        an eager graph: its recomputation would use the module's own parameters.
+
+    Raises:
+        LeafTypeError: It is no module, or a lazy one that has not run yet.
+        UnsupportedGraphError: A module wrapped by DistributedDataParallel or FSDP.
+
+    Source:
+        `torch.func.functional_call`,
+        https://pytorch.org/docs/stable/generated/torch.func.functional_call.html, in the form of
+        functorch's former `make_functional_with_buffers`.
+    """
+    if not isinstance(module, nn.Module):
+        raise LeafTypeError(
+            message("module", "an nn.Module", describe(module), "make_functional(model)")
+        )
+    refuse_distributed(module, lambda: "module")
+    params: Named = dict(module.named_parameters())
+    own_buffers: Named = dict(module.named_buffers())
+    _refuse_lazy({**params, **own_buffers})
+    names, buffer_names = list(params), list(own_buffers)
+
+    def call(
+        params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *args: Any, **kwargs: Any
+    ) -> tuple[Any, Named]:
+        given = _read(params, names, "params")
+        # Copies: what the forward pass writes on is new.
+        new = {name: t.clone() for name, t in _read(buffers, buffer_names, "buffers").items()}
+        both = {**given, **new}
+        outer = _checkpoints.around()
+        out = functional_call(module, both, args, kwargs)
+        _checkpoints.refuse(out, (given.values(), new.values(), args, kwargs), outer)
+        # A buffer that was assigned, and not written on, is in the dictionary.
+        return out, {name: both[name] for name in buffer_names}
+
+    return call, params, {name: buffer.detach().clone() for name, buffer in own_buffers.items()}
+
+
+def _refuse_lazy(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if nn.parameter.is_lazy(tensor):
+            raise LeafTypeError(
+                message(
+                    f"module.{name}",
+                    "a tensor with a shape",
+                    "one of a lazy module that has not run yet",
+                    "run one forward pass first",
+                )
+            )
+
+
+def _read(tensors: object, names: Iterable[str], root: str) -> Named:
+    """Return a tree that a call was given, in the module's order."""
+    names = list(names)
+    if not isinstance(tensors, Mapping) or set(tensors) != set(names):
+        came = list(tensors) if isinstance(tensors, Mapping) else describe(tensors)
+        raise StructureError(
+            message(
+                root,
+                f"the {root} of make_functional, by name: {_listed(names)}",
+                _listed(came) if isinstance(came, list) else came,
+                f"pass a tensor for each name, and a tied one once: {{**{root}, name: tensor}}",
+            )
+        )
+    for name in names:
+        if not isinstance(tensors[name], Tensor):
+            raise LeafTypeError(
+                message(f"{root}[{name!r}]", "a tensor", describe(tensors[name]), "pass a tensor")
+            )
+    return {name: tensors[name] for name in names}
+
+
+def _listed(names: list[Any]) -> str:
+    shown = ", ".join(map(repr, names[:6])) or "none"
+    return shown + (", ..." if len(names) > 6 else "")

@@ -1,0 +1,144 @@
+"""hvp: the Hessian of a function times a direction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.func import jvp, vjp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gradkit import _pytree
+from gradkit._inputs import Losses, check_option
+from gradkit._pytree import PyTree
+from gradkit.errors import LeafTypeError, StructureError, describe, message
+from gradkit.func._level import Passes, differentiate
+from gradkit.func._stack import apart_from_the_outer_graph
+from gradkit.func._variables import Variables, owned, read_variables
+
+Mode: TypeAlias = Literal["forward-over-reverse", "reverse-over-reverse"]
+
+
+def hvp(
+    fn: Callable[..., Any],
+    primals: PyTree,
+    tangents: PyTree,
+    *,
+    mode: Mode = "forward-over-reverse",
+) -> tuple[PyTree, PyTree]:
+    """Return the gradient of a function, and its Hessian times a direction, in two passes.
+
+    Attention inside of `fn` is computed by torch's plain formula: the fused kernels have no second
+    derivative.
+
+    Example:
+        >>> import torch, gradkit
+        >>> def loss(w):
+        ...     return (w**3).sum()
+        >>> gradkit.func.hvp(loss, torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]))
+        (tensor([ 3., 12.]), tensor([6., 0.]))
+
+    Args:
+        fn: Returns real floating-point losses of one element each, which are added.
+        primals: Where to differentiate: a tuple is the positional arguments of `fn`, any other
+            tree its one argument. Its leaves are as in `value_and_grads`, but real.
+        tangents: The direction, a tree like `primals` of tensors of the same shapes and dtypes. A
+            None in it is zero. A tensor that stands in several places of `primals` has the same
+            direction in all of them.
+        mode: `"forward-over-reverse"`, a forward pass through the gradient, takes the least time
+            and memory; `"reverse-over-reverse"` is for what has no forward-mode derivative.
+
+    Returns:
+        `(grads, hv)`, both like `primals`, their leaves as in `value_and_grads`.
+
+    Raises:
+        DetachedLossError: No loss depends on the primals (not noticed under torch.compile).
+        LeafTypeError: A leaf is no tensor that has a gradient, or complex.
+        NotScalarLossError: A loss has not exactly one element.
+        StructureError: `tangents` do not match `primals`, or there is no such mode.
+        UnreachedParamError: There is nothing to differentiate by.
+        UnsupportedGraphError: torch.func cannot enter what `fn` does, or gets it silently wrong.
+
+    Source:
+        Pearlmutter 1994, "Fast Exact Multiplication by the Hessian"; its arguments are those of
+        `torch.autograd.functional.hvp`, https://pytorch.org/docs/stable/autograd.html
+    """
+    check_option("mode", mode, ("forward-over-reverse", "reverse-over-reverse"))
+    args = primals if isinstance(primals, tuple) else (primals,)
+    given = read_variables(args, tuple(range(len(args))))
+    directions = _directions(given, primals, tangents)
+
+    def grads_at(*tensors: Tensor) -> tuple[Tensor, ...]:
+        point = given.at(given.with_tensors(tensors))
+        out = differentiate(fn, point, {}, _of_the_sum, has_aux=False, scalar=True)
+        return tuple(out.grads[0])
+
+    with apart_from_the_outer_graph(), sdpa_kernel(SDPBackend.MATH):
+        if mode == "forward-over-reverse":
+            grads, products = jvp(grads_at, tuple(given.tensors), tuple(directions))  # type: ignore[misc]
+        else:
+            grads, pull = vjp(grads_at, *given.tensors)  # type: ignore[misc]
+            products = pull(tuple(directions))
+    results = []
+    for found in ([*grads], [*products]):
+        tree = given.to_tree(owned(found, given.tensors))
+        results.append(tree if isinstance(primals, tuple) else tree[0])
+    return results[0], results[1]
+
+
+def _of_the_sum(losses: Losses, passes: Passes) -> list[list[Tensor]]:
+    return [passes.grads(losses.leaves, None, retain=False)]
+
+
+def _directions(given: Variables, primals: PyTree, tangents: PyTree) -> list[Tensor]:
+    """Return one direction for each variable."""
+    _, spec = _pytree.flatten(primals)
+    along = _pytree.matching_leaves(spec, "primals", tangents, "tangents")
+    found: dict[int, Tensor] = {}
+    for index, (slot, tangent) in enumerate(zip(given.slots, along, strict=True)):
+        if slot is None:
+            continue
+        variable = given.tensors[slot]
+        where = _pytree.path(spec, index, "tangents")
+        if variable.dtype.is_complex:
+            raise LeafTypeError(
+                message(
+                    _pytree.path(spec, index, "primals"),
+                    "a real tensor",
+                    describe(variable),
+                    "differentiate by torch.view_as_real of it",
+                )
+            )
+        tangent = torch.zeros_like(variable) if tangent is None else tangent
+        _check(tangent, variable, where)
+        if not _same(found.setdefault(slot, tangent), tangent):
+            raise StructureError(
+                message(
+                    where,
+                    "the direction that the same tensor has in its first place",
+                    "another one",
+                    "give the one tensor one direction, wherever it stands",
+                )
+            )
+    return [found[slot] for slot in range(len(given.tensors))]
+
+
+def _check(tangent: object, variable: Tensor, where: str) -> None:
+    if not isinstance(tangent, Tensor):
+        raise LeafTypeError(
+            message(where, "a tensor or None", describe(tangent), "torch.zeros_like(primal)")
+        )
+    if (tangent.shape, tangent.dtype, tangent.device) != (
+        variable.shape,
+        variable.dtype,
+        variable.device,
+    ):
+        raise StructureError(
+            message(where, describe(variable), describe(tangent), "torch.randn_like(primal)")
+        )
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a is b or (not torch.compiler.is_compiling() and torch.equal(a, b))

@@ -1,0 +1,199 @@
+"""per_sample_grads: the gradient of every sample of a batch by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+from optree import PyTreeSpec
+from torch import Tensor
+from torch.func import vmap
+
+from gradkit import _pytree
+from gradkit._inputs import Losses, check_option
+from gradkit._pytree import PyTree
+from gradkit.errors import StructureError, describe, message
+from gradkit.func._level import Passes, differentiate
+from gradkit.func._losses import check_chunk_size
+from gradkit.func._stack import apart_from_the_outer_graph
+from gradkit.func._traps import Watch
+from gradkit.func._variables import ArgNums, owned, read_variables
+
+Randomness: TypeAlias = Literal["error", "same", "different"]
+
+
+def per_sample_grads(
+    fn: Callable[..., Any],
+    argnums: ArgNums = 0,
+    *,
+    in_dims: PyTree = None,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    randomness: Randomness = "error",
+) -> Callable[..., Any]:
+    """Return a function that gives the gradients of the loss of each sample of a batch.
+
+    Equal, to rounding, to a loop over the samples.
+
+    Example:
+        >>> import torch, gradkit
+        >>> def loss(w, x, y):  # of one sample
+        ...     return ((w * x).sum() - y).square()
+        >>> w, x, y = torch.ones(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.zeros(2)
+        >>> gradkit.func.per_sample_grads(loss)(w, x, y)
+        tensor([[ 6., 12.],
+                [42., 56.]])
+
+    Args:
+        fn: As in `value_and_grads`, for one sample: its arguments come without the batch
+            dimension. A module that wants one gets `x[None]`. Several losses are added.
+        argnums: As in `value_and_grads`.
+        in_dims: Where the batch dimension of the positional arguments is: as in `torch.vmap` an
+            int, or a tuple with an entry for each argument, each an int, None (not batched), or a
+            tree of these that begins the argument. None: every tensor of the arguments that
+            `argnums` does not name has the batch first.
+        has_aux: As in `value_and_grads`; the tensors of aux come stacked.
+        chunk_size: How many samples are in memory at a time; None is all. It changes the results
+            by rounding only, but for what is drawn at random.
+        randomness: What random operations do, as in `torch.vmap`: `"error"`, `"same"` numbers for
+            every sample, or `"different"` ones.
+
+    Returns:
+        A function of the arguments that returns what `grads` is in `value_and_grads`, or a pair of
+        that and aux: of B samples, gradients of shape `(B,) + tensor.shape`. If the variables
+        themselves are batched, `tensor.shape` is without that dimension.
+
+    Raises:
+        DetachedLossError: No loss depends on the arguments (not noticed under torch.compile).
+        LeafTypeError: A leaf of an argument or of the losses is no tensor that has a gradient.
+        NotScalarLossError: A loss has not exactly one element.
+        StructureError: `argnums`, `in_dims`, `chunk_size`, `randomness`, the sizes of the batch or
+            what `fn` returned does not fit.
+        UnreachedParamError: The arguments hold nothing to differentiate by.
+        UnsupportedGraphError: Batch norm in train mode; what torch.func cannot enter, or batches
+            silently wrong.
+
+    Source:
+        `torch.func.vmap` over `torch.func.grad`,
+        https://pytorch.org/tutorials/intermediate/per_sample_grads.html
+    """
+    check_chunk_size(chunk_size)
+    check_option("randomness", randomness, ("error", "same", "different"))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = read_variables(args, argnums)
+        leaves, spec = _pytree.flatten(args)
+        dims = _read_dims(in_dims, args, given.places)
+        size = _size_of_batch(leaves, dims, spec)
+        structure: list[Any] = []
+
+        def one(*batched: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+            rest = iter(batched)
+            sample = [
+                leaf if dim is None else next(rest) for leaf, dim in zip(leaves, dims, strict=True)
+            ]
+            of_sample = given.at(_pytree.unflatten(spec, sample))
+            watch = Watch(per_sample=True)
+            out = differentiate(
+                fn, of_sample, kwargs, _of_the_sum, has_aux=has_aux, scalar=True, watch=watch
+            )
+            aux_leaves, aux_spec = _pytree.flatten(out.aux)
+            others = [None if isinstance(x, Tensor) else (x,) for x in aux_leaves]
+            structure[:] = [aux_spec, others]
+            return out.grads[0], [x for x in aux_leaves if isinstance(x, Tensor)]
+
+        with apart_from_the_outer_graph():
+            grads, tensors_of_aux = vmap(
+                one,
+                in_dims=tuple(dim for dim in dims if dim is not None),
+                chunk_size=chunk_size,
+                randomness=randomness,
+            )(*[leaf for leaf, dim in zip(leaves, dims, strict=True) if dim is not None])
+        first = given.at(_pytree.unflatten(spec, list(map(_first_of_batch, leaves, dims))))
+        mine = list(grads)
+        del grads
+        result = first.to_tree(owned(mine, first.tensors, (size,)), (size,))
+        if not has_aux:
+            return result
+        aux_spec, others = structure
+        stacked = iter(tensors_of_aux)
+        return result, _pytree.unflatten(
+            aux_spec, [next(stacked) if o is None else o[0] for o in others]
+        )
+
+    return call
+
+
+def _of_the_sum(losses: Losses, passes: Passes) -> list[list[Tensor]]:
+    return [passes.grads(losses.leaves, None, retain=False)]
+
+
+def _first_of_batch(leaf: Any, dim: int | None) -> Any:
+    return leaf if dim is None else leaf.select(dim, 0)
+
+
+def _read_dims(in_dims: PyTree, args: tuple[Any, ...], places: tuple[int, ...]) -> list[int | None]:
+    """Return for each leaf of the arguments its batch dimension, None for none."""
+    if in_dims is None:
+        return [
+            0 if isinstance(leaf, Tensor) and place not in places else None
+            for place, arg in enumerate(args)
+            for leaf in _pytree.flatten(arg)[0]
+        ]
+    by_arg = (in_dims,) * len(args) if isinstance(in_dims, int) else in_dims
+    if not isinstance(by_arg, tuple | list) or len(by_arg) != len(args):
+        raise StructureError(
+            message(
+                "in_dims",
+                f"an int, or a tuple of {len(args)}, one entry for each positional argument",
+                describe(in_dims),
+                f"in_dims={(None, *[0] * (len(args) - 1))}",
+            )
+        )
+    return [
+        None if leaf is None else dim
+        for place, (entry, arg) in enumerate(zip(by_arg, args, strict=True))
+        for leaf, dim in zip(
+            _pytree.flatten(arg)[0],
+            _pytree.spread(entry, f"in_dims[{place}]", arg, f"args[{place}]"),
+            strict=True,
+        )
+    ]
+
+
+def _size_of_batch(leaves: list[Any], dims: list[int | None], spec: PyTreeSpec) -> int:
+    sizes: dict[int, int] = {}
+    for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+        if dim is None:
+            continue
+        fits = isinstance(leaf, Tensor) and isinstance(dim, int) and not isinstance(dim, bool)
+        if not fits or not -leaf.dim() <= dim < leaf.dim():
+            raise StructureError(
+                message(
+                    _pytree.path(spec, index, "args"),
+                    f"a tensor with the batch dimension {dim!r}",
+                    describe(leaf),
+                    "give in_dims, with None for what is not batched: in_dims=(None, 0, None)",
+                )
+            )
+        sizes.setdefault(leaf.shape[dim], index)
+    if len(sizes) == 1:
+        return next(iter(sizes))
+    if not sizes:
+        raise StructureError(
+            message(
+                "args",
+                "at least one batched tensor",
+                "none",
+                "pass the samples as an argument, or name their dimension in in_dims",
+            )
+        )
+    (size, first), (other, index), *_ = sizes.items()
+    raise StructureError(
+        message(
+            _pytree.path(spec, index, "args"),
+            f"a batch of {size}, as {_pytree.path(spec, first, 'args')} has",
+            f"one of {other}",
+            "pass as many targets as inputs, or give in_dims, with None for what is not batched",
+        )
+    )

@@ -1,0 +1,216 @@
+"""What a function is differentiated by: its chosen arguments, each tensor once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, ValuesView
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from optree import PyTreeSpec
+from torch import Tensor, nn
+
+from gradkit import _pytree
+from gradkit._ownership import grad_dtype, layout_of_rows, own, zeros_for
+from gradkit._pytree import PyTree
+from gradkit.errors import (
+    LeafTypeError,
+    StructureError,
+    UnreachedParamError,
+    describe,
+    message,
+)
+from gradkit.func._stack import transforms
+
+ArgNums: TypeAlias = int | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Variables:
+    """The differentiated arguments of a call.
+
+    Attributes:
+        args: All positional arguments, as they came.
+        places: Which of them are differentiated.
+        alone: The caller named one place by itself, so its tree is the result.
+        leaves: The leaves of those, in order: tensors and None.
+        spec: The structure of the tuple of those.
+        tensors: Each tensor to differentiate by, once.
+        slots: For each leaf its place in `tensors`; None for None and for a frozen parameter.
+        dtypes: The dtype of the gradient by each of `tensors`.
+    """
+
+    args: tuple[Any, ...]
+    places: tuple[int, ...]
+    alone: bool
+    leaves: list[Any]
+    spec: PyTreeSpec
+    tensors: list[Tensor]
+    slots: list[int | None]
+    dtypes: list[torch.dtype]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Return the arguments, with these tensors in all places where the variables stand."""
+        placed = [
+            leaf if slot is None else tensors[slot]
+            for leaf, slot in zip(self.leaves, self.slots, strict=True)
+        ]
+        args = list(self.args)
+        for place, arg in zip(self.places, _pytree.unflatten(self.spec, placed), strict=True):
+            args[place] = arg
+        return tuple(args)
+
+    def at(self, args: tuple[Any, ...]) -> Variables:
+        """Return the same variables of other arguments, of the same structure."""
+        leaves, _ = _pytree.flatten(tuple(args[place] for place in self.places))
+        tensors = [leaves[self.slots.index(slot)] for slot in range(len(self.tensors))]
+        return replace(self, args=args, leaves=leaves, tensors=tensors)
+
+    def to_tree(self, grads: Sequence[Tensor], leading: tuple[int, ...] = ()) -> PyTree:
+        """Return gradients as the tree of the differentiated arguments.
+
+        Args:
+            grads: One for each of `tensors`, of shape `leading + tensor.shape`.
+            leading: Sizes in front.
+
+        Returns:
+            The caller's structure: of one argument, or of a tuple of them. A further place of a
+            tied tensor has a copy; a frozen parameter has zeros.
+        """
+        placed: list[Any] = []
+        used: set[int] = set()
+        for leaf, slot in zip(self.leaves, self.slots, strict=True):
+            if slot is None:
+                placed.append(None if leaf is None else zeros_for(leaf, leading))
+            else:
+                placed.append(grads[slot].clone() if slot in used else grads[slot])
+                used.add(slot)
+        trees = _pytree.unflatten(self.spec, placed)
+        return trees[0] if self.alone else trees
+
+
+def read_variables(args: tuple[Any, ...], argnums: ArgNums) -> Variables:
+    """Check and flatten the arguments that a function is differentiated by.
+
+    Args:
+        args: The positional arguments of a call.
+        argnums: Which of them, as in JAX: an int, or a tuple of ints; negative from the end.
+
+    Returns:
+        Their leaves and variables.
+
+    Raises:
+        StructureError: There is no such argument, or one stands in `argnums` twice.
+        LeafTypeError: A leaf is nothing that can be differentiated.
+        UnreachedParamError: There is nothing to differentiate by.
+    """
+    places = _places(argnums, len(args))
+    leaves, spec = _pytree.flatten(tuple(args[place] for place in places))
+    tensors: list[Tensor] = []
+    slots: list[int | None] = []
+    seen: dict[int, int] = {}
+    for index, leaf in enumerate(leaves):
+        if leaf is None or not _is_variable(leaf, partial(_path, spec, index, places)):
+            slots.append(None)
+            continue
+        slot = seen.setdefault(id(leaf), len(tensors))
+        if slot == len(tensors):
+            tensors.append(leaf)
+        slots.append(slot)
+    if not tensors:
+        raise UnreachedParamError(
+            message(
+                ", ".join(f"args[{place}]" for place in places),
+                "a tensor to differentiate by",
+                "none (an empty tree, None, or frozen parameters)",
+                "name the arguments with argnums, and leave one parameter unfrozen",
+            )
+        )
+    dtypes = [_grad_dtype(tensor) for tensor in tensors]
+    return Variables(args, places, isinstance(argnums, int), leaves, spec, tensors, slots, dtypes)
+
+
+def _places(argnums: object, count: int) -> tuple[int, ...]:
+    asked = argnums if isinstance(argnums, tuple) else (argnums,)
+    if not asked or not all(isinstance(n, int) and not isinstance(n, bool) for n in asked):
+        raise StructureError(
+            message("argnums", "an int or a tuple of ints", describe(argnums), "argnums=0")
+        )
+    places = tuple(n + count if n < 0 else n for n in asked)
+    if not all(0 <= place < count for place in places) or len(set(places)) < len(places):
+        raise StructureError(
+            message(
+                "argnums",
+                f"different places among the {count} positional arguments of the call",
+                repr(argnums),
+                "pass what is differentiated by position, and name each place once",
+            )
+        )
+    return places
+
+
+def _path(spec: PyTreeSpec, index: int, places: tuple[int, ...]) -> str:
+    # As the caller numbers them: the first of several differentiated arguments may be args[2].
+    inside = _pytree.path(spec, index, "")
+    number, _, rest = inside.removeprefix("[").partition("]")
+    return f"args[{places[int(number)]}]{rest}"
+
+
+def _is_variable(leaf: object, where: Callable[[], str]) -> bool:
+    if not isinstance(leaf, Tensor):
+        raise LeafTypeError(message(where(), "a tensor or None", describe(leaf), _advice(leaf)))
+    if isinstance(leaf, nn.Parameter) and not leaf.requires_grad:
+        return False
+    if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+        return True
+    raise LeafTypeError(
+        message(
+            where(),
+            "a floating-point or complex tensor",
+            describe(leaf),
+            "pass it as an argument that argnums does not name: integers have no gradient",
+        )
+    )
+
+
+def _advice(leaf: object) -> str:
+    if isinstance(leaf, nn.Module):
+        return "call, params, buffers = gradkit.func.make_functional(module), and pass the params"
+    if isinstance(leaf, Iterator | ValuesView):
+        return "list(model.parameters()): an iterator can be read only once"
+    if isinstance(leaf, bool | int | float | complex):
+        return "torch.tensor(value), or name other arguments with argnums"
+    return "pass it as an argument that argnums does not name"
+
+
+def _grad_dtype(tensor: Tensor) -> torch.dtype:
+    # torch.compile cannot read the attribute, and in a transform the tensor is another one.
+    return tensor.dtype if torch.compiler.is_compiling() else grad_dtype(tensor)
+
+
+def owned(
+    grads: list[Tensor], variables: Sequence[Tensor], leading: tuple[int, ...] = ()
+) -> list[Tensor]:
+    """Return gradients that share memory with nothing, laid out like their variables.
+
+    Args:
+        grads: Gradients that nothing else refers to; changed in place.
+        variables: What they are of.
+        leading: Sizes in front of those of the variables.
+
+    Returns:
+        The same list, with copies of what was not the caller's yet. Inside of a transform they are
+        what they are: the transform makes what the caller gets.
+    """
+    if torch.compiler.is_compiling():
+        return [_copied(g, v, leading) for g, v in zip(grads, variables, strict=True)]
+    if not transforms():
+        own(grads, [layout_of_rows(v, leading) for v in variables] if leading else variables)
+    return grads
+
+
+def _copied(grad: Tensor, variable: Tensor, leading: tuple[int, ...]) -> Tensor:
+    if leading or grad.layout != torch.strided:
+        return grad.clone(memory_format=torch.contiguous_format)
+    return torch.empty_like(variable, dtype=grad.dtype).copy_(grad)
