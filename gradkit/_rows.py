@@ -196,9 +196,10 @@ def _put_one(
 
 def one_hot(loss: Tensor, start: int, stop: int) -> Tensor:
     """Return the cotangents of the elements of `loss` from `start` to `stop`, stacked."""
-    seeds = torch.zeros(stop - start, loss.numel(), dtype=loss.dtype, device=loss.device)
-    seeds[:, start:stop].fill_diagonal_(1)
-    return seeds.view(stop - start, *loss.shape)
+    rows = torch.arange(start, stop, device=loss.device)
+    columns = torch.arange(loss.numel(), device=loss.device)
+    # Compared and not filled: torch.compile does not follow a write to a diagonal.
+    return (rows[:, None] == columns).to(loss.dtype).view(stop - start, *loss.shape)
 
 
 def _why_not(loss: Tensor, variables: list[Tensor]) -> str | None:

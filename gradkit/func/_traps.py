@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch._functorch.eager_transforms import _autograd_grad
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -13,23 +15,40 @@ from torch.overrides import TorchFunctionMode
 from gradkit.errors import UnsupportedGraphError, message
 from gradkit.func._stack import BATCH, DERIVATIVES, transforms
 
-# A backward pass in a batch is wrong for these [G1]; what can stand in their place.
+
+@dataclass(frozen=True)
+class _Norm:
+    """Where the weight of a normalization, and its train mode, stand among its arguments."""
+
+    name: str
+    weight: int
+    training: int | None = None
+
+
+# A backward pass in a batch is wrong for these [G1].
 _BATCHED = {
+    torch.cdist: "cdist",
+    torch.as_strided_scatter: "as_strided_scatter",
+    Tensor.as_strided_scatter: "as_strided_scatter",
+    torch.roll: "roll",
+    Tensor.roll: "roll",
+}
+_INSTEAD = {
     "cdist": "(a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)",
     "as_strided_scatter": "index_put, or torch.where",
     "roll": "leave it out: it moves nothing in a tensor without dimensions",
 }
-# So is the derivative of a batched backward pass through these, where they have a weight [V1]. Its
-# place among the arguments is that of the operator, or that of torch.nn.functional.
-_WEIGHT_OF_NORM = {
-    "layer_norm": 2,
-    "native_layer_norm": 2,
-    "batch_norm": 1,
-    "native_batch_norm": 1,
-    "instance_norm": 1,
+# So is the derivative of a batched backward pass through these, where they have a weight [V1].
+_NORMS = {
+    functional.layer_norm: _Norm("layer_norm", 2),
+    torch.layer_norm: _Norm("layer_norm", 2),
+    torch.native_layer_norm: _Norm("layer_norm", 2),
+    functional.batch_norm: _Norm("batch_norm", 3, 5),
+    torch.batch_norm: _Norm("batch_norm", 1, 5),
+    torch.native_batch_norm: _Norm("batch_norm", 1, 5),
+    functional.instance_norm: _Norm("instance_norm", 3),
+    torch.instance_norm: _Norm("instance_norm", 1),
 }
-_WEIGHT_OF_FUNCTIONAL = {functional.batch_norm: 3, functional.instance_norm: 3}
-_TRAINING = 5  # of batch_norm, for both
 _BACKWARD = (torch.autograd.grad, _autograd_grad)
 
 
@@ -56,33 +75,29 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         """Run the operation, unless a trap is known."""
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name in _BATCHED:
-            self._note(name, args, kwargs)
-        elif name in _WEIGHT_OF_NORM:
-            place = _WEIGHT_OF_FUNCTIONAL.get(func, _WEIGHT_OF_NORM[name])
-            self._note_norm(name, _argument(args, kwargs, place, "weight"), args, kwargs)
+        if func in _BATCHED:
+            self._note_batched(_BATCHED[func], args, kwargs)
+        elif func in _NORMS:
+            self._note_norm(_NORMS[func], args, kwargs)
         elif func in _BACKWARD:
             self.check()
         return func(*args, **kwargs)
 
-    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_batched(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name == "roll" and _argument(args, kwargs, 0, "input").dim() > 0:
             return
         self.wrong_in_a_batch.append(name)
         if name != "cdist" and BATCH in transforms():
             _refuse_batched(name)  # its value is wrong already, or it raises
 
-    def _note_norm(
-        self, name: str, weight: object, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if name.endswith("batch_norm"):
-            if not _argument(args, kwargs, _TRAINING, "training"):
+    def _note_norm(self, norm: _Norm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if norm.training is not None:
+            if not _argument(args, kwargs, norm.training, "training"):
                 return
             if self._per_sample:
                 _refuse_train_mode()
-        if weight is not None:
-            self.wrong_differentiated.append(name)
+        if _argument(args, kwargs, norm.weight, "weight") is not None:
+            self.wrong_differentiated.append(norm.name)
 
     def check(self) -> None:
         """Raise if a backward pass through what was seen would come out wrong.
@@ -138,7 +153,7 @@ def _refuse_batched(name: str) -> NoReturn:
             "an operation that torch.func.vmap batches rightly",
             f"{name}{' of a tensor without dimensions' if name == 'roll' else ''}, whose batched "
             "gradient torch gets silently wrong",
-            _BATCHED[name],
+            _INSTEAD[name],
         )
     )
 

@@ -109,12 +109,12 @@ def read_variables(args: tuple[Any, ...], argnums: ArgNums) -> Variables:
     leaves, spec = _pytree.flatten(tuple(args[place] for place in places))
     tensors: list[Tensor] = []
     slots: list[int | None] = []
-    seen: dict[int, int] = {}
+    find = _finder(tensors)
     for index, leaf in enumerate(leaves):
         if leaf is None or not _is_variable(leaf, partial(_path, spec, index, places)):
             slots.append(None)
             continue
-        slot = seen.setdefault(id(leaf), len(tensors))
+        slot = find(leaf)
         if slot == len(tensors):
             tensors.append(leaf)
         slots.append(slot)
@@ -129,6 +129,15 @@ def read_variables(args: tuple[Any, ...], argnums: ArgNums) -> Variables:
         )
     dtypes = [_grad_dtype(tensor) for tensor in tensors]
     return Variables(args, places, isinstance(argnums, int), leaves, spec, tensors, slots, dtypes)
+
+
+def _finder(tensors: list[Tensor]) -> Callable[[Tensor], int]:
+    """Return a function that tells where a tensor stands in a growing list, or would be added."""
+    if torch.compiler.is_compiling():
+        # An id would be a constant of the compiled function, and the next call compiled anew.
+        return lambda leaf: next((i for i, t in enumerate(tensors) if t is leaf), len(tensors))
+    seen: dict[int, int] = {}
+    return lambda leaf: seen.setdefault(id(leaf), len(tensors))
 
 
 def _places(argnums: object, count: int) -> tuple[int, ...]:
