@@ -16,6 +16,7 @@ from optree import PyTreeSpec
 from gradkit.errors import StructureError, message
 
 PyTree: TypeAlias = Any
+Structure: TypeAlias = PyTreeSpec
 
 _NAMESPACE = "gradkit"
 

@@ -6,7 +6,7 @@ from one loss by itself: from outside, the others would have to be given zeros, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.func import vjp
 
 from gradkit import _pytree
 from gradkit._inputs import Losses, read_losses
-from gradkit._pytree import PyTree
+from gradkit._pytree import PyTree, Structure
 from gradkit.errors import (
     DetachedLossError,
     StructureError,
@@ -88,13 +88,13 @@ class Outcome:
         values: The losses.
         grads: For each list of gradients that was asked for, one for each variable.
         aux: What the function returned beside the losses.
-        losses: The structure of the losses.
+        spec: The structure of the losses.
     """
 
     values: list[Tensor]
     grads: list[list[Tensor]]
     aux: PyTree
-    losses: Losses
+    spec: Structure
 
 
 def differentiate(
@@ -127,7 +127,7 @@ def differentiate(
     """
     differentiable = differentiated()
     watch = Watch() if watch is None else watch
-    structures: list[Any] = []
+    outside: list[Any] = []
 
     def inside(*tensors: Tensor) -> tuple[Tensor, Any]:
         _set_grad_dtypes(tensors, given)
@@ -140,11 +140,8 @@ def differentiate(
         _require_dependence(losses, passes)
         watch.check()
         grads = run(losses, passes)
-        leaves, spec = _pytree.flatten(aux)
-        # torch.func passes on tensors alone.
-        tensors_of_aux = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
-        structures.extend((losses, others, spec))
+        tensors_of_aux, put_back = tensors_of(aux)
+        outside.extend((losses.spec, put_back))
         return losses.leaves[0], (losses.leaves, grads, tensors_of_aux)
 
     with apart_from_the_outer_graph():
@@ -154,12 +151,34 @@ def differentiate(
             tensors_of_aux = [
                 leaf.detach() if leaf.requires_grad else leaf for leaf in tensors_of_aux
             ]
-    losses, others, spec = structures
-    remaining = iter(tensors_of_aux)
-    aux = _pytree.unflatten(spec, [next(remaining) if o is None else o[0] for o in others])
+    spec, put_back = outside
     cast = [_cast(one, given.dtypes) for one in grads]
     del grads
-    return Outcome(values, cast, aux, losses)
+    return Outcome(values, cast, put_back(tensors_of_aux), spec)
+
+
+def gradient_of_the_sum(losses: Losses, passes: Passes) -> list[list[Tensor]]:
+    """Run one pass from all losses together; a `run` for `differentiate`."""
+    return [passes.grads(losses.leaves, None, retain=False)]
+
+
+def tensors_of(tree: PyTree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], PyTree]]:
+    """Take the tensors out of a tree: a transform passes on nothing else.
+
+    Args:
+        tree: A tree of anything.
+
+    Returns:
+        The tensors, and a function that puts others in their places.
+    """
+    leaves, spec = _pytree.flatten(tree)
+    others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+
+    def put_back(tensors: Iterable[Tensor]) -> PyTree:
+        rest = iter(tensors)
+        return _pytree.unflatten(spec, [next(rest) if o is None else o[0] for o in others])
+
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], put_back
 
 
 def _cast(grads: list[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:

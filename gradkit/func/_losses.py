@@ -83,7 +83,7 @@ def value_and_grads(
             return [passes.grads(losses.leaves, seeds, retain=False)]
 
         out = differentiate(fn, given, kwargs, run, has_aux=has_aux, scalar=True)
-        values = _pytree.unflatten(out.losses.spec, out.values)
+        values = _pytree.unflatten(out.spec, out.values)
         grads = given.to_tree(owned(out.grads[0], given.tensors))
         return ((values, out.aux), grads) if has_aux else (values, grads)
 
@@ -164,7 +164,7 @@ def per_loss_grads(
             shape = tuple(loss.shape)
             grads, out.grads[index] = out.grads[index], []
             trees.append(given.to_tree(owned(grads, given.tensors, shape), shape))
-        by_loss = _pytree.unflatten(out.losses.spec, trees)
+        by_loss = _pytree.unflatten(out.spec, trees)
         return (by_loss, out.aux) if has_aux else by_loss
 
     return call

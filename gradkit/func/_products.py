@@ -11,10 +11,10 @@ from torch.func import jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradkit import _pytree
-from gradkit._inputs import Losses, check_option
+from gradkit._inputs import check_option
 from gradkit._pytree import PyTree
 from gradkit.errors import LeafTypeError, StructureError, describe, message
-from gradkit.func._level import Passes, differentiate
+from gradkit.func._level import differentiate, gradient_of_the_sum
 from gradkit.func._stack import apart_from_the_outer_graph
 from gradkit.func._variables import Variables, owned, read_variables
 
@@ -72,7 +72,7 @@ def hvp(
 
     def grads_at(*tensors: Tensor) -> tuple[Tensor, ...]:
         point = given.at(given.with_tensors(tensors))
-        out = differentiate(fn, point, {}, _of_the_sum, has_aux=False, scalar=True)
+        out = differentiate(fn, point, {}, gradient_of_the_sum, has_aux=False, scalar=True)
         return tuple(out.grads[0])
 
     with apart_from_the_outer_graph(), sdpa_kernel(SDPBackend.MATH):
@@ -86,10 +86,6 @@ def hvp(
         tree = given.to_tree(owned(found, given.tensors))
         results.append(tree if isinstance(primals, tuple) else tree[0])
     return results[0], results[1]
-
-
-def _of_the_sum(losses: Losses, passes: Passes) -> list[list[Tensor]]:
-    return [passes.grads(losses.leaves, None, retain=False)]
 
 
 def _directions(given: Variables, primals: PyTree, tangents: PyTree) -> list[Tensor]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
-from optree import PyTreeSpec
 from torch import Tensor
 from torch.func import vmap
 
 from gradkit import _pytree
-from gradkit._inputs import Losses, check_option
-from gradkit._pytree import PyTree
+from gradkit._inputs import check_option
+from gradkit._pytree import PyTree, Structure
 from gradkit.errors import StructureError, describe, message
-from gradkit.func._level import Passes, differentiate
+from gradkit.func._level import differentiate, gradient_of_the_sum, tensors_of
 from gradkit.func._losses import check_chunk_size
 from gradkit.func._stack import apart_from_the_outer_graph
 from gradkit.func._traps import Watch
@@ -85,7 +84,7 @@ def per_sample_grads(
         leaves, spec = _pytree.flatten(args)
         dims = _read_dims(in_dims, args, given.places)
         size = _size_of_batch(leaves, dims, spec)
-        structure: list[Any] = []
+        outside: list[Any] = []
 
         def one(*batched: Tensor) -> tuple[list[Tensor], list[Tensor]]:
             rest = iter(batched)
@@ -95,12 +94,17 @@ def per_sample_grads(
             of_sample = given.at(_pytree.unflatten(spec, sample))
             watch = Watch(per_sample=True)
             out = differentiate(
-                fn, of_sample, kwargs, _of_the_sum, has_aux=has_aux, scalar=True, watch=watch
+                fn,
+                of_sample,
+                kwargs,
+                gradient_of_the_sum,
+                has_aux=has_aux,
+                scalar=True,
+                watch=watch,
             )
-            aux_leaves, aux_spec = _pytree.flatten(out.aux)
-            others = [None if isinstance(x, Tensor) else (x,) for x in aux_leaves]
-            structure[:] = [aux_spec, others]
-            return out.grads[0], [x for x in aux_leaves if isinstance(x, Tensor)]
+            tensors, put_back = tensors_of(out.aux)
+            outside[:] = [put_back]
+            return out.grads[0], tensors
 
         with apart_from_the_outer_graph():
             grads, tensors_of_aux = vmap(
@@ -115,17 +119,9 @@ def per_sample_grads(
         result = first.to_tree(owned(mine, first.tensors, (size,)), (size,))
         if not has_aux:
             return result
-        aux_spec, others = structure
-        stacked = iter(tensors_of_aux)
-        return result, _pytree.unflatten(
-            aux_spec, [next(stacked) if o is None else o[0] for o in others]
-        )
+        return result, outside[0](tensors_of_aux)
 
     return call
-
-
-def _of_the_sum(losses: Losses, passes: Passes) -> list[list[Tensor]]:
-    return [passes.grads(losses.leaves, None, retain=False)]
 
 
 def _first_of_batch(leaf: Any, dim: int | None) -> Any:
@@ -161,7 +157,7 @@ def _read_dims(in_dims: PyTree, args: tuple[Any, ...], places: tuple[int, ...]) 
     ]
 
 
-def _size_of_batch(leaves: list[Any], dims: list[int | None], spec: PyTreeSpec) -> int:
+def _size_of_batch(leaves: list[Any], dims: list[int | None], spec: Structure) -> int:
     sizes: dict[int, int] = {}
     for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
         if dim is None:

@@ -14,13 +14,16 @@ DERIVATIVES = frozenset({"Grad", "Jvp"})
 BATCH = "Vmap"
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def transforms() -> tuple[str, ...]:
     """Return the transforms that are active, from the outermost: "Vmap", "Grad", "Jvp", ...
 
     A compiled function is traced again where these differ, so that they are constants in it.
     """
     return tuple(interpreter.key().name for interpreter in _read() or ())
+
+
+# What torch.compiler.assume_constant_result does, which would import all of torch's compiler.
+vars(transforms)["_dynamo_marked_constant"] = True
 
 
 def differentiated() -> bool:

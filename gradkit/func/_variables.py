@@ -8,12 +8,11 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from optree import PyTreeSpec
 from torch import Tensor, nn
 
 from gradkit import _pytree
 from gradkit._ownership import grad_dtype, layout_of_rows, own, zeros_for
-from gradkit._pytree import PyTree
+from gradkit._pytree import PyTree, Structure
 from gradkit.errors import (
     LeafTypeError,
     StructureError,
@@ -45,7 +44,7 @@ class Variables:
     places: tuple[int, ...]
     alone: bool
     leaves: list[Any]
-    spec: PyTreeSpec
+    spec: Structure
     tensors: list[Tensor]
     slots: list[int | None]
     dtypes: list[torch.dtype]
@@ -159,7 +158,7 @@ def _places(argnums: object, count: int) -> tuple[int, ...]:
     return places
 
 
-def _path(spec: PyTreeSpec, index: int, places: tuple[int, ...]) -> str:
+def _path(spec: Structure, index: int, places: tuple[int, ...]) -> str:
     # As the caller numbers them: the first of several differentiated arguments may be args[2].
     inside = _pytree.path(spec, index, "")
     number, _, rest = inside.removeprefix("[").partition("]")
