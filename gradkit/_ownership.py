@@ -91,7 +91,8 @@ def _only_views_share(grads: list[Tensor], uses: list[int]) -> bool:
     if not set(uses) <= {_STORAGE_ALONE, _VIEW_ALONE}:
         return False
     views = [grad for grad, count in zip(grads, uses, strict=True) if count == _VIEW_ALONE]
-    return set(map(_tensor_uses, map(_base, views))) == {_BASE_ALONE}
+    bases = list(map(_base, views))  # None: no view, but what detach() makes shares memory, too
+    return None not in bases and set(map(_tensor_uses, bases)) == {_BASE_ALONE}
 
 
 def copy_for(grad: Tensor, param: Tensor) -> Tensor:

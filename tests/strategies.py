@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,7 +63,13 @@ def programs(
     )
 
 
-def build(program: Program, device: torch.device, dtype: torch.dtype) -> Graph:
+def build(
+    program: Program,
+    device: torch.device,
+    dtype: torch.dtype,
+    leaves: Sequence[Tensor] | None = None,
+) -> Graph:
+    """Run a program, on leaves of its own or on these."""
     source = torch.Generator().manual_seed(program.seed)
 
     def fresh(*shape: int) -> Tensor:
@@ -77,7 +83,10 @@ def build(program: Program, device: torch.device, dtype: torch.dtype) -> Graph:
             leaf = fresh(SIZE, SIZE).t()
         else:
             leaf = fresh(SIZE, 2 * SIZE)[:, ::2]
-        graph.leaves.append(leaf.detach().requires_grad_())
+        graph.leaves.append(leaf.detach())
+    graph.leaves = (
+        [leaf.requires_grad_() for leaf in graph.leaves] if leaves is None else list(leaves)
+    )
     for which in program.leaf_hooks:
         graph.leaves[which % len(graph.leaves)].register_hook(times(3))
     graph.values = list(graph.leaves)

@@ -20,12 +20,13 @@ from gradkit._inputs import Losses, read_losses
 from gradkit._pytree import PyTree, Structure
 from gradkit.errors import (
     DetachedLossError,
+    GradkitError,
     StructureError,
     UnsupportedGraphError,
     describe,
     message,
 )
-from gradkit.func._stack import apart_from_the_outer_graph, differentiated
+from gradkit.func._stack import detached, differentiated, ordinary_mode
 from gradkit.func._traps import Watch
 from gradkit.func._variables import Variables
 
@@ -144,17 +145,13 @@ def differentiate(
         outside.extend((losses.spec, put_back))
         return losses.leaves[0], (losses.leaves, grads, tensors_of_aux)
 
-    with apart_from_the_outer_graph():
-        values, grads, tensors_of_aux = _enter(inside, given.tensors)
-        values = [value.clone() for value in values]
-        if not differentiable:
-            tensors_of_aux = [
-                leaf.detach() if leaf.requires_grad else leaf for leaf in tensors_of_aux
-            ]
+    with ordinary_mode():
+        values, grads, tensors_of_aux = _enter(inside, list(map(detached, given.tensors)))
+        values = [detached(value).clone() for value in values]
     spec, put_back = outside
     cast = [_cast(one, given.dtypes) for one in grads]
     del grads
-    return Outcome(values, cast, put_back(tensors_of_aux), spec)
+    return Outcome(values, cast, put_back(map(detached, tensors_of_aux)), spec)
 
 
 def gradient_of_the_sum(losses: Losses, passes: Passes) -> list[list[Tensor]]:
@@ -197,7 +194,7 @@ def _enter(inside: Callable[..., Any], tensors: list[Tensor]) -> Any:
         return result
     except RuntimeError as error:
         for text, (came, do) in _CANNOT_ENTER.items():
-            if text in str(error):
+            if text in str(error) and not isinstance(error, GradkitError):
                 raise UnsupportedGraphError(
                     message("fn", "what torch.func can differentiate", came, do)
                 ) from error
@@ -208,6 +205,10 @@ _CANNOT_ENTER = {
     "saved tensor hooks": (
         "saved-tensor hooks: a checkpoint, or save_on_cpu",
         "leave them out, or compute the losses eagerly: gradkit.value_and_grads(losses, params)",
+    ),
+    "functorch transform": (
+        "a call of backward(), retain_grad(), requires_grad_(), or of torch.autograd.functional",
+        "nest gradkit.func or torch.func calls, and return what is kept as aux",
     ),
     "setup_context": (
         "an autograd.Function whose forward takes ctx, or a full backward hook of a module",

@@ -15,7 +15,7 @@ from gradkit._inputs import check_option
 from gradkit._pytree import PyTree
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 from gradkit.func._level import differentiate, gradient_of_the_sum
-from gradkit.func._stack import apart_from_the_outer_graph
+from gradkit.func._stack import detached, ordinary_mode
 from gradkit.func._variables import Variables, owned, read_variables
 
 Mode: TypeAlias = Literal["forward-over-reverse", "reverse-over-reverse"]
@@ -71,19 +71,20 @@ def hvp(
     directions = _directions(given, primals, tangents)
 
     def grads_at(*tensors: Tensor) -> tuple[Tensor, ...]:
-        point = given.at(given.with_tensors(tensors))
-        out = differentiate(fn, point, {}, gradient_of_the_sum, has_aux=False, scalar=True)
+        here = given.at(given.with_tensors(tensors))
+        out = differentiate(fn, here, {}, gradient_of_the_sum, has_aux=False, scalar=True)
         return tuple(out.grads[0])
 
-    with apart_from_the_outer_graph(), sdpa_kernel(SDPBackend.MATH):
+    with ordinary_mode(), sdpa_kernel(SDPBackend.MATH):
+        point, along = (tuple(map(detached, x)) for x in (given.tensors, directions))
         if mode == "forward-over-reverse":
-            grads, products = jvp(grads_at, tuple(given.tensors), tuple(directions))  # type: ignore[misc]
+            grads, products = jvp(grads_at, point, along)  # type: ignore[misc]
         else:
-            grads, pull = vjp(grads_at, *given.tensors)  # type: ignore[misc]
-            products = pull(tuple(directions))
+            grads, pull = vjp(grads_at, *point)  # type: ignore[misc]
+            products = pull(along)
     results = []
-    for found in ([*grads], [*products]):
-        tree = given.to_tree(owned(found, given.tensors))
+    for found in (grads, products):
+        tree = given.to_tree(owned(list(map(detached, found)), given.tensors))
         results.append(tree if isinstance(primals, tuple) else tree[0])
     return results[0], results[1]
 

@@ -14,7 +14,7 @@ from gradkit._pytree import PyTree, Structure
 from gradkit.errors import StructureError, describe, message
 from gradkit.func._level import differentiate, gradient_of_the_sum, tensors_of
 from gradkit.func._losses import check_chunk_size
-from gradkit.func._stack import apart_from_the_outer_graph
+from gradkit.func._stack import detached, ordinary_mode
 from gradkit.func._traps import Watch
 from gradkit.func._variables import ArgNums, owned, read_variables
 
@@ -106,13 +106,13 @@ def per_sample_grads(
             outside[:] = [put_back]
             return out.grads[0], tensors
 
-        with apart_from_the_outer_graph():
+        with ordinary_mode():
             grads, tensors_of_aux = vmap(
                 one,
                 in_dims=tuple(dim for dim in dims if dim is not None),
                 chunk_size=chunk_size,
                 randomness=randomness,
-            )(*[leaf for leaf, dim in zip(leaves, dims, strict=True) if dim is not None])
+            )(*[detached(x) for x, dim in zip(leaves, dims, strict=True) if dim is not None])
         first = given.at(_pytree.unflatten(spec, list(map(_first_of_batch, leaves, dims))))
         mine = list(grads)
         del grads

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 _read = torch._C._functorch.get_interpreter_stack
 
@@ -31,23 +31,18 @@ def differentiated() -> bool:
     return not DERIVATIVES.isdisjoint(transforms())
 
 
-def apart_from_the_outer_graph() -> AbstractContextManager[object]:
-    """Record nothing in the graph of the caller, unless a transform of theirs differentiates.
+def ordinary_mode() -> AbstractContextManager[object]:
+    """Leave inference mode: a gradient made in it could not take part in autograd later [E6]."""
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    return torch.inference_mode(False)
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """Return a tensor without the caller's graph, unless a transform of theirs differentiates it.
 
     torch.func records what it does with tensors that require grad, and what it returns carries
-    that graph [I1]. What stands between the levels of derivatives must be recorded.
-
-    Returns:
-        A context for the call.
+    that graph [I1]. Recording is not switched off instead: below a level of torch.func, operators
+    would take it for inference (the LSTM of the CPU keeps nothing for its backward pass then).
     """
-    if differentiated():
-        return nullcontext()
-    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-        return _left_inference_mode()
-    return torch.no_grad()
-
-
-@contextmanager
-def _left_inference_mode() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+    return tensor.detach() if tensor.requires_grad and not differentiated() else tensor
