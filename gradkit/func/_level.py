@@ -201,15 +201,17 @@ def _enter(inside: Callable[..., Any], tensors: list[Tensor]) -> Any:
         raise
 
 
+_OF_ITS_OWN = (
+    "a call of backward(), retain_grad() or requires_grad_(), or of torch.autograd.functional",
+    "nest gradkit.func or torch.func calls, and return what is to be kept as aux",
+)
 _CANNOT_ENTER = {
     "saved tensor hooks": (
         "saved-tensor hooks: a checkpoint, or save_on_cpu",
         "leave them out, or compute the losses eagerly: gradkit.value_and_grads(losses, params)",
     ),
-    "functorch transform": (
-        "a call of backward(), retain_grad(), requires_grad_(), or of torch.autograd.functional",
-        "nest gradkit.func or torch.func calls, and return what is kept as aux",
-    ),
+    "backward() called inside a functorch transform": _OF_ITS_OWN,
+    "inside of a function being transformed by a functorch transform": _OF_ITS_OWN,
     "setup_context": (
         "an autograd.Function whose forward takes ctx, or a full backward hook of a module",
         "give the Function a setup_context staticmethod; or compute the losses eagerly: "
