@@ -18,6 +18,7 @@ from gradkit import _pytree
 from gradkit._leaf import inner, plus
 from gradkit._matrix import gram, to_matrix, weighted_sum
 from gradkit._pytree import PyTree
+from gradkit._stack import transforms
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 
 __all__ = [
@@ -157,7 +158,7 @@ def _times(leaves: list[Tensor], factor: float | Tensor) -> list[Tensor]:
     for (device, dtype, layout, _), places in kinds.items():
         by = factor.reshape(()).to(device) if isinstance(factor, Tensor) else factor
         group = [leaves[index] for index in places]
-        many = layout == torch.strided
+        many = layout == torch.strided and not transforms()  # vmap has no rule for foreach
         products = torch._foreach_mul(group, by) if many else [leaf * by for leaf in group]
         for index, product in zip(places, products, strict=True):
             scaled[index] = product.to(dtype)
@@ -215,7 +216,7 @@ def global_norm(tree: PyTree) -> Tensor:
     dense = [_values(leaf) for leaf in leaves if leaf is not None]
     if not dense:
         return torch.zeros(())
-    if not any(g.requires_grad for g in dense):
+    if not transforms() and not any(g.requires_grad for g in dense):
         return torch.nn.utils.get_total_norm(dense)
     # get_total_norm runs under no_grad: its result would be silently constant.
     norms = torch.stack([torch.linalg.vector_norm(g).to(dense[0].device) for g in dense])
@@ -275,9 +276,10 @@ def cosine(a: PyTree, b: PyTree) -> Tensor:
     a, b = (scale(x, 1 / torch.where(is_zero, 1.0, top)) for x, top in ((a, left), (b, right)))
     product = dot(a, b)
     # The root of zero has no derivative: it is kept out of the graph, not only of the result.
-    squares = [torch.where(is_zero, 1.0, dot(x, x)) for x in (a, b)]
+    one = torch.ones_like(product)  # a number would make the tangents of jvp float64
+    squares = [torch.where(is_zero, one, dot(x, x)) for x in (a, b)]
     cosine = (product / squares[0].sqrt() / squares[1].sqrt()).clamp(-1, 1)
-    return torch.where(is_zero & ~product.isnan(), 0.0, cosine)
+    return torch.where(is_zero & ~product.isnan(), torch.zeros_like(cosine), cosine)
 
 
 def _largest(tree: PyTree) -> Tensor:

@@ -172,6 +172,16 @@ def test_without_hvp_fused_attention_says_so(device: torch.device) -> None:
         torch.func.jvp(first, (q,), (q,))
 
 
+@both_modes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_number_times_a_scalar_keeps_its_dtype(
+    device: torch.device, mode: Any, dtype: torch.dtype
+) -> None:
+    w = torch.tensor(1.5, dtype=dtype, device=device)
+    _, product = func.hvp(lambda w: ((w * 2.0 + 1e-3) ** 3).sum(), w, w, mode=mode)
+    assert product.dtype == dtype
+
+
 @pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_networks(device: torch.device, cell: Any) -> None:
     model = cell(2, 3, batch_first=True).double().to(device)

@@ -66,6 +66,11 @@ BAD_LOSSES: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
     "of a closure": (lambda w: OUTSIDE.sum(), gradkit.DetachedLossError, "make_functional"),
     "from outside": (lambda w: OUTSIDE, gradkit.DetachedLossError, "losses"),
     "backward": (lambda w: (w.sum().backward(), w.sum())[1], gradkit.UnsupportedGraphError, "nest"),
+    "batch norm from outside": (
+        lambda w: NORM(w[None].expand(3, 2)).sum(),
+        gradkit.UnsupportedGraphError,
+        "make_functional",
+    ),
     "requires_grad_": (
         lambda w: w.detach().requires_grad_().sum(),
         gradkit.UnsupportedGraphError,
@@ -82,6 +87,7 @@ BAD_LOSSES: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
         "setup_context",
     ),
 }
+NORM = nn.BatchNorm1d(2)
 OUTSIDE = torch.tensor(2.0, requires_grad=True) * 3
 
 

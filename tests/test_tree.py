@@ -373,3 +373,24 @@ def test_rows_of_a_sparse_vector_loss(device: torch.device) -> None:
     per_loss = gradkit.per_loss_grads(loss, table, retain_graph=True)
     matrix, _ = tree.to_matrix(per_loss, losses=loss)
     torch.testing.assert_close(tree.gram(per_loss, losses=loss), matrix @ matrix.T)
+
+
+def test_inside_of_transforms(device: torch.device) -> None:
+    tree = {"w": torch.randn(3, 2, device=device), "b": torch.randn(3, device=device), "n": None}
+    rows = gradkit.tree.unstack(tree)
+    for fn in (
+        gradkit.tree.global_norm,
+        lambda t: gradkit.tree.dot(t, t),
+        lambda t: gradkit.tree.cosine(t, gradkit.tree.map(torch.sin, t)),
+        lambda t: gradkit.tree.global_norm(gradkit.tree.scale(t, 2.0)),
+        lambda t: gradkit.tree.clip_by_global_norm(t, 0.5)["w"].sum(),
+    ):
+        each = torch.stack([fn(row) for row in rows])
+        given = {name: leaf for name, leaf in tree.items() if leaf is not None}
+        torch.testing.assert_close(torch.vmap(fn)(given), each)
+        along = {name: torch.ones_like(leaf) for name, leaf in rows[0].items() if leaf is not None}
+        row = {name: leaf for name, leaf in rows[0].items() if leaf is not None}
+        _, ahead = torch.func.jvp(fn, (row,), (along,))
+        grads = torch.func.grad(fn)(row)
+        # torch's own tangent of a 0-dim tensor times a number is float64.
+        torch.testing.assert_close(ahead.float(), sum(g.sum() for g in grads.values()))

@@ -18,6 +18,7 @@ from torch.func import vjp
 from gradkit import _pytree
 from gradkit._inputs import Losses, read_losses
 from gradkit._pytree import PyTree, Structure
+from gradkit._stack import detached, differentiated, ordinary_mode
 from gradkit.errors import (
     DetachedLossError,
     GradkitError,
@@ -26,7 +27,6 @@ from gradkit.errors import (
     describe,
     message,
 )
-from gradkit.func._stack import detached, differentiated, ordinary_mode
 from gradkit.func._traps import Watch
 from gradkit.func._variables import Variables
 
@@ -149,9 +149,9 @@ def differentiate(
         values, grads, tensors_of_aux = _enter(inside, list(map(detached, given.tensors)))
         values = [detached(value).clone() for value in values]
     spec, put_back = outside
-    cast = [_cast(one, given.dtypes) for one in grads]
+    right = [cast_to(given.dtypes, one) for one in grads]
     del grads
-    return Outcome(values, cast, put_back(map(detached, tensors_of_aux)), spec)
+    return Outcome(values, right, put_back(map(detached, tensors_of_aux)), spec)
 
 
 def gradient_of_the_sum(losses: Losses, passes: Passes) -> list[list[Tensor]]:
@@ -178,7 +178,8 @@ def tensors_of(tree: PyTree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]],
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)], put_back
 
 
-def _cast(grads: list[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:
+def cast_to(dtypes: Sequence[torch.dtype], grads: Iterable[Tensor]) -> list[Tensor]:
+    """Return gradients in the dtypes that they are to have."""
     return [
         grad if grad.dtype == dtype else grad.to(dtype)
         for grad, dtype in zip(grads, dtypes, strict=True)
@@ -212,6 +213,11 @@ _CANNOT_ENTER = {
     ),
     "backward() called inside a functorch transform": _OF_ITS_OWN,
     "inside of a function being transformed by a functorch transform": _OF_ITS_OWN,
+    "would mutate a captured Tensor": (
+        "an in-place operation on a tensor from outside: batch norm in train mode, say",
+        "call, params, buffers = gradkit.func.make_functional(module), and return the new buffers "
+        "as aux",
+    ),
     "setup_context": (
         "an autograd.Function whose forward takes ctx, or a full backward hook of a module",
         "give the Function a setup_context staticmethod; or compute the losses eagerly: "

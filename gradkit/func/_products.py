@@ -13,9 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gradkit import _pytree
 from gradkit._inputs import check_option
 from gradkit._pytree import PyTree
+from gradkit._stack import detached, ordinary_mode
 from gradkit.errors import LeafTypeError, StructureError, describe, message
-from gradkit.func._level import differentiate, gradient_of_the_sum
-from gradkit.func._stack import detached, ordinary_mode
+from gradkit.func._level import cast_to, differentiate, gradient_of_the_sum
 from gradkit.func._variables import Variables, owned, read_variables
 
 Mode: TypeAlias = Literal["forward-over-reverse", "reverse-over-reverse"]
@@ -84,7 +84,9 @@ def hvp(
             products = pull(along)
     results = []
     for found in (grads, products):
-        tree = given.to_tree(owned(list(map(detached, found)), given.tensors))
+        # In forward mode, torch makes float64 of a 0-dim float32 times a number.
+        right = cast_to(given.dtypes, map(detached, found))
+        tree = given.to_tree(owned(right, given.tensors))
         results.append(tree if isinstance(primals, tuple) else tree[0])
     return results[0], results[1]
 

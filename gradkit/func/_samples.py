@@ -11,10 +11,10 @@ from torch.func import vmap
 from gradkit import _pytree
 from gradkit._inputs import check_option
 from gradkit._pytree import PyTree, Structure
+from gradkit._stack import detached, ordinary_mode
 from gradkit.errors import StructureError, describe, message
 from gradkit.func._level import differentiate, gradient_of_the_sum, tensors_of
 from gradkit.func._losses import check_chunk_size
-from gradkit.func._stack import detached, ordinary_mode
 from gradkit.func._traps import Watch
 from gradkit.func._variables import ArgNums, owned, read_variables
 

@@ -12,8 +12,8 @@ from torch._functorch.eager_transforms import _autograd_grad
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from gradkit._stack import BATCH, DERIVATIVES, transforms
 from gradkit.errors import UnsupportedGraphError, message
-from gradkit.func._stack import BATCH, DERIVATIVES, transforms
 
 
 @dataclass(frozen=True)

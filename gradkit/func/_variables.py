@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradkit import _pytree
 from gradkit._ownership import grad_dtype, layout_of_rows, own, zeros_for
 from gradkit._pytree import PyTree, Structure
+from gradkit._stack import transforms
 from gradkit.errors import (
     LeafTypeError,
     StructureError,
@@ -20,7 +21,6 @@ from gradkit.errors import (
     describe,
     message,
 )
-from gradkit.func._stack import transforms
 
 ArgNums: TypeAlias = int | tuple[int, ...]
 
