@@ -1,0 +1,105 @@
+"""Arithmetic on lists of tensors, with a factor for all of them or one for each.
+
+torch's foreach kernels are the fastest for many small tensors, but vmap has no rule for them, and a
+factor that is a tensor has to keep its gradient: then it is done tensor by tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradkit._stack import transforms
+
+Tensors: TypeAlias = list[Tensor]
+# A hyper-parameter of the tensors in a list: a number, or one number or tensor for each of them.
+Factor: TypeAlias = float | list[float | Tensor]
+
+
+def each(factor: Factor, count: int) -> Sequence[float | Tensor]:
+    """Return a factor for each of `count` tensors."""
+    return factor if isinstance(factor, list) else [factor] * count
+
+
+def _together(*factors: Factor) -> bool:
+    return not transforms() and not any(isinstance(factor, list) for factor in factors)
+
+
+def scaled(xs: Tensors, factor: Factor) -> Tensors:
+    """Return x * factor."""
+    if _together(factor):
+        return list(torch._foreach_mul(xs, factor))  # type: ignore[arg-type]
+    return [x * f for x, f in zip(xs, each(factor, len(xs)), strict=True)]
+
+
+def plus(xs: Tensors, ys: Tensors, factor: Factor = 1.0) -> Tensors:
+    """Return x + factor * y."""
+    if _together(factor):
+        return list(torch._foreach_add(xs, ys, alpha=factor))  # type: ignore[arg-type]
+    return [x + f * y for x, y, f in zip(xs, ys, each(factor, len(xs)), strict=True)]
+
+
+def times(xs: Tensors, ys: Tensors) -> Tensors:
+    """Return x * y."""
+    if _together():
+        return list(torch._foreach_mul(xs, ys))
+    return [x * y for x, y in zip(xs, ys, strict=True)]
+
+
+def over(xs: Tensors, ys: Tensors) -> Tensors:
+    """Return x / y."""
+    if _together():
+        return list(torch._foreach_div(xs, ys))
+    return [x / y for x, y in zip(xs, ys, strict=True)]
+
+
+def shifted(xs: Tensors, by: Factor) -> Tensors:
+    """Return x + by."""
+    if _together(by):
+        return list(torch._foreach_add(xs, by))  # type: ignore[arg-type]
+    return [x + b for x, b in zip(xs, each(by, len(xs)), strict=True)]
+
+
+def mixed(xs: Tensors, ys: Tensors, keep: Factor) -> Tensors:
+    """Return keep * x + (1 - keep) * y: a moving average."""
+    return plus(scaled(xs, keep), ys, complement(keep))
+
+
+def complement(factor: Factor) -> Factor:
+    """Return 1 - factor."""
+    return [1 - f for f in factor] if isinstance(factor, list) else 1 - factor
+
+
+def product(a: Factor, b: Factor) -> Factor:
+    """Return a * b."""
+    if not isinstance(a, list) and not isinstance(b, list):
+        return a * b
+    count = len(a) if isinstance(a, list) else len(b) if isinstance(b, list) else 0
+    return [x * y for x, y in zip(each(a, count), each(b, count), strict=True)]
+
+
+def power(factor: Factor, exponent: float) -> Factor:
+    """Return factor ** exponent."""
+    return [f**exponent for f in factor] if isinstance(factor, list) else factor**exponent
+
+
+def is_zero(factor: Factor) -> bool:
+    """Return whether a factor is the number 0. A tensor never is: it may have a gradient."""
+    return not isinstance(factor, list) and factor == 0
+
+
+def root(xs: Tensors) -> Tensors:
+    """Return the square root, whose derivative at 0 is taken as 0."""
+    if _together() and not any(x.requires_grad for x in xs):
+        return list(torch._foreach_sqrt(xs))
+    return [safe_sqrt(x) for x in xs]
+
+
+def safe_sqrt(x: Tensor) -> Tensor:
+    """Return the square root; at 0, where it has no derivative, that is taken as 0."""
+    nothing = x == 0
+    # The ones keep an infinite derivative out of the graph: 0 * inf is nan.
+    return torch.where(nothing, torch.zeros_like(x), torch.where(nothing, 1.0, x).sqrt())

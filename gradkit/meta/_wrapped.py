@@ -1,0 +1,234 @@
+"""Any class of torch.optim as a pure optimizer."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from gradkit._stack import differentiated
+from gradkit.errors import UnsupportedOptimizerError, describe, message
+from gradkit.meta._arithmetic import Tensors, safe_sqrt
+from gradkit.meta.optimizers import Optimizer, adam, adamw, rmsprop, sgd
+
+_WRITTEN_OUT: Mapping[type, Callable[..., Optimizer]] = {
+    torch.optim.SGD: sgd,
+    torch.optim.Adam: adam,
+    torch.optim.AdamW: adamw,
+    torch.optim.RMSprop: rmsprop,
+}
+# How torch computes, not what.
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_REFUSED = {
+    "LBFGS": "it evaluates the loss itself, by a closure, as often as it likes",
+    "SparseAdam": "it takes sparse gradients only, and updates where they are",
+}
+# Hyper-parameters through which torch's own code keeps the gradient right [T3].
+_RIGHT = {"NAdam": {"lr", "momentum_decay"}, "RAdam": {"lr"}}
+
+
+def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
+    """Return a class of torch.optim as a pure optimizer.
+
+    SGD, Adam, AdamW and RMSprop are those of this package. Any other runs torch's own code on fresh
+    copies; gradients flow through it to parameters, gradients and state, where torch's class has
+    `differentiable=True`.
+
+    Example:
+        >>> import torch, gradkit
+        >>> opt = gradkit.meta.from_torch(torch.optim.NAdam, lr=0.1)
+        >>> w = torch.tensor([1.0])
+        >>> opt.step(w, torch.tensor([2.0]), opt.init(w))[0]
+        tensor([0.9468])
+
+    Args:
+        optimizer: The class.
+        hyper: Its arguments. `foreach`, `fused`, `capturable` and `differentiable` are ignored.
+
+    Returns:
+        An `Optimizer` with the values of the class. The derivative of a root of 0 is taken as 0.
+
+    Raises:
+        UnsupportedOptimizerError: The class cannot be a pure function, or a hyper-parameter
+            requires grad that torch would drop or get wrong. `step` raises it, too, when gradients
+            flow through a class without `differentiable=True`.
+
+    Source:
+        `torch.optim`, https://pytorch.org/docs/stable/optim.html
+    """
+    _refuse_class(optimizer)
+    hyper = {name: value for name, value in hyper.items() if name not in _IMPLEMENTATION}
+    if optimizer in _WRITTEN_OUT:
+        return _WRITTEN_OUT[optimizer](**hyper)
+    name = optimizer.__name__
+    _refuse_hyper(name, hyper)
+    differentiable = "differentiable" in inspect.signature(optimizer).parameters
+    given = set(inspect.signature(optimizer).parameters) - {"params", *_IMPLEMENTATION}
+    settings = {**_defaults(optimizer, given), **hyper}
+
+    def rule(
+        params: Tensors, grads: Tensors, state: list[dict[str, Any]], h: Mapping[str, Any]
+    ) -> tuple[Tensors, list[dict[str, Any]]]:
+        h = {key: _one_value(name, key, value) for key, value in h.items()}
+        _refuse_hyper(name, h)
+        flows = torch.is_grad_enabled() and (
+            differentiated() or any(t.requires_grad for t in [*params, *grads])
+        )
+        if flows and not differentiable:
+            raise UnsupportedOptimizerError(
+                message(
+                    name,
+                    "an optimizer that torch can differentiate",
+                    "one without differentiable=True, and gradients that require grad",
+                    "first_order=True, or another optimizer",
+                )
+            )
+        return _stepped(optimizer, params, grads, [e["torch"] for e in state], h, flows)
+
+    return Optimizer(name, settings, {"torch": lambda leaf: {}}, rule)
+
+
+def _refuse_class(optimizer: object) -> None:
+    is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+    name = optimizer.__name__ if isinstance(optimizer, type) else ""
+    if not is_class or name in _REFUSED:
+        raise UnsupportedOptimizerError(
+            message(
+                "optimizer",
+                "a class of torch.optim that is a function of gradients",
+                f"{name}: {_REFUSED[name]}" if is_class else describe(optimizer),
+                "torch.optim.Adam, say: the class, not an instance",
+            )
+        )
+
+
+def _refuse_hyper(name: str, hyper: Mapping[str, Any]) -> None:
+    for key, value in hyper.items():
+        learned = [v for v in (value if isinstance(value, tuple) else (value,)) if _is_learned(v)]
+        if learned and key not in _RIGHT.get(name, ()):
+            raise UnsupportedOptimizerError(
+                message(
+                    f"{key} of {name}",
+                    "a number: torch drops the gradient of this hyper-parameter, or gets it wrong",
+                    describe(learned[0]),
+                    "pass a number, or use sgd, adam, adamw or rmsprop, which keep every gradient",
+                )
+            )
+
+
+def _is_learned(value: object) -> bool:
+    return isinstance(value, Tensor) and (
+        value.requires_grad or torch._C._functorch.is_gradtrackingtensor(value)
+    )
+
+
+def _one_value(name: str, key: str, value: Any) -> Any:
+    """Return a hyper-parameter as torch's classes take it: one for all leaves."""
+    if isinstance(value, tuple):
+        return tuple(_one_value(name, key, one) for one in value)
+    if not isinstance(value, list):
+        return value
+    if any(one is not value[0] for one in value):
+        raise UnsupportedOptimizerError(
+            message(
+                f"{key} of {name}",
+                "one value for all leaves",
+                "a tree of several",
+                "use sgd, adam, adamw or rmsprop, which take one for each leaf",
+            )
+        )
+    return value[0]
+
+
+def _defaults(optimizer: type[torch.optim.Optimizer], names: set[str]) -> dict[str, Any]:
+    signature = inspect.signature(optimizer).parameters
+    return {name: signature[name].default for name in signature if name in names}
+
+
+def _stepped(
+    optimizer: type[torch.optim.Optimizer],
+    params: Tensors,
+    grads: Tensors,
+    states: Sequence[dict[str, Any]],
+    hyper: Mapping[str, Any],
+    flows: bool,
+) -> tuple[Tensors, list[dict[str, Any]]]:
+    """Run torch's step on fresh copies, with an optimizer that is thrown away."""
+    nothing = [torch.zeros_like(grad) for grad in grads]
+    # p + 0 is a copy with the graph of p, and one that is batched if the gradient is.
+    fresh = [p + z for p, z in zip(params, nothing, strict=True)]
+    if not flows:
+        fresh = [p.detach() for p in fresh]
+    opt = _throwaway(optimizer, fresh, flows)
+    opt.param_groups[0].update(hyper)  # not the constructor, which looks at the values of tensors
+    for p, grad, z, state in zip(fresh, grads, nothing, states, strict=True):
+        p.grad = grad.clone() if flows else grad.detach().clone()
+        known = state or _first_state(optimizer, p, hyper)
+        opt.state[p] = {
+            key: _copied(value, z) if isinstance(value, Tensor) else value
+            for key, value in known.items()
+        }
+    with warnings.catch_warnings(), _SafeRoots():
+        warnings.simplefilter("ignore")  # torch warns of writing where we have asked it to
+        opt.step()
+    after = [dict(opt.state[p]) for p in fresh]
+    for p in fresh:
+        p.grad = None
+    return fresh, [{"torch": state} for state in after]
+
+
+def _throwaway(
+    optimizer: type[torch.optim.Optimizer], params: Tensors, flows: bool
+) -> torch.optim.Optimizer:
+    flags = {"foreach": False, "differentiable": flows}
+    known = inspect.signature(optimizer).parameters
+    return optimizer(params, **{key: flag for key, flag in flags.items() if key in known})
+
+
+def _copied(value: Tensor, nothing: Tensor) -> Tensor:
+    return value + nothing if value.shape == nothing.shape else value.clone()
+
+
+def _first_state(
+    optimizer: type[torch.optim.Optimizer], param: Tensor, hyper: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the state that torch starts with, its counts in float64.
+
+    In float32, as torch has them, 1 - 0.999 ** 1 is wrong in the fifth digit [T6].
+    """
+    stand_in = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
+    stand_in.grad = torch.zeros_like(stand_in)
+    opt = _throwaway(optimizer, [stand_in], flows=False)
+    opt.param_groups[0].update(hyper)
+    init_group: Callable[..., Any] | None = getattr(opt, "_init_group", None)
+    if init_group is None:
+        return {}
+    with torch.no_grad():
+        lists = len(inspect.signature(init_group).parameters) - 1
+        init_group(opt.param_groups[0], *[[] for _ in range(lists)])
+    return {
+        key: value.double()
+        if isinstance(value, Tensor) and value.dim() == 0 and param.dim()
+        else value
+        for key, value in opt.state[stand_in].items()
+    }
+
+
+class _SafeRoots(TorchFunctionMode):
+    """Takes the derivative of a root of 0 as 0, where torch's is infinite [T5]."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in (torch.sqrt, Tensor.sqrt) and len(args) == 1 and not kwargs:
+            return safe_sqrt(args[0])
+        return func(*args, **(kwargs or {}))
