@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from gradkit import _pytree
 from gradkit._inputs import Losses, read_weights
 from gradkit._pytree import PyTree
 from gradkit._rows import level_of_the_caller, one_hot
-from gradkit.errors import GradkitWarning, StructureError, message
+from gradkit.errors import GradkitError, GradkitWarning, StructureError, message
 from gradkit.func._level import Passes, differentiate
 from gradkit.func._variables import ArgNums, owned, read_variables
 
@@ -95,7 +95,7 @@ def _seeds(losses: Losses, weights: PyTree) -> list[Tensor] | None:
     if by_loss is None:
         return None
     return [
-        weight.reshape(loss.shape).to(loss)
+        weight.reshape(loss.shape).to(loss).clone()  # a gradient may be its cotangent itself
         if isinstance(weight, Tensor)
         else torch.full_like(loss, float(weight))
         for weight, loss in zip(by_loss, losses.leaves, strict=True)
@@ -176,23 +176,30 @@ def check_chunk_size(chunk_size: object) -> None:
     Raises:
         StructureError: It is neither None nor a positive int.
     """
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+    is_size = isinstance(chunk_size, int) and not isinstance(chunk_size, bool) and chunk_size > 0
+    if chunk_size is not None and not is_size:
         raise StructureError(
             message("chunk_size", "a positive integer or None", repr(chunk_size), "chunk_size=None")
         )
 
 
 def _safe_chunk(chunk_size: int | None, losses: Losses, passes: Passes) -> int | None:
-    if chunk_size is None or passes.watch.may_batch_backward():
-        return chunk_size
-    if not torch.compiler.is_compiling() and any(loss.numel() > 1 for loss in losses.leaves):
+    if chunk_size is None or all(loss.numel() == 1 for loss in losses.leaves):
+        return None
+    reason = passes.watch.why_not_batched()
+    if reason is not None:
+        _warn_of_passes(reason)
+        return None
+    return chunk_size
+
+
+def _warn_of_passes(reason: str) -> None:
+    if not torch.compiler.is_compiling():
         warnings.warn(
-            f"gradkit.func.per_loss_grads ran a pass for each element: {passes.watch.named()} in "
-            "fn, whose batched passes torch gets silently wrong.",
+            f"gradkit.func.per_loss_grads ran a pass for each element: batched, {reason}.",
             GradkitWarning,
             stacklevel=level_of_the_caller(),
         )
-    return None
 
 
 def _rows(loss: Tensor, passes: Passes, chunk: int | None, *, retain: bool) -> list[Tensor]:
@@ -202,20 +209,37 @@ def _rows(loss: Tensor, passes: Passes, chunk: int | None, *, retain: bool) -> l
     total = loss.numel()
     if total == 0:
         return [v.new_zeros((*loss.shape, *v.shape)) for v in passes.variables]
-    parts: list[Sequence[Tensor]] = []
-    for start in range(0, total, chunk or 1):
-        stop = min(start + (chunk or 1), total)
-        keep = retain or stop < total
-        seeds = one_hot(loss, start, stop)
-        if chunk is None:
-            grads = passes.grads([loss], [seeds[0]], retain=keep)
-            parts.append([grad.unsqueeze(0) for grad in grads])
-        else:
-            parts.append(
-                vmap(lambda seed, keep=keep: passes.grads([loss], [seed], retain=keep))(seeds)
-            )
-    joined = []
-    for index, variable in enumerate(passes.variables):
-        rows = torch.cat([part[index] for part in parts])
-        joined.append(rows.reshape(*loss.shape, *variable.shape))
-    return joined
+    if chunk is None:
+        parts = _one_by_one(loss, passes, retain=retain)
+    else:
+        parts = _in_chunks(loss, passes, chunk, retain=retain)
+    return [_joined(loss, [part[i] for part in parts]) for i in range(len(passes.variables))]
+
+
+def _one_by_one(loss: Tensor, passes: Passes, *, retain: bool) -> list[list[Tensor]]:
+    parts = []
+    for row in range(loss.numel()):
+        keep = retain or row + 1 < loss.numel()
+        grads = passes.grads([loss], [one_hot(loss, row, row + 1)[0]], retain=keep)
+        parts.append([grad.unsqueeze(0) for grad in grads])
+    return parts
+
+
+def _in_chunks(loss: Tensor, passes: Passes, chunk: int, *, retain: bool) -> list[list[Tensor]]:
+    def run(seeds: Tensor) -> list[Tensor]:
+        # The graph is kept, so that passes one by one can follow a failure.
+        return vmap(lambda seed: passes.grads([loss], [seed], retain=True))(seeds)
+
+    starts = range(0, loss.numel(), chunk)
+    try:
+        return [run(one_hot(loss, s, min(s + chunk, loss.numel()))) for s in starts]
+    except RuntimeError as error:
+        if torch.compiler.is_compiling() or isinstance(error, GradkitError):
+            raise
+        _warn_of_passes(f"they failed ({type(error).__name__}: {error})")
+        return _one_by_one(loss, passes, retain=retain)
+
+
+def _joined(loss: Tensor, parts: list[Tensor]) -> Tensor:
+    rows = torch.cat(parts)
+    return rows if loss.dim() == 1 else rows.reshape(*loss.shape, *rows.shape[1:])

@@ -208,13 +208,14 @@ def owned(
         leading: Sizes in front of those of the variables.
 
     Returns:
-        The same list, with copies of what was not the caller's yet. Inside of a transform they are
-        what they are: the transform makes what the caller gets.
+        The same list, with copies of what was not the caller's yet. Inside of a transform, and
+        while torch.compile traces, nobody can tell, and all are copies.
     """
+    if transforms():
+        return [grad.clone() for grad in grads]
     if torch.compiler.is_compiling():
         return [_copied(g, v, leading) for g, v in zip(grads, variables, strict=True)]
-    if not transforms():
-        own(grads, [layout_of_rows(v, leading) for v in variables] if leading else variables)
+    own(grads, [layout_of_rows(v, leading) for v in variables] if leading else variables)
     return grads
 
 
