@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -24,44 +25,65 @@ _MODULE = torch.utils.checkpoint.__name__
 _Frame: type = torch.utils.checkpoint._CheckpointFrame
 
 
-def around() -> object:
-    """Return the unpack hook of what is around a call: of a checkpoint of the whole call, say."""
-    if torch.compiler.is_compiling():
+@dataclass(frozen=True)
+class Before:
+    """What was there before a call.
+
+    Attributes:
+        frames: How many checkpoints were waiting to recompute, and a constant.
+        nodes: Where the graphs of what the call is given begin: they are not the call's.
+        outer: The unpack hook of what is around: of a checkpoint of the whole call, say, which
+            recomputes the call and not the module.
+    """
+
+    frames: int
+    nodes: set[Node]
+    outer: object
+
+
+def before(inputs: PyTree) -> Before | None:
+    """Look at what is there before a call; None if no graph is recorded."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks[1] if hooks else None
+    nodes = _nodes_of(inputs)
+    return Before(sys.getrefcount(_Frame), nodes, hooks[1] if hooks else None)
 
 
-def refuse(out: PyTree, inputs: PyTree, outer: object) -> None:
+def refuse(out: PyTree, was: Before | None) -> None:
     """Raise if a graph that a call has made would be recomputed with other parameters.
 
     Args:
         out: What the call returns.
-        inputs: What it was given: their graphs are not the call's.
-        outer: What `around` returned before the call. That recomputes the call as a whole.
+        was: What `before` has seen.
 
     Raises:
-        UnsupportedGraphError: There is a checkpoint between the two.
+        UnsupportedGraphError: A checkpoint of the call waits to recompute.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not _any_alive():
+    if was is None or not _any_alive():
         return
-    above = {_graph.edge(tensor).node for tensor in _with_graph(inputs)}
-    for node in _between([_graph.edge(tensor).node for tensor in _with_graph(out)], above):
-        if _recomputes(node, outer):
-            raise UnsupportedGraphError(
-                message(
-                    "module",
-                    "a module without checkpoints inside",
-                    "one with torch.utils.checkpoint: its backward pass would recompute with the "
-                    "module's own parameters, not the ones of this call",
-                    "switch it off in the module, and checkpoint the whole call: torch.utils."
-                    "checkpoint.checkpoint(call, params, buffers, x, use_reentrant=False)",
-                )
+    # One that was made meanwhile is found wherever its output is. If another one went meanwhile,
+    # their number tells nothing, and the graph has to be looked at.
+    if sys.getrefcount(_Frame) > was.frames or any(
+        _recomputes(node, was.outer) for node in _between(_nodes_of(out), was.nodes)
+    ):
+        raise UnsupportedGraphError(
+            message(
+                "module",
+                "a module without checkpoints inside",
+                "one with torch.utils.checkpoint: its backward pass would recompute with the "
+                "module's own parameters, not the ones of this call",
+                "switch it off in the module, and checkpoint the whole call: torch.utils."
+                "checkpoint.checkpoint(call, params, buffers, x, use_reentrant=False)",
             )
+        )
 
 
-def _with_graph(tree: PyTree) -> list[Tensor]:
-    return [x for x in _pytree.flatten(tree)[0] if isinstance(x, Tensor) and x.requires_grad]
+def _nodes_of(tree: PyTree) -> set[Node]:
+    """Return where the graphs of the tensors in a tree begin; a transform's own are not seen."""
+    leaves, _ = _pytree.flatten(tree)
+    live = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return {node for node in (_graph.edge(tensor).node for tensor in live) if node is not None}
 
 
 def _between(starts: Iterable[Node], stop: set[Node]) -> set[Node]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from numbers import Number
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from gradkit._stack import detached, differentiated, ordinary_mode
 from gradkit.errors import (
     DetachedLossError,
     GradkitError,
+    LeafTypeError,
     StructureError,
     UnsupportedGraphError,
     describe,
@@ -159,16 +162,37 @@ def gradient_of_the_sum(losses: Losses, passes: Passes) -> list[list[Tensor]]:
     return [passes.grads(losses.leaves, None, retain=False)]
 
 
+def is_constant(leaf: object) -> bool:
+    """Return whether a leaf that is no tensor cannot be a container of some."""
+    return leaf is None or isinstance(leaf, _CONSTANTS) or callable(leaf)
+
+
+_CONSTANTS = (str, bytes, Number, Enum, torch.dtype, torch.device, torch.Size, torch.layout)
+
+
 def tensors_of(tree: PyTree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], PyTree]]:
     """Take the tensors out of a tree: a transform passes on nothing else.
 
     Args:
-        tree: A tree of anything.
+        tree: A tree of tensors and constants.
 
     Returns:
         The tensors, and a function that puts others in their places.
+
+    Raises:
+        LeafTypeError: A leaf may hold tensors that would come out of the level unusable.
     """
     leaves, spec = _pytree.flatten(tree)
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) and not is_constant(leaf):
+            raise LeafTypeError(
+                message(
+                    _pytree.path(spec, index, "aux"),
+                    "a tensor, or a constant: a number, text, a function, a module",
+                    f"{describe(leaf)}, which is no tree that optree knows",
+                    "return a dict; or register the class: optree.register_pytree_node",
+                )
+            )
     others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
 
     def put_back(tensors: Iterable[Tensor]) -> PyTree:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from gradkit._inputs import refuse_distributed
-from gradkit.errors import LeafTypeError, StructureError, describe, message
+from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func import _checkpoints
 
 Named: TypeAlias = dict[str, Tensor]
@@ -34,16 +36,20 @@ def make_functional(
 
     Returns:
         `(call, params, buffers)`. `params` are the module's own parameters by name, a tied one by
-        its first name, and `buffers` copies of its buffers. `call(params, buffers, *args,
-        **kwargs)` returns `(out, new_buffers)`, where `out` is what the module returns for these
-        tensors, whatever its own are; it changes neither the module nor the trees it is given, also
-        if it raises. It raises `StructureError` for trees of other names, `LeafTypeError` for what
-        is no tensor, and `UnsupportedGraphError` if the module runs a non-reentrant checkpoint in
-        an eager graph: its recomputation would use the module's own parameters.
+        its first name, and `buffers` copies of its buffers.
+
+        `call(params, buffers, *args, **kwargs)` returns `(out, new_buffers)`, where `out` is what
+        the module returns for these tensors, whatever its own are. It changes neither the module
+        (what a forward pass assigns to it is put back) nor the trees it is given, also if it
+        raises. It raises `StructureError` for trees of other names, `LeafTypeError` for what is no
+        tensor, and `UnsupportedGraphError` if the module runs a non-reentrant checkpoint in an
+        eager graph (its recomputation would use the module's own parameters), or assigns one of
+        two names of a buffer.
 
     Raises:
         LeafTypeError: It is no module, or a lazy one that has not run yet.
-        UnsupportedGraphError: A module wrapped by DistributedDataParallel or FSDP.
+        UnsupportedGraphError: A module wrapped by DistributedDataParallel or FSDP, or an embedding
+            with `max_norm`, which writes on its weight.
 
     Source:
         `torch.func.functional_call`,
@@ -58,7 +64,14 @@ def make_functional(
     params: Named = dict(module.named_parameters())
     own_buffers: Named = dict(module.named_buffers())
     _refuse_lazy({**params, **own_buffers})
+    _refuse_writing(module)
     names, buffer_names = list(params), list(own_buffers)
+    first_name = {id(buffer): name for name, buffer in reversed(own_buffers.items())}
+    # A buffer that stands in the module under several names is given, and looked for, under all.
+    every_name = {
+        name: first_name[id(buffer)]
+        for name, buffer in module.named_buffers(remove_duplicate=False)
+    }
 
     def call(
         params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *args: Any, **kwargs: Any
@@ -66,14 +79,53 @@ def make_functional(
         given = _read(params, names, "params")
         # Copies: what the forward pass writes on is new.
         new = {name: t.clone() for name, t in _read(buffers, buffer_names, "buffers").items()}
-        both = {**given, **new}
-        outer = _checkpoints.around()
-        out = functional_call(module, both, args, kwargs)
-        _checkpoints.refuse(out, (given.values(), new.values(), args, kwargs), outer)
+        both = {**given, **{name: new[first] for name, first in every_name.items()}}
+        was = _checkpoints.before((given, new, args, kwargs))
+        with _as_before(module):
+            out = functional_call(module, both, args, kwargs)
+        _checkpoints.refuse(out, was)
+        _refuse_apart(both, every_name)
         # A buffer that was assigned, and not written on, is in the dictionary.
         return out, {name: both[name] for name in buffer_names}
 
     return call, params, {name: buffer.detach().clone() for name, buffer in own_buffers.items()}
+
+
+@contextmanager
+def _as_before(module: nn.Module) -> Iterator[None]:
+    """Put back what a forward pass assigns to a module beside its parameters and buffers.
+
+    What it computes from the tensors of a call would stay behind in the module: a weight that a
+    hook makes, a list of weights, a cache.
+    """
+    if torch.compiler.is_compiling():  # which sees no assignment that it does not undo
+        yield
+        return
+    before = [(vars(part), dict(vars(part)), dict(part._buffers)) for part in module.modules()]
+    lists = [(v, list(v)) for _, was, _ in before for v in was.values() if type(v) is list]
+    try:
+        yield
+    finally:
+        for now, was, buffers in before:
+            now.clear()
+            now.update(was)
+            now["_buffers"].clear()
+            now["_buffers"].update(buffers)
+        for now_list, was_list in lists:
+            now_list[:] = was_list
+
+
+def _refuse_apart(tensors: Named, every_name: Mapping[str, str]) -> None:
+    for name, first in every_name.items():
+        if tensors[name] is not tensors[first]:
+            raise UnsupportedGraphError(
+                message(
+                    f"buffers[{first!r}]",
+                    f"one buffer under both its names, {first!r} and {name!r}",
+                    "two: the forward pass has assigned one of them",
+                    "write on the buffer in place, or register two buffers",
+                )
+            )
 
 
 def _refuse_lazy(tensors: Mapping[str, Tensor]) -> None:
@@ -85,6 +137,19 @@ def _refuse_lazy(tensors: Mapping[str, Tensor]) -> None:
                     "a tensor with a shape",
                     "one of a lazy module that has not run yet",
                     "run one forward pass first",
+                )
+            )
+
+
+def _refuse_writing(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise UnsupportedGraphError(
+                message(
+                    f"module.{name}".rstrip("."),
+                    "a module that reads its parameters",
+                    "an embedding with max_norm, which writes on its weight in every forward pass",
+                    "max_norm=None, and scale what comes out of it",
                 )
             )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from contextlib import AbstractContextManager, nullcontext
+from threading import RLock
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +16,14 @@ from gradkit import _pytree
 from gradkit._inputs import check_option
 from gradkit._pytree import PyTree
 from gradkit._stack import detached, ordinary_mode
-from gradkit.errors import LeafTypeError, StructureError, describe, message
+from gradkit.errors import (
+    GradkitError,
+    LeafTypeError,
+    StructureError,
+    UnsupportedGraphError,
+    describe,
+    message,
+)
 from gradkit.func._level import cast_to, differentiate, gradient_of_the_sum
 from gradkit.func._variables import Variables, owned, read_variables
 
@@ -42,8 +51,8 @@ def hvp(
 
     Args:
         fn: Returns real floating-point losses of one element each, which are added.
-        primals: Where to differentiate: a tuple is the positional arguments of `fn`, any other
-            tree its one argument. Its leaves are as in `value_and_grads`, but real.
+        primals: Where to differentiate: a tuple (no named one) is the positional arguments of
+            `fn`, any other tree its one argument. Its leaves are as in `value_and_grads`, but real.
         tangents: The direction, a tree like `primals` of tensors of the same shapes and dtypes. A
             None in it is zero. A tensor that stands in several places of `primals` has the same
             direction in all of them.
@@ -66,7 +75,7 @@ def hvp(
         `torch.autograd.functional.hvp`, https://pytorch.org/docs/stable/autograd.html
     """
     check_option("mode", mode, ("forward-over-reverse", "reverse-over-reverse"))
-    args = primals if isinstance(primals, tuple) else (primals,)
+    args = primals if type(primals) is tuple else (primals,)
     given = read_variables(args, tuple(range(len(args))))
     directions = _directions(given, primals, tangents)
 
@@ -75,10 +84,10 @@ def hvp(
         out = differentiate(fn, here, {}, gradient_of_the_sum, has_aux=False, scalar=True)
         return tuple(out.grads[0])
 
-    with ordinary_mode(), sdpa_kernel(SDPBackend.MATH):
+    with _one_at_a_time(), ordinary_mode(), sdpa_kernel(SDPBackend.MATH):
         point, along = (tuple(map(detached, x)) for x in (given.tensors, directions))
         if mode == "forward-over-reverse":
-            grads, products = jvp(grads_at, point, along)  # type: ignore[misc]
+            grads, products = _forward(grads_at, point, along)
         else:
             grads, pull = vjp(grads_at, *point)  # type: ignore[misc]
             products = pull(along)
@@ -87,8 +96,36 @@ def hvp(
         # In forward mode, torch makes float64 of a 0-dim float32 times a number.
         right = cast_to(given.dtypes, map(detached, found))
         tree = given.to_tree(owned(right, given.tensors))
-        results.append(tree if isinstance(primals, tuple) else tree[0])
+        results.append(tree if type(primals) is tuple else tree[0])
     return results[0], results[1]
+
+
+# torch's levels of forward mode are those of the process, and so is the choice of a kernel.
+_LOCK = RLock()
+
+
+def _one_at_a_time() -> AbstractContextManager[object]:
+    return nullcontext() if torch.compiler.is_compiling() else _LOCK
+
+
+def _forward(
+    fn: Callable[..., Any], point: tuple[Tensor, ...], along: tuple[Tensor, ...]
+) -> tuple[Any, Any]:
+    if torch.compiler.is_compiling():
+        return cast("tuple[Any, Any]", jvp(fn, point, along))
+    try:
+        return cast("tuple[Any, Any]", jvp(fn, point, along))
+    except RuntimeError as error:
+        if "forward AD" not in str(error) or isinstance(error, GradkitError):
+            raise
+        raise UnsupportedGraphError(
+            message(
+                "fn",
+                "operations that have a forward-mode derivative",
+                str(error).partition("\n")[0],
+                'mode="reverse-over-reverse"',
+            )
+        ) from error
 
 
 def _directions(given: Variables, primals: PyTree, tangents: PyTree) -> list[Tensor]:

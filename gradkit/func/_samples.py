@@ -12,11 +12,11 @@ from gradkit import _pytree
 from gradkit._inputs import check_option
 from gradkit._pytree import PyTree, Structure
 from gradkit._stack import detached, ordinary_mode
-from gradkit.errors import StructureError, describe, message
-from gradkit.func._level import differentiate, gradient_of_the_sum, tensors_of
+from gradkit.errors import LeafTypeError, StructureError, describe, message
+from gradkit.func._level import differentiate, gradient_of_the_sum, is_constant, tensors_of
 from gradkit.func._losses import check_chunk_size
 from gradkit.func._traps import Watch
-from gradkit.func._variables import ArgNums, owned, read_variables
+from gradkit.func._variables import ArgNums, Variables, owned, read_variables
 
 Randomness: TypeAlias = Literal["error", "same", "different"]
 
@@ -60,7 +60,8 @@ def per_sample_grads(
     Returns:
         A function of the arguments that returns what `grads` is in `value_and_grads`, or a pair of
         that and aux: of B samples, gradients of shape `(B,) + tensor.shape`. If the variables
-        themselves are batched, `tensor.shape` is without that dimension.
+        themselves are batched, `tensor.shape` is without that dimension. Tensors are passed by
+        position; keyword arguments go to every sample as they are, and may not hold any.
 
     Raises:
         DetachedLossError: No loss depends on the arguments (not noticed under torch.compile).
@@ -84,6 +85,8 @@ def per_sample_grads(
         leaves, spec = _pytree.flatten(args)
         dims = _read_dims(in_dims, args, given.places)
         size = _size_of_batch(leaves, dims, spec)
+        _refuse_unbatched(leaves, dims, spec, kwargs)
+        _refuse_two_dims(given, _pytree.unflatten(spec, dims))
         outside: list[Any] = []
 
         def one(*batched: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -122,6 +125,47 @@ def per_sample_grads(
         return result, outside[0](tensors_of_aux)
 
     return call
+
+
+def _refuse_unbatched(
+    leaves: list[Any], dims: list[int | None], spec: Structure, kwargs: dict[str, Any]
+) -> None:
+    """Refuse what every sample would be given whole, though it may hold the batch."""
+    for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+        if dim is None and not isinstance(leaf, Tensor) and not is_constant(leaf):
+            raise LeafTypeError(
+                message(
+                    _pytree.path(spec, index, "args"),
+                    "a tensor, or a constant: a number, text, a function, a module",
+                    f"{describe(leaf)}, which is no tree that optree knows",
+                    "pass tensors; register the class: optree.register_pytree_node",
+                )
+            )
+    for name, value in kwargs.items():
+        if any(isinstance(leaf, Tensor) for leaf in _pytree.flatten(value)[0]):
+            raise StructureError(
+                message(
+                    name,
+                    "tensors in positional arguments, where in_dims says how they are batched",
+                    "a keyword argument with a tensor",
+                    "per_sample_grads(fn, in_dims=...)(params, x, y), all by position",
+                )
+            )
+
+
+def _refuse_two_dims(given: Variables, dims: PyTree) -> None:
+    by_leaf, _ = _pytree.flatten(tuple(dims[place] for place in given.places))
+    first: dict[int, int | None] = {}
+    for slot, dim in zip(given.slots, by_leaf, strict=True):
+        if slot is not None and first.setdefault(slot, dim) != dim:
+            raise StructureError(
+                message(
+                    "in_dims",
+                    "one batch dimension for a tensor, wherever it stands",
+                    f"{first[slot]} and {dim} for one tensor in two places",
+                    "pass a copy: tensor.clone()",
+                )
+            )
 
 
 def _first_of_batch(leaf: Any, dim: int | None) -> Any:
@@ -173,6 +217,15 @@ def _size_of_batch(leaves: list[Any], dims: list[int | None], spec: Structure) -
                 )
             )
         sizes.setdefault(leaf.shape[dim], index)
+    if list(sizes) == [0]:
+        raise StructureError(
+            message(
+                _pytree.path(spec, sizes[0], "args"),
+                "a batch of at least one sample",
+                "an empty one",
+                "skip it: it has no gradients",
+            )
+        )
     if len(sizes) == 1:
         return next(iter(sizes))
     if not sizes:

@@ -305,7 +305,7 @@ def _refuse(name: str) -> NoReturn:
     trap = TRAPS[name]
     raise UnsupportedGraphError(
         message(
-            f"torch's {name}",
+            f"torch.{name}",
             "an operation whose derivative torch.func gets right here",
             f"{name}: {trap.what}",
             trap.do,
