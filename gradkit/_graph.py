@@ -263,6 +263,28 @@ def gone(_: object) -> NoReturn:
     )
 
 
+def wrong_if_differentiated(variables: Iterable[Tensor], nodes: set[Node]) -> str | None:
+    """Return a node through which torch gets the derivative of a pass silently wrong, if any.
+
+    These are second derivatives of normalizations: their own formula takes the mean and the
+    deviation for constants, so that a third derivative is wrong. Not so group_norm and rms_norm.
+
+    Args:
+        variables: What the pass is for.
+        nodes: The graph below its losses.
+
+    Returns:
+        The name of a node that the pass executes.
+    """
+    if not any(type(node).__name__ in _NO_THIRD for node in nodes):
+        return None
+    names = {type(node).__name__ for node in leading_to(variables, nodes)}
+    return next(iter(_NO_THIRD & names), None)
+
+
+_NO_THIRD = {"NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBackward0"}
+
+
 def may_be_sharded(variable: Tensor) -> bool:
     """Return whether this could be a parameter of a `fully_shard` module."""
     if type(variable).__name__ != "DTensor":

@@ -95,7 +95,9 @@ def prepare(
     """
     if not any(params.variables for _, params in plan):
         raise UnreachedParamError(unreached(losses, plan, None))
-    if not create_graph:
+    if create_graph:
+        _refuse_third_derivatives(losses, outputs, plan)
+    else:
         _refuse_inside_transforms(losses, outputs)
     ordinary = all(params.ordinary for _, params in {id(p): (g, p) for g, p in plan}.values())
     live = [index for group, _ in plan for index in group]
@@ -116,6 +118,24 @@ def prepare(
         # Before the pass for one loss frees the graph of another. A lone one the engine refuses.
         _refuse_freed(run, outputs, plan, thorough=len(plan) > 1)
     return run
+
+
+def _refuse_third_derivatives(losses: Losses, outputs: Sequence[Tensor], plan: Plan) -> None:
+    for group, params in plan:
+        for index in group:
+            nodes = _graph.nodes_below([outputs[index]])
+            node = _graph.wrong_if_differentiated(params.variables, nodes)
+            if node is not None:
+                raise UnsupportedGraphError(
+                    message(
+                        losses.path(index),
+                        "a graph whose derivative can be differentiated again",
+                        f"a second derivative through {node.removesuffix('BackwardBackward0')}, "
+                        "whose third torch gets silently wrong",
+                        "leave out create_graph=True in the last call; or use group_norm or "
+                        "rms_norm, or write the norm out",
+                    )
+                )
 
 
 def _refuse_inside_transforms(losses: Losses, outputs: Sequence[Tensor]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -202,3 +203,31 @@ def test_recurrent_networks(device: torch.device, cell: Any) -> None:
         for name in params:
             difference = (ahead[name] - behind[name]) / (2 * eps)
             torch.testing.assert_close(products[name], difference, rtol=1e-5, atol=1e-7)
+
+
+def test_two_threads_at_a_time(device: torch.device) -> None:
+    """torch's levels of forward mode, and its choice of attention, are those of the process."""
+    w = torch.tensor([1.0, 2.0], device=device)
+    flags = torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled
+    before = [flag() for flag in flags]
+
+    def run(_: int) -> Tensor:
+        return func.hvp(lambda w: (w**3).sum(), w, torch.ones_like(w))[1]
+
+    with ThreadPoolExecutor(2) as pool:
+        for product in pool.map(run, range(200)):
+            assert_same_bits([product], [6 * w])
+    assert [flag() for flag in flags] == before
+
+
+def test_a_named_tuple_is_one_tree(device: torch.device) -> None:
+    w = torch.tensor([1.0, 2.0], device=device)
+    pair = Pair(w, w + 1)
+    grads, products = func.hvp(lambda p: (p.a**2 * p.b).sum(), pair, Pair(w, None))
+    assert isinstance(products, Pair)
+    assert_same_bits([grads.b, products.b], [w**2, 2 * w * w])
+
+
+class Pair(NamedTuple):
+    a: Tensor
+    b: Tensor | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -174,3 +175,45 @@ def test_bad_tangents(device: torch.device) -> None:
         func.hvp(never, w, w, mode="reverse-over-forward")
     with pytest.raises(gradkit.LeafTypeError, match="view_as_real"):
         func.hvp(never, w + 1j, w + 1j)
+    with pytest.raises(gradkit.StructureError, match="chunk_size"):
+        func.per_sample_grads(never, chunk_size=True)
+
+
+class Opaque:
+    """A container that optree does not know."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+def test_containers_that_nobody_can_look_into(device: torch.device) -> None:
+    w, x = torch.ones(2, device=device), torch.ones(3, 2, device=device)
+    for batch in (Opaque(x), np.ones((3, 2))):
+        with pytest.raises(gradkit.LeafTypeError, match=r"args\[2\].*no tree that optree knows"):
+            func.per_sample_grads(never)(w, x, batch)
+    with pytest.raises(gradkit.StructureError, match="keyword argument"):
+        func.per_sample_grads(never)(w, x, y=x)
+    with pytest.raises(gradkit.LeafTypeError, match=r"aux\['h'\].*no tree that optree knows"):
+        func.value_and_grads(lambda w: (w.sum(), {"h": Opaque(w * 2)}), has_aux=True)(w)
+    assert torch._C._functorch.maybe_current_level() is None
+
+
+def test_one_tensor_with_two_batch_dimensions(device: torch.device) -> None:
+    w = torch.arange(9.0, device=device).reshape(3, 3)
+    for dims in ((0, 1), (0, None)):
+        with pytest.raises(gradkit.StructureError, match="one tensor in two places"):
+            func.per_sample_grads(never, (0, 1), in_dims=dims)(w, w)
+    grads = func.per_sample_grads(lambda a, b: (a * b).sum(), (0, 1), in_dims=(0, 1))(w, w.clone())
+    torch.testing.assert_close(grads, (w.T, w))
+
+
+def test_without_a_forward_derivative_the_other_mode_is_named(device: torch.device) -> None:
+    x = torch.rand(1, 1, 3, 3, device=device)
+    grid = torch.rand(1, 2, 2, 2, device=device)
+
+    def loss(x: Tensor) -> Tensor:
+        return nn.functional.grid_sample(x, grid, align_corners=False).square().sum()
+
+    with pytest.raises(gradkit.UnsupportedGraphError, match="reverse-over-reverse"):
+        func.hvp(loss, x, x)
+    func.hvp(loss, x, x, mode="reverse-over-reverse")

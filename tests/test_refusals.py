@@ -269,3 +269,44 @@ def test_the_advice_fits_the_mistake(device: torch.device, params: Any, words: s
     loss = model(torch.ones(1, 3, device=device)).sum()
     with pytest.raises(gradkit.GradkitError, match=words):
         gradkit.value_and_grads(loss, params(model))
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "batch_norm", "instance_norm"])
+def test_a_third_derivative_through_a_norm(device: torch.device, norm: str) -> None:
+    """torch gets it silently wrong; the second derivative is right."""
+    shape = [3] if norm == "layer_norm" else None
+    fns = {
+        "layer_norm": lambda x: torch.nn.functional.layer_norm(x, shape),
+        "batch_norm": lambda x: torch.nn.functional.batch_norm(x, None, None, training=True),
+        "instance_norm": lambda x: torch.nn.functional.instance_norm(x[None])[0],
+    }
+    dim = 0 if norm == "batch_norm" else -1
+
+    def by_hand(x: torch.Tensor) -> torch.Tensor:
+        centred = x - x.mean(dim, keepdim=True)
+        return centred / (centred.square().mean(dim, keepdim=True) + 1e-5).sqrt()
+
+    start = torch.randn(4, 3, dtype=torch.float64, device=device)
+
+    def second(fn: Any, *, create_graph: bool) -> torch.Tensor:
+        x = start.clone().requires_grad_()
+        loss = fn(x).sin().sum()
+        _, first = gradkit.value_and_grads(loss, x, create_graph=True)
+        return gradkit.value_and_grads(first.square().sum(), x, create_graph=create_graph)[1]
+
+    torch.testing.assert_close(
+        second(fns[norm], create_graph=False), second(by_hand, create_graph=True)
+    )
+    with pytest.raises(gradkit.UnsupportedGraphError, match="third"):
+        second(fns[norm], create_graph=True)
+
+    def third(fn: Any) -> torch.Tensor:
+        x = start.clone().requires_grad_()
+        out = fn(x).sin().sum()
+        for _ in range(2):
+            (grad,) = torch.autograd.grad(out, x, create_graph=True)
+            out = grad.square().sum()
+        return torch.autograd.grad(out, x)[0]
+
+    # When this fails, torch has mended it, and the refusal can go.
+    assert not torch.allclose(third(fns[norm]), third(by_hand))

@@ -19,6 +19,7 @@ from torch.autograd.graph import Node
 
 from gradkit import _graph, _pytree
 from gradkit._pytree import PyTree
+from gradkit._stack import differentiated
 from gradkit.errors import UnsupportedGraphError, message
 
 _MODULE = torch.utils.checkpoint.__name__
@@ -43,7 +44,8 @@ class Before:
 
 def before(inputs: PyTree) -> Before | None:
     """Look at what is there before a call; None if no graph is recorded."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    # Inside of a derivative of torch.func, a checkpoint raises by itself.
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or differentiated():
         return None
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     nodes = _nodes_of(inputs)
@@ -83,7 +85,10 @@ def _nodes_of(tree: PyTree) -> set[Node]:
     """Return where the graphs of the tensors in a tree begin; a transform's own are not seen."""
     leaves, _ = _pytree.flatten(tree)
     live = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    return {node for node in (_graph.edge(tensor).node for tensor in live) if node is not None}
+    return {_graph.edge(tensor).node for tensor in live if not _is_wrapped(tensor)}
+
+
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def _between(starts: Iterable[Node], stop: set[Node]) -> set[Node]:

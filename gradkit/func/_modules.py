@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -13,6 +13,7 @@ from torch.func import functional_call
 from gradkit._inputs import refuse_distributed
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func import _checkpoints
+from gradkit.func._read_only import ReadOnly
 
 Named: TypeAlias = dict[str, Tensor]
 
@@ -49,7 +50,7 @@ def make_functional(
     Raises:
         LeafTypeError: It is no module, or a lazy one that has not run yet.
         UnsupportedGraphError: A module wrapped by DistributedDataParallel or FSDP, or an embedding
-            with `max_norm`, which writes on its weight.
+            with `max_norm`, which writes on its weight. `call` raises it for any module that does.
 
     Source:
         `torch.func.functional_call`,
@@ -81,7 +82,7 @@ def make_functional(
         new = {name: t.clone() for name, t in _read(buffers, buffer_names, "buffers").items()}
         both = {**given, **{name: new[first] for name, first in every_name.items()}}
         was = _checkpoints.before((given, new, args, kwargs))
-        with _as_before(module):
+        with _as_before(module), _reading_only(given.values()):
             out = functional_call(module, both, args, kwargs)
         _checkpoints.refuse(out, was)
         _refuse_apart(both, every_name)
@@ -89,6 +90,11 @@ def make_functional(
         return out, {name: both[name] for name in buffer_names}
 
     return call, params, {name: buffer.detach().clone() for name, buffer in own_buffers.items()}
+
+
+def _reading_only(params: Iterable[Tensor]) -> AbstractContextManager[object]:
+    # While torch.compile traces, names of operations cannot be asked for, and nothing is refused.
+    return nullcontext() if torch.compiler.is_compiling() else ReadOnly(params)
 
 
 @contextmanager
