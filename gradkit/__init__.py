@@ -7,7 +7,7 @@ which leads from these results to the `.grad` workflow and back. `gradkit.func` 
 functions, over torch.func.
 """
 
-from gradkit import dotgrad, errors, func, tree
+from gradkit import dotgrad, errors, func, meta, tree
 from gradkit._matrix import combine
 from gradkit.dotgrad import (
     add_grads_,
@@ -52,6 +52,7 @@ __all__ = [
     "dotgrad",
     "errors",
     "func",
+    "meta",
     "per_loss_grads",
     "read_grads",
     "safe_retain",

@@ -83,6 +83,14 @@ class Passes:
             )
         )
 
+    def grads_or_none(
+        self, outputs: Sequence[Tensor], *, create: bool
+    ) -> tuple[Tensor | None, ...]:
+        """Return gradients as `grads` does, but None where a variable is not reached."""
+        live = [output for output in outputs if self.depends(output)]
+        create = create or self.differentiable
+        return torch.autograd.grad(live, self.variables, create_graph=create, allow_unused=True)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -90,7 +98,7 @@ class Outcome:
 
     Attributes:
         values: The losses.
-        grads: For each list of gradients that was asked for, one for each variable.
+        grads: The lists of gradients that were asked for, often one for each variable.
         aux: What the function returned beside the losses.
         spec: The structure of the losses.
     """
@@ -152,7 +160,7 @@ def differentiate(
         values, grads, tensors_of_aux = _enter(inside, list(map(detached, given.tensors)))
         values = [detached(value).clone() for value in values]
     spec, put_back = outside
-    right = [cast_to(given.dtypes, one) for one in grads]
+    right = [cast_to(given.dtypes, one) if len(one) == len(given.dtypes) else one for one in grads]
     del grads
     return Outcome(values, right, put_back(map(detached, tensors_of_aux)), spec)
 

@@ -74,7 +74,6 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
     def rule(
         params: Tensors, grads: Tensors, state: list[dict[str, Any]], h: Mapping[str, Any]
     ) -> tuple[Tensors, list[dict[str, Any]]]:
-        h = {key: _one_value(name, key, value) for key, value in h.items()}
         _refuse_hyper(name, h)
         flows = torch.is_grad_enabled() and (
             differentiated() or any(t.requires_grad for t in [*params, *grads])
@@ -90,7 +89,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
             )
         return _stepped(optimizer, params, grads, [e["torch"] for e in state], h, flows)
 
-    return Optimizer(name, settings, {"torch": lambda leaf: {}}, rule)
+    return Optimizer(name, settings, {"torch": lambda leaf: {}}, rule, one_for_all=True)
 
 
 def _refuse_class(optimizer: object) -> None:
@@ -109,6 +108,15 @@ def _refuse_class(optimizer: object) -> None:
 
 def _refuse_hyper(name: str, hyper: Mapping[str, Any]) -> None:
     for key, value in hyper.items():
+        if isinstance(value, Mapping | list):
+            raise UnsupportedOptimizerError(
+                message(
+                    f"{key} of {name}",
+                    "one value for all leaves",
+                    "a tree of several",
+                    "use sgd, adam, adamw or rmsprop, which take one for each leaf",
+                )
+            )
         learned = [v for v in (value if isinstance(value, tuple) else (value,)) if _is_learned(v)]
         if learned and key not in _RIGHT.get(name, ()):
             raise UnsupportedOptimizerError(
@@ -125,24 +133,6 @@ def _is_learned(value: object) -> bool:
     return isinstance(value, Tensor) and (
         value.requires_grad or torch._C._functorch.is_gradtrackingtensor(value)
     )
-
-
-def _one_value(name: str, key: str, value: Any) -> Any:
-    """Return a hyper-parameter as torch's classes take it: one for all leaves."""
-    if isinstance(value, tuple):
-        return tuple(_one_value(name, key, one) for one in value)
-    if not isinstance(value, list):
-        return value
-    if any(one is not value[0] for one in value):
-        raise UnsupportedOptimizerError(
-            message(
-                f"{key} of {name}",
-                "one value for all leaves",
-                "a tree of several",
-                "use sgd, adam, adamw or rmsprop, which take one for each leaf",
-            )
-        )
-    return value[0]
 
 
 def _defaults(optimizer: type[torch.optim.Optimizer], names: set[str]) -> dict[str, Any]:
@@ -164,8 +154,7 @@ def _stepped(
     fresh = [p + z for p, z in zip(params, nothing, strict=True)]
     if not flows:
         fresh = [p.detach() for p in fresh]
-    opt = _throwaway(optimizer, fresh, flows)
-    opt.param_groups[0].update(hyper)  # not the constructor, which looks at the values of tensors
+    opt = _throwaway(optimizer, fresh, hyper, flows)
     for p, grad, z, state in zip(fresh, grads, nothing, states, strict=True):
         p.grad = grad.clone() if flows else grad.detach().clone()
         known = state or _first_state(optimizer, p, hyper)
@@ -183,11 +172,20 @@ def _stepped(
 
 
 def _throwaway(
-    optimizer: type[torch.optim.Optimizer], params: Tensors, flows: bool
+    optimizer: type[torch.optim.Optimizer], params: Tensors, hyper: Mapping[str, Any], flows: bool
 ) -> torch.optim.Optimizer:
-    flags = {"foreach": False, "differentiable": flows}
     known = inspect.signature(optimizer).parameters
-    return optimizer(params, **{key: flag for key, flag in flags.items() if key in known})
+    flags: dict[str, Any] = {"foreach": False, "differentiable": flows}
+    flags = {key: flag for key, flag in flags.items() if key in known}
+    # Tensors are put in afterwards: the constructor would look at their values.
+    constant = {key: value for key, value in hyper.items() if not _holds_tensor(value)}
+    opt = optimizer(params, **constant, **flags)
+    opt.param_groups[0].update(hyper)
+    return opt
+
+
+def _holds_tensor(value: object) -> bool:
+    return any(isinstance(one, Tensor) for one in (value if isinstance(value, tuple) else (value,)))
 
 
 def _copied(value: Tensor, nothing: Tensor) -> Tensor:
@@ -203,8 +201,7 @@ def _first_state(
     """
     stand_in = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
     stand_in.grad = torch.zeros_like(stand_in)
-    opt = _throwaway(optimizer, [stand_in], flows=False)
-    opt.param_groups[0].update(hyper)
+    opt = _throwaway(optimizer, [stand_in], hyper, flows=False)
     init_group: Callable[..., Any] | None = getattr(opt, "_init_group", None)
     if init_group is None:
         return {}

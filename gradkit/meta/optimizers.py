@@ -40,12 +40,14 @@ class Optimizer:
         hyper: Its hyper-parameters by name.
         entries: What the state holds for each leaf, and how an entry starts, from the leaf.
         rule: The update of the leaves that have a gradient.
+        one_for_all: A hyper-parameter is one value, and no tree with one for each leaf.
     """
 
     name: str
     hyper: Mapping[str, Hyper]
     entries: Mapping[str, Callable[[Tensor], Any]]
     rule: Rule
+    one_for_all: bool = False
 
     def init(self, params: PyTree) -> State:
         """Return the state before the first step.
@@ -97,7 +99,9 @@ class Optimizer:
             [leaves[i] for i in moving],
             [by_leaf[i] for i in moving],
             [{name: column[i] for name, column in columns.items()} for i in moving],
-            {name: _spread(value, name, params, moving) for name, value in settings.items()},
+            settings
+            if self.one_for_all
+            else {name: _spread(value, name, params, moving) for name, value in settings.items()},
         )
         for place, leaf, entry in zip(moving, new, entries, strict=True):
             leaves[place] = leaf
@@ -105,6 +109,25 @@ class Optimizer:
                 column[place] = entry[name]
         after = {name: _pytree.unflatten(spec, column) for name, column in columns.items()}
         return _pytree.unflatten(spec, leaves), after
+
+    def check_state(self, state: object) -> None:
+        """Refuse what is no state of this optimizer.
+
+        Args:
+            state: What came.
+
+        Raises:
+            StructureError: It has not the entries that `init` makes.
+        """
+        if not isinstance(state, Mapping) or set(state) != set(self.entries):
+            raise StructureError(
+                message(
+                    "state",
+                    f"a state of {self.name}, with {', '.join(self.entries) or 'no entries'}",
+                    describe(state) if not isinstance(state, Mapping) else str(list(state)),
+                    "state = opt.init(params)",
+                )
+            )
 
     def _check(
         self,
@@ -124,15 +147,7 @@ class Optimizer:
                     "step(params, grads, state, lr=lr)",
                 )
             )
-        if not isinstance(state, Mapping) or set(state) != set(self.entries):
-            raise StructureError(
-                message(
-                    "state",
-                    f"a state of {self.name}, with {', '.join(self.entries) or 'no entries'}",
-                    describe(state) if not isinstance(state, Mapping) else str(list(state)),
-                    "state = opt.init(params)",
-                )
-            )
+        self.check_state(state)
         for index, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
             if grad is None:
                 continue

@@ -1,0 +1,253 @@
+"""The inner loop: steps of an optimizer, and the gradient through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradkit import _pytree
+from gradkit._inputs import open_up
+from gradkit._pytree import PyTree
+from gradkit._stack import transforms
+from gradkit.errors import StructureError, describe, message
+from gradkit.func._variables import Variables, read_variables
+from gradkit.meta._inner import Carry, Inner, Reads
+from gradkit.meta._recompute import recomputed
+from gradkit.meta.optimizers import Optimizer, State
+
+Memory: TypeAlias = Literal["store", "recompute"] | int
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """What an inner loop has come to.
+
+    Attributes:
+        params: The parameters after the last step, a tree like those before the first.
+        state: The optimizer's state, to go on from.
+        values: The inner losses, a tensor of one for each step.
+        aux: What the inner loss returned beside them, one for each step; without gradients.
+    """
+
+    params: PyTree
+    state: State
+    values: Tensor
+    aux: list[PyTree] = field(default_factory=list)
+
+
+def unroll(
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    batches: Iterable[PyTree],
+    opt: Optimizer,
+    *,
+    outer: PyTree = (),
+    state: State | None = None,
+    memory: Memory = "store",
+    first_order: bool = False,
+    grad_transform: Callable[[PyTree], PyTree] | None = None,
+    has_aux: bool = False,
+) -> Adapted:
+    """Return the parameters after some steps of an optimizer, differentiable through the steps.
+
+    Gradients of whatever is computed from the result flow to `params`, to `outer`, to the
+    hyper-parameters of `opt`, to `state` and to the batches.
+
+    Example:
+        >>> import torch, gradkit
+        >>> def loss(w, scale, x):
+        ...     return (scale * (w - x) ** 2).sum()
+        >>> w = torch.tensor([1.0], requires_grad=True)
+        >>> scale = torch.tensor(0.5, requires_grad=True)
+        >>> opt = gradkit.meta.sgd(lr=0.1)
+        >>> adapted = gradkit.meta.unroll(loss, w, [torch.zeros(1)] * 2, opt, outer=scale)
+        >>> gradkit.value_and_grads(adapted.params.sum(), [w, scale])
+        (tensor(0.8100), [tensor([0.8100]), tensor(-0.3600)])
+
+    Args:
+        loss_fn: The inner loss, `loss_fn(params, outer, batch)`: one real element, computed from
+            its arguments alone; with `has_aux` a pair of that and a tree.
+        params: The initial parameters: a tree of tensors; a module stands for its named
+            parameters. A tensor in two places is one variable. An `nn.Parameter` that does not
+            require grad stays as it is, and so does what the loss does not reach.
+        batches: The data of each step.
+        opt: The optimizer, `sgd(lr=0.1)` for one.
+        outer: A tree of outer variables.
+        state: Where the optimizer starts; None is `opt.init(params)`.
+        memory: `"store"` keeps the graph of every step, and is the fastest. `"recompute"` keeps
+            each step's parameters and batch, and runs the step again in the backward pass. An int n
+            keeps one set of parameters for n steps, and runs these again, and each of them once
+            more; inside of a torch.func transform it is `"recompute"`. The results differ by
+            rounding. Random numbers and what a step writes on (the
+            statistics of batch norm) are as if it had run once.
+        first_order: Take the inner gradients for constants, as FOMAML does; no graph is kept.
+        grad_transform: A function on trees of gradients, applied before the optimizer: clipping,
+            say. It must not write on them.
+        has_aux: Whether `loss_fn` returns something beside the loss.
+
+    Returns:
+        An `Adapted`, with `params`, `state`, `values` and `aux`.
+
+    Raises:
+        LeafTypeError: A leaf, or the loss, is no tensor that has a gradient.
+        NotScalarLossError: The loss has not exactly one element.
+        StructureError: There are no batches, or an option or a tree does not fit.
+        UnreachedParamError: The loss does not depend on params, or they hold nothing to adapt.
+        UnsupportedGraphError: What is recomputed uses tensors from outside that require grad; in
+            the backward pass, that it came out otherwise than before.
+
+    Source:
+        Finn et al. 2017, "Model-Agnostic Meta-Learning", algorithm 1 and section 5.2 (first order),
+        https://arxiv.org/abs/1703.03400; Chen et al. 2016, "Training Deep Nets with Sublinear
+        Memory Cost", https://arxiv.org/abs/1604.06174, for the recomputation.
+    """
+    size = _steps_kept(memory)
+    data = _read_batches(batches)
+    leaves, spec = open_up(params, "params")
+    given = read_variables((_pytree.unflatten(spec, leaves),), 0)
+    start = opt.init(params) if state is None else state
+    carry = Carry(list(given.tensors), _state_of_variables(given, start, opt))
+    inner = Inner(loss_fn, given, opt, grad_transform, has_aux)
+    hyper = {name: _for_variables(value, name, given) for name, value in opt.hyper.items()}
+    create = torch.is_grad_enabled() and not first_order
+    values: list[Tensor] = []
+    aux: list[PyTree] = []
+    for begin in range(0, len(data), size):
+        part = data[begin : begin + size]
+        run = _segment(inner, memory, create=create)
+        carry, losses, more = run(carry, [Reads(outer, hyper, batch) for batch in part])
+        values += losses
+        aux += more
+    return Adapted(
+        params=_to_tree(given, carry.tensors, given.leaves),
+        state={
+            name: _to_tree(given, column, _leaves_of(start[name], given, name))
+            for name, column in carry.state.items()
+        },
+        values=torch.stack(values),
+        aux=aux,
+    )
+
+
+def _segment(inner: Inner, memory: Memory, *, create: bool) -> Callable[..., Any]:
+    """Return what runs some steps: carry and reads to carry, losses and aux."""
+
+    def one(carry: Carry, reads: Reads, build: bool) -> tuple[Carry, list[Tensor], list[PyTree]]:
+        new, loss, aux = inner.step(carry, reads, create=build)
+        return new, [loss], [_constant(aux)] if inner.has_aux else []
+
+    def again(carry: Carry, reads: Reads) -> tuple[Carry, list[Tensor], list[PyTree]]:
+        inputs = (carry.tensors, carry.state, reads.outer, dict(reads.hyper), reads.batch)
+        return recomputed(
+            lambda given, build: one(Carry(*given[:2]), Reads(*given[2:]), build), inputs
+        )
+
+    def several(
+        carry: Carry, each: list[Reads], step: Callable[[Carry, Reads], Any]
+    ) -> tuple[Carry, list[Tensor], list[PyTree]]:
+        values: list[Tensor] = []
+        aux: list[PyTree] = []
+        for reads in each:
+            carry, losses, more = step(carry, reads)
+            values += losses
+            aux += more
+        return carry, values, aux
+
+    def many_again(carry: Carry, each: list[Reads]) -> tuple[Carry, list[Tensor], list[PyTree]]:
+        shared = (each[0].outer, dict(each[0].hyper))
+        inputs = (carry.tensors, carry.state, *shared, [reads.batch for reads in each])
+
+        def run(given: Any, build: bool) -> tuple[Carry, list[Tensor], list[PyTree]]:
+            tensors, state, outer, hyper, batches = given
+            step = again if build else lambda carry, reads: one(carry, reads, False)
+            return several(
+                Carry(tensors, state), [Reads(outer, hyper, batch) for batch in batches], step
+            )
+
+        return recomputed(run, inputs)
+
+    def stored(carry: Carry, reads: Reads) -> tuple[Carry, list[Tensor], list[PyTree]]:
+        new, losses, aux = one(carry, reads, create)
+        return new, losses if create else [loss.detach() for loss in losses], aux
+
+    if not create or memory == "store":
+        return lambda carry, each: several(carry, each, stored)
+    # torch.func cannot recompute steps inside of recomputed steps.
+    if memory == "recompute" or transforms():
+        return lambda carry, each: several(carry, each, again)
+    return many_again
+
+
+def _constant(tree: PyTree) -> PyTree:
+    leaves, spec = _pytree.flatten(tree)
+    return _pytree.unflatten(
+        spec, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    )
+
+
+def _steps_kept(memory: object) -> int:
+    if memory in ("store", "recompute"):
+        return 1
+    if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
+        return memory
+    raise StructureError(
+        message("memory", "'store', 'recompute' or a positive int", repr(memory), "memory='store'")
+    )
+
+
+def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
+    if isinstance(batches, Tensor | str) or not isinstance(batches, Iterable):
+        raise StructureError(
+            message(
+                "batches",
+                "a list with the data of each step",
+                describe(batches),
+                "list(batches.unbind()), or [batch] * steps",
+            )
+        )
+    data = list(batches)
+    if not data:
+        raise StructureError(
+            message("batches", "the data of at least one step", "none", "[batch] * steps")
+        )
+    return data
+
+
+def _for_variables(value: Any, name: str, given: Variables) -> Any:
+    """Return a hyper-parameter for the list of variables: a tree as a list."""
+    if isinstance(value, tuple):
+        return tuple(_for_variables(one, f"{name}[{i}]", given) for i, one in enumerate(value))
+    leaves, spec = _pytree.flatten(value)
+    if spec.is_leaf():
+        return value
+    spread = _pytree.spread(value, name, _pytree.unflatten(given.spec, given.leaves)[0], "params")
+    del leaves
+    return [spread[given.slots.index(slot)] for slot in range(len(given.tensors))]
+
+
+def _state_of_variables(given: Variables, state: State, opt: Optimizer) -> dict[str, list[Any]]:
+    opt.check_state(state)
+    columns = {name: _leaves_of(state[name], given, name) for name in opt.entries}
+    return {
+        name: [column[given.slots.index(slot)] for slot in range(len(given.tensors))]
+        for name, column in columns.items()
+    }
+
+
+def _leaves_of(tree: PyTree, given: Variables, name: str) -> list[Any]:
+    """Return what stands in a tree at the leaves of params."""
+    (params,) = _pytree.unflatten(given.spec, given.leaves)
+    return _pytree.matching_leaves(_pytree.flatten(params)[1], "params", tree, f"state[{name!r}]")
+
+
+def _to_tree(given: Variables, column: list[Any], others: list[Any]) -> PyTree:
+    """Return the tree of params, with the new value of each variable, and other leaves as given."""
+    placed = [
+        other if slot is None else column[slot]
+        for slot, other in zip(given.slots, others, strict=True)
+    ]
+    return _pytree.unflatten(given.spec, placed)[0]
