@@ -135,7 +135,7 @@ class _System:
         learned = [leaves[place] for place in places]
         if not learned or not torch.is_grad_enabled():
             return _pytree.unflatten(self._spec, found)
-        out = _AtMinimum.apply(self, len(found), *found, *learned)
+        out = _AtMinimum.apply(self, len(found), *found, *learned)  # type: ignore[no-untyped-call]
         return _pytree.unflatten(self._spec, out)
 
     def gradient(self, found: list[Tensor], learned: list[Tensor]) -> list[Tensor]:
@@ -198,7 +198,7 @@ class _AtMinimum(torch.autograd.Function):
         return tuple(x.clone() for x in tensors[:count])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         found, learned = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         grads = ctx.system.pull(list(found), list(learned), list(cotangents))
