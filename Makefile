@@ -30,8 +30,11 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	PIP_CONSTRAINT=constraints.txt $(PIP) -e '.[test,examples,plot,docs]'
 	touch $@
 
+# BackPACK goes without what it asks for: torchvision, which only its examples import, and whose
+# wheel does not load beside a torch for the CPU. The others of its needs are in the extra.
 $(VENV)/bench: $(VENV)/ready
 	$(PIP) -e '.[bench]'
+	$(PIP) --no-deps backpack-for-pytorch
 	touch $@
 
 clean:

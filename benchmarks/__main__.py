@@ -11,6 +11,9 @@ import torch
 
 from benchmarks import (
     batching,
+    combining,
+    compiling,
+    functions,
     growth,
     harness,
     importing,
@@ -18,6 +21,7 @@ from benchmarks import (
     peaks,
     report,
     retaining,
+    samples,
     stepping,
     values,
 )
@@ -30,6 +34,10 @@ ROOMS: dict[str, Callable[[Plan], Iterator[Row]]] = {
     "losses": losses.rows,
     "peaks": peaks.rows,
     "batching": batching.rows,
+    "combining": combining.rows,
+    "functions": functions.rows,
+    "samples": samples.rows,
+    "compiling": compiling.rows,
     "retaining": retaining.rows,
     "stepping": stepping.rows,
     "importing": importing.rows,

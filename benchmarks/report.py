@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.row import Row, show
 
+_VERSIONS = ("gradkit", "torch", "optree", "torchjd", "opacus", "backpack-for-pytorch")
 COLUMNS = ("row", "gradkit", "against", "ratio", "quartiles", "want", "verdict")
 
 
@@ -81,7 +82,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "threads": 1,
-        "versions": {name: version(name) for name in ("gradkit", "torch", "optree", "torchjd")},
+        "versions": {name: version(name) for name in _VERSIONS},
     }
 
 

@@ -31,7 +31,7 @@ _stride = torch.Tensor.stride
 _is_zero_tensor = torch.Tensor._is_zerotensor
 
 
-def own(grads: list[Tensor], params: Sequence[Tensor]) -> None:
+def own(grads: list[Tensor], params: Sequence[Tensor], leading: tuple[int, ...] = ()) -> None:
     """Replace every gradient that shares memory, or is laid out otherwise than its parameter.
 
     Args:
@@ -40,9 +40,14 @@ def own(grads: list[Tensor], params: Sequence[Tensor]) -> None:
         params: The parameter of each. Its strides are what the gradient gets where it is dense,
             contiguous ones otherwise, as `AccumulateGrad` does it: in dimensions of size 1, which
             are no steps in memory, any stride will do.
+        leading: Sizes in front of those of the parameters: the gradients are stacked.
     """
+    if leading and not all(map(_is_contiguous, params)):
+        params = [_layout_of_rows(param, leading) for param in params]
+        leading = ()
     for index in _not_ours(grads, params):
-        grads[index] = copy_for(grads[index].detach(), params[index])
+        like = _layout_of_rows(params[index], leading) if leading else params[index]
+        grads[index] = copy_for(grads[index].detach(), like)
 
 
 def _not_ours(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
@@ -91,8 +96,10 @@ def _only_views_share(grads: list[Tensor], uses: list[int]) -> bool:
     if not set(uses) <= {_STORAGE_ALONE, _VIEW_ALONE}:
         return False
     views = [grad for grad, count in zip(grads, uses, strict=True) if count == _VIEW_ALONE]
-    bases = list(map(_base, views))  # None: no view, but what detach() makes shares memory, too
-    return None not in bases and set(map(_tensor_uses, bases)) == {_BASE_ALONE}
+    bases = list(map(_base, views))
+    if type(None) in set(map(type, bases)):
+        return False  # no view, but what detach() makes shares memory, too
+    return set(map(_tensor_uses, bases)) == {_BASE_ALONE}
 
 
 def copy_for(grad: Tensor, param: Tensor) -> Tensor:
@@ -144,7 +151,7 @@ def empty_for(
     )
 
 
-def layout_of_rows(param: Tensor, leading: tuple[int, ...]) -> Tensor:
+def _layout_of_rows(param: Tensor, leading: tuple[int, ...]) -> Tensor:
     """Return a tensor without memory, laid out like stacked gradients of `param`."""
     return empty_for(param, param.dtype, leading, torch.device("meta"))
 

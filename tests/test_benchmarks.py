@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 import torch
 
-from benchmarks import heads, memory, report
+from benchmarks import combining, compiling, functions, heads, memory, models, report, samplers
 from benchmarks.__main__ import main
 from benchmarks.harness import Effort, Side, Timing, differences, measure, order, quartiles, ratios
 from benchmarks.heads import Size
+from benchmarks.plan import Plan
 from benchmarks.row import Row, Want, show, timed
 
 Quick: TypeAlias = tuple[list[Row], Path]
@@ -147,6 +149,85 @@ def test_both_ways_to_differentiate_heads_agree(device: torch.device) -> None:
     torch.testing.assert_close(ours, list(map(tuple, found[1])), rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore")  # the libraries make torch warn of their hooks
+@pytest.mark.parametrize("name", samplers.PEERS)
+@pytest.mark.parametrize("kind", ["dense", "convolutional", "pooled"])
+def test_all_ways_to_differentiate_samples_agree(
+    name: str, kind: str, device: torch.device
+) -> None:
+    task = (
+        models.dense_classifier(4, 2, 3, device)
+        if kind == "dense"
+        else models.convolutional_classifier(2, (3, 4, 4), 3, device, pooled=kind == "pooled")
+    )
+    sides, problem = samplers.peer(name, task)
+    if "is not installed" in problem:
+        pytest.skip(problem)
+    assert (list(sides), problem) == ([name], "")
+
+
+def test_a_peer_with_other_gradients_is_shown(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def off(task: models.Classifier) -> Side:
+        right = samplers.gradkits(task)
+        return Side(right.build, lambda batch: {k: 2 * g for k, g in right.run(batch).items()})
+
+    monkeypatch.setitem(samplers.PEERS, "off", off)
+    found = samplers.peer("off", models.dense_classifier(4, 2, 3, device))
+    assert found == ({}, "it gives other gradients")
+
+
+@pytest.mark.parametrize(
+    ("name", "library"), [("Opacus", "opacus"), ("BackPACK", "backpack"), ("TorchJD", "torchjd")]
+)
+def test_a_peer_that_is_not_installed_is_shown(
+    name: str, library: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [library, *(m for m in sys.modules if m.startswith(f"{library}."))]:
+        monkeypatch.setitem(sys.modules, module, None)
+    if name == "TorchJD":
+        problems = {row.note for row in combining.rows(Plan(device, quick=True))}
+    else:
+        problems = {samplers.peer(name, models.dense_classifier(4, 2, 3, device))[1]}
+    (problem,) = problems
+    assert problem.startswith(library)
+    assert problem.endswith(" is not installed (make bench installs it)")
+
+
+def test_both_ways_to_differentiate_a_function_agree(device: torch.device) -> None:
+    found: list[Any] = []
+    for side in functions.sides(models.layers(4, 2, 3, device)).values():
+        torch.manual_seed(0)
+        found.append(side.run(side.build()))
+    (value, grads), (other_grads, other_value) = found
+    torch.testing.assert_close((value, grads), (other_value, other_grads), rtol=0, atol=0)
+
+
+def test_all_ways_to_combine_gradients_agree(device: torch.device) -> None:
+    pytest.importorskip("torchjd")
+    task = Size(4, 2, 3, 3, shared=True).task(device)
+    found: list[torch.Tensor] = []
+    for side in combining.sides(task).values():
+        torch.manual_seed(0)
+        result = side.run(side.build())
+        leaves = result.values() if isinstance(result, dict) else result
+        found.append(torch.cat([leaf.flatten() for leaf in leaves]))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
+
+
+def test_what_cannot_be_compiled_is_shown(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no compiler\nand much more")
+
+    monkeypatch.setattr(compiling, "_compiled", lambda *_: refuse)
+    for row in compiling.rows(Plan(device, quick=True)):
+        assert row.verdict == "not run: RuntimeError: no compiler"
+
+
 def test_a_peer_that_cannot_run_is_shown(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +262,16 @@ def test_every_target_has_its_rows(quick: Quick) -> None:
         "per_loss_grads batched",
         "per_loss_grads auto",
         "safe_retain of 10",
+        "func.value_and_grads, 2 layers",
+        "torch.func.grad_and_value, compiled",
+        "itself, not compiled",
+        "per_sample_grads, MLP | Opacus",
+        "per_sample_grads, MLP | BackPACK",
+        "per_sample_grads, CNN C2 3x4x4 B3 | ExpandedWeights",
+        "per_sample_grads, CNN C2 3x4x4 B3 | torch.func.vmap(grad)",
+        "per_sample_grads, peak memory less results, chunks of 8",
+        "| TorchJD UPGrad, matrix made before",
+        "combine with UPGrad's weights, peak memory over the gradients",
         "import gradkit",
         "growth when leaves double",
         "growth when losses double",

@@ -205,7 +205,8 @@ _NAMES: dict[Any, str] = {
     if hasattr(owner, alias)
 }
 _FUNCTIONAL = {functional.batch_norm, functional.instance_norm}
-_BACKWARD = (torch.autograd.grad, _autograd_grad)
+_A_PASS = "a backward pass"
+_NAMES |= {torch.autograd.grad: _A_PASS, _autograd_grad: _A_PASS}
 
 
 class Watch(TorchFunctionMode):
@@ -234,12 +235,12 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         """Run the operation, unless a trap is known."""
         kwargs = kwargs or {}
-        name = _name(func)
-        if name is not None:
+        name = _NAMES.get(func) or _name_of_operator(func)
+        if name == _A_PASS:
+            self.check()
+        elif name is not None:
             call = Call(args, kwargs, func in _FUNCTIONAL, transforms(), self._outer)
             self._look(name, call)
-        elif func in _BACKWARD:
-            self.check()
         return func(*args, **kwargs)
 
     def _look(self, name: str, call: Call) -> None:
@@ -290,10 +291,9 @@ class Watch(TorchFunctionMode):
         return None
 
 
-def _name(func: Any) -> str | None:
-    if func in _NAMES:
-        return _NAMES[func]
-    if torch.compiler.is_compiling() or not isinstance(func, OpOverload | OpOverloadPacket):
+def _name_of_operator(func: Any) -> str | None:
+    """Return the name of an operator that was called as torch.ops.aten.name."""
+    if not isinstance(func, OpOverload | OpOverloadPacket):
         return None
     packet = func.overloadpacket if isinstance(func, OpOverload) else func
     name = packet.__name__

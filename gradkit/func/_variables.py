@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradkit import _pytree
-from gradkit._ownership import grad_dtype, layout_of_rows, own, zeros_for
+from gradkit._ownership import grad_dtype, own, zeros_for
 from gradkit._pytree import PyTree, Structure
 from gradkit._stack import transforms
 from gradkit.errors import (
@@ -215,7 +215,7 @@ def owned(
         return [grad.clone() for grad in grads]
     if torch.compiler.is_compiling():
         return [_copied(g, v, leading) for g, v in zip(grads, variables, strict=True)]
-    own(grads, [layout_of_rows(v, leading) for v in variables] if leading else variables)
+    own(grads, variables, leading)
     return grads
 
 
