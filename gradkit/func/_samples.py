@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.func import vmap
 
-from gradkit import _pytree
+from gradkit import _chance, _pytree
 from gradkit._inputs import check_option
+from gradkit._ownership import empty_for
 from gradkit._pytree import PyTree, Structure
-from gradkit._stack import detached, ordinary_mode
+from gradkit._stack import detached, ordinary_mode, transforms
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 from gradkit.func._level import differentiate, gradient_of_the_sum, is_constant, tensors_of
 from gradkit.func._losses import check_chunk_size
@@ -109,22 +112,77 @@ def per_sample_grads(
             outside[:] = [put_back]
             return out.grads[0], tensors
 
-        with ordinary_mode():
-            grads, tensors_of_aux = vmap(
-                one,
-                in_dims=tuple(dim for dim in dims if dim is not None),
-                chunk_size=chunk_size,
-                randomness=randomness,
-            )(*[detached(x) for x, dim in zip(leaves, dims, strict=True) if dim is not None])
         first = given.at(_pytree.unflatten(spec, list(map(_first_of_batch, leaves, dims))))
-        mine = list(grads)
-        del grads
-        result = first.to_tree(owned(mine, first.tensors, (size,)), (size,))
-        if not has_aux:
-            return result
-        return result, outside[0](tensors_of_aux)
+        over = [(detached(x), dim) for x, dim in zip(leaves, dims, strict=True) if dim is not None]
+        with ordinary_mode():
+            batch = _Batch(one, [x for x, _ in over], tuple(dim for _, dim in over), size)
+            if (
+                chunk_size is None
+                or chunk_size >= size
+                or transforms()
+                or torch.compiler.is_compiling()
+            ):
+                found, tensors_of_aux = batch.run(randomness, chunk_size)
+                found = owned(found, first.tensors, (size,))
+            else:
+                found, tensors_of_aux = batch.run_in_chunks(randomness, chunk_size, first.tensors)
+        result = first.to_tree(found, (size,))
+        return (result, outside[0](tensors_of_aux)) if has_aux else result
 
     return call
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A function of one sample, and the samples.
+
+    Attributes:
+        one: Returns lists of tensors: gradients, and those of aux.
+        tensors: What is batched.
+        dims: The batch dimension of each.
+        size: The number of samples.
+    """
+
+    one: Callable[..., tuple[list[Tensor], list[Tensor]]]
+    tensors: list[Tensor]
+    dims: tuple[int, ...]
+    size: int
+
+    def run(self, randomness: str, chunk_size: int | None) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the gradients and aux of all samples, stacked."""
+        grads, aux = vmap(
+            self.one, in_dims=self.dims, chunk_size=chunk_size, randomness=randomness
+        )(*self.tensors)
+        return list(grads), list(aux)
+
+    def run_in_chunks(
+        self, randomness: str, chunk_size: int, variables: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the same, with one chunk in memory beside the results.
+
+        torch's own chunks are joined at the end, which takes the memory of the results twice, and
+        draw other numbers for each chunk on CUDA where they are to be the same.
+        """
+        kept = _chance.states(self.tensors)
+        results: list[Tensor] = []
+        aux_parts: list[list[Tensor]] = []
+        for start in range(0, self.size, chunk_size):
+            count = min(chunk_size, self.size - start)
+            if randomness == "same":
+                _chance.restore(kept)
+            some = [
+                x.narrow(dim, start, count) for x, dim in zip(self.tensors, self.dims, strict=True)
+            ]
+            grads, aux = replace(self, tensors=some).run(randomness, None)
+            if not results:
+                results = [
+                    empty_for(v, grad.dtype, (self.size,))
+                    for v, grad in zip(variables, grads, strict=True)
+                ]
+            for result, grad in zip(results, grads, strict=True):
+                result[start : start + count].copy_(grad)
+            aux_parts.append(aux)
+        return results, [torch.cat(parts) for parts in zip(*aux_parts, strict=True)]
 
 
 def _refuse_unbatched(

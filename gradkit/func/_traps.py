@@ -205,6 +205,7 @@ _NAMES: dict[Any, str] = {
     if hasattr(owner, alias)
 }
 _FUNCTIONAL = {functional.batch_norm, functional.instance_norm}
+_OPERATORS = (OpOverload, OpOverloadPacket)
 _A_PASS = "a backward pass"
 _NAMES |= {torch.autograd.grad: _A_PASS, _autograd_grad: _A_PASS}
 
@@ -234,14 +235,19 @@ class Watch(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation, unless a trap is known."""
-        kwargs = kwargs or {}
+        if func in _NAMES or isinstance(func, _OPERATORS):
+            self._meet(func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _meet(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         name = _NAMES.get(func) or _name_of_operator(func)
         if name == _A_PASS:
             self.check()
         elif name is not None:
             call = Call(args, kwargs, func in _FUNCTIONAL, transforms(), self._outer)
             self._look(name, call)
-        return func(*args, **kwargs)
 
     def _look(self, name: str, call: Call) -> None:
         trap = TRAPS[name]
@@ -293,8 +299,6 @@ class Watch(TorchFunctionMode):
 
 def _name_of_operator(func: Any) -> str | None:
     """Return the name of an operator that was called as torch.ops.aten.name."""
-    if not isinstance(func, OpOverload | OpOverloadPacket):
-        return None
     packet = func.overloadpacket if isinstance(func, OpOverload) else func
     name = packet.__name__
     name = _ALIASES.get(name, name)

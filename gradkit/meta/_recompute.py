@@ -18,7 +18,7 @@ from torch.func import vjp
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from gradkit import _graph, _pytree
+from gradkit import _chance, _graph, _pytree
 from gradkit._stack import transforms
 from gradkit.errors import UnsupportedGraphError, message
 from gradkit.meta._inner import Carry
@@ -64,7 +64,7 @@ class _Segment:
         self._variables = variables
         self._put_back = put_back
         self._written: list[tuple[ref[Tensor], Tensor]] = []
-        self._random: list[tuple[torch.device, Tensor]] = []
+        self._random: _chance.States = []
         self._losses: list[Tensor] = []
         self._losses_now: list[Tensor] = []
         self._restore: Callable[[Sequence[Tensor]], Any]
@@ -90,7 +90,7 @@ class _Segment:
         """Run the steps for their values."""
         if transforms():
             return tuple(x.clone() for x in self._flat(tensors, False))
-        self._random = [*_random_states(tensors)]
+        self._random = _chance.states(tensors)
         with torch.enable_grad(), _Writes() as writes:
             own = [
                 t.detach().requires_grad_(t.requires_grad or i < self._variables)
@@ -192,8 +192,7 @@ class _Segment:
         devices = [device for device, _ in self._random if device.type != "cpu"]
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng([d.index for d in devices]))
-            for device, state in self._random:
-                _set_random_state(device, state)
+            _chance.restore(self._random)
             try:
                 for tensor, before in alive:
                     tensor.data.copy_(before)  # unseen by version counters: it comes back as it was
@@ -201,19 +200,6 @@ class _Segment:
             finally:
                 for (tensor, _), value in zip(alive, now, strict=True):
                     tensor.data.copy_(value)
-
-
-def _random_states(tensors: Sequence[Tensor]) -> Iterator[tuple[torch.device, Tensor]]:
-    yield torch.device("cpu"), torch.get_rng_state()
-    for device in {t.device for t in tensors if t.device.type == "cuda"}:
-        yield device, torch.cuda.get_rng_state(device)
-
-
-def _set_random_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.cuda.set_rng_state(state, device)
 
 
 class _Writes(TorchFunctionMode):

@@ -1,0 +1,29 @@
+"""The states of the random number generators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+States: TypeAlias = list[tuple[torch.device, Tensor]]
+
+
+def states(tensors: Iterable[object]) -> States:
+    """Return the state of the CPU's generator, and of those of the devices of some tensors."""
+    devices = {x.device for x in tensors if isinstance(x, Tensor) and x.device.type == "cuda"}
+    return [
+        (torch.device("cpu"), torch.get_rng_state()),
+        *((device, torch.cuda.get_rng_state(device)) for device in devices),
+    ]
+
+
+def restore(kept: States) -> None:
+    """Put the generators into these states."""
+    for device, state in kept:
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, device)

@@ -1,0 +1,397 @@
+"""Optimizers as pure functions: against torch.optim, and meta-gradients against differences."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import gradcheck
+from torch.func import functional_call, jvp, vmap
+from torch.func import grad as func_grad
+
+import gradkit
+from gradkit import meta
+from tests.helpers import World, assert_same_bits, same_bits
+
+D = torch.float64
+optim: Any = torch.optim
+Steps = Callable[[Any, int], Any]
+
+
+def initial(device: torch.device, dtype: torch.dtype = D) -> dict[str, Any]:
+    w = torch.randn(3, 2, dtype=dtype, device=device)
+    return {"w": w, "more": [torch.randn(2, dtype=dtype, device=device), w.sum()], "none": None}
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    flat = optree.tree_leaves(tree, namespace="gradkit")  # which keeps the order of dictionaries
+    return [leaf for leaf in flat if isinstance(leaf, Tensor)]
+
+
+def like(tree: Any, tensors: Any) -> Any:
+    rest = iter(tensors)
+    return gradkit.tree.map(lambda _: next(rest), tree)
+
+
+def slopes(tensors: list[Tensor], step: int = 0) -> list[Tensor]:
+    """The gradient of a loss with no symmetry, written out."""
+    shared = sum(t.abs().sum() if t.is_complex() else t.sum() for t in tensors)
+    return [(t - i - 0.1 * step) + 0.2 * t**3 + torch.cos(shared) for i, t in enumerate(tensors, 1)]
+
+
+def height(tensors: list[Tensor]) -> Tensor:
+    return sum(((i + 1.3) * t).sin().sum() + (t**2).sum() for i, t in enumerate(tensors))
+
+
+def ours(opt: meta.Optimizer, params: Any, steps: int = 5, **hyper: Any) -> tuple[Any, Any]:
+    state = opt.init(params)
+    for t in range(steps):
+        params, state = opt.step(params, like(params, slopes(leaves(params), t)), state, **hyper)
+    return params, state
+
+
+def torchs(cls: Any, params: Any, hyper: dict[str, Any], steps: int = 5) -> list[Tensor]:
+    tensors = [p.detach().clone().requires_grad_() for p in leaves(params)]
+    opt = cls(tensors, **hyper)
+    for t in range(steps):
+        for p, grad in zip(tensors, slopes([p.detach() for p in tensors], t), strict=True):
+            p.grad = grad
+        opt.step()
+    return [p.detach() for p in tensors]
+
+
+def assert_close(ours: Any, theirs: Any, tol: float = 1e-12) -> None:
+    torch.testing.assert_close(leaves(ours), leaves(theirs), rtol=tol, atol=tol)
+
+
+COMMON = [{}, {"lr": 0.05, "weight_decay": 0.1}, {"lr": 0.05, "maximize": True, "weight_decay": 0.1}]
+ADAM = [*COMMON, {"lr": 0.1, "amsgrad": True}, {"lr": 0.1, "betas": (0.5, 0.7), "eps": 1e-3}]
+CASES: dict[Any, list[dict[str, Any]]] = {
+    optim.SGD: [
+        *COMMON,
+        {"lr": 0.1, "momentum": 0.9},
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        {"lr": 0.1, "momentum": 0.9, "maximize": True, "dampening": -0.5},
+    ],
+    optim.Adam: [*ADAM, {"lr": 0.1, "decoupled_weight_decay": True, "weight_decay": 0.1}],
+    optim.AdamW: [*ADAM, {"lr": 0.1, "weight_decay": 0.0, "amsgrad": True, "maximize": True}],
+    optim.RMSprop: [
+        *COMMON,
+        {"lr": 0.1, "alpha": 0.7, "eps": 1e-3},
+        {"lr": 0.1, "centered": True},
+        {"lr": 0.1, "momentum": 0.8, "centered": True, "weight_decay": 0.1},
+    ],
+    optim.NAdam: [
+        *COMMON,
+        {"lr": 0.1, "betas": (0.5, 0.7), "eps": 1e-3, "momentum_decay": 0.1},
+        {"lr": 0.1, "decoupled_weight_decay": True, "weight_decay": 0.1},
+    ],
+    optim.RAdam: [
+        *COMMON,
+        {"lr": 0.1, "betas": (0.5, 0.7), "eps": 1e-3},
+        {"lr": 0.1, "betas": (0.5, 0.99), "decoupled_weight_decay": True, "weight_decay": 0.1},
+    ],
+    optim.Adamax: [*COMMON, {"lr": 0.1, "betas": (0.5, 0.7), "eps": 1e-3}],
+    optim.Adagrad: [
+        *COMMON,
+        {"lr": 0.1, "lr_decay": 0.2, "initial_accumulator_value": 0.3, "eps": 1e-3},
+    ],
+    optim.Adadelta: [*COMMON, {"lr": 0.5, "rho": 0.6, "eps": 1e-3}],
+    optim.ASGD: [*COMMON, {"lr": 0.1, "lambd": 0.1, "alpha": 0.5, "t0": 1.0}],
+    optim.Rprop: [{}, {"lr": 0.1, "etas": (0.4, 1.3), "step_sizes": (1e-3, 0.12)}],
+}
+WRITTEN = {optim.SGD: "sgd", optim.Adam: "adam", optim.AdamW: "adamw", optim.RMSprop: "rmsprop"}
+WRAPPED = [cls for cls in CASES if cls not in WRITTEN]
+every_case = pytest.mark.parametrize(
+    ("cls", "hyper"),
+    [(cls, hyper) for cls, hypers in CASES.items() for hyper in hypers],
+    ids=lambda v: v.__name__ if isinstance(v, type) else "-".join(v) or "default",
+)
+every_class = pytest.mark.parametrize("cls", CASES, ids=lambda cls: cls.__name__)
+
+
+def tolerance(cls: Any) -> float:
+    return 1e-10 if cls is optim.NAdam else 1e-12
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@every_case
+def test_values_are_those_of_torch(
+    device: torch.device, cls: Any, hyper: dict[str, Any], graph: bool
+) -> None:
+    params = initial(device)
+    expected = torchs(cls, params, hyper)
+    opt = meta.from_torch(cls, **hyper)
+    for leaf in leaves(params):
+        leaf.requires_grad_(graph)
+    got, state = ours(opt, params)
+    assert_close(got, expected, tolerance(cls))
+    assert got["none"] is None
+    assert all(leaf.requires_grad == graph for leaf in leaves(got))
+    assert not any(t.requires_grad for t in leaves(state)) or graph
+
+
+def test_a_written_one_is_what_from_torch_gives(device: torch.device) -> None:
+    params = initial(device)
+    for cls, name in WRITTEN.items():
+        direct = getattr(meta, name)(lr=0.1, weight_decay=0.1)
+        wrapped = meta.from_torch(
+            cls, lr=0.1, weight_decay=0.1, foreach=True, fused=False, differentiable=True
+        )
+        assert_same_bits(leaves(ours(direct, params)[0]), leaves(ours(wrapped, params)[0]))
+        assert wrapped.name == name
+
+
+@pytest.mark.parametrize("cls", [optim.Adafactor, optim.Muon])
+def test_classes_without_a_derivative_run_without_a_graph(device: torch.device, cls: Any) -> None:
+    params = [torch.randn(3, 2, dtype=D, device=device)]
+    opt = meta.from_torch(cls, lr=0.1)
+    assert_close(ours(opt, params)[0], torchs(cls, params, {"lr": 0.1}))
+    with torch.no_grad():
+        learned = [params[0].clone().requires_grad_()]
+        assert_close(ours(opt, learned)[0], torchs(cls, params, {"lr": 0.1}))
+    with pytest.raises(gradkit.UnsupportedOptimizerError, match=rf"{cls.__name__}.*differentiate"):
+        ours(opt, [params[0].requires_grad_()])
+    with pytest.raises(gradkit.UnsupportedOptimizerError, match=cls.__name__):
+        func_grad(lambda p: ours(opt, [p])[0][0].sum())(params[0].detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128])
+@every_class
+def test_other_dtypes(device: torch.device, cls: Any, dtype: torch.dtype) -> None:
+    params = [torch.randn(3, 2, dtype=dtype, device=device)]
+    params.append(params[0].sum())
+    hyper = {"lr": 0.05}
+    try:
+        expected = torchs(cls, params, hyper)
+    except RuntimeError:
+        pytest.skip("torch has no such optimizer for complex numbers")
+    for graph in (False, True):
+        # With a graph torch has no foreach, and a count in float32 costs five digits [T6].
+        given = [p.detach().clone().requires_grad_(graph) for p in params]
+        got, _ = ours(meta.from_torch(cls, **hyper), given)
+        assert all(p.dtype == dtype for p in got)
+        torch.testing.assert_close(
+            [p.detach() for p in got], expected, rtol=2e-6, atol=2e-6 if cls else 0
+        )
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@every_class
+def test_a_leaf_without_a_gradient_is_skipped_as_in_torch(
+    device: torch.device, cls: Any, graph: bool
+) -> None:
+    start = [torch.randn(2, dtype=D, device=device) for _ in range(3)]
+    hyper = {"lr": 0.1, **({} if cls is optim.Rprop else {"weight_decay": 0.1})}
+    if cls is optim.SGD:
+        hyper["momentum"] = 0.9
+    theirs = [p.clone().requires_grad_() for p in start]
+    reference = cls(theirs, **hyper)
+    opt = meta.from_torch(cls, **hyper)
+    params: Any = [p.clone().requires_grad_(graph) for p in start]
+    state = opt.init(params)
+    # The second leaf starts two steps late, and pauses; the third never has a gradient.
+    for t in range(6):
+        seen = [True, t in {2, 3, 5}, False]
+        grads = [g if s else None for g, s in zip(slopes(params, t), seen, strict=True)]
+        before = params
+        params, state = opt.step(params, grads, state)
+        for p, grad in zip(theirs, grads, strict=True):
+            p.grad = None if grad is None else grad.detach()
+        reference.step()
+        assert all((p is b) == (not s) for p, b, s in zip(params, before, seen, strict=True))
+        assert_close(params, theirs, tolerance(cls))
+
+
+@every_class
+def test_no_gradient_at_all_changes_nothing(device: torch.device, cls: Any) -> None:
+    params = initial(device)
+    opt = meta.from_torch(cls)
+    state = opt.init(params)
+    after, same = opt.step(params, like(params, [None] * 3), state)
+    assert all(a is b for a, b in zip(leaves(after), leaves(params), strict=True))
+    assert optree.tree_structure(same) == optree.tree_structure(state)
+
+
+def test_a_module_stands_for_its_parameters(device: torch.device) -> None:
+    model = nn.Linear(2, 2).double().to(device)
+    opt = meta.adam(lr=0.1)
+    x = torch.randn(3, 2, dtype=D, device=device)
+    named = dict(model.named_parameters())
+    grads = dict(zip(named, torch.autograd.grad(model(x).sum(), named.values()), strict=True))
+    world = World(*named.values())
+    params, _ = opt.step(model, grads, opt.init(model))
+    world.assert_unchanged()
+    out = functional_call(model, params, (x,))
+    reference = optim.Adam(model.parameters(), lr=0.1)
+    model(x).sum().backward()
+    reference.step()
+    torch.testing.assert_close(out, model(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@every_class
+def test_a_step_is_pure(device: torch.device, cls: Any, graph: bool) -> None:
+    opt = meta.from_torch(cls, lr=0.1, **({} if cls is optim.Rprop else {"weight_decay": 0.1}))
+    params = gradkit.tree.map(lambda t: t.requires_grad_(graph), initial(device))
+    params, state = ours(opt, params, steps=2)
+    grads = like(params, slopes(leaves(params)))
+    world = World(*leaves(params), *leaves(grads), *leaves(state))
+    first, first_state = opt.step(params, grads, state)
+    again, again_state = opt.step(params, grads, state)
+    world.assert_unchanged()
+    assert_same_bits(leaves(first), leaves(again))
+    assert_same_bits(leaves(first_state), leaves(again_state))
+    old = {t.data_ptr() for t in leaves((params, grads, state))}
+    assert not any(t.data_ptr() in old for t in leaves((first, first_state)))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "rmsprop"])
+def test_a_learned_weight_decay_leaves_the_gradient_alone(device: torch.device, name: str) -> None:
+    """torch writes on it [T7]."""
+    decay = torch.tensor(0.1, dtype=D, device=device, requires_grad=True)
+    params = initial(device)
+    grads = like(params, slopes(leaves(params)))
+    world = World(*leaves(grads))
+    opt = getattr(meta, name)(lr=0.1, weight_decay=decay)
+    after, _ = opt.step(params, grads, opt.init(params))
+    world.assert_unchanged()
+    assert all(t.requires_grad for t in leaves(after))
+
+
+LEARNED: dict[str, tuple[str, dict[str, Any]]] = {
+    "sgd": ("sgd", {"lr": 0.1, "momentum": 0.7, "dampening": 0.2, "weight_decay": 0.1}),
+    "nesterov": ("sgd", {"lr": 0.1, "momentum": 0.7, "weight_decay": 0.1, "nesterov": True}),
+    "adam": ("adam", {"lr": 0.1, "betas": (0.6, 0.9), "eps": 0.05, "weight_decay": 0.1}),
+    "amsgrad": ("adam", {"lr": 0.1, "betas": (0.6, 0.9), "eps": 0.05, "amsgrad": True}),
+    "adamw": ("adamw", {"lr": 0.1, "betas": (0.6, 0.9), "eps": 0.05, "weight_decay": 0.1}),
+    "up": ("adamw", {"lr": 0.1, "betas": (0.6, 0.9), "weight_decay": 0.1, "maximize": True}),
+    "rmsprop": ("rmsprop", {"lr": 0.1, "alpha": 0.8, "eps": 0.05, "weight_decay": 0.1}),
+    "centered": ("rmsprop", {"lr": 0.1, "alpha": 0.8, "momentum": 0.5, "centered": True}),
+}
+FORMS: dict[str, Callable[[float, Tensor], Tensor]] = {
+    "a scalar for each leaf": lambda value, leaf: leaf.new_full((), value),
+    "the shape of each leaf": lambda value, leaf: leaf.new_full(leaf.shape, value),
+}
+
+
+@pytest.mark.parametrize("override", [False, True])
+@pytest.mark.parametrize("form", ["one scalar", *FORMS])
+@pytest.mark.parametrize("case", LEARNED)
+def test_meta_gradients_by_every_hyper_parameter(
+    device: torch.device, case: str, form: str, override: bool
+) -> None:
+    name, hyper = LEARNED[case]
+    params = initial(device)
+
+    def learnable(value: float) -> Any:
+        if form in FORMS:
+            return gradkit.tree.map(lambda leaf: FORMS[form](value, leaf), params)
+        return torch.tensor(value, dtype=D, device=device)
+
+    constant = {key: value for key, value in hyper.items() if isinstance(value, bool)}
+    tree = {
+        key: tuple(map(learnable, value)) if isinstance(value, tuple) else learnable(value)
+        for key, value in hyper.items()
+        if key not in constant
+    }
+    spec = optree.tree_structure(tree, none_is_leaf=False)
+
+    def after(*flat: Tensor) -> Tensor:
+        given = optree.tree_unflatten(spec, flat)
+        if override:
+            return height(leaves(ours(getattr(meta, name)(0.3, **constant), params, 3, **given)[0]))
+        return height(leaves(ours(getattr(meta, name)(**given, **constant), params, 3)[0]))
+
+    flat = [t.requires_grad_() for t in optree.tree_leaves(tree)]
+    assert len(flat) == (3 if form in FORMS else 1) * (len(tree) + ("betas" in tree))
+    assert gradcheck(after, flat, eps=1e-6, atol=1e-6, rtol=1e-6)
+    assert all(g.any() for g in torch.autograd.grad(after(*flat), flat))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@every_class
+def test_meta_gradients_by_weights_gradients_and_state(
+    device: torch.device, cls: Any, steps: int
+) -> None:
+    start = initial(device)
+    hyper = {"lr": 0.1, **({"momentum": 0.9} if cls in {optim.SGD, optim.RMSprop} else {})}
+    opt = meta.from_torch(cls, **hyper)
+    _, state = ours(opt, start, steps=2)
+    parts, spec = optree.tree_flatten(state)
+    floats = [i for i, p in enumerate(parts) if isinstance(p, Tensor) and p.dim()]
+
+    def after(scale: Tensor, *flat: Tensor) -> Tensor:
+        params = like(start, flat[:3])
+        now = list(parts)
+        for place, tensor in zip(floats, flat[3:], strict=True):
+            now[place] = tensor
+        state = optree.tree_unflatten(spec, now)
+        for t in range(steps):
+            grads = [scale * g for g in slopes(leaves(params), t)]
+            params, state = opt.step(params, like(params, grads), state)
+        return height(leaves(params))
+
+    learned = [start["w"], *start["more"], *(parts[i] for i in floats)]
+    flat = [t.detach().clone().requires_grad_() for t in learned]
+    scale = torch.tensor(1.1, dtype=D, device=device, requires_grad=True)
+    assert gradcheck(after, (scale, *flat), eps=1e-6, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_the_first_momentum_step_keeps_its_gradient(device: torch.device, steps: int) -> None:
+    """torch's own differentiable SGD drops it [T4]: this fails when torch mends that."""
+    start = [torch.randn(4, dtype=D, device=device)]
+    scale = torch.tensor(0.9, dtype=D, device=device, requires_grad=True)
+
+    def after(scale: Tensor) -> Tensor:
+        opt = meta.sgd(lr=0.1, momentum=0.9)
+        params, state = start, opt.init(start)
+        for t in range(steps):
+            params, state = opt.step(params, [scale * g for g in slopes(params, t)], state)
+        return height(params)
+
+    assert gradcheck(after, scale, eps=1e-6, atol=1e-6, rtol=1e-6)
+    p = start[0].clone().requires_grad_().clone()
+    opt = optim.SGD([p], lr=0.1, momentum=0.9, differentiable=True)
+    for t in range(steps):
+        p.grad = scale * slopes([p.clone()], t)[0]
+        opt.step()
+    (theirs,) = torch.autograd.grad(height([p]), scale, materialize_grads=True)
+    (right,) = torch.autograd.grad(after(scale), scale)
+    assert abs(theirs - right) > 0.05 * abs(right)
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+@every_case
+def test_a_dead_unit_leaves_meta_gradients_finite_and_right(
+    device: torch.device, cls: Any, hyper: dict[str, Any], steps: int
+) -> None:
+    """Its second moment is exactly 0, where the root has no derivative [T5]."""
+    x, y = torch.randn(8, 5, dtype=D, device=device), torch.randn(8, 2, dtype=D, device=device)
+    w = torch.randn(5, 4, dtype=D, device=device)
+    b = torch.tensor([0.3, 0.2, 0.1, -100.0], dtype=D, device=device)
+    v = torch.randn(4, 2, dtype=D, device=device)
+    opt = meta.from_torch(cls, **{**hyper, "lr": 0.03, "weight_decay": 0.0})
+
+    def after(scale: Tensor, *flat: Tensor) -> Tensor:
+        params, state = list(flat), opt.init(list(flat))
+        for _ in range(steps):
+            at = [p if p.requires_grad else p.detach().requires_grad_() for p in params]
+            before = x @ at[0] + at[1]
+            loss = scale * (((before.tanh() * (before > -50)) @ at[2] - y) ** 2).mean()
+            params, state = opt.step(at, torch.autograd.grad(loss, at, create_graph=True), state)
+        return height(params)
+
+    scale = torch.tensor(1.0, dtype=D, device=device, requires_grad=True)
+    flat = [t.clone().requires_grad_() for t in (w, b, v)]
+    grads = torch.autograd.grad(after(scale, *flat), [scale, *flat])
+    assert all(g.isfinite().all() for g in grads)
+    # gradcheck's directions: a full check of every class takes half a minute.
+    assert gradcheck(after, (scale, *flat), eps=1e-6, atol=1e-5, rtol=1e-5, fast_mode=True)
