@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Real
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from gradkit import _pytree
 from gradkit._leaf import from_real_vector, plus, real_vector, width
 from gradkit._pytree import PyTree
+from gradkit._stack import transforms
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 
 # How many columns of the matrix are in memory at a time, while its Gramian is summed up.
 _COLUMNS_AT_A_TIME = 1 << 18
+# Below this many numbers, a leaf is put together with others: a copy costs less than a product.
+_SMALL = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +209,9 @@ def gram(per_loss: PyTree, *, losses: PyTree | None = None) -> Tensor:
     rows = read_rows(per_loss, losses)
     count = len(rows.rows)
     total: Tensor | None = None
+    if _are_ordinary(rows):
+        total = _gram_of_ordinary(rows)
+        return total.triu() + total.triu(1).T
     for leaf in rows.leaves:
         present = [index for index, row in enumerate(rows.rows) if row[leaf] is not None]
         if not present:
@@ -218,6 +226,58 @@ def gram(per_loss: PyTree, *, losses: PyTree | None = None) -> Tensor:
     if total is None:
         return torch.zeros(count, count)
     return total.triu() + total.triu(1).T  # symmetric to the bit, which a product need not be
+
+
+def _are_ordinary(rows: Rows) -> bool:
+    """Return whether all leaves are there, plain, of one dtype and on one device.
+
+    Then many leaves can be taken at a time: one by one, small ones cost more than their numbers.
+    """
+    if transforms():
+        return False
+    leaves = list(chain.from_iterable(rows.rows))
+    if set(map(type, leaves)) != {Tensor}:
+        return False
+    kinds = {(x.dtype, x.device, x.layout) for x in leaves if x is not None}
+    return (
+        len(kinds) == 1
+        and next(iter(kinds))[0] in _SUMMED_AS_THEY_ARE
+        and all(x.layout == torch.strided for x in leaves if x is not None)
+    )
+
+
+_SUMMED_AS_THEY_ARE = (torch.float32, torch.float64)
+
+
+def _gram_of_ordinary(rows: Rows) -> Tensor:
+    parts = [_gram_of_vectors(_vectors(rows, group)) for group in _groups(rows)]
+    return torch.stack(parts).sum(0)
+
+
+def _groups(rows: Rows) -> list[list[int]]:
+    """Return the leaves of ordinary rows in groups: large ones alone, small ones together."""
+    groups: list[list[int]] = []
+    small: list[int] = []
+    size = 0
+    for leaf in rows.leaves:
+        numel = cast("Tensor", rows.rows[0][leaf]).numel()
+        if numel > _SMALL:
+            groups.append([leaf])
+            continue
+        small.append(leaf)
+        size += numel
+        if size > _COLUMNS_AT_A_TIME:
+            groups.append(small)
+            small, size = [], 0
+    return [*groups, small] if small else groups
+
+
+def _vectors(rows: Rows, group: list[int]) -> list[Tensor]:
+    """Return for each ordinary row some of its leaves as one vector."""
+    if len(group) == 1:
+        return [cast("Tensor", row[group[0]]).reshape(-1) for row in rows.rows]
+    picked = [[cast("Tensor", row[leaf]) for leaf in group] for row in rows.rows]
+    return [_flatten_dense_tensors(row) for row in picked]  # type: ignore[no-untyped-call]
 
 
 def _gram_of_vectors(vectors: list[Tensor]) -> Tensor:
@@ -257,11 +317,31 @@ def weighted_sum(
         StructureError: There are no losses, or trees do not match.
     """
     rows = read_rows(per_loss, losses)
+    by_row = _row_weights(per_loss, weights, losses, rows)
+    if _are_ordinary(rows) and not any(
+        x.requires_grad for x in chain(by_row, *rows.rows) if isinstance(x, Tensor)
+    ):
+        return rows.unflatten(_sum_of_ordinary(rows, by_row))
     total: list[Tensor | None] = [None] * len(rows.leaves)
-    for row, weight in zip(rows.rows, _row_weights(per_loss, weights, losses, rows), strict=True):
+    for row, weight in zip(rows.rows, by_row, strict=True):
         scaled = row if weight is None else [_times(leaf, weight) for leaf in row]
         total = [plus(a, b) for a, b in zip(total, scaled, strict=True)]
     return rows.unflatten(total)
+
+
+def _sum_of_ordinary(rows: Rows, weights: Sequence[Any]) -> list[Tensor | None]:
+    """Add group by group: the same sums, in the same order."""
+    found: list[Tensor | None] = [None] * len(rows.leaves)
+    for group in _groups(rows):
+        total: Tensor | None = None
+        for vector, weight in zip(_vectors(rows, group), weights, strict=True):
+            scaled = vector if weight is None else _times(vector, weight)
+            total = plus(None, scaled) if total is None else total.add_(cast("Tensor", scaled))
+        likes = [cast("Tensor", rows.rows[0][leaf]) for leaf in group]
+        parts = torch.split(cast("Tensor", total), [like.numel() for like in likes])
+        for leaf, part, like in zip(group, parts, likes, strict=True):
+            found[leaf] = torch.empty_like(like).copy_(part.view(like.shape))
+    return found
 
 
 def _row_weights(per_loss: PyTree, weights: PyTree, losses: PyTree | None, rows: Rows) -> list[Any]:
