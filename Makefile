@@ -38,4 +38,4 @@ $(VENV)/bench: $(VENV)/ready
 	touch $@
 
 clean:
-	rm -rf $(VENV) docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) docs/_build docs/_pictures .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

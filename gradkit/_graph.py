@@ -45,13 +45,22 @@ def edge(tensor: Tensor) -> GradientEdge:
     return get_gradient_edge(tensor)
 
 
-def nodes_below(losses: Iterable[Tensor]) -> set[Node]:
-    """Return every node that a pass from these losses could visit; about 0.4 us a node."""
-    seen = {edge(loss).node for loss in losses}
+def nodes_below(losses: Iterable[Tensor], stop: Iterable[Node] = ()) -> set[Node]:
+    """Return every node that a pass from these losses could visit; about 0.4 us a node.
+
+    Args:
+        losses: Where the pass starts.
+        stop: Nodes that the walk does not enter.
+
+    Returns:
+        The nodes of the losses, and all below them.
+    """
+    barred = set(stop)
+    seen = {edge(loss).node for loss in losses} - barred
     stack = list(seen)
     while stack:
         for node, _ in stack.pop().next_functions:
-            if node is not None and node not in seen:
+            if node is not None and node not in seen and node not in barred:
                 seen.add(node)
                 stack.append(node)
     return seen

@@ -158,7 +158,9 @@ def _times(leaves: list[Tensor], factor: float | Tensor) -> list[Tensor]:
     for (device, dtype, layout, _), places in kinds.items():
         by = factor.reshape(()).to(device) if isinstance(factor, Tensor) else factor
         group = [leaves[index] for index in places]
-        many = layout == torch.strided and not transforms()  # vmap has no rule for foreach
+        # foreach has no rule for vmap, and fails at the gradient by a tensor that multiplies.
+        learned = isinstance(by, Tensor) and by.requires_grad
+        many = layout == torch.strided and not transforms() and not learned
         products = torch._foreach_mul(group, by) if many else [leaf * by for leaf in group]
         for index, product in zip(places, products, strict=True):
             scaled[index] = product.to(dtype)

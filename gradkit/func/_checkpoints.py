@@ -7,7 +7,6 @@ gives gradients at those, silently [F3].
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -48,7 +47,7 @@ def before(inputs: PyTree) -> Before | None:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or differentiated():
         return None
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    nodes = _nodes_of(inputs)
+    nodes = {_graph.edge(tensor).node for tensor in _live(inputs)}
     return Before(sys.getrefcount(_Frame), nodes, hooks[1] if hooks else None)
 
 
@@ -67,7 +66,7 @@ def refuse(out: PyTree, was: Before | None) -> None:
     # One that was made meanwhile is found wherever its output is. If another one went meanwhile,
     # their number tells nothing, and the graph has to be looked at.
     if sys.getrefcount(_Frame) > was.frames or any(
-        _recomputes(node, was.outer) for node in _between(_nodes_of(out), was.nodes)
+        _recomputes(node, was.outer) for node in _graph.nodes_below(_live(out), was.nodes)
     ):
         raise UnsupportedGraphError(
             message(
@@ -81,25 +80,14 @@ def refuse(out: PyTree, was: Before | None) -> None:
         )
 
 
-def _nodes_of(tree: PyTree) -> set[Node]:
-    """Return where the graphs of the tensors in a tree begin; a transform's own are not seen."""
+def _live(tree: PyTree) -> list[Tensor]:
+    """Return the tensors of a tree that have a graph or begin one, but for a transform's own."""
     leaves, _ = _pytree.flatten(tree)
     live = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    return {_graph.edge(tensor).node for tensor in live if not _is_wrapped(tensor)}
+    return [tensor for tensor in live if not _is_wrapped(tensor)]
 
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-
-
-def _between(starts: Iterable[Node], stop: set[Node]) -> set[Node]:
-    seen = set(starts) - stop
-    stack = list(seen)
-    while stack:
-        for node, _ in stack.pop().next_functions:
-            if node is not None and node not in seen and node not in stop:
-                seen.add(node)
-                stack.append(node)
-    return seen
 
 
 def _recomputes(node: Node, outer: object) -> bool:

@@ -51,14 +51,18 @@ class Variables:
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """Return the arguments, with these tensors in all places where the variables stand."""
-        placed = [
+        args = list(self.args)
+        trees = _pytree.unflatten(self.spec, self.placed(tensors))
+        for place, arg in zip(self.places, trees, strict=True):
+            args[place] = arg
+        return tuple(args)
+
+    def placed(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return the leaves, with these in all places where the variables stand."""
+        return [
             leaf if slot is None else tensors[slot]
             for leaf, slot in zip(self.leaves, self.slots, strict=True)
         ]
-        args = list(self.args)
-        for place, arg in zip(self.places, _pytree.unflatten(self.spec, placed), strict=True):
-            args[place] = arg
-        return tuple(args)
 
     def at(self, args: tuple[Any, ...]) -> Variables:
         """Return the same variables of other arguments, of the same structure."""

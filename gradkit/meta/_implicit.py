@@ -8,11 +8,24 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from gradkit import _pytree, tree
+from gradkit import _graph, _pytree, tree
 from gradkit._inputs import check_option, open_up, read_losses
-from gradkit._pytree import PyTree, Structure
-from gradkit.errors import GradkitWarning, StructureError, message
+from gradkit._pytree import PyTree
+from gradkit._rows import level_of_the_caller
+from gradkit._stack import transforms
+from gradkit.errors import (
+    GradkitWarning,
+    LeafTypeError,
+    StructureError,
+    UnreachedParamError,
+    UnsupportedGraphError,
+    describe,
+    message,
+)
+from gradkit.func._variables import Variables, read_variables
+from gradkit.meta._replay import Replay
 
 # A linear map, and a right-hand side; the solution.
 Solve: TypeAlias = Callable[[Callable[[PyTree], PyTree], PyTree], PyTree]
@@ -58,13 +71,14 @@ def implicit(
 
     Returns:
         `find(params, outer)`, which returns what `solver` does, differentiable by `outer`. Params,
-        where the solver starts, have no gradient. A solve that has not come to `tol` gives a
-        `GradkitWarning` with its residual.
+        where the solver starts, have no gradient; a frozen `nn.Parameter` stays as it is. A solve
+        that has not come to `tol` gives a `GradkitWarning` with its residual.
 
     Raises:
         StructureError: An option has no such value. `find` raises it if the solver returns another
             tree, and `UnsupportedGraphError` if the inner loss uses a tensor from outside that
-            requires grad.
+            requires grad, and inside of torch.func. A backward pass with `create_graph=True` raises
+            it, too: the gradient cannot be differentiated again.
 
     Source:
         Rajeswaran et al. 2019, "Meta-Learning with Implicit Gradients", equation (6),
@@ -85,22 +99,64 @@ def implicit(
 
     def find(params: PyTree, outer: PyTree) -> PyTree:
         leaves, spec = open_up(params, "params")
-        found = _solved(solver, _pytree.unflatten(spec, leaves), outer, spec)
-        system = _System(inner_loss, spec, _linear_solver(solve, maxiter, tol), tol, damping)
-        return system.attach(found, outer)
+        given = read_variables((_pytree.unflatten(spec, leaves),), 0)
+        _refuse_kinds(given, outer)
+        minimum = _solved(solver, given, outer)
+        system = _System(
+            inner_loss, given, outer, _linear_solver(solve, maxiter, tol), tol, damping
+        )
+        return _pytree.unflatten(given.spec, given.placed(system.attach(minimum)))[0]
 
     return find
 
 
+def _refuse_kinds(given: Variables, outer: PyTree) -> None:
+    tensors = [x for x in _pytree.flatten(outer)[0] if isinstance(x, Tensor)]
+    if transforms() or (forward_ad._current_level >= 0 and any(map(_is_dual, tensors))):
+        raise UnsupportedGraphError(
+            message(
+                "find(params, outer)",
+                "a call outside of torch.func's transforms and of forward mode",
+                "one inside",
+                "gradkit.value_and_grads(loss(find(params, outer)), outer); or unroll",
+            )
+        )
+    if any(x.is_complex() for x in given.tensors):
+        raise LeafTypeError(
+            message("params", "real tensors", "a complex one", "torch.view_as_real(tensor)")
+        )
+
+
+def _is_dual(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
 def _solved(
-    solver: Callable[[PyTree, PyTree], PyTree], params: PyTree, outer: PyTree, spec: Structure
+    solver: Callable[[PyTree, PyTree], PyTree], given: Variables, outer: PyTree
 ) -> list[Tensor]:
-    leaves, outer_spec = _pytree.flatten(outer)
+    """Return the minimum, one tensor for each variable, that nobody else has."""
+    start = given.with_tensors([x.detach() for x in given.tensors])[0]
+    leaves, spec = _pytree.flatten(outer)
     apart = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    start = [x.detach() if isinstance(x, Tensor) else x for x in _pytree.flatten(params)[0]]
-    result = solver(_pytree.unflatten(spec, start), _pytree.unflatten(outer_spec, apart))
-    found = _pytree.matching_leaves(spec, "params", result, "solver(params, outer)")
-    return [leaf.detach() for leaf in found]
+    result = solver(start, _pytree.unflatten(spec, apart))
+    found = _pytree.matching_leaves(
+        _pytree.flatten(start)[1], "params", result, "solver(params, outer)"
+    )
+    for slot, leaf in zip(given.slots, found, strict=True):
+        if slot is None:
+            continue
+        first = found[given.slots.index(slot)]
+        shape = given.tensors[slot].shape
+        if not isinstance(leaf, Tensor) or leaf.shape != shape or not torch.equal(leaf, first):
+            raise StructureError(
+                message(
+                    "solver(params, outer)",
+                    f"one tensor of shape {tuple(shape)} wherever the variable stands",
+                    describe(leaf),
+                    "return params of the same shapes, and tied ones equal",
+                )
+            )
+    return [found[given.slots.index(slot)].detach().clone() for slot in range(len(given.tensors))]
 
 
 class _System:
@@ -109,83 +165,143 @@ class _System:
     def __init__(
         self,
         inner_loss: Callable[[PyTree, PyTree], Tensor],
-        spec: Structure,
+        given: Variables,
+        outer: PyTree,
         solve: Solve,
         tol: float,
         damping: float,
     ) -> None:
         self._inner_loss = inner_loss
-        self._spec = spec
+        self._given = given
+        leaves, self._outer_spec = _pytree.flatten(outer)
+        self._others = [None if isinstance(x, Tensor) else (x,) for x in leaves]
+        self._outer = [x for x in leaves if isinstance(x, Tensor)]
         self._solve = solve
         self._tol = tol
         self._damping = damping
 
-    def attach(self, found: list[Tensor], outer: PyTree) -> PyTree:
-        """Return the minimum as a tree that depends on the outer variables."""
-        leaves, outer_spec = _pytree.flatten(outer)
-        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+    def attach(self, minimum: list[Tensor]) -> list[Tensor]:
+        """Return the minimum, depending on the outer variables."""
+        if not torch.is_grad_enabled():
+            return minimum
+        outer, self._outer = self._outer, []
+        self._replay = Replay([*minimum, *outer])
+        with torch.enable_grad(), self._replay.recording():
+            at, by = _apart(minimum), _apart(outer)
+            loss = self._loss(at, by)
+        if _graph.leaves_of(_graph.nodes_below([loss])) - set(map(id, [*at, *by])):
+            raise UnsupportedGraphError(
+                message(
+                    "inner_loss",
+                    "a function of its arguments",
+                    "one that uses a tensor from outside that requires grad: its gradient would be "
+                    "lost",
+                    'pass it in outer: find(params, {"name": tensor})',
+                )
+            )
+        self._replay.came_to([loss])
+        if not any(x.requires_grad for x in outer):
+            return minimum
+        return list(_AtMinimum.apply(self, len(minimum), *minimum, *outer))  # type: ignore[no-untyped-call]
 
-        def with_outer(tensors: list[Tensor]) -> PyTree:
-            placed = list(leaves)
-            for place, tensor in zip(places, tensors, strict=True):
-                placed[place] = tensor
-            return _pytree.unflatten(outer_spec, placed)
-
-        self._with_outer = with_outer
-        learned = [leaves[place] for place in places]
-        if not learned or not torch.is_grad_enabled():
-            return _pytree.unflatten(self._spec, found)
-        out = _AtMinimum.apply(self, len(found), *found, *learned)  # type: ignore[no-untyped-call]
-        return _pytree.unflatten(self._spec, out)
-
-    def gradient(self, found: list[Tensor], learned: list[Tensor]) -> list[Tensor]:
-        """Return the gradient of the inner loss by params, with a graph."""
-        loss = self._inner_loss(_pytree.unflatten(self._spec, found), self._with_outer(learned))
+    def _loss(self, at: list[Tensor], by: list[Tensor]) -> Tensor:
+        rest = iter(by)
+        outer = _pytree.unflatten(
+            self._outer_spec, [next(rest) if o is None else o[0] for o in self._others]
+        )
+        loss = self._inner_loss(self._given.with_tensors(at)[0], outer)
         (leaf,) = read_losses((loss,), scalar=True).leaves
-        return list(torch.autograd.grad(leaf, found, create_graph=True, materialize_grads=True))
+        if not leaf.requires_grad:
+            raise UnreachedParamError(
+                message(
+                    "inner_loss",
+                    "a loss computed from params",
+                    "a constant",
+                    "compute it from inner_loss's own arguments",
+                )
+            )
+        return leaf
 
     def pull(
-        self, found: list[Tensor], learned: list[Tensor], cotangent: list[Tensor]
-    ) -> tuple[Tensor | None, ...]:
-        """Return the gradient by the outer variables, from that by the minimum."""
-        with torch.enable_grad():
-            at = [x.detach().requires_grad_() for x in found]
-            by = [x.detach().requires_grad_() for x in learned]
-            slope = self.gradient(at, by)
+        self, minimum: list[Tensor], outer: list[Tensor], needed: list[bool], v: list[Tensor]
+    ) -> list[Tensor | None]:
+        """Return the gradient by the outer tensors, from that by the minimum."""
+        places = [i for i, need in enumerate(needed) if need]
+        with torch.enable_grad(), self._replay.again():
+            at = _apart(minimum)
+            by = [x.detach().requires_grad_(need) for x, need in zip(outer, needed, strict=True)]
+            loss = self._loss(at, by)
+            self._replay.check([loss], "inner_loss")
+            slope = list(torch.autograd.grad(loss, at, create_graph=True, materialize_grads=True))
 
         def product(u: PyTree) -> PyTree:
-            along = [x.to(g.dtype) for x, g in zip(_leaves(u), slope, strict=True)]
-            hu = torch.autograd.grad(slope, at, along, retain_graph=True, materialize_grads=True)
-            flat = tree.add(list(hu), tree.scale(along, self._damping)) if self._damping else hu
-            return self._tree(list(flat))
+            along = self._variables(u)
+            hu = self._pulled(slope, at, along)
+            if self._damping:
+                hu = tree.add(hu, tree.scale(along, self._damping))
+            return self._tree(hu)
 
-        v = self._tree(cotangent)
-        u = self._solve(product, v)
-        self._warn(product, u, v)
-        found_by = torch.autograd.grad(
-            slope, by, [-x for x in _leaves(u)], allow_unused=True, materialize_grads=False
+        u = self._solve(product, self._tree(v))
+        self._warn(product, u, self._tree(v))
+        minus = [-x for x in self._variables(u)]
+        live = [(g, x) for g, x in zip(slope, minus, strict=True) if g.requires_grad]
+        grads: list[Tensor | None] = [None] * len(outer)
+        if live:
+            found = torch.autograd.grad(
+                [g for g, _ in live],
+                [by[place] for place in places],
+                [x for _, x in live],
+                allow_unused=True,
+            )
+            for place, grad in zip(places, found, strict=True):
+                grads[place] = grad
+        return grads
+
+    @staticmethod
+    def _pulled(slope: list[Tensor], at: list[Tensor], along: list[Tensor]) -> list[Tensor]:
+        live = [(g, x) for g, x in zip(slope, along, strict=True) if g.requires_grad]
+        if not live:
+            return [torch.zeros_like(x) for x in at]
+        outputs, seeds = [g for g, _ in live], [x for _, x in live]
+        return list(
+            torch.autograd.grad(outputs, at, seeds, retain_graph=True, materialize_grads=True)
         )
-        return tuple(found_by)
 
-    def _tree(self, leaves: list[Tensor]) -> PyTree:
-        return _pytree.unflatten(self._spec, leaves)
+    def _tree(self, tensors: list[Tensor]) -> PyTree:
+        """Return a direction as the solve takes it: a tree like params, zero where it is fixed."""
+        given = self._given
+        placed = [
+            (None if leaf is None else torch.zeros_like(leaf)) if slot is None else tensors[slot]
+            for leaf, slot in zip(given.leaves, given.slots, strict=True)
+        ]
+        return _pytree.unflatten(given.spec, placed)[0]
+
+    def _variables(self, direction: PyTree) -> list[Tensor]:
+        leaves, _ = _pytree.flatten(direction)
+        tensors = self._given.tensors
+        return [
+            leaves[self._given.slots.index(slot)].to(tensors[slot].dtype)
+            for slot in range(len(tensors))
+        ]
 
     def _warn(self, product: Callable[[PyTree], PyTree], u: PyTree, v: PyTree) -> None:
         size = tree.global_norm(v)
         left = tree.global_norm(tree.sub(v, product(u)))
         residual = float(left / size) if size > 0 else 0.0
-        if not residual <= max(self._tol, 1e-12) * (1 + 1e-6):
+        enough = max(self._tol, 100 * torch.finfo(size.dtype).eps)
+        if not residual <= enough:
             warnings.warn(
                 f"gradkit.meta.implicit: the linear solve came to a relative residual of "
                 f"{residual:.2e}, not to tol={self._tol:g}: the gradient is as wrong. Give it more "
                 "maxiter, some damping, or another solve.",
                 GradkitWarning,
-                stacklevel=2,
+                stacklevel=level_of_the_caller(),
             )
 
 
-def _leaves(value: PyTree) -> list[Tensor]:
-    return _pytree.flatten(value)[0]
+def _apart(tensors: list[Tensor]) -> list[Tensor]:
+    """Return leaves in place of tensors; of integers, constants."""
+    return [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in tensors]
 
 
 class _AtMinimum(torch.autograd.Function):
@@ -194,14 +310,23 @@ class _AtMinimum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, system: _System, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.system, ctx.count = system, count
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*tensors)  # which notices a tensor that is changed in place
         return tuple(x.clone() for x in tensors[:count])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        found, learned = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        grads = ctx.system.pull(list(found), list(learned), list(cotangents))
+        if torch.is_grad_enabled():
+            raise UnsupportedGraphError(
+                message(
+                    "create_graph",
+                    "a first derivative of an implicit gradient",
+                    "one that is to be differentiated again",
+                    "leave out create_graph=True, or use unroll",
+                )
+            )
+        minimum, outer = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        needed = ctx.needs_input_grad[2 + ctx.count :]
+        grads = ctx.system.pull(list(minimum), list(outer), list(needed), list(cotangents))
         return (None, None, *[None] * ctx.count, *grads)
 
 

@@ -14,6 +14,7 @@ from gradkit._inputs import Losses, read_losses
 from gradkit._pytree import PyTree
 from gradkit._stack import transforms
 from gradkit.errors import StructureError, UnreachedParamError, describe, message
+from gradkit.func import _checkpoints
 from gradkit.func._level import Passes, differentiate
 from gradkit.func._variables import Variables
 from gradkit.meta.optimizers import Optimizer
@@ -90,9 +91,12 @@ class Inner:
         self, tensors: list[Tensor], reads: Reads, *, create: bool
     ) -> tuple[Tensor, Grads, PyTree]:
         with torch.enable_grad():
-            at = [t if t.requires_grad else t.detach().requires_grad_() for t in tensors]
+            # Views: what outer variables or batches share with params is not params.
+            at = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
             (params,) = self.given.with_tensors(at)
+            was = _checkpoints.before(at)
             loss, aux = self._loss(self.loss_fn(params, reads.outer, reads.batch))
+            _checkpoints.refuse((loss, aux), was)
             _refuse(loss, at)
             grads = torch.autograd.grad(loss, at, create_graph=create, allow_unused=True)
         if all(grad is None for grad in grads):
@@ -116,8 +120,9 @@ class Inner:
         out = differentiate(loss_and_aux, here, {}, run, has_aux=True, scalar=True)
         grads: Grads = [None] * len(tensors)
         for index, grad in zip(reached, out.grads[0], strict=True):
-            grads[index] = grad
-        return out.values[0], grads, out.aux
+            grads[index] = grad if create else grad.detach()
+        value = out.values[0]
+        return value if create else value.detach(), grads, out.aux
 
     def _loss(self, returned: Any) -> tuple[Tensor, PyTree]:
         loss, aux = returned, None
@@ -150,7 +155,9 @@ def _refuse(loss: Tensor, tensors: list[Tensor]) -> None:
     if not loss.requires_grad:
         raise UnreachedParamError(_nothing_reached())
     if _graph.custom_functions_alive():
-        _graph.refuse_hazards(set(map(type, _graph.nodes_below([loss]))), "the inner loss")
+        # Only this step: a walk through all steps before it would make the loop quadratic.
+        stop = {_graph.edge(tensor).node for tensor in tensors}
+        _graph.refuse_hazards(set(map(type, _graph.nodes_below([loss], stop))), "the inner loss")
 
 
 def _nothing_reached() -> str:

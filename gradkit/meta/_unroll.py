@@ -8,12 +8,13 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from gradkit import _pytree
 from gradkit._inputs import open_up
 from gradkit._pytree import PyTree
-from gradkit._stack import transforms
-from gradkit.errors import StructureError, describe, message
+from gradkit._stack import differentiated, transforms
+from gradkit.errors import StructureError, UnsupportedGraphError, describe, message
 from gradkit.func._variables import Variables, read_variables
 from gradkit.meta._inner import Carry, Inner, Reads
 from gradkit.meta._recompute import recomputed
@@ -81,9 +82,9 @@ def unroll(
         memory: `"store"` keeps the graph of every step, and is the fastest. `"recompute"` keeps
             each step's parameters and batch, and runs the step again in the backward pass. An int n
             keeps one set of parameters for n steps, and runs these again, and each of them once
-            more; inside of a torch.func transform it is `"recompute"`. The results differ by
-            rounding. Random numbers and what a step writes on (the
-            statistics of batch norm) are as if it had run once.
+            more. Inside of a torch.func transform all is stored. The results differ by rounding.
+            Random numbers and what a step writes on (the statistics of batch norm) are as if it had
+            run once.
         first_order: Take the inner gradients for constants, as FOMAML does; no graph is kept.
         grad_transform: A function on trees of gradients, applied before the optimizer: clipping,
             say. It must not write on them.
@@ -109,10 +110,13 @@ def unroll(
     data = _read_batches(batches)
     leaves, spec = open_up(params, "params")
     given = read_variables((_pytree.unflatten(spec, leaves),), 0)
+    _refuse_graphs(given.tensors, (outer, data, state, dict(opt.hyper)))
     start = opt.init(params) if state is None else state
     carry = Carry(list(given.tensors), _state_of_variables(given, start, opt))
     inner = Inner(loss_fn, given, opt, grad_transform, has_aux)
-    hyper = {name: _for_variables(value, name, given) for name, value in opt.hyper.items()}
+    hyper = dict(opt.hyper)
+    if not opt.one_for_all:
+        hyper = {name: _for_variables(value, name, given) for name, value in hyper.items()}
     create = torch.is_grad_enabled() and not first_order
     values: list[Tensor] = []
     aux: list[PyTree] = []
@@ -121,7 +125,7 @@ def unroll(
         run = _segment(inner, memory, create=create)
         carry, losses, more = run(carry, [Reads(outer, hyper, batch) for batch in part])
         values += losses
-        aux += more
+        aux += [_constant(tree) for tree in more]
     return Adapted(
         params=_to_tree(given, carry.tensors, given.leaves),
         state={
@@ -133,12 +137,44 @@ def unroll(
     )
 
 
+def _refuse_graphs(variables: list[Tensor], others: PyTree) -> None:
+    """Refuse what the steps would be cut from."""
+    tensors = [*variables, *(x for x in _pytree.flatten(others)[0] if isinstance(x, Tensor))]
+    if _forward_mode() and any(map(_is_dual, tensors)):
+        raise UnsupportedGraphError(
+            message(
+                "unroll",
+                "ordinary tensors, or those of torch.func.jvp",
+                "dual tensors of torch.autograd.forward_ad",
+                "torch.func.jvp(f, primals, tangents)",
+            )
+        )
+    batched_only = bool(transforms()) and not differentiated()
+    if batched_only and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise UnsupportedGraphError(
+            message(
+                "unroll",
+                "a derivative inside of the vmap",
+                "a vmap around tensors that require grad, whose gradient would be taken outside",
+                "gradkit.meta.value_and_grads(meta_loss, params, tasks); or torch.no_grad()",
+            )
+        )
+
+
+def _forward_mode() -> bool:
+    return not transforms() and forward_ad._current_level >= 0
+
+
+def _is_dual(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
 def _segment(inner: Inner, memory: Memory, *, create: bool) -> Callable[..., Any]:
     """Return what runs some steps: carry and reads to carry, losses and aux."""
 
     def one(carry: Carry, reads: Reads, build: bool) -> tuple[Carry, list[Tensor], list[PyTree]]:
         new, loss, aux = inner.step(carry, reads, create=build)
-        return new, [loss], [_constant(aux)] if inner.has_aux else []
+        return new, [loss], [aux] if inner.has_aux else []
 
     def again(carry: Carry, reads: Reads) -> tuple[Carry, list[Tensor], list[PyTree]]:
         inputs = (carry.tensors, carry.state, reads.outer, dict(reads.hyper), reads.batch)
@@ -174,10 +210,10 @@ def _segment(inner: Inner, memory: Memory, *, create: bool) -> Callable[..., Any
         new, losses, aux = one(carry, reads, create)
         return new, losses if create else [loss.detach() for loss in losses], aux
 
-    if not create or memory == "store":
+    # Inside of torch.func nobody can see what a step reads from outside, or put back what it wrote.
+    if not create or memory == "store" or transforms():
         return lambda carry, each: several(carry, each, stored)
-    # torch.func cannot recompute steps inside of recomputed steps.
-    if memory == "recompute" or transforms():
+    if memory == "recompute":
         return lambda carry, each: several(carry, each, again)
     return many_again
 
@@ -219,13 +255,12 @@ def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
 
 def _for_variables(value: Any, name: str, given: Variables) -> Any:
     """Return a hyper-parameter for the list of variables: a tree as a list."""
-    if isinstance(value, tuple):
+    if name == "betas" and isinstance(value, tuple):
         return tuple(_for_variables(one, f"{name}[{i}]", given) for i, one in enumerate(value))
-    leaves, spec = _pytree.flatten(value)
+    _, spec = _pytree.flatten(value)
     if spec.is_leaf():
         return value
     spread = _pytree.spread(value, name, _pytree.unflatten(given.spec, given.leaves)[0], "params")
-    del leaves
     return [spread[given.slots.index(slot)] for slot in range(len(given.tensors))]
 
 

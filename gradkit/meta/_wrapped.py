@@ -44,7 +44,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
         >>> opt = gradkit.meta.from_torch(torch.optim.NAdam, lr=0.1)
         >>> w = torch.tensor([1.0])
         >>> opt.step(w, torch.tensor([2.0]), opt.init(w))[0]
-        tensor([0.9468])
+        tensor([0.8944])
 
     Args:
         optimizer: The class.
@@ -84,7 +84,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
                     name,
                     "an optimizer that torch can differentiate",
                     "one without differentiable=True, and gradients that require grad",
-                    "first_order=True, or another optimizer",
+                    "call it under torch.no_grad(), or use another optimizer",
                 )
             )
         return _stepped(optimizer, params, grads, [e["torch"] for e in state], h, flows)

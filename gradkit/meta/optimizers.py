@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -97,16 +98,17 @@ class Optimizer:
             return _pytree.unflatten(spec, leaves), state
         new, entries = self.rule(
             [leaves[i] for i in moving],
-            [by_leaf[i] for i in moving],
+            [by_leaf[i].to(leaves[i].dtype) for i in moving],
             [{name: column[i] for name, column in columns.items()} for i in moving],
             settings
             if self.one_for_all
             else {name: _spread(value, name, params, moving) for name, value in settings.items()},
         )
+        taken = {id(x) for x in [*by_leaf, *chain.from_iterable(columns.values())]}
         for place, leaf, entry in zip(moving, new, entries, strict=True):
-            leaves[place] = leaf
+            leaves[place] = leaf.to(leaves[place].dtype)
             for name, column in columns.items():
-                column[place] = entry[name]
+                column[place] = _own(entry[name], taken)
         after = {name: _pytree.unflatten(spec, column) for name, column in columns.items()}
         return _pytree.unflatten(spec, leaves), after
 
@@ -168,11 +170,18 @@ class Optimizer:
                 )
 
 
+def _own(entry: Any, taken: set[int]) -> Any:
+    """Return an entry of a state that is not one of the tensors that the step was given."""
+    return entry.clone() if isinstance(entry, Tensor) and id(entry) in taken else entry
+
+
 def _spread(value: Hyper, name: str, params: PyTree, moving: Sequence[int]) -> Any:
     """Return a hyper-parameter as the rules take it: a number, or a list with one for each leaf."""
     if isinstance(value, bool | str) or value is None:
         return value
-    if isinstance(value, tuple) and name == "betas":
+    if name == "betas":
+        if not isinstance(value, tuple | list) or len(value) != 2:
+            raise StructureError(message("betas", "a pair", describe(value), "betas=(0.9, 0.999)"))
         return tuple(_spread(beta, f"betas[{i}]", params, moving) for i, beta in enumerate(value))
     if isinstance(value, Real):
         return float(value)
@@ -189,7 +198,25 @@ def _spread(value: Hyper, name: str, params: PyTree, moving: Sequence[int]) -> A
                     f"{name}=0.1, or a tree like params",
                 )
             )
-    return [spread[index] for index in moving]
+    return [_fitting(spread[i], leaves[i], f"{name} of params leaf {i}") for i in moving]
+
+
+def _fitting(value: float | Tensor, leaf: Tensor, where: str) -> float | Tensor:
+    """Return a hyper-parameter that does not change the shape of what it multiplies."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() == 1:
+        return value.reshape(())
+    if value.shape == leaf.shape:
+        return value
+    raise StructureError(
+        message(
+            where,
+            f"one number, or a tensor of shape {tuple(leaf.shape)}",
+            describe(value),
+            "torch.full_like(leaf, 0.1)",
+        )
+    )
 
 
 def sgd(
@@ -384,6 +411,7 @@ def _adam(
     def rule(
         params: Tensors, grads: Tensors, state: list[dict[str, Any]], h: Mapping[str, Any]
     ) -> tuple[Tensors, list[dict[str, Any]]]:
+        _refuse_complex(name, params)
         if decoupled:
             grads = a.scaled(grads, -1.0) if h["maximize"] else grads
             if not a.is_zero(h["weight_decay"]):
@@ -411,6 +439,18 @@ def _adam(
         return _moved(params, direction, a.product(h["lr"], a.power(first, -1.0))), new
 
     return Optimizer(name, hyper, entries, rule)
+
+
+def _refuse_complex(name: str, params: Tensors) -> None:
+    if any(param.is_complex() for param in params):
+        raise LeafTypeError(
+            message(
+                "params",
+                f"real tensors, of which {name} squares the gradients",
+                "a complex one",
+                "torch.view_as_real(tensor), or sgd",
+            )
+        )
 
 
 def _bias_correction(beta: Factor, steps: Sequence[int]) -> Factor:
@@ -487,6 +527,7 @@ def rmsprop(
 def _rmsprop(
     params: Tensors, grads: Tensors, state: list[dict[str, Any]], h: Mapping[str, Any]
 ) -> tuple[Tensors, list[dict[str, Any]]]:
+    _refuse_complex("rmsprop", params)
     grads = _with_decay(params, grads, h)
     squares = a.mixed([entry["square_avg"] for entry in state], a.times(grads, grads), h["alpha"])
     means: list[Any] = [entry["grad_avg"] for entry in state]
