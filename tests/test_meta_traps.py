@@ -1,0 +1,391 @@
+"""gradkit.meta where torch, or a first draft, was silently wrong; each case was seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import gradkit
+from gradkit import meta
+from tests.helpers import assert_same_bits
+
+pytestmark = pytest.mark.usefixtures("double")
+MEMORY = ("store", "recompute", 2)
+every_memory = pytest.mark.parametrize("memory", MEMORY)
+
+
+@pytest.fixture
+def double() -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def tensor(*values: float, device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device, requires_grad=True)
+
+
+@every_memory
+def test_a_meta_gradient_can_be_differentiated_again(device: torch.device, memory: Any) -> None:
+    def meta_grads(memory: Any) -> tuple[list[Tensor], list[Tensor]]:
+        w, lr, o = (tensor(v, device=device) for v in (2.0, 0.1, 0.7))
+        adapted = meta.unroll(
+            lambda p, o, b: (o * p**4).sum(), w, [0] * 4, meta.sgd(lr * 0.1, momentum=0.9),
+            outer=o, memory=memory,
+        )  # fmt: skip
+        first = torch.autograd.grad(adapted.params.sum(), [w, lr, o], create_graph=True)
+        second = torch.autograd.grad(sum(g.sum() for g in first), [w, lr, o])
+        return list(first), list(second)
+
+    torch.testing.assert_close(meta_grads(memory), meta_grads("store"))
+    plain = by_hand(device)
+    torch.testing.assert_close(meta_grads("store"), plain)
+
+
+def by_hand(device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    w, lr, o = (tensor(v, device=device) for v in (2.0, 0.1, 0.7))
+    p, buffer = w, None
+    for _ in range(4):
+        grad = 4 * o * p**3
+        buffer = grad if buffer is None else 0.9 * buffer + grad
+        p = p - lr * 0.1 * buffer
+    first = torch.autograd.grad(p.sum(), [w, lr, o], create_graph=True)
+    second = torch.autograd.grad(sum(g.sum() for g in first), [w, lr, o])
+    return list(first), list(second)
+
+
+@every_memory
+@pytest.mark.parametrize("first_order", [False, True])
+def test_params_that_stand_in_outer_too(
+    device: torch.device, memory: Any, first_order: bool
+) -> None:
+    """The inner gradient is by params alone: an anchor is a constant of the step."""
+    w = tensor(2.0, device=device)
+    hooked = []
+    w.register_hook(hooked.append)
+    adapted = meta.unroll(
+        lambda p, o, b: (p * o["w"] * o["more"]).sum(), w, [0, 0], meta.sgd(0.1),
+        outer={"w": w, "more": torch.ones_like(w)}, memory=memory, first_order=first_order,
+    )  # fmt: skip
+    torch.testing.assert_close(adapted.params.detach(), torch.tensor([1.6], device=device))
+    assert not hooked
+    (grad,) = torch.autograd.grad(adapted.params.sum(), w)
+    torch.testing.assert_close(grad, torch.tensor([1.0 if first_order else 0.8], device=device))
+
+
+def test_a_vmap_whose_gradient_would_be_taken_outside(device: torch.device) -> None:
+    w = tensor(1.0, 2.0, device=device)
+    tasks = torch.tensor([[0.0, 1.0], [2.0, 5.0]], device=device)
+
+    def adapted(task: Tensor) -> Tensor:
+        opt = meta.sgd(0.01)
+        return meta.unroll(lambda p, o, b: (0.5 * (p - b) ** 4).sum(), w, [task] * 2, opt).params
+
+    with pytest.raises(gradkit.UnsupportedGraphError, match="value_and_grads"):
+        torch.vmap(adapted)(tasks)
+    with torch.no_grad():
+        each = torch.vmap(adapted)(tasks)
+    torch.testing.assert_close(each, torch.stack([adapted(t).detach() for t in tasks]))
+
+
+@every_memory
+def test_first_order_inside_of_torch_func(device: torch.device, memory: Any) -> None:
+    def f(w: Tensor) -> Tensor:
+        return meta.unroll(
+            lambda p, o, b: (p**4).sum(), w, [0] * 2, meta.sgd(0.01), first_order=True,
+            memory=memory,
+        ).params.sum()  # fmt: skip
+
+    w = torch.tensor([1.0, 2.0], device=device)
+    assert_same_bits([torch.func.grad(f)(w)], [torch.ones_like(w)])
+
+
+@every_memory
+def test_dropout_and_captured_tensors_inside_of_torch_func(
+    device: torch.device, memory: Any
+) -> None:
+    def dropped(w: Tensor, memory: Any) -> Tensor:
+        torch.manual_seed(0)
+        return meta.unroll(
+            lambda p, o, b: (functional.dropout(p, 0.5) * b).pow(2).sum(),
+            w, [torch.ones(8, device=device)] * 3, meta.sgd(0.1), memory=memory,
+        ).params.sum()  # fmt: skip
+
+    w = torch.ones(8, device=device)
+    got = torch.func.grad(dropped)(w, memory)
+    leaf = w.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(dropped(leaf, memory), leaf)
+    torch.testing.assert_close(got, expected)
+
+    def captured(s: Tensor) -> Tensor:
+        return meta.unroll(
+            lambda p, o, b: (s * (p - b) ** 2).sum(), torch.ones(2, device=device), [0.0] * 3,
+            meta.sgd(0.1), memory=memory,
+        ).params.sum()  # fmt: skip
+
+    by = torch.func.grad(captured)(torch.tensor(0.5, device=device))
+    torch.testing.assert_close(by, torch.tensor(-0.972, device=device))
+
+
+class Writer(nn.Module):
+    """Writes on a buffer in a way of its own, and computes with it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("count", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        match self.how:
+            case "add_":
+                self.count.add_(1)
+            case "item":
+                self.count[0] = self.count[0] + 1
+                self.count[1] += 1
+            case "view":
+                self.count[:1].add_(1)
+                self.count[1:].add_(1)
+            case "out":
+                torch.add(self.count, 1, out=self.count)
+            case "data":
+                self.count.data.add_(1)
+            case "foreach":
+                torch._foreach_add_([self.count], 1)
+        return x * self.count.sum()
+
+
+@every_memory
+@pytest.mark.parametrize("how", ["add_", "item", "view", "out", "data", "foreach"])
+def test_what_a_step_writes_on_is_written_once(device: torch.device, memory: Any, how: str) -> None:
+    def run(memory: Any) -> tuple[Tensor, Tensor]:
+        module = Writer(how).to(device)
+        w = tensor(1.0, 2.0, device=device)
+        adapted = meta.unroll(
+            lambda p, o, b: module(p).pow(2).sum(), w, [0] * 4, meta.sgd(0.001), memory=memory
+        )
+        (grad,) = torch.autograd.grad(adapted.params.sum(), w)
+        return grad, module.count
+
+    grad, count = run(memory)
+    expected, _ = run("store")
+    assert_same_bits([count], [torch.full_like(count, 4.0)])
+    torch.testing.assert_close(grad, expected)
+
+
+@pytest.mark.parametrize("memory", ["recompute", 2])
+@pytest.mark.parametrize("what", ["loss", "transform", "generator", "support"])
+def test_what_comes_out_otherwise_is_refused(device: torch.device, memory: Any, what: str) -> None:
+    w = torch.ones(8, device=device).requires_grad_()
+    source = torch.Generator().manual_seed(0)
+    scale = {"now": 0.5}
+
+    def loss(p: Tensor, o: Any, b: Any) -> Tensor:
+        if what == "support":
+            return (p[torch.randperm(8, generator=source)[:4].to(p.device)] ** 3).sum()
+        return (p**3).sum() * (scale["now"] if what == "loss" else 1.0)
+
+    def transform(grads: Tensor) -> Tensor:
+        if what == "transform":
+            return grads * scale["now"]
+        if what == "generator":
+            return grads * torch.rand(8, generator=source).to(grads.device)
+        return grads
+
+    adapted = meta.unroll(loss, w, [0] * 3, meta.sgd(0.01), memory=memory, grad_transform=transform)
+    scale["now"] = 1.0
+    weights = torch.arange(8.0, device=device)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="runs again"):
+        torch.autograd.grad((adapted.params * weights).sum(), w)
+
+
+@every_memory
+def test_a_checkpoint_inside_is_not_recomputed_with_other_params(
+    device: torch.device, memory: Any
+) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda x: self.layer(x).tanh(), x, use_reentrant=False)
+
+    block = Block().to(device)
+    x = torch.randn(4, 3, device=device)
+    params = {n: (2 * p.detach()).requires_grad_() for n, p in block.named_parameters()}
+
+    def loss(p: Any, o: Any, b: Any) -> Tensor:
+        return torch.func.functional_call(block, p, (x,)).pow(2).sum()
+
+    with pytest.raises(gradkit.UnsupportedGraphError, match="checkpoint"):
+        meta.unroll(loss, params, [0] * 2, meta.sgd(0.1), memory=memory)
+
+
+@every_memory
+def test_autocast_around_the_steps_only(device: torch.device, memory: Any) -> None:
+    def run(memory: Any) -> Tensor:
+        w = torch.full((4, 4), 0.5, dtype=torch.float32, device=device, requires_grad=True)
+        x = torch.linspace(0, 1, 8, dtype=torch.float32, device=device).reshape(2, 4)
+        with torch.autocast(device.type, torch.bfloat16):
+            adapted = meta.unroll(
+                lambda p, o, b: (x @ p).float().pow(3).mean(), w, [0] * 3, meta.sgd(0.1),
+                memory=memory,
+            )  # fmt: skip
+        return torch.autograd.grad(adapted.params.sum(), w)[0]
+
+    torch.testing.assert_close(run(memory), run("store"), rtol=1e-5, atol=1e-6)
+
+
+def test_hyper_parameters_change_no_shape_and_no_dtype(device: torch.device) -> None:
+    params = {
+        "zero": torch.tensor(1.0, dtype=torch.float32, device=device),
+        "three": torch.ones(3, dtype=torch.float32, device=device),
+    }
+    grads = {name: torch.ones_like(p) for name, p in params.items()}
+    for lr in (torch.tensor([0.1]), torch.tensor([[0.1]]), torch.tensor(0.1)):
+        for opt in (meta.sgd(lr.to(device)), meta.adam(lr.to(device))):
+            new, _ = opt.step(params, grads, opt.init(params))
+            assert {k: (p.shape, p.dtype) for k, p in new.items()} == {
+                k: (p.shape, p.dtype) for k, p in params.items()
+            }
+    with pytest.raises(gradkit.StructureError, match="shape"):
+        meta.sgd({"zero": torch.ones(3), "three": 0.1}).step(
+            params, grads, meta.sgd(1.0).init(params)
+        )
+    half = torch.ones(2, dtype=torch.bfloat16, device=device)
+    for opt in (meta.sgd(0.1, momentum=0.9), meta.adam(0.1), meta.rmsprop(0.1)):
+        new, state = opt.step(half, half.float(), opt.init(half))
+        assert new.dtype == torch.bfloat16
+        assert all(x.dtype == torch.bfloat16 for x in state.values() if isinstance(x, Tensor))
+
+
+def test_a_state_shares_no_memory_with_what_was_given(device: torch.device) -> None:
+    w, g = torch.ones(2, device=device), torch.ones(2, device=device)
+    for opt in (meta.sgd(0.1, momentum=0.9), meta.sgd(0.1), meta.rmsprop(0.1), meta.adam(0.1)):
+        state = opt.init(w)
+        _, new = opt.step(w, g, state)
+        _, newer = opt.step(w, g, new)
+        kept = [x.clone() for x in newer.values() if isinstance(x, Tensor)]
+        for x in (g.clone(), *(x for x in new.values() if isinstance(x, Tensor))):
+            x.mul_(100)
+        assert_same_bits([x for x in newer.values() if isinstance(x, Tensor)], kept)
+    _, state = meta.sgd(0.1, momentum=0.9).step(w, g, {"momentum_buffer": None})
+    g.mul_(7)
+    assert_same_bits([state["momentum_buffer"]], [torch.ones_like(w)])
+
+
+def test_params_in_a_tuple_take_learning_rates_in_a_tuple(device: torch.device) -> None:
+    w = (tensor(1.0, device=device), tensor(2.0, device=device))
+    adapted = meta.unroll(
+        lambda p, o, b: (p[0] * p[1]).sum(), w, [0], meta.sgd((0.1, 0.2)), has_aux=False
+    )
+    torch.testing.assert_close(
+        [p.detach() for p in adapted.params],
+        [torch.tensor([0.8], device=device), torch.tensor([1.8], device=device)],
+    )
+
+
+@every_memory
+def test_aux_is_constant(device: torch.device, memory: Any) -> None:
+    w = tensor(1.0, device=device)
+    adapted = meta.unroll(
+        lambda p, o, b: (p.sum(), {"x": p * 2, "n": b}), w, [1, 2], meta.sgd(0.1),
+        memory=memory, has_aux=True,
+    )  # fmt: skip
+    assert [aux["n"] for aux in adapted.aux] == [1, 2]
+    assert not any(aux["x"].requires_grad for aux in adapted.aux)
+
+
+def ridge(w: Tensor, s: Tensor) -> Tensor:
+    return ((w - 3) ** 2 + s * w**2).sum()
+
+
+def solved(w: Tensor, s: Tensor) -> Tensor:
+    return 3 / (1 + s) * torch.ones_like(w)
+
+
+def test_an_implicit_gradient_is_not_differentiated_again(device: torch.device) -> None:
+    s = torch.tensor(0.5, device=device, requires_grad=True)
+    w = meta.implicit(solved, ridge)(torch.zeros(1, device=device), s)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="create_graph"):
+        torch.autograd.grad(w.sum() + s**3, s, create_graph=True)
+
+
+def test_an_implicit_gradient_inside_of_transforms_is_refused(device: torch.device) -> None:
+    find = meta.implicit(solved, ridge)
+    s, start = torch.tensor(0.5, device=device), torch.zeros(1, device=device)
+    for call in (
+        lambda: torch.func.jvp(lambda s: find(start, s), (s,), (s,)),
+        lambda: torch.func.grad(lambda s: find(start, s).sum())(s),
+        lambda: torch.vmap(lambda s: find(start, s))(s[None]),
+    ):
+        with pytest.raises(gradkit.UnsupportedGraphError, match=r"torch\.func"):
+            call()
+
+
+def test_an_inner_loss_with_a_tensor_from_outside_is_refused(device: torch.device) -> None:
+    c = torch.tensor(3.0, device=device, requires_grad=True)
+    find = meta.implicit(solved, lambda w, s: ((w - c) ** 2 + s * w**2).sum())
+    with pytest.raises(gradkit.UnsupportedGraphError, match="from outside"):
+        find(torch.zeros(1, device=device), torch.tensor(0.5, device=device, requires_grad=True))
+
+
+def test_frozen_and_tied_params_at_a_minimum(device: torch.device) -> None:
+    s = torch.tensor(0.5, device=device, requires_grad=True)
+    frozen = nn.Parameter(torch.full((1,), 2.0, device=device), requires_grad=False)
+    params = {"a": torch.zeros(1, device=device), "b": frozen, "n": None}
+
+    def loss(p: Any, s: Tensor) -> Tensor:
+        return ((p["a"] - s * p["b"]) ** 2 + 0.5 * (p["b"] - s * p["a"]) ** 2).sum()
+
+    def solve(p: Any, s: Tensor) -> Any:
+        return {**p, "a": (2 * s + s) * p["b"] / (2 + s**2)}
+
+    found = meta.implicit(solve, loss, tol=1e-12)(params, s)
+    assert found["n"] is None
+    assert not found["b"].requires_grad
+    (grad,) = torch.autograd.grad(found["a"].sum(), s)
+    (expected,) = torch.autograd.grad((3 * s * 2 / (2 + s**2)).sum(), s)
+    torch.testing.assert_close(grad, expected)
+    x = torch.zeros(1, device=device)
+
+    def tied(p: Any, s: Tensor) -> Tensor:
+        return ((p["a"] - s) ** 2 + (p["b"] - 2 * s) ** 2 + p["a"] * p["b"]).sum()
+
+    def minimum(p: Any, s: Tensor) -> Any:
+        return {"a": s.expand(1), "b": s.expand(1)}
+
+    both = meta.implicit(minimum, tied)({"a": x, "b": x}, s)
+    (grad,) = torch.autograd.grad(both["a"].sum(), s)
+    torch.testing.assert_close(grad, torch.tensor(1.0, device=device))
+    apart = {"a": torch.zeros(1, device=device), "b": torch.ones(1, device=device)}
+    with pytest.raises(gradkit.StructureError, match="tied"):
+        meta.implicit(lambda p, s: apart, tied)({"a": x, "b": x}, s)
+
+
+def test_an_inner_loss_that_has_changed_is_refused(device: torch.device) -> None:
+    s = torch.tensor(0.5, device=device, requires_grad=True)
+    c = 1.0
+    start = torch.zeros(1, device=device)
+    find = meta.implicit(
+        lambda w, s: c / (1 + s) * torch.ones_like(w),
+        lambda w, s: ((w - c) ** 2 + s * w**2).sum(),
+    )
+    w = find(start, s)
+    c = 3.0
+    with pytest.raises(gradkit.UnsupportedGraphError, match="runs again"):
+        w.sum().backward()
+    outer = {"s": s, "x": torch.ones(1, device=device)}
+    w = meta.implicit(
+        lambda w, o: o["x"] / (1 + o["s"]),
+        lambda w, o: ((w - o["x"]) ** 2 + o["s"] * w**2).sum(),
+    )(start, outer)
+    outer["x"].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        w.sum().backward()
