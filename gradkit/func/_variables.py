@@ -85,7 +85,7 @@ class Variables:
         used: set[int] = set()
         for leaf, slot in zip(self.leaves, self.slots, strict=True):
             if slot is None:
-                placed.append(None if leaf is None else zeros_for(leaf, leading))
+                placed.append(None if leaf is None else _zeros(leaf, leading))
             else:
                 placed.append(grads[slot].clone() if slot in used else grads[slot])
                 used.add(slot)
@@ -194,6 +194,12 @@ def _advice(leaf: object) -> str:
     if isinstance(leaf, bool | int | float | complex):
         return "torch.tensor(value), or name other arguments with argnums"
     return "pass it as an argument that argnums does not name"
+
+
+def _zeros(leaf: Tensor, leading: tuple[int, ...]) -> Tensor:
+    if torch.compiler.is_compiling():
+        return torch.zeros((*leading, *leaf.shape), dtype=leaf.dtype, device=leaf.device)
+    return zeros_for(leaf, leading)
 
 
 def _grad_dtype(tensor: Tensor) -> torch.dtype:
