@@ -1,5 +1,11 @@
 """How the documentation is built: `make docs`, with warnings as errors and without a network."""
 
+from io import BytesIO
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from sphinx.application import Sphinx
 
 import gradkit
@@ -10,7 +16,7 @@ copyright = "the gradkit authors"
 release = version = gradkit.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "_pictures"]
 source_suffix = {".md": "markdown"}
 
 html_theme = "furo"
@@ -40,5 +46,61 @@ def _keep_prose(
         lines[i] = lines[i].replace(": ", " -- ", 1)
 
 
+STEPS = 6
+INK = "#1f4e79"
+
+
+def _draw_steps(ax: Axes, row: float, memory: str | int) -> None:
+    """Draw the steps of one choice of memory: what is filled is kept."""
+    every = memory if isinstance(memory, int) else 1
+    again = {"store": 0, "recompute": 1}.get(str(memory), 2)
+    ax.plot([0, 2 * STEPS], [row, row], color=INK, linewidth=1, zorder=1)
+    for step in range(STEPS + 1):
+        kept = again > 0 and step % every == 0 and step < STEPS
+        face = INK if kept else "white"
+        ax.plot(2 * step, row, "o", markersize=9, mec=INK, mfc=face, zorder=2)
+    for step in range(STEPS):
+        box = {
+            "boxstyle": "square,pad=0.45",
+            "edgecolor": INK,
+            "facecolor": "white" if again else INK,
+            "linestyle": "--" if again else "-",
+        }
+        # Where nothing runs again, the text only gives the box its size.
+        text = f"{again}x" if again else "1x"
+        ax.text(2 * step + 1, row, text, ha="center", va="center", color=INK, bbox=box)
+
+
+def _draw_memory(path: Path) -> None:
+    """Draw what each choice of memory keeps of an inner loop, and what it runs again."""
+    sides = {
+        "store": "kept: the graph of every step\nrun again: nothing",
+        "recompute": "kept: the parameters before every step\nrun again: every step, once",
+        3: "kept: the parameters before every third step\nrun again: every step, twice",
+    }
+    with rc_context({"svg.hashsalt": "gradkit"}):  # the same bytes each time
+        figure = Figure(figsize=(9.6, 3.1), facecolor="white")
+        ax = figure.add_axes((0, 0, 1, 1))
+        ax.set(xlim=(-5.4, 22.2), ylim=(-3.4, 0.7))
+        ax.axis("off")
+        for i, (memory, side) in enumerate(sides.items()):
+            _draw_steps(ax, -i, memory)
+            ax.text(-5.1, -i, f"memory={memory!r}", va="center", family="monospace", fontsize=10)
+            ax.text(2 * STEPS + 0.8, -i, side, va="center", fontsize=10, linespacing=1.5)
+        legend = (
+            "A circle is the parameters and the optimizer's state between two steps, a square the "
+            "graph of a step.\n"
+            "Filled: kept for the backward pass.  Dashed: not kept.  1x, 2x: how often the step "
+            "runs again there."
+        )
+        ax.text(-5.1, -3.0, legend, va="center", fontsize=9, linespacing=1.6, color="#444444")
+        drawn = BytesIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    if not path.exists() or path.read_bytes() != drawn.getvalue():
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(drawn.getvalue())
+
+
 def setup(app: Sphinx) -> None:
+    _draw_memory(Path(app.srcdir) / "_pictures" / "memory.svg")
     app.connect("autodoc-process-docstring", _keep_prose, priority=1)
