@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _read = torch._C._functorch.get_interpreter_stack
 
@@ -46,3 +47,10 @@ def detached(tensor: Tensor) -> Tensor:
     would take it for inference (the LSTM of the CPU keeps nothing for its backward pass then).
     """
     return tensor.detach() if tensor.requires_grad and not differentiated() else tensor
+
+
+def is_dual(tensor: Tensor) -> bool:
+    """Return whether a tensor carries a tangent of forward mode."""
+    if forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]

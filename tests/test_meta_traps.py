@@ -374,8 +374,7 @@ def test_an_inner_loss_that_has_changed_is_refused(device: torch.device) -> None
     c = 1.0
     start = torch.zeros(1, device=device)
     find = meta.implicit(
-        lambda w, s: c / (1 + s) * torch.ones_like(w),
-        lambda w, s: ((w - c) ** 2 + s * w**2).sum(),
+        lambda w, s: c / (1 + s) * torch.ones_like(w), lambda w, s: ((w - c) ** 2 + s * w**2).sum()
     )
     w = find(start, s)
     c = 3.0
@@ -383,8 +382,7 @@ def test_an_inner_loss_that_has_changed_is_refused(device: torch.device) -> None
         w.sum().backward()
     outer = {"s": s, "x": torch.ones(1, device=device)}
     w = meta.implicit(
-        lambda w, o: o["x"] / (1 + o["s"]),
-        lambda w, o: ((w - o["x"]) ** 2 + o["s"] * w**2).sum(),
+        lambda w, o: o["x"] / (1 + o["s"]), lambda w, o: ((w - o["x"]) ** 2 + o["s"] * w**2).sum()
     )(start, outer)
     outer["x"].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -93,12 +93,13 @@ class Variables:
         return trees[0] if self.alone else trees
 
 
-def read_variables(args: tuple[Any, ...], argnums: ArgNums) -> Variables:
+def read_variables(args: tuple[Any, ...], argnums: ArgNums, root: str | None = None) -> Variables:
     """Check and flatten the arguments that a function is differentiated by.
 
     Args:
         args: The positional arguments of a call.
         argnums: Which of them, as in JAX: an int, or a tuple of ints; negative from the end.
+        root: What errors call the one argument; None is `args[0]`.
 
     Returns:
         Their leaves and variables.
@@ -114,7 +115,7 @@ def read_variables(args: tuple[Any, ...], argnums: ArgNums) -> Variables:
     slots: list[int | None] = []
     find = _finder(tensors)
     for index, leaf in enumerate(leaves):
-        if leaf is None or not _is_variable(leaf, partial(_path, spec, index, places)):
+        if leaf is None or not _is_variable(leaf, partial(_path, spec, index, places, root)):
             slots.append(None)
             continue
         slot = find(leaf)
@@ -124,7 +125,7 @@ def read_variables(args: tuple[Any, ...], argnums: ArgNums) -> Variables:
     if not tensors:
         raise UnreachedParamError(
             message(
-                ", ".join(f"args[{place}]" for place in places),
+                root or ", ".join(f"args[{place}]" for place in places),
                 "a tensor to differentiate by",
                 "none (an empty tree, None, or frozen parameters)",
                 "name the arguments with argnums, and leave one parameter unfrozen",
@@ -162,11 +163,11 @@ def _places(argnums: object, count: int) -> tuple[int, ...]:
     return places
 
 
-def _path(spec: Structure, index: int, places: tuple[int, ...]) -> str:
+def _path(spec: Structure, index: int, places: tuple[int, ...], root: str | None) -> str:
     # As the caller numbers them: the first of several differentiated arguments may be args[2].
     inside = _pytree.path(spec, index, "")
     number, _, rest = inside.removeprefix("[").partition("]")
-    return f"args[{places[int(number)]}]{rest}"
+    return f"{root or f'args[{places[int(number)]}]'}{rest}"
 
 
 def _is_variable(leaf: object, where: Callable[[], str]) -> bool:
@@ -193,7 +194,7 @@ def _advice(leaf: object) -> str:
         return "list(model.parameters()): an iterator can be read only once"
     if isinstance(leaf, bool | int | float | complex):
         return "torch.tensor(value), or name other arguments with argnums"
-    return "pass it as an argument that argnums does not name"
+    return "put a tensor or None in its place, or pass it as another argument"
 
 
 def _zeros(leaf: Tensor, leading: tuple[int, ...]) -> Tensor:

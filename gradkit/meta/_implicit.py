@@ -8,13 +8,12 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from gradkit import _graph, _pytree, tree
 from gradkit._inputs import check_option, open_up, read_losses
 from gradkit._pytree import PyTree
 from gradkit._rows import level_of_the_caller
-from gradkit._stack import transforms
+from gradkit._stack import is_dual, transforms
 from gradkit.errors import (
     GradkitWarning,
     LeafTypeError,
@@ -87,7 +86,7 @@ def implicit(
     """
     if not callable(solve):
         check_option("solve", solve, ("cg", "neumann"))
-    if not isinstance(maxiter, int) or maxiter < 1 or not tol >= 0 or not damping >= 0:
+    if type(maxiter) is not int or maxiter < 1 or not tol >= 0 or not damping >= 0:
         raise StructureError(
             message(
                 "maxiter, tol, damping",
@@ -99,7 +98,7 @@ def implicit(
 
     def find(params: PyTree, outer: PyTree) -> PyTree:
         leaves, spec = open_up(params, "params")
-        given = read_variables((_pytree.unflatten(spec, leaves),), 0)
+        given = read_variables((_pytree.unflatten(spec, leaves),), 0, "params")
         _refuse_kinds(given, outer)
         minimum = _solved(solver, given, outer)
         system = _System(
@@ -112,7 +111,7 @@ def implicit(
 
 def _refuse_kinds(given: Variables, outer: PyTree) -> None:
     tensors = [x for x in _pytree.flatten(outer)[0] if isinstance(x, Tensor)]
-    if transforms() or (forward_ad._current_level >= 0 and any(map(_is_dual, tensors))):
+    if transforms() or any(map(is_dual, tensors)):
         raise UnsupportedGraphError(
             message(
                 "find(params, outer)",
@@ -125,10 +124,6 @@ def _refuse_kinds(given: Variables, outer: PyTree) -> None:
         raise LeafTypeError(
             message("params", "real tensors", "a complex one", "torch.view_as_real(tensor)")
         )
-
-
-def _is_dual(tensor: Tensor) -> bool:
-    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _solved(
@@ -189,7 +184,10 @@ class _System:
         with torch.enable_grad(), self._replay.recording():
             at, by = _apart(minimum), _apart(outer)
             loss = self._loss(at, by)
-        if _graph.leaves_of(_graph.nodes_below([loss])) - set(map(id, [*at, *by])):
+        reached = _graph.leaves_of(_graph.nodes_below([loss]))
+        if reached.isdisjoint(map(id, at)):
+            raise UnreachedParamError(_constant_loss())
+        if reached - set(map(id, [*at, *by])):
             raise UnsupportedGraphError(
                 message(
                     "inner_loss",
@@ -212,14 +210,7 @@ class _System:
         loss = self._inner_loss(self._given.with_tensors(at)[0], outer)
         (leaf,) = read_losses((loss,), scalar=True).leaves
         if not leaf.requires_grad:
-            raise UnreachedParamError(
-                message(
-                    "inner_loss",
-                    "a loss computed from params",
-                    "a constant",
-                    "compute it from inner_loss's own arguments",
-                )
-            )
+            raise UnreachedParamError(_constant_loss())
         return leaf
 
     def pull(
@@ -242,6 +233,7 @@ class _System:
             return self._tree(hu)
 
         u = self._solve(product, self._tree(v))
+        self._check(u)
         self._warn(product, u, self._tree(v))
         minus = [-x for x in self._variables(u)]
         live = [(g, x) for g, x in zip(slope, minus, strict=True) if g.requires_grad]
@@ -276,6 +268,20 @@ class _System:
         ]
         return _pytree.unflatten(given.spec, placed)[0]
 
+    def _check(self, u: PyTree) -> None:
+        like, spec = _pytree.flatten(self._given.with_tensors(self._given.tensors)[0])
+        leaves = _pytree.matching_leaves(spec, "params", u, "solve(matvec, v)")
+        for slot, leaf, wanted in zip(self._given.slots, leaves, like, strict=True):
+            if slot is not None and (not isinstance(leaf, Tensor) or leaf.shape != wanted.shape):
+                raise StructureError(
+                    message(
+                        "solve(matvec, v)",
+                        f"a tree like v, with a tensor of shape {tuple(wanted.shape)}",
+                        describe(leaf),
+                        "return the solution u of matvec(u) = v",
+                    )
+                )
+
     def _variables(self, direction: PyTree) -> list[Tensor]:
         leaves, _ = _pytree.flatten(direction)
         tensors = self._given.tensors
@@ -297,6 +303,15 @@ class _System:
                 GradkitWarning,
                 stacklevel=level_of_the_caller(),
             )
+
+
+def _constant_loss() -> str:
+    return message(
+        "inner_loss",
+        "a loss that depends on params",
+        "one that does not depend on them",
+        "compute it from inner_loss's own arguments",
+    )
 
 
 def _apart(tensors: list[Tensor]) -> list[Tensor]:

@@ -91,7 +91,11 @@ class _Segment:
                 for i, t in enumerate(tensors)
             ]
             out = self._flat(own, False)
-        _refuse_captured(out, own)
+        try:
+            _refuse_captured(out, own)
+        except UnsupportedGraphError:
+            self._replay.undo()
+            raise
         self._replay.came_to(out)
         return tuple(x.detach().clone() for x in out)
 

@@ -72,6 +72,12 @@ class Replay:
                     )
                 )
 
+    def undo(self) -> None:
+        """Put back what the first time has changed, as if it had not been."""
+        _chance.restore(self._random)
+        for storage, held in self._writes.before:
+            storage.copy_(held)
+
     @contextmanager
     def again(self) -> Iterator[None]:
         """Be in the state of the first time, and leave everything as it is now."""

@@ -13,6 +13,7 @@ from gradkit._inputs import open_up
 from gradkit._pytree import PyTree
 from gradkit.errors import StructureError, describe, message
 from gradkit.func import value_and_grads as value_and_grads_of_one
+from gradkit.func._variables import read_variables
 
 
 def value_and_grads(
@@ -64,6 +65,7 @@ def value_and_grads(
     """
     leaves, spec = open_up(params, "params")
     given = _pytree.unflatten(spec, leaves)
+    read_variables((given,), 0, "params")
     parts, dims, rebuild = _read_tasks(tasks, in_dims)
     count = next(part.shape[dim] for part, dim in zip(parts, dims, strict=True) if dim is not None)
     size = _read_size(tasks_at_once, count)
@@ -101,7 +103,7 @@ def _read_tasks(
         if dim is None:
             continue
         where = _pytree.path(spec, index, "tasks")
-        if not isinstance(dim, int) or not -part.dim() <= dim < part.dim():
+        if type(dim) is not int or not -part.dim() <= dim < part.dim():
             raise StructureError(
                 message(
                     where,

@@ -8,12 +8,11 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from gradkit import _pytree
 from gradkit._inputs import open_up
 from gradkit._pytree import PyTree
-from gradkit._stack import differentiated, transforms
+from gradkit._stack import differentiated, is_dual, ordinary_mode, transforms
 from gradkit.errors import StructureError, UnsupportedGraphError, describe, message
 from gradkit.func._variables import Variables, read_variables
 from gradkit.meta._inner import Carry, Inner, Reads
@@ -84,7 +83,7 @@ def unroll(
             keeps one set of parameters for n steps, and runs these again, and each of them once
             more. Inside of a torch.func transform all is stored. The results differ by rounding.
             Random numbers and what a step writes on (the statistics of batch norm) are as if it had
-            run once.
+            run once; what it assigns to an attribute, or appends to a list, is done again.
         first_order: Take the inner gradients for constants, as FOMAML does; no graph is kept.
         grad_transform: A function on trees of gradients, applied before the optimizer: clipping,
             say. It must not write on them.
@@ -106,41 +105,44 @@ def unroll(
         https://arxiv.org/abs/1703.03400; Chen et al. 2016, "Training Deep Nets with Sublinear
         Memory Cost", https://arxiv.org/abs/1604.06174, for the recomputation.
     """
-    size = _steps_kept(memory)
-    data = _read_batches(batches)
-    leaves, spec = open_up(params, "params")
-    given = read_variables((_pytree.unflatten(spec, leaves),), 0)
-    _refuse_graphs(given.tensors, (outer, data, state, dict(opt.hyper)))
-    start = opt.init(params) if state is None else state
-    carry = Carry(list(given.tensors), _state_of_variables(given, start, opt))
-    inner = Inner(loss_fn, given, opt, grad_transform, has_aux)
-    hyper = dict(opt.hyper)
-    if not opt.one_for_all:
-        hyper = {name: _for_variables(value, name, given) for name, value in hyper.items()}
     create = torch.is_grad_enabled() and not first_order
-    values: list[Tensor] = []
-    aux: list[PyTree] = []
-    for begin in range(0, len(data), size):
-        part = data[begin : begin + size]
+    with ordinary_mode():
+        size = _steps_kept(memory)
+        data = [_ordinary(batch) for batch in _read_batches(batches)]
+        outer, state = _ordinary(outer), _ordinary(state)
+        leaves, spec = open_up(params, "params")
+        given = read_variables((_pytree.unflatten(spec, leaves),), 0, "params")
+        _refuse_graphs(given.tensors, (outer, data, state, dict(opt.hyper)))
+        start = opt.init(params) if state is None else state
+        carry = Carry(_ordinary(given.tensors), _state_of_variables(given, start, opt))
+        inner = Inner(loss_fn, given, opt, grad_transform, has_aux)
+        hyper = dict(opt.hyper)
+        if not opt.one_for_all:
+            hyper = {name: _for_variables(value, name, given) for name, value in hyper.items()}
+        values: list[Tensor] = []
+        aux: list[PyTree] = []
+        hyper = _ordinary(hyper)
         run = _segment(inner, memory, create=create)
-        carry, losses, more = run(carry, [Reads(outer, hyper, batch) for batch in part])
-        values += losses
-        aux += [_constant(tree) for tree in more]
-    return Adapted(
-        params=_to_tree(given, carry.tensors, given.leaves),
-        state={
-            name: _to_tree(given, column, _leaves_of(start[name], given, name))
-            for name, column in carry.state.items()
-        },
-        values=torch.stack(values),
-        aux=aux,
-    )
+        for begin in range(0, len(data), size):
+            reads = [Reads(outer, hyper, batch) for batch in data[begin : begin + size]]
+            carry, losses, more = run(carry, reads)
+            values += losses
+            aux += [_constant(tree) for tree in more]
+        return Adapted(
+            params=_to_tree(given, carry.tensors, given.leaves),
+            state={
+                name: _to_tree(given, column, _leaves_of(start[name], given, name))
+                for name, column in carry.state.items()
+            },
+            values=torch.stack(values),
+            aux=aux,
+        )
 
 
 def _refuse_graphs(variables: list[Tensor], others: PyTree) -> None:
     """Refuse what the steps would be cut from."""
     tensors = [*variables, *(x for x in _pytree.flatten(others)[0] if isinstance(x, Tensor))]
-    if _forward_mode() and any(map(_is_dual, tensors)):
+    if not transforms() and any(map(is_dual, tensors)):
         raise UnsupportedGraphError(
             message(
                 "unroll",
@@ -159,14 +161,6 @@ def _refuse_graphs(variables: list[Tensor], others: PyTree) -> None:
                 "gradkit.meta.value_and_grads(meta_loss, params, tasks); or torch.no_grad()",
             )
         )
-
-
-def _forward_mode() -> bool:
-    return not transforms() and forward_ad._current_level >= 0
-
-
-def _is_dual(tensor: Tensor) -> bool:
-    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _segment(inner: Inner, memory: Memory, *, create: bool) -> Callable[..., Any]:
@@ -216,6 +210,15 @@ def _segment(inner: Inner, memory: Memory, *, create: bool) -> Callable[..., Any
     if memory == "recompute":
         return lambda carry, each: several(carry, each, again)
     return many_again
+
+
+def _ordinary(tree: PyTree) -> PyTree:
+    """Return a tree without tensors of inference mode, of which autograd can keep none."""
+    leaves, spec = _pytree.flatten(tree)
+    return _pytree.unflatten(
+        spec,
+        [x.clone() if isinstance(x, Tensor) and x.is_inference() else x for x in leaves],
+    )
 
 
 def _constant(tree: PyTree) -> PyTree:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gradkit._stack import differentiated
-from gradkit.errors import UnsupportedOptimizerError, describe, message
+from gradkit import _pytree
+from gradkit._stack import differentiated, is_dual, transforms
+from gradkit.errors import (
+    GradkitError,
+    StructureError,
+    UnsupportedOptimizerError,
+    describe,
+    message,
+)
 from gradkit.meta._arithmetic import Tensors, safe_sqrt
 from gradkit.meta.optimizers import Optimizer, adam, adamw, rmsprop, sgd
 
@@ -54,6 +62,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
         An `Optimizer` with the values of the class. The derivative of a root of 0 is taken as 0.
 
     Raises:
+        StructureError: The class has no such argument.
         UnsupportedOptimizerError: The class cannot be a pure function, or a hyper-parameter
             requires grad that torch would drop or get wrong. `step` raises it, too, when gradients
             flow through a class without `differentiable=True`.
@@ -63,20 +72,34 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
     """
     _refuse_class(optimizer)
     hyper = {name: value for name, value in hyper.items() if name not in _IMPLEMENTATION}
+    if optimizer is torch.optim.Adam and hyper.pop("decoupled_weight_decay", False):
+        optimizer = torch.optim.AdamW
     if optimizer in _WRITTEN_OUT:
         return _WRITTEN_OUT[optimizer](**hyper)
     name = optimizer.__name__
     _refuse_hyper(name, hyper)
     differentiable = "differentiable" in inspect.signature(optimizer).parameters
     given = set(inspect.signature(optimizer).parameters) - {"params", *_IMPLEMENTATION}
+    unknown = [key for key in hyper if key not in given]
+    if unknown:
+        raise StructureError(
+            message(
+                unknown[0],
+                f"an argument of {name}: {', '.join(sorted(given))}",
+                "another name",
+                f"from_torch(torch.optim.{name}, lr=0.1)",
+            )
+        )
     settings = {**_defaults(optimizer, given), **hyper}
 
     def rule(
         params: Tensors, grads: Tensors, state: list[dict[str, Any]], h: Mapping[str, Any]
     ) -> tuple[Tensors, list[dict[str, Any]]]:
         _refuse_hyper(name, h)
+        read = (params, grads, [entry["torch"] for entry in state], dict(h))
         flows = torch.is_grad_enabled() and (
-            differentiated() or any(t.requires_grad for t in [*params, *grads])
+            differentiated()
+            or any(isinstance(x, Tensor) and x.requires_grad for x in _pytree.flatten(read)[0])
         )
         if flows and not differentiable:
             raise UnsupportedOptimizerError(
@@ -87,7 +110,19 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
                     "call it under torch.no_grad(), or use another optimizer",
                 )
             )
-        return _stepped(optimizer, params, grads, [e["torch"] for e in state], h, flows)
+        try:
+            return _stepped(optimizer, params, grads, [e["torch"] for e in state], h, flows)
+        except (RuntimeError, IndexError) as error:
+            if not transforms() or isinstance(error, GradkitError):
+                raise
+            raise UnsupportedOptimizerError(
+                message(
+                    name,
+                    "an optimizer that runs inside of torch.func's transforms",
+                    f"one that does not: {str(error).partition(chr(10))[0]}",
+                    "use sgd, adam, adamw or rmsprop",
+                )
+            ) from error
 
     return Optimizer(name, settings, {"torch": lambda leaf: {}}, rule, one_for_all=True)
 
@@ -131,7 +166,7 @@ def _refuse_hyper(name: str, hyper: Mapping[str, Any]) -> None:
 
 def _is_learned(value: object) -> bool:
     return isinstance(value, Tensor) and (
-        value.requires_grad or torch._C._functorch.is_gradtrackingtensor(value)
+        value.requires_grad or torch._C._functorch.is_gradtrackingtensor(value) or is_dual(value)
     )
 
 
@@ -154,12 +189,14 @@ def _stepped(
     fresh = [p + z for p, z in zip(params, nothing, strict=True)]
     if not flows:
         fresh = [p.detach() for p in fresh]
-    opt = _throwaway(optimizer, fresh, hyper, flows)
+    # What torch writes in place for speed has no rule in a transform.
+    opt = _throwaway(optimizer, fresh, hyper, flows or bool(transforms()))
+    counts = _counts(cast("Hashable", optimizer))
     for p, grad, z, state in zip(fresh, grads, nothing, states, strict=True):
         p.grad = grad.clone() if flows else grad.detach().clone()
         known = state or _first_state(optimizer, p, hyper)
         opt.state[p] = {
-            key: _copied(value, z) if isinstance(value, Tensor) else value
+            key: _copied(value, z, key in counts) if isinstance(value, Tensor) else value
             for key, value in known.items()
         }
     with warnings.catch_warnings(), _SafeRoots():
@@ -177,19 +214,31 @@ def _throwaway(
     known = inspect.signature(optimizer).parameters
     flags: dict[str, Any] = {"foreach": False, "differentiable": flows}
     flags = {key: flag for key, flag in flags.items() if key in known}
-    # Tensors are put in afterwards: the constructor would look at their values.
-    constant = {key: value for key, value in hyper.items() if not _holds_tensor(value)}
+    # The rest is put in afterwards: the constructor looks at the values of numbers.
+    constant = {key: _number(hyper[key]) for key in _READ_ONCE if key in hyper}
     opt = optimizer(params, **constant, **flags)
     opt.param_groups[0].update(hyper)
     return opt
 
 
-def _holds_tensor(value: object) -> bool:
-    return any(isinstance(one, Tensor) for one in (value if isinstance(value, tuple) else (value,)))
+# What only the constructor reads, to make the first state.
+_READ_ONCE = ("initial_accumulator_value",)
 
 
-def _copied(value: Tensor, nothing: Tensor) -> Tensor:
-    return value + nothing if value.shape == nothing.shape else value.clone()
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _copied(value: Tensor, nothing: Tensor, is_count: bool) -> Tensor:
+    # A count is the same for all of a batch; torch reads it as a number.
+    return value.clone() if is_count or value.shape != nothing.shape else value + nothing
+
+
+@cache
+def _counts(optimizer: Any) -> frozenset[str]:
+    """Return the names of what torch holds as one number for each leaf."""
+    state = _state_of(optimizer, torch.zeros(2, 2), {})
+    return frozenset(k for k, v in state.items() if isinstance(v, Tensor) and v.dim() == 0)
 
 
 def _first_state(
@@ -200,6 +249,16 @@ def _first_state(
     In float32, as torch has them, 1 - 0.999 ** 1 is wrong in the fifth digit [T6].
     """
     stand_in = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
+    counts = _counts(cast("Hashable", optimizer))
+    return {
+        key: value.double() if key in counts and value.is_floating_point() else value
+        for key, value in _state_of(optimizer, stand_in, hyper).items()
+    }
+
+
+def _state_of(
+    optimizer: type[torch.optim.Optimizer], stand_in: Tensor, hyper: Mapping[str, Any]
+) -> dict[str, Any]:
     stand_in.grad = torch.zeros_like(stand_in)
     opt = _throwaway(optimizer, [stand_in], hyper, flows=False)
     init_group: Callable[..., Any] | None = getattr(opt, "_init_group", None)
@@ -208,12 +267,7 @@ def _first_state(
     with torch.no_grad():
         lists = len(inspect.signature(init_group).parameters) - 1
         init_group(opt.param_groups[0], *[[] for _ in range(lists)])
-    return {
-        key: value.double()
-        if isinstance(value, Tensor) and value.dim() == 0 and param.dim()
-        else value
-        for key, value in opt.state[stand_in].items()
-    }
+    return dict(opt.state[stand_in])
 
 
 class _SafeRoots(TorchFunctionMode):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from numbers import Real
 from typing import Any, TypeAlias
@@ -198,10 +199,13 @@ def _spread(value: Hyper, name: str, params: PyTree, moving: Sequence[int]) -> A
                     f"{name}=0.1, or a tree like params",
                 )
             )
-    return [_fitting(spread[i], leaves[i], f"{name} of params leaf {i}") for i in moving]
+    return [
+        _fitting(spread[i], leaves[i], partial(_pytree.path, spec, i, f"{name} of params"))
+        for i in moving
+    ]
 
 
-def _fitting(value: float | Tensor, leaf: Tensor, where: str) -> float | Tensor:
+def _fitting(value: float | Tensor, leaf: Tensor, where: Callable[[], str]) -> float | Tensor:
     """Return a hyper-parameter that does not change the shape of what it multiplies."""
     if not isinstance(value, Tensor):
         return value
@@ -211,7 +215,7 @@ def _fitting(value: float | Tensor, leaf: Tensor, where: str) -> float | Tensor:
         return value
     raise StructureError(
         message(
-            where,
+            where(),
             f"one number, or a tensor of shape {tuple(leaf.shape)}",
             describe(value),
             "torch.full_like(leaf, 0.1)",
@@ -220,7 +224,7 @@ def _fitting(value: float | Tensor, leaf: Tensor, where: str) -> float | Tensor:
 
 
 def sgd(
-    lr: Hyper,
+    lr: Hyper = 1e-3,
     *,
     momentum: Hyper = 0.0,
     dampening: Hyper = 0.0,
