@@ -105,8 +105,9 @@ def unroll(
         https://arxiv.org/abs/1703.03400; Chen et al. 2016, "Training Deep Nets with Sublinear
         Memory Cost", https://arxiv.org/abs/1604.06174, for the recomputation.
     """
-    create = torch.is_grad_enabled() and not first_order
-    with ordinary_mode():
+    enabled = torch.is_grad_enabled()
+    create = enabled and not first_order
+    with ordinary_mode(), torch.set_grad_enabled(enabled):
         size = _steps_kept(memory)
         data = [_ordinary(batch) for batch in _read_batches(batches)]
         outer, state = _ordinary(outer), _ordinary(state)
