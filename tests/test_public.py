@@ -14,7 +14,7 @@ from gradkit import errors
 
 NAMES = {
     "value_and_grads", "per_loss_grads", "simultaneous_grads", "safe_retain", "combine", "tree",
-    "errors", "dotgrad", "func", "read_grads", "write_grads_", "add_grads_", "clear_grads_",
+    "errors", "dotgrad", "func", "meta", "read_grads", "write_grads_", "add_grads_", "clear_grads_",
     "backward_", "capture_grads", "step_", *errors.__all__,
 }  # fmt: skip
 ERRORS = {
@@ -31,6 +31,10 @@ TREE = {
     "add", "sub", "scale", "weighted_sum", "dot", "global_norm", "cosine", "clip_by_global_norm",
     "map", "stack", "unstack", "allclose", "to_matrix", "gram",
 }  # fmt: skip
+META = {
+    "Adapted", "Optimizer", "adam", "adamw", "from_torch", "implicit", "rmsprop", "sgd", "unroll",
+    "value_and_grads",
+}  # fmt: skip
 FUNC = {"value_and_grads", "per_loss_grads", "per_sample_grads", "hvp", "make_functional"}
 
 
@@ -44,6 +48,7 @@ def test_all_is_what_there_is(device: torch.device) -> None:
     assert public == NAMES
     assert set(gradkit.tree.__all__) == TREE
     assert set(gradkit.func.__all__) == FUNC
+    assert set(gradkit.meta.__all__) == META
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -71,6 +76,7 @@ def test_every_public_function_is_documented(device: torch.device) -> None:
     functions = [getattr(gradkit, n) for n in NAMES if inspect.isfunction(getattr(gradkit, n))]
     functions += [getattr(gradkit.tree, n) for n in TREE]
     functions += [getattr(gradkit.func, n) for n in FUNC]
+    functions += [getattr(gradkit.meta, n) for n in META - {"Adapted", "Optimizer"}]
     for function in functions:
         doc = inspect.getdoc(function)
         assert doc is not None
