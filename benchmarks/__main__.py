@@ -18,11 +18,14 @@ from benchmarks import (
     harness,
     importing,
     losses,
+    optimizing,
     peaks,
     report,
     retaining,
     samples,
     stepping,
+    tasks,
+    unrolling,
     values,
 )
 from benchmarks.plan import Plan
@@ -40,6 +43,9 @@ ROOMS: dict[str, Callable[[Plan], Iterator[Row]]] = {
     "compiling": compiling.rows,
     "retaining": retaining.rows,
     "stepping": stepping.rows,
+    "unrolling": unrolling.rows,
+    "tasks": tasks.rows,
+    "optimizing": optimizing.rows,
     "importing": importing.rows,
     "growth": growth.rows,
 }

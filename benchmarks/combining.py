@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import gradkit
-from benchmarks import fresh, memory
+from benchmarks import fresh, memory, peers
 from benchmarks.harness import Side, measure
 from benchmarks.heads import Size
 from benchmarks.memory import Peak
@@ -85,15 +85,15 @@ def rows(plan: Plan) -> Iterator[Row]:
 
 def _tried(size: Size, device: torch.device) -> tuple[dict[str, Side], str]:
     """Return the sides, each of which has run once, or why one does not."""
-    try:
+
+    def make() -> dict[str, Side]:
         every = sides(size.task(device))
         for side in every.values():
             side.run(side.build())
-    except ImportError as error:
-        return {}, f"{error.name or error} is not installed (make bench installs it)"
-    except Exception as error:  # whatever a peer fails with is what its row says
-        return {}, f"{type(error).__name__}: {error}"
-    return every, ""
+        return every
+
+    every, problem = peers.found(make)
+    return every or {}, problem
 
 
 def sides(task: Task) -> dict[str, Side]:

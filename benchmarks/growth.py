@@ -1,19 +1,22 @@
-"""How time grows with the number of leaves, of losses, of tensors kept: linearly, on both sides."""
+"""How calls grow with leaves, losses, tensors kept and inner steps: linearly, on both sides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import log
 from statistics import linear_regression
 
-from benchmarks import heads, models, retaining, values
+from benchmarks import heads, loops, models, retaining, unrollers, unrolling, values
 from benchmarks.harness import Effort, Side, measure
 from benchmarks.heads import Size
 from benchmarks.plan import Plan
 from benchmarks.row import Row, Want
 
 _DOUBLING = 2.2
+_TIME, _MEMORY = "time of a call, ms (median)", "peak memory over the data, MB"
+_STEPS, _FEW_STEPS = (5, 10, 20, 40), (2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,21 @@ def rows(plan: Plan) -> Iterator[Row]:
     """Yield a row for each axis; its details are what is drawn."""
     for axis in _axes(plan):
         counts = axis.quick if plan.quick else axis.counts
-        yield _row(axis, counts, _measure(plan, axis, counts))
+        yield _row(axis, counts, _measure(plan, axis, counts), _TIME)
+    yield from _memory_of_steps(plan)
+
+
+def _memory_of_steps(plan: Plan) -> Iterator[Row]:
+    counts = _FEW_STEPS if plan.quick else _STEPS
+    name = next(iter(unrolling.tasks(plan)))
+    taken = {
+        way: [peak.total / 1e6 for peak in unrolling.peaks(plan, name, way, counts)]
+        for way in (unrollers.PLAIN, *_MODES)
+    }
+    for axis in _steps(plan):
+        way = axis.what.removeprefix("unroll, ")
+        both = {"gradkit": taken[way], "raw": taken[unrollers.PLAIN]}
+        yield _row(axis, counts, both, _MEMORY)
 
 
 def _measure(plan: Plan, axis: Axis, counts: Sequence[int]) -> dict[str, list[float]]:
@@ -83,13 +100,41 @@ def _axes(plan: Plan) -> list[Axis]:
             (2, 3, 4),
             lambda count: retaining.sides(64, count, 32, plan.device),
         ),
+        *_steps(plan),
     ]
 
 
-def _row(axis: Axis, counts: Sequence[int], times: Mapping[str, Sequence[float]]) -> Row:
-    ours, theirs = (_per_doubling(counts, times[way]) for way in ("gradkit", "raw"))
+_MODES = (unrollers.STORE, unrollers.RECOMPUTE, unrollers.SEGMENTS)
+
+
+def _steps(plan: Plan) -> list[Axis]:
+    def sides(way: str, count: int) -> dict[str, Side]:
+        task = loops.dense(128, 3, 32, count, plan.device)
+        return {
+            "gradkit": unrollers.WAYS[way](task),
+            "raw": unrollers.WAYS[unrollers.PLAIN](task),
+        }
+
+    return [
+        Axis(
+            "inner steps",
+            f"unroll, {way}",
+            unrollers.PLAIN,
+            _STEPS,
+            _FEW_STEPS,
+            partial(sides, way),
+        )
+        for way in _MODES
+    ]
+
+
+def _row(
+    axis: Axis, counts: Sequence[int], taken: Mapping[str, Sequence[float]], quantity: str
+) -> Row:
+    ours, theirs = (_per_doubling(counts, taken[way]) for way in ("gradkit", "raw"))
+    memory = " of memory" if quantity == _MEMORY else ""
     return Row(
-        what=f"{axis.what}, growth when {axis.noun} double, {counts[0]} to {counts[-1]}",
+        what=f"{axis.what}, growth{memory} when {axis.noun} double, {counts[0]} to {counts[-1]}",
         against=axis.against,
         ours=ours,
         theirs=theirs,
@@ -102,14 +147,15 @@ def _row(axis: Axis, counts: Sequence[int], times: Mapping[str, Sequence[float]]
             "what": axis.what,
             "against": axis.against,
             "counts": list(counts),
-            "gradkit_ms": times["gradkit"],
-            "against_ms": times["raw"],
+            "quantity": quantity,
+            "gradkit": taken["gradkit"],
+            "raw": taken["raw"],
         },
     )
 
 
 def _per_doubling(counts: Sequence[int], taken: Sequence[float]) -> float:
-    """Return by what factor time grows when the count doubles, fitted over the larger counts."""
+    """Return by what factor a call grows when the count doubles, fitted over the larger counts."""
     points = [(log(n), log(t)) for n, t in zip(counts, taken, strict=True)][len(counts) // 3 :]
     slope, _ = linear_regression(*zip(*points, strict=True))
     return float(2**slope)

@@ -16,7 +16,16 @@ import torch
 
 from benchmarks.row import Row, show
 
-_VERSIONS = ("gradkit", "torch", "optree", "torchjd", "opacus", "backpack-for-pytorch")
+_VERSIONS = (
+    "gradkit",
+    "torch",
+    "optree",
+    "torchjd",
+    "opacus",
+    "backpack-for-pytorch",
+    "higher",
+    "torchopt",
+)
 COLUMNS = ("row", "gradkit", "against", "ratio", "quartiles", "want", "verdict")
 
 
@@ -114,7 +123,7 @@ def write_json(rows: Sequence[Row], about: dict[str, Any], path: Path) -> None:
 
 
 def plot_growth(rows: Sequence[Row], title: str, path: Path) -> str:
-    """Draw how time grows, both sides, a panel for each row that has growth among its details.
+    """Draw how calls grow, both sides, a panel for each thing that there may be more of.
 
     Args:
         rows: The rows of the table.
@@ -124,25 +133,32 @@ def plot_growth(rows: Sequence[Row], title: str, path: Path) -> str:
     Returns:
         Why there is no picture, or nothing.
     """
-    grown = [row.details for row in rows if "counts" in row.details]
-    if not grown:
+    panels: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if "counts" in row.details:
+            panel = row.details["noun"], row.details["quantity"]
+            panels.setdefault(panel, []).append(row.details)
+    if not panels:
         return "no row of growth was measured"
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return "matplotlib is not installed (pip install gradkit[bench])"
-    figure = Figure(figsize=(5 * len(grown), 4), layout="constrained")
+    figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
     figure.suptitle(title)
-    for axes, growth in zip(figure.subplots(1, len(grown), squeeze=False)[0], grown, strict=True):
-        _draw(axes, growth)
+    every = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, grown in zip(every, panels.values(), strict=True):
+        _draw(axes, grown)
     figure.savefig(path, dpi=120)
     return ""
 
 
-def _draw(axes: Any, growth: Mapping[str, Any]) -> None:
-    axes.plot(growth["counts"], growth["against_ms"], "o--", label=growth["against"])
-    axes.plot(growth["counts"], growth["gradkit_ms"], "s-", label=f"gradkit.{growth['what']}")
-    axes.set(xlabel=f"number of {growth['noun']}", ylabel="time of a call, ms (median)")
+def _draw(axes: Any, grown: Sequence[Mapping[str, Any]]) -> None:
+    first, *_ = grown
+    axes.plot(first["counts"], first["raw"], "o--", label=first["against"])
+    for growth in grown:
+        axes.plot(growth["counts"], growth["gradkit"], "s-", label=f"gradkit.{growth['what']}")
+    axes.set(xlabel=f"number of {first['noun']}", ylabel=first["quantity"])
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.legend()

@@ -12,6 +12,7 @@ from torch.func import grad, vmap
 from torch.nn import functional
 
 import gradkit
+from benchmarks import peers
 from benchmarks.harness import Side
 from benchmarks.models import Classifier
 
@@ -88,14 +89,8 @@ def peer(name: str, task: Classifier) -> tuple[dict[str, Side], str]:
     Returns:
         Its side, by its name, and nothing; or no side, and why.
     """
-    try:
-        if not _agree(name, task):
-            return {}, "it gives other gradients"
-        return {name: PEERS[name](task.copy())}, ""
-    except ImportError as error:
-        return {}, f"{error.name or error} is not installed (make bench installs it)"
-    except Exception as error:  # whatever a peer fails with is what its row says
-        return {}, f"{type(error).__name__}: {error}"
+    side, problem = peers.found(lambda: PEERS[name](task.copy()), lambda: _agree(name, task))
+    return ({} if side is None else {name: side}), problem
 
 
 def _agree(name: str, task: Classifier) -> bool:

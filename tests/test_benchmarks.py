@@ -10,7 +10,21 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
-from benchmarks import combining, compiling, functions, heads, memory, models, report, samplers
+from benchmarks import (
+    combining,
+    compiling,
+    functions,
+    heads,
+    loops,
+    memory,
+    models,
+    optimizing,
+    report,
+    samplers,
+    tasks,
+    unrollers,
+    unrolling,
+)
 from benchmarks.__main__ import main
 from benchmarks.harness import Effort, Side, Timing, differences, measure, order, quartiles, ratios
 from benchmarks.heads import Size
@@ -217,6 +231,58 @@ def test_all_ways_to_combine_gradients_agree(device: torch.device) -> None:
         torch.testing.assert_close(other, found[0])
 
 
+@pytest.mark.filterwarnings("ignore")  # the libraries are older than what they import
+@pytest.mark.parametrize("way", unrollers.WAYS)
+@pytest.mark.parametrize("kind", ["dense", "encoder"])
+def test_all_ways_through_an_inner_loop_agree(way: str, kind: str, device: torch.device) -> None:
+    task = (
+        loops.dense(4, 3, 2, 6, device) if kind == "dense" else loops.encoder(4, 2, 3, 2, 6, device)
+    )
+    side, problem = unrollers.side(way, task)
+    if "is not installed" in problem:
+        pytest.skip(problem)
+    assert problem == ""
+    assert side is not None
+
+
+def test_a_way_with_other_meta_gradients_is_shown(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def off(task: loops.Loop) -> Side:
+        right = unrollers.plain(task)
+        return Side(right.build, lambda course: [(1 + 1e-6) * g for g in right.run(course)])
+
+    monkeypatch.setitem(unrollers.WAYS, unrollers.STORE, off)
+    task = loops.dense(4, 2, 2, 3, device)
+    assert unrollers.side(unrollers.STORE, task) == (None, "it gives other gradients")
+    row = next(unrolling.rows(Plan(device, quick=True)))
+    assert row.verdict == "not run: it gives other gradients"
+
+
+@pytest.mark.parametrize("library", ["higher", "torchopt"])
+def test_a_meta_learning_library_that_is_not_installed_is_shown(
+    library: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [library, *(m for m in sys.modules if m.startswith(f"{library}."))]:
+        monkeypatch.setitem(sys.modules, module, None)
+    name = {"higher": unrollers.HIGHER, "torchopt": unrollers.TORCHOPT}[library]
+    problems = {unrollers.side(name, loops.dense(4, 2, 2, 3, device))[1]}
+    if library == "torchopt":
+        problems |= {row.note for row in optimizing.rows(Plan(device, quick=True))}
+    (problem,) = problems
+    assert problem == f"{library} is not installed (make bench installs it)"
+
+
+def test_both_ways_over_tasks_agree(device: torch.device) -> None:
+    assert tasks.agree(tasks.Sines(4, 3, device))
+
+
+@pytest.mark.filterwarnings("ignore")  # TorchOpt is older than what it imports
+def test_both_ways_to_step_agree(device: torch.device) -> None:
+    pytest.importorskip("torchopt")
+    assert optimizing.agree()
+
+
 def test_what_cannot_be_compiled_is_shown(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,10 +338,21 @@ def test_every_target_has_its_rows(quick: Quick) -> None:
         "per_sample_grads, peak memory less results, chunks of 8",
         "| TorchJD UPGrad, matrix made before",
         "combine with UPGrad's weights, peak memory over the gradients",
+        "unroll, store, MLP W4 D3 B2 T5 | create_graph loop",
+        "unroll, store, MLP W4 D3 B2 T5 | higher",
+        "unroll, store, MLP W4 D3 B2 T5 | TorchOpt",
+        "unroll, recompute, peak memory over the data, MLP W4 D3 B3 T5 | create_graph loop",
+        "unroll, recompute, peak memory over the data, MLP W4 D3 B3 T5 | TorchOpt",
+        "unroll, recompute, encoder W4 H2 B2 S3 T5 | create_graph loop",
+        "unroll, memory=4, encoder W4 H2 B2 S3 T5",
+        "meta.value_and_grads, 3 tasks",
+        "meta.adam step, 4 tensors, without a graph | TorchOpt",
         "import gradkit",
         "growth when leaves double",
         "growth when losses double",
         "growth when tensors kept double",
+        "unroll, store, growth when inner steps double",
+        "unroll, memory=4, growth of memory when inner steps double",
     ):
         assert part in said, part
 

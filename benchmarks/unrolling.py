@@ -1,0 +1,147 @@
+"""Meta-gradients through an inner loop, against those who keep every step's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from benchmarks import fresh, loops, memory, unrollers
+from benchmarks.harness import Effort, Side, measure
+from benchmarks.loops import Loop
+from benchmarks.memory import Peak
+from benchmarks.plan import Plan
+from benchmarks.row import Row, Want, timed
+from benchmarks.unrollers import HIGHER, PLAIN, RECOMPUTE, SEGMENTS, STORE, TORCHOPT
+
+_STORED = {PLAIN: 1.05, HIGHER: 1.0, TORCHOPT: None}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is wanted where steps are recomputed.
+
+    Attributes:
+        memory: The largest ratio of peak memory, against everybody.
+        time: That of time, against the plain loop.
+    """
+
+    memory: float
+    time: float
+
+
+def rows(plan: Plan) -> Iterator[Row]:
+    """Yield the rows where every graph is kept, and those where steps are recomputed."""
+    every = tasks(plan)
+    first, *others = every
+    for against, limit in _STORED.items():
+        yield _time(plan, first, STORE, against, limit)
+    for name, limits in zip(others, (Limits(1 / 6, 1.45), Limits(1 / 8, 1.35)), strict=True):
+        for against in (PLAIN, HIGHER, TORCHOPT):
+            yield _memory(plan, name, RECOMPUTE, against, limits.memory)
+        yield _time(plan, name, RECOMPUTE, PLAIN, limits.time)
+        yield _memory(plan, name, SEGMENTS, PLAIN, None)
+        yield _time(plan, name, SEGMENTS, PLAIN, None)
+
+
+def tasks(plan: Plan) -> dict[str, Loop]:
+    """Return the loops by name: small batches, large ones, and attention."""
+    if plan.quick:
+        dense, encoder, batches, steps = (4, 3), (4, 2, 3), (2, 3, 2), 5
+    else:
+        dense, encoder, batches, steps = (256, 3), (64, 4, 64), (64, 2048, 16), 20
+    (width, depth), (features, heads, tokens) = dense, encoder
+    *for_dense, for_encoder = batches
+    return {
+        f"MLP W{width} D{depth} B{batch} T{steps}": loops.dense(
+            width, depth, batch, steps, plan.device
+        )
+        for batch in for_dense
+    } | {
+        f"encoder W{features} H{heads} B{for_encoder} S{tokens} T{steps}": loops.encoder(
+            features, heads, tokens, for_encoder, steps, plan.device
+        )
+    }
+
+
+def _time(plan: Plan, name: str, way: str, against: str, limit: float | None) -> Row:
+    what = f"unroll, {way}, {name}"
+    both: dict[str, Side] = {}
+    for one in (way, against):
+        side, problem = unrollers.side(one, tasks(plan)[name])
+        if side is None:
+            return Row(what=what, against=one, note=problem)
+        both[one] = side
+    effort = plan.effort if plan.quick else Effort(warmup=1)  # a round takes some seconds
+    timings = measure(both, plan.device, effort)
+    return timed(what, against, timings, ours=way, theirs=against, limit=limit)
+
+
+def _memory(plan: Plan, name: str, way: str, against: str, limit: float | None) -> Row:
+    what = f"unroll, {way}, peak memory over the data, {name}"
+    for one in (way, against):
+        side, problem = unrollers.side(one, tasks(plan)[name])
+        if side is None:
+            return Row(what=what, against=one, note=problem)
+    (ours,), (theirs,) = (peaks(plan, name, one) for one in (way, against))
+    ratio = ours.total / theirs.total
+    return Row(
+        what=what,
+        against=against,
+        ours=ours.total / 1e6,
+        theirs=theirs.total / 1e6,
+        unit="MB",
+        ratio=ratio,
+        figure=ratio,
+        want=None if limit is None else Want(limit),
+        details={way: asdict(ours), against: asdict(theirs)},
+    )
+
+
+def peaks(plan: Plan, name: str, way: str, steps: Sequence[int] = ()) -> list[Peak]:
+    """Return the peak of one way over its data.
+
+    Args:
+        plan: What the run is asked for.
+        name: Which of the `tasks`.
+        way: Which of `unrollers.WAYS`.
+        steps: Numbers of steps, in place of the one that the task has.
+
+    Returns:
+        One peak for each number of steps.
+    """
+    if plan.quick:
+        return _peaks(plan, name, way, steps)
+    found = fresh.call(
+        "benchmarks.unrolling:peaks_here",
+        memory.ENVIRONMENT,
+        name=name,
+        way=way,
+        steps=list(steps),
+        device=str(plan.device),
+    )
+    return [Peak(**peak) for peak in found]
+
+
+def peaks_here(name: str, way: str, steps: list[int], device: str) -> list[dict[str, int | None]]:
+    """Return the peaks of one way as plain values; what a fresh process runs."""
+    torch.set_num_threads(1)
+    return [asdict(peak) for peak in _peaks(Plan(torch.device(device)), name, way, steps)]
+
+
+def _peaks(plan: Plan, name: str, way: str, steps: Sequence[int]) -> list[Peak]:
+    task = tasks(plan)[name]
+    make = unrollers.WAYS[way]
+    first = make(replace(task, steps=2))
+    first.run(first.build())  # libraries set up memory of their own in the first call
+    return [_over_the_data(make(replace(task, steps=n)), plan) for n in steps or (task.steps,)]
+
+
+def _over_the_data(side: Side, plan: Plan) -> Peak:
+    data = side.build()
+    only = Side(lambda: data, side.run)
+    pages = None
+    if plan.device.type == "cpu" and not plan.quick:
+        pages = memory.resident_peak(only)  # first: the profiler leaves pages behind
+    return replace(memory.peak(only, plan.device), resident=pages)
