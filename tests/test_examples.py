@@ -282,3 +282,18 @@ def test_run_that_finds_too_few_fails(device, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(digits, "SMOKE", digits.Size(1, 500, 2, precision=1.0))
     assert smoke_per_sample(device, tmp_path) == 1
     assert "not above 100%" in capsys.readouterr().err
+
+
+# --- maml_sinusoid -------------------------------------------------------------------------------
+
+
+def test_smoke_run_adapts_to_new_waves(device, tmp_path, capsys):
+    maml = load_example("maml_sinusoid")
+    assert maml.main(["--smoke", "--device", str(device), "--output", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    picture = tmp_path / "maml_sinusoid.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert str(picture) in told.replace("\n", "")
+    for method in ("MAML", "FOMAML", "Meta-SGD"):
+        assert method in told
+    assert "adapts to new waves" in told
