@@ -37,9 +37,12 @@ def scaled(xs: Tensors, factor: Factor) -> Tensors:
 
 def plus(xs: Tensors, ys: Tensors, factor: Factor = 1.0) -> Tensors:
     """Return x + factor * y."""
-    if _together(factor):
-        return list(torch._foreach_add(xs, ys, alpha=factor))  # type: ignore[arg-type]
-    return [x + f * y for x, y, f in zip(xs, ys, each(factor, len(xs)), strict=True)]
+    if isinstance(factor, list):
+        return [x + f * y for x, y, f in zip(xs, ys, factor, strict=True)]
+    # With a graph, the foreach kernel would keep every y for its backward pass.
+    if transforms() or any(x.requires_grad for x in (*xs, *ys)):
+        return [torch.add(x, y, alpha=factor) for x, y in zip(xs, ys, strict=True)]
+    return list(torch._foreach_add(xs, ys, alpha=factor))
 
 
 def times(xs: Tensors, ys: Tensors) -> Tensors:
