@@ -56,6 +56,12 @@ def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+    allow_saved_tensor_hooks()
+
+
+def allow_saved_tensor_hooks() -> None:
+    """Undo what torch leaves behind when an error ends the tracing of a torch.func transform."""
+    torch._C._autograd._saved_tensors_hooks_enable()
 
 
 @contextmanager
