@@ -229,7 +229,7 @@ class Size:
     ten_steps: float  # and after ten, where the step size is fixed
 
 
-FULL = Size(iterations=800, tests=600, one_step=0.75, ten_steps=0.6)
+FULL = Size(iterations=1200, tests=600, one_step=0.75, ten_steps=0.6)
 SMOKE = Size(iterations=150, tests=200, one_step=1.0, ten_steps=1.0)
 
 

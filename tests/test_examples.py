@@ -11,7 +11,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
+
+import gradkit
 
 for extra in ("sklearn", "rich", "matplotlib"):
     pytest.importorskip(extra)
@@ -28,6 +30,9 @@ def load_example(name: str) -> ModuleType:
 
 demo = load_example("multitask_digits")
 digits = load_example("per_sample_digits")
+maml = load_example("maml_sinusoid")
+fewshot = load_example("fewshot_digits")
+hyperparams = load_example("learn_hyperparams")
 
 
 def smoke(device: torch.device, folder: Path) -> int:
@@ -288,7 +293,6 @@ def test_run_that_finds_too_few_fails(device, tmp_path, capsys, monkeypatch):
 
 
 def test_smoke_run_adapts_to_new_waves(device, tmp_path, capsys):
-    maml = load_example("maml_sinusoid")
     assert maml.main(["--smoke", "--device", str(device), "--output", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     picture = tmp_path / "maml_sinusoid.png"
@@ -297,3 +301,203 @@ def test_smoke_run_adapts_to_new_waves(device, tmp_path, capsys):
     for method in ("MAML", "FOMAML", "Meta-SGD"):
         assert method in told
     assert "adapts to new waves" in told
+
+
+def test_waves_are_those_of_the_paper(device):
+    tasks = maml.draw_tasks(500, 7, torch.Generator().manual_seed(0), device)
+    assert tasks.support.x.shape == (500, 10, 1)
+    assert tasks.query.y.shape == (500, 7, 1)
+    assert tasks.support.x.abs().max() <= 5 < tasks.support.x.abs().max() + 0.1
+    assert 4.5 < tasks.support.y.abs().max() <= 5
+
+
+def test_errors_by_step_are_those_of_plain_gradient_descent(device):
+    tasks = maml.draw_tasks(3, 8, torch.Generator().manual_seed(0), device)
+    params = maml.METHODS[0].start(maml.network(), device)
+    errors = maml.errors_by_step(params, tasks)
+    for index, by_step in enumerate(errors):
+        model = maml.network().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=maml.STEP_SIZE)
+        for step in range(maml.LONGEST + 1):
+            with torch.no_grad():
+                expected = mse_loss(model(tasks.query.x[index]), tasks.query.y[index])
+            torch.testing.assert_close(by_step[step], expected, rtol=1e-4, atol=1e-5)
+            optimizer.zero_grad()
+            mse_loss(model(tasks.support.x[index]), tasks.support.y[index]).backward()
+            optimizer.step()
+
+
+def test_first_order_leaves_the_second_derivatives_out(device):
+    tasks = maml.draw_tasks(4, 10, torch.Generator().manual_seed(0), device)
+    params = maml.METHODS[0].start(maml.network(), device)
+    grads = {}
+    for first_order in (False, True):
+
+        def meta_loss(params, task, first_order=first_order):
+            weights = maml.adapted(params, task.support, 1, first_order=first_order)
+            return maml.error(weights, (), task.query)
+
+        _, grads[first_order] = gradkit.meta.value_and_grads(meta_loss, params, tasks)
+    expected = gradkit.tree.map(torch.zeros_like, params["weights"])
+    for index in range(4):
+        support, query = (maml.Points(p.x[index], p.y[index]) for p in tasks)
+        weights = maml.adapted(params, support, 1, first_order=True)
+        _, grad = gradkit.value_and_grads(maml.error(weights, (), query), weights)
+        expected = gradkit.tree.add(expected, gradkit.tree.scale(grad, 1 / 4))
+    assert gradkit.tree.allclose(grads[True]["weights"], expected, rtol=1e-4, atol=1e-5)
+    assert not gradkit.tree.allclose(grads[False]["weights"], expected, rtol=1e-2, atol=1e-3)
+
+
+def test_divergence_is_told_and_not_averaged(device):
+    errors = torch.tensor([1.0, 2.0, torch.nan, torch.inf, 26.0], device=device)
+    assert maml.diverged(errors) == pytest.approx(3 / 5)
+    assert "diverges on 60%" in maml.cell(errors)
+    assert maml.cell(errors[:2]).startswith("1.500 ± ")
+
+
+@pytest.mark.parametrize("left", [1.0, torch.nan])
+def test_run_that_does_not_adapt_fails(device, left):
+    errors = torch.ones(5, maml.LONGEST + 1, device=device)
+    errors[:, 1] = left
+    outcomes = [maml.Learned(maml.METHODS[2], {}, [], errors)]
+    assert "Meta-SGD leaves" in maml.broken_promises(outcomes, maml.FULL)[0]
+
+
+# --- fewshot_digits ------------------------------------------------------------------------------
+
+
+def test_smoke_run_sorts_new_digits(device, tmp_path, capsys):
+    assert fewshot.main(["--smoke", "--device", str(device), "--output", str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    picture = tmp_path / "fewshot_digits.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert str(picture) in told.out
+    for start in ("MAML", "pretrained", "random", "nearest"):
+        assert start in told.out
+    assert told.err == ""
+
+
+def test_tasks_are_of_different_images_with_names_of_their_own(device):
+    assert not set(fewshot.TRAIN_DIGITS) & set(fewshot.TEST_DIGITS)
+    # Images that tell what they are: the digit, and a number of their own.
+    by_digit = [
+        (100 * digit + torch.arange(20.0, device=device)).reshape(20, 1, 1, 1, 1)
+        for digit in range(10)
+    ]
+    digits = (2, 5, 7, 8)
+    tasks = fewshot.draw_tasks(by_digit, digits, 6, 4, torch.Generator().manual_seed(0))
+    orders = set()
+    for index in range(6):
+        shown, asked = (part.images[index].flatten().tolist() for part in tasks)
+        assert len({*shown, *asked}) == fewshot.WAYS * (fewshot.SHOTS + 4)
+        names = {}
+        for part, images in zip(tasks, (shown, asked), strict=True):
+            for image, name in zip(images, part.classes[index].tolist(), strict=True):
+                assert names.setdefault(name, image // 100) == image // 100
+        assert set(names) == {0, 1, 2}
+        assert set(names.values()) < set(digits)
+        orders.add(tuple(names.values()))
+    assert len(orders) > 1
+
+
+def test_images_lie_at_every_place(device):
+    by_digit = fewshot.load(device)
+    assert sum(map(len, by_digit)) == 1797
+    places = by_digit[3][0]
+    assert len(places) == len(torch.unique(places, dim=0)) == 25
+    torch.testing.assert_close(places.sum((1, 2, 3)), places[0].sum().expand(25))
+
+
+def test_pretraining_leaves_the_last_layer_to_the_task(device):
+    learner = fewshot.Learner(device)
+    with fewshot.Progress(console=fewshot.Console(quiet=True)) as progress:
+        weights = fewshot.pretrain(learner, fewshot.load(device), 2, progress)
+    *trunk, _, _ = weights
+    assert list(weights) == list(learner.start)
+    assert not any(torch.equal(weights[name], learner.start[name]) for name in trunk)
+    assert not weights["7.weight"].any()
+    assert not weights["7.bias"].any()
+
+
+@pytest.mark.parametrize("after", [0.34, torch.nan])
+def test_start_that_is_no_better_fails(device, after):
+    learned = torch.full((4, fewshot.LONGEST + 1), 1 / 3, device=device)
+    learned[:, fewshot.STEPS] = after
+    other = torch.full_like(learned, 0.3)
+    outcome = fewshot.Experiment(
+        [fewshot.Outcome("MAML", 0.3, learned), fewshot.Outcome("random", 0.1, other)],
+        other[:, 0],
+        None,
+        {},
+        None,
+    )
+    gain, lead, neighbour = fewshot.broken_promises(outcome, fewshot.FULL)
+    assert "3 steps add" in gain
+    assert "MAML leads random" in lead
+    assert "MAML leads nearest neighbour" in neighbour
+
+
+# --- learn_hyperparams ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def patients(device):
+    return hyperparams.load(device)
+
+
+def test_smoke_run_gets_the_hypergradients_right(device, tmp_path, capsys):
+    assert hyperparams.main(["--smoke", "--device", str(device), "--output", str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    picture = tmp_path / "learn_hyperparams.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert str(picture) in told.out
+    assert "the hypergradients are right" in told.out
+    assert told.err == ""
+
+
+def test_patients_are_in_one_part_each_and_standardized(patients):
+    assert [len(part.y) for part in patients] == [120, 161, 161]
+    rows = torch.cat([part.x for part in patients])
+    assert len(torch.unique(rows, dim=0)) == 442
+    assert rows.shape[1] == 64
+    torch.testing.assert_close(patients.train.x.std(0), torch.ones_like(rows[0]))
+
+
+def test_closed_form_is_where_the_inner_loss_is_least(device, patients):
+    hyper = hyperparams.hyper_at(0.3, 0.1, device)
+    weights = hyperparams.ridge(hyper, patients.train).detach().requires_grad_()
+    loss = hyperparams.inner_loss(weights, hyper, patients.train)
+    assert gradkit.value_and_grads(loss, weights)[1].abs().max() < 1e-14
+    reached = hyperparams.unrolled(hyper, patients.train, 1000)
+    torch.testing.assert_close(reached, weights, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("factor", [1 + 1e-6, torch.nan])
+@pytest.mark.parametrize("way", ["unrolled", "implicit", "rate"])
+def test_hypergradient_that_is_wrong_fails(device, patients, way, factor):
+    right = {"unrolled": 1e-12, "implicit": 1e-10, "rate": 1e-9}
+    wrong = {**right, way: abs(factor - 1) * 10}
+    grid = hyperparams.Grid("grid", *torch.ones(2, 1), torch.ones(1, 1), torch.ones(1, 1))
+    found = hyperparams.Found("found", [1.0, 0.5], None, [1.0, 0.5], 1.0, 2)
+
+    def broken(differences):
+        outcome = hyperparams.Outcome(
+            [hyperparams.Agreement(9, differences["unrolled"], differences["implicit"])],
+            differences["rate"],
+            [found] * 3,
+            [grid] * 2,
+        )
+        return hyperparams.broken_promises(outcome, hyperparams.FULL)
+
+    assert broken(right) == []
+    assert len(broken(wrong)) == 1
+    assert "is off by" in broken(wrong)[0]
+
+
+def test_learning_that_is_worse_than_the_grid_fails(device):
+    grid = hyperparams.Grid("grid", *torch.ones(2, 1), torch.full((1, 1), 0.5), torch.ones(1, 1))
+    found = hyperparams.Found("found", [1.0, 0.5], None, [1.0, 0.51], 1.0, 2)
+    agreement = hyperparams.Agreement(9, 0.0, 0.0)
+    outcome = hyperparams.Outcome([agreement], 0.0, [found] * 3, [grid] * 2)
+    first, second = hyperparams.broken_promises(outcome, hyperparams.FULL)
+    assert first == second == "found: the validation loss is 0.5100, and the grid's 0.5000"

@@ -1,0 +1,457 @@
+"""Telling apart digits of which only five were ever seen.
+
+A small network learns to learn on scikit-learn's handwritten digits from 0 to 6. Then it gets five
+images each of 7, 8 and 9, which it has never met, takes three steps of gradient descent on them,
+and has to sort others. Every image lies somewhere on a larger canvas, so that comparing pixels does
+not get far: what has to be brought along is what makes two digits alike. Three ways to start:
+
+- MAML: initial weights that were learned by differentiating through the three steps.
+- pretrained: an ordinary classifier of the digits from 0 to 6, its last layer new; it has seen as
+  many images.
+- random: no training at all before the five images.
+
+MAML has the step size that it was trained with; the other two are tried with several. All are also
+given ten steps, for which MAML was not trained.
+
+    python examples/fewshot_digits.py [--smoke] [--device cuda] [--output folder]
+
+Source: Finn et al. 2017, "Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks",
+algorithm 2 and section 5.2, https://arxiv.org/abs/1703.03400; the tasks are drawn as in Vinyals et
+al. 2016, "Matching Networks for One Shot Learning", https://arxiv.org/abs/1606.04080.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.nn import functional
+from torch.optim import Adam
+
+import gradkit
+
+OUTPUT = Path(__file__).parent / "output"
+SEED = 0
+TRAIN_DIGITS = (0, 1, 2, 3, 4, 5, 6)
+TEST_DIGITS = (7, 8, 9)
+WAYS = 3  # classes in a task
+SHOTS = 5  # images of each that are shown
+QUERIES = 5  # and others of each, for the meta-loss
+CANVAS = 12  # pixels; the images have 8
+STEPS = 3  # of the inner gradient descent
+STEP_SIZE = 0.3
+META_LEARNING_RATE = 3e-3
+TASKS_AT_A_TIME = 4  # in one meta-batch
+LONGEST = 10  # inner steps, when the accuracy over steps is measured
+BATCH = 64  # images, in pretraining
+STEP_SIZES = (0.03, 0.1, 0.3)  # for the starts that were not trained with one
+
+
+class Examples(NamedTuple):
+    """Images `[..., N, 1, CANVAS, CANVAS]`, values from 0 to 1, and their classes `[..., N]`."""
+
+    images: Tensor
+    classes: Tensor
+
+
+class Task(NamedTuple):
+    """What is shown, and what is asked. With a first dimension, of many tasks."""
+
+    support: Examples
+    query: Examples
+
+
+# --- The tasks -----------------------------------------------------------------------------------
+
+
+def load(device: torch.device) -> list[Tensor]:
+    """Return, for each digit, its images at every place of the canvas: `[N, places, 1, C, C]`."""
+    pixels, digits = load_digits(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32, device=device).reshape(-1, 1, 8, 8) / 16
+    free = CANVAS - 8
+    margins = [(x, free - x, y, free - y) for x in range(free + 1) for y in range(free + 1)]
+    placed = torch.stack([functional.pad(images, margin) for margin in margins], 1)
+    of = torch.tensor(digits, device=device)
+    return [placed[of == digit] for digit in range(10)]
+
+
+def draw_tasks(
+    by_digit: Sequence[Tensor],
+    digits: Sequence[int],
+    count: int,
+    queries: int,
+    generator: torch.Generator,
+) -> Task:
+    """Return tasks, stacked, each of some of the digits, in random order and at random places."""
+    each = SHOTS + queries  # images of a class
+    images = torch.stack([
+        torch.stack([
+            draw_images(by_digit[digits[index]], each, generator)
+            for index in torch.randperm(len(digits), generator=generator)[:WAYS].tolist()
+        ])
+        for _ in range(count)
+    ])  # [count, WAYS, each, 1, CANVAS, CANVAS]
+    # What a class is called depends on the task: there is nothing to know by heart.
+    classes = torch.arange(WAYS, device=images.device)[:, None].expand(count, WAYS, each)
+    support = Examples(images[:, :, :SHOTS].flatten(1, 2), classes[:, :, :SHOTS].flatten(1))
+    query = Examples(images[:, :, SHOTS:].flatten(1, 2), classes[:, :, SHOTS:].flatten(1))
+    return Task(support, query)
+
+
+def draw_images(images: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Return different images, each at a random place: `[count, 1, CANVAS, CANVAS]`."""
+    rows = torch.randperm(len(images), generator=generator)[:count]
+    return images[rows, torch.randint(images.shape[1], (count,), generator=generator)]
+
+
+# --- The network, and what is done with it -------------------------------------------------------
+
+
+def network(classes: int) -> nn.Module:
+    """Return the network before any training, the same in every process."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        return nn.Sequential(
+            nn.Conv2d(1, 16, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 16, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(16 * (CANVAS // 4) ** 2, classes),
+        )
+
+
+class Learner:
+    """The network of the tasks as functions of its weights."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._call, self.start, self._buffers = gradkit.func.make_functional(
+            network(WAYS).to(device)
+        )
+
+    def logits(self, weights: Any, images: Tensor) -> Tensor:
+        """Return what the network with these weights makes of images."""
+        out: Tensor = self._call(weights, self._buffers, images)[0]
+        return out
+
+    def loss(self, weights: Any, _: Any, examples: Examples) -> Tensor:
+        """Return the cross-entropy. Nothing but the weights is adapted or learned in it."""
+        return functional.cross_entropy(self.logits(weights, examples.images), examples.classes)
+
+    def meta_loss(self, weights: Any, task: Task) -> Tensor:
+        """Return the loss on what is asked, after some steps on what is shown."""
+        opt = gradkit.meta.sgd(lr=STEP_SIZE)
+        adapted = gradkit.meta.unroll(self.loss, weights, [task.support] * STEPS, opt)
+        return self.loss(adapted.params, (), task.query)
+
+    @torch.no_grad()
+    def accuracies(self, weights: Any, tasks: Task, step_size: float) -> Tensor:
+        """Return the accuracy on each task after 0, 1, ... steps: `[tasks, LONGEST + 1]`."""
+
+        def loss_and_accuracy(weights: Any, _: Any, task: Task) -> tuple[Tensor, Tensor]:
+            right = self.logits(weights, task.query.images).argmax(1) == task.query.classes
+            return self.loss(weights, (), task.support), right.float().mean()
+
+        def of_one(task: Task) -> Tensor:
+            # The aux of a step is seen before it is taken: one step more shows all.
+            batches = [task] * (LONGEST + 1)
+            opt = gradkit.meta.sgd(lr=step_size)
+            run = gradkit.meta.unroll(loss_and_accuracy, weights, batches, opt, has_aux=True)
+            return torch.stack([accuracy for accuracy in run.aux if isinstance(accuracy, Tensor)])
+
+        by_step: Tensor = vmap(of_one, chunk_size=50)(tasks)
+        return by_step
+
+
+def meta_train(
+    learner: Learner, by_digit: Sequence[Tensor], iterations: int, progress: Progress
+) -> dict[str, Tensor]:
+    """Return initial weights, learned over tasks of the training digits."""
+    weights = {name: w.detach().clone().requires_grad_() for name, w in learner.start.items()}
+    optimizer = Adam(weights.values(), lr=META_LEARNING_RATE)
+    generator = torch.Generator().manual_seed(SEED)
+    bar = progress.add_task("MAML", total=iterations, told="")
+    values = []
+    for _ in range(iterations):
+        tasks = draw_tasks(by_digit, TRAIN_DIGITS, TASKS_AT_A_TIME, QUERIES, generator)
+        value, grads = gradkit.meta.value_and_grads(learner.meta_loss, weights, tasks)
+        gradkit.step_(optimizer, weights, grads)
+        values.append(value.item())
+        recent = values[-20:]
+        told = f"meta-loss {sum(recent) / len(recent):.3f}"
+        progress.update(bar, advance=1, told=told)
+    return weights
+
+
+def pretrain(
+    learner: Learner, by_digit: Sequence[Tensor], iterations: int, progress: Progress
+) -> dict[str, Tensor]:
+    """Return weights of a classifier of the training digits, with a new last layer."""
+    device = by_digit[0].device
+    model = network(len(TRAIN_DIGITS)).to(device)
+    optimizer = Adam(model.parameters(), lr=META_LEARNING_RATE)
+    generator = torch.Generator().manual_seed(SEED)
+    images = torch.cat([by_digit[digit] for digit in TRAIN_DIGITS])
+    classes = torch.cat([
+        torch.full((len(by_digit[digit]),), index, device=device)
+        for index, digit in enumerate(TRAIN_DIGITS)
+    ])
+    # As many images as the meta-training sees.
+    batches = iterations * TASKS_AT_A_TIME * WAYS * (SHOTS + QUERIES) // BATCH
+    bar = progress.add_task("pretrained", total=batches, told="")
+    for _ in range(batches):
+        rows = torch.randint(len(images), (BATCH,), generator=generator)
+        places = torch.randint(images.shape[1], (BATCH,), generator=generator)
+        loss = functional.cross_entropy(model(images[rows, places]), classes[rows])
+        _, grads = gradkit.value_and_grads(loss, model)
+        gradkit.step_(optimizer, model, grads)
+        progress.update(bar, advance=1, told=f"loss {loss.item():.3f}")
+    trained = {name: weight.detach() for name, weight in model.named_parameters()}
+    # The last layer has other classes: it starts with zeros, which prefer none of them.
+    return {
+        name: trained[name] if trained[name].shape == start.shape else torch.zeros_like(start)
+        for name, start in learner.start.items()
+    }
+
+
+@torch.no_grad()
+def nearest_neighbour(tasks: Task) -> Tensor:
+    """Return the accuracy on each task `[tasks]` of taking the class of the most similar image."""
+    support, query = (examples.images.flatten(2) for examples in tasks)
+    nearest = torch.cdist(query, support).argmin(2)
+    right = tasks.support.classes.gather(1, nearest) == tasks.query.classes
+    return right.float().mean(1)
+
+
+# --- The run, and what it promises ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Size:
+    """How long to train, on how many tasks to test, and what must come out."""
+
+    iterations: int
+    tests: int
+    queries: int  # images of each class in a test task
+    gain: float  # what the steps must add to the accuracy of MAML
+    lead: float  # of MAML over any other start with as many steps
+
+
+FULL = Size(iterations=350, tests=100, queries=10, gain=0.25, lead=0.08)
+SMOKE = Size(iterations=20, tests=10, queries=5, gain=0.0, lead=-1.0)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a start did: its accuracies `[tasks, LONGEST + 1]`, with this step size."""
+
+    name: str
+    step_size: float
+    accuracies: Tensor
+
+    @property
+    def means(self) -> Tensor:
+        """The mean accuracy by step: `[LONGEST + 1]`."""
+        return self.accuracies.mean(0)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What came out of a run."""
+
+    starts: list[Outcome]  # MAML first
+    neighbour: Tensor  # accuracies `[tasks]` without a network
+    learner: Learner
+    weights: dict[str, Tensor]  # of MAML
+    tests: Task
+
+
+def experiment(size: Size, device: torch.device, console: Console) -> Experiment:
+    """Train, and test every start on the same tasks of new digits."""
+    by_digit = load(device)
+    generator = torch.Generator().manual_seed(SEED + 1)
+    tests = draw_tasks(by_digit, TEST_DIGITS, size.tests, size.queries, generator)
+    learner = Learner(device)
+    columns = (
+        TextColumn("{task.description:10}"),
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("[dim]{task.fields[told]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        learned = meta_train(learner, by_digit, size.iterations, progress)
+        pretrained = pretrain(learner, by_digit, size.iterations, progress)
+        starts: list[tuple[str, Any, float]] = [
+            ("MAML", learned, STEP_SIZE),
+            *(("pretrained", pretrained, step_size) for step_size in STEP_SIZES),
+            *(("random", learner.start, step_size) for step_size in STEP_SIZES),
+        ]
+        bar = progress.add_task("testing", total=len(starts), told="")
+        outcomes = [
+            Outcome(name, step_size, learner.accuracies(weights, tests, step_size))
+            for name, weights, step_size in progress.track(starts, task_id=bar)
+        ]
+    return Experiment(outcomes, nearest_neighbour(tests), learner, learned, tests)
+
+
+def broken_promises(outcome: Experiment, size: Size) -> list[str]:
+    """Return one message for each promise that this run did not keep."""
+    broken = []
+    maml, *others = outcome.starts
+    after = maml.means[STEPS].item()
+    gain = after - maml.means[0].item()
+    # Not `<=`, which NaN would pass.
+    if not gain > size.gain:
+        broken.append(f"{STEPS} steps add {gain:.1%} to MAML's accuracy, not above {size.gain:.0%}")
+    rivals = {f"{o.name}, step size {o.step_size:g},": o.means[: STEPS + 1].max() for o in others}
+    rivals["nearest neighbour"] = outcome.neighbour.mean()
+    for name, best in rivals.items():
+        lead = after - best.item()
+        if not lead > size.lead:
+            broken.append(f"MAML leads {name} by {lead:.1%} of accuracy, not above {size.lead:.0%}")
+    return broken
+
+
+# --- Telling and drawing -------------------------------------------------------------------------
+
+
+COLORS = {"MAML": "#0072b2", "pretrained": "#d55e00", "random": "#009e73"}
+
+
+def interval(accuracies: Tensor) -> str:
+    """Return the mean over tasks `[tasks]` in percent, and its 95 % confidence interval."""
+    margin = 1.96 * accuracies.std().item() / math.sqrt(len(accuracies))
+    return f"{100 * accuracies.mean().item():.1f} ± {100 * margin:.1f}"
+
+
+def accuracy_table(outcome: Experiment) -> Table:
+    """Return the accuracy from each start, after some steps."""
+    digits = ", ".join(map(str, TEST_DIGITS))
+    count = len(outcome.neighbour)
+    table = Table(title=f"Accuracy in % on {count} tasks of the new digits {digits}")
+    table.add_column("start")
+    for heading in ("step size", "before", "1 step", f"{STEPS} steps", f"{LONGEST} steps"):
+        table.add_column(heading, justify="right")
+    for one in outcome.starts:
+        cells = (interval(one.accuracies[:, step]) for step in (0, 1, STEPS, LONGEST))
+        style = "bold" if one is outcome.starts[0] else None
+        table.add_row(one.name, f"{one.step_size:g}", *cells, style=style)
+    table.add_row("nearest neighbour", "", interval(outcome.neighbour), "", "", "", style="dim")
+    table.caption = (
+        f"{WAYS}-way {SHOTS}-shot; ±: 95 % confidence, over draws of images (not of digits)"
+    )
+    return table
+
+
+def draw(outcome: Experiment, path: Path) -> None:
+    """Save a picture of the accuracy over steps, and of one task."""
+    # Not pyplot, which would keep the figure and choose a backend for the whole process.
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    grid = figure.add_gridspec(1, 2, width_ratios=(5, 6))
+    draw_curves(figure.add_subplot(grid[0]), outcome)
+    draw_task(figure.add_subfigure(grid[1]), outcome)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def draw_curves(axes: Axes, outcome: Experiment) -> None:
+    """Draw the accuracy over steps from every start, with what is best after the longest."""
+    steps = range(LONGEST + 1)
+    for name, color in COLORS.items():
+        found = (one for one in outcome.starts if one.name == name)
+        one = max(found, key=lambda one: one.means[LONGEST].item())
+        margins = 1.96 * one.accuracies.std(0) / math.sqrt(len(one.accuracies))
+        low, high = (one.means - margins).cpu(), (one.means + margins).cpu()
+        axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
+        label = f"{name} (step size {one.step_size:g})"
+        axes.plot(steps, one.means.cpu(), color=color, marker="o", label=label)
+    neighbour = outcome.neighbour.mean().item()
+    axes.axhline(neighbour, color="black", linestyle="--", label="nearest neighbour")
+    axes.axhline(1 / WAYS, color="dimgray", linestyle=":", label="chance")
+    axes.axvline(STEPS, color="dimgray", linewidth=0.5)
+    axes.set(xlabel="inner steps", ylabel="accuracy", ylim=(0.25, 1))
+    axes.set_title("Accuracy on digits never met", loc="left", fontweight="bold")
+    axes.legend(frameon=False, fontsize="small", loc="upper right")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+
+
+def draw_task(figure: SubFigure, outcome: Experiment) -> None:
+    """Draw what is shown in the first task, and some of what is asked, with MAML's answers."""
+    support, query = (
+        Examples(examples.images[0], examples.classes[0]) for examples in outcome.tests
+    )
+    opt = gradkit.meta.sgd(lr=STEP_SIZE)
+    adapted = gradkit.meta.unroll(
+        outcome.learner.loss, outcome.weights, [support] * STEPS, opt, first_order=True
+    )
+    answers = outcome.learner.logits(adapted.params, query.images).argmax(1).tolist()
+    asked = len(query.classes) // WAYS
+    figure.suptitle(
+        f"One task: {SHOTS} of each class; MAML's answers ({STEPS} steps)", fontweight="bold"
+    )
+    for row, line in enumerate(figure.subplots(WAYS, 2 * SHOTS)):
+        line[0].set_ylabel(f"class {row}", fontsize="large")
+        for column, axes in enumerate(line):
+            shown = column < SHOTS
+            index = row * (SHOTS if shown else asked) + column % SHOTS
+            image = (support if shown else query).images[index, 0]
+            axes.imshow(image.cpu().numpy(), cmap="gray_r")
+            axes.set(xticks=[], yticks=[])
+            if not shown:
+                color = "#009e73" if answers[index] == row else "#d62728"
+                axes.set_title(str(answers[index]), color=color, fontweight="bold")
+                axes.spines[:].set(color=color, linewidth=3)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--smoke", action="store_true", help="a tiny run, for tests")
+    parser.add_argument("--device", type=torch.device, default="cpu", help="default: cpu")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="default: examples/output")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the demo, and return the exit status: 0 if it kept every promise."""
+    options = parse(argv)
+    size = SMOKE if options.smoke else FULL
+    console = Console()
+    outcome = experiment(size, options.device, console)
+    picture = options.output / "fewshot_digits.png"
+    draw(outcome, picture)
+
+    console.print(accuracy_table(outcome))
+    console.print(f"picture         {picture}", markup=False, highlight=False, soft_wrap=True)
+    broken = broken_promises(outcome, size)
+    for promise in broken:
+        Console(stderr=True).print(f"[bold red]FAILED[/] {promise}", soft_wrap=True)
+    if not broken:
+        console.print(
+            "[bold green]OK[/] three steps from the learned start are worth more than from others"
+        )
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    # With images this small, threads mostly wait for each other.
+    torch.set_num_threads(1)
+    sys.exit(main())
