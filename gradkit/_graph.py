@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from functools import cache, lru_cache
 from threading import Lock
 from typing import Any, NoReturn, cast
@@ -240,18 +240,19 @@ class _OwnHooks:
 _own_hooks = _OwnHooks()
 
 
-def refuse_hazards(kinds: set[type], where: str) -> None:
+def refuse_hazards(kinds: set[type], where: str, allowed: Collection[str] = ()) -> None:
     """Raise if a graph holds a node that would make its gradients silently wrong.
 
     Args:
         kinds: The types of the nodes.
         where: The path of the loss, for the error.
+        allowed: Names of such nodes that the caller sees to.
 
     Raises:
         UnsupportedGraphError: A reentrant checkpoint, DDP's static_graph, or FSDP's parameters.
     """
     for kind in kinds:
-        if _is_hazard(kind):
+        if _is_hazard(kind) and kind.__name__ not in allowed:
             raise UnsupportedGraphError(message(where, *_REFUSED[kind.__name__]))
 
 

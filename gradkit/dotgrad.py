@@ -23,8 +23,9 @@ from gradkit._inputs import (
     require_graph,
 )
 from gradkit._ownership import PLAIN_TYPES, copy_for, own, zeros_for
-from gradkit._passes import UNUSED, ordinary_mode, prepare_backward, weigh
+from gradkit._passes import UNUSED, ordinary_mode, weigh
 from gradkit._pytree import PyTree
+from gradkit._refusals import prepare_backward
 from gradkit.errors import (
     LeafTypeError,
     StructureError,

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Literal, TypeAlias, TypeVar, overload
 
 from torch import Tensor, nn
 
-from gradkit import _pytree, _rows
-from gradkit._inputs import check_option, read_losses, read_params, read_weights, require_graph
+from gradkit import _pytree
+from gradkit._inputs import check_option, read_losses, read_params, require_graph
 from gradkit._passes import (
     UNUSED,
+    check_separate_options,
     finish,
+    finish_separate,
     ordinary_mode,
-    prepare,
-    refuse_unreached,
-    require_reached,
     run_in_turn,
-    weigh,
+    run_jointly,
+    run_separately,
 )
 from gradkit._pytree import PyTree
-from gradkit.errors import StructureError, message
+from gradkit._refusals import prepare, require_reached
 
 __all__ = ["per_loss_grads", "simultaneous_grads", "value_and_grads"]
 
@@ -148,24 +147,17 @@ def value_and_grads(
     """
     check_option("unused", unused, UNUSED)
     with ordinary_mode():
-        target = read_losses(losses, scalar=True)
-        wanted = read_params(params)
-        by_loss = read_weights(weights, target)
-        outputs, seeds = weigh(target, by_loss)
-        live = require_graph(target, outputs)
-        run = prepare(target, outputs, [(live, wanted)], create_graph, unused)
-        learned = [w for w in by_loss or () if isinstance(w, Tensor) and w.requires_grad]
-        if learned:
-            run = replace(run, weights=learned)
-        grads = run.grads(
-            [outputs[index] for index in live],
-            [seeds[index] for index in live],
-            wanted.variables,
-            retain=create_graph if retain_graph is None else retain_graph,
+        target, wanted = read_losses(losses, scalar=True), read_params(params)
+        found = run_jointly(
+            target,
+            wanted,
+            weights,
+            unused=unused,
+            create_graph=create_graph,
+            retain_graph=retain_graph,
         )
-        require_reached([grads], target, [(live, wanted)], unused)
-        values = [loss if create_graph else loss.detach().clone() for loss in target.leaves]
-        return _pytree.unflatten(target.spec, values), finish(grads, wanted, unused, create_graph)
+        require_reached(found.grads, target, found.plan, unused)
+        return found.values, finish(found.grads[0], wanted, unused, create_graph)
 
 
 def per_loss_grads(
@@ -225,39 +217,20 @@ def per_loss_grads(
         `torch.autograd.grad` and its `is_grads_batched`,
         https://pytorch.org/docs/stable/generated/torch.autograd.grad.html
     """
-    check_option("unused", unused, UNUSED)
-    check_option("strategy", strategy, ("sequential", "batched", "auto"))
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-        raise StructureError(
-            message("chunk_size", "a positive integer or None", repr(chunk_size), "chunk_size=None")
-        )
+    check_separate_options(unused, strategy, chunk_size)
     with ordinary_mode():
-        target = read_losses(losses, scalar=False)
-        wanted = read_params(params)
-        live = require_graph(target, target.leaves)
-        plan = [([index], wanted) for index in live]
-        if unused == "error":
-            refuse_unreached(
-                target, target.leaves, [([i], wanted) for i in range(len(target.leaves))]
-            )
-        run = prepare(target, target.leaves, plan, create_graph, unused)
-        batch = _rows.choose(strategy, [target.leaves[i] for i in live], wanted.variables)
-
-        def differentiate(loss: Tensor, variables: list[Tensor], keep: bool) -> list[Tensor | None]:
-            if id(loss) in batch:
-                return _rows.batched(run, loss, variables, retain=keep, chunk_size=chunk_size)
-            return _rows.sequential(run, loss, variables, retain=keep)
-
-        retain = create_graph if retain_graph is None else retain_graph
-        found = run_in_turn(target, plan, differentiate, retain)
-        require_reached(found, target, plan, unused)
-        by_loss = dict(zip(live, found, strict=True))
-        nothing: list[Tensor | None] = [None] * len(wanted.variables)
-        trees = [
-            finish(by_loss.get(i, nothing), wanted, unused, create_graph, tuple(loss.shape))
-            for i, loss in enumerate(target.leaves)
-        ]
-        return _pytree.unflatten(target.spec, trees)
+        target, wanted = read_losses(losses, scalar=False), read_params(params)
+        found = run_separately(
+            target,
+            wanted,
+            unused=unused,
+            create_graph=create_graph,
+            retain_graph=retain_graph,
+            strategy=strategy,
+            chunk_size=chunk_size,
+        )
+        require_reached(found.grads, target, found.plan, unused)
+        return finish_separate(found, wanted, unused, create_graph)
 
 
 def simultaneous_grads(
