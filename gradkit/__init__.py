@@ -4,10 +4,11 @@
 computed, by any tree of parameters, and return trees of gradients; `safe_retain` keeps the
 gradients of intermediate tensors. None of them touches `.grad`: that is for `gradkit.dotgrad`,
 which leads from these results to the `.grad` workflow and back. `gradkit.func` does the same for
-functions, over torch.func.
+functions, over torch.func; `gradkit.meta` differentiates through training; `gradkit.dist` is for
+several processes.
 """
 
-from gradkit import dotgrad, errors, func, meta, tree
+from gradkit import dist, dotgrad, errors, func, meta, tree
 from gradkit._matrix import combine
 from gradkit.dotgrad import (
     add_grads_,
@@ -20,6 +21,7 @@ from gradkit.dotgrad import (
 )
 from gradkit.eager import per_loss_grads, simultaneous_grads, value_and_grads
 from gradkit.errors import (
+    CollectiveError,
     DetachedLossError,
     FreedGraphError,
     GradkitError,
@@ -34,6 +36,7 @@ from gradkit.errors import (
 from gradkit.retain import safe_retain
 
 __all__ = [
+    "CollectiveError",
     "DetachedLossError",
     "FreedGraphError",
     "GradkitError",
@@ -49,6 +52,7 @@ __all__ = [
     "capture_grads",
     "clear_grads_",
     "combine",
+    "dist",
     "dotgrad",
     "errors",
     "func",

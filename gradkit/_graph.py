@@ -71,6 +71,11 @@ def leaves_of(nodes: Iterable[Node]) -> set[int]:
     return {id(_variable(node)) for node in nodes if type(node) is _AccumulateGrad}
 
 
+def leaf_tensors(nodes: Iterable[Node]) -> list[Tensor]:
+    """Return the leaf tensors whose gradient the nodes accumulate."""
+    return [_variable(node) for node in nodes if type(node) is _AccumulateGrad]
+
+
 def _variable(node: Any) -> Tensor:
     return cast("Tensor", node.variable)
 

@@ -205,6 +205,13 @@ def _opener(kind: type) -> Callable[[Any], PyTree] | None:
     return None
 
 
+def fsdp_classes() -> tuple[type, ...]:
+    """Return the classes of modules that FSDP has sharded."""
+    # Looked up, not imported: a process that has not imported them has no such module.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp else ()
+
+
 def refuse_distributed(module: nn.Module, where: Callable[[], str]) -> None:
     """Raise if a module is wrapped for several processes.
 
@@ -215,9 +222,7 @@ def refuse_distributed(module: nn.Module, where: Callable[[], str]) -> None:
     Raises:
         UnsupportedGraphError: Its gradients would be this process's alone, or missing.
     """
-    # FSDP's classes are looked up, not imported: a process that has not imported them has none.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    sharded = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp else ()
+    sharded = fsdp_classes()
     for part in module.modules():
         if isinstance(part, nn.parallel.DistributedDataParallel):
             kind, do = "a DistributedDataParallel module", "module.module"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradkit import _engine, _lifetime, _pytree, _rows
+from gradkit._engine import Run
 from gradkit._inputs import (
     Losses,
     Params,
@@ -74,15 +75,23 @@ class Found:
 
     Attributes:
         target: The losses.
-        values: Their values, a tree like them.
         plan: The passes.
         grads: For each pass, one gradient for each variable.
+        values: The values of the losses, a tree like them, if they were asked for.
     """
 
     target: Losses
     plan: Plan
     grads: list[Grads]
     values: PyTree = None
+
+    def with_constants(self, wanted: Params) -> Found:
+        """Return the same with a pass for every loss, those of constants having brought nothing."""
+        by_loss = {group[0]: grads for (group, _), grads in zip(self.plan, self.grads, strict=True)}
+        every = range(len(self.target.leaves))
+        nothing: Grads = [None] * len(wanted.variables)
+        grads = [list(by_loss.get(index, nothing)) for index in every]
+        return replace(self, plan=[([index], wanted) for index in every], grads=grads)
 
 
 def run_jointly(
@@ -94,6 +103,7 @@ def run_jointly(
     create_graph: bool,
     retain_graph: bool | None,
     allowed: Collection[str] = (),
+    run_as: Callable[[Run], Run] = lambda run: run,
 ) -> Found:
     """Run one pass for the weighted sum of the losses.
 
@@ -105,6 +115,7 @@ def run_jointly(
         create_graph: The caller's option.
         retain_graph: The caller's option.
         allowed: Nodes that are refused otherwise, as the caller sees to them.
+        run_as: Makes another run of what is prepared.
 
     Returns:
         The pass, and the values of all losses.
@@ -113,7 +124,7 @@ def run_jointly(
     outputs, seeds = weigh(target, by_loss)
     live = require_graph(target, outputs)
     plan = [(live, wanted)]
-    run = prepare(target, outputs, plan, create_graph, unused, allowed)
+    run = run_as(prepare(target, outputs, plan, create_graph, unused, allowed))
     learned = [w for w in by_loss or () if isinstance(w, Tensor) and w.requires_grad]
     if learned:
         run = replace(run, weights=learned)
@@ -137,6 +148,7 @@ def run_separately(
     strategy: str,
     chunk_size: int | None,
     allowed: Collection[str] = (),
+    run_as: Callable[[Run], Run] = lambda run: run,
 ) -> Found:
     """Run the passes for every loss by itself.
 
@@ -149,6 +161,7 @@ def run_separately(
         strategy: The caller's option.
         chunk_size: The caller's option.
         allowed: Nodes that are refused otherwise, as the caller sees to them.
+        run_as: Makes another run of what is prepared.
 
     Returns:
         A pass for each loss that carries a graph.
@@ -157,7 +170,7 @@ def run_separately(
     plan = [([index], wanted) for index in live]
     if unused == "error":
         refuse_unreached(target, target.leaves, [([i], wanted) for i in range(len(target.leaves))])
-    run = prepare(target, target.leaves, plan, create_graph, unused, allowed)
+    run = run_as(prepare(target, target.leaves, plan, create_graph, unused, allowed))
     batch = _rows.choose(strategy, [target.leaves[i] for i in live], wanted.variables)
 
     def differentiate(loss: Tensor, variables: list[Tensor], keep: bool) -> Grads:
@@ -200,11 +213,9 @@ def finish_separate(found: Found, wanted: Params, unused: str, create_graph: boo
     Returns:
         A tree like the losses, of trees like the params.
     """
-    by_loss = {group[0]: grads for (group, _), grads in zip(found.plan, found.grads, strict=True)}
-    nothing: Grads = [None] * len(wanted.variables)
     trees = [
-        finish(by_loss.get(index, nothing), wanted, unused, create_graph, tuple(loss.shape))
-        for index, loss in enumerate(found.target.leaves)
+        finish(grads, wanted, unused, create_graph, tuple(loss.shape))
+        for grads, loss in zip(found.with_constants(wanted).grads, found.target.leaves, strict=True)
     ]
     return _pytree.unflatten(found.target.spec, trees)
 

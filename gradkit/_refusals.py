@@ -75,7 +75,7 @@ def prepare(
     run = Run(losses.leaves, losses.path, create_graph=create_graph, guard=guard, ordinary=ordinary)
     if len(live) > 1:
         # Before the pass for one loss frees the graph of another. A lone one the engine refuses.
-        _refuse_freed(run, outputs, plan, thorough=len(plan) > 1)
+        refuse_freed(run, outputs, plan, thorough=len(plan) > 1)
     return run
 
 
@@ -149,7 +149,18 @@ def prepare_backward(
     return run
 
 
-def _refuse_freed(run: Run, outputs: Sequence[Tensor], plan: Plan, *, thorough: bool) -> None:
+def refuse_freed(run: Run, outputs: Sequence[Tensor], plan: Plan, *, thorough: bool) -> None:
+    """Raise if a pass would meet a node that has been freed.
+
+    Args:
+        run: Names the losses.
+        outputs: The tensors that are differentiated, one for each loss.
+        plan: The passes.
+        thorough: Look at every node on the way, not only at those next to the losses.
+
+    Raises:
+        FreedGraphError: So it is.
+    """
     if thorough and not _any_freed(outputs, plan):
         return
     for group, params in plan:

@@ -11,9 +11,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradkit import _pytree
+from gradkit import _pytree, _replicas
 from gradkit._inputs import (
     Params,
     check_option,
@@ -25,6 +26,7 @@ from gradkit._inputs import (
 from gradkit._ownership import PLAIN_TYPES, copy_for, own, zeros_for
 from gradkit._passes import UNUSED, ordinary_mode, weigh
 from gradkit._pytree import PyTree
+from gradkit._reduction import Offer
 from gradkit._refusals import prepare_backward
 from gradkit.errors import (
     LeafTypeError,
@@ -140,23 +142,31 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
         params: As in `write_grads_`.
         grads: As in `write_grads_`.
         hooks: Go through the engine, so that post-accumulate-grad hooks (an optimizer in the
-            backward) and the hooks of DistributedDataParallel fire.
+            backward) fire. Where `params` is, or holds, a DistributedDataParallel module, its ranks
+            reduce first: `.grad` becomes the mean over them of what it was with the gradient added,
+            as after `.backward()`, by the module's communication hook if there is one. All ranks
+            make the call; gradients that are the same on all of them, as those of `gradkit.dist`,
+            stay what they are.
 
     Raises:
         LeafTypeError: As in `write_grads_`.
         StructureError: As in `write_grads_`.
         UnsupportedGraphError: `hooks=True`, and a tensor has tensor hooks: they have been applied
-            to the gradient already, and would be applied again.
+            to the gradient already, and would be applied again; or a DistributedDataParallel module
+            is inside of no_sync() or join(), or has static_graph or mixed_precision.
+        CollectiveError: `hooks=True`, and a rank has failed, is missing, or is too late.
 
     Source:
         `torch::autograd::AccumulateGrad::accumulateGrad`.
     """
-    pairs = [(leaf, grad) for leaf, grad in _match(params, grads) if grad is not None]
+    pairs = _match(params, grads)
     with ordinary_mode(), torch.no_grad():
         if hooks:
-            _add_through_the_engine(pairs)
+            _add_through_the_engine(params, pairs)
             return
         for leaf, grad in pairs:
+            if grad is None:
+                continue
             if leaf.grad is None:
                 leaf.grad = copy_for(grad.detach(), leaf)
             elif leaf.grad.is_sparse and not grad.is_sparse:
@@ -165,7 +175,7 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
                 leaf.grad += grad.detach()
 
 
-def _add_through_the_engine(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _add_through_the_engine(params: PyTree, pairs: _Pairs) -> None:
     for leaf, _ in pairs:
         if leaf._backward_hooks:
             raise UnsupportedGraphError(
@@ -176,9 +186,54 @@ def _add_through_the_engine(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
                     "remove them, or call add_grads_(params, grads) without hooks=True",
                 )
             )
-    if pairs:
-        leaves, grads = zip(*pairs, strict=True)
+    replicas = _replicas.replicas_in(params)
+    if replicas:
+        pairs = _add_to_replicas(replicas, pairs)
+    present = [(leaf, grad) for leaf, grad in pairs if grad is not None]
+    if present:
+        leaves, grads = zip(*present, strict=True)
         torch.autograd.backward(leaves, [grad.detach() for grad in grads])
+
+
+def _add_to_replicas(replicas: Sequence[DistributedDataParallel], pairs: _Pairs) -> _Pairs:
+    """Reduce and accumulate what belongs to replicated modules.
+
+    Not by the modules' own reducers: those reduce once after each forward pass, and otherwise
+    leave the gradients as they are, without a word [M2]. A post-accumulate-grad hook is called by
+    hand, as the engine would.
+
+    Returns:
+        The other gradients.
+    """
+    _replicas.refuse_no_sync(replicas)
+    group = _replicas.join_replicas(replicas, "gradkit.add_grads_")
+    theirs = {id(param) for module in replicas for param in _replicas.reduced_params(module)}
+    own = [(leaf, grad) for leaf, grad in pairs if id(leaf) in theirs]
+
+    def offer() -> Offer:
+        leaves, grads = [leaf for leaf, _ in own], [grad for _, grad in own]
+        _replicas.refuse_beyond_hooks(replicas, [*grads, *(leaf.grad for leaf in leaves)])
+        structure = (("the call", "add_grads_"), ("params", len(own)))
+        return Offer(grads, leaves, structure, lambda index: f"grads, tensor {index}")
+
+    def added(index: int, grad: Tensor | None) -> Tensor | None:
+        before = own[index][0].grad
+        return grad if before is None else before if grad is None else before + grad
+
+    found = _replicas.reduce_replicas(group, replicas, offer, complete=added)
+    for (leaf, _), grad in zip(own, found, strict=True):
+        if grad is not None:
+            _replace_grad(leaf, grad)
+    return [(leaf, grad) for leaf, grad in pairs if id(leaf) not in theirs]
+
+
+def _replace_grad(leaf: Tensor, grad: Tensor) -> None:
+    if leaf.grad is not None and leaf.grad.layout == grad.layout == torch.strided:
+        leaf.grad.copy_(grad)  # the same object, as after `.backward()`
+    else:
+        leaf.grad = copy_for(grad, leaf)
+    for hook in (leaf._post_accumulate_grad_hooks or {}).values():
+        hook(leaf)
 
 
 def clear_grads_(params: PyTree) -> None:
@@ -308,7 +363,7 @@ def capture_grads(params: PyTree) -> Iterator[Captured]:
     leaves = _unique(wanted.leaves)
     captured = Captured()
     found: list[Tensor | None] = []
-    with _grads_put_back(leaves):
+    with grads_put_back(leaves):
         yield captured
         found += [leaf.grad for leaf in leaves]
     _own(found, leaves)
@@ -335,7 +390,12 @@ def _own(grads: list[Tensor | None], leaves: list[Tensor]) -> None:
 
 
 @contextmanager
-def _grads_put_back(leaves: Sequence[Tensor]) -> Iterator[None]:
+def grads_put_back(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Let the block start from an empty `.grad`, and put back what stood there.
+
+    Args:
+        leaves: Leaf tensors, each once.
+    """
     before = [leaf.grad for leaf in leaves]
     try:
         for leaf in leaves:
@@ -386,7 +446,7 @@ def step_(
     if scaler is not None and all(grad is None for _, grad in pairs):
         do = "skip the step, and scaler.update()"
         raise StructureError(message("grads", "a gradient to unscale", "None everywhere", do))
-    with _grads_put_back(own_params):
+    with grads_put_back(own_params):
         with ordinary_mode():
             for leaf, grad in pairs:
                 leaf.grad = None if grad is None else copy_for(grad.detach(), leaf)

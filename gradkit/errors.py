@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 __all__ = [
+    "CollectiveError",
     "DetachedLossError",
     "FreedGraphError",
     "GradkitError",
@@ -56,6 +57,10 @@ class UnsupportedGraphError(GradkitError, RuntimeError):
 
 class UnsupportedOptimizerError(GradkitError, TypeError):
     """An optimizer, or one of its hyper-parameters, that cannot be differentiated rightly."""
+
+
+class CollectiveError(GradkitError, RuntimeError):
+    """A process of a group did not take part in a collective, or there is no group."""
 
 
 class GradkitWarning(UserWarning):

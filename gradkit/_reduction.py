@@ -1,0 +1,190 @@
+"""The sum of gradients over ranks: few collectives, whatever the number of leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradkit._collectives import Group, Leaf, agreed_leaves, leaf_of, named, settle
+from gradkit._ownership import empty_for
+
+# Gradients are sent in portions of so many bytes, the default of DistributedDataParallel: enough
+# that latency does not count, and little beside the gradients themselves.
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a rank brings to a reduction.
+
+    Attributes:
+        grads: Gradients, or None.
+        likes: For each a tensor whose layout the result takes; None may stand where there is no
+            gradient.
+        structure: What else must be the same on all ranks, by name.
+        path: Tells the way to a gradient, for errors.
+    """
+
+    grads: Sequence[Tensor | None]
+    likes: Sequence[Tensor | None]
+    structure: tuple[tuple[str, object], ...]
+    path: Callable[[int], str]
+
+
+def agree(group: Group, offer: Callable[[], Offer]) -> tuple[Offer, list[Leaf | None]]:
+    """Return what this rank brings, and what each gradient is on all ranks together.
+
+    Args:
+        group: The ranks.
+        offer: Makes what this rank brings; if it raises, all ranks do.
+
+    Returns:
+        The offer; and for each gradient a description, or None if no rank has one.
+    """
+    made: list[Offer] = []
+
+    def read() -> tuple[object, ...]:
+        made.append(offer())
+        return made[0].structure, tuple(map(leaf_of, made[0].grads))
+
+    def explain() -> tuple[str, ...]:
+        return tuple(map(made[0].path, range(len(made[0].grads))))
+
+    theirs = settle(group, read, explain)
+    ours = made[0]
+    if theirs is None:
+        return ours, list(map(leaf_of, ours.grads))
+    return ours, agreed_leaves(group, theirs, ours.path)
+
+
+def reduce(
+    group: Group,
+    grads: Sequence[Tensor | None],
+    likes: Sequence[Tensor | None],
+    leaves: Sequence[Leaf | None],
+    scale: float | None,
+    *,
+    differentiable: bool,
+) -> list[Tensor | None]:
+    """Return the sums over the ranks of what each of them brings.
+
+    Args:
+        group: The ranks.
+        grads: What this rank brings; None counts as zero.
+        likes: As in `Offer`.
+        leaves: What each is on all ranks together; None for what is not reduced.
+        scale: What to multiply by before.
+        differentiable: Let the results carry a graph.
+
+    Returns:
+        One for each gradient; None where `leaves` has None.
+    """
+    reduced: list[Tensor | None] = [None] * len(leaves)
+    for bucket in _buckets(leaves):
+        brought = [_brought(grads[i], cast("Leaf", leaves[i])) for i in bucket]
+        if brought[0].is_sparse:
+            found = [_sum_sparse(group, brought[0], scale)]
+        elif differentiable:
+            found = _sum_with_graph(group, brought, scale)
+        else:
+            found = _sum(group, brought, [likes[i] for i in bucket], scale)
+        for index, grad in zip(bucket, found, strict=True):
+            reduced[index] = grad
+    return reduced
+
+
+def _buckets(leaves: Sequence[Leaf | None]) -> Iterator[list[int]]:
+    """Yield which gradients are sent together: of one dtype and device; a sparse one by itself."""
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        if leaf is not None and leaf.layout != torch.strided:
+            yield [index]
+        elif leaf is not None:
+            kinds.setdefault((leaf.dtype, leaf.device), []).append(index)
+    for indices in kinds.values():
+        bucket: list[int] = []
+        filled = 0
+        for index in indices:
+            leaf = cast("Leaf", leaves[index])
+            size = leaf.dtype.itemsize * torch.Size(leaf.shape).numel()
+            if bucket and filled + size > BUCKET_BYTES:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(index)
+            filled += size
+        yield bucket
+
+
+def _brought(grad: Tensor | None, leaf: Leaf) -> Tensor:
+    """Return what this rank adds to a gradient: zeros, if it has none."""
+    if grad is None:
+        # On "cuda" without an index: the device that torch.cuda.set_device has chosen.
+        return torch.zeros(leaf.shape, dtype=leaf.dtype, layout=leaf.layout, device=leaf.device)
+    return grad.to_dense() if grad.is_sparse and leaf.layout == torch.strided else grad
+
+
+def _sum(
+    group: Group, grads: Sequence[Tensor], likes: Sequence[Tensor | None], scale: float | None
+) -> list[Tensor]:
+    flat = torch.cat([grad.detach().reshape(-1) for grad in grads])
+    if scale is not None:
+        flat *= scale
+    with named(group):
+        dist.all_reduce(flat, group=group.handle)
+    parts = torch.split(flat, [grad.numel() for grad in grads])
+    return [
+        _room(grad, like).copy_(part.view(grad.shape))
+        for grad, like, part in zip(grads, likes, parts, strict=True)
+    ]
+
+
+def _room(grad: Tensor, like: Tensor | None) -> Tensor:
+    if like is None or like.layout != torch.strided:
+        return torch.empty_like(grad, memory_format=torch.contiguous_format, requires_grad=False)
+    leading = tuple(grad.shape[: grad.dim() - like.dim()])
+    return empty_for(like, grad.dtype, leading, grad.device)
+
+
+def _sum_sparse(group: Group, grad: Tensor, scale: float | None) -> Tensor:
+    ours = grad.detach().coalesce().clone()
+    if scale is not None:
+        ours *= scale
+    with named(group):
+        dist.all_reduce(ours, group=group.handle)
+    return ours
+
+
+def _sum_with_graph(group: Group, grads: Sequence[Tensor], scale: float | None) -> list[Tensor]:
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    if not flat.requires_grad:
+        # The graphs of all ranks must meet here in a backward pass, also that of one whose
+        # gradients are constants.
+        flat.requires_grad_()
+    reduced = _all_reduced(flat if scale is None else flat * scale, group)
+    parts = torch.split(reduced, [grad.numel() for grad in grads])
+    return [part.view(grad.shape) for grad, part in zip(grads, parts, strict=True)]
+
+
+def _all_reduced(tensor: Tensor, group: Group) -> Tensor:
+    return cast("Tensor", _AllReduce.apply(tensor, group))  # type: ignore[no-untyped-call]
+
+
+class _AllReduce(torch.autograd.Function):
+    """The sum over ranks; its derivative is the sum of the ranks' cotangents."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        reduced = tensor.clone(memory_format=torch.contiguous_format)
+        with named(group):
+            dist.all_reduce(reduced, group=group.handle)
+        return reduced
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        return _all_reduced(cotangents[0], ctx.group), None

@@ -1,0 +1,108 @@
+"""`all_reduce`: gradients of all ranks, from a tree of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gradkit import _pytree
+from gradkit._collectives import join
+from gradkit._inputs import check_option
+from gradkit._pytree import PyTree
+from gradkit._reduction import Offer, agree, reduce
+from gradkit.errors import LeafTypeError, UnsupportedGraphError, describe, message
+
+def all_reduce(
+    grads: PyTree,
+    group: Any = None,
+    op: Literal["mean", "sum"] = "mean",
+    *,
+    differentiable: bool = False,
+) -> PyTree:
+    """Return the mean, or the sum, of every gradient over the ranks of a process group.
+
+    All ranks of the group make the call, with trees of one structure. A gradient that is None on
+    some ranks counts as zero there; one that is None on all of them stays None.
+
+    Example:
+        >>> import gradkit, tempfile, torch
+        >>> rendezvous = f"file://{tempfile.mkdtemp()}/file"
+        >>> torch.distributed.init_process_group("gloo", rendezvous, rank=0, world_size=1)
+        >>> gradkit.dist.all_reduce({"w": torch.ones(2), "b": None})
+        {'w': tensor([1., 1.]), 'b': None}
+        >>> torch.distributed.destroy_process_group()
+
+    Args:
+        grads: A tree of tensors of any shape and floating-point or complex dtype, dense or sparse,
+            on any devices that the group's backend serves, or None. They stay as they are.
+        group: A process group; None is the default one.
+        op: `"mean"` divides by the number of ranks, before the sum, as DistributedDataParallel
+            does; `"sum"` does not.
+        differentiable: Let the result carry a graph. A backward pass through it sums the cotangents
+            over the ranks (and divides, if this did), so that all ranks must run it, in the same
+            order.
+
+    Returns:
+        A tree like `grads`, the same on all ranks, in the strides of `grads` where those are dense.
+        It shares no memory with anything; with `differentiable`, it may.
+
+    Raises:
+        CollectiveError: There is no group, or a rank has failed, is missing, or is too late.
+        LeafTypeError: A leaf is neither a tensor that has a gradient nor None.
+        StructureError: Trees, shapes, dtypes or kinds of devices differ between ranks, or `op` has
+            no such value.
+        UnsupportedGraphError: A leaf carries a graph that would be cut, without `differentiable`;
+            a leaf is a DTensor, or sparse where there is no sparse sum.
+
+    Source:
+        `torch.nn.parallel.DistributedDataParallel`; Li et al. 2020, "PyTorch Distributed:
+        Experiences on Accelerating Data Parallel Training", section 3.2,
+        https://arxiv.org/abs/2006.15704
+    """
+    check_option("op", op, ("mean", "sum"))
+    ranks = join(group, "gradkit.dist.all_reduce")
+    leaves, spec = _pytree.flatten(grads)
+    path = partial(_pytree.path, spec, root="grads")
+
+    def offer() -> Offer:
+        for index, leaf in enumerate(leaves):
+            _check(leaf, partial(path, index), differentiable)
+        structure = (("the structure", str(spec)), ("op", op), ("differentiable", differentiable))
+        return Offer(leaves, leaves, structure, path)
+
+    ours, agreed = agree(ranks, offer)
+    scale = 1 / ranks.size if op == "mean" else None
+    reduced = reduce(ranks, leaves, ours.likes, agreed, scale, differentiable=differentiable)
+    return _pytree.unflatten(spec, reduced)
+
+
+def _check(leaf: object, where: Callable[[], str], differentiable: bool) -> None:
+    if leaf is None:
+        return
+    if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+        raise LeafTypeError(
+            message(
+                where(),
+                "a floating-point or complex tensor, or None",
+                describe(leaf),
+                "leave it out: gradients are reduced here",
+            )
+        )
+    if type(leaf).__name__ == "DTensor":
+        expected, came = "a tensor of this process", "a DTensor, which torch reduces itself"
+        do = "leave it out: the gradients of fully_shard are reduced already"
+    elif leaf.requires_grad and not differentiable and torch.is_grad_enabled():
+        expected, came = "a gradient without a graph", "one whose graph the reduction would cut"
+        do = "all_reduce(grads, differentiable=True), or detach it"
+    elif leaf.layout not in (torch.strided, torch.sparse_coo):
+        expected, came, do = "a dense or sparse_coo tensor", f"{leaf.layout}", "leaf.to_dense()"
+    elif leaf.is_sparse and (differentiable or leaf.device.type != "cpu"):
+        expected, came = "a dense tensor", "a sparse one, which only gloo sums, without a graph"
+        do = "leaf.to_dense(), or torch.nn.Embedding(..., sparse=False)"
+    else:
+        return
+    raise UnsupportedGraphError(message(where(), expected, came, do))

@@ -1,0 +1,106 @@
+"""The passes for DistributedDataParallel: this rank's gradients, and then their mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from gradkit import _graph
+from gradkit._inputs import Losses, Params, read_params
+from gradkit._passes import Found
+from gradkit._reduction import Offer
+from gradkit._replicas import join_replicas, reduce_replicas, reduced_params, refuse_beyond_hooks
+from gradkit.dist._work import Work
+from gradkit.errors import UnsupportedGraphError, message
+
+_SINK = "_DDPSinkBackward"
+
+
+def run(work: Work, modules: Sequence[DistributedDataParallel]) -> tuple[Found, Params]:
+    """Run the passes, and reduce what they bring.
+
+    Args:
+        work: The call.
+        modules: The replicated modules.
+
+    Returns:
+        What the passes brought, reduced over the ranks; and the params.
+    """
+    group = join_replicas(modules, work.call)
+    made: list[tuple[Found, Params]] = []
+
+    def offer() -> Offer:
+        target, wanted = work.target(), read_params(work.module, wrapped=True)
+        _refuse_strangers(wanted, modules)
+        _refuse_static(target)
+        refuse_beyond_hooks(modules, (), graph=work.create_graph)
+        found = work.run(target, wanted, allowed=(_SINK,))
+        made.append((found, wanted))
+        grads = [grad for row in found.grads for grad in row]
+        refuse_beyond_hooks(modules, grads)
+        return Offer(
+            grads,
+            wanted.variables * len(found.grads),
+            _structure(work, target, wanted),
+            lambda index: _path(found, wanted, index),
+        )
+
+    reduced = reduce_replicas(group, modules, offer, differentiable=work.create_graph)
+    found, wanted = made[0]
+    width = len(wanted.variables)
+    rows = [reduced[start : start + width] for start in range(0, len(reduced), width)]
+    ignored = _ignored(modules)
+    for row, before in zip(rows, found.grads, strict=True):
+        for index, variable in enumerate(wanted.variables):
+            if id(variable) in ignored:
+                row[index] = before[index]  # this rank's, as `.backward()` leaves it
+    return replace(found, grads=rows), wanted
+
+
+def _structure(work: Work, target: Losses, wanted: Params) -> tuple[tuple[str, Any], ...]:
+    return (
+        ("the call", work.call),
+        ("losses", str(target.spec)),
+        ("the shapes of losses", tuple(tuple(loss.shape) for loss in target.leaves)),
+        ("module", str(wanted.spec)),
+        ("create_graph", work.create_graph),
+    )
+
+
+def _path(found: Found, wanted: Params, index: int) -> str:
+    row, column = divmod(index, len(wanted.variables))
+    group, _ = found.plan[row]
+    of = found.target.path(group[0]) if len(found.plan) > 1 else "losses"
+    return f"the gradient of {of} by {wanted.path(column)}"
+
+
+def _ignored(modules: Sequence[DistributedDataParallel]) -> set[int]:
+    reduced = {id(param) for module in modules for param in reduced_params(module)}
+    every = {id(param) for module in modules for param in module.parameters()}
+    return every - reduced
+
+
+def _refuse_strangers(wanted: Params, modules: Sequence[DistributedDataParallel]) -> None:
+    known = {id(param) for module in modules for param in module.parameters()}
+    for index, variable in enumerate(wanted.variables):
+        if id(variable) not in known:
+            raise UnsupportedGraphError(
+                message(
+                    wanted.path(index),
+                    "a parameter that DistributedDataParallel reduces",
+                    "one outside of it, whose gradient would be this process's alone",
+                    "wrap the whole module, or use gradkit.dist.all_reduce",
+                )
+            )
+
+
+def _refuse_static(target: Losses) -> None:
+    """Raise if a pass would end the reduction of another module, with static_graph [M4]."""
+    for index, loss in enumerate(target.leaves):
+        for node in _graph.nodes_below([loss]) if loss.requires_grad else ():
+            sink: Any = node
+            if type(node).__name__ == _SINK and sink.ddp_weakref().static_graph:
+                _graph.refuse_hazards({type(node)}, target.path(index))

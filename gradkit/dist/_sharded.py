@@ -1,0 +1,274 @@
+"""The passes for fully_shard: its own backward passes, with every `.grad` put back.
+
+Its sharded parameters are not in the graph: gradients arrive at the unsharded ones, and hooks of
+its own reduce and scatter them into the `.grad` of the sharded ones [M5, M6].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from gradkit import _graph
+from gradkit._collectives import (
+    Group,
+    agreed_leaves,
+    join,
+    leaf_of,
+    named,
+    refuse,
+    settle,
+)
+from gradkit._engine import Run
+from gradkit._inputs import Losses, Params, read_params
+from gradkit._passes import Found
+from gradkit._refusals import refuse_freed, unreached
+from gradkit.dist._work import Work
+from gradkit.dotgrad import grads_put_back
+from gradkit.errors import UnreachedParamError, UnsupportedGraphError, message
+
+_HOOK = "RegisterPostBackwardFunctionBackward"
+
+
+def run(work: Work, modules: Sequence[nn.Module]) -> tuple[Found, Params]:
+    """Run the passes of torch's own engine, and return what they leave in `.grad`.
+
+    Args:
+        work: The call.
+        modules: The modules that `fully_shard` was called on.
+
+    Returns:
+        What the passes brought; and the params, sharded.
+    """
+    shards = _shards_of(modules)
+    made: list[_Plan] = []
+
+    def read() -> tuple[object, ...]:
+        if not made:
+            made.append(_Plan.of(work, shards))
+        return made[0].described()
+
+    def explain() -> tuple[str, ...]:
+        plan = made[0]
+        rows, columns = range(len(plan.target.leaves)), range(len(plan.wanted.variables))
+        return tuple(plan.path(row * len(columns) + column) for row in rows for column in columns)
+
+    groups = [join(handle, work.call) for handle in _handles(shards)]
+    for group in groups:
+        theirs = settle(group, read, explain)
+        if theirs is not None:
+            _refuse_difference(group, theirs, made[0])
+    return made[0].run(work, groups[0])
+
+
+def _shards_of(modules: Sequence[nn.Module]) -> dict[int, Any]:
+    """Return all sharded parameters of the modules and of what runs with them, by id.
+
+    By that of the sharded and by that of the unsharded parameter: a module shows the one or the
+    other as its own, and the graph has the unsharded one.
+    """
+    found: dict[int, Any] = {}
+    for group in _groups(modules):
+        for shard in group.fsdp_params:
+            found[id(shard.sharded_param)] = shard
+            if hasattr(shard, "_unsharded_param"):
+                found[id(shard._unsharded_param)] = shard
+    return found
+
+
+def _groups(modules: Sequence[nn.Module]) -> Iterator[Any]:
+    states: dict[int, Any] = {}
+    for module in modules:
+        if not hasattr(module, "_get_fsdp_state"):
+            _refuse_old(module)
+        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        # A pass through one module writes `.grad` of all that the graph goes through.
+        for one in (state, *state._state_ctx.all_states):
+            states[id(one)] = one
+    for state in states.values():
+        several = getattr(state, "_fsdp_param_groups", None)
+        yield from [state._fsdp_param_group] if several is None else several
+
+
+def _refuse_old(module: nn.Module) -> NoReturn:
+    raise UnsupportedGraphError(
+        message(
+            "module",
+            "one that torch.distributed.fsdp.fully_shard was called on",
+            f"the {type(module).__name__} of the former FSDP",
+            "move to fully_shard, or use loss.backward()",
+        )
+    )
+
+
+def _handles(shards: dict[int, Any]) -> list[Any]:
+    meshes = {id(s.sharded_param.device_mesh): s.sharded_param.device_mesh for s in shards.values()}
+    return [mesh.get_group(dim) for mesh in meshes.values() for dim in range(mesh.ndim)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is to be done on this rank.
+
+    Attributes:
+        target: The losses.
+        wanted: The params, sharded.
+        inner: The leaves of the graph, all of them: a pass goes everywhere.
+        outer: For each of those the tensor whose `.grad` the pass writes.
+        columns: For each variable of the params its place among the leaves; None if not reached.
+        reached: For each loss and variable, whether the one reaches the other.
+    """
+
+    target: Losses
+    wanted: Params
+    inner: Params
+    outer: list[Tensor]
+    columns: list[int | None]
+    reached: list[list[bool]]
+
+    @staticmethod
+    def of(work: Work, shards: dict[int, Any]) -> _Plan:
+        """Read what the caller gave, and refuse what would not come out right."""
+        target, given = work.target(), read_params(work.module, wrapped=True)
+        _refuse_states(given, shards, create_graph=work.create_graph)
+        variables = [shards[id(variable)].sharded_param for variable in given.variables]
+        wanted = replace(given, variables=variables)
+        arrivals = [
+            id(getattr(shards[id(v)], "_unsharded_param", v)) for v in given.variables
+        ]
+        live = [loss for loss in target.leaves if loss.requires_grad]
+        leaves = _graph.leaf_tensors(_graph.nodes_below(live))
+        places = {id(leaf): index for index, leaf in enumerate(leaves)}
+        below = [
+            _graph.leaves_of(_graph.nodes_below([loss])) if loss.requires_grad else set[int]()
+            for loss in target.leaves
+        ]
+        plan = _Plan(
+            target,
+            wanted,
+            replace(given, variables=leaves, ordinary=True),
+            [shards[id(leaf)].sharded_param if id(leaf) in shards else leaf for leaf in leaves],
+            [places.get(arrival) for arrival in arrivals],
+            [[arrival in reached for arrival in arrivals] for reached in below],
+        )
+        plan._refuse_nothing_and_freed()
+        return plan
+
+    def _refuse_nothing_and_freed(self) -> None:
+        leaves = self.target.leaves
+        live = [index for index, loss in enumerate(leaves) if loss.requires_grad]
+        if live and set(self.columns) == {None}:
+            raise UnreachedParamError(unreached(self.target, [(live, self.wanted)], 0))
+        run = Run(leaves, self.target.path)
+        refuse_freed(run, leaves, [([index], self.inner) for index in live], thorough=True)
+
+    def described(self) -> tuple[object, ...]:
+        """Return what must be the same on all ranks."""
+        structure = (
+            ("losses", str(self.target.spec)),
+            ("the shapes of losses", tuple(tuple(loss.shape) for loss in self.target.leaves)),
+            ("module", str(self.wanted.spec)),
+        )
+        reached = [
+            leaf_of(variable) if reached else None
+            for row in self.reached
+            for variable, reached in zip(self.wanted.variables, row, strict=True)
+        ]
+        return structure, tuple(reached)
+
+    def path(self, index: int) -> str:
+        """Return the way to a gradient."""
+        row, column = divmod(index, len(self.wanted.variables))
+        return f"the gradient of {self.target.path(row)} by {self.wanted.path(column)}"
+
+    def run(self, work: Work, group: Group) -> tuple[Found, Params]:
+        """Run the passes."""
+
+        def run_as(run: Run) -> Run:
+            how = {field.name: getattr(run, field.name) for field in fields(run)}
+            return _ShardedRun(**how, outer=self.outer, group=group)
+
+        found = work.run(self.target, self.inner, allowed=(_HOOK,), run_as=run_as)
+        grads = [[None if c is None else row[c] for c in self.columns] for row in found.grads]
+        return replace(found, grads=grads), self.wanted
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardedRun(Run):
+    """A run whose gradients are what a backward pass leaves in `.grad`.
+
+    Attributes:
+        outer: For each variable the tensor whose `.grad` the pass writes.
+        group: The ranks.
+    """
+
+    outer: Sequence[Tensor] = ()
+    group: Group | None = None
+
+    def grads(
+        self,
+        outputs: Sequence[Tensor],
+        seeds: Sequence[Tensor | None],
+        variables: list[Tensor],
+        *,
+        retain: bool,
+    ) -> list[Tensor | None]:
+        """Run one backward pass; see `Run.grads`."""
+        assert self.group is not None
+        with ExitStack() as stack:
+            self._put_grads_back([], [], stack)
+            stack.enter_context(grads_put_back(self.outer))
+            stack.enter_context(named(self.group, backend_only=True))
+            self.backward(outputs, seeds, None, retain=retain)
+            # Copies: the shards of a module are parts of one buffer.
+            return [None if t.grad is None else t.grad.clone() for t in self.outer]
+
+    def grads_of_batch(
+        self, output: Tensor, seeds: Tensor, variables: list[Tensor]
+    ) -> list[Tensor | None]:
+        """Refuse a batched pass, which `fully_shard` cannot reduce.
+
+        Raises:
+            RuntimeError: Always; the passes are run one by one then.
+        """
+        raise RuntimeError("fully_shard reduces the gradients of one backward pass at a time")
+
+
+def _refuse_states(given: Params, shards: dict[int, Any], *, create_graph: bool) -> None:
+    """Raise if the parameters, or the modules as they are now, would not give the right result.
+
+    Raises:
+        UnsupportedGraphError: They would not.
+    """
+    came = do = None
+    if create_graph:
+        came, do = "create_graph=True", "leave it out: a backward of fully_shard has no graph"
+    for index, variable in enumerate(given.variables):
+        shard = shards.get(id(variable))
+        if shard is None:
+            came = f"{given.path(index)}, which fully_shard does not manage"
+            do = "call fully_shard on the module that has it, or freeze it"
+        elif variable._post_accumulate_grad_hooks or shard.sharded_param._post_accumulate_grad_hooks:
+            came = f"{given.path(index)} with a hook that runs after accumulation"
+            do = "remove register_post_accumulate_grad_hook, or use loss.backward()"
+    for shard in shards.values():
+        if shard.unsharded_accumulated_grad is not None:
+            came = "gradients of former backward passes that are not reduced yet"
+            do = "take the gradients before them, or after the backward pass that reduces"
+    if came is not None and do is not None:
+        raise UnsupportedGraphError(message("module", "sharded parameters to reduce", came, do))
+
+
+def _refuse_difference(group: Group, theirs: list[tuple[Any, Any]], plan: _Plan) -> None:
+    agreed_leaves(group, theirs, plan.path)
+    for (_, leaves), _ in theirs:
+        for index, leaf in enumerate(leaves):
+            first = theirs[0][0][1][index]
+            if (leaf is None) != (first is None):
+                rank = theirs.index(next(one for one in theirs if one[0][1] is leaves))
+                had, has = ("not reached" if one is None else "reached" for one in (first, leaf))
+                refuse(group, plan.path(index), rank, f"{had}, as on rank 0", has)

@@ -1,0 +1,126 @@
+"""Processes that stay, and run functions as the ranks of a process group."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+PATIENCE = 120  # seconds until a rank that does not answer counts as hanging
+TIMEOUT = 60  # seconds until a collective in which a rank is missing fails
+
+
+class Ranks:
+    """The processes of one group; its functions are called with the device, and arguments."""
+
+    def __init__(self, size: int, device: torch.device, timeout: float = TIMEOUT) -> None:
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory()
+        context = mp.get_context("spawn")
+        pairs = [context.Pipe() for _ in range(size)]
+        self._connections = [ours for ours, _ in pairs]
+        rendezvous = f"file://{Path(self._folder.name) / 'rendezvous'}"
+        self.processes = [
+            context.Process(
+                target=_serve,
+                args=(rank, size, rendezvous, str(device.type), timeout, theirs),
+                daemon=True,
+            )
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for process in self.processes:
+            process.start()
+        for _, theirs in pairs:
+            theirs.close()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a function of a test module on every rank, and return what each returned.
+
+        An error on a rank fails the test, with its traceback.
+        """
+        answers = self.outcomes(function, *args)
+        failed = {rank: text for rank, (kind, text) in enumerate(answers) if kind != "returned"}
+        if failed:
+            told = "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
+            raise AssertionError(f"{len(failed)} of {self.size} ranks failed\n{told}")
+        return [value for _, value in answers]
+
+    def outcomes(self, function: Callable[..., Any], *args: Any) -> list[tuple[str, Any]]:
+        """Call a function on every rank: ("returned", value), ("raised", text) or ("died", None)."""
+        task = pickle.dumps((function, args))
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.send_bytes(task)
+        return [self._answer(rank) for rank in range(self.size)]
+
+    def _answer(self, rank: int) -> tuple[str, Any]:
+        connection = self._connections[rank]
+        if not connection.poll(PATIENCE):
+            self.stop()
+            return "hung", None
+        try:
+            answer: tuple[str, Any] = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            return "died", None
+        return answer
+
+    def stop(self) -> None:
+        """End all processes, whatever they do."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self._folder.cleanup()
+
+
+@contextlib.contextmanager
+def ranks(size: int, device: torch.device, timeout: float = TIMEOUT) -> Iterator[Ranks]:
+    """Start processes for the block."""
+    group = Ranks(size, device, timeout)
+    try:
+        yield group
+    finally:
+        group.stop()
+
+
+def _serve(
+    rank: int, size: int, rendezvous: str, kind: str, timeout: float, connection: Connection
+) -> None:
+    torch.set_num_threads(1)
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    device = torch.device(kind)
+    backend = "gloo"
+    if kind == "cuda":
+        device = torch.device(kind, rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        if torch.cuda.device_count() >= size:
+            backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend,
+        rendezvous,
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    while True:
+        try:
+            function, args = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        torch.manual_seed(0)
+        try:
+            answer = "returned", function(device, *args)
+        except BaseException:
+            answer = "raised", traceback.format_exc()
+        connection.send_bytes(pickle.dumps(answer))
