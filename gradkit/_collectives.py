@@ -173,26 +173,41 @@ _FAILED = (0, 0, 0, 0)
 
 
 class Leaf(NamedTuple):
-    """What ranks must have in common about one gradient."""
+    """What ranks must have in common about one gradient.
+
+    Attributes:
+        graph: It carries a graph that is to go on through the reduction.
+        dense_dim: Of a sparse gradient, as torch calls it.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    layout: torch.layout
     device: str
+    graph: bool
+    layout: torch.layout
+    dense_dim: int
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Return what cannot differ between ranks; a sparse gradient can be made dense."""
+        return self[:4]
 
 
-def leaf_of(grad: Tensor | None) -> Leaf | None:
+def leaf_of(grad: Tensor | None, *, differentiable: bool = False) -> Leaf | None:
     """Describe a gradient for the other ranks.
 
     Args:
         grad: A gradient.
+        differentiable: The reduction is to be differentiated.
 
     Returns:
         Its description; None for none.
     """
     if grad is None:
         return None
-    return Leaf(tuple(grad.shape), grad.dtype, grad.layout, grad.device.type)
+    dense_dim = grad.dense_dim() if grad.layout != torch.strided else 0
+    graph = differentiable and grad.requires_grad
+    return Leaf(tuple(grad.shape), grad.dtype, grad.device.type, graph, grad.layout, dense_dim)
 
 
 def agreed_leaves(
@@ -247,7 +262,8 @@ def refuse(group: Group, what: str, rank: int, expected: str, got: str) -> NoRet
 def _shown(value: object) -> str:
     if isinstance(value, Leaf):
         kind = str(value.dtype).removeprefix("torch.")
-        return f"a {kind} tensor of shape {value.shape} on {value.device}"
+        graph = ", with a graph" if value.graph else ""
+        return f"a {kind} tensor of shape {value.shape} on {value.device}{graph}"
     text = str(value)
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
@@ -261,8 +277,11 @@ def _agreed_leaf(group: Group, path: str, theirs: Sequence[Leaf | None]) -> Leaf
         return None
     first = present[0]
     for rank, leaf in enumerate(theirs):
-        if leaf is not None and leaf._replace(layout=first.layout) != first:
+        # A backward pass through the reduction waits for all ranks, also for one without a graph.
+        if leaf is None and not first.graph:
+            continue
+        if leaf is None or leaf.kind != first.kind:
             where = theirs.index(first)
             refuse(group, path, rank, f"what rank {where} has, {_shown(first)}", _shown(leaf))
-    layouts = {leaf.layout for leaf in present}
-    return first._replace(layout=first.layout if len(layouts) == 1 else torch.strided)
+    alike = all(leaf == first for leaf in present)
+    return first if alike else first._replace(layout=torch.strided, dense_dim=0)

@@ -36,21 +36,27 @@ class Offer:
     path: Callable[[int], str]
 
 
-def agree(group: Group, offer: Callable[[], Offer]) -> tuple[Offer, list[Leaf | None]]:
+def agree(
+    group: Group, offer: Callable[[], Offer], *, differentiable: bool
+) -> tuple[Offer, list[Leaf | None]]:
     """Return what this rank brings, and what each gradient is on all ranks together.
 
     Args:
         group: The ranks.
         offer: Makes what this rank brings; if it raises, all ranks do.
+        differentiable: The results are to carry a graph.
 
     Returns:
         The offer; and for each gradient a description, or None if no rank has one.
     """
     made: list[Offer] = []
 
+    def described() -> tuple[Leaf | None, ...]:
+        return tuple(leaf_of(grad, differentiable=differentiable) for grad in made[0].grads)
+
     def read() -> tuple[object, ...]:
         made.append(offer())
-        return made[0].structure, tuple(map(leaf_of, made[0].grads))
+        return made[0].structure, described()
 
     def explain() -> tuple[str, ...]:
         return tuple(map(made[0].path, range(len(made[0].grads))))
@@ -58,7 +64,7 @@ def agree(group: Group, offer: Callable[[], Offer]) -> tuple[Offer, list[Leaf | 
     theirs = settle(group, read, explain)
     ours = made[0]
     if theirs is None:
-        return ours, list(map(leaf_of, ours.grads))
+        return ours, list(described())
     return ours, agreed_leaves(group, theirs, ours.path)
 
 
@@ -68,8 +74,6 @@ def reduce(
     likes: Sequence[Tensor | None],
     leaves: Sequence[Leaf | None],
     scale: float | None,
-    *,
-    differentiable: bool,
 ) -> list[Tensor | None]:
     """Return the sums over the ranks of what each of them brings.
 
@@ -79,7 +83,6 @@ def reduce(
         likes: As in `Offer`.
         leaves: What each is on all ranks together; None for what is not reduced.
         scale: What to multiply by before.
-        differentiable: Let the results carry a graph.
 
     Returns:
         One for each gradient; None where `leaves` has None.
@@ -89,7 +92,7 @@ def reduce(
         brought = [_brought(grads[i], cast("Leaf", leaves[i])) for i in bucket]
         if brought[0].is_sparse:
             found = [_sum_sparse(group, brought[0], scale)]
-        elif differentiable:
+        elif leaves[bucket[0]].graph:
             found = _sum_with_graph(group, brought, scale)
         else:
             found = _sum(group, brought, [likes[i] for i in bucket], scale)
@@ -105,7 +108,7 @@ def _buckets(leaves: Sequence[Leaf | None]) -> Iterator[list[int]]:
         if leaf is not None and leaf.layout != torch.strided:
             yield [index]
         elif leaf is not None:
-            kinds.setdefault((leaf.dtype, leaf.device), []).append(index)
+            kinds.setdefault((leaf.dtype, leaf.device, leaf.graph), []).append(index)
     for indices in kinds.values():
         bucket: list[int] = []
         filled = 0
@@ -124,7 +127,12 @@ def _brought(grad: Tensor | None, leaf: Leaf) -> Tensor:
     """Return what this rank adds to a gradient: zeros, if it has none."""
     if grad is None:
         # On "cuda" without an index: the device that torch.cuda.set_device has chosen.
-        return torch.zeros(leaf.shape, dtype=leaf.dtype, layout=leaf.layout, device=leaf.device)
+        if leaf.layout == torch.strided:
+            return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+        split = len(leaf.shape) - leaf.dense_dim
+        index = torch.empty(split, 0, dtype=torch.int64, device=leaf.device)
+        values = torch.empty(0, *leaf.shape[split:], dtype=leaf.dtype, device=leaf.device)
+        return torch.sparse_coo_tensor(index, values, leaf.shape, check_invariants=False)
     return grad.to_dense() if grad.is_sparse and leaf.layout == torch.strided else grad
 
 
@@ -161,10 +169,6 @@ def _sum_sparse(group: Group, grad: Tensor, scale: float | None) -> Tensor:
 
 def _sum_with_graph(group: Group, grads: Sequence[Tensor], scale: float | None) -> list[Tensor]:
     flat = torch.cat([grad.reshape(-1) for grad in grads])
-    if not flat.requires_grad:
-        # The graphs of all ranks must meet here in a backward pass, also that of one whose
-        # gradients are constants.
-        flat.requires_grad_()
     reduced = _all_reduced(flat if scale is None else flat * scale, group)
     parts = torch.split(reduced, [grad.numel() for grad in grads])
     return [part.view(grad.shape) for grad, part in zip(grads, parts, strict=True)]

@@ -120,7 +120,7 @@ def reduce_replicas(
     Returns:
         One for each gradient; None where no rank has one.
     """
-    ours, leaves = agree(group, offer)
+    ours, leaves = agree(group, offer, differentiable=differentiable)
     brought = [
         None if leaf is None else complete(index, ours.grads[index])
         for index, leaf in enumerate(leaves)
@@ -129,7 +129,7 @@ def reduce_replicas(
     likes = cast("Sequence[Tensor]", ours.likes)
     by_hook = {id(param) for module in hooked for param in reduced_params(module)}
     plain = [None if id(p) in by_hook else leaf for p, leaf in zip(likes, leaves, strict=True)]
-    reduced = reduce(group, brought, likes, plain, 1 / group.size, differentiable=differentiable)
+    reduced = reduce(group, brought, likes, plain, 1 / group.size)
     for module in hooked:
         for index, grad in _by_comm_hook(group, module, likes, brought, leaves):
             reduced[index] = grad

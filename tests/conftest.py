@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.processes import Ranks, ranks
 
 torch.set_num_threads(1)
 
@@ -29,3 +33,24 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def two(device: torch.device) -> Iterator[Ranks]:
+    """Two processes of one group."""
+    with ranks(2, device) as group:
+        yield group
+
+
+@pytest.fixture(scope="session")
+def four(device: torch.device) -> Iterator[Ranks]:
+    """Four processes of one group."""
+    with ranks(4, device) as group:
+        yield group
+
+
+@pytest.fixture(params=[2, 4])
+def several(request: pytest.FixtureRequest) -> Ranks:
+    """Two processes, and four."""
+    group: Ranks = request.getfixturevalue({2: "two", 4: "four"}[request.param])
+    return group

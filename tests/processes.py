@@ -8,6 +8,7 @@ import os
 import pickle
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,15 +27,19 @@ class Ranks:
 
     def __init__(self, size: int, device: torch.device, timeout: float = TIMEOUT) -> None:
         self.size = size
+        self._how = str(device.type), timeout
+        self._start()
+
+    def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         context = mp.get_context("spawn")
-        pairs = [context.Pipe() for _ in range(size)]
+        pairs = [context.Pipe() for _ in range(self.size)]
         self._connections = [ours for ours, _ in pairs]
         rendezvous = f"file://{Path(self._folder.name) / 'rendezvous'}"
         self.processes = [
             context.Process(
                 target=_serve,
-                args=(rank, size, rendezvous, str(device.type), timeout, theirs),
+                args=(rank, self.size, rendezvous, *self._how, theirs),
                 daemon=True,
             )
             for rank, (_, theirs) in enumerate(pairs)
@@ -52,6 +57,9 @@ class Ranks:
         answers = self.outcomes(function, *args)
         failed = {rank: text for rank, (kind, text) in enumerate(answers) if kind != "returned"}
         if failed:
+            # For the tests that follow: their messages could meet what this one has left behind.
+            self.stop()
+            self._start()
             told = "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
             raise AssertionError(f"{len(failed)} of {self.size} ranks failed\n{told}")
         return [value for _, value in answers]
@@ -98,6 +106,7 @@ def _serve(
     rank: int, size: int, rendezvous: str, kind: str, timeout: float, connection: Connection
 ) -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # torch's own: the parent sees gradkit's
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     device = torch.device(kind)
     backend = "gloo"

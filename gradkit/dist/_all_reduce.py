@@ -26,7 +26,8 @@ def all_reduce(
     """Return the mean, or the sum, of every gradient over the ranks of a process group.
 
     All ranks of the group make the call, with trees of one structure. A gradient that is None on
-    some ranks counts as zero there; one that is None on all of them stays None.
+    some ranks counts as zero there (without `differentiable`); one that is None on all of them stays
+    None.
 
     Example:
         >>> import gradkit, tempfile, torch
@@ -42,9 +43,9 @@ def all_reduce(
         group: A process group; None is the default one.
         op: `"mean"` divides by the number of ranks, before the sum, as DistributedDataParallel
             does; `"sum"` does not.
-        differentiable: Let the result carry a graph. A backward pass through it sums the cotangents
-            over the ranks (and divides, if this did), so that all ranks must run it, in the same
-            order.
+        differentiable: Let the result carry the graphs of the gradients, which must have one on all
+            ranks or on none. A backward pass through it sums the cotangents over the ranks (and
+            divides, if this did), so that all ranks must run it, in the same order.
 
     Returns:
         A tree like `grads`, the same on all ranks, in the strides of `grads` where those are dense.
@@ -53,8 +54,8 @@ def all_reduce(
     Raises:
         CollectiveError: There is no group, or a rank has failed, is missing, or is too late.
         LeafTypeError: A leaf is neither a tensor that has a gradient nor None.
-        StructureError: Trees, shapes, dtypes or kinds of devices differ between ranks, or `op` has
-            no such value.
+        StructureError: Trees, shapes, dtypes or kinds of devices differ between ranks, or who has a
+            graph; or `op` has no such value.
         UnsupportedGraphError: A leaf carries a graph that would be cut, without `differentiable`;
             a leaf is a DTensor, or sparse where there is no sparse sum.
 
@@ -74,9 +75,9 @@ def all_reduce(
         structure = (("the structure", str(spec)), ("op", op), ("differentiable", differentiable))
         return Offer(leaves, leaves, structure, path)
 
-    ours, agreed = agree(ranks, offer)
+    ours, agreed = agree(ranks, offer, differentiable=differentiable)
     scale = 1 / ranks.size if op == "mean" else None
-    reduced = reduce(ranks, leaves, ours.likes, agreed, scale, differentiable=differentiable)
+    reduced = reduce(ranks, leaves, ours.likes, agreed, scale)
     return _pytree.unflatten(spec, reduced)
 
 
