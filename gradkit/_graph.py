@@ -30,12 +30,13 @@ _REFUSED = {
         "the forward pass of a plain module",
         "one of DistributedDataParallel (static_graph or find_unused_parameters), whose gradients "
         "would be this process's alone, and whose later backward() would stop reducing",
-        "run ddp.module(...) for the forward, or use loss.backward() with DistributedDataParallel",
+        "call gradkit.dist.value_and_grads(losses, ddp), without static_graph; or run "
+        "ddp.module(...) for the forward",
     ),
     "RegisterPostBackwardFunctionBackward": (
         "the forward pass of a plain module",
         "one of a fully_shard module, whose sharded parameters are not in the graph",
-        "use loss.backward() with fully_shard",
+        "call gradkit.dist.value_and_grads(losses, module)",
     ),
 }
 

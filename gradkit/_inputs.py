@@ -225,10 +225,10 @@ def refuse_distributed(module: nn.Module, where: Callable[[], str]) -> None:
     sharded = fsdp_classes()
     for part in module.modules():
         if isinstance(part, nn.parallel.DistributedDataParallel):
-            kind, do = "a DistributedDataParallel module", "module.module"
+            kind = "a DistributedDataParallel module"
             why = "its gradients would be this process's alone, not reduced"
         elif isinstance(part, sharded):
-            kind, do = "a module sharded by FSDP", "an unsharded module"
+            kind = "a module sharded by FSDP"
             why = "its sharded parameters are not in the graph, their gradients would be missing"
         else:
             continue
@@ -237,7 +237,8 @@ def refuse_distributed(module: nn.Module, where: Callable[[], str]) -> None:
                 where(),
                 "a module of this process",
                 f"{kind}: {why}",
-                f"use loss.backward() with it, or pass {do} and reduce the gradients yourself",
+                "gradkit.dist.value_and_grads(losses, module) or gradkit.dist.per_loss_grads, or "
+                "loss.backward()",
             )
         )
 

@@ -92,7 +92,7 @@ def reduce(
         brought = [_brought(grads[i], cast("Leaf", leaves[i])) for i in bucket]
         if brought[0].is_sparse:
             found = [_sum_sparse(group, brought[0], scale)]
-        elif leaves[bucket[0]].graph:
+        elif cast("Leaf", leaves[bucket[0]]).graph:
             found = _sum_with_graph(group, brought, scale)
         else:
             found = _sum(group, brought, [likes[i] for i in bucket], scale)

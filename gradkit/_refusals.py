@@ -227,7 +227,7 @@ def _refuse_doubtful(roots: list[Tensor], plan: Plan) -> None:
                         "a parameter that the losses reach",
                         "a DTensor that they do not: the parameters of a fully_shard module are "
                         "not in the graph",
-                        "use loss.backward() with fully_shard",
+                        "call gradkit.dist.value_and_grads(losses, module)",
                     )
                 )
 

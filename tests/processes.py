@@ -65,7 +65,10 @@ class Ranks:
         return [value for _, value in answers]
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[tuple[str, Any]]:
-        """Call a function on every rank: ("returned", value), ("raised", text) or ("died", None)."""
+        """Call a function on every rank, and return what became of it.
+
+        That is ("returned", value), ("raised", traceback), ("died", None) or ("hung", None).
+        """
         task = pickle.dumps((function, args))
         for connection in self._connections:
             with contextlib.suppress(OSError):

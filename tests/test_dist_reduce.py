@@ -270,9 +270,7 @@ def check_graph_on_some_ranks(device: torch.device, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["none", "constant"])
-def test_a_graph_on_some_ranks_only_is_refused(
-    two: Ranks, device: torch.device, case: str
-) -> None:
+def test_a_graph_on_some_ranks_only_is_refused(two: Ranks, device: torch.device, case: str) -> None:
     two.run(check_graph_on_some_ranks, case)
 
 
@@ -316,9 +314,10 @@ def check_refused(device: torch.device, case: str, error: str, words: list[str])
         gradkit.dist.all_reduce(ours, **how)
     for word in words:
         assert word in str(raised.value), str(raised.value)
-    assert gradkit.dist.all_reduce(torch.ones(3, device=device), op="sum").tolist() == [
-        dist.get_world_size()
-    ] * 3
+    assert (
+        gradkit.dist.all_reduce(torch.ones(3, device=device), op="sum").tolist()
+        == [dist.get_world_size()] * 3
+    )
 
 
 @pytest.mark.parametrize(

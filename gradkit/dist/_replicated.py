@@ -44,7 +44,7 @@ def run(work: Work, modules: Sequence[DistributedDataParallel]) -> tuple[Found, 
         return Offer(
             grads,
             wanted.variables * len(found.grads),
-            _structure(work, target, wanted),
+            work.structure(target, wanted),
             lambda index: _path(found, wanted, index),
         )
 
@@ -58,16 +58,6 @@ def run(work: Work, modules: Sequence[DistributedDataParallel]) -> tuple[Found, 
             if id(variable) in ignored:
                 row[index] = before[index]  # this rank's, as `.backward()` leaves it
     return replace(found, grads=rows), wanted
-
-
-def _structure(work: Work, target: Losses, wanted: Params) -> tuple[tuple[str, Any], ...]:
-    return (
-        ("the call", work.call),
-        ("losses", str(target.spec)),
-        ("the shapes of losses", tuple(tuple(loss.shape) for loss in target.leaves)),
-        ("module", str(wanted.spec)),
-        ("create_graph", work.create_graph),
-    )
 
 
 def _path(found: Found, wanted: Params, index: int) -> str:

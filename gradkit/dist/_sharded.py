@@ -54,15 +54,14 @@ def run(work: Work, modules: Sequence[nn.Module]) -> tuple[Found, Params]:
 
     def explain() -> tuple[str, ...]:
         plan = made[0]
-        rows, columns = range(len(plan.target.leaves)), range(len(plan.wanted.variables))
-        return tuple(plan.path(row * len(columns) + column) for row in rows for column in columns)
+        return tuple(map(plan.path, range(len(plan.reached) * len(plan.columns))))
 
     groups = [join(handle, work.call) for handle in _handles(shards)]
     for group in groups:
         theirs = settle(group, read, explain)
         if theirs is not None:
             _refuse_difference(group, theirs, made[0])
-    return made[0].run(work, groups[0])
+    return made[0].run(groups[0])
 
 
 def _shards_of(modules: Sequence[nn.Module]) -> dict[int, Any]:
@@ -115,14 +114,17 @@ class _Plan:
     """What is to be done on this rank.
 
     Attributes:
+        work: The call.
         target: The losses.
         wanted: The params, sharded.
         inner: The leaves of the graph, all of them: a pass goes everywhere.
         outer: For each of those the tensor whose `.grad` the pass writes.
         columns: For each variable of the params its place among the leaves; None if not reached.
-        reached: For each loss and variable, whether the one reaches the other.
+        reached: For each loss and variable, whether the one reaches the other; all losses together,
+            for the gradient of their sum.
     """
 
+    work: Work
     target: Losses
     wanted: Params
     inner: Params
@@ -143,11 +145,10 @@ class _Plan:
         live = [loss for loss in target.leaves if loss.requires_grad]
         leaves = _graph.leaf_tensors(_graph.nodes_below(live))
         places = {id(leaf): index for index, leaf in enumerate(leaves)}
-        below = [
-            _graph.leaves_of(_graph.nodes_below([loss])) if loss.requires_grad else set[int]()
-            for loss in target.leaves
-        ]
+        starts = [live] if work.scalar else [[t] if t.requires_grad else [] for t in target.leaves]
+        below = [_graph.leaves_of(_graph.nodes_below(start)) for start in starts]
         plan = _Plan(
+            work,
             target,
             wanted,
             replace(given, variables=leaves, ordinary=True),
@@ -168,31 +169,27 @@ class _Plan:
 
     def described(self) -> tuple[object, ...]:
         """Return what must be the same on all ranks."""
-        structure = (
-            ("losses", str(self.target.spec)),
-            ("the shapes of losses", tuple(tuple(loss.shape) for loss in self.target.leaves)),
-            ("module", str(self.wanted.spec)),
-        )
         reached = [
             leaf_of(variable) if reached else None
             for row in self.reached
             for variable, reached in zip(self.wanted.variables, row, strict=True)
         ]
-        return structure, tuple(reached)
+        return self.work.structure(self.target, self.wanted), tuple(reached)
 
     def path(self, index: int) -> str:
         """Return the way to a gradient."""
         row, column = divmod(index, len(self.wanted.variables))
-        return f"the gradient of {self.target.path(row)} by {self.wanted.path(column)}"
+        of = "losses" if self.work.scalar else self.target.path(row)
+        return f"the gradient of {of} by {self.wanted.path(column)}"
 
-    def run(self, work: Work, group: Group) -> tuple[Found, Params]:
+    def run(self, group: Group) -> tuple[Found, Params]:
         """Run the passes."""
 
         def run_as(run: Run) -> Run:
             how = {field.name: getattr(run, field.name) for field in fields(run)}
             return _ShardedRun(**how, outer=self.outer, group=group)
 
-        found = work.run(self.target, self.inner, allowed=(_HOOK,), run_as=run_as)
+        found = self.work.run(self.target, self.inner, allowed=(_HOOK,), run_as=run_as)
         grads = [[None if c is None else row[c] for c in self.columns] for row in found.grads]
         return replace(found, grads=grads), self.wanted
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gradkit._inputs import Losses, read_losses
+from gradkit._inputs import Losses, Params, read_losses
 from gradkit._passes import Found
 from gradkit._pytree import PyTree
 
@@ -34,3 +34,17 @@ class Work:
     def target(self) -> Losses:
         """Return the losses, checked."""
         return read_losses(self.losses, scalar=self.scalar)
+
+    def structure(self, target: Losses, wanted: Params) -> tuple[tuple[str, object], ...]:
+        """Return what must be the same on all ranks, by name.
+
+        The gradient of a sum does not tell of how many losses it was; those of every loss do.
+        """
+        shapes = tuple(tuple(loss.shape) for loss in target.leaves)
+        losses = (("losses", str(target.spec)), ("the shapes of losses", shapes))
+        return (
+            ("the call", self.call),
+            *(() if self.scalar else losses),
+            ("module", str(wanted.spec)),
+            ("create_graph", self.create_graph),
+        )
