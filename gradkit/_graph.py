@@ -15,6 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from gradkit._leaf import is_dtensor
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -303,7 +304,7 @@ _NO_THIRD = {"NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBackwar
 
 def may_be_sharded(variable: Tensor) -> bool:
     """Return whether this could be a parameter of a `fully_shard` module."""
-    if type(variable).__name__ != "DTensor":
+    if not is_dtensor(variable):
         return False
     composable = sys.modules.get("torch.distributed._composable_state")
     modules = getattr(composable, "_module_state_mapping", {})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
@@ -25,8 +28,25 @@ def inner(a: Tensor | None, b: Tensor | None) -> Tensor | None:
         return torch.dot(left.to(dtype), right.to(dtype))
 
 
+def is_dtensor(leaf: object) -> bool:
+    """Return whether this is the shard of a tensor that several processes hold."""
+    # Looked up, not imported: a process that has not imported it has no such tensor.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(leaf, module.DTensor)
+
+
+def whole(leaf: Tensor) -> Tensor:
+    """Return the whole tensor of which each process holds a shard; a collective then."""
+    if not is_dtensor(leaf):
+        return leaf
+    sharded: Any = leaf
+    return cast("Tensor", sharded.full_tensor())
+
+
 def real_vector(leaf: Tensor) -> Tensor:
     """Return the leaf as a real vector, in float32 at least; a complex number is two entries."""
+    # A shard by itself has no place among the shards of other losses' gradients.
+    leaf = whole(leaf)
     dense = leaf.to_dense() if leaf.layout != torch.strided else leaf
     flat = dense.reshape(-1)
     if flat.is_complex():
@@ -41,6 +61,16 @@ def width(leaf: Tensor) -> int:
 
 def from_real_vector(flat: Tensor, like: Tensor) -> Tensor:
     """Return the leaf of which `flat` is the `real_vector`, in the shape and dtype of `like`."""
+    if is_dtensor(like):
+        return _sharded_as(from_real_vector(flat, torch.empty_like(whole(like))), like)
     if like.is_complex():
         return torch.view_as_complex(flat.reshape(-1, 2)).reshape(like.shape).to(like.dtype)
     return flat.reshape(like.shape).to(like.dtype)
+
+
+def _sharded_as(leaf: Tensor, like: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    everywhere = [Replicate()] * like.device_mesh.ndim
+    same = DTensor.from_local(leaf, like.device_mesh, everywhere, run_check=False)
+    return same.redistribute(placements=like.placements)

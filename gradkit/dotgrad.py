@@ -23,6 +23,7 @@ from gradkit._inputs import (
     read_weights,
     require_graph,
 )
+from gradkit._leaf import is_dtensor
 from gradkit._ownership import PLAIN_TYPES, copy_for, own, zeros_for
 from gradkit._passes import UNUSED, ordinary_mode, weigh
 from gradkit._pytree import PyTree
@@ -535,7 +536,7 @@ def _mismatch(leaf: Tensor | None, grad: object) -> tuple[str, str] | None:
         grad.shape == leaf.shape
         and grad.device == leaf.device
         and (dtype is None or grad.dtype == dtype)
-        and (type(grad).__name__ == "DTensor") == (type(leaf).__name__ == "DTensor")
+        and is_dtensor(grad) == is_dtensor(leaf)
     )
     if not alike:
         return f"the gradient of {describe(leaf)}" + _in_dtype(leaf), describe(grad)

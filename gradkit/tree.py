@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradkit import _pytree
-from gradkit._leaf import inner, plus
+from gradkit._leaf import inner, plus, whole
 from gradkit._matrix import gram, to_matrix, weighted_sum
 from gradkit._pytree import PyTree
 from gradkit._stack import transforms
@@ -219,9 +219,9 @@ def global_norm(tree: PyTree) -> Tensor:
     if not dense:
         return torch.zeros(())
     if not transforms() and not any(g.requires_grad for g in dense):
-        return torch.nn.utils.get_total_norm(dense)
+        return whole(torch.nn.utils.get_total_norm(dense))
     # get_total_norm runs under no_grad: its result would be silently constant.
-    norms = torch.stack([torch.linalg.vector_norm(g).to(dense[0].device) for g in dense])
+    norms = torch.stack([whole(torch.linalg.vector_norm(g)).to(dense[0].device) for g in dense])
     return cast("Tensor", torch.linalg.vector_norm(norms))
 
 
@@ -287,7 +287,7 @@ def cosine(a: PyTree, b: PyTree) -> Tensor:
 def _largest(tree: PyTree) -> Tensor:
     """Return the largest magnitude of an entry, as a constant."""
     leaves, _ = _pytree.flatten(tree)
-    tops = [_values(x.detach()).abs().max() for x in leaves if x is not None and x.numel()]
+    tops = [_values(whole(x.detach())).abs().max() for x in leaves if x is not None and x.numel()]
     present = [top.to(tops[0].device, torch.float64) for top in tops]
     top = torch.stack(present).max() if present else torch.zeros(())
     return top.to(torch.promote_types(tops[0].dtype, torch.float32)) if tops else top

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 PATIENCE = 120  # seconds until a rank that does not answer counts as hanging
-TIMEOUT = 60  # seconds until a collective in which a rank is missing fails
+TIMEOUT = 20  # seconds until a collective in which a rank is missing fails
 
 
 class Ranks:

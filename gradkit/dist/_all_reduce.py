@@ -12,6 +12,7 @@ from torch import Tensor
 from gradkit import _pytree
 from gradkit._collectives import join
 from gradkit._inputs import check_option
+from gradkit._leaf import is_dtensor
 from gradkit._pytree import PyTree
 from gradkit._reduction import Offer, agree, reduce
 from gradkit.errors import LeafTypeError, UnsupportedGraphError, describe, message
@@ -93,7 +94,7 @@ def _check(leaf: object, where: Callable[[], str], differentiable: bool) -> None
                 "leave it out: gradients are reduced here",
             )
         )
-    if type(leaf).__name__ == "DTensor":
+    if is_dtensor(leaf):
         expected, came = "a tensor of this process", "a DTensor, which torch reduces itself"
         do = "leave it out: the gradients of fully_shard are reduced already"
     elif leaf.requires_grad and not differentiable and torch.is_grad_enabled():

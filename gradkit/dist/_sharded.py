@@ -44,11 +44,13 @@ def run(work: Work, modules: Sequence[nn.Module]) -> tuple[Found, Params]:
     Returns:
         What the passes brought; and the params, sharded.
     """
-    shards = _shards_of(modules)
+    groups = list(_groups(modules))
+    shards = _shards_in(groups)
     made: list[_Plan] = []
 
     def read() -> tuple[object, ...]:
         if not made:
+            _refuse_unreduced(groups)
             made.append(_Plan.of(work, shards))
         return made[0].described()
 
@@ -56,22 +58,22 @@ def run(work: Work, modules: Sequence[nn.Module]) -> tuple[Found, Params]:
         plan = made[0]
         return tuple(map(plan.path, range(len(plan.reached) * len(plan.columns))))
 
-    groups = [join(handle, work.call) for handle in _handles(shards)]
-    for group in groups:
+    ranks = [join(handle, work.call) for handle in _handles(shards)]
+    for group in ranks:
         theirs = settle(group, read, explain)
         if theirs is not None:
             _refuse_difference(group, theirs, made[0])
-    return made[0].run(groups[0])
+    return made[0].run(ranks[0])
 
 
-def _shards_of(modules: Sequence[nn.Module]) -> dict[int, Any]:
-    """Return all sharded parameters of the modules and of what runs with them, by id.
+def _shards_in(groups: Sequence[Any]) -> dict[int, Any]:
+    """Return all sharded parameters, by id.
 
     By that of the sharded and by that of the unsharded parameter: a module shows the one or the
     other as its own, and the graph has the unsharded one.
     """
     found: dict[int, Any] = {}
-    for group in _groups(modules):
+    for group in groups:
         for shard in group.fsdp_params:
             found[id(shard.sharded_param)] = shard
             if hasattr(shard, "_unsharded_param"):
@@ -80,6 +82,7 @@ def _shards_of(modules: Sequence[nn.Module]) -> dict[int, Any]:
 
 
 def _groups(modules: Sequence[nn.Module]) -> Iterator[Any]:
+    """Yield the groups of parameters that the modules, and all that runs with them, reduce."""
     states: dict[int, Any] = {}
     for module in modules:
         if not hasattr(module, "_get_fsdp_state"):
@@ -136,7 +139,7 @@ class _Plan:
     def of(work: Work, shards: dict[int, Any]) -> _Plan:
         """Read what the caller gave, and refuse what would not come out right."""
         target, given = work.target(), read_params(work.module, wrapped=True)
-        _refuse_states(given, shards, create_graph=work.create_graph)
+        _refuse_params(given, shards, create_graph=work.create_graph)
         variables = [shards[id(variable)].sharded_param for variable in given.variables]
         wanted = replace(given, variables=variables)
         arrivals = [
@@ -191,7 +194,8 @@ class _Plan:
 
         found = self.work.run(self.target, self.inner, allowed=(_HOOK,), run_as=run_as)
         grads = [[None if c is None else row[c] for c in self.columns] for row in found.grads]
-        return replace(found, grads=grads), self.wanted
+        plan = [(group, self.wanted) for group, _ in found.plan]
+        return replace(found, plan=plan, grads=grads), self.wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,11 +239,11 @@ class _ShardedRun(Run):
         raise RuntimeError("fully_shard reduces the gradients of one backward pass at a time")
 
 
-def _refuse_states(given: Params, shards: dict[int, Any], *, create_graph: bool) -> None:
-    """Raise if the parameters, or the modules as they are now, would not give the right result.
+def _refuse_params(given: Params, shards: dict[int, Any], *, create_graph: bool) -> None:
+    """Raise if `fully_shard` would not give the gradients of these parameters.
 
     Raises:
-        UnsupportedGraphError: They would not.
+        UnsupportedGraphError: So it is.
     """
     came = do = None
     if create_graph:
@@ -252,12 +256,28 @@ def _refuse_states(given: Params, shards: dict[int, Any], *, create_graph: bool)
         elif variable._post_accumulate_grad_hooks or shard.sharded_param._post_accumulate_grad_hooks:
             came = f"{given.path(index)} with a hook that runs after accumulation"
             do = "remove register_post_accumulate_grad_hook, or use loss.backward()"
-    for shard in shards.values():
-        if shard.unsharded_accumulated_grad is not None:
-            came = "gradients of former backward passes that are not reduced yet"
-            do = "take the gradients before them, or after the backward pass that reduces"
     if came is not None and do is not None:
         raise UnsupportedGraphError(message("module", "sharded parameters to reduce", came, do))
+
+
+def _refuse_unreduced(groups: Sequence[Any]) -> None:
+    """Raise if a backward pass would not reduce now, or more than its own gradients.
+
+    Raises:
+        UnsupportedGraphError: So it is.
+    """
+    shards = [shard for group in groups for shard in group.fsdp_params]
+    waiting = [shard.unsharded_accumulated_grad for shard in shards]
+    waiting += [s._unsharded_param.grad for s in shards if hasattr(s, "_unsharded_param")]
+    if not all(group.reduce_grads for group in groups):
+        came = "one with gradient synchronization off"
+        do = "call set_requires_gradient_sync(True) before; the gradients of calls can be added up"
+    elif any(grad is not None for grad in waiting):
+        came = "one with gradients of former backward passes that are not reduced yet"
+        do = "take the gradients before them, or after the backward pass that reduces"
+    else:
+        return
+    raise UnsupportedGraphError(message("module", "a sharded module that reduces", came, do))
 
 
 def _refuse_difference(group: Group, theirs: list[tuple[Any, Any]], plan: _Plan) -> None:
