@@ -245,19 +245,21 @@ def _refuse_params(given: Params, shards: dict[int, Any], *, create_graph: bool)
     Raises:
         UnsupportedGraphError: So it is.
     """
-    came = do = None
     if create_graph:
-        came, do = "create_graph=True", "leave it out: a backward of fully_shard has no graph"
+        do = "leave it out: a backward pass of fully_shard has no graph"
+        raise UnsupportedGraphError(message("create_graph", "False for fully_shard", "True", do))
     for index, variable in enumerate(given.variables):
         shard = shards.get(id(variable))
         if shard is None:
-            came = f"{given.path(index)}, which fully_shard does not manage"
+            came = "one that it does not manage: its gradient would be this process's alone"
             do = "call fully_shard on the module that has it, or freeze it"
-        elif variable._post_accumulate_grad_hooks or shard.sharded_param._post_accumulate_grad_hooks:
-            came = f"{given.path(index)} with a hook that runs after accumulation"
+        elif shard.sharded_param._post_accumulate_grad_hooks:
+            came = "one with a hook that runs after accumulation"
             do = "remove register_post_accumulate_grad_hook, or use loss.backward()"
-    if came is not None and do is not None:
-        raise UnsupportedGraphError(message("module", "sharded parameters to reduce", came, do))
+        else:
+            continue
+        where, wanted = given.path(index), "a parameter that fully_shard reduces"
+        raise UnsupportedGraphError(message(where, wanted, came, do))
 
 
 def _refuse_unreduced(groups: Sequence[Any]) -> None:
