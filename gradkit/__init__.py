@@ -8,7 +8,10 @@ functions, over torch.func; `gradkit.meta` differentiates through training; `gra
 several processes.
 """
 
-from gradkit import dist, dotgrad, errors, func, meta, tree
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from gradkit import dotgrad, errors, tree
 from gradkit._matrix import combine
 from gradkit.dotgrad import (
     add_grads_,
@@ -34,6 +37,9 @@ from gradkit.errors import (
     UnsupportedOptimizerError,
 )
 from gradkit.retain import safe_retain
+
+if TYPE_CHECKING:
+    from gradkit import dist, func, meta
 
 __all__ = [
     "CollectiveError",
@@ -68,3 +74,16 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+# Rooms that are opened when they are first asked for: together they would double the import time.
+_OPENED_LATER = ("dist", "func", "meta")
+
+
+def __getattr__(name: str) -> object:
+    if name in _OPENED_LATER:
+        return import_module(f"gradkit.{name}")
+    raise AttributeError(f"module 'gradkit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_OPENED_LATER})

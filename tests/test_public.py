@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import subprocess
 import sys
+import typing
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from gradkit import errors
 
 NAMES = {
     "value_and_grads", "per_loss_grads", "simultaneous_grads", "safe_retain", "combine", "tree",
-    "errors", "dotgrad", "func", "meta", "read_grads", "write_grads_", "add_grads_", "clear_grads_",
+    "errors", "dotgrad", "func", "meta", "dist", "read_grads", "write_grads_", "add_grads_",
+    "clear_grads_",
     "backward_", "capture_grads", "step_", *errors.__all__,
 }  # fmt: skip
 ERRORS = {
@@ -26,6 +29,7 @@ ERRORS = {
     "FreedGraphError": RuntimeError,
     "UnsupportedGraphError": RuntimeError,
     "UnsupportedOptimizerError": TypeError,
+    "CollectiveError": RuntimeError,
 }
 TREE = {
     "add", "sub", "scale", "weighted_sum", "dot", "global_norm", "cosine", "clip_by_global_norm",
@@ -35,20 +39,26 @@ META = {
     "Adapted", "Optimizer", "adam", "adamw", "from_torch", "implicit", "rmsprop", "sgd", "unroll",
     "value_and_grads",
 }  # fmt: skip
+DIST = {"all_reduce", "per_loss_grads", "value_and_grads"}
 FUNC = {"value_and_grads", "per_loss_grads", "per_sample_grads", "hvp", "make_functional"}
 
 
 def test_all_is_what_there_is(device: torch.device) -> None:
     assert set(gradkit.__all__) == NAMES
-    public = {
-        name
-        for name, value in vars(gradkit).items()
-        if not name.startswith("_") and (not inspect.ismodule(value) or name in NAMES)
-    }
+    shown = {name: getattr(gradkit, name) for name in dir(gradkit) if not name.startswith("_")}
+    public = {name for name, value in shown.items() if name in NAMES or not _is_borrowed(value)}
     assert public == NAMES
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        _ = gradkit.missing
     assert set(gradkit.tree.__all__) == TREE
     assert set(gradkit.func.__all__) == FUNC
     assert set(gradkit.meta.__all__) == META
+    assert set(gradkit.dist.__all__) == DIST
+
+
+def _is_borrowed(value: object) -> bool:
+    """Return whether this is a module, or a helper of `__init__`'s own imports."""
+    return inspect.ismodule(value) or value in (importlib.import_module, typing.TYPE_CHECKING)
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -76,6 +86,7 @@ def test_every_public_function_is_documented(device: torch.device) -> None:
     functions = [getattr(gradkit, n) for n in NAMES if inspect.isfunction(getattr(gradkit, n))]
     functions += [getattr(gradkit.tree, n) for n in TREE]
     functions += [getattr(gradkit.func, n) for n in FUNC]
+    functions += [getattr(gradkit.dist, n) for n in DIST]
     functions += [getattr(gradkit.meta, n) for n in META - {"Adapted", "Optimizer"}]
     for function in functions:
         doc = inspect.getdoc(function)
