@@ -28,7 +28,7 @@ from gradkit._inputs import Losses, Params, read_params
 from gradkit._passes import Found
 from gradkit._refusals import refuse_freed, unreached
 from gradkit.dist._work import Work
-from gradkit.dotgrad import grads_put_back
+from gradkit.dotgrad._capture import grads_put_back
 from gradkit.errors import UnreachedParamError, UnsupportedGraphError, message
 
 _HOOK = "RegisterPostBackwardFunctionBackward"

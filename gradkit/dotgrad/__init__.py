@@ -1,0 +1,18 @@
+"""The `.grad` workflow, both ways, bit for bit. The one place that writes `.grad`."""
+
+from gradkit.dotgrad._accumulate import add_grads_
+from gradkit.dotgrad._backward import backward_
+from gradkit.dotgrad._capture import Captured, capture_grads
+from gradkit.dotgrad._step import step_
+from gradkit.dotgrad._values import clear_grads_, read_grads, write_grads_
+
+__all__ = [
+    "Captured",
+    "add_grads_",
+    "backward_",
+    "capture_grads",
+    "clear_grads_",
+    "read_grads",
+    "step_",
+    "write_grads_",
+]

@@ -1,0 +1,134 @@
+"""`add_grads_`: what another `.backward()` would add."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from gradkit import _replicas
+from gradkit._ownership import copy_for
+from gradkit._passes import ordinary_mode
+from gradkit._pytree import PyTree
+from gradkit._reduction import Offer
+from gradkit.dotgrad._pairs import Pairs, match
+from gradkit.errors import (
+    UnsupportedGraphError,
+    describe,
+    message,
+)
+
+
+def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
+    """Accumulate gradients into `.grad`: the bits that another `.backward()` would leave.
+
+    An existing dense `.grad` is added to in place and stays the same object; where there is none,
+    a copy is put. A tied tensor counts once. None adds nothing.
+
+    Example:
+        >>> import torch, gradkit
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> values, grads = gradkit.value_and_grads((3 * w).sum(), {"w": w})
+        >>> gradkit.add_grads_({"w": w}, grads)
+        >>> gradkit.add_grads_({"w": w}, grads)
+        >>> w.grad
+        tensor([6., 6.])
+
+    Args:
+        params: As in `write_grads_`.
+        grads: As in `write_grads_`.
+        hooks: Go through the engine, so that post-accumulate-grad hooks (an optimizer in the
+            backward) fire. Where `params` is, or holds, a DistributedDataParallel module, its ranks
+            reduce first: `.grad` becomes the mean over them of what it was with the gradient added,
+            as after `.backward()`, by the module's communication hook if there is one. All ranks
+            make the call; gradients that are the same on all of them, as those of `gradkit.dist`,
+            stay what they are.
+
+    Raises:
+        LeafTypeError: As in `write_grads_`.
+        StructureError: As in `write_grads_`.
+        UnsupportedGraphError: `hooks=True`, and a tensor has tensor hooks: they have been applied
+            to the gradient already, and would be applied again; or a DistributedDataParallel module
+            is inside of no_sync() or join(), or has static_graph or mixed_precision.
+        CollectiveError: `hooks=True`, and a rank has failed, is missing, or is too late.
+
+    Source:
+        `torch::autograd::AccumulateGrad::accumulateGrad`.
+    """
+    pairs = match(params, grads)
+    with ordinary_mode(), torch.no_grad():
+        if hooks:
+            _add_through_the_engine(params, pairs)
+            return
+        for leaf, grad in pairs:
+            if grad is None:
+                continue
+            if leaf.grad is None:
+                leaf.grad = copy_for(grad.detach(), leaf)
+            elif leaf.grad.is_sparse and not grad.is_sparse:
+                leaf.grad = grad + leaf.grad  # the sum is dense: another object, as in torch
+            else:
+                leaf.grad += grad.detach()
+
+
+def _add_through_the_engine(params: PyTree, pairs: Pairs) -> None:
+    for leaf, _ in pairs:
+        if leaf._backward_hooks:
+            raise UnsupportedGraphError(
+                message(
+                    "params",
+                    "tensors without tensor hooks, which the gradients have been through already",
+                    f"{describe(leaf)} with {len(leaf._backward_hooks)} of them",
+                    "remove them, or call add_grads_(params, grads) without hooks=True",
+                )
+            )
+    replicas = _replicas.replicas_in(params)
+    if replicas:
+        pairs = _add_to_replicas(replicas, pairs)
+    present = [(leaf, grad) for leaf, grad in pairs if grad is not None]
+    if present:
+        leaves, grads = zip(*present, strict=True)
+        torch.autograd.backward(leaves, [grad.detach() for grad in grads])
+
+
+def _add_to_replicas(replicas: Sequence[DistributedDataParallel], pairs: Pairs) -> Pairs:
+    """Reduce and accumulate what belongs to replicated modules.
+
+    Not by the modules' own reducers: those reduce once after each forward pass, and otherwise
+    leave the gradients as they are, without a word [M2]. A post-accumulate-grad hook is called by
+    hand, as the engine would.
+
+    Returns:
+        The other gradients.
+    """
+    _replicas.refuse_no_sync(replicas)
+    group = _replicas.join_replicas(replicas, "gradkit.add_grads_")
+    theirs = {id(param) for module in replicas for param in _replicas.reduced_params(module)}
+    own = [(leaf, grad) for leaf, grad in pairs if id(leaf) in theirs]
+
+    def offer() -> Offer:
+        leaves, grads = [leaf for leaf, _ in own], [grad for _, grad in own]
+        _replicas.refuse_beyond_hooks(replicas, [*grads, *(leaf.grad for leaf in leaves)])
+        structure = (("the call", "add_grads_"), ("params", len(own)))
+        return Offer(grads, leaves, structure, lambda index: f"grads, tensor {index}")
+
+    def added(index: int, grad: Tensor | None) -> Tensor | None:
+        before = own[index][0].grad
+        return grad if before is None else before if grad is None else before + grad
+
+    found = _replicas.reduce_replicas(group, replicas, offer, complete=added)
+    for (leaf, _), grad in zip(own, found, strict=True):
+        if grad is not None:
+            _replace_grad(leaf, grad)
+    return [(leaf, grad) for leaf, grad in pairs if id(leaf) not in theirs]
+
+
+def _replace_grad(leaf: Tensor, grad: Tensor) -> None:
+    if leaf.grad is not None and leaf.grad.layout == grad.layout == torch.strided:
+        leaf.grad.copy_(grad)  # the same object, as after `.backward()`
+    else:
+        leaf.grad = copy_for(grad, leaf)
+    for hook in (leaf._post_accumulate_grad_hooks or {}).values():
+        hook(leaf)

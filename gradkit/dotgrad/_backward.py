@@ -1,0 +1,75 @@
+"""`backward_`: `torch.autograd.backward` for trees."""
+
+from __future__ import annotations
+
+from gradkit import _pytree
+from gradkit._inputs import (
+    read_losses,
+    read_params,
+    read_weights,
+    require_graph,
+)
+from gradkit._passes import ordinary_mode, weigh
+from gradkit._pytree import PyTree
+from gradkit._refusals import prepare_backward
+
+
+def backward_(
+    losses: PyTree,
+    params: PyTree = None,
+    *,
+    weights: PyTree = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+) -> PyTree:
+    """Accumulate the gradient of the weighted sum of the losses into `.grad`, and return values.
+
+    It is `torch.autograd.backward` for trees, with every hook, and no copy of its own. If a user's
+    hook raises on the way, or the graph turns out to be freed further down, `.grad` holds what had
+    been accumulated until then.
+
+    Example:
+        >>> import torch, gradkit
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> gradkit.backward_({"a": w.sum(), "b": (w * w).sum()}, weights={"a": 1.0, "b": 0.5})
+        {'a': tensor(2.), 'b': tensor(2.)}
+        >>> w.grad
+        tensor([2., 2.])
+
+    Args:
+        losses: As in `value_and_grads`.
+        params: Which tensors' `.grad` to accumulate into; None is all leaves of the graph.
+        weights: As in `value_and_grads`.
+        retain_graph: As in `value_and_grads`.
+        create_graph: Let `.grad` carry a graph, with the reference cycle that torch warns of.
+
+    Returns:
+        The losses' values, as in `value_and_grads`.
+
+    Raises:
+        DetachedLossError: No loss carries a graph.
+        FreedGraphError: The graph has been freed by an earlier call.
+        LeafTypeError: A leaf is no tensor that has a gradient.
+        NotScalarLossError: A loss has not exactly one element.
+        StructureError: A tree is empty or does not match.
+        UnreachedParamError: Nothing of `params` is reached.
+        UnsupportedGraphError: `params` with a reentrant checkpoint, DistributedDataParallel or
+            FSDP, of whose parameters torch would silently leave `.grad` as it is.
+
+    Source:
+        `torch.autograd.backward`, https://pytorch.org/docs/stable/generated/torch.autograd.backward.html
+    """
+    with ordinary_mode():
+        target = read_losses(losses, scalar=True)
+        outputs, seeds = weigh(target, read_weights(weights, target))
+        live = require_graph(target, outputs)
+        wanted = None if params is None else read_params(params)
+        run = prepare_backward(target, outputs, live, wanted, create_graph)
+        run.backward(
+            [outputs[index] for index in live],
+            [seeds[index] for index in live],
+            None if wanted is None else wanted.variables,
+            retain=create_graph if retain_graph is None else retain_graph,
+        )
+        values = [loss if create_graph else loss.detach().clone() for loss in target.leaves]
+        return _pytree.unflatten(target.spec, values)

@@ -1,0 +1,97 @@
+"""`capture_grads`: what code that writes `.grad` has left there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from gradkit import _pytree
+from gradkit._ownership import own
+from gradkit._pytree import PyTree
+from gradkit.dotgrad._pairs import read_leaves, unique
+
+
+class Captured:
+    """What `capture_grads` has captured.
+
+    Attributes:
+        grads: A tree like the params of the call; None until the block has ended.
+    """
+
+    def __init__(self) -> None:
+        self.grads: PyTree = None
+
+
+@contextmanager
+def capture_grads(params: PyTree) -> Iterator[Captured]:
+    """Run code that accumulates into `.grad`, and take what it leaves there as a result.
+
+    The block starts from a clean `.grad`; it may call `.backward()` several times, `zero_grad()`,
+    or replace `.grad`. Afterwards, also if it raises, every `.grad` is the object it was before.
+
+    Example:
+        >>> import torch, gradkit
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> with gradkit.capture_grads({"w": w}) as captured:
+        ...     (3 * w).sum().backward()
+        >>> captured.grads, w.grad
+        ({'w': tensor([3., 3.])}, None)
+
+    Args:
+        params: A tree of leaf tensors, modules, iterators, optimizers or None.
+
+    Yields:
+        An object whose `grads`, after the block, is a tree like `params`: what the block left in
+        `.grad`, or None.
+
+    Raises:
+        LeafTypeError: A leaf is no leaf tensor.
+        StructureError: There are no leaves.
+    """
+    wanted = read_leaves(params)
+    leaves = unique(wanted.leaves)
+    captured = Captured()
+    found: list[Tensor | None] = []
+    with grads_put_back(leaves):
+        yield captured
+        found += [leaf.grad for leaf in leaves]
+    _own(found, leaves)
+    by_leaf = {id(leaf): grad for leaf, grad in zip(leaves, found, strict=True)}
+    del found
+    places: list[Tensor | None] = []
+    for leaf in wanted.leaves:
+        grad = None if leaf is None else by_leaf[id(leaf)]
+        tied = grad is not None and any(grad is other for other in places)
+        places.append(grad.clone() if tied and grad is not None else grad)
+    captured.grads = _pytree.unflatten(wanted.spec, places)
+
+
+def _own(grads: list[Tensor | None], leaves: list[Tensor]) -> None:
+    """Copy the gradients that something else refers to; a graph stays as it is."""
+    for index, leaf in enumerate(leaves):
+        grad = grads[index]
+        if grad is not None and not grad.requires_grad:
+            grads[index] = None
+            lone = [grad]
+            del grad
+            own(lone, [leaf])
+            grads[index] = lone.pop()
+
+
+@contextmanager
+def grads_put_back(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Let the block start from an empty `.grad`, and put back what stood there.
+
+    Args:
+        leaves: Leaf tensors, each once.
+    """
+    before = [leaf.grad for leaf in leaves]
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        yield
+    finally:
+        for leaf, grad in zip(leaves, before, strict=True):
+            leaf.grad = grad
