@@ -64,7 +64,7 @@ class CollectiveError(GradkitError, RuntimeError):
 
 
 class GradkitWarning(UserWarning):
-    """A fallback that costs time; never one that changes values."""
+    """A fallback that costs time, or a solve that has not converged; never another value unsaid."""
 
 
 def message(where: str, expected: str, got: str, do: str) -> str:

@@ -331,12 +331,7 @@ def equal_gradients(p: Any) -> dict[str, Tensor]:
     "backend",
     [
         "aot_eager",
-        pytest.param(
-            "inductor",
-            marks=pytest.mark.xfail(
-                reason="inductor makes one tensor of two clones of a third", strict=True
-            ),
-        ),
+        "inductor",
     ],
 )
 def test_equal_gradients_have_memory_of_their_own(device: torch.device, backend: str) -> None:

@@ -31,7 +31,7 @@ from gradkit.errors import (
     message,
 )
 from gradkit.func._traps import Watch
-from gradkit.func._variables import Variables
+from gradkit.func._variables import Variables, copied
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def differentiate(
 
     with ordinary_mode():
         values, grads, tensors_of_aux = _enter(inside, list(map(detached, given.tensors)))
-        values = [detached(value).clone() for value in values]
+        values = copied([detached(value) for value in values])
     spec, put_back = outside
     right = [cast_to(given.dtypes, one) if len(one) == len(given.dtypes) else one for one in grads]
     del grads

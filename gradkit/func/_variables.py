@@ -83,12 +83,18 @@ class Variables:
         """
         placed: list[Any] = []
         used: set[int] = set()
-        for leaf, slot in zip(self.leaves, self.slots, strict=True):
+        further: list[int] = []
+        for place, (leaf, slot) in enumerate(zip(self.leaves, self.slots, strict=True)):
             if slot is None:
                 placed.append(None if leaf is None else _zeros(leaf, leading))
-            else:
-                placed.append(grads[slot].clone() if slot in used else grads[slot])
-                used.add(slot)
+                continue
+            placed.append(grads[slot])
+            if slot in used:
+                further.append(place)
+            used.add(slot)
+        copies = copied([placed[place] for place in further])
+        for place, copy in zip(further, copies, strict=True):
+            placed[place] = copy
         trees = _pytree.unflatten(self.spec, placed)
         return trees[0] if self.alone else trees
 
@@ -225,12 +231,31 @@ def owned(
     if transforms():
         return [grad.clone() for grad in grads]
     if torch.compiler.is_compiling():
-        return [_copied(g, v, leading) for g, v in zip(grads, variables, strict=True)]
+        pairs = zip(grads, variables, strict=True)
+        return copied(grads, [_room(grad, variable, leading) for grad, variable in pairs])
     own(grads, variables, leading)
     return grads
 
 
-def _copied(grad: Tensor, variable: Tensor, leading: tuple[int, ...]) -> Tensor:
-    if leading or grad.layout != torch.strided:
-        return grad.clone(memory_format=torch.contiguous_format)
-    return torch.empty_like(variable, dtype=grad.dtype).copy_(grad)
+def _room(grad: Tensor, variable: Tensor, leading: tuple[int, ...]) -> Tensor:
+    if leading:
+        return torch.empty_like(grad, memory_format=torch.contiguous_format)
+    return torch.empty_like(variable, dtype=grad.dtype)
+
+
+def copied(tensors: Sequence[Tensor], rooms: Sequence[Tensor] | None = None) -> list[Tensor]:
+    """Return copies, each in memory of its own, also under torch.compile (outside of transforms).
+
+    Args:
+        tensors: What to copy.
+        rooms: New tensors to copy to; None is tensors of the same layout.
+
+    Returns:
+        The copies.
+    """
+    if not tensors or not torch.compiler.is_compiling() or transforms():
+        return [tensor.clone() for tensor in tensors]
+    # By one operation for all: of several clones of one tensor, inductor makes one.
+    into = [torch.empty_like(tensor) for tensor in tensors] if rooms is None else list(rooms)
+    torch._foreach_copy_(into, list(tensors))
+    return into
