@@ -1,5 +1,7 @@
 """How the documentation is built: `make docs`, with warnings as errors and without a network."""
 
+import subprocess
+import sys
 from io import BytesIO
 from pathlib import Path
 
@@ -101,6 +103,29 @@ def _draw_memory(path: Path) -> None:
         path.write_bytes(drawn.getvalue())
 
 
+def _run_examples(folder: Path, pictures: Path) -> None:
+    """Let every example of the gallery save its picture, unless it has since it was changed."""
+    for script in sorted(folder.glob("*.py")):
+        picture = pictures / f"{script.stem}.png"
+        if script.stem in GALLERY and _is_older(picture, script):
+            command = [sys.executable, script, "--smoke", "--output", pictures]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def _is_older(picture: Path, script: Path) -> bool:
+    return not picture.exists() or picture.stat().st_mtime < script.stat().st_mtime
+
+
+GALLERY = {
+    "fewshot_digits",
+    "learn_hyperparams",
+    "maml_sinusoid",
+    "multitask_digits",
+    "per_sample_digits",
+}
+
+
 def setup(app: Sphinx) -> None:
+    _run_examples(Path(app.srcdir).parent / "examples", Path(app.srcdir) / "_pictures")
     _draw_memory(Path(app.srcdir) / "_pictures" / "memory.svg")
     app.connect("autodoc-process-docstring", _keep_prose, priority=1)

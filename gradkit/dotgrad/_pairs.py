@@ -82,7 +82,8 @@ def _mismatch(leaf: Tensor | None, grad: object) -> tuple[str, str] | None:
     if not isinstance(grad, Tensor):
         return "a tensor or None", describe(grad)
     if leaf is None or not leaf.requires_grad:
-        return f"None, as the param is {'None' if leaf is None else 'frozen'}", describe(grad)
+        why = "None" if leaf is None else "frozen; requires_grad_() would train it"
+        return f"None, as the param is {why}", describe(grad)
     dtype = leaf.grad_dtype
     alike = (
         grad.shape == leaf.shape
