@@ -4,8 +4,11 @@
 computed, by any tree of parameters, and return trees of gradients; `safe_retain` keeps the
 gradients of intermediate tensors. None of them touches `.grad`: that is for `gradkit.dotgrad`,
 which leads from these results to the `.grad` workflow and back. `gradkit.func` does the same for
-functions, over torch.func.
+functions, over torch.func. `gradkit.report` shows what there is to see about gradients.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from gradkit import dotgrad, errors, func, meta, tree
 from gradkit._matrix import combine
@@ -33,6 +36,9 @@ from gradkit.errors import (
 )
 from gradkit.retain import safe_retain
 
+if TYPE_CHECKING:
+    from gradkit import report
+
 __all__ = [
     "DetachedLossError",
     "FreedGraphError",
@@ -55,6 +61,7 @@ __all__ = [
     "meta",
     "per_loss_grads",
     "read_grads",
+    "report",
     "safe_retain",
     "simultaneous_grads",
     "step_",
@@ -64,3 +71,10 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # What only people look at costs nothing before they do.
+    if name == "report":
+        return import_module("gradkit.report")
+    raise AttributeError(f"module 'gradkit' has no attribute {name!r}")

@@ -71,6 +71,17 @@ def leaves_of(nodes: Iterable[Node]) -> set[int]:
     return {id(_variable(node)) for node in nodes if type(node) is _AccumulateGrad}
 
 
+def leaf_tensors(nodes: Iterable[Node]) -> dict[int, Tensor]:
+    """Return the leaf tensors whose gradient the nodes accumulate, by their ids."""
+    found = (_variable(node) for node in nodes if type(node) is _AccumulateGrad)
+    return {id(variable): variable for variable in found}
+
+
+def is_leaf_node(node: Node) -> bool:
+    """Return whether a node accumulates the gradient of a leaf tensor."""
+    return type(node) is _AccumulateGrad
+
+
 def _variable(node: Any) -> Tensor:
     return cast("Tensor", node.variable)
 
@@ -118,7 +129,9 @@ def leading_to(
     return leading
 
 
-def reached(variable: Tensor, losses: Iterable[Tensor], nodes: set[Node], leaves: set[int]) -> bool:
+def reached(
+    variable: Tensor, losses: Iterable[Tensor], nodes: set[Node], leaves: Collection[int]
+) -> bool:
     """Return whether a gradient can arrive at `variable`.
 
     Args:
