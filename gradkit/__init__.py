@@ -7,8 +7,8 @@ which leads from these results to the `.grad` workflow and back. `gradkit.func` 
 functions, over torch.func. `gradkit.report` shows what there is to see about gradients.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib
+import typing as _typing
 
 from gradkit import dotgrad, errors, func, meta, tree
 from gradkit._matrix import combine
@@ -36,7 +36,7 @@ from gradkit.errors import (
 )
 from gradkit.retain import safe_retain
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from gradkit import report
 
 __all__ = [
@@ -73,8 +73,8 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     # What only people look at costs nothing before they do.
     if name == "report":
-        return import_module("gradkit.report")
+        return _importlib.import_module("gradkit.report")
     raise AttributeError(f"module 'gradkit' has no attribute {name!r}")

@@ -264,9 +264,22 @@ def refuse_hazards(kinds: set[type], where: str, allowed: Collection[str] = ()) 
     Raises:
         UnsupportedGraphError: A reentrant checkpoint, DDP's static_graph, or FSDP's parameters.
     """
-    for kind in kinds:
-        if _is_hazard(kind) and kind.__name__ not in allowed:
-            raise UnsupportedGraphError(message(where, *_REFUSED[kind.__name__]))
+    for hazard in hazards(kinds, allowed):
+        raise UnsupportedGraphError(message(where, *hazard))
+
+
+def hazards(kinds: Iterable[type], allowed: Collection[str] = ()) -> list[tuple[str, str, str]]:
+    """Return what would make a graph's gradients silently wrong: expected, got, what to do.
+
+    Args:
+        kinds: The types of its nodes.
+        allowed: Names of such nodes that the caller sees to.
+
+    Returns:
+        One for each kind of node that is refused.
+    """
+    names = (kind.__name__ for kind in kinds if _is_hazard(kind))
+    return [_REFUSED[name] for name in names if name not in allowed]
 
 
 def gone(_: object) -> NoReturn:

@@ -15,7 +15,7 @@ from gradkit import errors
 NAMES = {
     "value_and_grads", "per_loss_grads", "simultaneous_grads", "safe_retain", "combine", "tree",
     "errors", "dotgrad", "func", "meta", "read_grads", "write_grads_", "add_grads_", "clear_grads_",
-    "backward_", "capture_grads", "step_", *errors.__all__,
+    "backward_", "capture_grads", "step_", "report", *errors.__all__,
 }  # fmt: skip
 ERRORS = {
     "LeafTypeError": TypeError,
@@ -36,10 +36,15 @@ META = {
     "value_and_grads",
 }  # fmt: skip
 FUNC = {"value_and_grads", "per_loss_grads", "per_sample_grads", "hvp", "make_functional"}
+REPORT = {
+    "Comparison", "Conflicts", "Difference", "Explanation", "History", "LossGraph", "Part",
+    "Verdict", "compare", "conflicts", "explain",
+}  # fmt: skip
 
 
 def test_all_is_what_there_is(device: torch.device) -> None:
     assert set(gradkit.__all__) == NAMES
+    assert set(gradkit.report.__all__) == REPORT  # which imports it
     public = {
         name
         for name, value in vars(gradkit).items()
@@ -77,6 +82,7 @@ def test_every_public_function_is_documented(device: torch.device) -> None:
     functions += [getattr(gradkit.tree, n) for n in TREE]
     functions += [getattr(gradkit.func, n) for n in FUNC]
     functions += [getattr(gradkit.meta, n) for n in META - {"Adapted", "Optimizer"}]
+    functions += [gradkit.report.explain, gradkit.report.conflicts, gradkit.report.compare]
     for function in functions:
         doc = inspect.getdoc(function)
         assert doc is not None

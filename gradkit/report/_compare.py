@@ -90,7 +90,8 @@ def compare(
         second = _second(step, other, device)
         lab = Lab(step)
         if not step.wanted.variables:
-            losses = step.losses()
+            with lab.keeping.kept():
+                losses = step.losses()
             raise UnreachedParamError(unreached(losses, [([0], step.wanted)], None))
         ways = [GRAD, FUNC, *([IN_TURN] if lab.scouted.live > 1 else [])]
         ran = {way: lab.run(way) for way in [BACKWARD, *ways]}
@@ -142,15 +143,20 @@ def _second(step: Step, other: PyTree, device: torch.device | str | None) -> dic
         raise StructureError(
             message(
                 "other",
-                f"the names and shapes of params, {listed(step.names)}",
-                listed(against.names),
+                f"the names and shapes of params, {_shown(step)}",
+                _shown(against),
                 "pass a model of the same architecture",
             )
         )
     return {"other": Lab(against)}
 
 
-def _shapes(step: Step) -> list[object]:
+def _shown(step: Step) -> str:
+    pairs = zip(step.names, _shapes(step), strict=True)
+    return listed([name if shape is None else f"{name} {tuple(shape)}" for name, shape in pairs])
+
+
+def _shapes(step: Step) -> list[torch.Size | None]:
     return [None if leaf is None else leaf.shape for leaf in step.wanted.leaves]
 
 

@@ -108,4 +108,5 @@ class Comparison(Report):
 def _cell(difference: Difference) -> str:
     if difference.same:
         return Toned("same", "good")
-    return Toned(f"{difference.absolute:.2g} ({difference.ulps:,.0f} ulp)", "bad")
+    steps = f"{difference.ulps:,.0f}" if difference.ulps < 1e6 else f"{difference.ulps:.0e}"
+    return Toned(f"{difference.absolute:.2g} ({steps} ulp)", "bad")

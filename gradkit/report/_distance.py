@@ -28,7 +28,7 @@ def distance(a: Tensor | None, b: Tensor | None) -> tuple[float, float]:
     if not x.numel():
         return 0.0, 0.0
     alike = (x == y) | (x.isnan() & y.isnan())
-    gap = torch.where(alike, 0.0, (x.double() - y.double()).abs()).nan_to_num(nan=math.inf)
+    gap = torch.where(alike, 0.0, (x.double() - y.double()).abs()).nan_to_num(math.inf, math.inf)
     steps = torch.where(alike, 0.0, _steps(x, y))
     steps = torch.where(x.isfinite() & y.isfinite() | alike, steps, math.inf)
     return gap.max().item(), steps.max().item()

@@ -8,8 +8,9 @@ from functools import partial
 from torch import Tensor, nn
 
 from gradkit import _graph, _pytree
-from gradkit._inputs import Losses, Params, read_losses, read_params, refuse_distributed
+from gradkit._inputs import Params, read_losses, read_params, refuse_distributed
 from gradkit._pytree import PyTree
+from gradkit._stack import ordinary_mode
 from gradkit.errors import UnsupportedGraphError
 from gradkit.report._explanation import Explanation
 from gradkit.report._graphs import Graphs, walk
@@ -51,42 +52,59 @@ def explain(losses: PyTree, params: PyTree) -> Explanation:
         The nodes and edges are those of `torch.autograd.graph.Node`,
         https://pytorch.org/docs/stable/autograd.html
     """
-    wrappers = _wrappers(params)
-    target, wanted = read_losses(losses, scalar=False), read_params(params, wrapped=True)
-    names = _pytree.labels(target.spec, "loss")
-    places = {
-        name: leaf
-        for name, leaf in zip(_pytree.labels(wanted.spec, "param"), wanted.leaves, strict=True)
-        if leaf is not None
-    }
-    graphs = walk(target.leaves)
-    judge = Judge(graphs, {id(p) for module, _ in wrappers for p in module.parameters()})
-    verdicts = {name: _by_param(index, places, judge) for index, name in enumerate(names)}
-    reached = {
-        param: tuple(name for name in names if verdicts[name][param].status == "reached")
-        for param in places
-    }
-    parts, entries = _parts(graphs, names, reached)
-    counts = graphs.operations
-    return Explanation(
-        losses={
-            name: LossGraph(
-                nodes=graphs.count(index),
-                own=counts.get(1 << index, 0),
-                part=entries[index],
-                ends=_ends(name, graphs, index, wanted),
-                notes=_notes(target, graphs, index, wanted),
-            )
+    with ordinary_mode():
+        wrappers = _wrappers(params)
+        target, wanted = read_losses(losses, scalar=False), read_params(params, wrapped=True)
+        names = _pytree.labels(target.spec, "loss")
+        places = dict(zip(_pytree.labels(wanted.spec, "param"), wanted.leaves, strict=True))
+        graphs = walk(target.leaves)
+        judge = Judge(graphs, {id(p) for module, _ in wrappers for p in module.parameters()})
+        verdicts = {
+            name: {
+                param: judge.verdict(index, tensor)
+                for param, tensor in places.items()
+                if tensor is not None
+            }
             for index, name in enumerate(names)
-        },
-        params=reached,
-        verdicts=verdicts,
-        tied=_tied(places),
-        parts=parts,
-        nodes=sum(counts.values()),
-        shared=sum(count for losses, count in counts.items() if losses & losses - 1),
-        notes=tuple(note for _, note in wrappers),
-        suggestion=_suggestion(graphs, names),
+        }
+        reached = _reached(verdicts)
+        parts, entries = _parts(graphs, names, reached)
+        return Explanation(
+            losses={
+                name: _loss_graph(name, index, graphs, entries[index], wanted)
+                for index, name in enumerate(names)
+            },
+            params=reached,
+            verdicts=verdicts,
+            tied=_tied(places),
+            parts=parts,
+            nodes=sum(graphs.operations.values()),
+            shared=sum(count for losses, count in graphs.operations.items() if losses & losses - 1),
+            notes=tuple(note for _, note in wrappers),
+            suggestion=_suggestion(graphs, names),
+        )
+
+
+def _reached(verdicts: dict[str, dict[str, Verdict]]) -> dict[str, tuple[str, ...]]:
+    """Return for every param the losses that reach it."""
+    params = next(iter(verdicts.values()))
+    return {
+        param: tuple(
+            name for name, by_param in verdicts.items() if by_param[param].status == "reached"
+        )
+        for param in params
+    }
+
+
+def _loss_graph(
+    name: str, index: int, graphs: Graphs, part: int | None, wanted: Params
+) -> LossGraph:
+    return LossGraph(
+        nodes=graphs.count(index),
+        own=graphs.operations.get(1 << index, 0),
+        part=part,
+        ends=_ends(name, graphs, index, wanted),
+        notes=_notes(graphs, index, wanted),
     )
 
 
@@ -107,14 +125,11 @@ def _one_line(error: Exception) -> str:
     return str(error).replace(".\n  What to do: ", ". What to do: ")
 
 
-def _by_param(index: int, places: dict[str, Tensor], judge: Judge) -> dict[str, Verdict]:
-    return {param: judge.verdict(index, tensor) for param, tensor in places.items()}
-
-
-def _tied(places: dict[str, Tensor]) -> tuple[tuple[str, ...], ...]:
+def _tied(places: dict[str, Tensor | None]) -> tuple[tuple[str, ...], ...]:
     names: dict[int, list[str]] = {}
     for name, tensor in places.items():
-        names.setdefault(id(tensor), []).append(name)
+        if tensor is not None:
+            names.setdefault(id(tensor), []).append(name)
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
@@ -127,12 +142,11 @@ def _ends(name: str, graphs: Graphs, index: int, wanted: Params) -> str:
     return where_it_ends(name, graphs, index)
 
 
-def _notes(losses: Losses, graphs: Graphs, index: int, wanted: Params) -> tuple[str, ...]:
-    notes = []
-    try:
-        _graph.refuse_hazards(graphs.kinds(index), losses.path(index))
-    except UnsupportedGraphError as error:
-        notes.append(_one_line(error))
+def _notes(graphs: Graphs, index: int, wanted: Params) -> tuple[str, ...]:
+    notes = [
+        f"the other calls refuse it: expected {expected}, got {got}. What to do: {do}"
+        for expected, got, do in _graph.hazards(graphs.kinds(index))
+    ]
     if graphs.would_meet_freed(index, wanted.variables):
         notes.append(
             "its graph has been freed by an earlier pass; compute all gradients in one call, or "

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from gradkit import _chance
 from gradkit.func._modules import as_before
 
-STALE, HOOKS, GRAD_DTYPE = "stale", "hooks", "grad_dtype"
+# What may be left out of a run, to see whether it is why two ways differ.
+STALE, HOOKS, GRAD_DTYPE, DROPOUT, CACHE = "stale", "hooks", "grad_dtype", "dropout", "cache"
 
 
 class Keeping:
@@ -31,13 +32,22 @@ class Keeping:
         self._kept = [(t, t._version, t.detach().clone()) for t in unique.values()]
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Put everything back after the block, also if it raises."""
+    def kept(self, without: Collection[str] = ()) -> Iterator[None]:
+        """Put everything back after the block, also if it raises.
+
+        Args:
+            without: With `DROPOUT`, the modules drop nothing in the block; with `CACHE`, autocast
+                keeps no casts.
+        """
         states, others = _chance.states([t for t, _, _ in self._kept]), _other_states()
         try:
             with ExitStack() as stack:
                 for module in self._modules:
                     stack.enter_context(as_before(module))
+                if DROPOUT in without:
+                    _drop_nothing(self._modules)
+                if CACHE in without:
+                    stack.enter_context(without_autocast_cache())
                 yield
         finally:
             for tensor, version, numbers in self._kept:
@@ -50,6 +60,20 @@ class Keeping:
         """Return what would change if a random number were drawn."""
         states = [state for _, state in _chance.states([t for t, _, _ in self._kept])]
         return [[state.tolist() for state in states], repr(_other_states())]
+
+
+def _drop_nothing(modules: Sequence[nn.Module]) -> None:
+    for part in (part for module in modules for part in module.modules()):
+        for name, kinds in _SHARES.items():
+            if isinstance(part, kinds):
+                setattr(part, name, 0.0)
+
+
+# Where the modules of torch have the share that they drop.
+_SHARES: dict[str, tuple[type, ...]] = {
+    "p": (nn.modules.dropout._DropoutNd,),
+    "dropout": (nn.MultiheadAttention, nn.RNNBase),
+}
 
 
 def _differs(tensor: Tensor, version: int, numbers: Tensor) -> bool:
@@ -106,6 +130,17 @@ def grads_for(
             if tensor.grad_dtype != dtype:
                 tensor.grad_dtype = dtype
             tensor.grad = grad
+
+
+@contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """Have autocast cast a parameter anew for every use."""
+    was = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was)
 
 
 @contextmanager

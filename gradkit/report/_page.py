@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 _WIDTH = 100
-_NUMBER = re.compile(r"[+-]?(\d|inf|nan)|$")
+_NUMBER = re.compile(r"[+-]?(\d|inf|nan)|same$|$")
 _RICH = {"good": "green", "bad": "red", "quiet": "dim", "": ""}
 _CSS = {"good": "color:#2e7d32", "bad": "color:#c62828", "quiet": "color:#888", "": ""}
 
@@ -43,8 +43,8 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
     def is_number(self, column: int) -> bool:
-        """Return whether a column is all numbers, which stand on the right."""
-        return all(_NUMBER.match(row[column]) for row in self.rows)
+        """Return whether a column, other than that of names, is all numbers: on the right."""
+        return column > 0 and all(_NUMBER.match(row[column]) for row in self.rows)
 
 
 Block: TypeAlias = Table | str

@@ -59,7 +59,7 @@ class Products:
         lengths = self.matrix.diagonal().sqrt()
         is_zero = lengths == 0
         lengths = torch.where(is_zero, 1.0, lengths)
-        cosines = (self.matrix / lengths[:, None] / lengths[None, :]).clamp(-1, 1)
+        cosines = (self.matrix / (lengths[:, None] * lengths[None, :])).clamp(-1, 1)
         return cosines.fill_diagonal_(1.0).masked_fill(is_zero[:, None] | is_zero[None, :], 0.0)
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from gradkit import _graph
-from gradkit.report._distance import is_close, is_zero, same_bits
-from gradkit.report._keeping import GRAD_DTYPE, HOOKS, STALE
+from gradkit.report._distance import distance, is_close, is_zero, same_bits
+from gradkit.report._keeping import CACHE, DROPOUT, GRAD_DTYPE, HOOKS, STALE
 from gradkit.report._step import Step
 from gradkit.report._ways import BACKWARD, FUNC, GRAD, IN_TURN, Lab, Ran
 
@@ -26,13 +26,18 @@ _OUTSIDE = (
 _ROUNDING = (
     "rounding: a joint pass adds the losses inside of the graph, passes in turn add at the end"
 )
+_FORWARD = "the forward pass gives other numbers there: the losses differ, too"
 _CAUSES = {
     STALE: "stale .grad: .backward() adds to what stands there",
     HOOKS: "a tensor hook on the leaf, which torch.func does not run",
     GRAD_DTYPE: "grad_dtype, which torch.func does not know",
+    DROPOUT: "dropout RNG: the same random numbers fall on other places there",
+    CACHE: "autocast casts a parameter once for all uses, and adds their gradients in the lower "
+    "precision; under torch.func it casts for each use",
 }
+_HOOKS_IN_TURN = "a tensor hook on the leaf, which runs for every loss by itself"
 UNKNOWN = "unknown"
-_UNKNOWN_BUT_SMALL = "unknown; no larger than rounding can explain"
+_SMALL = "; no larger than rounding can explain"
 
 
 def reason(lab: Lab, way: str, place: int) -> str:
@@ -46,17 +51,19 @@ def reason(lab: Lab, way: str, place: int) -> str:
     Returns:
         A reason that a check has shown, or that it is unknown.
     """
-    base, other = lab.run(BACKWARD).grads[place], lab.run(way).grads[place]
+    base, other = lab.run(BACKWARD), lab.run(way)
+    is_small = is_close(base.grads[place], other.grads[place])
     checks: tuple[Callable[[], str], ...] = (
         lambda: _without_a_cause(lab, way, place),
         lambda: _structural(lab, way, place),
         lambda: _tied(lab, way, place),
         lambda: _random(lab, place),
-        lambda: _ROUNDING if way == IN_TURN and is_close(base, other) else "",
+        lambda: _ROUNDING if way == IN_TURN and is_small else "",
         lambda: _outside(lab, way, place),
     )
     found = next(filter(None, (check() for check in checks)), "")
-    return found or (_UNKNOWN_BUT_SMALL if is_close(base, other) else UNKNOWN)
+    last = UNKNOWN if base.values == other.values else _FORWARD
+    return found or last + (_SMALL if is_small else "")
 
 
 def _structural(lab: Lab, way: str, place: int) -> str:
@@ -75,16 +82,24 @@ def _structural(lab: Lab, way: str, place: int) -> str:
 def _without_a_cause(lab: Lab, way: str, place: int) -> str:
     """Leave out what may be the cause, one by one and then together, and look again."""
     suspects = _suspects(lab.step.wanted.leaves[place])
+    suspects += _suspects_of_func(lab) if way == FUNC else []
     attempts = [[cause] for cause in suspects]
     attempts += [suspects] if len(suspects) > 1 else []
     for attempt in attempts:
-        without = frozenset(attempt)
-        base, other = (lab.run(w, without).grads[place] for w in (BACKWARD, way))
-        gone = same_bits(base, other) or (base is None and is_zero(other) and bool(attempt))
-        if gone or (way == IN_TURN and is_close(base, other)):
-            told = " and ".join(_CAUSES[cause] for cause in attempt)
-            return told if same_bits(base, other) or way == IN_TURN else f"{told}, {_NONE}"
+        base, other = (lab.run(w, frozenset(attempt)).grads[place] for w in (BACKWARD, way))
+        told = " and ".join(_told(cause, way) for cause in attempt)
+        if same_bits(base, other):
+            return told
+        # Rounding remains where passes run in turn, or other kernels.
+        if (way == IN_TURN or DROPOUT in attempt) and is_close(base, other):
+            return f"{told}; what remains is no larger than rounding can explain"
+        if base is None and is_zero(other):
+            return f"{told}; {_NONE}"
     return ""
+
+
+def _told(cause: str, way: str) -> str:
+    return _HOOKS_IN_TURN if (cause, way) == (HOOKS, IN_TURN) else _CAUSES[cause]
 
 
 def _suspects(leaf: Tensor) -> list[str]:
@@ -93,6 +108,11 @@ def _suspects(leaf: Tensor) -> list[str]:
         HOOKS: bool(leaf._backward_hooks),
         GRAD_DTYPE: leaf.grad_dtype not in (None, leaf.dtype),
     }
+    return [cause for cause, is_there in present.items() if is_there]
+
+
+def _suspects_of_func(lab: Lab) -> list[str]:
+    present = {DROPOUT: lab.scouted.draws, CACHE: "ToCopyBackward0" in lab.scouted.kinds}
     return [cause for cause, is_there in present.items() if is_there]
 
 
@@ -151,14 +171,15 @@ def reason_against_another(lab: Lab, other: Lab, place: int) -> str:
         if same_bits(_cpu(base.grads[place]), _cpu(against.grads[place])):
             return _CAUSES[STALE]
         found.append(_CAUSES[STALE])
-    others = sum(not same_bits(_cpu(a), _cpu(b)) for a, b in zip(mine, theirs, strict=True))
+    pairs = [(a, b) for a, b in zip(mine, theirs, strict=True) if a is not None and b is not None]
+    others = sum(distance(a, b)[0] != 0 for a, b in pairs)
     if others:
-        found.append(f"other numbers in {others} of {len(mine)} params")
+        found.append(f"other numbers in {others} of {len(pairs)} params")
     found += _setting(lab, other)
     if found:
         return ", ".join(found)
     is_small = is_close(*(one.run(BACKWARD).grads[place] for one in (lab, other)))
-    return _random(lab, place) or (_UNKNOWN_BUT_SMALL if is_small else UNKNOWN)
+    return _random(lab, place) or UNKNOWN + (_SMALL if is_small else "")
 
 
 def _setting(lab: Lab, other: Lab) -> list[str]:
@@ -179,6 +200,8 @@ def _setting(lab: Lab, other: Lab) -> list[str]:
         found.append("other numbers in buffers")
     if any(modes):
         found.append("one is in train mode, the other in eval mode")
+    if _dtypes(lab) != _dtypes(other):
+        found.append("another dtype")
     if _devices(lab) != _devices(other):
         found.append("another device, which rounds in other places")
         if lab.scouted.draws:
@@ -188,6 +211,10 @@ def _setting(lab: Lab, other: Lab) -> list[str]:
 
 def _devices(lab: Lab) -> set[torch.device]:
     return {leaf.device for leaf in lab.step.wanted.leaves if leaf is not None}
+
+
+def _dtypes(lab: Lab) -> list[torch.dtype]:
+    return [leaf.dtype for leaf in lab.step.wanted.leaves if leaf is not None]
 
 
 def _cpu(tensor: Tensor | None) -> Tensor | None:

@@ -15,7 +15,7 @@ from gradkit._inputs import Losses, require_graph
 from gradkit._pytree import PyTree
 from gradkit.report._graphs import walk
 from gradkit.report._held import held_by, tensors_of
-from gradkit.report._keeping import Keeping, grads_for
+from gradkit.report._keeping import DROPOUT, Keeping, grads_for
 from gradkit.report._step import Step, tensors_in
 from gradkit.report._verdicts import checkpointed
 
@@ -71,21 +71,23 @@ class Lab:
             functions = [f for index in live for f in checkpointed(graphs, index)]
             hidden = tensors_of(held_by(functions)) if functions else {}
             leaves = {key: leaf for below in graphs.leaves for key, leaf in below.items()}
-            return Scouted(leaves, {k: t for k, t in hidden.items() if t.is_leaf}, draws, len(live))
+            kinds = {kind.__name__ for index in live for kind in graphs.kinds(index)}
+            hidden = {key: tensor for key, tensor in hidden.items() if tensor.is_leaf}
+            return Scouted(kinds, leaves, hidden, draws, len(live))
 
     def run(self, way: str, without: Without = NOTHING) -> Ran:
         """Return what a way gives.
 
         Args:
             way: One of the four.
-            without: What is left out, as in `grads_for`.
+            without: What is left out, as in `grads_for` and `Keeping.kept`.
 
         Returns:
             Its gradients, or why there are none.
         """
-        key = (way, without if way != FUNC else NOTHING)
+        key = (way, without & {DROPOUT} if way == FUNC else without)
         if key not in self._ran:
-            with self.keeping.kept(), torch.enable_grad():
+            with self.keeping.kept(without), torch.enable_grad():
                 self._ran[key] = _RUNS[way](self, without)
         return self._ran[key]
 
@@ -106,12 +108,14 @@ class Scouted:
     """What one run of the forward pass shows.
 
     Attributes:
+        kinds: The names of the types of its nodes.
         leaves: The leaf tensors of the graph, by id.
         hidden: Those that reentrant checkpoints hold, by id.
         draws: It draws random numbers.
         live: How many losses carry a graph.
     """
 
+    kinds: set[str]
     leaves: dict[int, Tensor]
     hidden: dict[int, Tensor]
     draws: bool
