@@ -98,7 +98,7 @@ class History(Report):
         rows = [row for row in range(last + 1) if row & (row - 1) == 0 or row == last]
         columns = ("step", *(f"norm {name}" for name in self.norms))
         pairs = [f"{a} · {b}" for a, b in self.cosines]
-        return [Table((*columns, *pairs, "conflicts"), tuple(map(self._row, rows)))]
+        return [Table((*columns, *pairs, "conflict"), tuple(map(self._row, rows)))]
 
     def _row(self, row: int) -> tuple[str, ...]:
         cosines = (values[row] for values in self.cosines.values())

@@ -43,8 +43,10 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
     def is_number(self, column: int) -> bool:
-        """Return whether a column, other than that of names, is all numbers: on the right."""
-        return column > 0 and all(_NUMBER.match(row[column]) for row in self.rows)
+        """Return whether a column is all numbers, which stand on the right."""
+        cells = [row[column] for row in self.rows]
+        # The first column has names, of which some begin with a digit.
+        return all(map(str.isdigit if column == 0 else _NUMBER.match, cells))
 
 
 Block: TypeAlias = Table | str
