@@ -284,6 +284,18 @@ def test_dropout_that_falls_on_other_places(device: torch.device) -> None:
     assert model.self_attn.dropout == model.dropout1.p == 0.5
 
 
+def test_what_is_rounding_with_dropout_and_without_is_not_put_down_to_it(
+    device: torch.device,
+) -> None:
+    model = nn.LSTM(3, 4, 2, dropout=0.5).to(device)
+    found = compare(
+        lambda m, x: m(x)[0].square().mean(), model, torch.randn(5, 2, 3, device=device)
+    )
+    for difference in found.differences[FUNC].values():
+        if difference.absolute < 1e-6:
+            assert "dropout" not in difference.reason
+
+
 @pytest.mark.parametrize("use", ["python", "generator"])
 def test_randomness_of_other_kinds(
     device: torch.device, layer: nn.Linear, x: Tensor, use: str
@@ -454,9 +466,11 @@ def test_batch_norm_and_attributes(device: torch.device, x: Tensor) -> None:
             super().__init__()
             self.norm = nn.BatchNorm1d(3)
             self.calls = 0
+            self.seen = torch.zeros(3)  # no buffer
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
+            self.seen += 1
             return self.norm(x)
 
     model, outer = Counting().to(device), nn.BatchNorm1d(3).to(device)
@@ -466,6 +480,7 @@ def test_batch_norm_and_attributes(device: torch.device, x: Tensor) -> None:
         assert all(d.same for d in found.differences[GRAD].values())
         assert compare(mean_square, model, x).same
     assert x.grad is None
+    assert not model.seen.any()
 
 
 def test_a_refusal_after_the_forward_pass(device: torch.device, x: Tensor) -> None:
@@ -493,6 +508,18 @@ def test_an_optimizer_in_the_backward_does_not_step(
     assert "post-accumulate-grad hooks" in found.notes[0]
     mean_square(layer, x).backward()
     assert optimizer.state  # the hook is there again
+
+
+def test_a_function_that_calls_backward(layer: nn.Linear, x: Tensor) -> None:
+    mean_square(layer, x).backward()
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        mean_square(model, 3 * x).backward()
+        return mean_square(model, x)
+
+    with as_before(layer):
+        found = compare(loss_fn, layer, x)
+    assert "backward() called inside" in found.refused[FUNC]
 
 
 def test_a_function_that_raises(layer: nn.Linear, x: Tensor) -> None:

@@ -52,7 +52,7 @@ class Comparison(Report):
 
     @property
     def same(self) -> bool:
-        """Whether all ways that ran gave the same bits everywhere."""
+        """Whether all ways that are not refused gave the same bits everywhere."""
         return all(d.same for leaves in self.differences.values() for d in leaves.values())
 
     def plot(self, ax: Axes | None = None) -> Axes:
@@ -77,12 +77,14 @@ class Comparison(Report):
 
     def _blocks(self) -> Sequence[Block]:
         count = len(next(iter(self.differences.values()), {}))
-        ways = listed(list(self.differences)) or "no other way"
+        ways = listed(list(self.differences))
         told = f"{self.called}: .backward() against {ways}: "
         if self.same:
             told += f"the same bits in {plural(count, 'param')}"
         else:
             told += f"{len(self.differing())} of {plural(count, 'param')} differ"
+        if not self.differences:
+            told = f"{self.called}: nothing can be compared with .backward()"
         blocks: list[Block] = [told, self._table(), *self._reasons()]
         blocks += [f"{way} cannot be compared: {why}" for way, why in self.refused.items()]
         return [*blocks, *self.notes]

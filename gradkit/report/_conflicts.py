@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, product
+from itertools import product
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import Tensor
 
 from gradkit import _pytree
@@ -199,15 +200,23 @@ def _measure(
     names: tuple[str, ...], found: Products, modules: dict[str, Conflicts] | None = None
 ) -> Conflicts:
     norms, cosines = found.norms(), found.cosines()
-    pairs = list(combinations(range(len(names)), 2))
-    has_angle = [bool(norm > 0) and bool(norm.isfinite()) for norm in norms]
-    judged = [(i, j) for i, j in pairs if has_angle[i] and has_angle[j]]
-    worst = sorted((float(cosines[i, j]), i, j) for i, j in judged if cosines[i, j] < 0)
+    has_angle = (norms > 0) & norms.isfinite()
+    i, j = torch.triu_indices(len(names), len(names), 1)
+    judged = has_angle[i] & has_angle[j]
+    is_negative = judged & (cosines[i, j] < 0)
+    worst = sorted(
+        zip(
+            cosines[i, j][is_negative].tolist(),
+            i[is_negative].tolist(),
+            j[is_negative].tolist(),
+            strict=True,
+        )
+    )
     return Conflicts(
         losses=names,
         norms=dict(zip(names, norms.tolist(), strict=True)),
         cosines=cosines,
-        conflicting=tuple((names[i], names[j], cosine) for cosine, i, j in worst),
-        share=len(worst) / len(judged) if judged else 0.0,
+        conflicting=tuple((names[a], names[b], cosine) for cosine, a, b in worst),
+        share=len(worst) / max(1, int(judged.sum())),
         modules=modules or {},
     )

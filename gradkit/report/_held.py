@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 _DEPTH = 4
+_LONGEST = 10_000  # more values in one container are data, and not looked through
 
 
 def held_by(function: object) -> list[Tensor | nn.Module]:
@@ -59,10 +60,9 @@ def _inside(value: object) -> list[Any]:
         except ValueError:  # it closes over a name that has no value yet
             return defaults
         return [*names.nonlocals.values(), *names.globals.values(), *defaults]
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, list | tuple | set | frozenset):
-        return list(value)
+    if isinstance(value, Mapping | list | tuple | set | frozenset):
+        inside = value.values() if isinstance(value, Mapping) else value
+        return list(inside) if len(value) <= _LONGEST else []
     if isinstance(value, type | BuiltinFunctionType) or not callable(value):
         return []
     return [*vars(value).values(), type(value).__call__] if hasattr(value, "__dict__") else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,17 +23,22 @@ class Keeping:
 
     Args:
         modules: Whose attributes and buffers may change.
-        tensors: Whose numbers may change.
+        tensors: Whose numbers, and whose `.grad`, may change.
+
+    Attributes:
+        grads: What stands in `.grad` of those that are leaves, by id.
     """
 
     def __init__(self, modules: Sequence[nn.Module], tensors: Iterable[Tensor]) -> None:
         unique = {id(t): t for t in tensors}
         self._modules = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
         self._kept = [(t, t._version, t.detach().clone()) for t in unique.values()]
+        self._leaves = [t for t in unique.values() if t.is_leaf]
+        self.grads = {id(t): t.grad for t in self._leaves}
 
     @contextmanager
     def kept(self, without: Collection[str] = ()) -> Iterator[None]:
-        """Put everything back after the block, also if it raises.
+        """Put everything back after the block, also if it raises. In it, no `.grad` is there.
 
         Args:
             without: With `DROPOUT`, the modules drop nothing in the block; with `CACHE`, autocast
@@ -42,6 +47,7 @@ class Keeping:
         states, others = _chance.states([t for t, _, _ in self._kept]), _other_states()
         try:
             with ExitStack() as stack:
+                stack.enter_context(grads_for((), self._leaves))
                 for module in self._modules:
                     stack.enter_context(as_before(module))
                 if DROPOUT in without:
@@ -95,24 +101,29 @@ def _restore_others(states: tuple[Any, Any]) -> None:
 
 @contextmanager
 def grads_for(
-    params: Sequence[Tensor], others: Sequence[Tensor], without: Collection[str] = ()
+    params: Sequence[Tensor],
+    others: Sequence[Tensor],
+    stale: Mapping[int, Tensor | None] | None = None,
+    without: Collection[str] = (),
 ) -> Iterator[None]:
     """Let a block accumulate into `.grad`, and put every `.grad` back.
 
     Post-accumulate-grad hooks do not run in it: often they step an optimizer.
 
     Args:
-        params: Start with copies of their `.grad`.
+        params: Start with copies of what stands in `stale`.
         others: Start without.
+        stale: What stood in `.grad`, by id.
         without: What to leave out of the params' part: `STALE` their `.grad`, `HOOKS` their tensor
             hooks, `GRAD_DTYPE` their `grad_dtype`.
     """
     leaves = list({id(t): t for t in (*params, *others)}.values())
     before = [(t, t.grad, t.grad_dtype) for t in leaves]
-    mine = set(map(id, params))
+    mine, stale = set(map(id, params)), stale or {}
     try:
         with ExitStack() as stack:
-            for tensor, grad, _ in before:
+            for tensor, _, _ in before:
+                grad = stale.get(id(tensor))
                 stack.enter_context(_emptied(tensor._post_accumulate_grad_hooks))
                 tensor.grad = None
                 if id(tensor) not in mine:

@@ -85,13 +85,14 @@ def _without_a_cause(lab: Lab, way: str, place: int) -> str:
     suspects += _suspects_of_func(lab) if way == FUNC else []
     attempts = [[cause] for cause in suspects]
     attempts += [suspects] if len(suspects) > 1 else []
+    was_small = is_close(*(lab.run(w).grads[place] for w in (BACKWARD, way)))
     for attempt in attempts:
         base, other = (lab.run(w, frozenset(attempt)).grads[place] for w in (BACKWARD, way))
         told = " and ".join(_told(cause, way) for cause in attempt)
         if same_bits(base, other):
             return told
-        # Rounding remains where passes run in turn, or other kernels.
-        if (way == IN_TURN or DROPOUT in attempt) and is_close(base, other):
+        # What was no more than rounding before is not explained by what leaves rounding.
+        if not was_small and base is not None and is_close(base, other):
             return f"{told}; what remains is no larger than rounding can explain"
         if base is None and is_zero(other):
             return f"{told}; {_NONE}"

@@ -196,12 +196,13 @@ def _fresh(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def tensors_in(tree: PyTree) -> list[Tensor]:
-    """Return the tensors in a tree, with those of the modules in it."""
+    """Return the tensors in a tree, with those that modules in it have, under whatever name."""
     leaves, _ = _pytree.flatten(tree)
     found: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     for leaf in leaves:
         if isinstance(leaf, nn.Module):
-            found += [*leaf.parameters(), *leaf.buffers()]
+            attributes = [value for part in leaf.modules() for value in vars(part).values()]
+            found += [*leaf.parameters(), *leaf.buffers(), *filter(torch.is_tensor, attributes)]
     return found
 
 

@@ -138,7 +138,7 @@ def _in_turn(lab: Lab, without: Without) -> Ran:
 
 def _accumulated(lab: Lab, without: Without, accumulate: Callable[[list[Tensor]], None]) -> Ran:
     params, others = lab.accumulating()
-    with grads_for(params, others, without):
+    with grads_for(params, others, lab.keeping.grads, without):
         losses = lab.step.losses()
         accumulate(_live(losses))
         # The graph is kept, since what loss_fn holds may be part of another one of the caller's.
@@ -148,7 +148,7 @@ def _accumulated(lab: Lab, without: Without, accumulate: Callable[[list[Tensor]]
 def _by_grad(lab: Lab, without: Without) -> Ran:
     wanted = lab.step.wanted
     params, others = lab.accumulating()
-    with grads_for(params, others, without):
+    with grads_for(params, others, lab.keeping.grads, without):
         losses = lab.step.losses()
         try:
             grads = torch.autograd.grad(
