@@ -15,15 +15,11 @@ import sys
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
-from statistics import fmean
 from typing import NamedTuple, TypeAlias
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -39,7 +35,6 @@ OUTPUT = Path(__file__).parent / "output"
 SEED = 0
 LEARNING_RATE = 2e-3
 WEIGHTS = {"digit": 1.0, "parity": 1.0, "image": 10.0}
-PAIRS = list(combinations(WEIGHTS, 2))
 
 
 class Batch(NamedTuple):
@@ -110,8 +105,7 @@ class Sight:
     """The gradients of the three losses at one moment of the training, before they are weighted."""
 
     step: int
-    norms: dict[str, float]  # on the trunk's parameters, by loss
-    cosines: dict[tuple[str, str], float]  # on the trunk's parameters, by pair of losses
+    found: gradkit.report.Conflicts  # on the trunk's parameters
     at_output: dict[str, float]  # norms at the trunk's output, by loss
 
 
@@ -123,8 +117,7 @@ def look(step: int, model: MultiTask, data: Batch) -> Sight:
     at_output = zip(losses, kept.passes["trunk"], strict=True)
     return Sight(
         step,
-        norms={name: gradkit.tree.global_norm(grads[name]).item() for name in losses},
-        cosines={(a, b): gradkit.tree.cosine(grads[a], grads[b]).item() for a, b in PAIRS},
+        found=gradkit.report.conflicts(grads),
         at_output={name: gradkit.tree.global_norm(grad).item() for name, grad in at_output},
     )
 
@@ -263,21 +256,12 @@ def broken_promises(differing: Sequence[str], accuracy: float, least: float) -> 
 # --- Telling and drawing -------------------------------------------------------------------------
 
 
-def sights_table(sights: Sequence[Sight]) -> Table:
-    """Return a few of the sights: the first, the last, and between them ever more steps apart."""
-    table = Table(title="How the losses pull at the trunk")
-    norms = (f"norm\n{name}" for name in WEIGHTS)
-    cosines = (f"cosine\n{a}\n{b}" for a, b in PAIRS)
-    for heading in ("step", *norms, *cosines):
-        table.add_column(heading, justify="right")
-    last = len(sights) - 1
-    for row in (row for row in range(last + 1) if row & (row - 1) == 0 or row == last):
-        table.add_row(
-            str(sights[row].step),
-            *(f"{norm:.3f}" for norm in sights[row].norms.values()),
-            *(f"[{'red' if c < 0 else 'green'}]{c:+.2f}" for c in sights[row].cosines.values()),
-        )
-    return table
+def record(sights: Sequence[Sight]) -> gradkit.report.History:
+    """Return what was seen, as a record that prints and plots."""
+    history = gradkit.report.History()
+    for sight in sights:
+        history.add_(sight.step, sight.found)
+    return history
 
 
 def result_table(model: nn.Module, accuracy: dict[str, float], last: Sight) -> Table:
@@ -292,48 +276,15 @@ def result_table(model: nn.Module, accuracy: dict[str, float], last: Sight) -> T
     return table
 
 
-def draw(sights: Sequence[Sight], path: Path) -> None:
+def draw(history: gradkit.report.History, path: Path) -> None:
     """Save a picture of the norms and the cosines over training."""
     # Not pyplot, which would keep the figure and choose a backend for the whole process.
     figure = Figure(figsize=(9, 7), layout="constrained")
     upper, lower = figure.subplots(2, sharex=True)
-    steps = [sight.step for sight in sights]
-
-    for name, color in zip(WEIGHTS, ("#0072b2", "#d55e00", "#009e73"), strict=True):
-        curve(upper, steps, [sight.norms[name] for sight in sights], color, name)
-    upper.set(yscale="log", ylabel="norm of the gradient")
-    upper.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    upper.yaxis.set_major_formatter("{x:g}")
-    upper.yaxis.set_minor_formatter("")
-
-    lower.axhspan(-1, 0, color="black", alpha=0.05, linewidth=0)
-    lower.axhline(0, color="black", linewidth=1)
-    for pair, color in zip(PAIRS, ("#7b3294", "#56b4e9", "#e69f00"), strict=True):
-        curve(lower, steps, [sight.cosines[pair] for sight in sights], color, " · ".join(pair))
-    lower.text(0.99, 0.04, "conflict", transform=lower.transAxes, ha="right", color="dimgray")
-    lower.set(ylabel="cosine of two gradients", ylim=(-1, 1))
-    lower.set_xlabel("training step (thin: as measured; thick: mean of five measurements)")
-
-    tidy(upper, "How strongly each loss pulls")
-    tidy(lower, "How far the losses agree")
+    history.plot(upper, what="norms").set_title("How strongly each loss pulls", loc="left")
+    history.plot(lower).set_title("How far the losses agree", loc="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
-
-
-def curve(axes: Axes, steps: list[int], values: list[float], color: str, label: str) -> None:
-    """Draw the values faintly, and their moving average."""
-    windows = (values[max(middle - 2, 0) : middle + 3] for middle in range(len(values)))
-    axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.35)
-    axes.plot(steps, [fmean(window) for window in windows], color=color, linewidth=2, label=label)
-
-
-def tidy(axes: Axes, title: str) -> None:
-    """Title the axes, and take away what is no data."""
-    axes.set_title(title, loc="left", fontweight="bold")
-    axes.legend(frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 0.98))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    axes.margins(x=0.01)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -354,9 +305,11 @@ def main(argv: list[str] | None = None) -> int:
     usual, ours, sights = train_both(data, size, console)
     accuracy = accuracies(ours, test)
     picture = options.output / "multitask_digits.png"
-    draw(sights, picture)
+    history = record(sights)
+    draw(history, picture)
 
-    console.print(sights_table(sights), result_table(ours, accuracy, sights[-1]), sep="\n")
+    console.print("How the losses pull at the trunk", history, sep="\n")
+    console.print(result_table(ours, accuracy, sights[-1]))
     console.print(f"picture         {picture}", markup=False, highlight=False, soft_wrap=True)
     broken = broken_promises(differing_weights(usual, ours), accuracy["digit"], size.accuracy)
     for promise in broken:

@@ -5,11 +5,11 @@ computed, by any tree of parameters, and return trees of gradients; `safe_retain
 gradients of intermediate tensors. None of them touches `.grad`: that is for `gradkit.dotgrad`,
 which leads from these results to the `.grad` workflow and back. `gradkit.func` does the same for
 functions, over torch.func; `gradkit.meta` differentiates through training; `gradkit.dist` is for
-several processes.
+several processes; `gradkit.report` shows what there is to see about gradients.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
+import importlib as _importlib
+import typing as _typing
 
 from gradkit import dotgrad, errors, tree
 from gradkit._matrix import combine
@@ -38,8 +38,8 @@ from gradkit.errors import (
 )
 from gradkit.retain import safe_retain
 
-if TYPE_CHECKING:
-    from gradkit import dist, func, meta
+if _typing.TYPE_CHECKING:
+    from gradkit import dist, func, meta, report
 
 __all__ = [
     "CollectiveError",
@@ -65,6 +65,7 @@ __all__ = [
     "meta",
     "per_loss_grads",
     "read_grads",
+    "report",
     "safe_retain",
     "simultaneous_grads",
     "step_",
@@ -76,12 +77,12 @@ __all__ = [
 __version__ = "0.1.0"
 
 # Rooms that are opened when they are first asked for: together they would double the import time.
-_OPENED_LATER = ("dist", "func", "meta")
+_OPENED_LATER = ("dist", "func", "meta", "report")
 
 
 def __getattr__(name: str) -> object:
     if name in _OPENED_LATER:
-        return import_module(f"gradkit.{name}")
+        return _importlib.import_module(f"gradkit.{name}")
     raise AttributeError(f"module 'gradkit' has no attribute {name!r}")
 
 

@@ -73,9 +73,15 @@ def leaves_of(nodes: Iterable[Node]) -> set[int]:
     return {id(_variable(node)) for node in nodes if type(node) is _AccumulateGrad}
 
 
-def leaf_tensors(nodes: Iterable[Node]) -> list[Tensor]:
-    """Return the leaf tensors whose gradient the nodes accumulate."""
-    return [_variable(node) for node in nodes if type(node) is _AccumulateGrad]
+def leaf_tensors(nodes: Iterable[Node]) -> dict[int, Tensor]:
+    """Return the leaf tensors whose gradient the nodes accumulate, by their ids."""
+    found = (_variable(node) for node in nodes if type(node) is _AccumulateGrad)
+    return {id(variable): variable for variable in found}
+
+
+def is_leaf_node(node: Node) -> bool:
+    """Return whether a node accumulates the gradient of a leaf tensor."""
+    return type(node) is _AccumulateGrad
 
 
 def _variable(node: Any) -> Tensor:
@@ -125,7 +131,9 @@ def leading_to(
     return leading
 
 
-def reached(variable: Tensor, losses: Iterable[Tensor], nodes: set[Node], leaves: set[int]) -> bool:
+def reached(
+    variable: Tensor, losses: Iterable[Tensor], nodes: set[Node], leaves: Collection[int]
+) -> bool:
     """Return whether a gradient can arrive at `variable`.
 
     Args:
@@ -258,9 +266,22 @@ def refuse_hazards(kinds: set[type], where: str, allowed: Collection[str] = ()) 
     Raises:
         UnsupportedGraphError: A reentrant checkpoint, DDP's static_graph, or FSDP's parameters.
     """
-    for kind in kinds:
-        if _is_hazard(kind) and kind.__name__ not in allowed:
-            raise UnsupportedGraphError(message(where, *_REFUSED[kind.__name__]))
+    for hazard in hazards(kinds, allowed):
+        raise UnsupportedGraphError(message(where, *hazard))
+
+
+def hazards(kinds: Iterable[type], allowed: Collection[str] = ()) -> list[tuple[str, str, str]]:
+    """Return what would make a graph's gradients silently wrong: expected, got, what to do.
+
+    Args:
+        kinds: The types of its nodes.
+        allowed: Names of such nodes that the caller sees to.
+
+    Returns:
+        One for each kind of node that is refused.
+    """
+    names = (kind.__name__ for kind in kinds if _is_hazard(kind))
+    return [_REFUSED[name] for name in names if name not in allowed]
 
 
 def gone(_: object) -> NoReturn:

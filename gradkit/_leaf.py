@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -52,6 +53,23 @@ def real_vector(leaf: Tensor) -> Tensor:
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
     return flat.to(torch.promote_types(flat.dtype, torch.float32))
+
+
+def stored(leaf: Tensor) -> Tensor:
+    """Return the numbers of a leaf as one dense tensor; of a sparse one, those that it has."""
+    if leaf.is_sparse:
+        return leaf.coalesce().values()
+    return leaf if leaf.layout == torch.strided else leaf.to_dense()
+
+
+def largest(leaves: Sequence[Tensor | None]) -> Tensor:
+    """Return the largest magnitude of an entry, as a constant; 0-dim, in float32 at least."""
+    numbers = (stored(whole(x.detach())) for x in leaves if x is not None)
+    tops = [x.abs().max() for x in numbers if x.numel()]
+    if not tops:
+        return torch.zeros(())
+    top = torch.stack([top.to(tops[0].device, torch.float64) for top in tops]).max()
+    return top.to(torch.promote_types(tops[0].dtype, torch.float32))
 
 
 def width(leaf: Tensor) -> int:

@@ -60,6 +60,7 @@ def read_rows(per_loss: PyTree, losses: PyTree | None) -> Rows:
         Its rows.
 
     Raises:
+        LeafTypeError: A gradient is no tensor.
         StructureError: There are no losses, or their gradients do not match.
     """
     if losses is None:
@@ -105,7 +106,13 @@ def _split(leaves: list[Tensor | None], shape: tuple[int, ...]) -> list[list[Ten
 
 def _check_shapes(rows: Rows) -> None:
     for leaf in rows.leaves:
-        shapes = {tuple(x.shape) for row in rows.rows if (x := row[leaf]) is not None}
+        present: list[Any] = [x for row in rows.rows if (x := row[leaf]) is not None]
+        for x in present:
+            if not isinstance(x, Tensor):
+                do = "pass what per_loss_grads returned"
+                where = f"leaf {leaf} of per_loss"
+                raise LeafTypeError(message(where, "a tensor or None", describe(x), do))
+        shapes = {tuple(x.shape) for x in present}
         if len(shapes) > 1:
             raise StructureError(
                 message(

@@ -7,6 +7,7 @@ A class becomes a node by `optree.register_pytree_node` in the global namespace 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -39,6 +40,22 @@ def unflatten(spec: PyTreeSpec, leaves: Iterable[Any]) -> PyTree:
 def path(spec: PyTreeSpec, index: int, root: str) -> str:
     """Return how a caller would write the way to a leaf: `losses['aux'][0]`."""
     return spec.accessors()[index].codify(root)
+
+
+def labels(spec: PyTreeSpec, lone: str) -> list[str]:
+    """Return a short name for every leaf: `aux[0]`, `encoder.weight`, where `path` is for errors.
+
+    Args:
+        spec: The structure.
+        lone: What a leaf is called that has no name of its own: `loss`, and in a list `loss[0]`.
+
+    Returns:
+        Names that differ from each other.
+    """
+    paths = [accessor.codify("") for accessor in spec.accessors()]
+    dotted = [re.sub(r"\['([^'\]]*)'\]", r".\1", path) for path in paths]
+    short = [path.removeprefix(".") if path.startswith(".") else f"{lone}{path}" for path in dotted]
+    return short if len(set(short)) == len(short) else paths
 
 
 def matching_leaves(spec: PyTreeSpec, spec_root: str, tree: PyTree, root: str) -> list[Any]:
@@ -94,10 +111,15 @@ def spread(prefix: PyTree, prefix_root: str, tree: PyTree, root: str) -> list[An
 
 def children(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]]:
     """Return the top level of `tree`, and the function that puts such a level together."""
-    spec = optree.tree_structure(
+    spec = top_level(tree)
+    return cast("list[Any]", spec.flatten_up_to(tree)), spec.unflatten
+
+
+def top_level(tree: PyTree) -> PyTreeSpec:
+    """Return the structure of the top level of `tree`, whose leaves are what stands below."""
+    return optree.tree_structure(
         tree, is_leaf=lambda node: node is not tree, none_is_leaf=True, namespace=_NAMESPACE
     )
-    return cast("list[Any]", spec.flatten_up_to(tree)), spec.unflatten
 
 
 def _mismatch(wanted_root: str, wanted: PyTreeSpec, root: str, came: PyTreeSpec) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradkit import _pytree
-from gradkit._leaf import inner, plus, whole
+from gradkit._leaf import inner, largest, plus, stored, whole
 from gradkit._matrix import gram, to_matrix, weighted_sum
 from gradkit._pytree import PyTree
 from gradkit._stack import transforms
@@ -215,7 +215,7 @@ def global_norm(tree: PyTree) -> Tensor:
         `torch.nn.utils.get_total_norm`, the norm that `clip_grad_norm_` computes.
     """
     (leaves,), _ = _columns(tree)
-    dense = [_values(leaf) for leaf in leaves if leaf is not None]
+    dense = [stored(leaf) for leaf in leaves if leaf is not None]
     if not dense:
         return torch.zeros(())
     if not transforms() and not any(g.requires_grad for g in dense):
@@ -223,12 +223,6 @@ def global_norm(tree: PyTree) -> Tensor:
     # get_total_norm runs under no_grad: its result would be silently constant.
     norms = torch.stack([whole(torch.linalg.vector_norm(g)).to(dense[0].device) for g in dense])
     return cast("Tensor", torch.linalg.vector_norm(norms))
-
-
-def _values(leaf: Tensor) -> Tensor:
-    if leaf.is_sparse:
-        return leaf.coalesce().values()
-    return leaf if leaf.layout == torch.strided else leaf.to_dense()
 
 
 def clip_by_global_norm(tree: PyTree, max_norm: float) -> PyTree:
@@ -273,7 +267,7 @@ def cosine(a: PyTree, b: PyTree) -> Tensor:
         StructureError: The trees do not match.
     """
     # Scaled by the largest entry, since squares of gradients leave the range of float32.
-    left, right = _largest(a), _largest(b)
+    left, right = (largest(_pytree.flatten(x)[0]) for x in (a, b))
     is_zero = (left == 0) | (right == 0)
     a, b = (scale(x, 1 / torch.where(is_zero, 1.0, top)) for x, top in ((a, left), (b, right)))
     product = dot(a, b)
@@ -282,15 +276,6 @@ def cosine(a: PyTree, b: PyTree) -> Tensor:
     squares = [torch.where(is_zero, one, dot(x, x)) for x in (a, b)]
     cosine = (product / squares[0].sqrt() / squares[1].sqrt()).clamp(-1, 1)
     return torch.where(is_zero & ~product.isnan(), torch.zeros_like(cosine), cosine)
-
-
-def _largest(tree: PyTree) -> Tensor:
-    """Return the largest magnitude of an entry, as a constant."""
-    leaves, _ = _pytree.flatten(tree)
-    tops = [_values(whole(x.detach())).abs().max() for x in leaves if x is not None and x.numel()]
-    present = [top.to(tops[0].device, torch.float64) for top in tops]
-    top = torch.stack(present).max() if present else torch.zeros(())
-    return top.to(torch.promote_types(tops[0].dtype, torch.float32)) if tops else top
 
 
 def stack(trees: Sequence[PyTree]) -> PyTree:

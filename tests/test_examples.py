@@ -6,6 +6,7 @@ import importlib.util
 import re
 import sys
 from copy import deepcopy
+from itertools import combinations
 from pathlib import Path
 from types import ModuleType
 
@@ -143,9 +144,12 @@ def test_looking_tells_the_truth_and_changes_nothing(device, batch):
         at_output[name] = output.norm().item()
 
     assert sight.step == 7
-    assert sight.norms == pytest.approx({name: grad.norm().item() for name, grad in flat.items()})
+    assert sight.found.norms == pytest.approx({
+        name: grad.norm().item() for name, grad in flat.items()
+    })
     assert sight.at_output == pytest.approx(at_output)
-    for (a, b), cosine in sight.cosines.items():
+    for a, b in combinations(demo.WEIGHTS, 2):
+        cosine = sight.found.cosine(a, b)
         expected = torch.nn.functional.cosine_similarity(flat[a], flat[b], dim=0).item()
         assert cosine == pytest.approx(expected, abs=1e-5)
 

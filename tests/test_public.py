@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import subprocess
 import sys
-import typing
 
 import pytest
 import torch
@@ -16,9 +14,8 @@ from gradkit import errors
 
 NAMES = {
     "value_and_grads", "per_loss_grads", "simultaneous_grads", "safe_retain", "combine", "tree",
-    "errors", "dotgrad", "func", "meta", "dist", "read_grads", "write_grads_", "add_grads_",
-    "clear_grads_",
-    "backward_", "capture_grads", "step_", *errors.__all__,
+    "errors", "dotgrad", "func", "meta", "dist", "report", "read_grads", "write_grads_",
+    "add_grads_", "clear_grads_", "backward_", "capture_grads", "step_", *errors.__all__,
 }  # fmt: skip
 ERRORS = {
     "LeafTypeError": TypeError,
@@ -41,12 +38,16 @@ META = {
 }  # fmt: skip
 DIST = {"all_reduce", "per_loss_grads", "value_and_grads"}
 FUNC = {"value_and_grads", "per_loss_grads", "per_sample_grads", "hvp", "make_functional"}
+REPORT = {
+    "Comparison", "Conflicts", "Difference", "Explanation", "History", "LossGraph", "Part",
+    "Verdict", "compare", "conflicts", "explain",
+}  # fmt: skip
 
 
 def test_all_is_what_there_is(device: torch.device) -> None:
     assert set(gradkit.__all__) == NAMES
     shown = {name: getattr(gradkit, name) for name in dir(gradkit) if not name.startswith("_")}
-    public = {name for name, value in shown.items() if name in NAMES or not _is_borrowed(value)}
+    public = {name for name, value in shown.items() if name in NAMES or not inspect.ismodule(value)}
     assert public == NAMES
     with pytest.raises(AttributeError, match="no attribute 'missing'"):
         _ = gradkit.missing
@@ -54,11 +55,7 @@ def test_all_is_what_there_is(device: torch.device) -> None:
     assert set(gradkit.func.__all__) == FUNC
     assert set(gradkit.meta.__all__) == META
     assert set(gradkit.dist.__all__) == DIST
-
-
-def _is_borrowed(value: object) -> bool:
-    """Return whether this is a module, or a helper of `__init__`'s own imports."""
-    return inspect.ismodule(value) or value in (importlib.import_module, typing.TYPE_CHECKING)
+    assert set(gradkit.report.__all__) == REPORT
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -88,6 +85,7 @@ def test_every_public_function_is_documented(device: torch.device) -> None:
     functions += [getattr(gradkit.func, n) for n in FUNC]
     functions += [getattr(gradkit.dist, n) for n in DIST]
     functions += [getattr(gradkit.meta, n) for n in META - {"Adapted", "Optimizer"}]
+    functions += [gradkit.report.explain, gradkit.report.conflicts, gradkit.report.compare]
     for function in functions:
         doc = inspect.getdoc(function)
         assert doc is not None

@@ -146,7 +146,7 @@ class _Plan:
             id(getattr(shards[id(v)], "_unsharded_param", v)) for v in given.variables
         ]
         live = [loss for loss in target.leaves if loss.requires_grad]
-        leaves = _graph.leaf_tensors(_graph.nodes_below(live))
+        leaves = list(_graph.leaf_tensors(_graph.nodes_below(live)).values())
         places = {id(leaf): index for index, leaf in enumerate(leaves)}
         starts = [live] if work.scalar else [[t] if t.requires_grad else [] for t in target.leaves]
         below = [_graph.leaves_of(_graph.nodes_below(start)) for start in starts]

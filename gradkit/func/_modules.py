@@ -82,7 +82,7 @@ def make_functional(
         new = {name: t.clone() for name, t in _read(buffers, buffer_names, "buffers").items()}
         both = {**given, **{name: new[first] for name, first in every_name.items()}}
         was = _checkpoints.before((given, new, args, kwargs))
-        with _as_before(module), _reading_only(given.values()):
+        with as_before(module), _reading_only(given.values()):
             out = functional_call(module, both, args, kwargs)
         _checkpoints.refuse(out, was)
         _refuse_apart(both, every_name)
@@ -98,7 +98,7 @@ def _reading_only(params: Iterable[Tensor]) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def _as_before(module: nn.Module) -> Iterator[None]:
+def as_before(module: nn.Module) -> Iterator[None]:
     """Put back what a forward pass assigns to a module beside its parameters and buffers.
 
     What it computes from the tensors of a call would stay behind in the module: a weight that a

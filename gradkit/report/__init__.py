@@ -1,0 +1,30 @@
+"""Seeing gradients: which loss reaches what, how losses pull, and whether torch's ways agree.
+
+`explain` reads the graph of losses, `conflicts` measures the angles between their gradients, and
+`compare` runs one step through `.backward()`, `torch.autograd.grad` and `torch.func`. Each returns
+a frozen dataclass that prints as text, in rich and in a notebook, and has `.plot(ax=None)`.
+"""
+
+from gradkit.report._compare import compare
+from gradkit.report._comparison import Comparison, Difference
+from gradkit.report._conflicts import Conflicts, conflicts
+from gradkit.report._explain import explain
+from gradkit.report._explanation import Explanation
+from gradkit.report._history import History
+from gradkit.report._records import LossGraph, Part, Verdict
+
+__all__ = [
+    "Comparison",
+    "Conflicts",
+    "Difference",
+    "Explanation",
+    "History",
+    "LossGraph",
+    "Part",
+    "Verdict",
+    "compare",
+    "conflicts",
+    "explain",
+]
+
+conflicts.History = History  # type: ignore[attr-defined]

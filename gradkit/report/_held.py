@@ -1,0 +1,68 @@
+"""The tensors that a function can get at: through its closure, its globals, and its arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+_DEPTH = 4
+_LONGEST = 10_000  # more values in one container are data, and not looked through
+
+
+def held_by(function: object) -> list[Tensor | nn.Module]:
+    """Return the tensors and modules that a function holds, as far as can be seen.
+
+    Args:
+        function: A function, a method, a partial, a module, or containers of such.
+
+    Returns:
+        Those in its closure, defaults, bound arguments and the globals that it names.
+    """
+    found: dict[int, Tensor | nn.Module] = {}
+    seen: set[int] = set()
+    level: list[Any] = [function]
+    for _ in range(_DEPTH):
+        below: list[Any] = []
+        for value in level:
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, Tensor | nn.Module):
+                found[id(value)] = value
+            else:
+                below += _inside(value)
+        level = below
+    return list(found.values())
+
+
+def tensors_of(held: Iterable[Tensor | nn.Module]) -> dict[int, Tensor]:
+    """Return the tensors among these, and the parameters of the modules, by their ids."""
+    tensors: list[Tensor] = []
+    for one in held:
+        tensors += [one] if isinstance(one, Tensor) else one.parameters()
+    return {id(tensor): tensor for tensor in tensors}
+
+
+def _inside(value: object) -> list[Any]:
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, FunctionType):
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        try:
+            names = inspect.getclosurevars(value)
+        except ValueError:  # it closes over a name that has no value yet
+            return defaults
+        return [*names.nonlocals.values(), *names.globals.values(), *defaults]
+    if isinstance(value, Mapping | list | tuple | set | frozenset):
+        inside = value.values() if isinstance(value, Mapping) else value
+        return list(inside) if len(value) <= _LONGEST else []
+    if isinstance(value, type | BuiltinFunctionType) or not callable(value):
+        return []
+    return [*vars(value).values(), type(value).__call__] if hasattr(value, "__dict__") else []

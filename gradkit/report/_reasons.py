@@ -1,0 +1,227 @@
+"""Why two ways differ at a leaf: each reason is what a check has shown, else it is unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gradkit import _graph
+from gradkit.report._distance import distance, is_close, is_zero, same_bits
+from gradkit.report._keeping import CACHE, DROPOUT, GRAD_DTYPE, HOOKS, STALE
+from gradkit.report._step import Step
+from gradkit.report._ways import BACKWARD, FUNC, GRAD, IN_TURN, Lab, Ran
+
+_FROZEN = "frozen: torch.func differentiates by whatever it is given"
+_NONE = "None against zero: no loss reaches it, which torch.func fills with zeros"
+_HIDDEN = "inside a reentrant checkpoint, into which autograd.grad cannot see"
+_RANDOM = "loss_fn differs from run to run: .backward() twice from one state differs, too"
+_TIED = (
+    "tied: torch.func gives each place of the tensor its own part of the gradient; the parts add up"
+)
+_OUTSIDE = (
+    "loss_fn also uses the tensor itself, from outside, which torch.func takes for a constant"
+)
+_ROUNDING = (
+    "rounding: a joint pass adds the losses inside of the graph, passes in turn add at the end"
+)
+_FORWARD = "the forward pass gives other numbers there: the losses differ, too"
+_CAUSES = {
+    STALE: "stale .grad: .backward() adds to what stands there",
+    HOOKS: "a tensor hook on the leaf, which torch.func does not run",
+    GRAD_DTYPE: "grad_dtype, which torch.func does not know",
+    DROPOUT: "dropout RNG: the same random numbers fall on other places there",
+    CACHE: "autocast casts a parameter once for all uses, and adds their gradients in the lower "
+    "precision; under torch.func it casts for each use",
+}
+_HOOKS_IN_TURN = "a tensor hook on the leaf, which runs for every loss by itself"
+UNKNOWN = "unknown"
+_SMALL = "; no larger than rounding can explain"
+
+
+def reason(lab: Lab, way: str, place: int) -> str:
+    """Return why a way differs from `.backward()` at a leaf.
+
+    Args:
+        lab: Where the step is run.
+        way: Another way than `.backward()`, in which it has run.
+        place: Which leaf.
+
+    Returns:
+        A reason that a check has shown, or that it is unknown.
+    """
+    base, other = lab.run(BACKWARD), lab.run(way)
+    is_small = is_close(base.grads[place], other.grads[place])
+    checks: tuple[Callable[[], str], ...] = (
+        lambda: _without_a_cause(lab, way, place),
+        lambda: _structural(lab, way, place),
+        lambda: _tied(lab, way, place),
+        lambda: _random(lab, place),
+        lambda: _ROUNDING if way == IN_TURN and is_small else "",
+        lambda: _outside(lab, way, place),
+    )
+    found = next(filter(None, (check() for check in checks)), "")
+    last = UNKNOWN if base.values == other.values else _FORWARD
+    return found or last + (_SMALL if is_small else "")
+
+
+def _structural(lab: Lab, way: str, place: int) -> str:
+    leaf = lab.step.wanted.leaves[place]
+    base = lab.run(BACKWARD, frozenset(_suspects(leaf))).grads[place]
+    other = lab.run(way).grads[place]
+    if way == FUNC and not leaf.requires_grad and base is None:
+        return _FROZEN
+    if way == FUNC and base is None and is_zero(other):
+        return _NONE
+    if way in (GRAD, FUNC) and is_zero(other) and id(leaf) in lab.scouted.hidden:
+        return _HIDDEN
+    return ""
+
+
+def _without_a_cause(lab: Lab, way: str, place: int) -> str:
+    """Leave out what may be the cause, one by one and then together, and look again."""
+    suspects = _suspects(lab.step.wanted.leaves[place])
+    suspects += _suspects_of_func(lab) if way == FUNC else []
+    attempts = [[cause] for cause in suspects]
+    attempts += [suspects] if len(suspects) > 1 else []
+    was_small = is_close(*(lab.run(w).grads[place] for w in (BACKWARD, way)))
+    for attempt in attempts:
+        base, other = (lab.run(w, frozenset(attempt)).grads[place] for w in (BACKWARD, way))
+        told = " and ".join(_told(cause, way) for cause in attempt)
+        if same_bits(base, other):
+            return told
+        # What was no more than rounding before is not explained by what leaves rounding.
+        if not was_small and base is not None and is_close(base, other):
+            return f"{told}; what remains is no larger than rounding can explain"
+        if base is None and is_zero(other):
+            return f"{told}; {_NONE}"
+    return ""
+
+
+def _told(cause: str, way: str) -> str:
+    return _HOOKS_IN_TURN if (cause, way) == (HOOKS, IN_TURN) else _CAUSES[cause]
+
+
+def _suspects(leaf: Tensor) -> list[str]:
+    present = {
+        STALE: leaf.grad is not None,
+        HOOKS: bool(leaf._backward_hooks),
+        GRAD_DTYPE: leaf.grad_dtype not in (None, leaf.dtype),
+    }
+    return [cause for cause, is_there in present.items() if is_there]
+
+
+def _suspects_of_func(lab: Lab) -> list[str]:
+    present = {DROPOUT: lab.scouted.draws, CACHE: "ToCopyBackward0" in lab.scouted.kinds}
+    return [cause for cause, is_there in present.items() if is_there]
+
+
+def _tied(lab: Lab, way: str, place: int) -> str:
+    leaves = lab.step.wanted.leaves
+    places = [index for index, leaf in enumerate(leaves) if leaf is leaves[place]]
+    if way != FUNC or len(places) < 2:
+        return ""
+    without = frozenset(_suspects(leaves[place]))
+    ran = lab.run(way).grads
+    parts = [grad.to_dense() for index in places if (grad := ran[index]) is not None]
+    whole = lab.run(BACKWARD, without).grads[place]
+    return _TIED if parts and is_close(torch.stack(parts).sum(0), whole) else ""
+
+
+def _random(lab: Lab, place: int) -> str:
+    again = lab.again.grads[place]
+    return "" if same_bits(again, lab.run(BACKWARD).grads[place]) else _RANDOM
+
+
+def _outside(lab: Lab, way: str, place: int) -> str:
+    """Call the function on copies, and look whether the tensor itself is in the graph."""
+    if way != FUNC:
+        return ""
+    with lab.keeping.kept(), torch.enable_grad():
+        return _OUTSIDE if id(lab.step.wanted.leaves[place]) in _leaves_beside(lab.step) else ""
+
+
+def _leaves_beside(step: Step) -> set[int]:
+    named = {name: _copy(p) for name, p in step.holder().named_parameters()}
+    bare = [None if leaf is None else _copy(leaf) for leaf in step.bare()]
+    losses = step.losses_at(named, bare)
+    live = [loss for loss in losses.leaves if loss.requires_grad]
+    return _graph.leaves_of(_graph.nodes_below(live))
+
+
+def _copy(leaf: Tensor) -> Tensor:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def reason_against_another(lab: Lab, other: Lab, place: int) -> str:
+    """Return why another model, or the same on another device, differs at a leaf.
+
+    Args:
+        lab: Where the step is run.
+        other: Where the other one is.
+        place: Which leaf.
+
+    Returns:
+        What is different between them, as far as a check has shown.
+    """
+    mine, theirs = lab.step.wanted.leaves, other.step.wanted.leaves
+    found = []
+    if mine[place].grad is not None or theirs[place].grad is not None:
+        base, against = (one.run(BACKWARD, frozenset({STALE})) for one in (lab, other))
+        if same_bits(_cpu(base.grads[place]), _cpu(against.grads[place])):
+            return _CAUSES[STALE]
+        found.append(_CAUSES[STALE])
+    pairs = [(a, b) for a, b in zip(mine, theirs, strict=True) if a is not None and b is not None]
+    others = sum(distance(a, b)[0] != 0 for a, b in pairs)
+    if others:
+        found.append(f"other numbers in {others} of {len(pairs)} params")
+    found += _setting(lab, other)
+    if found:
+        return ", ".join(found)
+    is_small = is_close(*(one.run(BACKWARD).grads[place] for one in (lab, other)))
+    return _random(lab, place) or UNKNOWN + (_SMALL if is_small else "")
+
+
+def _setting(lab: Lab, other: Lab) -> list[str]:
+    """Return what differs around the params: buffers, modes, devices, random numbers."""
+    pairs = list(zip(lab.step.modules, other.step.modules, strict=False))
+    buffers = [
+        (a, b)
+        for mine, theirs in pairs
+        for a, b in zip(mine.buffers(), theirs.buffers(), strict=False)
+    ]
+    modes = [
+        a.training != b.training
+        for mine, theirs in pairs
+        for a, b in zip(mine.modules(), theirs.modules(), strict=False)
+    ]
+    found = []
+    if any(not torch.equal(a.cpu(), b.cpu()) for a, b in buffers):
+        found.append("other numbers in buffers")
+    if any(modes):
+        found.append("one is in train mode, the other in eval mode")
+    if _dtypes(lab) != _dtypes(other):
+        found.append("another dtype")
+    if _devices(lab) != _devices(other):
+        found.append("another device, which rounds in other places")
+        if lab.scouted.draws:
+            found.append("random numbers, of which each device has its own")
+    return found
+
+
+def _devices(lab: Lab) -> set[torch.device]:
+    return {leaf.device for leaf in lab.step.wanted.leaves if leaf is not None}
+
+
+def _dtypes(lab: Lab) -> list[torch.dtype]:
+    return [leaf.dtype for leaf in lab.step.wanted.leaves if leaf is not None]
+
+
+def _cpu(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().cpu()
+
+
+def differs(a: Ran, b: Ran, place: int) -> bool:
+    """Return whether two runs gave a leaf other bits; across devices, too."""
+    return not same_bits(_cpu(a.grads[place]), _cpu(b.grads[place]))
