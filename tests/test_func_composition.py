@@ -255,7 +255,6 @@ def test_wrong_batching_rules_are_avoided(device: torch.device) -> None:
     losses = {
         "cdist": lambda x: torch.cdist(x, other).sum(1),
         "roll": lambda x: torch.roll(x.sum(), 10) * x[:, 0],
-        "as_strided_scatter": lambda x: torch.as_strided_scatter(x, x[:1] * 2, (1, 3), (3, 1))[1],
     }
     for name, fn in losses.items():
         expected = torch.stack([grad(lambda x, i=i, fn=fn: fn(x)[i])(x) for i in range(len(fn(x)))])
@@ -269,6 +268,27 @@ def test_wrong_batching_rules_are_avoided(device: torch.device) -> None:
         func.value_and_grads(lambda x: jacrev(losses["cdist"])(x).sum())(x)
     right = func.per_loss_grads(lambda x: torch.roll(x, 2, 0).sum(1), chunk_size=3)(x)
     torch.testing.assert_close(right.sum(0), torch.ones_like(x))
+
+
+@pytest.mark.parametrize("by", ["input", "src"])
+def test_as_strided_scatter_is_refused_where_it_is_differentiated(
+    device: torch.device, by: str
+) -> None:
+    """torch reads its cotangent with another's strides, and drops what it should keep [G1]."""
+    x, zeros = torch.randn(3, device=device), torch.zeros(3, device=device)
+
+    def loss(x: Tensor) -> Tensor:
+        into, src = (x * 1, zeros[:1]) if by == "input" else (zeros, x[:1] * 1)
+        return (torch.as_strided_scatter(into, src, (1,), (1,), 1) * x).sum()
+
+    for call in (func.value_and_grads(loss), func.per_loss_grads(loss)):
+        with pytest.raises(gradkit.UnsupportedGraphError, match=r"torch\.where"):
+            call(x)
+    constant = torch.as_strided_scatter(zeros, x[:1], (1,), (1,), 1)
+    _, grad = func.value_and_grads(
+        lambda x: (torch.as_strided_scatter(zeros, constant[1:2], (1,), (1,), 1) * x).sum()
+    )(x)
+    torch.testing.assert_close(grad, constant)
 
 
 def test_torch_still_batches_cdist_and_roll_wrongly(device: torch.device) -> None:

@@ -135,10 +135,15 @@ TRAPS: dict[str, Trap] = {
         passes=True,
     ),
     "as_strided_scatter": Trap(
-        "vmap and forward mode get it silently wrong",
+        "its derivative is silently wrong",
         "index_put, or torch.where",
-        lambda call: call.batched() or call.forward() or call.differentiated_outside(),
-        passes=True,
+        lambda call: (
+            call.batched()
+            or call.forward()
+            or call.differentiated_outside()
+            or call.argument(0, "input").requires_grad
+            or call.argument(1, "src").requires_grad
+        ),
     ),
     "roll": Trap(
         "vmap gets it silently wrong for a tensor without dimensions",

@@ -1,0 +1,113 @@
+"""torch.func.vmap, and what is built on it: jacrev, per-sample gradients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.func import grad, jacrev, vmap
+
+import gradkit
+from gradkit import func
+from tests.silently_wrong._row import Case, D, Row
+
+
+def _rows(fn: Callable[[Tensor], Tensor], x: Tensor) -> Case:
+    """The gradient of the last element, from all rows in one batch."""
+
+    def ours() -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", gradkit.GradkitWarning)
+            return func.per_loss_grads(fn, chunk_size=2)(x)[-1]
+
+    return Case(jacrev(fn)(x)[-1], grad(lambda x: fn(x)[-1])(x), ours)
+
+
+def cdist_by_rows(device: torch.device) -> Case:
+    x = torch.tensor([[0.0, 0.0], [4.0, 3.0]], dtype=D, device=device)
+    other = torch.tensor([[0.0, 3.0], [4.0, 0.0]], dtype=D, device=device)
+    return _rows(lambda x: torch.cdist(x, other).sum(1), x)
+
+
+def masked_select_by_rows(device: torch.device) -> Case:
+    mask = torch.eye(2, dtype=torch.bool, device=device)
+    x = torch.tensor([1.0, 2.0], dtype=D, device=device)
+    return _rows(lambda x: torch.masked_select(x, mask), x)
+
+
+def _samples(fn: Callable[[Tensor], Tensor], x: Tensor, way: Callable[[Tensor], Tensor]) -> Case:
+    """The gradient by each sample, in one batch; and that of the same function in other words."""
+    return Case(
+        vmap(grad(fn))(x),
+        torch.stack([grad(fn)(sample) for sample in x]),
+        lambda: func.per_sample_grads(fn, in_dims=0)(x),
+        lambda: func.per_sample_grads(way, in_dims=0)(x),
+    )
+
+
+def roll_by_samples(device: torch.device) -> Case:
+    x = torch.tensor([1.0, 2.0, 3.0], dtype=D, device=device)
+    return _samples(lambda x: torch.roll(x, 1) * x, x, lambda x: x * x)
+
+
+def index_fill_by_samples(device: torch.device) -> Case:
+    zero = torch.tensor([0], device=device)
+    ones = torch.ones(3, dtype=D, device=device)
+    x = torch.tensor([10.0, 20.0], dtype=D, device=device)
+    first = torch.arange(3, device=device) == 0
+    return _samples(
+        lambda x: torch.index_fill(ones, 0, zero, x).square().sum(),
+        x,
+        lambda x: torch.where(first, x, ones).square().sum(),
+    )
+
+
+def select_scatter_by_samples(device: torch.device) -> Case:
+    zeros = torch.zeros(2, 2, dtype=D, device=device)
+    x = torch.tensor([1.0, 2.0], dtype=D, device=device)
+
+    def one(row: Tensor, x: Tensor) -> Tensor:
+        return (torch.select_scatter(row, x, 0, 1) ** 3).sum()
+
+    def total(x: Tensor) -> Tensor:
+        return vmap(one)(zeros, x).sum()
+
+    return Case(
+        grad(total)(x),
+        torch.stack([grad(one, 1)(*sample) for sample in zip(zeros, x, strict=True)]),
+        lambda: func.value_and_grads(total)(x),
+        lambda: func.per_sample_grads(one, 1, in_dims=0)(zeros, x),
+    )
+
+
+REFUSED = gradkit.UnsupportedGraphError
+ROWS = [
+    Row(
+        "`jacrev(lambda x: torch.cdist(x, other).sum(1))(x)`: the last row",
+        [[-1.0, -1.0], [0.0, 0.0]], [[0.0, 0.0], [1.0, 1.0]],
+        "`func.per_loss_grads(..., chunk_size=2)`, with a warning", cdist_by_rows,
+    ),
+    Row(
+        "`jacrev(lambda x: torch.masked_select(x, mask))(x)`, the mask of more dimensions: the "
+        "last row",
+        [0.0, 0.0], [0.0, 1.0],
+        "`func.per_loss_grads(..., chunk_size=2)`, with a warning", masked_select_by_rows,
+    ),
+    Row(
+        "`vmap(grad(lambda x: torch.roll(x, 1) * x))`, of tensors without dimensions",
+        [5.0, 4.0, 3.0], [2.0, 4.0, 6.0],
+        "`func.per_sample_grads`", roll_by_samples, REFUSED, "without the `roll`",
+    ),
+    Row(
+        "`vmap(grad(lambda x: ones.index_fill(0, zero, x).square().sum()))` at `[10, 20]`",
+        [40.0, 40.0], [20.0, 40.0],
+        "`func.per_sample_grads`", index_fill_by_samples, REFUSED, "with `torch.where`",
+    ),
+    Row(
+        "`grad` of a sum over `vmap(lambda x: (row.select_scatter(x, 0, 1) ** 3).sum())`",
+        [6.0, 24.0], [3.0, 12.0],
+        "`func.value_and_grads`", select_scatter_by_samples, REFUSED, "`func.per_sample_grads`",
+    ),
+]  # fmt: skip

@@ -1,0 +1,254 @@
+"""torch.autograd.grad and .backward(): hooks, memory that is shared, checkpoints, one-hot rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import grad
+from torch.utils.checkpoint import checkpoint
+
+import gradkit
+from tests.helpers import Scribble
+from tests.silently_wrong._row import Case, Row
+
+Write = Callable[[Tensor, Tensor, Tensor], None]
+
+
+def leaf(device: torch.device, *values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device, requires_grad=True)
+
+
+def hook_on_an_input(device: torch.device) -> Case:
+    w = leaf(device, 1)
+    y = w * 2
+    y.register_hook(lambda g: g * 100)
+    y.retain_grad()
+    loss = (3 * y).sum()
+    theirs, _ = grad(loss, (y, w), retain_graph=True)
+    y.grad = None
+    loss.backward(retain_graph=True)
+    return Case(theirs, y.grad, lambda: gradkit.value_and_grads(loss, {"y": y, "w": w})[1]["y"])
+
+
+def backward_that_writes_on_a_non_leaf(device: torch.device) -> Case:
+    w = leaf(device, 1)
+    y = Scribble.apply(w)
+    loss = (y * leaf(device, 3)).sum()
+    (right,) = grad(loss, y, retain_graph=True)
+    right = right.clone()
+    theirs, _ = grad(loss, (y, w), retain_graph=True)
+    return Case(theirs, right, lambda: gradkit.value_and_grads(loss, {"y": y, "w": w})[1]["y"])
+
+
+def backward_that_writes_on_a_sibling(device: torch.device) -> Case:
+    a, w = leaf(device, 1), leaf(device, 1)
+
+    def loss() -> Tensor:
+        return ((a + Scribble.apply(w * 1)) * torch.ones(1, device=device)).sum()
+
+    theirs, _ = grad(loss(), (a, w))
+    (right,) = grad(loss(), a)
+    return Case(theirs, right, lambda: gradkit.value_and_grads(loss(), {"a": a, "w": w})[1]["a"])
+
+
+def unscaled_twice(device: torch.device) -> Case:
+    def unscaled(write: Write) -> list[Tensor | None]:
+        a, b = leaf(device, 1), leaf(device, 1)
+        scaler = torch.amp.GradScaler(device.type, init_scale=8.0)
+        write(scaler.scale((a + b).sum()), a, b)
+        scaler.unscale_(torch.optim.SGD([a, b]))
+        return [a.grad, b.grad]
+
+    return Case(unscaled(assign), unscaled(backward), lambda: unscaled(ours))
+
+
+def clipped_twice(device: torch.device) -> Case:
+    def clipped(write: Write) -> list[Tensor | None]:
+        a, b = leaf(device, 1), leaf(device, 1)
+        write((a + b).sum(), a, b)
+        nn.utils.clip_grad_norm_([a, b], 1.0, foreach=False)
+        return [a.grad, b.grad]
+
+    return Case(clipped(assign), clipped(backward), lambda: clipped(ours))
+
+
+def assign(loss: Tensor, a: Tensor, b: Tensor) -> None:
+    a.grad, b.grad = grad(loss, (a, b))
+
+
+def backward(loss: Tensor, a: Tensor, b: Tensor) -> None:
+    loss.backward()
+
+
+def ours(loss: Tensor, a: Tensor, b: Tensor) -> None:
+    gradkit.write_grads_([a, b], gradkit.value_and_grads(loss, [a, b])[1])
+
+
+def written_back(device: torch.device) -> Case:
+    def afterwards(write: Callable[[Tensor, Tensor], object]) -> Tensor:
+        w = leaf(device, 1)
+        _, result = gradkit.value_and_grads((w * w).sum(), w)
+        write(w, result)
+        (w * w).sum().backward()
+        return result
+
+    def assign(w: Tensor, result: Tensor) -> None:
+        w.grad = result
+
+    return Case(
+        afterwards(assign),
+        afterwards(lambda w, result: None),
+        lambda: afterwards(gradkit.write_grads_),
+    )
+
+
+def result_is_the_seed(device: torch.device) -> Case:
+    w = leaf(device, 1)
+    seed = torch.full((1,), 5.0, device=device)
+    (result,) = grad(w.clone(), w, seed)
+    result.zero_()
+
+    def weight() -> Tensor:
+        kept = torch.full((1,), 5.0, device=device)
+        gradkit.value_and_grads(w.clone(), w, weights=kept)[1].zero_()
+        return kept
+
+    return Case(seed, torch.full((1,), 5.0), weight)
+
+
+def retained_grad_is_written(device: torch.device) -> Case:
+    def after(differentiate: Callable[..., object]) -> Tensor | None:
+        w = leaf(device, 1)
+        y = w * 2
+        y.retain_grad()
+        differentiate((3 * y).sum(), {"w": w, "y": y})
+        return y.grad
+
+    return Case(
+        after(lambda loss, params: grad(loss, list(params.values()))),
+        None,
+        lambda: after(gradkit.value_and_grads),
+    )
+
+
+def hooks_run_again(device: torch.device) -> Case:
+    w = leaf(device, 1)
+    w.register_hook(lambda g: g * 10)
+
+    def loss() -> Tensor:
+        return (2 * w).sum()
+
+    def taken() -> Tensor | None:
+        result, w.grad = w.grad, None
+        return result
+
+    torch.autograd.backward([w], grad(loss(), w))
+    theirs = taken()
+    loss().backward()
+    right = taken()
+
+    def add(*, hooks: bool) -> Tensor | None:
+        _, grads = gradkit.value_and_grads(loss(), w)
+        gradkit.add_grads_(w, grads, hooks=hooks)
+        return taken()
+
+    return Case(theirs, right, lambda: add(hooks=True), lambda: add(hooks=False))
+
+
+def checkpointed(device: torch.device, *, reentrant: bool) -> tuple[Tensor, Tensor]:
+    layer = nn.Linear(1, 1, bias=False).to(device)
+    x = leaf(device, 4).reshape(1, 1)
+    return checkpoint(layer, x, use_reentrant=reentrant).sum(), layer.weight
+
+
+def reentrant_checkpoint_gives_zero(device: torch.device) -> Case:
+    loss, weight = checkpointed(device, reentrant=True)
+    (theirs,) = grad(loss, weight, materialize_grads=True, retain_graph=True)
+    loss.backward(retain_graph=True)
+
+    def instead() -> Tensor:
+        return gradkit.value_and_grads(*checkpointed(device, reentrant=False))[1]
+
+    return Case(theirs, weight.grad, lambda: gradkit.value_and_grads(loss, weight), instead)
+
+
+def reentrant_checkpoint_leaves_none(device: torch.device) -> Case:
+    loss, weight = checkpointed(device, reentrant=True)
+    loss.backward(inputs=[weight], retain_graph=True)
+    theirs = weight.grad
+    loss.backward(retain_graph=True)
+    right, weight.grad = weight.grad, None
+
+    def instead() -> Tensor | None:
+        gradkit.backward_(loss)
+        return weight.grad
+
+    return Case(theirs, right, lambda: gradkit.backward_(loss, weight), instead)
+
+
+def rows_of_other_losses(device: torch.device) -> Case:
+    w = leaf(device, 0, 1)
+    losses = [w.sum(), w.sqrt().sum()]
+    one_hot = list(torch.eye(2, device=device))
+    (rows,) = grad(losses, w, one_hot, is_grads_batched=True, retain_graph=True)
+    right = grad(losses[0], w, retain_graph=True)[0]
+    return Case(rows[0], right, lambda: gradkit.per_loss_grads(losses, w)[0])
+
+
+ROWS = [
+    Row(
+        "`grad(3 * y, (y, w))`, where `y = 2 * w` has a hook `g * 100`: by `y`",
+        [3.0], [300.0], "`value_and_grads`", hook_on_an_input,
+    ),
+    Row(
+        "`grad(loss, (y, w))`, where `y = f(w)`, and the backward of `f` writes on its cotangent: "
+        "by `y`",
+        [21.0], [3.0], "`value_and_grads`", backward_that_writes_on_a_non_leaf,
+    ),
+    Row(
+        "`grad(a + f(w), (a, w))` with that `f`: by `a`",
+        [7.0], [1.0], "`value_and_grads`", backward_that_writes_on_a_sibling,
+    ),
+    Row(
+        "`a.grad, b.grad = grad(scaler.scale(a + b), (a, b))`, scale 8, then `scaler.unscale_`",
+        [[0.125], [0.125]], [[1.0], [1.0]], "`write_grads_`", unscaled_twice,
+    ),
+    Row(
+        "`a.grad, b.grad = grad(a + b, (a, b))`, then `clip_grad_norm_` to 1, `foreach=False`",
+        [[0.5], [0.5]], [[0.7071], [0.7071]], "`write_grads_`", clipped_twice,
+    ),
+    Row(
+        "`w.grad = g`, where `g` is a gradient of 2, then `(w * w).backward()`: `g`",
+        [4.0], [2.0], "`write_grads_`", written_back,
+    ),
+    Row(
+        "`g, = grad(w.clone(), w, seed)`, then `g.zero_()`: `seed`, which was 5",
+        [0.0], [5.0], "`value_and_grads(..., weights=seed)`", result_is_the_seed,
+    ),
+    Row(
+        "`grad(3 * y, (w, y))` after `y.retain_grad()`: `y.grad`, which nobody asked for",
+        [3.0], None, "`value_and_grads`", retained_grad_is_written,
+    ),
+    Row(
+        "`backward([w], grad(2 * w, w))`, where `w` has a hook `g * 10`: `w.grad`",
+        [200.0], [20.0], "`add_grads_(..., hooks=True)`", hooks_run_again,
+        gradkit.UnsupportedGraphError, "`add_grads_`",
+    ),
+    Row(
+        "`grad(checkpoint(layer, x, use_reentrant=True), weight, materialize_grads=True)`",
+        [[0.0]], [[4.0]], "`value_and_grads`", reentrant_checkpoint_gives_zero,
+        gradkit.UnsupportedGraphError, "with `use_reentrant=False`",
+    ),
+    Row(
+        "`checkpoint(layer, x, use_reentrant=True).backward(inputs=[weight])`: `weight.grad`",
+        None, [[4.0]], "`backward_(loss, weight)`", reentrant_checkpoint_leaves_none,
+        gradkit.UnsupportedGraphError, "`backward_(loss)`",
+    ),
+    Row(
+        "`grad([w.sum(), w.sqrt().sum()], w, one_hot_rows, is_grads_batched=True)` at "
+        "`w = [0, 1]`: the first row",
+        [float("nan"), 1.0], [1.0, 1.0], "`per_loss_grads`", rows_of_other_losses,
+    ),
+]  # fmt: skip

@@ -1,0 +1,103 @@
+"""What gradkit cannot see, and gives as torch does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import grad
+
+import gradkit
+from tests.silently_wrong._row import Case, D, Row
+from tests.silently_wrong.processes import ddp_passed_by, parameters_of_ddp, shown
+
+
+def value_changed_behind_autograd(device: torch.device) -> Case:
+    w = torch.ones(1, device=device, requires_grad=True)
+    loss = (w * w).sum()
+    right = grad(loss, w, retain_graph=True)[0].clone()
+    w.data.add_(1)
+    theirs = grad(loss, w, retain_graph=True)[0]
+    return Case(theirs, right, lambda: gradkit.value_and_grads(loss, w)[1])
+
+
+def by_input_of_as_strided_scatter(device: torch.device) -> Case:
+    x = torch.tensor([1.0, 2.0, 3.0], dtype=D, device=device)
+    zero = torch.zeros(1, dtype=D, device=device)
+    middle = torch.arange(3, device=device) == 1
+    return _eagerly(
+        lambda x: torch.as_strided_scatter(x, zero, (1,), (1,), 1).square().sum(),
+        lambda x: torch.where(middle, 0.0, x).square().sum(),
+        x,
+    )
+
+
+def by_source_of_as_strided_scatter(device: torch.device) -> Case:
+    x = torch.tensor([1.0], dtype=D, device=device)
+    zeros = torch.zeros(2, dtype=D, device=device)
+    factors = torch.arange(4, dtype=D, device=device)
+    return _eagerly(
+        lambda x: torch.cat([zeros, torch.as_strided_scatter(zeros, x, (1,), (1,), 1)]) @ factors,
+        lambda x: torch.cat([zeros, zeros[:1], x]) @ factors,
+        x,
+    )
+
+
+def _eagerly(fn: Callable[[Tensor], Tensor], way: Callable[[Tensor], Tensor], x: Tensor) -> Case:
+    """A gradient, and that of the same function in other words; gradkit.func refuses the first."""
+    with pytest.raises(gradkit.UnsupportedGraphError, match="as_strided_scatter"):
+        gradkit.func.value_and_grads(fn)(x)
+    leaf = x.clone().requires_grad_()
+    return Case(
+        grad(fn(leaf), leaf)[0],
+        gradkit.func.value_and_grads(way)(x)[1],
+        lambda: gradkit.value_and_grads(fn(leaf), leaf)[1],
+    )
+
+
+def retained_grad_inside(device: torch.device) -> Case:
+    def after(differentiate: Callable[..., object]) -> Tensor | None:
+        w = torch.ones(1, device=device, requires_grad=True)
+        y = w * 2
+        y.retain_grad()
+        differentiate((3 * y).sum(), w)
+        return y.grad
+
+    return Case(after(grad), None, lambda: after(gradkit.value_and_grads))
+
+
+REFUSED = "`UnsupportedGraphError`"
+ROWS = [
+    Row(
+        "`w.data.add_(1)` after the loss `w * w` at 1: by `w`",
+        [4.0], [2.0], "`value_and_grads`", value_changed_behind_autograd, same=True,
+    ),
+    Row(
+        "`grad(x.as_strided_scatter(zero, (1,), (1,), 1).square().sum(), x)` at `[1, 2, 3]`",
+        [0.0, 0.0, 0.0], [2.0, 0.0, 6.0],
+        f"`func.value_and_grads`: {REFUSED}; `value_and_grads`", by_input_of_as_strided_scatter,
+        same=True,
+    ),
+    Row(
+        "`grad(torch.cat([zeros, zeros.as_strided_scatter(x, (1,), (1,), 1)]) @ factors, x)`, the "
+        "factors `[0, 1, 2, 3]`",
+        [1.0], [3.0],
+        f"`func.value_and_grads`: {REFUSED}; `value_and_grads`", by_source_of_as_strided_scatter,
+        same=True,
+    ),
+    Row(
+        "`grad(3 * y, w)`, where somebody called `retain_grad()` on `y`: `y.grad`",
+        [3.0], None, "`value_and_grads(loss, w)`", retained_grad_inside, same=True,
+    ),
+    Row(
+        "`grad(loss, list(ddp.parameters()))`, the parameters given by themselves",
+        [2.0], [10.0], "`value_and_grads(loss, list(ddp.parameters()))`",
+        shown(parameters_of_ddp), same=True,
+    ),
+    Row(
+        "`backward(params, grads)`, of a loss that went by `ddp.module`: `.grad`",
+        [2.0], [10.0], "`add_grads_(params, grads, hooks=True)`", shown(ddp_passed_by), same=True,
+    ),
+]  # fmt: skip
