@@ -37,7 +37,11 @@ def is_dtensor(leaf: object) -> bool:
 
 
 def whole(leaf: Tensor) -> Tensor:
-    """Return the whole tensor of which each process holds a shard; a collective then."""
+    """Return the whole tensor of which each process holds a shard; a collective then.
+
+    To `item()` and `bool()`, a DTensor that is yet to be summed over its ranks says what this rank
+    adds; and one that has an empty shard has no maximum on that rank, while the others wait [M8].
+    """
     if not is_dtensor(leaf):
         return leaf
     sharded: Any = leaf
@@ -79,11 +83,10 @@ def width(leaf: Tensor) -> int:
 
 def from_real_vector(flat: Tensor, like: Tensor) -> Tensor:
     """Return the leaf of which `flat` is the `real_vector`, in the shape and dtype of `like`."""
-    if is_dtensor(like):
-        return _sharded_as(from_real_vector(flat, torch.empty_like(whole(like))), like)
     if like.is_complex():
-        return torch.view_as_complex(flat.reshape(-1, 2)).reshape(like.shape).to(like.dtype)
-    return flat.reshape(like.shape).to(like.dtype)
+        flat = torch.view_as_complex(flat.reshape(-1, 2))
+    leaf = flat.reshape(like.shape).to(like.dtype)
+    return _sharded_as(leaf, like) if is_dtensor(like) else leaf
 
 
 def _sharded_as(leaf: Tensor, like: Any) -> Tensor:
@@ -91,4 +94,6 @@ def _sharded_as(leaf: Tensor, like: Any) -> Tensor:
 
     everywhere = [Replicate()] * like.device_mesh.ndim
     same = DTensor.from_local(leaf, like.device_mesh, everywhere, run_check=False)
-    return same.redistribute(placements=like.placements)
+    # What is yet to be summed over ranks is whole here: it would count once for each of them.
+    placements = [Replicate() if one.is_partial() else one for one in like.placements]
+    return same.redistribute(placements=placements)

@@ -2,6 +2,9 @@
 
 Every function is pure: it returns new tensors, and is differentiable where its inputs carry a
 graph. Trees are optree's; dictionaries match by key and keep the order of the first tree.
+
+DTensors stay DTensors in sums. A number or a matrix made of them is a plain tensor, the same on all
+their ranks, which have to make the call together; their leaves are gathered one by one for it.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradkit import _pytree
-from gradkit._leaf import inner, largest, plus, stored, whole
+from gradkit._leaf import inner, is_dtensor, largest, plus, stored, whole
 from gradkit._matrix import gram, to_matrix, weighted_sum
 from gradkit._pytree import PyTree
 from gradkit._stack import transforms
@@ -218,9 +221,11 @@ def global_norm(tree: PyTree) -> Tensor:
     dense = [stored(leaf) for leaf in leaves if leaf is not None]
     if not dense:
         return torch.zeros(())
-    if not transforms() and not any(g.requires_grad for g in dense):
+    # get_total_norm runs under no_grad: its result would be silently constant. And it takes either
+    # DTensors or others.
+    alike = len(set(builtins.map(is_dtensor, dense))) == 1
+    if alike and not transforms() and not any(g.requires_grad for g in dense):
         return whole(torch.nn.utils.get_total_norm(dense))
-    # get_total_norm runs under no_grad: its result would be silently constant.
     norms = torch.stack([whole(torch.linalg.vector_norm(g)).to(dense[0].device) for g in dense])
     return cast("Tensor", torch.linalg.vector_norm(norms))
 
@@ -364,7 +369,8 @@ def allclose(
     """
 
     def close(x: Tensor, y: Tensor) -> bool:
-        return torch.allclose(x.to_dense(), y.to_dense(), rtol=rtol, atol=atol, equal_nan=equal_nan)
+        x, y = whole(x).to_dense(), whole(y).to_dense()
+        return torch.allclose(x, y, rtol=rtol, atol=atol, equal_nan=equal_nan)
 
     leaves, _ = _pytree.flatten(map(close, a, b))
     return all(leaf is not False for leaf in leaves)
