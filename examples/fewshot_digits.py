@@ -22,7 +22,6 @@ al. 2016, "Matching Networks for One Shot Learning", https://arxiv.org/abs/1606.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -31,10 +30,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from _script import blank_figure, conclude, options_of, progress_on, save, tidy
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure, SubFigure
+from matplotlib.figure import SubFigure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -44,7 +44,6 @@ from torch.optim import Adam
 
 import gradkit
 
-OUTPUT = Path(__file__).parent / "output"
 SEED = 0
 TRAIN_DIGITS = (0, 1, 2, 3, 4, 5, 6)
 TEST_DIGITS = (7, 8, 9)
@@ -288,14 +287,7 @@ def experiment(size: Size, device: torch.device, console: Console) -> Experiment
     generator = torch.Generator().manual_seed(SEED + 1)
     tests = draw_tasks(by_digit, TEST_DIGITS, size.tests, size.queries, generator)
     learner = Learner(device)
-    columns = (
-        TextColumn("{task.description:10}"),
-        BarColumn(bar_width=16),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("[dim]{task.fields[told]}"),
-    )
-    with Progress(*columns, console=console) as progress:
+    with progress_on(console) as progress:
         learned = meta_train(learner, by_digit, size.iterations, progress)
         pretrained = pretrain(learner, by_digit, size.iterations, progress)
         starts: list[tuple[str, Any, float]] = [
@@ -362,13 +354,11 @@ def accuracy_table(outcome: Experiment) -> Table:
 
 def draw(outcome: Experiment, path: Path) -> None:
     """Save a picture of the accuracy over steps, and of one task."""
-    # Not pyplot, which would keep the figure and choose a backend for the whole process.
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = blank_figure(11, 4.5)
     grid = figure.add_gridspec(1, 2, width_ratios=(5, 6))
     draw_curves(figure.add_subplot(grid[0]), outcome)
     draw_task(figure.add_subfigure(grid[1]), outcome)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def draw_curves(axes: Axes, outcome: Experiment) -> None:
@@ -387,10 +377,7 @@ def draw_curves(axes: Axes, outcome: Experiment) -> None:
     axes.axhline(1 / WAYS, color="dimgray", linestyle=":", label="chance")
     axes.axvline(STEPS, color="dimgray", linewidth=0.5)
     axes.set(xlabel="inner steps", ylabel="accuracy", ylim=(0.25, 1))
-    axes.set_title("Accuracy on digits never met", loc="left", fontweight="bold")
-    axes.legend(frameon=False, fontsize="small", loc="upper right")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
+    tidy(axes, "Accuracy on digits never met", loc="upper right")
 
 
 def draw_task(figure: SubFigure, outcome: Experiment) -> None:
@@ -421,18 +408,9 @@ def draw_task(figure: SubFigure, outcome: Experiment) -> None:
                 axes.spines[:].set(color=color, linewidth=3)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--smoke", action="store_true", help="a tiny run, for tests")
-    parser.add_argument("--device", type=torch.device, default="cpu", help="default: cpu")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="default: examples/output")
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the demo, and return the exit status: 0 if it kept every promise."""
-    options = parse(argv)
+    options = options_of(__doc__).parse_args(argv)
     size = SMOKE if options.smoke else FULL
     console = Console()
     outcome = experiment(size, options.device, console)
@@ -440,15 +418,9 @@ def main(argv: list[str] | None = None) -> int:
     draw(outcome, picture)
 
     console.print(accuracy_table(outcome))
-    console.print(f"picture         {picture}", markup=False, highlight=False, soft_wrap=True)
     broken = broken_promises(outcome, size)
-    for promise in broken:
-        Console(stderr=True).print(f"[bold red]FAILED[/] {promise}", soft_wrap=True)
-    if not broken:
-        console.print(
-            "[bold green]OK[/] three steps from the learned start are worth more than from others"
-        )
-    return 1 if broken else 0
+    kept = "three steps from the learned start are worth more than from others"
+    return conclude(console, picture, broken, kept)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ data and its products of features.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,10 +32,9 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from _script import blank_figure, conclude, options_of, progress_on, save, tidy
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 from sklearn.datasets import load_diabetes
 from sklearn.model_selection import train_test_split
@@ -46,7 +44,6 @@ from torch.nn import functional
 
 import gradkit
 
-OUTPUT = Path(__file__).parent / "output"
 SEED = 0
 STEPS = 40  # of the inner loop that is unrolled
 META_LEARNING_RATE = 0.15
@@ -276,13 +273,6 @@ def learn(
 def learn_all(data: Split, size: Size, console: Console) -> list[Found]:
     """Learn by unrolling, and by implicit differentiation: one weight decay, and one for each."""
     device = data.train.x.device
-    columns = (
-        TextColumn("{task.description:18}"),
-        BarColumn(bar_width=16),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("[dim]{task.fields[told]}"),
-    )
     both = hyper_at(START_DECAY, START_RATE, device)
     one = {"log decay": both["log decay"]}
     each = one["log decay"].detach().expand(data.train.x.shape[1])
@@ -293,7 +283,7 @@ def learn_all(data: Split, size: Size, console: Console) -> list[Found]:
         ("implicit", one, lambda hyper, before: find(before, hyper)),
         ("implicit, for each", many, lambda hyper, before: find(before, hyper)),
     ]
-    with Progress(*columns, console=console) as progress:
+    with progress_on(console) as progress:
         return [
             learn(name, hyper, weights_at, data, size.meta_steps, progress)
             for name, hyper, weights_at in ways
@@ -458,8 +448,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73")
 
 def draw(outcome: Outcome, path: Path) -> None:
     """Save a picture of the losses over meta-steps, and of the grid's curves."""
-    # Not pyplot, which would keep the figure and choose a backend for the whole process.
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = blank_figure(11, 4.5)
     left, right = figure.subplots(1, 2, sharey=True)
     for found, color in zip(outcome.found, COLORS, strict=True):
         left.plot(found.losses, color=color, label=found.name, linewidth=2)
@@ -477,30 +466,12 @@ def draw(outcome: Outcome, path: Path) -> None:
     right.set(xscale="log", xlabel="weight decay")
     tidy(left, "Learned")
     tidy(right, "Searched, and the way that learning took")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
-def tidy(axes: Axes, title: str) -> None:
-    """Title the axes, and take away what is no data."""
-    axes.set_title(title, loc="left", fontweight="bold")
-    axes.legend(frameon=False, fontsize="small")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--smoke", action="store_true", help="a tiny run, for tests")
-    parser.add_argument("--device", type=torch.device, default="cpu", help="default: cpu")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="default: examples/output")
-    return parser.parse_args(argv)
+    save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the demo, and return the exit status: 0 if it kept every promise."""
-    options = parse(argv)
+    options = options_of(__doc__).parse_args(argv)
     size = SMOKE if options.smoke else FULL
     console = Console()
     outcome = experiment(size, options.device, console)
@@ -508,13 +479,9 @@ def main(argv: list[str] | None = None) -> int:
     draw(outcome, picture)
 
     console.print(agreement_table(outcome), found_table(outcome), sep="\n")
-    console.print(f"picture         {picture}", markup=False, highlight=False, soft_wrap=True)
     broken = broken_promises(outcome, size)
-    for promise in broken:
-        Console(stderr=True).print(f"[bold red]FAILED[/] {promise}", soft_wrap=True)
-    if not broken:
-        console.print("[bold green]OK[/] the hypergradients are right, and lead where a grid does")
-    return 1 if broken else 0
+    kept = "the hypergradients are right, and lead where a grid does"
+    return conclude(console, picture, broken, kept)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ Quickly for Few-Shot Learning", https://arxiv.org/abs/1707.09835.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -31,10 +30,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from _script import blank_figure, conclude, options_of, progress_on, save, tidy
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
 from torch.func import vmap
@@ -43,7 +42,6 @@ from torch.optim import Adam
 
 import gradkit
 
-OUTPUT = Path(__file__).parent / "output"
 SEED = 0
 SHOTS = 10
 STEP_SIZE = 0.01  # of the inner gradient descent
@@ -247,14 +245,7 @@ def experiment(size: Size, device: torch.device, console: Console) -> list[Learn
     """Train every method, and test it on the same new tasks."""
     tests = draw_tasks(size.tests, POINTS, torch.Generator().manual_seed(SEED + 1), device)
     outcomes = []
-    columns = (
-        TextColumn("{task.description:8}"),
-        BarColumn(bar_width=16),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("[dim]{task.fields[told]}"),
-    )
-    with Progress(*columns, console=console) as progress:
+    with progress_on(console) as progress:
         for method in METHODS:
             params, values = meta_train(method, size, device, progress)
             outcomes.append(Learned(method, params, values, errors_by_step(params, tests)))
@@ -325,8 +316,7 @@ def setting_table(size: Size) -> Table:
 
 def draw(outcomes: Sequence[Learned], path: Path) -> None:
     """Save a picture of the errors by step, and of one wave before and after."""
-    # Not pyplot, which would keep the figure and choose a backend for the whole process.
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = blank_figure(11, 4.5)
     left, right = figure.subplots(1, 2)
     for one in outcomes:
         draw_errors(left, one)
@@ -336,8 +326,7 @@ def draw(outcomes: Sequence[Learned], path: Path) -> None:
     tidy(left, f"Error on {len(outcomes[0].errors)} new waves (trained for one step)")
     draw_fit(right, outcomes[0])
     tidy(right, f"One new wave, by {outcomes[0].method.name}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def draw_errors(axes: Axes, one: Learned) -> None:
@@ -370,27 +359,11 @@ def draw_fit(axes: Axes, one: Learned) -> None:
     axes.set(xlabel="x")
 
 
-def tidy(axes: Axes, title: str) -> None:
-    """Title the axes, and take away what is no data."""
-    axes.set_title(title, loc="left", fontweight="bold")
-    axes.legend(frameon=False, fontsize="small")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--smoke", action="store_true", help="a tiny run, for tests")
-    parser.add_argument("--iterations", type=int, help=f"default: {FULL.iterations}")
-    parser.add_argument("--device", type=torch.device, default="cpu", help="default: cpu")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="default: examples/output")
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the demo, and return the exit status: 0 if it kept every promise."""
-    options = parse(argv)
+    parser = options_of(__doc__)
+    parser.add_argument("--iterations", type=int, help=f"default: {FULL.iterations}")
+    options = parser.parse_args(argv)
     size = SMOKE if options.smoke else FULL
     if options.iterations is not None:
         size = replace(size, iterations=options.iterations)
@@ -400,13 +373,8 @@ def main(argv: list[str] | None = None) -> int:
     draw(outcomes, picture)
 
     console.print(errors_table(outcomes), setting_table(size), sep="\n")
-    console.print(f"picture         {picture}", markup=False, highlight=False, soft_wrap=True)
     broken = broken_promises(outcomes, size)
-    for promise in broken:
-        Console(stderr=True).print(f"[bold red]FAILED[/] {promise}", soft_wrap=True)
-    if not broken:
-        console.print("[bold green]OK[/] every method adapts to new waves")
-    return 1 if broken else 0
+    return conclude(console, picture, broken, "every method adapts to new waves")
 
 
 if __name__ == "__main__":

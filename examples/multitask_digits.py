@@ -10,7 +10,6 @@ bit for bit, although the second loop also looks at the gradients of every loss 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -19,9 +18,9 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import torch
-from matplotlib.figure import Figure
+from _script import blank_figure, conclude, options_of, progress_on, save
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -31,7 +30,6 @@ from torch.optim import Adam, Optimizer
 
 import gradkit
 
-OUTPUT = Path(__file__).parent / "output"
 SEED = 0
 LEARNING_RATE = 2e-3
 WEIGHTS = {"digit": 1.0, "parity": 1.0, "image": 10.0}
@@ -65,7 +63,7 @@ class MultiTask(nn.Module):
 def multitask_losses(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """Return the three losses of a batch, each a mean over it."""
     outputs = model(batch.images)
-    odd = (batch.digits % 2).float()
+    odd = (batch.digits % 2).to(batch.images)
     return {
         "digit": functional.cross_entropy(outputs["digit"], batch.digits),
         "parity": functional.binary_cross_entropy_with_logits(outputs["parity"].squeeze(1), odd),
@@ -183,12 +181,12 @@ def train(
     """Return a copy of `start`, trained on the batches in their order."""
     model = deepcopy(start)
     optimizer = Adam(model.parameters(), lr=LEARNING_RATE)
-    task = progress.add_task(name, total=len(batches), losses="")
+    task = progress.add_task(name, total=len(batches), told="")
     for index, batch in enumerate(batches):
         watch(index, model)
         values = step(model, optimizer, batch)
         losses = "  ".join(f"{loss} {value.item():.3f}" for loss, value in values.items())
-        progress.update(task, advance=1, losses=losses)
+        progress.update(task, advance=1, told=losses)
     watch(len(batches), model)
     return model
 
@@ -205,14 +203,7 @@ def train_both(
         if index % size.look_every == 0:
             sights.append(look(index, model, data))
 
-    columns = (
-        TextColumn("{task.description:7}"),
-        BarColumn(bar_width=16),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("[dim]{task.fields[losses]}"),
-    )
-    with Progress(*columns, console=console) as progress:
+    with progress_on(console) as progress:
         usual = train(start, batches, usual_step, progress, "usual")
         ours = train(start, batches, gradkit_step, progress, "gradkit", watch)
     return usual, ours, sights
@@ -278,27 +269,16 @@ def result_table(model: nn.Module, accuracy: dict[str, float], last: Sight) -> T
 
 def draw(history: gradkit.report.History, path: Path) -> None:
     """Save a picture of the norms and the cosines over training."""
-    # Not pyplot, which would keep the figure and choose a backend for the whole process.
-    figure = Figure(figsize=(9, 7), layout="constrained")
+    figure = blank_figure(9, 7)
     upper, lower = figure.subplots(2, sharex=True)
     history.plot(upper, what="norms").set_title("How strongly each loss pulls", loc="left")
     history.plot(lower).set_title("How far the losses agree", loc="left")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--smoke", action="store_true", help="a tiny run, for tests")
-    parser.add_argument("--device", type=torch.device, default="cpu", help="default: cpu")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="default: examples/output")
-    return parser.parse_args(argv)
+    save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the demo, and return the exit status: 0 if it kept every promise."""
-    options = parse(argv)
+    options = options_of(__doc__).parse_args(argv)
     size = SMOKE if options.smoke else FULL
     console = Console()
     data, test = load(size.images, options.device)
@@ -310,13 +290,8 @@ def main(argv: list[str] | None = None) -> int:
 
     console.print("How the losses pull at the trunk", history, sep="\n")
     console.print(result_table(ours, accuracy, sights[-1]))
-    console.print(f"picture         {picture}", markup=False, highlight=False, soft_wrap=True)
     broken = broken_promises(differing_weights(usual, ours), accuracy["digit"], size.accuracy)
-    for promise in broken:
-        Console(stderr=True).print(f"[bold red]FAILED[/] {promise}", soft_wrap=True)
-    if not broken:
-        console.print("[bold green]OK[/] the weights of the two runs are equal bit for bit")
-    return 1 if broken else 0
+    return conclude(console, picture, broken, "the weights of the two runs are equal bit for bit")
 
 
 if __name__ == "__main__":

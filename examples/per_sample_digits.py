@@ -15,19 +15,16 @@ start differently; here it is over the epochs of one.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from _script import blank_figure, conclude, options_of, progress_on, save
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -38,7 +35,6 @@ from torch.optim import Adam, Optimizer
 
 import gradkit
 
-OUTPUT = Path(__file__).parent / "output"
 SEED = 0
 LEARNING_RATE = 2e-3
 FLIPPED = 0.02  # the share of the training labels that are made wrong
@@ -184,15 +180,8 @@ def train(
     # Not the seed of the flips: their permutation would put all wrong labels into the first batch.
     generator = torch.Generator().manual_seed(SEED + 1)
     norms, losses = [], []
-    columns = (
-        TextColumn("epoch"),
-        BarColumn(bar_width=16),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("[dim]{task.fields[told]}"),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=epochs, told="")
+    with progress_on(console) as progress:
+        task = progress.add_task("epoch", total=epochs, told="")
         for _ in range(epochs):
             train_epoch(model, optimizer, data, generator)
             norm, loss = sample_norms(model, data)
@@ -301,8 +290,7 @@ def result_table(outcome: Outcome, size: Size) -> Table:
 
 def draw(outcome: Outcome, path: Path) -> None:
     """Save a picture of the images with the largest norms."""
-    # Not pyplot, which would keep the figure and choose a backend for the whole process.
-    figure = Figure(figsize=(10, 5), layout="constrained")
+    figure = blank_figure(10, 5)
     figure.suptitle(
         "The training images with the largest gradients (red: mislabelled)", fontweight="bold"
     )
@@ -310,8 +298,7 @@ def draw(outcome: Outcome, path: Path) -> None:
     data = Data(*(part[rows].cpu() for part in outcome.data))
     for index, axes in enumerate(figure.subplots(2, SHOWN // 2).flat):
         show(axes, data, index, norms[index].item())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def show(axes: Axes, data: Data, index: int, norm: float) -> None:
@@ -324,18 +311,9 @@ def show(axes: Axes, data: Data, index: int, norm: float) -> None:
     axes.spines[:].set(color=color, linewidth=3 if data.flipped[index] else 1)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--smoke", action="store_true", help="a tiny run, for tests")
-    parser.add_argument("--device", type=torch.device, default="cpu", help="default: cpu")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="default: examples/output")
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the demo, and return the exit status: 0 if it kept every promise."""
-    options = parse(argv)
+    options = options_of(__doc__).parse_args(argv)
     size = SMOKE if options.smoke else FULL
     console = Console()
     outcome = experiment(size, options.device, console)
@@ -343,13 +321,9 @@ def main(argv: list[str] | None = None) -> int:
     draw(outcome, picture)
 
     console.print(precision_table(outcome), result_table(outcome, size), sep="\n")
-    console.print(f"picture         {picture}", markup=False, highlight=False, soft_wrap=True)
     broken = broken_promises(outcome, size)
-    for promise in broken:
-        Console(stderr=True).print(f"[bold red]FAILED[/] {promise}", soft_wrap=True)
-    if not broken:
-        console.print("[bold green]OK[/] the norms are those of a loop, and find the wrong labels")
-    return 1 if broken else 0
+    kept = "the norms are those of a loop, and find the wrong labels"
+    return conclude(console, picture, broken, kept)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
 import sys
 from copy import deepcopy
@@ -19,14 +19,16 @@ import gradkit
 for extra in ("sklearn", "rich", "matplotlib"):
     pytest.importorskip(extra)
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
 
 def load_example(name: str) -> ModuleType:
-    path = Path(__file__).parents[1] / "examples" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their annotations up there
-    spec.loader.exec_module(module)
-    return module
+    """Return an example, which imports its neighbours from the folder that it is in."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(EXAMPLES))
 
 
 demo = load_example("multitask_digits")
