@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -104,7 +104,7 @@ class Sight:
 
     step: int
     found: gradkit.report.Conflicts  # on the trunk's parameters
-    at_output: dict[str, float]  # norms at the trunk's output, by loss
+    at_output: dict[str, float] = field(default_factory=dict)  # norms at the trunk's output
 
 
 def look(step: int, model: MultiTask, data: Batch) -> Sight:

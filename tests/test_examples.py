@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import signal
+import subprocess
 import sys
 from copy import deepcopy
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from types import ModuleType
@@ -36,6 +40,7 @@ digits = load_example("per_sample_digits")
 maml = load_example("maml_sinusoid")
 fewshot = load_example("fewshot_digits")
 hyperparams = load_example("learn_hyperparams")
+ddp = load_example("multitask_ddp")
 
 
 def smoke(device: torch.device, folder: Path) -> int:
@@ -507,3 +512,79 @@ def test_learning_that_is_worse_than_the_grid_fails(device):
     outcome = hyperparams.Outcome([agreement], 0.0, [found] * 3, [grid] * 2)
     first, second = hyperparams.broken_promises(outcome, hyperparams.FULL)
     assert first == second == "found: the validation loss is 0.5100, and the grid's 0.5000"
+
+
+# --- multitask_ddp -------------------------------------------------------------------------------
+
+
+def run_script(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a script that starts processes of its own, and see that none is left behind."""
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"} | os.environ,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=120)
+    finally:
+        left = True
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            left = False
+    assert not left
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+THREE = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "python"])
+def test_processes_reach_the_weights_of_one(device, tmp_path, launcher):
+    by_torchrun = launcher == "torchrun"
+    aggregator = "pcgrad" if by_torchrun or not find_spec("torchjd") else "upgrad"
+    script = [*(THREE if by_torchrun else ()), EXAMPLES / "multitask_ddp.py", "--smoke"]
+    script += ["--aggregator", aggregator, "--device", str(device), "--output", tmp_path]
+    done = run_script(*script)
+
+    assert done.returncode == 0, done.stderr
+    picture = tmp_path / "multitask_ddp.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert str(picture) in done.stdout
+    assert done.stdout.count("the same bits in all") == 1  # the other processes are silent
+    assert ("not started by torchrun" in done.stdout) is not by_torchrun
+    assert ("3 processes" if by_torchrun else "2 processes") in done.stdout
+    assert re.search(r"conflict +digit and parity \d+%", done.stdout)
+
+
+def test_pcgrad_takes_away_what_conflicts(device):
+    a, b, c = torch.randn(3, 9, device=device, dtype=torch.float64)
+    b = b - (1 + a @ b) / (a @ a) * a  # in conflict with a
+    c = c - (a @ c) / (a @ a) * a  # in none
+    assert a @ b < 0
+    by_hand = a - (a @ b) / (b @ b) * b + b - (a @ b) / (a @ a) * a
+    torch.testing.assert_close(ddp.pcgrad(torch.stack([a, b])), by_hand)
+    assert ddp.pcgrad(torch.stack([a, b])) @ a > 0
+    torch.testing.assert_close(ddp.pcgrad(torch.stack([a, c])), a + c)
+
+
+def check_processes_apart(device):
+    rank = torch.distributed.get_rank()
+    model = ddp.fresh_model(device).double()
+    assert ddp.apart(model) == []
+    alone = deepcopy(model)
+    assert ddp.difference(model, alone) == 0
+    if rank == 1:
+        nudge(model.heads["image"].bias)
+    found = ddp.apart(model)
+    assert found == [other for other in range(2) if other != rank]
+    outcome = ddp.Outcome([], {"digit": 0.9}, found, torch.nan)
+    assert len(ddp.broken_promises(outcome, ddp.FULL)) == 3
+    assert ddp.broken_promises(ddp.Outcome([], {"digit": 0.96}, [], 1e-12), ddp.FULL) == []
+
+
+def test_processes_that_come_apart_are_seen(two, device):
+    two.run(check_processes_apart)
