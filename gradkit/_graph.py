@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from functools import cache, lru_cache
 from threading import Lock
 from typing import Any, NoReturn, cast
@@ -325,15 +325,34 @@ _NO_THIRD = {"NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBackwar
 
 def may_be_sharded(variable: Tensor) -> bool:
     """Return whether this could be a parameter of a `fully_shard` module."""
-    if not is_dtensor(variable):
-        return False
+    return is_dtensor(variable) and any(True for _ in _fsdp_states())
+
+
+def gathered_params() -> set[int]:
+    """Return the ids of the tensors into which `fully_shard` gathers the shards of parameters.
+
+    Until the backward pass has ended, a module may show them as its parameters: plain ones, in a
+    graph that need not hold any node of `fully_shard`, and their gradients are this process's [M9].
+    """
+    groups = [group for state in _fsdp_states() for group in _fsdp_groups(state)]
+    shards = [shard for group in groups for shard in group.fsdp_params]
+    return {id(shard._unsharded_param) for shard in shards if hasattr(shard, "_unsharded_param")}
+
+
+def _fsdp_groups(state: Any) -> list[Any]:
+    """Return the groups of parameters that `fully_shard` manages for a module."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    groups = [state._fsdp_param_group] if several is None else several
+    return [group for group in groups if group is not None]
+
+
+def _fsdp_states() -> Iterator[Any]:
     composable = sys.modules.get("torch.distributed._composable_state")
     modules = getattr(composable, "_module_state_mapping", {})
-    return any(type(state).__name__ == "FSDPState" for state in map(_alive, modules.values()))
-
-
-def _alive(state: Any) -> object:
-    return state() if isinstance(state, ref) else state
+    for state in list(modules.values()):
+        alive = state() if isinstance(state, ref) else state
+        if type(alive).__name__ == "FSDPState":
+            yield alive
 
 
 def user_functions(kinds: set[type]) -> list[type]:

@@ -54,6 +54,8 @@ def prepare(
     """
     if not any(params.variables for _, params in plan):
         raise UnreachedParamError(unreached(losses, plan, None))
+    if not allowed:
+        _refuse_gathered(plan)
     if create_graph:
         _refuse_third_derivatives(losses, outputs, plan)
     else:
@@ -77,6 +79,21 @@ def prepare(
         # Before the pass for one loss frees the graph of another. A lone one the engine refuses.
         refuse_freed(run, outputs, plan, thorough=len(plan) > 1)
     return run
+
+
+def _refuse_gathered(plan: Plan) -> None:
+    gathered = _graph.gathered_params()
+    for _, params in plan if gathered else ():
+        for index, variable in enumerate(params.variables):
+            if id(variable) in gathered:
+                raise UnsupportedGraphError(
+                    message(
+                        params.path(index),
+                        "a parameter of this process",
+                        "one that fully_shard has gathered: its gradient would not be reduced",
+                        "call gradkit.dist.value_and_grads(losses, module)",
+                    )
+                )
 
 
 def _refuse_third_derivatives(losses: Losses, outputs: Sequence[Tensor], plan: Plan) -> None:

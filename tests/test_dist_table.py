@@ -7,8 +7,10 @@ one of them has none of the last layer then.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ import gradkit
 from gradkit import _pytree, tree
 from tests.processes import Ranks
 
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "several_processes.md"
 F64 = torch.float64
 
 
@@ -163,6 +166,12 @@ def plain_calls(s: Setting) -> Any:
 
 def rows(s: Setting) -> Any:
     return s.room.per_loss_grads(vector(s), s.module)
+
+
+def rows_of_whole(s: Setting) -> Any:
+    losses = vector(s)
+    whole_losses = losses.full_tensor() if isinstance(losses, DTensor) else losses
+    return s.room.per_loss_grads(whole_losses, s.module)
 
 
 def second_order(s: Setting) -> Any:
@@ -503,7 +512,7 @@ def check_placements(device: torch.device, name: str) -> None:
     alone.register_parameter("bias", None)
     joined = torch.randn(2 * size, 8, device=device, dtype=F64)
     s = Setting(ours, ours, distribute_tensor(joined, mesh, of_data), alone, joined, False)
-    for row in (plain_calls, sums, numbers, workflow, steps, handed_over):
+    for row in (plain_calls, rows_of_whole, sums, numbers, workflow, steps, handed_over):
         assert_alike(row(s), row(s.of_alone()))
 
 
@@ -580,3 +589,40 @@ def check_one_process_stops_at_the_same_weights(device: torch.device) -> None:
 
 def test_clipped_steps_of_an_fsdp_module(several: Ranks, device: torch.device) -> None:
     several.run(check_one_process_stops_at_the_same_weights)
+
+
+def check_gathered(device: torch.device) -> None:
+    """Between forward and backward the parameters are plain, and no node tells of fully_shard."""
+    model = fully_shard(fresh_net(device))
+    loss = model(torch.randn(2, 8, device=device, dtype=F64)).square().mean()
+    params = list(model.parameters())
+    assert not any(isinstance(param, DTensor) for param in params)
+    for call in (
+        lambda: gradkit.value_and_grads(loss, params),
+        lambda: gradkit.per_loss_grads([loss], {"bias": params[1]}),
+        lambda: gradkit.backward_(loss, params),
+        lambda: gradkit.simultaneous_grads([loss], [params]),
+    ):
+        with pytest.raises(gradkit.UnsupportedGraphError, match="fully_shard has gathered"):
+            call()
+    assert all(param.grad is None for param in params)
+    other = torch.ones(2, device=device, requires_grad=True)
+    assert gradkit.value_and_grads((other * other).sum(), other)[1].tolist() == [2, 2]
+    gradkit.dist.value_and_grads(loss, model)
+
+
+def test_gathered_parameters_are_refused(two: Ranks, device: torch.device) -> None:
+    two.run(check_gathered)
+
+
+# --- The page ------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_same_table(device: torch.device) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    heading = r"(?m)^\| call \| " + r" \| ".join(COLUMNS) + r" \|\n\|[-|]+\n((?:\|.*\n)+)"
+    found = re.findall(heading, page)
+    assert len(found) == 1
+    lines = [line.strip("|").split("|") for line in found[0].splitlines()]
+    cells = [[cell.strip() for cell in line] for line in lines]
+    assert {row: tuple(rest) for row, *rest in cells} == TABLE
