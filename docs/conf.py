@@ -120,6 +120,7 @@ GALLERY = {
     "fewshot_digits",
     "learn_hyperparams",
     "maml_sinusoid",
+    "multitask_ddp",
     "multitask_digits",
     "per_sample_digits",
 }

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from sybil import Document
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import CodeBlockParser
@@ -57,6 +58,12 @@ def parse(path: Path) -> Document:
     return Document.parse(str(path), CodeBlockParser("python", PythonEvaluator()))
 
 
+def leave_process_group() -> None:
+    """End what a page has not come to the end of, which the next one would find."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("path", PAGES, ids=page_id)
 def test_python_blocks_run(path: Path) -> None:
     document = parse(path)
@@ -66,6 +73,7 @@ def test_python_blocks_run(path: Path) -> None:
     finally:
         # A class registered as a tree node keeps its module, and the graphs in it, alive.
         document.namespace.clear()
+        leave_process_group()
 
 
 @pytest.mark.parametrize("path", PAGES, ids=page_id)
@@ -126,6 +134,7 @@ def examples() -> list[doctest.DocTest]:
 def test_docstring_examples_run(example: doctest.DocTest) -> None:
     report: list[str] = []
     result = doctest.DocTestRunner().run(example, out=report.append)
+    leave_process_group()
     assert result.failed == 0, "".join(report)
 
 
