@@ -55,7 +55,8 @@ def prepare(
     if not any(params.variables for _, params in plan):
         raise UnreachedParamError(unreached(losses, plan, None))
     if not allowed:
-        _refuse_gathered(plan)
+        for params in {id(params): params for _, params in plan}.values():
+            refuse_gathered(params)
     if create_graph:
         _refuse_third_derivatives(losses, outputs, plan)
     else:
@@ -81,19 +82,28 @@ def prepare(
     return run
 
 
-def _refuse_gathered(plan: Plan) -> None:
+def refuse_gathered(params: Params) -> None:
+    """Raise if params are those of a `fully_shard` module between its forward and backward passes.
+
+    Args:
+        params: The params.
+
+    Raises:
+        UnsupportedGraphError: So they are.
+    """
     gathered = _graph.gathered_params()
-    for _, params in plan if gathered else ():
-        for index, variable in enumerate(params.variables):
-            if id(variable) in gathered:
-                raise UnsupportedGraphError(
-                    message(
-                        params.path(index),
-                        "a parameter of this process",
-                        "one that fully_shard has gathered: its gradient would not be reduced",
-                        "call gradkit.dist.value_and_grads(losses, module)",
-                    )
+    for index, variable in enumerate(params.variables if gathered else ()):
+        if id(variable) in gathered:
+            raise UnsupportedGraphError(
+                message(
+                    params.path(index),
+                    "a parameter of this process, or a shard of one",
+                    "one that fully_shard has gathered for the backward pass: its gradient would "
+                    "not be reduced, and its .grad is that of no shard",
+                    "gradkit.dist.value_and_grads(losses, module); or make the call before the "
+                    "forward pass, or after the backward pass",
                 )
+            )
 
 
 def _refuse_third_derivatives(losses: Losses, outputs: Sequence[Tensor], plan: Plan) -> None:

@@ -311,6 +311,11 @@ def numbers(s: Setting) -> Any:
     )  # fmt: skip
 
 
+def conflicting(s: Setting) -> Any:
+    found = gradkit.report.conflicts(separate(s))
+    return found.norms, found.cosines, found.share
+
+
 def functional(s: Setting) -> Any:
     call, params, buffers = gradkit.func.make_functional(s.module)
 
@@ -384,6 +389,7 @@ ROWS: dict[str, Callable[[Setting], Any]] = {
     "`safe_retain` of modules": retained_of_module,
     "`tree`: sums": sums,
     "`tree`: numbers, `to_matrix`, `gram`": numbers,
+    "`report.conflicts`": conflicting,
     "`func`": functional,
     "`meta`, then `dist.all_reduce`": meta_step,
     "a compiled module": compiled,
@@ -407,6 +413,7 @@ TABLE: dict[str, tuple[str, str, str, str]] = {
     "`safe_retain` of modules": (LOCAL, LOCAL, OK, OK),
     "`tree`: sums": (OK, OK, OK, OK),
     "`tree`: numbers, `to_matrix`, `gram`": (OK, OK, OK, OK),
+    "`report.conflicts`": (OK, OK, OK, OK),
     "`func`": (NO, NO, NO, OK),
     "`meta`, then `dist.all_reduce`": (OK, IDLE, IDLE, IDLE),
     "a compiled module": (OK, OK, OK, OK),
@@ -594,21 +601,36 @@ def test_clipped_steps_of_an_fsdp_module(several: Ranks, device: torch.device) -
 def check_gathered(device: torch.device) -> None:
     """Between forward and backward the parameters are plain, and no node tells of fully_shard."""
     model = fully_shard(fresh_net(device))
-    loss = model(torch.randn(2, 8, device=device, dtype=F64)).square().mean()
+    shards = list(model.parameters())
+    optimizer = torch.optim.SGD(shards, lr=0.1)
+    x = torch.randn(2, 8, device=device, dtype=F64)
+    model(x).square().mean().backward()
+    kept = [param.grad for param in shards]
+    grads = gradkit.read_grads(model)
+
+    loss = model(x).square().mean()
     params = list(model.parameters())
     assert not any(isinstance(param, DTensor) for param in params)
     for call in (
         lambda: gradkit.value_and_grads(loss, params),
         lambda: gradkit.per_loss_grads([loss], {"bias": params[1]}),
-        lambda: gradkit.backward_(loss, params),
         lambda: gradkit.simultaneous_grads([loss], [params]),
+        lambda: gradkit.backward_(loss, params),
+        lambda: gradkit.read_grads(model),
+        lambda: gradkit.write_grads_(model, grads),
+        lambda: gradkit.add_grads_(model, grads),
+        lambda: gradkit.clear_grads_(model),
+        lambda: gradkit.step_(optimizer, model, grads),
+        lambda: gradkit.capture_grads(model).__enter__(),
     ):
         with pytest.raises(gradkit.UnsupportedGraphError, match="fully_shard has gathered"):
             call()
     assert all(param.grad is None for param in params)
+    assert all(param.grad is grad for param, grad in zip(shards, kept, strict=True))
     other = torch.ones(2, device=device, requires_grad=True)
     assert gradkit.value_and_grads((other * other).sum(), other)[1].tolist() == [2, 2]
-    gradkit.dist.value_and_grads(loss, model)
+    _, again = gradkit.dist.value_and_grads(loss, model)
+    assert_alike(again, grads)
 
 
 def test_gathered_parameters_are_refused(two: Ranks, device: torch.device) -> None:

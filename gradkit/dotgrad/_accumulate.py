@@ -51,7 +51,8 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
         StructureError: As in `write_grads_`.
         UnsupportedGraphError: `hooks=True`, and a tensor has tensor hooks: they have been applied
             to the gradient already, and would be applied again; or a DistributedDataParallel module
-            is inside of no_sync() or join(), or has static_graph or mixed_precision.
+            is inside of no_sync() or join(), or has static_graph or mixed_precision. Or as in
+            `read_grads`.
         CollectiveError: `hooks=True`, and a rank has failed, is missing, or is too late.
 
     Source:

@@ -49,6 +49,8 @@ def capture_grads(params: PyTree) -> Iterator[Captured]:
     Raises:
         LeafTypeError: A leaf is no leaf tensor.
         StructureError: There are no leaves.
+        UnsupportedGraphError: A leaf is a parameter that `fully_shard` has gathered: enter the
+            block before the forward pass.
     """
     wanted = read_leaves(params)
     leaves = unique(wanted.leaves)

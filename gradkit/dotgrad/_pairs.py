@@ -17,6 +17,7 @@ from gradkit._inputs import (
 from gradkit._leaf import is_dtensor
 from gradkit._ownership import PLAIN_TYPES
 from gradkit._pytree import PyTree
+from gradkit._refusals import refuse_gathered
 from gradkit.errors import (
     LeafTypeError,
     StructureError,
@@ -136,6 +137,7 @@ def read_leaves(params: PyTree) -> Params:
                     "use value_and_grads or safe_retain for the gradients of intermediate values",
                 )
             )
+    refuse_gathered(wanted)
     return wanted
 
 

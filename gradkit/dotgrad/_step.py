@@ -53,6 +53,7 @@ def step_(
         LeafTypeError: As in `write_grads_`.
         StructureError: As in `write_grads_`; or a gradient belongs to no parameter of the
             optimizer; or all are None and there is a scaler, which needs one.
+        UnsupportedGraphError: As in `read_grads`.
         UnsupportedOptimizerError: The optimizer's `step` needs a closure, as that of LBFGS does.
     """
     _refuse_closure(optimizer)

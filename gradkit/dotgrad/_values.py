@@ -43,6 +43,7 @@ def read_grads(params: PyTree, *, unused: Literal["none", "zeros", "error"] = "n
         LeafTypeError: A leaf is no leaf tensor.
         StructureError: There are no leaves, or `unused` has no such value.
         UnreachedParamError: A trainable tensor has no `.grad`, under `unused="error"`.
+        UnsupportedGraphError: A leaf is a parameter that `fully_shard` has gathered.
     """
     check_option("unused", unused, UNUSED)
     wanted = read_leaves(params)
@@ -80,6 +81,7 @@ def write_grads_(params: PyTree, grads: PyTree) -> None:
         LeafTypeError: A leaf is no leaf tensor, or a gradient is no tensor.
         StructureError: Trees, shapes, dtypes, devices or layouts do not match, or the places of a
             tied tensor hold different gradients. No `.grad` has been changed then.
+        UnsupportedGraphError: As in `read_grads`.
 
     Source:
         The layout is that of `torch::autograd::AccumulateGrad`, as after `.backward()`.
@@ -107,6 +109,7 @@ def clear_grads_(params: PyTree) -> None:
     Raises:
         LeafTypeError: A leaf is no leaf tensor.
         StructureError: There are no leaves.
+        UnsupportedGraphError: As in `read_grads`.
 
     Source:
         `torch.optim.Optimizer.zero_grad(set_to_none=True)`.
