@@ -20,6 +20,7 @@ from benchmarks import (
     losses,
     optimizing,
     peaks,
+    processes,
     report,
     retaining,
     samples,
@@ -46,6 +47,7 @@ ROOMS: dict[str, Callable[[Plan], Iterator[Row]]] = {
     "unrolling": unrolling.rows,
     "tasks": tasks.rows,
     "optimizing": optimizing.rows,
+    "processes": processes.rows,
     "importing": importing.rows,
     "growth": growth.rows,
 }

@@ -55,6 +55,36 @@ def call(function: str, environment: Mapping[str, str] | None = None, **argument
     return python(*command, environment=environment)
 
 
+def ranks(function: str, count: int, /, **arguments: Any) -> Any:
+    """Return what a function returns on the first of several ranks, each in a process of its own.
+
+    Args:
+        function: Where it is, as "module:function"; it takes `rank` and `ranks` besides.
+        count: How many ranks there are.
+        arguments: As in `call`.
+
+    Returns:
+        Its result on the first rank, in plain values.
+    """
+    arguments |= {"ranks": count}
+    command = (sys.executable, "-m", "benchmarks.fresh", function)
+    others = [
+        subprocess.Popen(
+            [*command, json.dumps(arguments | {"rank": rank})], stdout=subprocess.DEVNULL, cwd=_ROOT
+        )
+        for rank in range(1, count)
+    ]
+    try:
+        return call(function, rank=0, **arguments)
+    finally:
+        for other in others:
+            try:
+                other.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                other.kill()
+                other.wait()
+
+
 def main(function: str, arguments: str) -> None:
     """Print the result of a function as JSON; this is the fresh process."""
     module, name = function.split(":")

@@ -13,12 +13,15 @@ import torch
 from benchmarks import (
     combining,
     compiling,
+    fresh,
     functions,
     heads,
     loops,
     memory,
     models,
     optimizing,
+    processes,
+    replicas,
     report,
     samplers,
     tasks,
@@ -30,6 +33,7 @@ from benchmarks.harness import Effort, Side, Timing, differences, measure, order
 from benchmarks.heads import Size
 from benchmarks.plan import Plan
 from benchmarks.row import Row, Want, show, timed
+from tests.processes import Ranks
 
 Quick: TypeAlias = tuple[list[Row], Path]
 
@@ -139,6 +143,7 @@ def test_numbers_are_shown_with_their_unit(device: torch.device) -> None:
     assert show(0.1234, "ms") == "0.123 ms"
     assert show(12.345, "ms") == "12.35 ms"
     assert show(1.03, "x") == "1.03x"
+    assert show(2, "collectives") == "2 collectives"
 
 
 def test_peak_memory_is_exact(device: torch.device) -> None:
@@ -283,6 +288,39 @@ def test_both_ways_to_step_agree(device: torch.device) -> None:
     assert optimizing.agree()
 
 
+def check_ways_over_processes(device: torch.device) -> None:
+    size = Size(4, 2, 3, 3)
+    assert replicas.agree(size)
+    sent = {
+        name: replicas.collectives(side) for name, side in replicas.per_loss_sides(size).items()
+    }
+    params = sum(p.numel() for p in replicas.Heads(size).parameters())
+    trunk = 2 * (4 * 4 + 4)
+    head = params - trunk
+    assert params == trunk + 3 * (4 + 1)
+    assert sent[replicas.LOOP] == [4 * 3 * params]
+    # The digest, and then of each loss the trunk and its own head, in one.
+    assert sent["gradkit"] == [32, 4 * (3 * trunk + head)]
+    # For each loss which parameters it uses, and all of them.
+    assert sum(sent[replicas.PASSES]) == 3 * (4 * params + 4 * (2 * 2 + 2 * 3))
+
+
+@pytest.mark.filterwarnings("ignore")  # DDP makes torch warn of unused parameters
+def test_all_ways_over_processes_agree(two: Ranks, device: torch.device) -> None:
+    two.run(check_ways_over_processes)
+
+
+def test_a_rank_of_the_benchmark_that_fails_is_told(device: torch.device, tmp_path: Path) -> None:
+    how = {"rounds": 1, "rendezvous": str(tmp_path / "rendezvous")}
+    with pytest.raises(RuntimeError, match="not enough values to unpack"):
+        fresh.ranks("benchmarks.processes:compare_steps", 2, shape=[1], **how)
+
+
+def test_processes_are_not_measured_on_a_gpu(device: torch.device) -> None:
+    (row,) = processes.rows(Plan(torch.device("cuda"), quick=True))
+    assert row.verdict.startswith("not run: it is measured over gloo")
+
+
 def test_what_cannot_be_compiled_is_shown(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,6 +385,11 @@ def test_every_target_has_its_rows(quick: Quick) -> None:
         "unroll, memory=4, encoder W4 H2 B2 S3 T5",
         "meta.value_and_grads, 3 tasks",
         "meta.adam step, 4 tensors, without a graph | TorchOpt",
+        "dist.value_and_grads and step_, 1 process, 8 params, 4 wide | DDP: backward, step",
+        "dist.per_loss_grads with the forward pass, 1 process, W4 D2 B3 K2 | DDP: forward and",
+        "dist.per_loss_grads with the forward pass, 1 process, W4 D2 B3 K2 | autograd.grad in a",
+        "dist.per_loss_grads, collectives, W4 D2 B3 K2 | DDP: forward and backward a loss",
+        "dist.per_loss_grads, what a rank sends, W4 D2 B3 K2",
         "import gradkit",
         "growth when leaves double",
         "growth when losses double",

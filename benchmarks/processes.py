@@ -1,0 +1,124 @@
+"""Two processes over gloo: gradkit.dist against DistributedDataParallel's own backward pass."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import fresh, replicas
+from benchmarks.harness import Effort, Side, Timing, measure
+from benchmarks.heads import Size
+from benchmarks.plan import Plan
+from benchmarks.row import Row, timed
+
+_RANKS = 2
+_ROUNDS = 60
+# As in `stepping`: two hundred small tensors, and twenty megabytes of large ones.
+_STEPS = {"200 params, 16 wide": (16, 100, 16), "20 MB of params, 1024 wide": (1024, 5, 64)}
+_SIZES = (Size(256, 6, 64, 2), Size(256, 6, 64, 8))
+_QUICK_STEPS = {"8 params, 4 wide": (4, 4, 2)}
+_QUICK_SIZES = (Size(4, 2, 3, 2),)
+
+
+def rows(plan: Plan) -> Iterator[Row]:
+    """Yield the rows of steps, of the gradients of several losses, and of what is sent."""
+    if plan.device.type != "cpu":
+        note = "it is measured over gloo, on the CPU: --device cpu"
+        yield Row(what="gradkit.dist, 2 processes", against=replicas.DDP, note=note)
+        return
+    for name, shape in (_QUICK_STEPS if plan.quick else _STEPS).items():
+        found = _on_ranks(plan, "compare_steps", shape=list(shape), rounds=_rounds(plan))
+        what = f"dist.value_and_grads and step_, {_processes(plan)}, {name}"
+        yield _timed(what, replicas.DDP, found)
+    for size in _QUICK_SIZES if plan.quick else _SIZES:
+        yield from _per_loss(plan, size)
+
+
+def _per_loss(plan: Plan, size: Size) -> Iterator[Row]:
+    what = f"dist.per_loss_grads with the forward pass, {_processes(plan)}, {size}"
+    for against in (replicas.PASSES, replicas.LOOP):
+        how = {"size": asdict(size), "against": against, "rounds": _rounds(plan)}
+        found = _on_ranks(plan, "compare_losses", **how)
+        yield _timed(what, against, found)
+    sent = _on_ranks(plan, "count", size=asdict(size))
+    for against in (replicas.PASSES, replicas.LOOP):
+        yield _counted(f"dist.per_loss_grads, collectives, {size}", against, sent, "collectives")
+        yield _counted(f"dist.per_loss_grads, what a rank sends, {size}", against, sent, "MB")
+
+
+def _counted(what: str, against: str, sent: Mapping[str, list[int]], unit: str) -> Row:
+    """Return a row of a count, which is there to be seen."""
+
+    def figure(name: str) -> float:
+        return len(sent[name]) if unit == "collectives" else sum(sent[name]) / 1e6
+
+    ours, theirs = figure("gradkit"), figure(against)
+    return Row(
+        what=what,
+        against=against,
+        ours=ours,
+        theirs=theirs,
+        unit=unit,
+        ratio=ours / theirs,
+        note="one of ours is a digest of 32 bytes" if unit == "collectives" else "",
+        details={name: sent[name] for name in ("gradkit", against)},
+    )
+
+
+def _rounds(plan: Plan) -> int:
+    return 3 if plan.quick else _ROUNDS
+
+
+def _processes(plan: Plan) -> str:
+    return "1 process" if plan.quick else f"{_RANKS} processes"
+
+
+def _timed(what: str, against: str, samples: Mapping[str, list[int]]) -> Row:
+    timings = {name: Timing(tuple(taken)) for name, taken in samples.items()}
+    return timed(what, against, timings, theirs=against, limit=None)
+
+
+def _on_ranks(plan: Plan, function: str, **arguments: Any) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments["rendezvous"] = str(Path(folder) / "rendezvous")
+        if not plan.quick:
+            return fresh.ranks(f"benchmarks.processes:{function}", _RANKS, **arguments)
+        here: Any = globals()[function]
+        return here(rank=0, ranks=1, **arguments)
+
+
+def compare_steps(shape: list[int], rounds: int, **group: Any) -> dict[str, list[int]]:
+    """Return the samples of both sides as plain values; what a rank runs."""
+    with replicas.group(**group):
+        width, depth, batch = shape
+        return _samples(replicas.step_sides(width, depth, batch), rounds)
+
+
+def compare_losses(
+    size: Mapping[str, Any], against: str, rounds: int, **group: Any
+) -> dict[str, list[int]]:
+    """Return the samples of gradkit and of another way as plain values; what a rank runs."""
+    with replicas.group(**group):
+        if not replicas.agree(Size(**size)):
+            raise ValueError("the ways to the gradients of each loss do not agree")
+        sides = replicas.per_loss_sides(Size(**size))
+        return _samples({name: sides[name] for name in ("gradkit", against)}, rounds)
+
+
+def count(size: Mapping[str, Any], **group: Any) -> dict[str, list[int]]:
+    """Return the bytes of each collective of every way; what a rank runs."""
+    with replicas.group(**group):
+        sides = replicas.per_loss_sides(Size(**size))
+        return {name: replicas.collectives(side) for name, side in sides.items()}
+
+
+def _samples(sides: dict[str, Side], rounds: int) -> dict[str, list[int]]:
+    # As many rounds on all ranks, however long they take: a rank alone would wait for ever.
+    effort = Effort(least=rounds, most=rounds, seconds=0)
+    timings = measure(sides, torch.device("cpu"), effort)
+    return {name: list(timing.samples) for name, timing in timings.items()}
