@@ -334,12 +334,12 @@ def gathered_params() -> set[int]:
     Until the backward pass has ended, a module may show them as its parameters: plain ones, in a
     graph that need not hold any node of `fully_shard`, and their gradients are this process's [M9].
     """
-    groups = [group for state in _fsdp_states() for group in _fsdp_groups(state)]
+    groups = [group for state in _fsdp_states() for group in fsdp_groups(state)]
     shards = [shard for group in groups for shard in group.fsdp_params]
     return {id(shard._unsharded_param) for shard in shards if hasattr(shard, "_unsharded_param")}
 
 
-def _fsdp_groups(state: Any) -> list[Any]:
+def fsdp_groups(state: Any) -> list[Any]:
     """Return the groups of parameters that `fully_shard` manages for a module."""
     several = getattr(state, "_fsdp_param_groups", None)
     groups = [state._fsdp_param_group] if several is None else several

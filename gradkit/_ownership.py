@@ -158,8 +158,10 @@ def _layout_of_rows(param: Tensor, leading: tuple[int, ...]) -> Tensor:
 
 def zeros_for(param: Tensor, leading: tuple[int, ...] = ()) -> Tensor:
     """Return a dense zero gradient for `param`, in the dtype that its gradient would have."""
-    if type(param) not in PLAIN_TYPES and not leading:
-        return torch.zeros_like(param.detach(), dtype=grad_dtype(param))
+    if type(param) not in PLAIN_TYPES:
+        zero = torch.zeros_like(param.detach(), dtype=grad_dtype(param))
+        count = torch.Size(leading).numel()
+        return torch.stack([zero] * count).reshape(*leading, *param.shape) if leading else zero
     return empty_for(param, grad_dtype(param), leading).zero_()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from gradkit._collectives import Group, Leaf, agreed_leaves, leaf_of, named, settle
 from gradkit._ownership import empty_for
+from gradkit.errors import UnsupportedGraphError, message
 
 # Gradients are sent in portions of so many bytes, the default of DistributedDataParallel: enough
 # that latency does not count, and little beside the gradients themselves.
@@ -56,6 +58,8 @@ def agree(
 
     def read() -> tuple[object, ...]:
         made.append(offer())
+        for index, grad in enumerate(made[0].grads):
+            _refuse_sparse(grad, partial(made[0].path, index))
         return made[0].structure, described()
 
     def explain() -> tuple[str, ...]:
@@ -66,6 +70,26 @@ def agree(
     if theirs is None:
         return ours, list(described())
     return ours, agreed_leaves(group, theirs, ours.path)
+
+
+def _refuse_sparse(grad: Tensor | None, where: Callable[[], str]) -> None:
+    """Raise if a gradient is sparse, and gloo would not sum it, or not rightly."""
+    if grad is None or grad.layout == torch.strided:
+        return
+    if grad.layout == torch.sparse_coo and grad.device.type == "cpu" and grad.dtype in _SUMMED:
+        return
+    kind = str(grad.dtype).removeprefix("torch.")
+    raise UnsupportedGraphError(
+        message(
+            where(),
+            "a dense gradient, or a sparse_coo one of real numbers on the CPU",
+            f"one of layout {grad.layout}, {kind}, on {grad.device}",
+            "grad.to_dense(), or torch.nn.Embedding(..., sparse=False)",
+        )
+    )
+
+
+_SUMMED = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def reduce(
@@ -90,7 +114,7 @@ def reduce(
     reduced: list[Tensor | None] = [None] * len(leaves)
     for bucket in _buckets(leaves):
         brought = [_brought(grads[i], cast("Leaf", leaves[i])) for i in bucket]
-        if brought[0].is_sparse:
+        if cast("Leaf", leaves[bucket[0]]).layout != torch.strided:
             found = [_sum_sparse(group, brought[0], scale)]
         elif cast("Leaf", leaves[bucket[0]]).graph:
             found = _sum_with_graph(group, brought, scale)
@@ -133,7 +157,9 @@ def _brought(grad: Tensor | None, leaf: Leaf) -> Tensor:
         index = torch.empty(split, 0, dtype=torch.int64, device=leaf.device)
         values = torch.empty(0, *leaf.shape[split:], dtype=leaf.dtype, device=leaf.device)
         return torch.sparse_coo_tensor(index, values, leaf.shape, check_invariants=False)
-    return grad.to_dense() if grad.is_sparse and leaf.layout == torch.strided else grad
+    if leaf.layout == torch.strided:
+        return grad.to_dense() if grad.is_sparse else grad
+    return grad if grad.is_sparse else grad.to_sparse(len(leaf.shape) - leaf.dense_dim)
 
 
 def _sum(
@@ -168,6 +194,12 @@ def _sum_sparse(group: Group, grad: Tensor, scale: float | None) -> Tensor:
 
 
 def _sum_with_graph(group: Group, grads: Sequence[Tensor], scale: float | None) -> list[Tensor]:
+    # Also where the caller has switched it off: the gradients have a graph, which would be cut.
+    with torch.enable_grad():
+        return _sum_in_graph(group, grads, scale)
+
+
+def _sum_in_graph(group: Group, grads: Sequence[Tensor], scale: float | None) -> list[Tensor]:
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     reduced = _all_reduced(flat if scale is None else flat * scale, group)
     parts = torch.split(reduced, [grad.numel() for grad in grads])

@@ -298,16 +298,21 @@ def require_reached(found: Sequence[Grads], losses: Losses, plan: Plan, unused: 
                 raise UnreachedParamError(unreached(losses, [(group, params)], missing[0]))
     if type(None) not in set(map(type, chain.from_iterable(found))):
         return
-    _refuse_stale(found, losses, plan)
+    refuse_stale(found, losses, plan)
     if all(grad is None for grads in found for grad in grads):
         raise UnreachedParamError(unreached(losses, plan, 0))
 
 
-def _refuse_stale(found: Sequence[Grads], losses: Losses, plan: Plan) -> None:
+def refuse_stale(found: Sequence[Grads], losses: Losses, plan: Plan) -> None:
     """Raise if a leaf has no gradient since it was moved or cast after the losses were computed.
 
     Its `.data` of another type has another place for gradients to arrive, apart from the graph,
     which torch.autograd.grad reports as unused; `.backward()` fills the `.grad` of the old type.
+
+    Args:
+        found: What each pass brought.
+        losses: The losses.
+        plan: The passes.
 
     Raises:
         UnreachedParamError: So it is.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,12 @@ def _refuse_unreduced(module: DistributedDataParallel) -> None:
     elif module.mixed_precision is not None:
         expected, came = f"{wrapped} without mixed_precision", "one with it"
         do = "use torch.autocast in the forward pass"
+    elif module._delay_all_reduce_params:
+        expected, came = wrapped, "one with delay_all_reduce_named_params"
+        do = "leave it out: what it delays is reduced by a hook, also in a functional pass"
+    elif any(hasattr(param, "_in_backward_optimizers") for param in module.parameters()):
+        expected, came = wrapped, "one whose optimizer runs in the backward pass"
+        do = "use loss.backward() with it"
     else:
         return
     raise UnsupportedGraphError(message("the module", expected, came, do))
@@ -91,9 +97,16 @@ def refuse_no_sync(modules: Sequence[DistributedDataParallel]) -> None:
 
 def reduced_params(module: DistributedDataParallel) -> list[Tensor]:
     """Return the trained parameters of a module but for those that it was told to ignore, once."""
-    params = module.module.named_parameters()
+    # As the module itself reads the names, which at its root begin with a dot: a tied parameter is
+    # reduced unless every one of its places is ignored.
+    places = (
+        (f"{path}.{name}", param)
+        for path, part in module.module.named_modules()
+        for name, param in part.named_parameters(recurse=False)
+    )
     ignored = module.parameters_to_ignore
-    return [param for name, param in params if param.requires_grad and name not in ignored]
+    params = {id(p): p for name, p in places if p.requires_grad and name not in ignored}
+    return list(params.values())
 
 
 def reduce_replicas(
@@ -127,7 +140,7 @@ def reduce_replicas(
     ]
     hooked = [module for module in modules if _has_comm_hook(module)]
     likes = cast("Sequence[Tensor]", ours.likes)
-    by_hook = {id(param) for module in hooked for param in reduced_params(module)}
+    by_hook = {key for module in hooked for key in _in_buckets(module)}
     plain = [None if id(p) in by_hook else leaf for p, leaf in zip(likes, leaves, strict=True)]
     reduced = reduce(group, brought, likes, plain, 1 / group.size)
     for module in hooked:
@@ -142,11 +155,18 @@ def _has_comm_hook(module: DistributedDataParallel) -> bool:
     return bool(module._comm_hooks or log.get("comm_hook"))
 
 
+def _in_buckets(module: DistributedDataParallel) -> set[int]:
+    # Those that were trained when the module was wrapped, and are to be reduced.
+    buckets = module.reducer._get_zeros_like_grad_buckets()
+    return {id(param) for bucket in buckets for param in bucket.parameters()}
+
+
 def refuse_beyond_hooks(
     modules: Iterable[DistributedDataParallel],
     grads: Iterable[Tensor | None],
     *,
     graph: bool = False,
+    several: bool = False,
 ) -> None:
     """Raise if gradients are none that a communication hook takes.
 
@@ -154,21 +174,36 @@ def refuse_beyond_hooks(
         modules: The modules.
         grads: The gradients.
         graph: The result is to carry a graph.
+        several: There are those of several losses, or elements of one.
 
     Raises:
-        UnsupportedGraphError: A module has a hook, and there is a graph or a sparse gradient.
+        UnsupportedGraphError: A module has a hook, and there is a graph or a sparse gradient; or
+            the hook steps an optimizer, or remembers what it has left out, and there are several.
     """
-    if any(map(_has_comm_hook, modules)) and (
-        graph or any(grad is not None and grad.layout != torch.strided for grad in grads)
-    ):
-        raise UnsupportedGraphError(
-            message(
-                "the module",
-                "dense gradients without a graph for the communication hook",
-                "create_graph=True" if graph else "a sparse gradient",
-                "do without the hook, or reduce with gradkit.dist.all_reduce",
-            )
+    hooked = [module for module in modules if _has_comm_hook(module)]
+    hooks = [hook for module in hooked for hook in module._comm_hooks]
+    if hooked and graph:
+        came = "create_graph=True"
+    elif hooked and any(grad is not None and grad.layout != torch.strided for grad in grads):
+        came = "a sparse gradient"
+    elif any(word in hook.__qualname__ for hook, _ in hooks for word in _STEPPING):
+        came = "a hook that steps an optimizer"
+    elif several and any(hasattr(state, "error_dict") for _, state in hooks):
+        came = "several losses: what the hook leaves out of one would be added to the next"
+    else:
+        return
+    raise UnsupportedGraphError(
+        message(
+            "the module",
+            "dense gradients without a graph, one a parameter, for a communication hook",
+            came,
+            "do without the hook, or reduce with gradkit.dist.all_reduce",
         )
+    )
+
+
+# In the names of torch's own hooks that do so.
+_STEPPING = ("optim", "zero")
 
 
 def _by_comm_hook(
@@ -179,7 +214,7 @@ def _by_comm_hook(
     leaves: Sequence[Leaf | None],
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield what the hook of a module makes of gradients: it takes one for each parameter."""
-    params = {id(param) for param in reduced_params(module)}
+    params = _in_buckets(module)
     width = len({id(like) for like in likes})
     for start in range(0, len(likes), width):
         row = {
@@ -223,15 +258,29 @@ def _run_comm_hook(
     group: Group, module: DistributedDataParallel, grads: dict[int, Tensor | None]
 ) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
-    with torch.no_grad(), named(group):
+    with torch.no_grad(), named(group, backend_only=True):
         for bucket in module.reducer._get_zeros_like_grad_buckets():
             params, views = bucket.parameters(), bucket.gradients()
             for param, view in zip(params, views, strict=True):
                 grad = grads.get(id(param))
-                if grad is not None:  # the bucket is of zeros
-                    view.copy_(grad)
+                if grad is None:
+                    continue  # the bucket is of zeros
+                if grad.dtype != view.dtype:
+                    _refuse_cast(grad, view)
+                view.copy_(grad)
             made: Any = module.reducer._run_comm_hook(bucket).wait()
             bucket.buffer().copy_(made if isinstance(made, Tensor) else made[0])
             for param, view in zip(params, views, strict=True):
                 found[id(param)] = view
     return found
+
+
+def _refuse_cast(grad: Tensor, view: Tensor) -> NoReturn:
+    raise UnsupportedGraphError(
+        message(
+            "the module",
+            f"gradients in {view.dtype}, as when it was wrapped, for its communication hook",
+            f"{grad.dtype}",
+            "call .to(), .double(), ... before DistributedDataParallel(module)",
+        )
+    )

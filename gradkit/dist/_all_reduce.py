@@ -13,8 +13,10 @@ from gradkit import _pytree
 from gradkit._collectives import join
 from gradkit._inputs import check_option
 from gradkit._leaf import is_dtensor
+from gradkit._passes import ordinary_mode
 from gradkit._pytree import PyTree
 from gradkit._reduction import Offer, agree, reduce
+from gradkit._stack import is_dual, transforms
 from gradkit.errors import LeafTypeError, UnsupportedGraphError, describe, message
 
 def all_reduce(
@@ -76,9 +78,10 @@ def all_reduce(
         structure = (("the structure", str(spec)), ("op", op), ("differentiable", differentiable))
         return Offer(leaves, leaves, structure, path)
 
-    ours, agreed = agree(ranks, offer, differentiable=differentiable)
-    scale = 1 / ranks.size if op == "mean" else None
-    reduced = reduce(ranks, leaves, ours.likes, agreed, scale)
+    with ordinary_mode():
+        ours, agreed = agree(ranks, offer, differentiable=differentiable)
+        scale = 1 / ranks.size if op == "mean" else None
+        reduced = reduce(ranks, leaves, ours.likes, agreed, scale)
     return _pytree.unflatten(spec, reduced)
 
 
@@ -100,11 +103,11 @@ def _check(leaf: object, where: Callable[[], str], differentiable: bool) -> None
     elif leaf.requires_grad and not differentiable and torch.is_grad_enabled():
         expected, came = "a gradient without a graph", "one whose graph the reduction would cut"
         do = "all_reduce(grads, differentiable=True), or detach it"
-    elif leaf.layout not in (torch.strided, torch.sparse_coo):
-        expected, came, do = "a dense or sparse_coo tensor", f"{leaf.layout}", "leaf.to_dense()"
-    elif leaf.is_sparse and (differentiable or leaf.device.type != "cpu"):
-        expected, came = "a dense tensor", "a sparse one, which only gloo sums, without a graph"
-        do = "leaf.to_dense(), or torch.nn.Embedding(..., sparse=False)"
+    elif transforms() or is_dual(leaf):
+        expected, came = "a call outside of torch.func's transforms", "one inside"
+        do = "transform what comes before and after; differentiable=True is for autograd"
+    elif leaf.is_sparse and differentiable and leaf.requires_grad:
+        expected, came, do = "a dense tensor", "a sparse one with a graph", "leaf.to_dense()"
     else:
         return
     raise UnsupportedGraphError(message(where(), expected, came, do))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradkit import _pytree
-from gradkit._inputs import Losses, Params, check_option, fsdp_classes
+from gradkit._inputs import Losses, Params, check_option, fsdp_classes, read_weights
 from gradkit._passes import (
     UNUSED,
     Found,
@@ -98,7 +99,8 @@ def value_and_grads(
         )
 
     with ordinary_mode():
-        work = Work("gradkit.dist.value_and_grads", losses, module, run, True, create_graph)
+        call, check = "gradkit.dist.value_and_grads", partial(read_weights, weights)
+        work = Work(call, losses, module, run, True, create_graph, check)
         found, wanted = _reduced(work)
         require_reached(found.grads, found.target, found.plan, unused)
         return found.values, finish(found.grads[0], wanted, unused, create_graph)

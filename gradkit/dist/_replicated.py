@@ -9,8 +9,10 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from gradkit import _graph
-from gradkit._inputs import Losses, Params, read_params
+from gradkit._collectives import agreed_leaves, settle
+from gradkit._inputs import Losses, Params, read_params, require_graph
 from gradkit._passes import Found
+from gradkit._refusals import refuse_stale
 from gradkit._reduction import Offer
 from gradkit._replicas import join_replicas, reduce_replicas, reduced_params, refuse_beyond_hooks
 from gradkit.dist._work import Work
@@ -30,14 +32,33 @@ def run(work: Work, modules: Sequence[DistributedDataParallel]) -> tuple[Found, 
         What the passes brought, reduced over the ranks; and the params.
     """
     group = join_replicas(modules, work.call)
+    given: list[tuple[Losses, Params]] = []
     made: list[tuple[Found, Params]] = []
 
-    def offer() -> Offer:
+    def read() -> tuple[object, ...]:
         target, wanted = work.target(), read_params(work.module, wrapped=True)
+        work.check(target)
+        require_graph(target, target.leaves)
         _refuse_strangers(wanted, modules)
         _refuse_static(target)
-        refuse_beyond_hooks(modules, (), graph=work.create_graph)
+        several = not work.scalar and sum(loss.numel() for loss in target.leaves) > 1
+        refuse_beyond_hooks(modules, (), graph=work.create_graph, several=several)
+        given.append((target, wanted))
+        return work.structure(target, wanted), ()
+
+    def paths() -> tuple[str, ...]:
+        target, wanted = given[0]
+        losses = [] if work.scalar else list(map(target.path, range(len(target.leaves))))
+        return (*losses, *map(wanted.path, range(len(wanted.variables))))
+
+    theirs = settle(group, read, paths)  # before anything has run
+    if theirs is not None:
+        agreed_leaves(group, theirs, str)
+    target, wanted = given[0]
+
+    def offer() -> Offer:
         found = work.run(target, wanted, allowed=(_SINK,))
+        refuse_stale(found.grads, target, found.plan)
         made.append((found, wanted))
         grads = [grad for row in found.grads for grad in row]
         refuse_beyond_hooks(modules, grads)
@@ -49,7 +70,7 @@ def run(work: Work, modules: Sequence[DistributedDataParallel]) -> tuple[Found, 
         )
 
     reduced = reduce_replicas(group, modules, offer, differentiable=work.create_graph)
-    found, wanted = made[0]
+    found, _ = made[0]
     width = len(wanted.variables)
     rows = [reduced[start : start + width] for start in range(0, len(reduced), width)]
     ignored = _ignored(modules)

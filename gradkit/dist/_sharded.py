@@ -6,8 +6,8 @@ its own reduce and scatter them into the `.grad` of the sharded ones [M5, M6].
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
@@ -24,12 +24,13 @@ from gradkit._collectives import (
     settle,
 )
 from gradkit._engine import Run
-from gradkit._inputs import Losses, Params, read_params
+from gradkit._inputs import Losses, Params, read_params, require_graph
 from gradkit._passes import Found
 from gradkit._refusals import refuse_freed, unreached
 from gradkit.dist._work import Work
 from gradkit.dotgrad._capture import grads_put_back
-from gradkit.errors import UnreachedParamError, UnsupportedGraphError, message
+from gradkit.dotgrad._pairs import unique
+from gradkit.errors import GradkitError, UnreachedParamError, UnsupportedGraphError, message
 
 _HOOK = "RegisterPostBackwardFunctionBackward"
 
@@ -44,7 +45,8 @@ def run(work: Work, modules: Sequence[nn.Module]) -> tuple[Found, Params]:
     Returns:
         What the passes brought; and the params, sharded.
     """
-    groups = list(_groups(modules))
+    states = _states(modules)
+    groups = [group for state in states for group in _graph.fsdp_groups(state)]
     shards = _shards_in(groups)
     made: list[_Plan] = []
 
@@ -59,11 +61,33 @@ def run(work: Work, modules: Sequence[nn.Module]) -> tuple[Found, Params]:
         return tuple(map(plan.path, range(len(plan.reached) * len(plan.columns))))
 
     ranks = [join(handle, work.call) for handle in _handles(shards)]
+    _settle_all(ranks, read, explain, lambda group, theirs: _refuse_difference(group, theirs, made[0]))
+    return made[0].run(ranks[0], groups, states)
+
+
+def _settle_all(
+    ranks: Sequence[Group],
+    read: Callable[[], tuple[object, ...]],
+    explain: Callable[[], tuple[str, ...]],
+    refuse_difference: Callable[[Group, list[tuple[Any, Any]]], None],
+) -> None:
+    """Settle with the ranks of every dimension of a mesh; who hears of an error passes it on."""
+    errors: list[Exception] = []
+
+    def read_or_fail() -> tuple[object, ...]:
+        if errors:
+            raise errors[0]
+        return read()
+
     for group in ranks:
-        theirs = settle(group, read, explain)
-        if theirs is not None:
-            _refuse_difference(group, theirs, made[0])
-    return made[0].run(ranks[0])
+        try:
+            theirs = settle(group, read_or_fail, explain)
+            if theirs is not None:
+                refuse_difference(group, theirs)
+        except GradkitError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _shards_in(groups: Sequence[Any]) -> dict[int, Any]:
@@ -76,13 +100,14 @@ def _shards_in(groups: Sequence[Any]) -> dict[int, Any]:
     for group in groups:
         for shard in group.fsdp_params:
             found[id(shard.sharded_param)] = shard
-            if hasattr(shard, "_unsharded_param"):
-                found[id(shard._unsharded_param)] = shard
+            for other in ("_unsharded_param", "_sharded_post_forward_param"):
+                if hasattr(shard, other):
+                    found[id(getattr(shard, other))] = shard
     return found
 
 
-def _groups(modules: Sequence[nn.Module]) -> Iterator[Any]:
-    """Yield the groups of parameters that the modules, and all that runs with them, reduce."""
+def _states(modules: Sequence[nn.Module]) -> list[Any]:
+    """Return what `fully_shard` knows of the modules, and of all that runs with them."""
     states: dict[int, Any] = {}
     for module in modules:
         if not hasattr(module, "_get_fsdp_state"):
@@ -91,9 +116,7 @@ def _groups(modules: Sequence[nn.Module]) -> Iterator[Any]:
         # A pass through one module writes `.grad` of all that the graph goes through.
         for one in (state, *state._state_ctx.all_states):
             states[id(one)] = one
-    for state in states.values():
-        several = getattr(state, "_fsdp_param_groups", None)
-        yield from [state._fsdp_param_group] if several is None else several
+    return list(states.values())
 
 
 def _refuse_old(module: nn.Module) -> NoReturn:
@@ -120,8 +143,8 @@ class _Plan:
         work: The call.
         target: The losses.
         wanted: The params, sharded.
-        inner: The leaves of the graph, all of them: a pass goes everywhere.
-        outer: For each of those the tensor whose `.grad` the pass writes.
+        inner: What stands for them in the graph, as far as it is there.
+        outer: For each of those the sharded parameter, whose `.grad` a pass writes.
         columns: For each variable of the params its place among the leaves; None if not reached.
         reached: For each loss and variable, whether the one reaches the other; all losses together,
             for the gradient of their sum.
@@ -145,8 +168,10 @@ class _Plan:
         arrivals = [
             id(getattr(shards[id(v)], "_unsharded_param", v)) for v in given.variables
         ]
-        live = [loss for loss in target.leaves if loss.requires_grad]
-        leaves = list(_graph.leaf_tensors(_graph.nodes_below(live)).values())
+        work.check(target)
+        live = [target.leaves[index] for index in require_graph(target, target.leaves)]
+        in_graph = _graph.leaf_tensors(_graph.nodes_below(live))
+        leaves = [in_graph[arrival] for arrival in arrivals if arrival in in_graph]
         places = {id(leaf): index for index, leaf in enumerate(leaves)}
         starts = [live] if work.scalar else [[t] if t.requires_grad else [] for t in target.leaves]
         below = [_graph.leaves_of(_graph.nodes_below(start)) for start in starts]
@@ -155,7 +180,7 @@ class _Plan:
             target,
             wanted,
             replace(given, variables=leaves, ordinary=True),
-            [shards[id(leaf)].sharded_param if id(leaf) in shards else leaf for leaf in leaves],
+            [shards[id(leaf)].sharded_param for leaf in leaves],
             [places.get(arrival) for arrival in arrivals],
             [[arrival in reached for arrival in arrivals] for reached in below],
         )
@@ -185,12 +210,15 @@ class _Plan:
         of = "losses" if self.work.scalar else self.target.path(row)
         return f"the gradient of {of} by {self.wanted.path(column)}"
 
-    def run(self, group: Group) -> tuple[Found, Params]:
+    def run(
+        self, group: Group, groups: Sequence[Any], states: Sequence[Any]
+    ) -> tuple[Found, Params]:
         """Run the passes."""
+        every = [shard.sharded_param for one in groups for shard in one.fsdp_params]
 
         def run_as(run: Run) -> Run:
             how = {field.name: getattr(run, field.name) for field in fields(run)}
-            return _ShardedRun(**how, outer=self.outer, group=group)
+            return _ShardedRun(**how, outer=self.outer, every=every, group=group, states=states)
 
         found = self.work.run(self.target, self.inner, allowed=(_HOOK,), run_as=run_as)
         grads = [[None if c is None else row[c] for c in self.columns] for row in found.grads]
@@ -203,11 +231,15 @@ class _ShardedRun(Run):
     """A run whose gradients are what a backward pass leaves in `.grad`.
 
     Attributes:
-        outer: For each variable the tensor whose `.grad` the pass writes.
+        outer: For each variable the sharded parameter, whose `.grad` the pass writes.
+        every: All sharded parameters whose `.grad` a pass may write.
         group: The ranks.
+        states: What `fully_shard` knows of the modules.
     """
 
     outer: Sequence[Tensor] = ()
+    every: Sequence[Tensor] = ()
+    states: Sequence[Any] = ()
     group: Group | None = None
 
     def grads(
@@ -222,9 +254,11 @@ class _ShardedRun(Run):
         assert self.group is not None
         with ExitStack() as stack:
             self._put_grads_back([], [], stack)
-            stack.enter_context(grads_put_back(self.outer))
+            stack.enter_context(grads_put_back(unique(self.every)))
             stack.enter_context(named(self.group, backend_only=True))
-            self.backward(outputs, seeds, None, retain=retain)
+            stack.enter_context(_started_anew_if_it_fails(self.states))
+            # Not to all leaves: others may have hooks that reduce, or step an optimizer.
+            self.backward(outputs, seeds, variables, retain=retain)
             # Copies: the shards of a module are parts of one buffer.
             return [None if t.grad is None else t.grad.clone() for t in self.outer]
 
@@ -237,6 +271,18 @@ class _ShardedRun(Run):
             RuntimeError: Always; the passes are run one by one then.
         """
         raise RuntimeError("fully_shard reduces the gradients of one backward pass at a time")
+
+
+@contextmanager
+def _started_anew_if_it_fails(states: Sequence[Any]) -> Iterator[None]:
+    """Let later steps reduce, after one in which a hook of the user's, say, has raised."""
+    try:
+        yield
+    except BaseException:
+        for state in states:
+            if state._is_root and hasattr(state, "_reset_iter_state"):
+                state._reset_iter_state()
+        raise
 
 
 def _refuse_params(given: Params, shards: dict[int, Any], *, create_graph: bool) -> None:
@@ -271,10 +317,11 @@ def _refuse_unreduced(groups: Sequence[Any]) -> None:
     shards = [shard for group in groups for shard in group.fsdp_params]
     waiting = [shard.unsharded_accumulated_grad for shard in shards]
     waiting += [s._unsharded_param.grad for s in shards if hasattr(s, "_unsharded_param")]
-    if not all(group.reduce_grads for group in groups):
+    partial = (getattr(group, "_partial_reduce_output", None) for group in groups)
+    if not all(group.reduce_grads and group.all_reduce_grads for group in groups):
         came = "one with gradient synchronization off"
         do = "call set_requires_gradient_sync(True) before; the gradients of calls can be added up"
-    elif any(grad is not None for grad in waiting):
+    elif any(grad is not None for grad in (*waiting, *partial)):
         came = "one with gradients of former backward passes that are not reduced yet"
         do = "take the gradients before them, or after the backward pass that reduces"
     else:

@@ -22,6 +22,7 @@ class Work:
             `gradkit._passes.run_jointly`.
         scalar: Each loss must have exactly one element.
         create_graph: The caller's option.
+        check: Refuses further options that do not go with the losses.
     """
 
     call: str
@@ -30,6 +31,7 @@ class Work:
     run: Callable[..., Found]
     scalar: bool
     create_graph: bool
+    check: Callable[[Losses], object] = lambda _: None
 
     def target(self) -> Losses:
         """Return the losses, checked."""

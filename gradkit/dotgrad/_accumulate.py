@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradkit import _replicas
+from gradkit._leaf import plus
 from gradkit._ownership import copy_for
 from gradkit._passes import ordinary_mode
 from gradkit._pytree import PyTree
@@ -58,10 +59,15 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
     Source:
         `torch::autograd::AccumulateGrad::accumulateGrad`.
     """
-    pairs = match(params, grads)
+    replicas = _replicas.replicas_in(params) if hooks else []
     with ordinary_mode(), torch.no_grad():
+        if replicas:
+            _add_through_the_engine(_add_to_replicas(replicas, params, grads))
+            return
+        pairs = match(params, grads)
         if hooks:
-            _add_through_the_engine(params, pairs)
+            _refuse_tensor_hooks(pairs)
+            _add_through_the_engine(pairs)
             return
         for leaf, grad in pairs:
             if grad is None:
@@ -74,7 +80,7 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
                 leaf.grad += grad.detach()
 
 
-def _add_through_the_engine(params: PyTree, pairs: Pairs) -> None:
+def _refuse_tensor_hooks(pairs: Pairs) -> None:
     for leaf, _ in pairs:
         if leaf._backward_hooks:
             raise UnsupportedGraphError(
@@ -85,16 +91,18 @@ def _add_through_the_engine(params: PyTree, pairs: Pairs) -> None:
                     "remove them, or call add_grads_(params, grads) without hooks=True",
                 )
             )
-    replicas = _replicas.replicas_in(params)
-    if replicas:
-        pairs = _add_to_replicas(replicas, pairs)
+
+
+def _add_through_the_engine(pairs: Pairs) -> None:
     present = [(leaf, grad) for leaf, grad in pairs if grad is not None]
     if present:
         leaves, grads = zip(*present, strict=True)
         torch.autograd.backward(leaves, [grad.detach() for grad in grads])
 
 
-def _add_to_replicas(replicas: Sequence[DistributedDataParallel], pairs: Pairs) -> Pairs:
+def _add_to_replicas(
+    replicas: Sequence[DistributedDataParallel], params: PyTree, grads: PyTree
+) -> Pairs:
     """Reduce and accumulate what belongs to replicated modules.
 
     Not by the modules' own reducers: those reduce once after each forward pass, and otherwise
@@ -107,17 +115,22 @@ def _add_to_replicas(replicas: Sequence[DistributedDataParallel], pairs: Pairs) 
     _replicas.refuse_no_sync(replicas)
     group = _replicas.join_replicas(replicas, "gradkit.add_grads_")
     theirs = {id(param) for module in replicas for param in _replicas.reduced_params(module)}
-    own = [(leaf, grad) for leaf, grad in pairs if id(leaf) in theirs]
+    pairs: Pairs = []
+    own: Pairs = []
 
     def offer() -> Offer:
-        leaves, grads = [leaf for leaf, _ in own], [grad for _, grad in own]
-        _replicas.refuse_beyond_hooks(replicas, [*grads, *(leaf.grad for leaf in leaves)])
+        pairs.extend(match(params, grads))
+        _refuse_tensor_hooks(pairs)
+        own.extend(pair for pair in pairs if id(pair[0]) in theirs)
+        leaves, given = [leaf for leaf, _ in own], [grad for _, grad in own]
+        _replicas.refuse_beyond_hooks(replicas, [*given, *(leaf.grad for leaf in leaves)])
         structure = (("the call", "add_grads_"), ("params", len(own)))
-        return Offer(grads, leaves, structure, lambda index: f"grads, tensor {index}")
+        # Of a rank without a gradient only the others' counts: `.grad` stays if none has one.
+        sums = [None if grad is None else plus(leaf.grad, grad) for leaf, grad in own]
+        return Offer(sums, leaves, structure, lambda index: f"grads, tensor {index}")
 
-    def added(index: int, grad: Tensor | None) -> Tensor | None:
-        before = own[index][0].grad
-        return grad if before is None else before if grad is None else before + grad
+    def added(index: int, total: Tensor | None) -> Tensor | None:
+        return own[index][0].grad if total is None else total
 
     found = _replicas.reduce_replicas(group, replicas, offer, complete=added)
     for (leaf, _), grad in zip(own, found, strict=True):
@@ -131,5 +144,5 @@ def _replace_grad(leaf: Tensor, grad: Tensor) -> None:
         leaf.grad.copy_(grad)  # the same object, as after `.backward()`
     else:
         leaf.grad = copy_for(grad, leaf)
-    for hook in (leaf._post_accumulate_grad_hooks or {}).values():
+    for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
         hook(leaf)
