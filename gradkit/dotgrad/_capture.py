@@ -58,7 +58,7 @@ def capture_grads(params: PyTree) -> Iterator[Captured]:
     found: list[Tensor | None] = []
     with grads_put_back(leaves):
         yield captured
-        found += [leaf.grad for leaf in leaves]
+        found += [_apart(leaf.grad) for leaf in leaves]
     _own(found, leaves)
     by_leaf = {id(leaf): grad for leaf, grad in zip(leaves, found, strict=True)}
     del found
@@ -68,6 +68,11 @@ def capture_grads(params: PyTree) -> Iterator[Captured]:
         tied = grad is not None and any(grad is other for other in places)
         places.append(grad.clone() if tied and grad is not None else grad)
     captured.grads = _pytree.unflatten(wanted.spec, places)
+
+
+def _apart(grad: Tensor | None) -> Tensor | None:
+    """Return a copy of a part of a buffer, which what is put back may be a part of, too."""
+    return grad if grad is None or grad._base is None else grad.clone()
 
 
 def _own(grads: list[Tensor | None], leaves: list[Tensor]) -> None:
