@@ -96,8 +96,65 @@ def _draw_memory(path: Path) -> None:
             "runs again there."
         )
         ax.text(-5.1, -3.0, legend, va="center", fontsize=9, linespacing=1.6, color="#444444")
-        drawn = BytesIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
+        _save(figure, path)
+
+
+WAY = (
+    ("eager", "value_and_grads, per_loss_grads, simultaneous_grads: each one screen"),
+    ("_inputs", "open up modules, iterators, optimizers; flatten; check types, sizes, options"),
+    ("_refusals", "prepare: refuse what would come out wrong, zero or local"),
+    ("_passes", "run the passes, and let go of the graph behind them"),
+    ("_engine", "one pass: the only call of torch.autograd.grad"),
+    ("_ownership", "copy what shares memory, or is laid out otherwise than its parameter"),
+    ("_passes", "finish: None or zeros for what was not reached; put the tree together"),
+)
+PURE, RUNS = "white", "#cfe2f3"
+
+
+def _draw_way(path: Path) -> None:
+    """Draw the way of a call through the modules of the package."""
+    with rc_context({"svg.hashsalt": "gradkit"}):
+        figure = Figure(figsize=(9.6, 6.4), facecolor="white")
+        ax = figure.add_axes((0, 0, 1, 1))
+        ax.set(xlim=(-2.9, 11.5), ylim=(-8.7, 0.5))
+        ax.axis("off")
+        ends = {"fontsize": 11, "ha": "center", "va": "center"}
+        ax.text(0, 0, "losses, params, weights", **ends)
+        ax.text(0, -8.3, "values, grads", **ends)
+        for row, (room, told) in enumerate(WAY, start=1):
+            box = {
+                "boxstyle": "round,pad=0.45",
+                "edgecolor": INK,
+                "facecolor": RUNS if room in {"_passes", "_engine"} and row < 6 else PURE,
+            }
+            ax.text(0, -row, f"{room:^10}", family="monospace", bbox=box, **ends)
+            ax.text(1.7, -row, told, va="center", fontsize=10)
+        for row in range(8):
+            end = 0.32 if row < 7 else 0.2
+            arrow = {"arrowstyle": "-|>", "color": INK, "shrinkA": 0, "shrinkB": 0}
+            ax.annotate("", xy=(0, -row - 1 + end), xytext=(0, -row - 0.3), arrowprops=arrow)
+        again = {
+            "arrowstyle": "-|>",
+            "color": INK,
+            "connectionstyle": "arc3,rad=-0.5",
+            "linestyle": "--",
+        }
+        ax.annotate("", xy=(-1.2, -4), xytext=(-1.2, -6), arrowprops=again)
+        ax.text(-1.95, -5, "next\npass", fontsize=9, color="#444444", ha="right", va="center")
+        ax.text(
+            1.7,
+            -7.9,
+            "Blue: here the engine runs. Bad input is refused above, before anything has changed.",
+            fontsize=9,
+            color="#444444",
+        )
+        _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    """Save a picture, unless it is there already, so that a page is built anew only if it is."""
+    drawn = BytesIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None})
     if not path.exists() or path.read_bytes() != drawn.getvalue():
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(drawn.getvalue())
@@ -129,4 +186,5 @@ GALLERY = {
 def setup(app: Sphinx) -> None:
     _run_examples(Path(app.srcdir).parent / "examples", Path(app.srcdir) / "_pictures")
     _draw_memory(Path(app.srcdir) / "_pictures" / "memory.svg")
+    _draw_way(Path(app.srcdir) / "_pictures" / "way.svg")
     app.connect("autodoc-process-docstring", _keep_prose, priority=1)

@@ -300,20 +300,28 @@ def test_without_rich_it_is_plain_text(
     lines = out.splitlines()
     for number, confusion in enumerate(CONFUSIONS, start=1):
         assert f"{number:3}. {confusion.title}" in lines
-    assert sum(line.strip() == "equal" for line in lines) == 12
+    assert sum(line.strip() == "as expected" for line in lines) == 12
     assert "       gradkit  of the value at the call: [8, 8]" in lines
 
 
-def test_with_rich_it_is_a_table(device: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_rich_a_wide_terminal_has_a_table(
+    device: torch.device, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "What torch does here" not in told(capsys, "--device", str(device))[1]
+    monkeypatch.setenv("COLUMNS", "132")
     status, out = told(capsys, "--device", str(device))
+    out = re.sub("\x1b\\[[0-9;]*m", "", out)  # its colours
     assert status == 0
     assert "What torch does here" in out
     assert not out.isascii()
     rows = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in out.splitlines()]
     rows = [row for row in rows if len(row) == 5]
     assert [row[0] for row in rows if row[0]] == [str(n) for n in range(1, 13)]
-    assert sum(row[4] == "equal" for row in rows) == 12
+    assert sum(row[4] == "as expected" for row in rows) == 12
     # Folded or not, every character of a cell is there.
     whole = "".join(row[3] for row in rows).replace(" ", "")
     for finding in findings(device):

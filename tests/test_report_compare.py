@@ -419,6 +419,7 @@ def test_trees_of_modules_and_tensors(device: torch.device, layer: nn.Linear, x:
     ("call", "error", "text"),
     [
         (lambda m, x: (lambda a, b, c: a, m, x), gradkit.StructureError, "loss_fn: expected"),
+        (lambda m, x: (mean_square(m, x), m), gradkit.StructureError, "loss_fn: .*a function"),
         (lambda m, x: (mean_square, m, iter([x])), gradkit.LeafTypeError, r"args\[0\].*only once"),
         (lambda m, x: (mean_square, m, m(x)), gradkit.LeafTypeError, r"args\[0\].*history"),
         (lambda m, x: (mean_square, m.weight * 2, x), gradkit.LeafTypeError, "params.*history"),
@@ -520,6 +521,20 @@ def test_a_function_that_calls_backward(layer: nn.Linear, x: Tensor) -> None:
     with as_before(layer):
         found = compare(loss_fn, layer, x)
     assert "backward() called inside" in found.refused[FUNC]
+    assert any(note.startswith("loss_fn itself writes .grad") for note in found.notes)
+
+
+def test_a_function_that_freezes(layer: nn.Linear, x: Tensor) -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        model.weight.requires_grad_(False)
+        return mean_square(model, x)
+
+    with as_before(layer):
+        found = compare(loss_fn, layer, x)
+    assert layer.weight.requires_grad
+    assert "does not require grad" in found.refused[GRAD]
+    assert "nothing can be compared" in str(found)
+    assert "param" not in str(found).split("\n\n")[1].split(":")[0]  # no table
 
 
 def test_a_function_that_raises(layer: nn.Linear, x: Tensor) -> None:
@@ -585,6 +600,15 @@ def test_what_torch_func_refuses_is_told(device: torch.device) -> None:
 
 
 # --- What it looks like --------------------------------------------------------------------------
+
+
+def test_the_picture_of_none_against_zero_has_one_tick(device: torch.device, x: Tensor) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    parts = nn.ModuleDict({"used": nn.Linear(3, 1), "idle": nn.Linear(3, 1)}).to(device)
+    found = compare(lambda parts, x: mean_square(parts["used"], x), parts, x)
+    assert "0, not None" in str(found)
+    ax = found.plot(figure.subplots())
+    assert ax.get_xticks().tolist() == [0]
 
 
 def test_text_html_and_picture(device: torch.device, layer: nn.Linear, x: Tensor) -> None:

@@ -243,8 +243,9 @@ def test_the_record_is_of_the_same_losses(device: torch.device, history: History
 
 
 def test_table_and_pictures_of_a_record(device: torch.device, history: History) -> None:
-    shown = [line.split()[0] for line in str(history).splitlines()[2:]]
-    assert shown == ["0", "5", "10", "20", "40", "45"]
+    steps = ["0", "5", "10", "20", "40", "45"]
+    for table in str(history).split("\n\n"):
+        assert [line.split()[0] for line in table.splitlines()[2:]] == steps
     assert "No steps" in str(History())
     upper, lower = pytest.importorskip("matplotlib.figure").Figure().subplots(2)
     assert history.plot(upper, what="norms") is upper
@@ -255,6 +256,44 @@ def test_table_and_pictures_of_a_record(device: torch.device, history: History) 
     assert thick.get_ydata()[4] == pytest.approx(sum(history.cosines["a", "b"][2:7]) / 5)
     with pytest.raises(gradkit.StructureError, match="what"):
         history.plot(lower, what="angles")
+
+
+def test_the_table_of_many_pairs_has_the_most_opposed(device: torch.device) -> None:
+    record = History()
+    record.add_(0, conflicts(rows(device, *([1.0, 0.6 * place] for place in range(-3, 3)))))
+    head = str(record).split("\n\n")[1].splitlines()[0]
+    assert head.count("·") == 6
+    assert "a · f" in head
+    assert "a · b" not in head
+    assert str(record).endswith("9 more pairs are in .cosines.")
+
+
+def test_many_losses_make_a_picture_that_can_be_saved(device: torch.device) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    ax = conflicts([[torch.ones(1, device=device)] for _ in range(200)]).plot()
+    assert max(ax.figure.get_size_inches()) < 40
+    assert len(ax.get_xticks()) <= 40
+    pyplot.close(ax.figure)
+
+
+@pytest.mark.parametrize("scale", [1e300, 1e-300, 5e-324])
+def test_gradients_as_large_and_small_as_float64(device: torch.device, scale: float) -> None:
+    a, b = (
+        torch.tensor(row, dtype=torch.float64, device=device) * scale
+        for row in ([1.0, 1.0], [-1.0, 0.0])
+    )
+    single = torch.zeros(2, device=device)
+    found = conflicts({"a": [a, single], "b": [b, None]})
+    assert found.cosine("a", "b") == pytest.approx(-(0.5**0.5))
+    assert found.norms["a"] == pytest.approx(2**0.5 * scale)
+    assert found.share == 1
+
+
+def test_a_cosine_close_to_zero_keeps_its_sign_and_size(device: torch.device) -> None:
+    found = conflicts(rows(device, [1.0, -0.002], [0.0, 1.0], [float("nan"), 1.0]))
+    assert "a and b -2e-03" in str(found)
+    assert "-0.00" not in str(found)
+    assert math.isnan(found.cosine("c", "c"))
 
 
 def test_a_result_is_frozen(device: torch.device) -> None:

@@ -181,6 +181,18 @@ def test_moved_since(device: torch.device) -> None:
     assert explain(loss, layer).verdicts["loss"]["weight"].status == "moved"
 
 
+class Tagged(torch.Tensor):
+    pass
+
+
+def test_a_param_of_a_class_of_its_own(device: torch.device) -> None:
+    w = leaf(device, 3).detach().as_subclass(Tagged).requires_grad_()
+    loss = (w * 2).sum()
+    assert explain(loss, w).verdicts["loss"]["param"].status == "reached"
+    _, grad = gradkit.value_and_grads(loss, w)
+    assert torch.equal(grad.as_subclass(torch.Tensor), torch.full((3,), 2.0, device=device))
+
+
 @pytest.mark.parametrize(
     "function",
     [

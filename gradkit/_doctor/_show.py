@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from shutil import get_terminal_size
 from typing import Any
 
 from gradkit._doctor._check import Check, text
 from gradkit._doctor._examine import Examination, Finding
 
-# A table in a file or a pipe has no width of its own, and five columns need some.
-WIDTH = 132
+# Five columns need this width. In a narrower terminal, in a file or a pipe, text is easier to read.
+WIDTH = 110
 
 
 def as_json(examination: Examination) -> str:
@@ -29,13 +30,16 @@ def as_json(examination: Examination) -> str:
 
 
 def show(examination: Examination) -> None:
-    """Print the examination, with rich where that is installed."""
+    """Print the examination: as a table in a terminal that has room for it, if rich is there."""
+    columns = get_terminal_size().columns
     try:
         from rich.console import Console
     except ImportError:
+        columns = 0
+    if not sys.stdout.isatty() or columns < WIDTH:
         print(as_text(examination))
         return
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = Console(width=columns, highlight=False)
     console.print(_head(examination), markup=False)
     for device in examination.devices:
         console.print(_table(examination, device))
@@ -98,7 +102,7 @@ def _word(finding: Finding) -> str:
         for name, equal in (("torch", finding.torch_equal), ("gradkit", finding.gradkit_equal))
         if not equal
     ]
-    return f"MISMATCH: {', '.join(wrong)}" if wrong else "equal"
+    return f"MISMATCH: {', '.join(wrong)}" if wrong else "as expected"
 
 
 def _verdict(examination: Examination) -> str:

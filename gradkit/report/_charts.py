@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -14,8 +15,17 @@ if TYPE_CHECKING:
 
 # Distinguishable also for those who do not see red and green apart.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#7b3294", "#56b4e9", "#e69f00", "#666666")
+_STYLES = ("-", "--", ":", "-.")  # where the colours come again
 _AVERAGED = 2  # on either side
 _MOST_NUMBERS = 12
+_MOST_ROWS = 40
+
+
+def cosine_text(cosine: float) -> str:
+    """Return a cosine in few digits; one close to zero keeps its sign and its size."""
+    if math.isnan(cosine):
+        return "nan"
+    return f"{cosine:+.2f}" if cosine == 0 or abs(cosine) >= 0.005 else f"{cosine:+.0e}"
 
 
 def draw_cosines(norms: Mapping[str, float], cosines: Tensor, ax: Axes | None) -> Axes:
@@ -30,17 +40,25 @@ def draw_cosines(norms: Mapping[str, float], cosines: Tensor, ax: Axes | None) -
         The axes.
     """
     count = len(norms)
-    ax = axes_or_new(ax, (2.5 + 0.7 * count, 1.5 + 0.7 * count))
+    side = 0.7 * min(count, _MOST_ROWS)
+    ax = axes_or_new(ax, (2.5 + side, 1.5 + side))
     ax.imshow(cosines.numpy(), cmap="RdBu", vmin=-1, vmax=1)
-    ax.set_xticks(range(count), list(norms), rotation=30, ha="right")
-    ax.set_yticks(range(count), [f"{name} ({norm:.3g})" for name, norm in norms.items()])
+    shown = _shown(count)
+    names, told = list(norms), [f"{name} ({norm:.3g})" for name, norm in norms.items()]
+    ax.set_xticks(shown, [names[place] for place in shown], rotation=30, ha="right")
+    ax.set_yticks(shown, [told[place] for place in shown])
     if count <= _MOST_NUMBERS:
         for i, row in enumerate(cosines.tolist()):
             for j, cosine in enumerate(row):
                 colour = "white" if abs(cosine) > 0.6 else "black"
-                ax.text(j, i, f"{cosine:+.2f}", ha="center", va="center", color=colour)
+                ax.text(j, i, cosine_text(cosine), ha="center", va="center", color=colour)
     ax.set_title("cosines of gradients (in brackets: norms)", fontsize=10)
     return ax
+
+
+def _shown(count: int) -> range:
+    """Return the places that get a label: all of them, or so many that they can be read."""
+    return range(0, count, -(-count // _MOST_ROWS) or 1)
 
 
 def draw_history(
@@ -66,7 +84,9 @@ def draw_history(
         ax.text(0.99, 0.04, "conflict", transform=ax.transAxes, ha="right", color="dimgray")
         ax.set(ylabel="cosine of two gradients", ylim=(-1, 1))
     for index, (label, values) in enumerate(lines.items()):
-        _draw_line(ax, steps, values, _COLOURS[index % len(_COLOURS)], label)
+        again, colour = divmod(index, len(_COLOURS))
+        style = _STYLES[again % len(_STYLES)]
+        _draw_line(ax, steps, values, _COLOURS[colour], style, label)
     ax.set_xlabel("step")
     if lines:
         ax.legend(frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 0.98))
@@ -76,11 +96,12 @@ def draw_history(
 
 
 def _draw_line(
-    ax: Axes, steps: Sequence[int], values: Sequence[float], colour: str, label: str
+    ax: Axes, steps: Sequence[int], values: Sequence[float], colour: str, style: str, label: str
 ) -> None:
     ends = ((max(middle - _AVERAGED, 0), middle + _AVERAGED + 1) for middle in range(len(values)))
     ax.plot(steps, values, color=colour, linewidth=0.8, alpha=0.35)
-    ax.plot(steps, [fmean(values[a:b]) for a, b in ends], color=colour, linewidth=2, label=label)
+    means = [fmean(values[a:b]) for a, b in ends]
+    ax.plot(steps, means, style, color=colour, linewidth=2, label=label)
 
 
 def draw_differences(
@@ -96,20 +117,36 @@ def draw_differences(
     Returns:
         The axes.
     """
-    ax = axes_or_new(ax, (8, 1.5 + 0.35 * len(names)))
+    ax = axes_or_new(ax, (8, 1.5 + 0.35 * min(len(names), _MOST_ROWS)))
     for index, (way, by_leaf) in enumerate(gaps.items()):
         rows = [row for row, name in enumerate(names) if name in by_leaf]
         colour = _COLOURS[index % len(_COLOURS)]
-        ax.plot(
-            [by_leaf[names[row]] for row in rows], rows, "o", color=colour, label=way, alpha=0.8
-        )
+        # Rings of several sizes, so that none hides another where they differ alike.
+        size = 11 - 3 * (index % 3)
+        gap = [by_leaf[names[row]] for row in rows]
+        ax.plot(gap, rows, "o", color=colour, markersize=size, fillstyle="none", label=way)
     if names:
-        # Linear close to zero, where None against zero and the sign of a zero stand.
-        ax.set_xscale("symlog", linthresh=1e-12)
-        ax.legend(frameon=False)
+        _scale_of_gaps(ax, [gap for by_leaf in gaps.values() for gap in by_leaf.values()])
+        ax.legend(frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
     else:
         ax.text(0.5, 0.5, "the same bits", transform=ax.transAxes, ha="center", va="center")
-    ax.set_yticks(range(len(names)), names)
+    shown = _shown(len(names))
+    ax.set_yticks(shown, [names[row] for row in shown])
     ax.invert_yaxis()
     ax.set_xlabel("largest absolute difference from .backward()")
     return ax
+
+
+def _scale_of_gaps(ax: Axes, gaps: Sequence[float]) -> None:
+    """Scale by powers of ten, and linearly close to zero, where None against zero stands."""
+    sizes = [gap for gap in gaps if gap and math.isfinite(gap)]
+    if not sizes:
+        ax.set(xlim=(-0.1, 1))
+        ax.set_xticks([0])
+        return
+    low, high = math.floor(math.log10(min(sizes))), math.ceil(math.log10(max(sizes)))
+    ax.set_xscale("symlog", linthresh=10.0**low, linscale=0.5)
+    step = -(-(high - low + 1) // 8)
+    ax.set_xticks([0, *(10.0**power for power in range(low, high + 1, step))])
+    ax.minorticks_off()
+    ax.set_xlim(left=-0.3 * 10.0**low)

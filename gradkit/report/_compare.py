@@ -22,6 +22,10 @@ _DRAWS = (
     "loss_fn draws random numbers (dropout, say). Each way started from the same random state; in "
     "a loop, every call draws new ones."
 )
+_ACCUMULATES = (
+    "loss_fn itself writes .grad (it calls .backward(), say), and .backward() added to that: have "
+    "it return the losses, and leave the rest of the step out."
+)
 
 
 def compare(
@@ -75,7 +79,8 @@ def compare(
         LeafTypeError: A leaf is no leaf tensor; a loss is no real floating-point tensor; an
             argument has a graph, or can be read only once.
         NotScalarLossError: A loss has not exactly one element.
-        StructureError: A tree is empty, `other` does not match, or loss_fn takes other arguments.
+        StructureError: A tree is empty, `other` does not match, or loss_fn is no function of these
+            arguments.
         UnreachedParamError: Nothing in params requires grad.
         UnsupportedGraphError: A module is wrapped for several processes; or the call is inside of
             a torch.func transform.
@@ -186,6 +191,7 @@ def _differences(lab: Lab, ran: Ran, why: Callable[[int], str]) -> dict[str, Dif
 
 def _notes(lab: Lab) -> tuple[str, ...]:
     notes = [_DRAWS] if lab.scouted.draws else []
+    notes += [_ACCUMULATES] if lab.scouted.accumulates else []
     hooked = [
         name
         for name, leaf in zip(lab.step.names, lab.step.wanted.leaves, strict=True)

@@ -85,7 +85,8 @@ class Comparison(Report):
             told += f"{len(self.differing())} of {plural(count, 'param')} differ"
         if not self.differences:
             told = f"{self.called}: nothing can be compared with .backward()"
-        blocks: list[Block] = [told, self._table(), *self._reasons()]
+        table = [self._table()] if self.differences else []
+        blocks: list[Block] = [told, *table, *self._reasons()]
         blocks += [f"{way} cannot be compared: {why}" for way, why in self.refused.items()]
         return [*blocks, *self.notes]
 
@@ -110,5 +111,7 @@ class Comparison(Report):
 def _cell(difference: Difference) -> str:
     if difference.same:
         return Toned("same", "good")
+    if difference.reason.startswith("None against zero"):
+        return Toned("0, not None", "bad")
     steps = f"{difference.ulps:,.0f}" if difference.ulps < 1e6 else f"{difference.ulps:.0e}"
     return Toned(f"{difference.absolute:.2g} ({steps} ulp)", "bad")

@@ -14,7 +14,7 @@ from gradkit import _pytree
 from gradkit._inputs import check_option
 from gradkit._matrix import Rows, read_rows
 from gradkit._pytree import PyTree
-from gradkit.report._charts import draw_cosines
+from gradkit.report._charts import cosine_text, draw_cosines
 from gradkit.report._names import listed, plural, prefixes
 from gradkit.report._page import Block, Report, Table, Toned
 from gradkit.report._products import Products, products_of
@@ -78,7 +78,7 @@ class Conflicts(Report):
     def _summary(self) -> str:
         if not self.conflicting:
             return "No pair of losses conflicts."
-        pairs = [f"{a} and {b} {cosine:+.2f}" for a, b, cosine in self.conflicting[:4]]
+        pairs = [f"{a} and {b} {cosine_text(cosine)}" for a, b, cosine in self.conflicting[:4]]
         more = f", and {len(self.conflicting) - 4} more" if len(self.conflicting) > 4 else ""
         return (
             f"{plural(len(self.conflicting), 'pair')} in conflict, {self.share:.0%} of those that "
@@ -97,7 +97,7 @@ class Conflicts(Report):
 
 
 def _told(cosine: float) -> str:
-    return Toned(f"{cosine:+.2f}", "bad" if cosine < 0 else "")
+    return Toned(cosine_text(cosine), "bad" if cosine < 0 else "")
 
 
 def conflicts(

@@ -22,6 +22,7 @@ _EDGE = "#555555"
 _ROW = 1.6
 _APART = 0.9
 _LINES = 4
+_WIDEST = 80.0  # inches; a picture of more pixels than matplotlib can save helps nobody
 
 
 Names: TypeAlias = Mapping[tuple[str, ...], Sequence[str]]
@@ -42,8 +43,9 @@ def draw_parts(
         The axes.
     """
     rows = _rows(parts)
-    width, bottom = max(len(losses), *map(len, rows), 1), -_ROW * (len(rows) + 1)
-    ax = axes_or_new(ax, (max(5.0, 2.2 * width), 2.0 + 1.5 * len(rows)))
+    width = max(len(losses), *map(len, rows), 1)
+    bottom = -_ROW * (len(rows) + (() in names))
+    ax = axes_or_new(ax, (min(max(5.0, 2.2 * width), _WIDEST), min(2.0 + 1.5 * len(rows), _WIDEST)))
     across = {name: float(x) for x, name in enumerate(losses)}
     boxes = {}
     for index, place in _places(rows, parts, across).items():

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
+from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
 from gradkit._inputs import check_option
 from gradkit.errors import StructureError, message
-from gradkit.report._charts import draw_history
+from gradkit.report._charts import cosine_text, draw_history
 from gradkit.report._conflicts import Conflicts
 from gradkit.report._page import Block, Report, Table, Toned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+_MOST_COLUMNS = 6
 
 
 class History(Report):
@@ -96,15 +99,28 @@ class History(Report):
         last = len(self.steps) - 1
         # The first, the last, and between them ever more apart.
         rows = [row for row in range(last + 1) if row & (row - 1) == 0 or row == last]
-        columns = ("step", *(f"norm {name}" for name in self.norms))
-        pairs = [f"{a} · {b}" for a, b in self.cosines]
-        return [Table((*columns, *pairs, "conflict"), tuple(map(self._row, rows)))]
+        steps = [str(self.steps[row]) for row in rows]
+        norms = {
+            name: [f"{values[row]:.3g}" for row in rows] for name, values in self.norms.items()
+        }
+        cosines = {
+            f"{a} · {b}": [_toned(self.cosines[a, b][row]) for row in rows]
+            for a, b in self._most_opposed()
+        }
+        shares = {"conflict": [f"{self.shares[row]:.0%}" for row in rows]}
+        tables: list[Block] = [_table(steps, norms), _table(steps, cosines | shares)]
+        left = len(self.cosines) - len(cosines)
+        return [*tables, f"{left} more pairs are in .cosines."] if left else tables
 
-    def _row(self, row: int) -> tuple[str, ...]:
-        cosines = (values[row] for values in self.cosines.values())
-        return (
-            str(self.steps[row]),
-            *(f"{values[row]:.3f}" for values in self.norms.values()),
-            *(Toned(f"{cosine:+.2f}", "bad" if cosine < 0 else "good") for cosine in cosines),
-            f"{self.shares[row]:.0%}",
-        )
+    def _most_opposed(self) -> list[tuple[str, str]]:
+        """Return the pairs that have a column: of many, those with the lowest mean cosines."""
+        worst = sorted(self.cosines, key=lambda pair: fmean(self.cosines[pair]))[:_MOST_COLUMNS]
+        return [pair for pair in self.cosines if pair in worst]
+
+
+def _table(steps: list[str], columns: dict[str, list[str]]) -> Table:
+    return Table(("step", *columns), tuple(zip(steps, *columns.values(), strict=True)))
+
+
+def _toned(cosine: float) -> str:
+    return Toned(cosine_text(cosine), "bad" if cosine < 0 else "good")

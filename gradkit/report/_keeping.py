@@ -34,6 +34,7 @@ class Keeping:
         self._modules = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
         self._kept = [(t, t._version, t.detach().clone()) for t in unique.values()]
         self._leaves = [t for t in unique.values() if t.is_leaf]
+        self._requires = [(t, t.requires_grad) for t in self._leaves]
         self.grads = {id(t): t.grad for t in self._leaves}
 
     @contextmanager
@@ -56,11 +57,18 @@ class Keeping:
                     stack.enter_context(without_autocast_cache())
                 yield
         finally:
+            for tensor, requires in self._requires:
+                if tensor.is_leaf and tensor.requires_grad != requires:
+                    tensor.requires_grad_(requires)
             for tensor, version, numbers in self._kept:
                 if _differs(tensor, version, numbers):
                     tensor.data.copy_(numbers)
             _chance.restore(states)
             _restore_others(others)
+
+    def has_grads(self) -> bool:
+        """Return whether something stands in `.grad` now."""
+        return any(t.grad is not None for t in self._leaves)
 
     def random_states(self) -> list[Any]:
         """Return what would change if a random number were drawn."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from gradkit._matrix import Rows, gram
 
 # Within these, squares of float32 and their sums are far from its limits.
 _SMALL, _LARGE = 1e-12, 1e12
+# Below this power of two float32 has only zero.
+_LOWEST = -149
 # The power of two of a row of zeros: below every other, so that it decides nothing.
 _NOTHING = -2200.0
 
@@ -55,12 +58,13 @@ class Products:
         return self.matrix.diagonal().sqrt() * torch.exp2(self.powers)
 
     def cosines(self) -> Tensor:
-        """Return the cosines of the angles between rows: `[K, K]`, 0 where a row is zero."""
+        """Return the cosines between rows: `[K, K]`, 0 where one is zero, nan if not finite."""
         lengths = self.matrix.diagonal().sqrt()
         is_zero = lengths == 0
         lengths = torch.where(is_zero, 1.0, lengths)
         cosines = (self.matrix / (lengths[:, None] * lengths[None, :])).clamp(-1, 1)
-        return cosines.fill_diagonal_(1.0).masked_fill(is_zero[:, None] | is_zero[None, :], 0.0)
+        cosines.diagonal()[lengths.isfinite()] = 1.0
+        return cosines.masked_fill(is_zero[:, None] | is_zero[None, :], 0.0)
 
 
 def products_of(rows: Rows, leaves: Sequence[int]) -> Products:
@@ -77,7 +81,7 @@ def products_of(rows: Rows, leaves: Sequence[int]) -> Products:
     tops = [float(largest(row)) for row in picked]
     powers = [_power(top) for top in tops]
     scaled = [
-        [None if leaf is None else leaf * 2.0**-power for leaf in row] if power else row
+        [None if leaf is None else _divided(leaf, power) for leaf in row] if power else row
         for row, power in zip(picked, powers, strict=True)
     ]
     shown = [power if top else _NOTHING for power, top in zip(powers, tops, strict=True)]
@@ -89,8 +93,16 @@ def _plain(leaf: Tensor | None) -> Tensor | None:
     return None if leaf is None else leaf.detach()
 
 
-def _power(top: float) -> float:
+def _power(top: float) -> int:
     """Return the power of two to take out of a row, of which 0 is none."""
-    if top == 0 or _SMALL <= top <= _LARGE or not top < float("inf"):
-        return 0.0
-    return float(max(-120, min(120, torch.frexp(torch.tensor(top, dtype=torch.float64))[1].item())))
+    if top == 0 or _SMALL <= top <= _LARGE or not top < math.inf:
+        return 0
+    return math.frexp(top)[1]
+
+
+def _divided(leaf: Tensor, power: int) -> Tensor:
+    """Divide by a power of two, in two steps that the range of the dtype allows."""
+    if power < _LOWEST and leaf.dtype not in (torch.float64, torch.complex128):
+        return leaf  # zeros, next to what only float64 can hold
+    half = power // 2
+    return leaf * 2.0**-half * 2.0 ** (half - power)

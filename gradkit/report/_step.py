@@ -107,8 +107,18 @@ def read_step(fn: Callable[..., PyTree], params: PyTree, args: tuple[Any, ...]) 
 
     Raises:
         LeafTypeError: A param is no leaf tensor, or an argument has a graph or is an iterator.
-        StructureError: The function takes neither `(params, *args)` nor `(*args)`.
+        StructureError: It is no function, or one that takes neither `(params, *args)` nor
+            `(*args)`.
     """
+    if not callable(fn):
+        raise StructureError(
+            message(
+                "loss_fn",
+                "a function that computes the losses",
+                describe(fn),
+                "lambda params, x, y: ..., so that it can run again in each way",
+            )
+        )
     tree = _without_iterators(params)
     wanted = read_params(tree)
     for index, leaf in enumerate(wanted.leaves):

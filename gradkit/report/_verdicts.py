@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from gradkit import _graph
 from gradkit._ownership import PLAIN_TYPES
@@ -47,7 +48,7 @@ _SAME_MEMORY = Verdict(
 _NOT_THERE = Verdict(
     "not in the graph",
     "the loss was not computed from it, or the path is cut (detach(), .data, .item(), no_grad, "
-    "another copy of the model), which leaves no trace",
+    "another copy of the model, requires_grad set only since), which leaves no trace",
 )
 _PERHAPS_INSIDE = Verdict(
     "not in the graph",
@@ -77,7 +78,7 @@ class Judge:
             return _CONSTANT
         nodes = self.graphs.nodes[index]
         if self.graphs.reaches(index, variable):
-            is_there = variable.grad_fn is not None or _graph.edge(variable).node in nodes
+            is_there = variable.grad_fn is not None or _leaf_node(variable) in nodes
             return Verdict("reached") if is_there else _MOVED
         return self._unreached(index, variable)
 
@@ -114,6 +115,12 @@ class Judge:
             leaves = self.graphs.leaves[index].values()
             self._memory[index] = set().union(*map(_memory_of, leaves))
         return self._memory[index]
+
+
+def _leaf_node(leaf: Tensor) -> Node:
+    # To find it torch takes a view, which __torch_function__ would make a tensor of its own.
+    with torch._C.DisableTorchFunctionSubclass():
+        return _graph.edge(leaf).node
 
 
 def checkpointed(graphs: Graphs, index: int) -> list[object]:

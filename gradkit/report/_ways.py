@@ -67,13 +67,14 @@ class Lab:
             losses = self.step.losses()
             live = require_graph(losses, losses.leaves)
             draws = self.keeping.random_states() != before
+            accumulates = self.keeping.has_grads()
             graphs = walk(losses.leaves)
             functions = [f for index in live for f in checkpointed(graphs, index)]
             hidden = tensors_of(held_by(functions)) if functions else {}
             leaves = {key: leaf for below in graphs.leaves for key, leaf in below.items()}
             kinds = {kind.__name__ for index in live for kind in graphs.kinds(index)}
             hidden = {key: tensor for key, tensor in hidden.items() if tensor.is_leaf}
-            return Scouted(kinds, leaves, hidden, draws, len(live))
+            return Scouted(kinds, leaves, hidden, draws, accumulates, len(live))
 
     def run(self, way: str, without: Without = NOTHING) -> Ran:
         """Return what a way gives.
@@ -112,6 +113,7 @@ class Scouted:
         leaves: The leaf tensors of the graph, by id.
         hidden: Those that reentrant checkpoints hold, by id.
         draws: It draws random numbers.
+        accumulates: It writes `.grad`.
         live: How many losses carry a graph.
     """
 
@@ -119,6 +121,7 @@ class Scouted:
     leaves: dict[int, Tensor]
     hidden: dict[int, Tensor]
     draws: bool
+    accumulates: bool
     live: int
 
 
