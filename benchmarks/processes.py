@@ -65,7 +65,7 @@ def _counted(what: str, against: str, sent: Mapping[str, list[int]], unit: str) 
         theirs=theirs,
         unit=unit,
         ratio=ours / theirs,
-        note="one of ours is a digest of 32 bytes" if unit == "collectives" else "",
+        note="two of ours are digests of 32 bytes" if unit == "collectives" else "",
         details={name: sent[name] for name in ("gradkit", against)},
     )
 

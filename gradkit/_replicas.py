@@ -67,9 +67,6 @@ def _refuse_unreduced(module: DistributedDataParallel) -> None:
     elif module._delay_all_reduce_params:
         expected, came = wrapped, "one with delay_all_reduce_named_params"
         do = "leave it out: what it delays is reduced by a hook, also in a functional pass"
-    elif any(hasattr(param, "_in_backward_optimizers") for param in module.parameters()):
-        expected, came = wrapped, "one whose optimizer runs in the backward pass"
-        do = "use loss.backward() with it"
     else:
         return
     raise UnsupportedGraphError(message("the module", expected, came, do))

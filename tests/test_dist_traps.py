@@ -69,6 +69,8 @@ def test_what_ddp_reduces_whatever_it_was_told_to_ignore(two: Ranks, device: tor
 
 
 def check_ddp_refusals(device: torch.device) -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward as apply_in_backward
+
     x = inputs(device)
     model = mlp(device)
     delayed = DistributedDataParallel(
@@ -78,6 +80,9 @@ def check_ddp_refusals(device: torch.device) -> None:
     )
     stepping = DistributedDataParallel(linear(device))
     stepping._register_fused_optim(torch.optim.SGD, lr=0.1)
+    in_backward = linear(device)
+    apply_in_backward(torch.optim.SGD, in_backward.parameters(), {"lr": 0.1})
+    overlapped = DistributedDataParallel(in_backward)
     before = [param.detach().clone() for param in stepping.parameters()]
     cast = DistributedDataParallel(linear(device))
     cast.register_comm_hook(None, default_hooks.allreduce_hook)
@@ -85,6 +90,7 @@ def check_ddp_refusals(device: torch.device) -> None:
     for module, words in (
         (delayed, "delay_all_reduce"),
         (stepping, "steps an optimizer"),
+        (overlapped, "steps an optimizer"),
         (cast, "float64"),
     ):
         data = x.to(next(module.parameters()).dtype)

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from gradkit import _graph
+from gradkit import _graph, _pytree
 from gradkit._collectives import agreed_leaves, settle
 from gradkit._inputs import Losses, Params, read_params, require_graph
 from gradkit._passes import Found
+from gradkit._pytree import PyTree
 from gradkit._refusals import refuse_stale
 from gradkit._reduction import Offer
 from gradkit._replicas import join_replicas, reduce_replicas, reduced_params, refuse_beyond_hooks
@@ -39,7 +40,8 @@ def run(work: Work, modules: Sequence[DistributedDataParallel]) -> tuple[Found, 
         target, wanted = work.target(), read_params(work.module, wrapped=True)
         work.check(target)
         require_graph(target, target.leaves)
-        _refuse_strangers(wanted, modules)
+        if not _are_wrapped_whole(work.module, modules):
+            _refuse_strangers(wanted, modules)
         _refuse_static(target)
         several = not work.scalar and sum(loss.numel() for loss in target.leaves) > 1
         refuse_beyond_hooks(modules, (), graph=work.create_graph, several=several)
@@ -89,9 +91,16 @@ def _path(found: Found, wanted: Params, index: int) -> str:
 
 
 def _ignored(modules: Sequence[DistributedDataParallel]) -> set[int]:
+    if not any(module.parameters_to_ignore for module in modules):
+        return set()
     reduced = {id(param) for module in modules for param in reduced_params(module)}
     every = {id(param) for module in modules for param in module.parameters()}
     return every - reduced
+
+
+def _are_wrapped_whole(tree: PyTree, modules: Sequence[DistributedDataParallel]) -> bool:
+    leaves, _ = _pytree.flatten(tree)
+    return {id(leaf) for leaf in leaves} <= {id(module) for module in modules}
 
 
 def _refuse_strangers(wanted: Params, modules: Sequence[DistributedDataParallel]) -> None:
