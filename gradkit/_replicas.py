@@ -212,7 +212,7 @@ def _by_comm_hook(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield what the hook of a module makes of gradients: it takes one for each parameter."""
     params = _in_buckets(module)
-    width = len({id(like) for like in likes})
+    width = len({id(like) for like in likes}) or 1
     for start in range(0, len(likes), width):
         row = {
             id(likes[index]): index

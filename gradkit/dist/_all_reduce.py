@@ -19,6 +19,7 @@ from gradkit._reduction import Offer, agree, reduce
 from gradkit._stack import is_dual, transforms
 from gradkit.errors import LeafTypeError, UnsupportedGraphError, describe, message
 
+
 def all_reduce(
     grads: PyTree,
     group: Any = None,
@@ -29,8 +30,8 @@ def all_reduce(
     """Return the mean, or the sum, of every gradient over the ranks of a process group.
 
     All ranks of the group make the call, with trees of one structure. A gradient that is None on
-    some ranks counts as zero there (without `differentiable`); one that is None on all of them stays
-    None.
+    some ranks counts as zero there (without `differentiable`); one that is None on all of them
+    stays None.
 
     Example:
         >>> import gradkit, tempfile, torch

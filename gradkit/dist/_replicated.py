@@ -13,8 +13,8 @@ from gradkit._collectives import agreed_leaves, settle
 from gradkit._inputs import Losses, Params, read_params, require_graph
 from gradkit._passes import Found
 from gradkit._pytree import PyTree
-from gradkit._refusals import refuse_stale
 from gradkit._reduction import Offer
+from gradkit._refusals import refuse_stale
 from gradkit._replicas import join_replicas, reduce_replicas, reduced_params, refuse_beyond_hooks
 from gradkit.dist._work import Work
 from gradkit.errors import UnsupportedGraphError, message

@@ -30,7 +30,7 @@ from gradkit._refusals import refuse_freed, unreached
 from gradkit.dist._work import Work
 from gradkit.dotgrad._capture import grads_put_back
 from gradkit.dotgrad._pairs import unique
-from gradkit.errors import GradkitError, UnreachedParamError, UnsupportedGraphError, message
+from gradkit.errors import UnreachedParamError, UnsupportedGraphError, message
 
 _HOOK = "RegisterPostBackwardFunctionBackward"
 
@@ -61,7 +61,7 @@ def run(work: Work, modules: Sequence[nn.Module]) -> tuple[Found, Params]:
         return tuple(map(plan.path, range(len(plan.reached) * len(plan.columns))))
 
     ranks = [join(handle, work.call) for handle in _handles(shards)]
-    _settle_all(ranks, read, explain, lambda group, theirs: _refuse_difference(group, theirs, made[0]))
+    _settle_all(ranks, read, explain, made)
     return made[0].run(ranks[0], groups, states)
 
 
@@ -69,7 +69,7 @@ def _settle_all(
     ranks: Sequence[Group],
     read: Callable[[], tuple[object, ...]],
     explain: Callable[[], tuple[str, ...]],
-    refuse_difference: Callable[[Group, list[tuple[Any, Any]]], None],
+    made: Sequence[_Plan],
 ) -> None:
     """Settle with the ranks of every dimension of a mesh; who hears of an error passes it on."""
     errors: list[Exception] = []
@@ -83,8 +83,8 @@ def _settle_all(
         try:
             theirs = settle(group, read_or_fail, explain)
             if theirs is not None:
-                refuse_difference(group, theirs)
-        except GradkitError as error:
+                _refuse_difference(group, theirs, made[0])
+        except Exception as error:  # of any kind: the ranks of other dimensions are to hear of it
             errors.append(error)
     if errors:
         raise errors[0]
@@ -165,9 +165,7 @@ class _Plan:
         _refuse_params(given, shards, create_graph=work.create_graph)
         variables = [shards[id(variable)].sharded_param for variable in given.variables]
         wanted = replace(given, variables=variables)
-        arrivals = [
-            id(getattr(shards[id(v)], "_unsharded_param", v)) for v in given.variables
-        ]
+        arrivals = [id(getattr(shards[id(v)], "_unsharded_param", v)) for v in given.variables]
         work.check(target)
         live = [target.leaves[index] for index in require_graph(target, target.leaves)]
         in_graph = _graph.leaf_tensors(_graph.nodes_below(live))
