@@ -31,6 +31,11 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+
+# Before there is a group. Its functions have the group that there is as a default argument, and if
+# DDP imports it then, the group and its threads outlive destroy_process_group(). A thread that lets
+# go of a tensor while the interpreter ends aborts the process.
+import torch.distributed.nn.functional  # noqa: F401
 from _script import conclude, options_of, progress_on
 from multitask_digits import (
     LEARNING_RATE,

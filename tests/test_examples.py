@@ -560,6 +560,33 @@ def test_processes_reach_the_weights_of_one(device, tmp_path, launcher):
     assert re.search(r"conflict +digit and parity \d+%", done.stdout)
 
 
+WATCHED = """
+import sys, weakref
+import multitask_ddp as ddp
+
+started = []
+destroy = ddp.dist.destroy_process_group
+
+def destroyed():
+    started.append(weakref.ref(ddp.dist.group.WORLD))
+    destroy()
+
+ddp.dist.destroy_process_group = destroyed
+status = ddp.main(sys.argv[1:])
+assert started and started[0]() is None, "the group is still there"
+sys.exit(status)
+"""
+
+
+def test_no_thread_of_the_group_outlives_it(device, tmp_path):
+    """One that lets go of a tensor while the interpreter ends aborts the process."""
+    script = tmp_path / "watched.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(EXAMPLES)!r})\n{WATCHED}")
+    one = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    done = run_script(*one, script, "--smoke", "--device", str(device), "--output", tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_pcgrad_takes_away_what_conflicts(device):
     a, b, c = torch.randn(3, 9, device=device, dtype=torch.float64)
     b = b - (1 + a @ b) / (a @ a) * a  # in conflict with a
