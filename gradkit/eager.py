@@ -21,6 +21,7 @@ from gradkit._passes import (
 )
 from gradkit._pytree import PyTree
 from gradkit._refusals import prepare, require_reached
+from gradkit._uncompiled import uncompiled
 
 __all__ = ["per_loss_grads", "simultaneous_grads", "value_and_grads"]
 
@@ -89,6 +90,7 @@ def value_and_grads(
     create_graph: bool = ...,
     retain_graph: bool | None = ...,
 ) -> tuple[PyTree, PyTree]: ...
+@uncompiled
 def value_and_grads(
     losses: PyTree,
     params: PyTree,
@@ -160,6 +162,7 @@ def value_and_grads(
         return found.values, finish(found.grads[0], wanted, unused, create_graph)
 
 
+@uncompiled
 def per_loss_grads(
     losses: PyTree,
     params: PyTree,
@@ -233,6 +236,7 @@ def per_loss_grads(
         return finish_separate(found, wanted, unused, create_graph)
 
 
+@uncompiled
 def simultaneous_grads(
     losses: PyTree,
     params: PyTree,

@@ -16,6 +16,7 @@ from gradkit import _engine, _graph, _pytree
 from gradkit._leaf import plus
 from gradkit._ownership import copy_for
 from gradkit._pytree import PyTree
+from gradkit._uncompiled import uncompiled
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 
 __all__ = ["Kept", "safe_retain"]
@@ -146,6 +147,7 @@ def _total(passes: Iterable[Tensor]) -> Tensor | None:
     return total
 
 
+@uncompiled
 @contextmanager
 def safe_retain(
     tensors: PyTree | nn.Module, names: str | Sequence[str] | None = None

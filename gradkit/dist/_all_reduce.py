@@ -17,9 +17,11 @@ from gradkit._passes import ordinary_mode
 from gradkit._pytree import PyTree
 from gradkit._reduction import Offer, agree, reduce
 from gradkit._stack import is_dual, transforms
+from gradkit._uncompiled import uncompiled
 from gradkit.errors import LeafTypeError, UnsupportedGraphError, describe, message
 
 
+@uncompiled
 def all_reduce(
     grads: PyTree,
     group: Any = None,

@@ -22,12 +22,14 @@ from gradkit._passes import (
 )
 from gradkit._pytree import PyTree
 from gradkit._refusals import require_reached
+from gradkit._uncompiled import uncompiled
 from gradkit.dist import _replicated, _sharded
 from gradkit.dist._work import Work
 from gradkit.eager import Strategy, Unused
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 
 
+@uncompiled
 def value_and_grads(
     losses: PyTree,
     module: PyTree,
@@ -106,6 +108,7 @@ def value_and_grads(
         return found.values, finish(found.grads[0], wanted, unused, create_graph)
 
 
+@uncompiled
 def per_loss_grads(
     losses: PyTree,
     module: PyTree,

@@ -14,6 +14,7 @@ from gradkit._ownership import copy_for
 from gradkit._passes import ordinary_mode
 from gradkit._pytree import PyTree
 from gradkit._reduction import Offer
+from gradkit._uncompiled import uncompiled
 from gradkit.dotgrad._pairs import Pairs, match
 from gradkit.errors import (
     UnsupportedGraphError,
@@ -22,6 +23,7 @@ from gradkit.errors import (
 )
 
 
+@uncompiled
 def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
     """Accumulate gradients into `.grad`: the bits that another `.backward()` would leave.
 

@@ -12,8 +12,10 @@ from gradkit._inputs import (
 from gradkit._passes import ordinary_mode, weigh
 from gradkit._pytree import PyTree
 from gradkit._refusals import prepare_backward
+from gradkit._uncompiled import uncompiled
 
 
+@uncompiled
 def backward_(
     losses: PyTree,
     params: PyTree = None,

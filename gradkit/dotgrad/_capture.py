@@ -10,6 +10,7 @@ from torch import Tensor
 from gradkit import _pytree
 from gradkit._ownership import own
 from gradkit._pytree import PyTree
+from gradkit._uncompiled import uncompiled
 from gradkit.dotgrad._pairs import read_leaves, unique
 
 
@@ -24,6 +25,7 @@ class Captured:
         self.grads: PyTree = None
 
 
+@uncompiled
 @contextmanager
 def capture_grads(params: PyTree) -> Iterator[Captured]:
     """Run code that accumulates into `.grad`, and take what it leaves there as a result.

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from gradkit._ownership import copy_for
 from gradkit._passes import ordinary_mode
 from gradkit._pytree import PyTree
+from gradkit._uncompiled import uncompiled
 from gradkit.dotgrad._capture import grads_put_back
 from gradkit.dotgrad._pairs import Pairs, match, unique
 from gradkit.errors import (
@@ -22,6 +23,7 @@ from gradkit.errors import (
 )
 
 
+@uncompiled
 def step_(
     optimizer: Optimizer, params: PyTree, grads: PyTree, *, scaler: GradScaler | None = None
 ) -> None:

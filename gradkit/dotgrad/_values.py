@@ -13,6 +13,7 @@ from gradkit._inputs import (
 from gradkit._ownership import copy_for, zeros_for
 from gradkit._passes import UNUSED, ordinary_mode
 from gradkit._pytree import PyTree
+from gradkit._uncompiled import uncompiled
 from gradkit.dotgrad._pairs import match, read_leaves, unique
 from gradkit.errors import (
     UnreachedParamError,
@@ -20,6 +21,7 @@ from gradkit.errors import (
 )
 
 
+@uncompiled
 def read_grads(params: PyTree, *, unused: Literal["none", "zeros", "error"] = "none") -> PyTree:
     """Return copies of what stands in `.grad`.
 
@@ -62,6 +64,7 @@ def read_grads(params: PyTree, *, unused: Literal["none", "zeros", "error"] = "n
     return _pytree.unflatten(wanted.spec, found)
 
 
+@uncompiled
 def write_grads_(params: PyTree, grads: PyTree) -> None:
     """Set every `.grad` to a copy of the gradient given; None sets None.
 
@@ -92,6 +95,7 @@ def write_grads_(params: PyTree, grads: PyTree) -> None:
             leaf.grad = None if grad is None else copy_for(grad.detach(), leaf)
 
 
+@uncompiled
 def clear_grads_(params: PyTree) -> None:
     """Set every `.grad` to None.
 
