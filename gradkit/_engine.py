@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from gradkit import _graph
+from gradkit import _graph, _hooks, _saved
 from gradkit._ownership import copy_for, own
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
@@ -232,7 +232,7 @@ class Run:
         found = indices or [
             index
             for index, loss in enumerate(self.losses)
-            if loss.requires_grad and any(map(_graph.has_released, _graph.nodes_below([loss])))
+            if loss.requires_grad and any(map(_saved.has_released, _graph.nodes_below([loss])))
         ]
         return message(
             ", ".join(map(self.name, found or range(len(self.losses)))),
@@ -274,7 +274,7 @@ class _Catch:
 
     @staticmethod
     def _listen(tensor: Tensor, hook: Callable[[Tensor], Tensor | None], stack: ExitStack) -> None:
-        stack.callback(_graph.listen(tensor, hook).remove)
+        stack.callback(_hooks.listen(tensor, hook).remove)
 
     def _take(self, index: int, variable: Tensor, grad: Tensor | None) -> None:
         if grad is not None:
@@ -293,7 +293,7 @@ class _Catch:
 def _copied_on_arrival(leaves: list[Tensor]) -> Iterator[None]:
     """Let the engine capture a copy of each leaf's gradient, as soon as it arrives."""
     # Into the tables of hooks themselves: a handle for each would take longer than the copy.
-    tables = list(map(_graph.hooks_of, leaves))
+    tables = list(map(_hooks.hooks_of, leaves))
     ours = object()
     try:
         for table in tables:

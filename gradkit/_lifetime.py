@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit import _graph
+from gradkit import _graph, _saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +88,12 @@ def release(nodes: Iterable[Node]) -> None:
         nodes: Nodes that no further pass needs.
     """
     for node in nodes:
-        for name in _graph.saved_names(type(node)):
+        for name in _saved.saved_names(type(node)):
             with suppress(RuntimeError):  # a custom Function that has lost its tensors raises here
                 saved = getattr(node, name)
                 for tensor in saved if isinstance(saved, tuple | list) else (saved,):
                     with suppress(RuntimeError):  # it has hooks, is lost already, or is None
-                        tensor.register_hooks(_drop, _graph.gone)
+                        tensor.register_hooks(_drop, _saved.gone)
 
 
 def _drop(_: Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit import _graph
+from gradkit import _graph, _hazards, _hooks, _saved
 from gradkit._engine import Run
 from gradkit._inputs import Losses, Params
 from gradkit._ownership import PLAIN_TYPES
@@ -63,14 +63,14 @@ def prepare(
         _refuse_inside_transforms(losses, outputs)
     ordinary = all(params.ordinary for _, params in {id(p): (g, p) for g, p in plan}.values())
     live = [index for group, _ in plan for index in group]
-    guard = _graph.hooks_registered()
-    if not ordinary or _graph.custom_functions_alive():
+    guard = _hooks.hooks_registered()
+    if not ordinary or _hazards.custom_functions_alive():
         kinds: set[type] = set()
         for index in live:
             below = set(map(type, _graph.nodes_below([outputs[index]])))
-            _graph.refuse_hazards(below, losses.path(index), allowed)
+            _hazards.refuse_hazards(below, losses.path(index), allowed)
             kinds |= below
-        guard = guard or bool(_graph.user_functions(kinds))
+        guard = guard or bool(_hazards.user_functions(kinds))
     if not ordinary:
         _refuse_doubtful([outputs[index] for index in live], plan)
     if unused == "error":
@@ -91,7 +91,7 @@ def refuse_gathered(params: Params) -> None:
     Raises:
         UnsupportedGraphError: So they are.
     """
-    gathered = _graph.gathered_params()
+    gathered = _hazards.gathered_params()
     for index, variable in enumerate(params.variables if gathered else ()):
         if id(variable) in gathered:
             raise UnsupportedGraphError(
@@ -110,7 +110,7 @@ def _refuse_third_derivatives(losses: Losses, outputs: Sequence[Tensor], plan: P
     for group, params in plan:
         for index in group:
             nodes = _graph.nodes_below([outputs[index]])
-            node = _graph.wrong_if_differentiated(params.variables, nodes)
+            node = _hazards.wrong_if_differentiated(params.variables, nodes)
             if node is not None:
                 raise UnsupportedGraphError(
                     message(
@@ -164,7 +164,7 @@ def prepare_backward(
     if params is None:
         run = Run(losses.leaves, losses.path, create_graph=create_graph)
         for index in live:
-            if _graph.is_freed(outputs[index]):
+            if _saved.is_freed(outputs[index]):
                 raise FreedGraphError(run.freed([index]))
         return run
     run = prepare(losses, outputs, [(live, params)], create_graph, "none")
@@ -195,7 +195,7 @@ def refuse_freed(run: Run, outputs: Sequence[Tensor], plan: Plan, *, thorough: b
             # In one pass, what is freed deeper down shows only when the engine gets there: looking
             # at every node would take as long as a small pass.
             root = outputs[index]
-            if (thorough or _graph.is_freed(root)) and _would_meet_freed([root], params):
+            if (thorough or _saved.is_freed(root)) and _would_meet_freed([root], params):
                 raise FreedGraphError(run.freed([index]))
 
 
@@ -209,7 +209,7 @@ def _any_freed(outputs: Sequence[Tensor], plan: Plan) -> bool:
 
 def _would_meet_freed(roots: Sequence[Tensor], params: Params) -> bool:
     nodes = _graph.nodes_below(roots)
-    return any(map(_graph.has_released, _graph.leading_to(params.variables, nodes)))
+    return any(map(_saved.has_released, _graph.leading_to(params.variables, nodes)))
 
 
 def _refuse_doubtful(roots: list[Tensor], plan: Plan) -> None:
@@ -247,7 +247,7 @@ def _refuse_doubtful(roots: list[Tensor], plan: Plan) -> None:
                         "not h itself",
                     )
                 )
-            if type(variable) not in PLAIN_TYPES and _graph.may_be_sharded(variable):
+            if type(variable) not in PLAIN_TYPES and _hazards.may_be_sharded(variable):
                 raise UnsupportedGraphError(
                     message(
                         params.path(index),

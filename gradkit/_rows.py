@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradkit import _engine, _graph
+from gradkit import _engine, _graph, _hazards
 from gradkit._engine import Run
 from gradkit._ownership import PLAIN_TYPES, empty_for, zeros_for
 from gradkit.errors import FreedGraphError, GradkitWarning
@@ -215,7 +215,7 @@ def _why_not(loss: Tensor, variables: list[Tensor]) -> str | None:
     for kind in kinds:
         if kind.__name__ in _UNBATCHABLE:
             return _UNBATCHABLE[kind.__name__]
-    functions = _graph.user_functions(kinds)
+    functions = _hazards.user_functions(kinds)
     if functions:
         return (
             f"the backward of {functions[0].__name__.removesuffix('Backward')} may not be batchable"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from gradkit import _engine, _graph, _pytree
+from gradkit import _engine, _graph, _hooks, _pytree
 from gradkit._leaf import plus
 from gradkit._ownership import copy_for
 from gradkit._pytree import PyTree
@@ -32,7 +32,7 @@ class _Tap:
         self._where = where
         self._version = tensor._version
         # On the node of this very version: an in-place change later does not move it [L1].
-        self._handle = _graph.listen(tensor, self._take)
+        self._handle = _hooks.listen(tensor, self._take)
 
     def _take(self, grad: Tensor | None) -> None:
         if grad is not None:  # None is an undefined gradient [D10]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import gradkit
-from gradkit import _graph, _lifetime, _ownership
+from gradkit import _graph, _hazards, _lifetime, _ownership
 
 
 class Twice(torch.autograd.Function):
@@ -29,34 +29,34 @@ class Twice(torch.autograd.Function):
 def test_a_living_custom_function_is_noticed_and_a_dead_one_is_not(device: torch.device) -> None:
     w = torch.randn(3, device=device, requires_grad=True)
     gc.collect()  # what earlier tests have left in cycles
-    assert not _graph.custom_functions_alive()
+    assert not _hazards.custom_functions_alive()
     for make in (
         lambda: Twice.apply(w),
         lambda: (Twice.apply(w * 2) * 3).sum(),
         lambda: checkpoint(lambda x: x * 2, w, use_reentrant=True),
     ):
         held = make()
-        assert _graph.custom_functions_alive()
+        assert _hazards.custom_functions_alive()
         del held
-        assert not _graph.custom_functions_alive()
+        assert not _hazards.custom_functions_alive()
 
     class Fresh(Twice):
         pass
 
     held = Fresh.apply(w)
-    assert _graph.custom_functions_alive()
+    assert _hazards.custom_functions_alive()
     del held
 
 
 def test_without_exact_reference_counts_every_graph_is_walked(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _graph._free_threaded.cache_clear()
+    _hazards._free_threaded.cache_clear()
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
-    assert _graph.custom_functions_alive()
+    assert _hazards.custom_functions_alive()
     w = torch.randn(3, device=device, requires_grad=True)
     assert torch.equal(gradkit.value_and_grads((w * w).sum(), w)[1], 2 * w.detach())
-    _graph._free_threaded.cache_clear()
+    _hazards._free_threaded.cache_clear()
 
 
 def test_walk_leaves_and_reach(device: torch.device) -> None:

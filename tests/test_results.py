@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradkit
-from gradkit import _engine, _graph, _ownership
+from gradkit import _engine, _hooks, _ownership
 from tests.helpers import Scribble, assert_owned, assert_same_bits, same_bits, unchanged
 
 
@@ -70,7 +70,7 @@ def test_what_is_ours_already_is_not_copied(
 
     monkeypatch.setattr(_engine, "_copied", count)
     monkeypatch.setattr(_ownership, "copy_for", count)
-    monkeypatch.setattr(_graph, "hooks_registered", lambda: hooks)
+    monkeypatch.setattr(_hooks, "hooks_registered", lambda: hooks)
     layer = nn.Linear(4, 4).to(device)
     loss = layer(torch.randn(3, 4, device=device)).exp().sum()
     _, grads = gradkit.value_and_grads(loss, layer)

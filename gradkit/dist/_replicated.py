@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from gradkit import _graph, _pytree
+from gradkit import _graph, _hazards, _pytree
 from gradkit._collectives import agreed_leaves, settle
 from gradkit._inputs import Losses, Params, read_params, require_graph
 from gradkit._passes import Found
@@ -123,4 +123,4 @@ def _refuse_static(target: Losses) -> None:
         for node in _graph.nodes_below([loss]) if loss.requires_grad else ():
             sink: Any = node
             if type(node).__name__ == _SINK and sink.ddp_weakref().static_graph:
-                _graph.refuse_hazards({type(node)}, target.path(index))
+                _hazards.refuse_hazards({type(node)}, target.path(index))

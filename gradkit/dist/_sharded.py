@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from gradkit import _graph
+from gradkit import _graph, _hazards
 from gradkit._collectives import (
     Group,
     agreed_leaves,
@@ -46,7 +46,7 @@ def run(work: Work, modules: Sequence[nn.Module]) -> tuple[Found, Params]:
         What the passes brought; and the params, sharded.
     """
     states = _states(modules)
-    groups = [group for state in states for group in _graph.fsdp_groups(state)]
+    groups = [group for state in states for group in _hazards.fsdp_groups(state)]
     shards = _shards_in(groups)
     made: list[_Plan] = []
 

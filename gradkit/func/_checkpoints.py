@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit import _graph, _pytree
+from gradkit import _graph, _pytree, _saved
 from gradkit._pytree import PyTree
 from gradkit._stack import differentiated
 from gradkit.errors import UnsupportedGraphError, message
@@ -91,7 +91,7 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def _recomputes(node: Node, outer: object) -> bool:
-    for name in _graph.saved_names(type(node)):
+    for name in _saved.saved_names(type(node)):
         saved = getattr(node, name)
         for one in saved if isinstance(saved, tuple | list) else (saved,):
             hook: Any = getattr(one, "unpack_hook", None)

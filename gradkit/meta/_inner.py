@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradkit import _graph, _pytree
+from gradkit import _graph, _hazards, _pytree
 from gradkit._inputs import Losses, read_losses
 from gradkit._pytree import PyTree
 from gradkit._stack import transforms
@@ -154,10 +154,10 @@ class Inner:
 def _refuse(loss: Tensor, tensors: list[Tensor]) -> None:
     if not loss.requires_grad:
         raise UnreachedParamError(_nothing_reached())
-    if _graph.custom_functions_alive():
+    if _hazards.custom_functions_alive():
         # Only this step: a walk through all steps before it would make the loop quadratic.
         stop = {_graph.edge(tensor).node for tensor in tensors}
-        _graph.refuse_hazards(set(map(type, _graph.nodes_below([loss], stop))), "the inner loss")
+        _hazards.refuse_hazards(set(map(type, _graph.nodes_below([loss], stop))), "the inner loss")
 
 
 def _nothing_reached() -> str:

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from gradkit import _graph, _pytree
+from gradkit import _graph, _hazards, _pytree
 from gradkit._inputs import Params, read_losses, read_params, refuse_distributed
 from gradkit._pytree import PyTree
 from gradkit._stack import ordinary_mode
@@ -145,7 +145,7 @@ def _ends(name: str, graphs: Graphs, index: int, wanted: Params) -> str:
 def _notes(graphs: Graphs, index: int, wanted: Params) -> tuple[str, ...]:
     notes = [
         f"the other calls refuse it: expected {expected}, got {got}. What to do: {do}"
-        for expected, got, do in _graph.hazards(graphs.kinds(index))
+        for expected, got, do in _hazards.hazards(graphs.kinds(index))
     ]
     if graphs.would_meet_freed(index, wanted.variables):
         notes.append(

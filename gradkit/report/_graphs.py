@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit import _graph
+from gradkit import _graph, _saved
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Graphs:
     @cached_property
     def released(self) -> set[Node]:
         """The nodes that an earlier pass has freed."""
-        return set(filter(_graph.has_released, self.reached_by))
+        return set(filter(_saved.has_released, self.reached_by))
 
     def count(self, index: int) -> int:
         """Return the number of operations in the graph of a loss."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit import _graph
+from gradkit import _graph, _hazards
 from gradkit._ownership import PLAIN_TYPES
 from gradkit.errors import describe
 from gradkit.report._graphs import Graphs
@@ -88,7 +88,7 @@ class Judge:
         return _FROZEN_SINCE if id(variable) in self.graphs.leaves[index] else _FROZEN
 
     def _unreached(self, index: int, variable: Tensor) -> Verdict:
-        if id(variable) in self.sharded or _graph.may_be_sharded(variable):
+        if id(variable) in self.sharded or _hazards.may_be_sharded(variable):
             return _SHARDED
         if id(variable) in self._inside_checkpoints(index):
             return _INSIDE
