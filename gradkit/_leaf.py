@@ -76,6 +76,14 @@ def largest(leaves: Sequence[Tensor | None]) -> Tensor:
     return top.to(torch.promote_types(tops[0].dtype, torch.float32))
 
 
+def common_dtype(parts: Sequence[Tensor]) -> torch.dtype:
+    """Return the dtype that holds the numbers of all parts: float32 at least."""
+    dtype = torch.float32
+    for part in parts:
+        dtype = torch.promote_types(dtype, part.dtype)
+    return dtype
+
+
 def width(leaf: Tensor) -> int:
     """Return the length of `real_vector(leaf)`."""
     return leaf.numel() * (2 if leaf.is_complex() else 1)

@@ -10,7 +10,10 @@ import torch
 
 _dynamo: Any = torch._C._dynamo.eval_frame
 _LEAVE = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.SKIP)
-_REASON = "gradkit's eager calls read the graph of losses that exist already: call them outside"
+_REASON = (
+    "gradkit's eager calls read the graph of losses that exist already. Call them outside of what "
+    "is compiled, or leave out fullgraph=True; gradkit.func is compiled in one graph"
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 

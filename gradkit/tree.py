@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from gradkit import _pytree
+from gradkit._gram import gram
 from gradkit._leaf import inner, is_dtensor, largest, plus, stored, whole
-from gradkit._matrix import gram, to_matrix, weighted_sum
+from gradkit._matrix import to_matrix, weighted_sum
 from gradkit._pytree import PyTree
 from gradkit._stack import transforms
 from gradkit.errors import LeafTypeError, StructureError, describe, message

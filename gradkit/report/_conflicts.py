@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradkit import _pytree
 from gradkit._inputs import check_option
-from gradkit._matrix import Rows, read_rows
+from gradkit._per_loss import Rows, read_rows
 from gradkit._pytree import PyTree
 from gradkit.report._charts import cosine_text, draw_cosines
 from gradkit.report._names import listed, plural, prefixes

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradkit._gram import gram
 from gradkit._leaf import largest
-from gradkit._matrix import Rows, gram
+from gradkit._per_loss import Rows
 
 # Within these, squares of float32 and their sums are far from its limits.
 _SMALL, _LARGE = 1e-12, 1e12
