@@ -484,6 +484,29 @@ def test_batch_norm_and_attributes(device: torch.device, x: Tensor) -> None:
     assert not model.seen.any()
 
 
+def test_one_module_in_two_places(device: torch.device, layer: nn.Linear, x: Tensor) -> None:
+    # functional_call leaves the tensors of the call in a module that it finds under two names.
+    square = nn.Linear(3, 3).to(device)
+    twice = nn.Sequential(square, nn.Tanh(), square)
+    with as_before(square):
+        assert compare(mean_square, twice, x).same
+    below = {"layer": layer, "all": nn.Sequential(square, layer)}
+    with as_before(layer, square):
+        assert compare(lambda m, x: (m["layer"](x) + m["all"](x)).square().sum(), below, x).same
+
+
+def test_what_a_forward_pass_puts_into_a_cache(device: torch.device, x: Tensor) -> None:
+    class Caching(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.cache["out"] = out = super().forward(x)
+            return out
+
+    model = Caching(3, 2).to(device)
+    model.cache = {}
+    assert compare(mean_square, model, x).same
+    assert not model.cache
+
+
 def test_a_refusal_after_the_forward_pass(device: torch.device, x: Tensor) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(device).requires_grad_(False)
     with as_before(model), pytest.raises(gradkit.UnreachedParamError, match="requires grad"):

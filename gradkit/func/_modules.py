@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
@@ -99,26 +100,35 @@ def _reading_only(params: Iterable[Tensor]) -> AbstractContextManager[object]:
 
 @contextmanager
 def as_before(module: nn.Module) -> Iterator[None]:
-    """Put back what a forward pass assigns to a module beside its parameters and buffers.
+    """Put back what a forward pass assigns to a module, and puts into its lists and dictionaries.
 
     What it computes from the tensors of a call would stay behind in the module: a weight that a
-    hook makes, a list of weights, a cache.
+    hook makes, a list of weights, a cache. And of a module that stands in another under two names,
+    torch.func.functional_call leaves the tensors of the call as its parameters.
     """
     if torch.compiler.is_compiling():  # which sees no assignment that it does not undo
         yield
         return
-    before = [(vars(part), dict(vars(part)), dict(part._buffers)) for part in module.modules()]
-    lists = [(v, list(v)) for _, was, _ in before for v in was.values() if type(v) is list]
+    before = [(vars(part), dict(vars(part))) for part in module.modules()]
+    inside = [
+        (value, value.copy())
+        for _, was in before
+        for name, value in was.items()
+        if type(value) in _CONTAINERS and name not in _HOOKS
+    ]
     try:
         yield
     finally:
-        for now, was, buffers in before:
+        for now, was in before:
             now.clear()
             now.update(was)
-            now["_buffers"].clear()
-            now["_buffers"].update(buffers)
-        for now_list, was_list in lists:
-            now_list[:] = was_list
+        for now, was in inside:
+            now.clear()
+            (now.extend if type(now) is list else now.update)(was)
+
+
+_CONTAINERS = (list, dict, OrderedDict, set)
+_HOOKS = {name for name in vars(nn.Module()) if name.endswith("hooks")}
 
 
 def _refuse_apart(tensors: Named, every_name: Mapping[str, str]) -> None:
