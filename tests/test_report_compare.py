@@ -545,6 +545,21 @@ def test_what_a_forward_pass_puts_into_a_cache(device: torch.device, x: Tensor) 
     assert not model.cache
 
 
+def test_what_an_object_holds(device: torch.device, layer: nn.Linear, x: Tensor) -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.teacher = nn.BatchNorm1d(3).to(device)
+
+        def loss(self, model: nn.Module, x: Tensor) -> Tensor:
+            return model(x + self.teacher(x).detach()).square().mean()
+
+    trainer = Trainer()
+    with as_before(layer, trainer.teacher):
+        compare(trainer.loss, layer, x)
+        compare(lambda model, x: trainer.loss(model, x), layer, x)
+        compare(lambda model, x, trainer: trainer.loss(model, x), layer, x, trainer)
+
+
 def test_a_refusal_after_the_forward_pass(device: torch.device, x: Tensor) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(device).requires_grad_(False)
     with as_before(model), pytest.raises(gradkit.UnreachedParamError, match="requires grad"):

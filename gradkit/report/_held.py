@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,10 +18,11 @@ def held_by(function: object) -> list[Tensor | nn.Module]:
     """Return the tensors and modules that a function holds, as far as can be seen.
 
     Args:
-        function: A function, a method, a partial, a module, or containers of such.
+        function: A function, a method, a partial, a module, an object, or containers of such.
 
     Returns:
-        Those in its closure, defaults, bound arguments and the globals that it names.
+        Those in its closure, defaults, bound arguments and the globals that it names, and in the
+        attributes of objects there: a trainer, say.
     """
     found: dict[int, Tensor | nn.Module] = {}
     seen: set[int] = set()
@@ -63,6 +64,6 @@ def _inside(value: object) -> list[Any]:
     if isinstance(value, Mapping | list | tuple | set | frozenset):
         inside = value.values() if isinstance(value, Mapping) else value
         return list(inside) if len(value) <= _LONGEST else []
-    if isinstance(value, type | BuiltinFunctionType) or not callable(value):
+    if isinstance(value, type | BuiltinFunctionType | ModuleType) or not hasattr(value, "__dict__"):
         return []
-    return [*vars(value).values(), type(value).__call__] if hasattr(value, "__dict__") else []
+    return [*vars(value).values(), *([type(value).__call__] if callable(value) else [])]
