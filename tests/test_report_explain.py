@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
 import gradkit
@@ -160,6 +161,14 @@ def test_another_tensor_with_the_same_memory(device: torch.device) -> None:
         assert "same memory" in verdict.why
     verdict = explain(w.sum(), w[1:]).verdicts["loss"]["param"]  # made apart [C3]
     assert "same memory" in verdict.why
+
+
+def test_parts_of_one_vector_have_each_their_own_memory(device: torch.device) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}).to(device)
+    vector_to_parameters(parameters_to_vector(model.parameters()).detach(), model.parameters())
+    verdicts = explain(model["a"](torch.ones(1, 3, device=device)).sum(), model).verdicts["loss"]
+    assert verdicts["b.weight"].status == "not in the graph"
+    assert "same memory" not in verdicts["b.weight"].why
 
 
 def test_changed_in_place(device: torch.device) -> None:
