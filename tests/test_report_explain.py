@@ -119,6 +119,24 @@ def test_no_suggestion_where_only_a_leaf_is_shared(device: torch.device) -> None
     assert found.suggestion == ""
 
 
+def test_no_suggestion_that_would_be_refused(device: torch.device) -> None:
+    w = leaf(device, 3)
+    layer = nn.Linear(3, 3).to(device)
+
+    def suggestion(h: Tensor, params: Any) -> str:
+        return explain({"a": h.sum(), "b": (h * h).sum()}, params).suggestion
+
+    assert suggestion(w.exp(), w)
+    assert not suggestion(w.exp(), layer)  # none is reached
+    assert not suggestion(checkpoint(layer, w, use_reentrant=True), w)
+    h = w.exp()
+    (h * h).sum().backward()
+    assert not suggestion(h, w)  # freed
+    vectors = explain({"a": w.exp() * 2, "b": (h := w.exp()) * 2, "c": h * 3}, w)
+    assert "per_loss_grads" in vectors.suggestion
+    assert "value_and_grads" not in vectors.suggestion
+
+
 def test_frozen_before_and_after(device: torch.device, model: nn.ModuleDict) -> None:
     model["heads"]["a"].bias.requires_grad_(False)
     losses = losses_of(model, device)
