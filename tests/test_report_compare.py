@@ -347,6 +347,24 @@ def test_randomness_of_other_kinds(
     assert all("twice from one state" in r for r in reasons(found).values())
 
 
+def test_a_generator_of_torch(device: torch.device, x: Tensor) -> None:
+    class Noisy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + torch.randn(x.shape, generator=self.own).to(x))
+
+    def loss_fn(model: nn.Module, x: Tensor, given: torch.Generator) -> Tensor:
+        return mean_square(model, x + torch.randn(x.shape, generator=given).to(x))
+
+    own, given = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+    model = Noisy(3, 2).to(device)
+    model.own = own
+    before = [own.get_state(), given.get_state()]
+    found = compare(loss_fn, model, x, given)
+    assert found.same
+    assert "random numbers" in found.notes[0]
+    assert all(map(torch.equal, before, [own.get_state(), given.get_state()]))
+
+
 def test_autocast_casts_once(device: torch.device, layer: nn.Linear, x: Tensor) -> None:
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16):

@@ -24,15 +24,22 @@ class Keeping:
     Args:
         modules: Whose attributes and buffers may change.
         tensors: Whose numbers, and whose `.grad`, may change.
+        generators: Of random numbers, beside those of torch, Python and NumPy.
 
     Attributes:
         grads: What stands in `.grad` of those that are leaves, by id.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], tensors: Iterable[Tensor]) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        tensors: Iterable[Tensor],
+        generators: Iterable[torch.Generator] = (),
+    ) -> None:
         unique = {id(t): t for t in tensors}
         self._modules = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
         self._kept = [(t, t._version, t.detach().clone()) for t in unique.values()]
+        self._generators = list(generators)
         self._leaves = [t for t in unique.values() if t.is_leaf]
         self._requires = [(t, t.requires_grad) for t in self._leaves]
         self.grads = {id(t): t.grad for t in self._leaves}
@@ -46,6 +53,7 @@ class Keeping:
                 keeps no casts.
         """
         states, others = _chance.states([t for t, _, _ in self._kept]), _other_states()
+        own = [(generator, generator.get_state()) for generator in self._generators]
         try:
             with ExitStack() as stack:
                 stack.enter_context(grads_for((), self._leaves))
@@ -65,6 +73,8 @@ class Keeping:
                     tensor.data.copy_(numbers)
             _chance.restore(states)
             _restore_others(others)
+            for generator, state in own:
+                generator.set_state(state)
 
     def has_grads(self) -> bool:
         """Return whether something stands in `.grad` now."""
@@ -73,6 +83,7 @@ class Keeping:
     def random_states(self) -> list[Any]:
         """Return what would change if a random number were drawn."""
         states = [state for _, state in _chance.states([t for t, _, _ in self._kept])]
+        states += [generator.get_state() for generator in self._generators]
         return [[state.tolist() for state in states], repr(_other_states())]
 
 
