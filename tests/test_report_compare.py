@@ -631,6 +631,13 @@ def test_a_function_that_freezes(layer: nn.Linear, x: Tensor) -> None:
     assert "param" not in str(found).split("\n\n")[1].split(":")[0]  # no table
 
 
+def test_a_function_that_casts(layer: nn.Linear, x: Tensor) -> None:
+    mean_square(layer, x).backward()
+    with as_before(layer):
+        compare(lambda model, x: mean_square(model.double(), x.double()), layer, x)
+    assert layer.weight.dtype == torch.float32
+
+
 def test_a_function_that_raises(layer: nn.Linear, x: Tensor) -> None:
     mean_square(layer, x).backward()
     calls = []
