@@ -661,6 +661,19 @@ def test_a_graph_of_the_caller_is_not_freed(device: torch.device, layer: nn.Line
     held.sum().backward()  # its graph is still there
 
 
+def test_a_teacher_of_inference_mode(device: torch.device, layer: nn.Linear, x: Tensor) -> None:
+    with torch.inference_mode():
+        teacher = nn.Linear(3, 2).to(device)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            aim = teacher(x)
+        return (model(x) - aim).square().mean()
+
+    with as_before(layer):
+        assert compare(loss_fn, layer, x).same
+
+
 def test_modes(device: torch.device, layer: nn.Linear, x: Tensor) -> None:
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode, as_before(layer):

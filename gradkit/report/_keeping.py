@@ -38,7 +38,7 @@ class Keeping:
     ) -> None:
         unique = {id(t): t for t in tensors}
         self._modules = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
-        self._kept = [(t, t.data, t._version, t.detach().clone()) for t in unique.values()]
+        self._kept = [(t, t.data, _version(t), t.detach().clone()) for t in unique.values()]
         self._generators = list(generators)
         self._leaves = [t for t in unique.values() if t.is_leaf]
         self._requires = [(t, t.requires_grad) for t in self._leaves]
@@ -106,13 +106,17 @@ _SHARES: dict[str, tuple[type, ...]] = {
 }
 
 
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # which inference mode does not count
+
+
 def _kind(tensor: Tensor) -> tuple[object, ...]:
     return tensor.dtype, tensor.device, tensor.shape
 
 
 def _differs(tensor: Tensor, version: int, numbers: Tensor) -> bool:
     if tensor.layout != torch.strided:
-        return not tensor.is_inference() and tensor._version != version
+        return _version(tensor) != version
     return not torch.equal(tensor.detach(), numbers)
 
 
