@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import gradkit
 from gradkit import _graph
 from gradkit.report import Explanation, explain
+from gradkit.report._names import folded
 from tests.helpers import Halve, unchanged
 from tests.strategies import Program, build, programs
 
@@ -473,6 +475,19 @@ def test_text_folds_what_is_alike(device: torch.device, model: nn.ModuleDict) ->
     assert ["heads.a.*", "2", "reached", "not", "in", "the", "graph", "constant", "loss"] in lines
     assert "trunk.0.weight" not in text
     assert repr(explain(losses, model)) == text
+
+
+@given(kinds=st.dictionaries(st.text("ab.", max_size=5), st.booleans(), min_size=1))
+def test_what_is_folded_is_alike_and_begins_alike(
+    device: torch.device, kinds: dict[str, bool]
+) -> None:
+    names = list(kinds)
+    groups = folded(names, list(kinds.values()))
+    assert sorted(member for _, members in groups for member in members) == [*range(len(names))]
+    for told, members in groups:
+        assert len({kinds[names[member]] for member in members}) == 1
+        begins = told.removesuffix("*") if len(members) > 1 else told
+        assert all(names[member].startswith(begins) for member in members)
 
 
 def test_html_and_rich_say_the_same_and_escape(device: torch.device) -> None:
