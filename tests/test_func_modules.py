@@ -224,6 +224,20 @@ def test_arguments_are_passed_on_and_trees_may_be_any_mapping(device: torch.devi
     assert_same_bits([call(params=params, buffers=buffers, x=x)[0]], [call(params, buffers, x)[0]])
 
 
+def test_a_call_within_a_loop_over_the_module(device: torch.device) -> None:
+    module = nn.Linear(3, 2).to(device)
+    module.register_parameter("scale", nn.Parameter(torch.ones(2, device=device)))
+    weight = module.weight
+    del module.weight  # which leaves a gap in the dictionary that the loop reads
+    module.register_parameter("weight", weight)
+    call, params, buffers = make_functional(module)
+    names = []
+    for name, _ in module.named_parameters():
+        call(params, buffers, torch.ones(1, 3, device=device))
+        names.append(name)
+    assert names == ["bias", "scale", "weight"]
+
+
 def test_other_tensors_take_the_place_of_the_module_s_own(device: torch.device) -> None:
     for build in (nested, Tied, MODULES["weight norm"], MODULES["spectral norm"]):
         module, other = build().to(device), build().to(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import is_
 from typing import Any, TypeAlias
 
 import torch
@@ -123,8 +124,18 @@ def as_before(module: nn.Module) -> Iterator[None]:
             now.clear()
             now.update(was)
         for now, was in inside:
-            now.clear()
-            (now.extend if type(now) is list else now.update)(was)
+            if not _is_same(now, was):  # else the caller's loop over it goes on
+                now.clear()
+                (now.extend if type(now) is list else now.update)(was)
+
+
+def _is_same(now: Any, was: Any) -> bool:
+    """Return whether a container has the things that it had, in their order."""
+    if isinstance(now, set):
+        return bool(now == was)
+    if isinstance(now, dict):
+        return list(now) == list(was) and all(map(is_, now.values(), was.values()))
+    return len(now) == len(was) and all(map(is_, now, was))
 
 
 _CONTAINERS = (list, dict, OrderedDict, set)
