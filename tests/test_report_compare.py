@@ -631,6 +631,22 @@ def test_a_function_that_freezes(layer: nn.Linear, x: Tensor) -> None:
     assert "param" not in str(found).split("\n\n")[1].split(":")[0]  # no table
 
 
+def test_a_hook_that_a_refused_way_leaves_behind(device: torch.device, x: Tensor) -> None:
+    class Scribbling(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return Scribble.apply(super().forward(x))
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        handle = model.register_forward_hook(lambda *_: None)
+        loss = mean_square(model, x)
+        handle.remove()
+        return loss
+
+    model = Scribbling(3, 2).to(device)
+    assert FUNC in compare(loss_fn, model, x).refused
+    assert not model._forward_hooks
+
+
 def test_a_function_that_casts(layer: nn.Linear, x: Tensor) -> None:
     mean_square(layer, x).backward()
     with as_before(layer):

@@ -100,12 +100,16 @@ def _reading_only(params: Iterable[Tensor]) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def as_before(module: nn.Module) -> Iterator[None]:
+def as_before(module: nn.Module, *, hooks: bool = False) -> Iterator[None]:
     """Put back what a forward pass assigns to a module, and puts into its lists and dictionaries.
 
     What it computes from the tensors of a call would stay behind in the module: a weight that a
     hook makes, a list of weights, a cache. And of a module that stands in another under two names,
     torch.func.functional_call leaves the tensors of the call as its parameters.
+
+    Args:
+        module: The module.
+        hooks: Whether it may register hooks, too, and not remove them.
     """
     if torch.compiler.is_compiling():  # which sees no assignment that it does not undo
         yield
@@ -115,7 +119,7 @@ def as_before(module: nn.Module) -> Iterator[None]:
         (value, value.copy())
         for _, was in before
         for name, value in was.items()
-        if type(value) in _CONTAINERS and name not in _HOOKS
+        if type(value) in _CONTAINERS and (hooks or name not in _HOOKS)
     ]
     try:
         yield

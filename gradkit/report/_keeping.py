@@ -59,7 +59,7 @@ class Keeping:
                 stack.enter_context(grads_for((), self._leaves))
                 stack.callback(self._put_back)  # before `.grad`, which must fit
                 for module in self._modules:
-                    stack.enter_context(as_before(module))
+                    stack.enter_context(as_before(module, hooks=True))
                 if DROPOUT in without:
                     _drop_nothing(self._modules)
                 if CACHE in without:
