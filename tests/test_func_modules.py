@@ -27,7 +27,7 @@ LR = 0.1
 
 
 class Counts(nn.Module):
-    """Has buffers that are assigned and written on, some of which no state_dict has."""
+    """Has buffers that are assigned and written on, and keeps what it sees in containers."""
 
     def __init__(self, *, fail: bool = False) -> None:
         super().__init__()
@@ -37,10 +37,14 @@ class Counts(nn.Module):
         self.register_buffer("grown", torch.zeros(0))
         self.register_buffer("absent", None)
         self.fail, self.seen, self.all_seen = fail, None, []
+        self.cache: dict[str, Tensor] = {}
+        self.shapes: set[torch.Size] = set()
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
         self.steps, self.seen = self.steps + 1, x
         self.all_seen.append(x)
+        self.cache["x"] = x
+        self.shapes.add(x.shape)
         self.mean.mul_(0.9).add_(x.detach().mean(0))
         self.absent = self.mean * 2  # a cache, which a call leaves absent
         self.grown = torch.cat([self.grown, self.mean[:1]])
@@ -60,6 +64,17 @@ class Tied(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.a.scale.mul_(0.9)
         return self.b(self.a(x).tanh()) * self.b.scale
+
+
+class Twice(nn.Module):
+    """One module under two names, of which functional_call leaves the tensors of the call in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
 
 
 def nested() -> nn.Module:
@@ -82,6 +97,7 @@ MODULES: dict[str, Build] = {
     "instance norm": lambda: conv(nn.InstanceNorm1d(4, affine=True, track_running_stats=True)),
     "nested, with dropout": nested,
     "tied": Tied,
+    "one module under two names": Twice,
     "buffers of its own": Counts,
     "weight norm": lambda: parametrizations.weight_norm(nn.Linear(3, 3)),
     "spectral norm": lambda: nn.Sequential(
@@ -111,7 +127,13 @@ def places(module: nn.Module) -> list[Any]:
     """Which tensor, or other attribute, stands where, in order."""
     return [
         [(name, id(t)) for name, t in {**m._parameters, **m._buffers, **vars(m)}.items()]
-        + [list(map(id, value)) for value in vars(m).values() if isinstance(value, list)]
+        + [list(map(id, value)) for value in vars(m).values() if isinstance(value, list | set)]
+        + [
+            (key, id(v))
+            for value in vars(m).values()
+            if type(value) is dict
+            for key, v in value.items()
+        ]
         for m in module.modules()
     ]
 
@@ -200,6 +222,20 @@ def test_arguments_are_passed_on_and_trees_may_be_any_mapping(device: torch.devi
     assert list(new) == ["steps", "mean", "grown"]
     assert_same_bits([out], [module(x=x, scale=2.5)])
     assert_same_bits([call(params=params, buffers=buffers, x=x)[0]], [call(params, buffers, x)[0]])
+
+
+def test_a_call_within_a_loop_over_the_module(device: torch.device) -> None:
+    module = nn.Linear(3, 2).to(device)
+    module.register_parameter("scale", nn.Parameter(torch.ones(2, device=device)))
+    weight = module.weight
+    del module.weight  # which leaves a gap in the dictionary that the loop reads
+    module.register_parameter("weight", weight)
+    call, params, buffers = make_functional(module)
+    names = []
+    for name, _ in module.named_parameters():
+        call(params, buffers, torch.ones(1, 3, device=device))
+        names.append(name)
+    assert names == ["bias", "scale", "weight"]
 
 
 def test_other_tensors_take_the_place_of_the_module_s_own(device: torch.device) -> None:

@@ -268,6 +268,19 @@ def test_the_table_of_many_pairs_has_the_most_opposed(device: torch.device) -> N
     assert str(record).endswith("9 more pairs are in .cosines.")
 
 
+def test_a_step_that_is_not_finite_changes_no_mean(device: torch.device) -> None:
+    record, axes = History(), pytest.importorskip("matplotlib.figure").Figure().subplots()
+    for step, first in enumerate([1.0, float("nan"), 1.0]):
+        others = ([1.0, 0.6 * place] for place in range(-2, 3))
+        record.add_(step, conflicts(rows(device, [first, -1.8], *others)))
+    head = str(record).split("\n\n")[1].splitlines()[0]
+    assert "a · f" in head  # the most opposed
+    assert "a · b" not in head
+    thick = [line for line in record.plot(axes).lines if len(line.get_xdata()) == 3][1::2]
+    assert len(thick) == 15
+    assert all(math.isfinite(mean) for line in thick for mean in line.get_ydata())
+
+
 def test_many_losses_make_a_picture_that_can_be_saved(device: torch.device) -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot")
     ax = conflicts([[torch.ones(1, device=device)] for _ in range(200)]).plot()

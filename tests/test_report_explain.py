@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
 import gradkit
 from gradkit import _graph
 from gradkit.report import Explanation, explain
+from gradkit.report._names import folded
 from tests.helpers import Halve, unchanged
 from tests.strategies import Program, build, programs
 
@@ -118,6 +121,24 @@ def test_no_suggestion_where_only_a_leaf_is_shared(device: torch.device) -> None
     assert found.suggestion == ""
 
 
+def test_no_suggestion_that_would_be_refused(device: torch.device) -> None:
+    w = leaf(device, 3)
+    layer = nn.Linear(3, 3).to(device)
+
+    def suggestion(h: Tensor, params: Any) -> str:
+        return explain({"a": h.sum(), "b": (h * h).sum()}, params).suggestion
+
+    assert suggestion(w.exp(), w)
+    assert not suggestion(w.exp(), layer)  # none is reached
+    assert not suggestion(checkpoint(layer, w, use_reentrant=True), w)
+    h = w.exp()
+    (h * h).sum().backward()
+    assert not suggestion(h, w)  # freed
+    vectors = explain({"a": w.exp() * 2, "b": (h := w.exp()) * 2, "c": h * 3}, w)
+    assert "per_loss_grads" in vectors.suggestion
+    assert "value_and_grads" not in vectors.suggestion
+
+
 def test_frozen_before_and_after(device: torch.device, model: nn.ModuleDict) -> None:
     model["heads"]["a"].bias.requires_grad_(False)
     losses = losses_of(model, device)
@@ -160,6 +181,14 @@ def test_another_tensor_with_the_same_memory(device: torch.device) -> None:
         assert "same memory" in verdict.why
     verdict = explain(w.sum(), w[1:]).verdicts["loss"]["param"]  # made apart [C3]
     assert "same memory" in verdict.why
+
+
+def test_parts_of_one_vector_have_each_their_own_memory(device: torch.device) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}).to(device)
+    vector_to_parameters(parameters_to_vector(model.parameters()).detach(), model.parameters())
+    verdicts = explain(model["a"](torch.ones(1, 3, device=device)).sum(), model).verdicts["loss"]
+    assert verdicts["b.weight"].status == "not in the graph"
+    assert "same memory" not in verdicts["b.weight"].why
 
 
 def test_changed_in_place(device: torch.device) -> None:
@@ -446,6 +475,19 @@ def test_text_folds_what_is_alike(device: torch.device, model: nn.ModuleDict) ->
     assert ["heads.a.*", "2", "reached", "not", "in", "the", "graph", "constant", "loss"] in lines
     assert "trunk.0.weight" not in text
     assert repr(explain(losses, model)) == text
+
+
+@given(kinds=st.dictionaries(st.text("ab.", max_size=5), st.booleans(), min_size=1))
+def test_what_is_folded_is_alike_and_begins_alike(
+    device: torch.device, kinds: dict[str, bool]
+) -> None:
+    names = list(kinds)
+    groups = folded(names, list(kinds.values()))
+    assert sorted(member for _, members in groups for member in members) == [*range(len(names))]
+    for told, members in groups:
+        assert len({kinds[names[member]] for member in members}) == 1
+        begins = told.removesuffix("*") if len(members) > 1 else told
+        assert all(names[member].startswith(begins) for member in members)
 
 
 def test_html_and_rich_say_the_same_and_escape(device: torch.device) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import is_
 from typing import Any, TypeAlias
 
 import torch
@@ -98,27 +100,50 @@ def _reading_only(params: Iterable[Tensor]) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def as_before(module: nn.Module) -> Iterator[None]:
-    """Put back what a forward pass assigns to a module beside its parameters and buffers.
+def as_before(module: nn.Module, *, hooks: bool = False) -> Iterator[None]:
+    """Put back what a forward pass assigns to a module, and puts into its lists and dictionaries.
 
     What it computes from the tensors of a call would stay behind in the module: a weight that a
-    hook makes, a list of weights, a cache.
+    hook makes, a list of weights, a cache. And of a module that stands in another under two names,
+    torch.func.functional_call leaves the tensors of the call as its parameters.
+
+    Args:
+        module: The module.
+        hooks: Whether it may register hooks, too, and not remove them.
     """
     if torch.compiler.is_compiling():  # which sees no assignment that it does not undo
         yield
         return
-    before = [(vars(part), dict(vars(part)), dict(part._buffers)) for part in module.modules()]
-    lists = [(v, list(v)) for _, was, _ in before for v in was.values() if type(v) is list]
+    before = [(vars(part), dict(vars(part))) for part in module.modules()]
+    inside = [
+        (value, value.copy())
+        for _, was in before
+        for name, value in was.items()
+        if type(value) in _CONTAINERS and (hooks or name not in _HOOKS)
+    ]
     try:
         yield
     finally:
-        for now, was, buffers in before:
+        for now, was in before:
             now.clear()
             now.update(was)
-            now["_buffers"].clear()
-            now["_buffers"].update(buffers)
-        for now_list, was_list in lists:
-            now_list[:] = was_list
+        for now, was in inside:
+            if not _is_same(now, was):  # else the caller's loop over it goes on
+                now.clear()
+                (now.extend if type(now) is list else now.update)(was)
+
+
+def _is_same(now: Any, was: Any) -> bool:
+    """Return whether a container has the things that it had, in their order."""
+    if isinstance(now, set):
+        return bool(now == was)
+    if isinstance(now, dict):
+        return list(now) == list(was) and all(map(is_, now.values(), was.values()))
+    return len(now) == len(was) and all(map(is_, now, was))
+
+
+_CONTAINERS = (list, dict, OrderedDict, set)
+_HOOKS = {name for name in vars(nn.Module()) if name.endswith("hooks")}
 
 
 def _refuse_apart(tensors: Named, every_name: Mapping[str, str]) -> None:

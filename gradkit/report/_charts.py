@@ -28,6 +28,11 @@ def cosine_text(cosine: float) -> str:
     return f"{cosine:+.2f}" if cosine == 0 or abs(cosine) >= 0.005 else f"{cosine:+.0e}"
 
 
+def mean(values: Sequence[float]) -> float:
+    """Return the mean of those that are finite; inf if there are none."""
+    return fmean([v for v in values if math.isfinite(v)] or [math.inf])
+
+
 def draw_cosines(norms: Mapping[str, float], cosines: Tensor, ax: Axes | None) -> Axes:
     """Draw the matrix of cosines.
 
@@ -100,7 +105,7 @@ def _draw_line(
 ) -> None:
     ends = ((max(middle - _AVERAGED, 0), middle + _AVERAGED + 1) for middle in range(len(values)))
     ax.plot(steps, values, color=colour, linewidth=0.8, alpha=0.35)
-    means = [fmean(values[a:b]) for a, b in ends]
+    means = [mean(values[a:b]) for a, b in ends]
     ax.plot(steps, means, style, color=colour, linewidth=2, label=label)
 
 

@@ -69,11 +69,13 @@ def explain(losses: PyTree, params: PyTree) -> Explanation:
         }
         reached = _reached(verdicts)
         parts, entries = _parts(graphs, names, reached)
+        described = {
+            name: _loss_graph(name, index, graphs, entries[index], wanted)
+            for index, name in enumerate(names)
+        }
+        fits = any(reached.values()) and not (wrappers or any(g.notes for g in described.values()))
         return Explanation(
-            losses={
-                name: _loss_graph(name, index, graphs, entries[index], wanted)
-                for index, name in enumerate(names)
-            },
+            losses=described,
             params=reached,
             verdicts=verdicts,
             tied=_tied(places),
@@ -81,7 +83,7 @@ def explain(losses: PyTree, params: PyTree) -> Explanation:
             nodes=sum(graphs.operations.values()),
             shared=sum(count for losses, count in graphs.operations.items() if losses & losses - 1),
             notes=tuple(note for _, note in wrappers),
-            suggestion=_suggestion(graphs, names),
+            suggestion=_suggestion(graphs, names) if fits else "",
         )
 
 
@@ -192,8 +194,10 @@ def _suggestion(graphs: Graphs, names: Sequence[str]) -> str:
     for losses in sharing:
         bits |= losses
     together = [name for index, name in enumerate(names) if bits >> index & 1]
-    return (
+    told = (
         f"{listed(together)} have part of their graphs in common. gradkit.per_loss_grads(losses, "
-        "params) gives the gradients of each by itself, a pass each, in one call; "
-        "gradkit.value_and_grads(losses, params) those of their sum, from one pass"
+        "params) gives the gradients of each by itself, a pass each, in one call"
     )
+    if any(loss.numel() != 1 for loss in graphs.losses):
+        return told
+    return f"{told}; gradkit.value_and_grads(losses, params) those of their sum, from one pass"

@@ -36,7 +36,8 @@ class Explanation(Report):
         nodes: The number of nodes of all graphs together.
         shared: How many of them are in the graph of more than one loss.
         notes: What concerns params as a whole, a sentence each.
-        suggestion: Which call fits, or what to change first; empty if there is nothing to say.
+        suggestion: Which call fits several losses that share part of their graphs; empty if none
+            do, or if no call takes them as they are.
     """
 
     losses: dict[str, LossGraph]

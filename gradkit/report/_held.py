@@ -1,29 +1,32 @@
-"""The tensors that a function can get at: through its closure, its globals, and its arguments."""
+"""What a function can get at: tensors, modules, generators, by its closure, globals, arguments."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeAlias
 
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
+
+Held: TypeAlias = Tensor | nn.Module | Generator
 
 _DEPTH = 4
 _LONGEST = 10_000  # more values in one container are data, and not looked through
 
 
-def held_by(function: object) -> list[Tensor | nn.Module]:
-    """Return the tensors and modules that a function holds, as far as can be seen.
+def held_by(function: object) -> list[Held]:
+    """Return the tensors, modules and generators that a function holds, as far as can be seen.
 
     Args:
-        function: A function, a method, a partial, a module, or containers of such.
+        function: A function, a method, a partial, a module, an object, or containers of such.
 
     Returns:
-        Those in its closure, defaults, bound arguments and the globals that it names.
+        Those in its closure, defaults, bound arguments and the globals that it names, and in the
+        attributes of objects there: a trainer, say.
     """
-    found: dict[int, Tensor | nn.Module] = {}
+    found: dict[int, Held] = {}
     seen: set[int] = set()
     level: list[Any] = [function]
     for _ in range(_DEPTH):
@@ -32,7 +35,7 @@ def held_by(function: object) -> list[Tensor | nn.Module]:
             if id(value) in seen:
                 continue
             seen.add(id(value))
-            if isinstance(value, Tensor | nn.Module):
+            if isinstance(value, Held):
                 found[id(value)] = value
             else:
                 below += _inside(value)
@@ -40,11 +43,14 @@ def held_by(function: object) -> list[Tensor | nn.Module]:
     return list(found.values())
 
 
-def tensors_of(held: Iterable[Tensor | nn.Module]) -> dict[int, Tensor]:
+def tensors_of(held: Iterable[Held]) -> dict[int, Tensor]:
     """Return the tensors among these, and the parameters of the modules, by their ids."""
     tensors: list[Tensor] = []
     for one in held:
-        tensors += [one] if isinstance(one, Tensor) else one.parameters()
+        if isinstance(one, Tensor):
+            tensors.append(one)
+        elif isinstance(one, nn.Module):
+            tensors += one.parameters()
     return {id(tensor): tensor for tensor in tensors}
 
 
@@ -63,6 +69,6 @@ def _inside(value: object) -> list[Any]:
     if isinstance(value, Mapping | list | tuple | set | frozenset):
         inside = value.values() if isinstance(value, Mapping) else value
         return list(inside) if len(value) <= _LONGEST else []
-    if isinstance(value, type | BuiltinFunctionType) or not callable(value):
+    if isinstance(value, type | BuiltinFunctionType | ModuleType) or not hasattr(value, "__dict__"):
         return []
-    return [*vars(value).values(), type(value).__call__] if hasattr(value, "__dict__") else []
+    return [*vars(value).values(), *([type(value).__call__] if callable(value) else [])]

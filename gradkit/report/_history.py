@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
-from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
 from gradkit._inputs import check_option
 from gradkit.errors import StructureError, message
-from gradkit.report._charts import cosine_text, draw_history
+from gradkit.report._charts import cosine_text, draw_history, mean
 from gradkit.report._conflicts import Conflicts
 from gradkit.report._page import Block, Report, Table, Toned
 
@@ -79,6 +78,8 @@ class History(Report):
     ) -> Axes:
         """Draw the record over the steps: thin lines as measured, thick ones a mean of five.
 
+        What is not finite is left out of a mean.
+
         Args:
             ax: Axes of matplotlib; None makes a figure.
             what: The cosines of all pairs, or the norms of all losses.
@@ -114,7 +115,7 @@ class History(Report):
 
     def _most_opposed(self) -> list[tuple[str, str]]:
         """Return the pairs that have a column: of many, those with the lowest mean cosines."""
-        worst = sorted(self.cosines, key=lambda pair: fmean(self.cosines[pair]))[:_MOST_COLUMNS]
+        worst = sorted(self.cosines, key=lambda pair: mean(self.cosines[pair]))[:_MOST_COLUMNS]
         return [pair for pair in self.cosines if pair in worst]
 
 

@@ -24,15 +24,22 @@ class Keeping:
     Args:
         modules: Whose attributes and buffers may change.
         tensors: Whose numbers, and whose `.grad`, may change.
+        generators: Of random numbers, beside those of torch, Python and NumPy.
 
     Attributes:
         grads: What stands in `.grad` of those that are leaves, by id.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], tensors: Iterable[Tensor]) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        tensors: Iterable[Tensor],
+        generators: Iterable[torch.Generator] = (),
+    ) -> None:
         unique = {id(t): t for t in tensors}
         self._modules = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
-        self._kept = [(t, t._version, t.detach().clone()) for t in unique.values()]
+        self._kept = [(t, t.data, _version(t), t.detach().clone()) for t in unique.values()]
+        self._generators = list(generators)
         self._leaves = [t for t in unique.values() if t.is_leaf]
         self._requires = [(t, t.requires_grad) for t in self._leaves]
         self.grads = {id(t): t.grad for t in self._leaves}
@@ -45,26 +52,34 @@ class Keeping:
             without: With `DROPOUT`, the modules drop nothing in the block; with `CACHE`, autocast
                 keeps no casts.
         """
-        states, others = _chance.states([t for t, _, _ in self._kept]), _other_states()
+        states, others = _chance.states([t for t, *_ in self._kept]), _other_states()
+        own = [(generator, generator.get_state()) for generator in self._generators]
         try:
             with ExitStack() as stack:
                 stack.enter_context(grads_for((), self._leaves))
+                stack.callback(self._put_back)  # before `.grad`, which must fit
                 for module in self._modules:
-                    stack.enter_context(as_before(module))
+                    stack.enter_context(as_before(module, hooks=True))
                 if DROPOUT in without:
                     _drop_nothing(self._modules)
                 if CACHE in without:
                     stack.enter_context(without_autocast_cache())
                 yield
         finally:
-            for tensor, requires in self._requires:
-                if tensor.is_leaf and tensor.requires_grad != requires:
-                    tensor.requires_grad_(requires)
-            for tensor, version, numbers in self._kept:
-                if _differs(tensor, version, numbers):
-                    tensor.data.copy_(numbers)
             _chance.restore(states)
             _restore_others(others)
+            for generator, state in own:
+                generator.set_state(state)
+
+    def _put_back(self) -> None:
+        for tensor, data, version, numbers in self._kept:
+            if _kind(tensor) != _kind(data):  # a module was moved or cast
+                tensor.data = data
+            if _differs(tensor, version, numbers):
+                tensor.data.copy_(numbers)
+        for tensor, requires in self._requires:
+            if tensor.is_leaf and tensor.requires_grad != requires:
+                tensor.requires_grad_(requires)
 
     def has_grads(self) -> bool:
         """Return whether something stands in `.grad` now."""
@@ -72,7 +87,8 @@ class Keeping:
 
     def random_states(self) -> list[Any]:
         """Return what would change if a random number were drawn."""
-        states = [state for _, state in _chance.states([t for t, _, _ in self._kept])]
+        states = [state for _, state in _chance.states([t for t, *_ in self._kept])]
+        states += [generator.get_state() for generator in self._generators]
         return [[state.tolist() for state in states], repr(_other_states())]
 
 
@@ -90,9 +106,17 @@ _SHARES: dict[str, tuple[type, ...]] = {
 }
 
 
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # which inference mode does not count
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.device, tensor.shape
+
+
 def _differs(tensor: Tensor, version: int, numbers: Tensor) -> bool:
-    if tensor.layout != torch.strided or tensor.shape != numbers.shape:
-        return not tensor.is_inference() and tensor._version != version
+    if tensor.layout != torch.strided:
+        return _version(tensor) != version
     return not torch.equal(tensor.detach(), numbers)
 
 

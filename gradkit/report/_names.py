@@ -30,19 +30,16 @@ def _fold(
     if len({kinds[member] for member in members}) == 1:
         return [(f"{prefix}*", members)]
     depth = prefix.count(".")
-    children: dict[str, list[int]] = {}
+    children: dict[tuple[str, bool], list[int]] = {}
     for member in members:
         # A name that ends here stands for itself, whatever else begins like it.
         is_last = len(parts[member]) == depth + 1
-        children.setdefault(names[member] if is_last else parts[member][depth] + ".", []).append(
-            member
-        )
+        place = names[member] if is_last else f"{prefix}{parts[member][depth]}."
+        children.setdefault((place, is_last), []).append(member)
     return [
         group
-        for part, below in children.items()
-        for group in _fold(
-            prefix + part if part.endswith(".") else prefix, below, parts, names, kinds
-        )
+        for (place, is_last), below in children.items()
+        for group in ([(place, below)] if is_last else _fold(place, below, parts, names, kinds))
     ]
 
 

@@ -16,7 +16,7 @@ from gradkit.report._ways import BACKWARD, FUNC, GRAD, IN_TURN, Lab, Ran
 _FROZEN = "frozen: torch.func differentiates by whatever it is given"
 _NONE = "None against zero: no loss reaches it, which torch.func fills with zeros"
 _HIDDEN = "inside a reentrant checkpoint, into which autograd.grad cannot see"
-_RANDOM = "loss_fn differs from run to run: .backward() twice from one state differs, too"
+_RANDOM = "loss_fn or a hook differs from run to run: .backward() twice from one state differs, too"
 _TIED = (
     "tied: torch.func gives each place of the tensor its own part of the gradient; the parts add up"
 )
@@ -62,16 +62,17 @@ def reason(lab: Lab, way: str, place: int) -> str:
         lambda: _outside(lab, way, place),
     )
     found = next(filter(None, (check() for check in checks)), "")
-    last = UNKNOWN if base.values == other.values else _FORWARD
+    # As text, in which nan equals itself.
+    last = UNKNOWN if str(base.values) == str(other.values) else _FORWARD
     return found or last + (_SMALL if is_small else "")
 
 
 def _structural(lab: Lab, way: str, place: int) -> str:
     leaf = lab.step.wanted.leaves[place]
-    base = lab.run(BACKWARD, frozenset(_suspects(leaf))).grads[place]
+    base = lab.run(BACKWARD, frozenset(_suspects(leaf, way))).grads[place]
     other = lab.run(way).grads[place]
     if way == FUNC and not leaf.requires_grad and base is None:
-        return _FROZEN
+        return _beside_others(lab, way, place, _FROZEN)
     if way == FUNC and base is None and is_zero(other):
         return _NONE
     if way in (GRAD, FUNC) and is_zero(other) and id(leaf) in lab.scouted.hidden:
@@ -81,8 +82,9 @@ def _structural(lab: Lab, way: str, place: int) -> str:
 
 def _without_a_cause(lab: Lab, way: str, place: int) -> str:
     """Leave out what may be the cause, one by one and then together, and look again."""
-    suspects = _suspects(lab.step.wanted.leaves[place])
+    suspects = _suspects(lab.step.wanted.leaves[place], way)
     suspects += _suspects_of_func(lab) if way == FUNC else []
+    was_there = lab.run(BACKWARD).grads[place] is not None
     attempts = [[cause] for cause in suspects]
     attempts += [suspects] if len(suspects) > 1 else []
     was_small = is_close(*(lab.run(w).grads[place] for w in (BACKWARD, way)))
@@ -94,20 +96,32 @@ def _without_a_cause(lab: Lab, way: str, place: int) -> str:
         # What was no more than rounding before is not explained by what leaves rounding.
         if not was_small and base is not None and is_close(base, other):
             return f"{told}; what remains is no larger than rounding can explain"
-        if base is None and is_zero(other):
+        if was_there and base is None and is_zero(other):
             return f"{told}; {_NONE}"
     return ""
+
+
+def _beside_others(lab: Lab, way: str, place: int, why: str) -> str:
+    """Put before a reason what else has a part in what .backward() gives."""
+    base = lab.run(BACKWARD).grads[place]
+    others = [
+        _told(cause, way)
+        for cause in _suspects(lab.step.wanted.leaves[place], way)
+        if not same_bits(base, lab.run(BACKWARD, frozenset({cause})).grads[place])
+    ]
+    return "; ".join([*others, why])
 
 
 def _told(cause: str, way: str) -> str:
     return _HOOKS_IN_TURN if (cause, way) == (HOOKS, IN_TURN) else _CAUSES[cause]
 
 
-def _suspects(leaf: Tensor) -> list[str]:
+def _suspects(leaf: Tensor, way: str) -> list[str]:
+    """Return what a leaf has that may make a way differ; not what both ways heed alike."""
     present = {
-        STALE: leaf.grad is not None,
-        HOOKS: bool(leaf._backward_hooks),
-        GRAD_DTYPE: leaf.grad_dtype not in (None, leaf.dtype),
+        STALE: leaf.grad is not None and way != IN_TURN,
+        HOOKS: bool(leaf._backward_hooks) and way != GRAD,
+        GRAD_DTYPE: leaf.grad_dtype not in (None, leaf.dtype) and way == FUNC,
     }
     return [cause for cause, is_there in present.items() if is_there]
 
@@ -122,11 +136,13 @@ def _tied(lab: Lab, way: str, place: int) -> str:
     places = [index for index, leaf in enumerate(leaves) if leaf is leaves[place]]
     if way != FUNC or len(places) < 2:
         return ""
-    without = frozenset(_suspects(leaves[place]))
+    without = frozenset(_suspects(leaves[place], way))
     ran = lab.run(way).grads
     parts = [grad.to_dense() for index in places if (grad := ran[index]) is not None]
     whole = lab.run(BACKWARD, without).grads[place]
-    return _TIED if parts and is_close(torch.stack(parts).sum(0), whole) else ""
+    if not parts or not is_close(torch.stack(parts).sum(0), whole):
+        return ""
+    return _beside_others(lab, way, place, _TIED)
 
 
 def _random(lab: Lab, place: int) -> str:

@@ -16,6 +16,7 @@ from gradkit import _pytree
 from gradkit._inputs import Losses, Params, read_losses, read_params
 from gradkit._pytree import PyTree
 from gradkit.errors import LeafTypeError, StructureError, describe, message
+from gradkit.func._modules import as_before
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class Step:
         # Inside of a transform a buffer can be written on only if it has been made there.
         buffers = {name: buffer.clone() for name, buffer in holder.named_buffers()}
         call = (lambda: self.fn(*first, *_fresh(self.args)),)
-        return read_losses(functional_call(holder, {**buffers, **named}, call), scalar=True)
+        with as_before(holder):
+            return read_losses(functional_call(holder, {**buffers, **named}, call), scalar=True)
 
     def bare(self) -> list[Any]:
         """Return the leaves of the params that are no modules."""

@@ -68,7 +68,7 @@ class Judge:
     graphs: Graphs
     sharded: Collection[int] = ()
     _inside: dict[int, dict[int, Tensor]] = field(default_factory=dict)
-    _memory: dict[int, set[int]] = field(default_factory=dict)
+    _memory: dict[int, dict[int, list[range]]] = field(default_factory=dict)
 
     def verdict(self, index: int, variable: Tensor) -> Verdict:
         """Return whether loss number `index` reaches a tensor, or why not."""
@@ -97,7 +97,7 @@ class Judge:
             or _graph.was_used_before_change(variable, self.graphs.nodes[index])
         ):
             return _CHANGED
-        if _memory_of(variable) & self._memory_below(index):
+        if self._shares_memory(index, variable):
             return _SAME_MEMORY
         return _PERHAPS_INSIDE if self._has_checkpoint(index) else _NOT_THERE
 
@@ -110,11 +110,18 @@ class Judge:
             self._inside[index] = tensors_of(held_by(functions)) if functions else {}
         return self._inside[index]
 
-    def _memory_below(self, index: int) -> set[int]:
+    def _shares_memory(self, index: int, variable: Tensor) -> bool:
         if index not in self._memory:
-            leaves = self.graphs.leaves[index].values()
-            self._memory[index] = set().union(*map(_memory_of, leaves))
-        return self._memory[index]
+            self._memory[index] = {}
+            for leaf in self.graphs.leaves[index].values():
+                storage, numbers = _memory_of(leaf)
+                self._memory[index].setdefault(storage, []).append(numbers)
+        storage, mine = _memory_of(variable)
+        # Of one storage, as a vector that many parameters are parts of, each may have its own part.
+        return any(
+            mine.start < other.stop and other.start < mine.stop
+            for other in self._memory[index].get(storage, ())
+        )
 
 
 def _leaf_node(leaf: Tensor) -> Node:
@@ -129,12 +136,17 @@ def checkpointed(graphs: Graphs, index: int) -> list[object]:
     return [cast("Any", node).run_function for node in nodes]
 
 
-def _memory_of(tensor: Tensor) -> set[int]:
-    """Return where the numbers of a tensor are; nothing for one whose memory is not its own."""
+def _memory_of(tensor: Tensor) -> tuple[int, range]:
+    """Return the storage of a tensor, and where in it from the first number to the last stand."""
     if type(tensor) not in PLAIN_TYPES or tensor.layout != torch.strided:
-        return set()
-    pointer = tensor.untyped_storage().data_ptr()
-    return {pointer} if pointer else set()
+        return 0, range(0)  # its memory is not its own
+    storage = tensor.untyped_storage().data_ptr()
+    if not storage or not tensor.numel():
+        return 0, range(0)
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    length = 1 + sum((size - 1) * stride for size, stride in steps)
+    start, bytes_each = tensor.storage_offset(), tensor.element_size()
+    return storage, range(start * bytes_each, (start + length) * bytes_each)
 
 
 def where_it_ends(name: str, graphs: Graphs, index: int) -> str:

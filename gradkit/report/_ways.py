@@ -57,7 +57,10 @@ class Lab:
         held = held_by((self.step.fn, self.step.args, self.step.modules))
         modules = [one for one in held if isinstance(one, nn.Module)]
         arguments = [t for t in tensors_in(self.step.args) if t.requires_grad]  # others are copied
-        return Keeping(modules, tensors_in((self.step.wanted.leaves, arguments, modules)))
+        attributes = [a for module in modules for m in module.modules() for a in vars(m).values()]
+        generators = [one for one in (*held, *attributes) if isinstance(one, torch.Generator)]
+        tensors = tensors_in((self.step.wanted.leaves, arguments, modules))
+        return Keeping(modules, tensors, generators)
 
     @cached_property
     def scouted(self) -> Scouted:
