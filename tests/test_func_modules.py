@@ -71,7 +71,7 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = self.second = nn.Linear(3, 3)
+        self.first = self.second = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x).tanh())

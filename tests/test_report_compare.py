@@ -186,6 +186,12 @@ def test_a_hook_on_a_leaf(layer: nn.Linear, x: Tensor) -> None:
     assert "hook" in both["weight"]
     assert "hook" not in both["bias"]  # it has one, which changes nothing
 
+    def with_dropout(model: nn.Module, x: Tensor) -> Tensor:
+        return nn.functional.dropout(model(x)).square().mean()
+
+    # Dropout is no cause, though the difference is gone without all three.
+    assert "dropout" not in reasons(compare(with_dropout, layer, x))["weight"]
+
 
 def test_a_hook_that_runs_for_each_loss(device: torch.device) -> None:
     p = torch.zeros(3, device=device, requires_grad=True)

@@ -258,6 +258,15 @@ def test_table_and_pictures_of_a_record(device: torch.device, history: History) 
         history.plot(lower, what="angles")
 
 
+def test_a_name_with_an_underscore_has_its_place_in_the_legend(device: torch.device) -> None:
+    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    record = History()
+    one = torch.ones(1, device=device)
+    record.add_(0, conflicts({"_aux": [one], "fit": [one]}))
+    legend = record.plot(axes, what="norms").get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["_aux", "fit"]
+
+
 def test_the_table_of_many_pairs_has_the_most_opposed(device: torch.device) -> None:
     record = History()
     record.add_(0, conflicts(rows(device, *([1.0, 0.6 * place] for place in range(-3, 3)))))

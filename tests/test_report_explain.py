@@ -134,6 +134,10 @@ def test_no_suggestion_that_would_be_refused(device: torch.device) -> None:
     h = w.exp()
     (h * h).sum().backward()
     assert not suggestion(h, w)  # freed
+    h = w.exp()
+    losses = {"a": h.sum(), "b": (2 * h).sum()}
+    h.add_(1)
+    assert not explain(losses, [w, h]).suggestion  # changed in place
     vectors = explain({"a": w.exp() * 2, "b": (h := w.exp()) * 2, "c": h * 3}, w)
     assert "per_loss_grads" in vectors.suggestion
     assert "value_and_grads" not in vectors.suggestion

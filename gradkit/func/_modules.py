@@ -75,6 +75,12 @@ def make_functional(
         name: first_name[id(buffer)]
         for name, buffer in module.named_buffers(remove_duplicate=False)
     }
+    # Of one module under two names, functional_call gives back the module's own for the second.
+    apart = {
+        name: first
+        for name, first in every_name.items()
+        if _owner(module, name) is not _owner(module, first)
+    }
 
     def call(
         params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *args: Any, **kwargs: Any
@@ -87,7 +93,7 @@ def make_functional(
         with as_before(module), _reading_only(given.values()):
             out = functional_call(module, both, args, kwargs)
         _checkpoints.refuse(out, was)
-        _refuse_apart(both, every_name)
+        _refuse_apart(both, apart)
         # A buffer that was assigned, and not written on, is in the dictionary.
         return out, {name: both[name] for name in buffer_names}
 
@@ -144,6 +150,10 @@ def _is_same(now: Any, was: Any) -> bool:
 
 _CONTAINERS = (list, dict, OrderedDict, set)
 _HOOKS = {name for name in vars(nn.Module()) if name.endswith("hooks")}
+
+
+def _owner(module: nn.Module, name: str) -> nn.Module:
+    return module.get_submodule(name.rpartition(".")[0])
 
 
 def _refuse_apart(tensors: Named, every_name: Mapping[str, str]) -> None:

@@ -11,6 +11,7 @@ from gradkit.report._extras import axes_or_new
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
     from torch import Tensor
 
 # Distinguishable also for those who do not see red and green apart.
@@ -88,25 +89,28 @@ def draw_history(
         ax.axhline(0, color="black", linewidth=1)
         ax.text(0.99, 0.04, "conflict", transform=ax.transAxes, ha="right", color="dimgray")
         ax.set(ylabel="cosine of two gradients", ylim=(-1, 1))
-    for index, (label, values) in enumerate(lines.items()):
+    drawn = []
+    for index, values in enumerate(lines.values()):
         again, colour = divmod(index, len(_COLOURS))
         style = _STYLES[again % len(_STYLES)]
-        _draw_line(ax, steps, values, _COLOURS[colour], style, label)
+        drawn.append(_draw_line(ax, steps, values, _COLOURS[colour], style))
     ax.set_xlabel("step")
-    if lines:
-        ax.legend(frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 0.98))
+    if lines:  # given, as a label that begins with "_" is not looked for
+        ax.legend(
+            drawn, list(lines), frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 0.98)
+        )
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25)
     return ax
 
 
 def _draw_line(
-    ax: Axes, steps: Sequence[int], values: Sequence[float], colour: str, style: str, label: str
-) -> None:
+    ax: Axes, steps: Sequence[int], values: Sequence[float], colour: str, style: str
+) -> Line2D:
     ends = ((max(middle - _AVERAGED, 0), middle + _AVERAGED + 1) for middle in range(len(values)))
     ax.plot(steps, values, color=colour, linewidth=0.8, alpha=0.35)
     means = [mean(values[a:b]) for a, b in ends]
-    ax.plot(steps, means, style, color=colour, linewidth=2, label=label)
+    return ax.plot(steps, means, style, color=colour, linewidth=2)[0]
 
 
 def draw_differences(

@@ -73,7 +73,9 @@ def explain(losses: PyTree, params: PyTree) -> Explanation:
             name: _loss_graph(name, index, graphs, entries[index], wanted)
             for index, name in enumerate(names)
         }
-        fits = any(reached.values()) and not (wrappers or any(g.notes for g in described.values()))
+        statuses = {one.status for by_param in verdicts.values() for one in by_param.values()}
+        refused = wrappers or any(graph.notes for graph in described.values())
+        fits = "reached" in statuses and "changed in place" not in statuses and not refused
         return Explanation(
             losses=described,
             params=reached,

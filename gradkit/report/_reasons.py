@@ -81,23 +81,34 @@ def _structural(lab: Lab, way: str, place: int) -> str:
 
 
 def _without_a_cause(lab: Lab, way: str, place: int) -> str:
-    """Leave out what may be the cause, one by one and then together, and look again."""
+    """Leave out what may be the cause, one by one and then as few together as will do."""
     suspects = _suspects(lab.step.wanted.leaves[place], way)
     suspects += _suspects_of_func(lab) if way == FUNC else []
-    was_there = lab.run(BACKWARD).grads[place] is not None
-    attempts = [[cause] for cause in suspects]
-    attempts += [suspects] if len(suspects) > 1 else []
-    was_small = is_close(*(lab.run(w).grads[place] for w in (BACKWARD, way)))
-    for attempt in attempts:
-        base, other = (lab.run(w, frozenset(attempt)).grads[place] for w in (BACKWARD, way))
-        told = " and ".join(_told(cause, way) for cause in attempt)
-        if same_bits(base, other):
+    for cause in suspects:
+        if told := _explained_by([cause], lab, way, place):
             return told
-        # What was no more than rounding before is not explained by what leaves rounding.
-        if not was_small and base is not None and is_close(base, other):
-            return f"{told}; what remains is no larger than rounding can explain"
-        if was_there and base is None and is_zero(other):
-            return f"{told}; {_NONE}"
+    told = _explained_by(suspects, lab, way, place)
+    for cause in list(suspects) if told else ():
+        others = [one for one in suspects if one != cause]
+        if without := _explained_by(others, lab, way, place):
+            suspects, told = others, without
+    return told
+
+
+def _explained_by(causes: list[str], lab: Lab, way: str, place: int) -> str:
+    """Return what is to be said if a difference is gone, or small, without these causes."""
+    if not causes:
+        return ""
+    base, other = (lab.run(w, frozenset(causes)).grads[place] for w in (BACKWARD, way))
+    was, was_other = (lab.run(w).grads[place] for w in (BACKWARD, way))
+    told = " and ".join(_told(cause, way) for cause in causes)
+    if same_bits(base, other):
+        return told
+    # What was no more than rounding before is not explained by what leaves rounding.
+    if base is not None and is_close(base, other) and not is_close(was, was_other):
+        return f"{told}; what remains is no larger than rounding can explain"
+    if was is not None and base is None and is_zero(other):
+        return f"{told}; {_NONE}"
     return ""
 
 
