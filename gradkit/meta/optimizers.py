@@ -94,6 +94,7 @@ class Optimizer:
             for name in self.entries
         }
         settings = {**self.hyper, **hyper}
+        params = _pytree.unflatten(spec, leaves)  # an iterator can be read only once
         moving = [i for i, grad in enumerate(by_leaf) if grad is not None]
         if not moving:
             return _pytree.unflatten(spec, leaves), state
@@ -178,7 +179,7 @@ def _own(entry: Any, taken: set[int]) -> Any:
 
 def _spread(value: Hyper, name: str, params: PyTree, moving: Sequence[int]) -> Any:
     """Return a hyper-parameter as the rules take it: a number, or a list with one for each leaf."""
-    if isinstance(value, bool | str) or value is None:
+    if isinstance(value, bool):
         return value
     if name == "betas":
         if not isinstance(value, tuple | list) or len(value) != 2:
@@ -186,9 +187,8 @@ def _spread(value: Hyper, name: str, params: PyTree, moving: Sequence[int]) -> A
         return tuple(_spread(beta, f"betas[{i}]", params, moving) for i, beta in enumerate(value))
     if isinstance(value, Real):
         return float(value)
-    leaves, spec = open_up(params, "params")
-    tree = _pytree.unflatten(spec, leaves)
-    spread = _pytree.spread(value, name, tree, "params")
+    leaves, spec = _pytree.flatten(params)
+    spread = _pytree.spread(value, name, params, "params")
     for index, one in enumerate(spread):
         if leaves[index] is not None and not isinstance(one, Real | Tensor):
             raise LeafTypeError(
@@ -273,6 +273,15 @@ def sgd(
 def _sgd(
     params: Tensors, grads: Tensors, state: list[dict[str, Any]], h: Mapping[str, Any]
 ) -> tuple[Tensors, list[dict[str, Any]]]:
+    if h["nesterov"] and (a.is_zero(h["momentum"]) or not a.is_zero(h["dampening"])):
+        raise StructureError(
+            message(
+                "nesterov",
+                "a momentum, and no dampening, as in torch.optim.SGD",
+                f"momentum={describe(h['momentum'])}, dampening={describe(h['dampening'])}",
+                "sgd(lr=0.1, momentum=0.9, nesterov=True)",
+            )
+        )
     grads = _with_decay(params, grads, h)
     buffers: list[Any] = [entry["momentum_buffer"] for entry in state]
     if not a.is_zero(h["momentum"]):
