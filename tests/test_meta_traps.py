@@ -369,6 +369,43 @@ def test_frozen_and_tied_params_at_a_minimum(device: torch.device) -> None:
         meta.implicit(lambda p, s: apart, tied)({"a": x, "b": x}, s)
 
 
+def test_a_solver_may_write_on_where_it_starts(device: torch.device) -> None:
+    start = torch.zeros(2, device=device)
+    s = torch.tensor(0.5, device=device, requires_grad=True)
+
+    def descend(w: Tensor, s: Tensor) -> Tensor:
+        opt = torch.optim.SGD([w.requires_grad_()], lr=0.2)
+        for _ in range(100):
+            opt.zero_grad()
+            ridge(w, s).backward()
+            opt.step()
+        return w
+
+    found = meta.implicit(descend, ridge)(start, s)
+    torch.testing.assert_close(found, solved(start, s))
+    assert_same_bits([start], [torch.zeros_like(start)])
+
+
+def test_a_solve_may_write_on_its_right_hand_side(device: torch.device) -> None:
+    s = torch.tensor(0.5, device=device, requires_grad=True)
+
+    def solve(product: Any, v: Tensor) -> Tensor:
+        return v.div_(2 * (1 + s.detach()))
+
+    for cotangent in (torch.ones(2, device=device), torch.ones((), device=device).expand(2)):
+        w = meta.implicit(solved, ridge, solve=solve)(torch.zeros(2, device=device), s)
+        (grad,) = torch.autograd.grad(w, s, cotangent)
+        (expected,) = torch.autograd.grad(solved(torch.zeros(2, device=device), s).sum(), s)
+        torch.testing.assert_close(grad, expected)
+        assert_same_bits([cotangent], [torch.ones(2, device=device)])
+
+
+def test_a_solver_that_diverges_gives_what_it_came_to(device: torch.device) -> None:
+    s = torch.tensor(0.5, device=device, requires_grad=True)
+    w = meta.implicit(lambda w, s: w / 0, ridge)(torch.zeros(2, device=device), s)
+    assert w.isnan().all()
+
+
 def test_an_inner_loss_that_has_changed_is_refused(device: torch.device) -> None:
     s = torch.tensor(0.5, device=device, requires_grad=True)
     c = 1.0

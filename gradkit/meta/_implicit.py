@@ -130,7 +130,8 @@ def _solved(
     solver: Callable[[PyTree, PyTree], PyTree], given: Variables, outer: PyTree
 ) -> list[Tensor]:
     """Return the minimum, one tensor for each variable, that nobody else has."""
-    start = given.with_tensors([x.detach() for x in given.tensors])[0]
+    # Copies: a solver may well write on where it starts, as an optimizer does.
+    start = given.with_tensors([x.detach().clone() for x in given.tensors])[0]
     leaves, spec = _pytree.flatten(outer)
     apart = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     result = solver(start, _pytree.unflatten(spec, apart))
@@ -142,7 +143,8 @@ def _solved(
             continue
         first = found[given.slots.index(slot)]
         shape = given.tensors[slot].shape
-        if not isinstance(leaf, Tensor) or leaf.shape != shape or not torch.equal(leaf, first):
+        fits = isinstance(leaf, Tensor) and leaf.shape == shape
+        if not fits or not (leaf is first or torch.equal(leaf, first)):
             raise StructureError(
                 message(
                     "solver(params, outer)",
@@ -232,7 +234,7 @@ class _System:
                 hu = tree.add(hu, tree.scale(along, self._damping))
             return self._tree(hu)
 
-        u = self._solve(product, self._tree(v))
+        u = self._solve(product, self._tree([x.clone() for x in v]))  # a solve may write on it
         self._check(u)
         self._warn(product, u, self._tree(v))
         minus = [-x for x in self._variables(u)]
