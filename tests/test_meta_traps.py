@@ -204,6 +204,71 @@ def test_what_comes_out_otherwise_is_refused(device: torch.device, memory: Any, 
         torch.autograd.grad((adapted.params * weights).sum(), w)
 
 
+@pytest.mark.parametrize("memory", ["recompute", 2])
+def test_another_order_is_another_result(device: torch.device, memory: Any) -> None:
+    """The sum of what one step comes to is the same, whichever numbers are moved."""
+    w = torch.ones(8, device=device, requires_grad=True)
+    source = torch.Generator().manual_seed(0)
+
+    def loss(p: Tensor, o: Any, b: Any) -> Tensor:
+        return (p[torch.randperm(8, generator=source)[:4].to(p.device)] ** 3).sum()
+
+    adapted = meta.unroll(loss, w, [0], meta.sgd(0.1), memory=memory)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="runs again"):
+        torch.autograd.grad(adapted.params.sum(), w)
+
+
+@pytest.mark.parametrize("memory", ["recompute", 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_another_result_in_half_precision(
+    device: torch.device, memory: Any, dtype: torch.dtype
+) -> None:
+    w = torch.linspace(-1, 1, 64, dtype=dtype, device=device).requires_grad_()
+    scale = {"now": 0.5}
+
+    def run() -> Tensor:
+        scale["now"] = 0.5
+        return meta.unroll(
+            lambda p, o, b: (p**3).mean() * scale["now"], w, [0] * 3, meta.sgd(0.5), memory=memory
+        ).params
+
+    torch.autograd.grad(run().sum(), w)
+    after = run()
+    scale["now"] = 1.5
+    with pytest.raises(gradkit.UnsupportedGraphError, match="runs again"):
+        torch.autograd.grad(after.sum(), w)
+
+
+@every_memory
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e40])
+def test_a_loop_that_diverges_diverges(device: torch.device, memory: Any, value: float) -> None:
+    w = tensor(value, 2.0, device=device)
+    adapted = meta.unroll(lambda p, o, b: (p**9).sum(), w, [0] * 3, meta.sgd(1e-3), memory=memory)
+    (grad,) = torch.autograd.grad(adapted.params.sum(), w)
+    assert grad.isfinite().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("params", ["lone", "tree"])
+def test_betas_in_a_list(device: torch.device, params: str) -> None:
+    w = tensor(1.0, device=device)
+    given, loss = (w, lambda p, o, b: (p**2).sum())
+    if params == "tree":
+        given, loss = {"w": w}, lambda p, o, b: (p["w"] ** 2).sum()
+    one, two = (
+        meta.unroll(loss, given, [0] * 2, meta.adam(0.1, betas=betas)).values
+        for betas in ([0.5, 0.7], (0.5, 0.7))
+    )
+    assert_same_bits([one], [two])
+
+
+def test_params_that_can_be_read_only_once(device: torch.device) -> None:
+    model = nn.Linear(2, 1).to(device)
+    adapted = meta.unroll(
+        lambda p, o, b: sum((x**2).sum() for x in p), model.parameters(), [0], meta.adam(0.1)
+    )
+    assert [p.shape for p in adapted.params] == [p.shape for p in model.parameters()]
+
+
 @every_memory
 def test_a_checkpoint_inside_is_not_recomputed_with_other_params(
     device: torch.device, memory: Any

@@ -668,7 +668,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     structure = gradkit.StructureError
     refused(structure, r"^batches: .*at least one", batches=[])
     refused(structure, r"^batches: .*at least one", batches=iter(()))
-    for batches in (w.detach(), "data", 3):
+    for batches in (w.detach(), "data", 3, {"x": [1.0]}):
         refused(structure, r"^batches: ", batches=batches)
     for memory in ("keep", 0, -1, True, 1.5, None, [2]):
         refused(structure, r"^memory: expected 'store', 'recompute'", memory=memory)

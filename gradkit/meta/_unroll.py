@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -114,7 +114,7 @@ def unroll(
         leaves, spec = open_up(params, "params")
         given = read_variables((_pytree.unflatten(spec, leaves),), 0, "params")
         _refuse_graphs(given.tensors, (outer, data, state, dict(opt.hyper)))
-        start = opt.init(params) if state is None else state
+        start = opt.init(_pytree.unflatten(spec, leaves)) if state is None else state
         carry = Carry(_ordinary(given.tensors), _state_of_variables(given, start, opt))
         inner = Inner(loss_fn, given, opt, grad_transform, has_aux)
         hyper = dict(opt.hyper)
@@ -240,7 +240,7 @@ def _steps_kept(memory: object) -> int:
 
 
 def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
-    if isinstance(batches, Tensor | str) or not isinstance(batches, Iterable):
+    if isinstance(batches, Tensor | str | Mapping) or not isinstance(batches, Iterable):
         raise StructureError(
             message(
                 "batches",
@@ -259,7 +259,7 @@ def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
 
 def _for_variables(value: Any, name: str, given: Variables) -> Any:
     """Return a hyper-parameter for the list of variables: a tree as a list."""
-    if name == "betas" and isinstance(value, tuple):
+    if name == "betas" and isinstance(value, tuple | list):
         return tuple(_for_variables(one, f"{name}[{i}]", given) for i, one in enumerate(value))
     _, spec = _pytree.flatten(value)
     if spec.is_leaf():
