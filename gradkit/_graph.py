@@ -301,23 +301,33 @@ def gone(_: object) -> NoReturn:
     )
 
 
-def wrong_if_differentiated(variables: Iterable[Tensor], nodes: set[Node]) -> str | None:
-    """Return a node through which torch gets the derivative of a pass silently wrong, if any.
+def refuse_third_derivative(where: str, variables: Iterable[Tensor], nodes: set[Node]) -> None:
+    """Raise if torch gets the derivative of a pass silently wrong.
 
-    These are second derivatives of normalizations: their own formula takes the mean and the
+    It does after second derivatives of normalizations: their own formula takes the mean and the
     deviation for constants, so that a third derivative is wrong. Not so group_norm and rms_norm.
 
     Args:
+        where: The path of the loss, for the error.
         variables: What the pass is for.
-        nodes: The graph below its losses.
+        nodes: The graph below its losses, with the nodes of the variables.
 
-    Returns:
-        The name of a node that the pass executes.
+    Raises:
+        UnsupportedGraphError: The pass executes such a node.
     """
     if not any(type(node).__name__ in _NO_THIRD for node in nodes):
-        return None
-    names = {type(node).__name__ for node in leading_to(variables, nodes)}
-    return next(iter(_NO_THIRD & names), None)
+        return
+    for name in _NO_THIRD & {type(node).__name__ for node in leading_to(variables, nodes)}:
+        raise UnsupportedGraphError(
+            message(
+                where,
+                "a graph whose derivative can be differentiated again",
+                f"a second derivative through {name.removesuffix('BackwardBackward0')}, whose "
+                "third torch gets silently wrong",
+                "leave out create_graph=True, or an unroll inside of another, in the last call; or "
+                "use group_norm or rms_norm, or write the norm out",
+            )
+        )
 
 
 _NO_THIRD = {"NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBackward0"}

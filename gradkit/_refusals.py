@@ -110,18 +110,7 @@ def _refuse_third_derivatives(losses: Losses, outputs: Sequence[Tensor], plan: P
     for group, params in plan:
         for index in group:
             nodes = _graph.nodes_below([outputs[index]])
-            node = _graph.wrong_if_differentiated(params.variables, nodes)
-            if node is not None:
-                raise UnsupportedGraphError(
-                    message(
-                        losses.path(index),
-                        "a graph whose derivative can be differentiated again",
-                        f"a second derivative through {node.removesuffix('BackwardBackward0')}, "
-                        "whose third torch gets silently wrong",
-                        "leave out create_graph=True in the last call; or use group_norm or "
-                        "rms_norm, or write the norm out",
-                    )
-                )
+            _graph.refuse_third_derivative(losses.path(index), params.variables, nodes)
 
 
 def _refuse_inside_transforms(losses: Losses, outputs: Sequence[Tensor]) -> None:

@@ -48,6 +48,54 @@ def test_a_meta_gradient_can_be_differentiated_again(device: torch.device, memor
     torch.testing.assert_close(meta_grads("store"), plain)
 
 
+def written_out(x: Tensor, shape: tuple[int, ...], weight: Tensor, bias: Tensor) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + bias
+
+
+@every_memory
+@pytest.mark.parametrize("first_order", [False, True])
+@pytest.mark.parametrize("norm", [functional.layer_norm, written_out])
+def test_an_unroll_inside_of_another_is_a_third_derivative(
+    device: torch.device, memory: Any, first_order: bool, norm: Any
+) -> None:
+    """torch's own of a layer norm is silently wrong."""
+    x = torch.randn(5, 3, device=device)
+    weight, bias = torch.randn(4, device=device), torch.randn(4, device=device)
+
+    def inner(w: Tensor, o: Any, b: Any) -> Tensor:
+        return (norm(x @ w, (4,), weight, bias).tanh() ** 2).sum()
+
+    def middle(w: Tensor, o: Any, b: Any) -> Tensor:
+        return inner(meta.unroll(inner, w, [0], meta.sgd(0.1), memory=memory).params, o, b)
+
+    def after(w: Tensor) -> Tensor:
+        opt = meta.sgd(0.1)
+        adapted = meta.unroll(middle, w, [0], opt, memory=memory, first_order=first_order)
+        return inner(adapted.params, (), 0)
+
+    w = torch.randn(3, 4, device=device, requires_grad=True)
+    if norm is written_out and not first_order:
+        assert torch.autograd.gradcheck(after, w, eps=1e-6, atol=1e-6)
+    elif norm is written_out or first_order:
+        torch.autograd.grad(after(w), w)
+    else:
+        with pytest.raises(gradkit.UnsupportedGraphError, match=r"third.*silently wrong"):
+            torch.autograd.grad(after(w), w)
+
+
+@pytest.mark.parametrize("memory", ["recompute", 2])
+def test_a_second_derivative_of_steps_is_a_third_one_too(device: torch.device, memory: Any) -> None:
+    x, one = torch.randn(5, 3, device=device), torch.ones(4, device=device)
+    w = torch.randn(3, 4, device=device, requires_grad=True)
+    adapted = meta.unroll(
+        lambda w, o, b: (functional.layer_norm(x @ w, (4,), one, one).tanh() ** 2).sum(),
+        w, [0, 0], meta.sgd(0.1), memory=memory,
+    )  # fmt: skip
+    with pytest.raises(gradkit.UnsupportedGraphError, match=r"third.*silently wrong"):
+        gradkit.value_and_grads(adapted.params.sum(), w, create_graph=True)
+
+
 def by_hand(device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
     w, lr, o = (tensor(v, device=device) for v in (2.0, 0.1, 0.7))
     p, buffer = w, None

@@ -186,7 +186,9 @@ class _System:
         with torch.enable_grad(), self._replay.recording():
             at, by = _apart(minimum), _apart(outer)
             loss = self._loss(at, by)
-        reached = _graph.leaves_of(_graph.nodes_below([loss]))
+        nodes = _graph.nodes_below([loss])
+        _graph.refuse_third_derivative("inner_loss", at, nodes)
+        reached = _graph.leaves_of(nodes)
         if reached.isdisjoint(map(id, at)):
             raise UnreachedParamError(_constant_loss())
         if reached - set(map(id, [*at, *by])):

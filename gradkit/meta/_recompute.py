@@ -115,6 +115,10 @@ class _Segment:
                     own[place].requires_grad_()
             out = self._flat(own, True)
             self._replay.check(out, "loss_fn")
+            if again:
+                stop = {_graph.edge(own[place]).node for place in places}
+                nodes = _graph.nodes_below([x for x in out if x.requires_grad], stop) | stop
+                _graph.refuse_third_derivative("loss_fn", [own[place] for place in places], nodes)
             pairs = [
                 (x, c) for x, c in zip(out, cotangents, strict=True)
                 if c is not None and x.requires_grad
