@@ -670,6 +670,9 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     refused(structure, r"^batches: .*at least one", batches=iter(()))
     for batches in (w.detach(), "data", 3, {"x": [1.0]}):
         refused(structure, r"^batches: ", batches=batches)
+    buffer = w.detach().clone()
+    rewritten = ({"x": buffer.fill_(i)} for i in range(2))
+    refused(structure, r"^batches: .*stays as it is", batches=rewritten)
     for memory in ("keep", 0, -1, True, 1.5, None, [2]):
         refused(structure, r"^memory: expected 'store', 'recompute'", memory=memory)
     for state in ({}, None or [], {"step": w}, meta.adam().init(w)):

@@ -249,12 +249,29 @@ def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
                 "list(batches.unbind()), or [batch] * steps",
             )
         )
-    data = list(batches)
+    data, versions = [], []
+    for batch in batches:
+        data.append(batch)
+        versions += [(x, x._version) for x in _pytree.flatten(batch)[0] if _is_counted(x)]
+    if any(x._version != version for x, version in versions):
+        raise StructureError(
+            message(
+                "batches",
+                "data that stays as it is: all of it is read before the first step",
+                "a tensor that the iterator writes the data of several steps on",
+                "(batch.clone() for batch in batches)",
+            )
+        )
     if not data:
         raise StructureError(
             message("batches", "the data of at least one step", "none", "[batch] * steps")
         )
     return data
+
+
+def _is_counted(leaf: object) -> bool:
+    """Return whether torch counts how often a leaf has been written on."""
+    return isinstance(leaf, Tensor) and not leaf.is_inference()
 
 
 def _for_variables(value: Any, name: str, given: Variables) -> Any:
