@@ -11,7 +11,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.function import BackwardCFunction, Function, once_differentiable
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
@@ -301,11 +301,13 @@ def gone(_: object) -> NoReturn:
     )
 
 
-def refuse_third_derivative(where: str, variables: Iterable[Tensor], nodes: set[Node]) -> None:
+def refuse_wrong_derivative(where: str, variables: Iterable[Tensor], nodes: set[Node]) -> None:
     """Raise if torch gets the derivative of a pass silently wrong.
 
     It does after second derivatives of normalizations: their own formula takes the mean and the
     deviation for constants, so that a third derivative is wrong. Not so group_norm and rms_norm.
+    And it does through a `once_differentiable` Function: its error stands where a pass for chosen
+    tensors does not come by, and the derivative is dropped.
 
     Args:
         where: The path of the loss, for the error.
@@ -315,9 +317,22 @@ def refuse_third_derivative(where: str, variables: Iterable[Tensor], nodes: set[
     Raises:
         UnsupportedGraphError: The pass executes such a node.
     """
-    if not any(type(node).__name__ in _NO_THIRD for node in nodes):
+    kinds = set(map(type, nodes))
+    if not any(kind.__name__ in _NO_THIRD or _is_once_differentiable(kind) for kind in kinds):
         return
-    for name in _NO_THIRD & {type(node).__name__ for node in leading_to(variables, nodes)}:
+    kinds = set(map(type, leading_to(variables, nodes)))
+    for kind in filter(_is_once_differentiable, kinds):
+        name = kind.__name__.removesuffix("Backward").removesuffix("Generated")
+        raise UnsupportedGraphError(
+            message(
+                where,
+                "a graph whose derivative can be differentiated",
+                f"{name}, a Function that is once_differentiable",
+                "leave out create_graph=True; take unroll(..., first_order=True); or give it a "
+                "backward that can be differentiated",
+            )
+        )
+    for name in _NO_THIRD & {kind.__name__ for kind in kinds}:
         raise UnsupportedGraphError(
             message(
                 where,
@@ -331,6 +346,20 @@ def refuse_third_derivative(where: str, variables: Iterable[Tensor], nodes: set[
 
 
 _NO_THIRD = {"NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBackward0"}
+
+
+def _is_once_differentiable(kind: Any) -> bool:
+    if not issubclass(kind, BackwardCFunction):
+        return False
+    backward: Any = kind._forward_cls.backward
+    if not issubclass(kind._forward_cls, Function):  # torch.func's own, around the user's
+        around = [cell.cell_contents for cell in getattr(backward, "__closure__", None) or ()]
+        backward = next((getattr(fn, "backward", None) for fn in around), None)
+    return getattr(backward, "__code__", None) is _ONCE
+
+
+# Of the wrapper, which is the same for all.
+_ONCE = once_differentiable(lambda ctx: None).__code__
 
 
 def may_be_sharded(variable: Tensor) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -94,6 +95,72 @@ def test_a_second_derivative_of_steps_is_a_third_one_too(device: torch.device, m
     )  # fmt: skip
     with pytest.raises(gradkit.UnsupportedGraphError, match=r"third.*silently wrong"):
         gradkit.value_and_grads(adapted.params.sum(), w, create_graph=True)
+
+
+class OnceCubed(torch.autograd.Function):
+    """Whose second derivative torch drops, without an error, where `inputs` are given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return cotangent * 3 * x**2
+
+
+def test_a_function_that_is_once_differentiable(device: torch.device) -> None:
+    w = torch.tensor([1.0, 2.0], device=device, requires_grad=True)
+
+    def loss(w: Tensor, o: Any, b: Any) -> Tensor:
+        return (OnceCubed.apply(w) ** 2).sum()
+
+    for memory in MEMORY:
+        with pytest.raises(gradkit.UnsupportedGraphError, match="once_differentiable"):
+            meta.unroll(loss, w, [0], meta.sgd(0.1), memory=memory).params.sum().backward()
+    meta.unroll(loss, w, [0], meta.sgd(0.1), first_order=True)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="once_differentiable"):
+        gradkit.value_and_grads(loss(w, (), 0), w, create_graph=True)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="once_differentiable"):
+        meta.implicit(lambda w, o: w, lambda w, o: loss(w, o, 0))(w, w * 2)
+    _, grad = gradkit.value_and_grads(loss(w, (), 0), w)
+    torch.testing.assert_close(grad, 6 * w.detach() ** 5)
+    # Beside the way to what is differentiated, it is in no one's.
+    constant = OnceCubed.apply(w)
+    v = torch.ones(2, device=device, requires_grad=True)
+    _, grad = gradkit.value_and_grads((constant * v**2).sum(), v, create_graph=True)
+    torch.testing.assert_close(grad, 2 * constant)
+
+
+class OnceCubedForTransforms(OnceCubed):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+
+def test_a_function_that_is_once_differentiable_over_tasks(device: torch.device) -> None:
+    w, tasks = torch.ones(2, device=device), torch.ones(3, 2, device=device)
+
+    def meta_loss(w: Tensor, task: Tensor, first_order: bool = False) -> Tensor:
+        adapted = meta.unroll(
+            lambda w, o, b: (OnceCubedForTransforms.apply(w) ** 2).sum(),
+            w, [0], meta.sgd(0.1), first_order=first_order,
+        )  # fmt: skip
+        return (adapted.params * task).sum()
+
+    with pytest.raises(gradkit.UnsupportedGraphError, match="once_differentiable"):
+        meta.value_and_grads(meta_loss, w, tasks)
+    _, grad = meta.value_and_grads(lambda w, task: meta_loss(w, task, True), w, tasks)
+    assert_same_bits([grad], [torch.ones_like(w)])
 
 
 def by_hand(device: torch.device) -> tuple[list[Tensor], list[Tensor]]:

@@ -187,7 +187,7 @@ class _System:
             at, by = _apart(minimum), _apart(outer)
             loss = self._loss(at, by)
         nodes = _graph.nodes_below([loss])
-        _graph.refuse_third_derivative("inner_loss", at, nodes)
+        _graph.refuse_wrong_derivative("inner_loss", at, nodes)
         reached = _graph.leaves_of(nodes)
         if reached.isdisjoint(map(id, at)):
             raise UnreachedParamError(_constant_loss())
@@ -198,7 +198,7 @@ class _System:
                     "a function of its arguments",
                     "one that uses a tensor from outside that requires grad: its gradient would be "
                     "lost",
-                    'pass it in outer: find(params, {"name": tensor})',
+                    'pass it in outer, not inside of a module: find(params, {"name": tensor})',
                 )
             )
         self._replay.came_to([loss])

@@ -118,7 +118,7 @@ class _Segment:
             if again:
                 stop = {_graph.edge(own[place]).node for place in places}
                 nodes = _graph.nodes_below([x for x in out if x.requires_grad], stop) | stop
-                _graph.refuse_third_derivative("loss_fn", [own[place] for place in places], nodes)
+                _graph.refuse_wrong_derivative("loss_fn", [own[place] for place in places], nodes)
             pairs = [
                 (x, c) for x, c in zip(out, cotangents, strict=True)
                 if c is not None and x.requires_grad
@@ -145,7 +145,8 @@ def _refuse_captured(out: Sequence[Tensor], own: Sequence[Tensor]) -> None:
                 "a function of its arguments, where its steps are recomputed",
                 "one that uses a tensor from outside that requires grad: its gradient would be "
                 "lost",
-                'pass it in outer: unroll(..., outer={"name": tensor}); or memory="store"',
+                'pass it in outer, not inside of a module: unroll(..., outer={"name": tensor}); or '
+                'memory="store"',
             )
         )
 

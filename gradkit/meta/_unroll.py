@@ -97,8 +97,9 @@ def unroll(
         NotScalarLossError: The loss has not exactly one element.
         StructureError: There are no batches, or an option or a tree does not fit.
         UnreachedParamError: The loss does not depend on params, or they hold nothing to adapt.
-        UnsupportedGraphError: What is recomputed uses tensors from outside that require grad; in
-            the backward pass, that it came out otherwise than before.
+        UnsupportedGraphError: What is recomputed uses tensors from outside that require grad; or
+            torch would get the derivative of a step silently wrong. In the backward pass, also that
+            a step came out otherwise than before.
 
     Source:
         Finn et al. 2017, "Model-Agnostic Meta-Learning", algorithm 1 and section 5.2 (first order),
