@@ -121,6 +121,7 @@ def unroll(
         hyper = dict(opt.hyper)
         if not opt.one_for_all:
             hyper = {name: _for_variables(value, name, given) for name, value in hyper.items()}
+        opt.spread(hyper, given.tensors, range(len(given.tensors)))  # before any loss has run
         values: list[Tensor] = []
         aux: list[PyTree] = []
         hyper = _ordinary(hyper)

@@ -102,9 +102,7 @@ class Optimizer:
             [leaves[i] for i in moving],
             [by_leaf[i].to(leaves[i].dtype) for i in moving],
             [{name: column[i] for name, column in columns.items()} for i in moving],
-            settings
-            if self.one_for_all
-            else {name: _spread(value, name, params, moving) for name, value in settings.items()},
+            self.spread(settings, params, moving),
         )
         taken = {id(x) for x in [*by_leaf, *chain.from_iterable(columns.values())]}
         for place, leaf, entry in zip(moving, new, entries, strict=True):
@@ -113,6 +111,23 @@ class Optimizer:
                 column[place] = _own(entry[name], taken)
         after = {name: _pytree.unflatten(spec, column) for name, column in columns.items()}
         return _pytree.unflatten(spec, leaves), after
+
+    def spread(
+        self, hyper: Mapping[str, Hyper], params: PyTree, moving: Sequence[int]
+    ) -> Mapping[str, Any]:
+        """Return hyper-parameters as the rule takes them, and refuse what does not fit.
+
+        Args:
+            hyper: All of them, by name.
+            params: A tree of tensors.
+            moving: Which of its leaves the rule is to move.
+
+        Returns:
+            By name a number, or a list with a number or a tensor for each of these leaves.
+        """
+        if self.one_for_all:
+            return hyper
+        return {name: _spread(value, name, params, moving) for name, value in hyper.items()}
 
     def check_state(self, state: object) -> None:
         """Refuse what is no state of this optimizer.
