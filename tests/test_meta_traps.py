@@ -159,6 +159,13 @@ def test_a_function_that_is_once_differentiable_over_tasks(device: torch.device)
 
     with pytest.raises(gradkit.UnsupportedGraphError, match="once_differentiable"):
         meta.value_and_grads(meta_loss, w, tasks)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="once_differentiable"):
+        gradkit.func.hvp(
+            lambda w: (OnceCubedForTransforms.apply(w) ** 2).sum(),
+            w,
+            w,
+            mode="reverse-over-reverse",
+        )
     _, grad = meta.value_and_grads(lambda w, task: meta_loss(w, task, True), w, tasks)
     assert_same_bits([grad], [torch.ones_like(w)])
 
