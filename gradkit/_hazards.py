@@ -10,7 +10,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.function import BackwardCFunction, Function, once_differentiable
 from torch.autograd.graph import Node
 
 from gradkit._graph import leading_to
@@ -130,26 +130,65 @@ def _from_torch(kind: Any) -> bool:
     return module.startswith("torch.")
 
 
-def wrong_if_differentiated(variables: Iterable[Tensor], nodes: set[Node]) -> str | None:
-    """Return a node through which torch gets the derivative of a pass silently wrong, if any.
+def refuse_wrong_derivative(where: str, variables: Iterable[Tensor], nodes: set[Node]) -> None:
+    """Raise if torch gets the derivative of a pass silently wrong.
 
-    These are second derivatives of normalizations: their own formula takes the mean and the
+    It does after second derivatives of normalizations: their own formula takes the mean and the
     deviation for constants, so that a third derivative is wrong. Not so group_norm and rms_norm.
+    And it does through a `once_differentiable` Function: its error stands where a pass for chosen
+    tensors does not come by, and the derivative is dropped.
 
     Args:
+        where: The path of the loss, for the error.
         variables: What the pass is for.
-        nodes: The graph below its losses.
+        nodes: The graph below its losses, with the nodes of the variables.
 
-    Returns:
-        The name of a node that the pass executes.
+    Raises:
+        UnsupportedGraphError: The pass executes such a node.
     """
-    if not any(type(node).__name__ in _NO_THIRD for node in nodes):
-        return None
-    names = {type(node).__name__ for node in leading_to(variables, nodes)}
-    return next(iter(_NO_THIRD & names), None)
+    kinds = set(map(type, nodes))
+    if not any(kind.__name__ in _NO_THIRD or _is_once_differentiable(kind) for kind in kinds):
+        return
+    kinds = set(map(type, leading_to(variables, nodes)))
+    for kind in filter(_is_once_differentiable, kinds):
+        name = kind.__name__.removesuffix("Backward").removesuffix("Generated")
+        raise UnsupportedGraphError(
+            message(
+                where,
+                "a graph whose derivative can be differentiated",
+                f"{name}, a Function that is once_differentiable",
+                "leave out create_graph=True; take unroll(..., first_order=True); or give it a "
+                "backward that can be differentiated",
+            )
+        )
+    for name in _NO_THIRD & {kind.__name__ for kind in kinds}:
+        raise UnsupportedGraphError(
+            message(
+                where,
+                "a graph whose derivative can be differentiated again",
+                f"a second derivative through {name.removesuffix('BackwardBackward0')}, whose "
+                "third torch gets silently wrong",
+                "leave out create_graph=True, or an unroll inside of another, in the last call; or "
+                "use group_norm or rms_norm, or write the norm out",
+            )
+        )
 
 
 _NO_THIRD = {"NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBackward0"}
+
+
+def _is_once_differentiable(kind: Any) -> bool:
+    if not issubclass(kind, BackwardCFunction):
+        return False
+    backward: Any = kind._forward_cls.backward
+    if not issubclass(kind._forward_cls, Function):  # torch.func's own, around the user's
+        around = [cell.cell_contents for cell in getattr(backward, "__closure__", None) or ()]
+        backward = next((getattr(fn, "backward", None) for fn in around), None)
+    return getattr(backward, "__code__", None) is _ONCE
+
+
+# Of the wrapper, which is the same for all.
+_ONCE = once_differentiable(lambda ctx: None).__code__
 
 
 def may_be_sharded(variable: Tensor) -> bool:

@@ -58,7 +58,7 @@ def prepare(
         for params in {id(params): params for _, params in plan}.values():
             refuse_gathered(params)
     if create_graph:
-        _refuse_third_derivatives(losses, outputs, plan)
+        _refuse_wrong_derivatives(losses, outputs, plan)
     else:
         _refuse_inside_transforms(losses, outputs)
     ordinary = all(params.ordinary for _, params in {id(p): (g, p) for g, p in plan}.values())
@@ -106,22 +106,11 @@ def refuse_gathered(params: Params) -> None:
             )
 
 
-def _refuse_third_derivatives(losses: Losses, outputs: Sequence[Tensor], plan: Plan) -> None:
+def _refuse_wrong_derivatives(losses: Losses, outputs: Sequence[Tensor], plan: Plan) -> None:
     for group, params in plan:
         for index in group:
             nodes = _graph.nodes_below([outputs[index]])
-            node = _hazards.wrong_if_differentiated(params.variables, nodes)
-            if node is not None:
-                raise UnsupportedGraphError(
-                    message(
-                        losses.path(index),
-                        "a graph whose derivative can be differentiated again",
-                        f"a second derivative through {node.removesuffix('BackwardBackward0')}, "
-                        "whose third torch gets silently wrong",
-                        "leave out create_graph=True in the last call; or use group_norm or "
-                        "rms_norm, or write the norm out",
-                    )
-                )
+            _hazards.refuse_wrong_derivative(losses.path(index), params.variables, nodes)
 
 
 def _refuse_inside_transforms(losses: Losses, outputs: Sequence[Tensor]) -> None:

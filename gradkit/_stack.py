@@ -46,7 +46,10 @@ def detached(tensor: Tensor) -> Tensor:
     that graph [I1]. Recording is not switched off instead: below a level of torch.func, operators
     would take it for inference (the LSTM of the CPU keeps nothing for its backward pass then).
     """
-    return tensor.detach() if tensor.requires_grad and not differentiated() else tensor
+    around = transforms()
+    # What vmap has batched says of itself that it does not require grad.
+    may_have_graph = tensor.requires_grad or bool(around)
+    return tensor.detach() if may_have_graph and DERIVATIVES.isdisjoint(around) else tensor
 
 
 def is_dual(tensor: Tensor) -> bool:

@@ -321,10 +321,15 @@ def test_no_result_carries_the_graph_of_the_caller(device: torch.device) -> None
 
     (value, aux), grads = func.value_and_grads(fn, has_aux=True)(params)
     rows, _ = func.per_loss_grads(fn, has_aux=True)(params)
-    samples = func.per_sample_grads(lambda w, x: (w * x * outside).sum())(params[0], params[1])
+    samples, each = func.per_sample_grads(
+        lambda w, x: ((w * x * outside).sum(), outside * 2), has_aux=True
+    )(params[0], params[1])
+    one = func.value_and_grads(lambda w, x: (w * x * outside).sum())
+    batched = torch.vmap(one, in_dims=(None, 0))(params[0], params[1])
     found = func.hvp(lambda p: fn(p)[0], params, params)
-    for result in (value, aux["out"], aux["raw"], *grads, *rows, samples, *found[0], *found[1]):
+    for result in (value, aux["out"], aux["raw"], *grads, *rows, samples, each, *batched):
         assert not result.requires_grad
+    assert not any(result.requires_grad for result in (*found[0], *found[1]))
     assert outside.grad is None
     _, again = func.value_and_grads(lambda p: fn(p)[0])(params)
     assert_same_bits(again, grads)

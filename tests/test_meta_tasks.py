@@ -249,6 +249,15 @@ def test_random_numbers_differ_from_task_to_task(device: torch.device) -> None:
     assert grad.unique().numel() == 4, "each of the tasks keeps, or not, each of the numbers"
 
 
+def test_what_it_reads_from_outside_leaves_no_graph(device: torch.device) -> None:
+    w = torch.ones(3, device=device, dtype=D)
+    scale = torch.tensor(2.0, device=device, dtype=D, requires_grad=True)
+    tasks = torch.randn(TASKS, 3, device=device, dtype=D)
+    value, grad = meta.value_and_grads(lambda w, x: (scale * w * x).sum(), w, tasks)
+    assert not value.requires_grad
+    assert not grad.requires_grad
+
+
 def test_its_gradient_is_that_of_torch_func_too(device: torch.device) -> None:
     """Under a transform of the caller, as any function."""
     meta_loss, params, tasks = make("mlp", device, steps=1)

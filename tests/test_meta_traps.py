@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -46,6 +47,127 @@ def test_a_meta_gradient_can_be_differentiated_again(device: torch.device, memor
     torch.testing.assert_close(meta_grads(memory), meta_grads("store"))
     plain = by_hand(device)
     torch.testing.assert_close(meta_grads("store"), plain)
+
+
+def written_out(x: Tensor, shape: tuple[int, ...], weight: Tensor, bias: Tensor) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + bias
+
+
+@every_memory
+@pytest.mark.parametrize("first_order", [False, True])
+@pytest.mark.parametrize("norm", [functional.layer_norm, written_out])
+def test_an_unroll_inside_of_another_is_a_third_derivative(
+    device: torch.device, memory: Any, first_order: bool, norm: Any
+) -> None:
+    """torch's own of a layer norm is silently wrong."""
+    x = torch.randn(5, 3, device=device)
+    weight, bias = torch.randn(4, device=device), torch.randn(4, device=device)
+
+    def inner(w: Tensor, o: Any, b: Any) -> Tensor:
+        return (norm(x @ w, (4,), weight, bias).tanh() ** 2).sum()
+
+    def middle(w: Tensor, o: Any, b: Any) -> Tensor:
+        return inner(meta.unroll(inner, w, [0], meta.sgd(0.1), memory=memory).params, o, b)
+
+    def after(w: Tensor) -> Tensor:
+        opt = meta.sgd(0.1)
+        adapted = meta.unroll(middle, w, [0], opt, memory=memory, first_order=first_order)
+        return inner(adapted.params, (), 0)
+
+    w = torch.randn(3, 4, device=device, requires_grad=True)
+    if norm is written_out and not first_order:
+        assert torch.autograd.gradcheck(after, w, eps=1e-6, atol=1e-6)
+    elif norm is written_out or first_order:
+        torch.autograd.grad(after(w), w)
+    else:
+        with pytest.raises(gradkit.UnsupportedGraphError, match=r"third.*silently wrong"):
+            torch.autograd.grad(after(w), w)
+
+
+@pytest.mark.parametrize("memory", ["recompute", 2])
+def test_a_second_derivative_of_steps_is_a_third_one_too(device: torch.device, memory: Any) -> None:
+    x, one = torch.randn(5, 3, device=device), torch.ones(4, device=device)
+    w = torch.randn(3, 4, device=device, requires_grad=True)
+    adapted = meta.unroll(
+        lambda w, o, b: (functional.layer_norm(x @ w, (4,), one, one).tanh() ** 2).sum(),
+        w, [0, 0], meta.sgd(0.1), memory=memory,
+    )  # fmt: skip
+    with pytest.raises(gradkit.UnsupportedGraphError, match=r"third.*silently wrong"):
+        gradkit.value_and_grads(adapted.params.sum(), w, create_graph=True)
+
+
+class OnceCubed(torch.autograd.Function):
+    """Whose second derivative torch drops, without an error, where `inputs` are given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return cotangent * 3 * x**2
+
+
+def test_a_function_that_is_once_differentiable(device: torch.device) -> None:
+    w = torch.tensor([1.0, 2.0], device=device, requires_grad=True)
+
+    def loss(w: Tensor, o: Any, b: Any) -> Tensor:
+        return (OnceCubed.apply(w) ** 2).sum()
+
+    for memory in MEMORY:
+        with pytest.raises(gradkit.UnsupportedGraphError, match="once_differentiable"):
+            meta.unroll(loss, w, [0], meta.sgd(0.1), memory=memory).params.sum().backward()
+    meta.unroll(loss, w, [0], meta.sgd(0.1), first_order=True)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="once_differentiable"):
+        gradkit.value_and_grads(loss(w, (), 0), w, create_graph=True)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="once_differentiable"):
+        meta.implicit(lambda w, o: w, lambda w, o: loss(w, o, 0))(w, w * 2)
+    _, grad = gradkit.value_and_grads(loss(w, (), 0), w)
+    torch.testing.assert_close(grad, 6 * w.detach() ** 5)
+    # Beside the way to what is differentiated, it is in no one's.
+    constant = OnceCubed.apply(w)
+    v = torch.ones(2, device=device, requires_grad=True)
+    _, grad = gradkit.value_and_grads((constant * v**2).sum(), v, create_graph=True)
+    torch.testing.assert_close(grad, 2 * constant)
+
+
+class OnceCubedForTransforms(OnceCubed):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+
+def test_a_function_that_is_once_differentiable_over_tasks(device: torch.device) -> None:
+    w, tasks = torch.ones(2, device=device), torch.ones(3, 2, device=device)
+
+    def meta_loss(w: Tensor, task: Tensor, first_order: bool = False) -> Tensor:
+        adapted = meta.unroll(
+            lambda w, o, b: (OnceCubedForTransforms.apply(w) ** 2).sum(),
+            w, [0], meta.sgd(0.1), first_order=first_order,
+        )  # fmt: skip
+        return (adapted.params * task).sum()
+
+    with pytest.raises(gradkit.UnsupportedGraphError, match="once_differentiable"):
+        meta.value_and_grads(meta_loss, w, tasks)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="once_differentiable"):
+        gradkit.func.hvp(
+            lambda w: (OnceCubedForTransforms.apply(w) ** 2).sum(),
+            w,
+            w,
+            mode="reverse-over-reverse",
+        )
+    _, grad = meta.value_and_grads(lambda w, task: meta_loss(w, task, True), w, tasks)
+    assert_same_bits([grad], [torch.ones_like(w)])
 
 
 def by_hand(device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
@@ -202,6 +324,71 @@ def test_what_comes_out_otherwise_is_refused(device: torch.device, memory: Any, 
     weights = torch.arange(8.0, device=device)
     with pytest.raises(gradkit.UnsupportedGraphError, match="runs again"):
         torch.autograd.grad((adapted.params * weights).sum(), w)
+
+
+@pytest.mark.parametrize("memory", ["recompute", 2])
+def test_another_order_is_another_result(device: torch.device, memory: Any) -> None:
+    """The sum of what one step comes to is the same, whichever numbers are moved."""
+    w = torch.ones(8, device=device, requires_grad=True)
+    source = torch.Generator().manual_seed(0)
+
+    def loss(p: Tensor, o: Any, b: Any) -> Tensor:
+        return (p[torch.randperm(8, generator=source)[:4].to(p.device)] ** 3).sum()
+
+    adapted = meta.unroll(loss, w, [0], meta.sgd(0.1), memory=memory)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="runs again"):
+        torch.autograd.grad(adapted.params.sum(), w)
+
+
+@pytest.mark.parametrize("memory", ["recompute", 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_another_result_in_half_precision(
+    device: torch.device, memory: Any, dtype: torch.dtype
+) -> None:
+    w = torch.linspace(-1, 1, 64, dtype=dtype, device=device).requires_grad_()
+    scale = {"now": 0.5}
+
+    def run() -> Tensor:
+        scale["now"] = 0.5
+        return meta.unroll(
+            lambda p, o, b: (p**3).mean() * scale["now"], w, [0] * 3, meta.sgd(0.5), memory=memory
+        ).params
+
+    torch.autograd.grad(run().sum(), w)
+    after = run()
+    scale["now"] = 1.5
+    with pytest.raises(gradkit.UnsupportedGraphError, match="runs again"):
+        torch.autograd.grad(after.sum(), w)
+
+
+@every_memory
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e40])
+def test_a_loop_that_diverges_diverges(device: torch.device, memory: Any, value: float) -> None:
+    w = tensor(value, 2.0, device=device)
+    adapted = meta.unroll(lambda p, o, b: (p**9).sum(), w, [0] * 3, meta.sgd(1e-3), memory=memory)
+    (grad,) = torch.autograd.grad(adapted.params.sum(), w)
+    assert grad.isfinite().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("params", ["lone", "tree"])
+def test_betas_in_a_list(device: torch.device, params: str) -> None:
+    w = tensor(1.0, device=device)
+    given, loss = (w, lambda p, o, b: (p**2).sum())
+    if params == "tree":
+        given, loss = {"w": w}, lambda p, o, b: (p["w"] ** 2).sum()
+    one, two = (
+        meta.unroll(loss, given, [0] * 2, meta.adam(0.1, betas=betas)).values
+        for betas in ([0.5, 0.7], (0.5, 0.7))
+    )
+    assert_same_bits([one], [two])
+
+
+def test_params_that_can_be_read_only_once(device: torch.device) -> None:
+    model = nn.Linear(2, 1).to(device)
+    adapted = meta.unroll(
+        lambda p, o, b: sum((x**2).sum() for x in p), model.parameters(), [0], meta.adam(0.1)
+    )
+    assert [p.shape for p in adapted.params] == [p.shape for p in model.parameters()]
 
 
 @every_memory
@@ -367,6 +554,43 @@ def test_frozen_and_tied_params_at_a_minimum(device: torch.device) -> None:
     apart = {"a": torch.zeros(1, device=device), "b": torch.ones(1, device=device)}
     with pytest.raises(gradkit.StructureError, match="tied"):
         meta.implicit(lambda p, s: apart, tied)({"a": x, "b": x}, s)
+
+
+def test_a_solver_may_write_on_where_it_starts(device: torch.device) -> None:
+    start = torch.zeros(2, device=device)
+    s = torch.tensor(0.5, device=device, requires_grad=True)
+
+    def descend(w: Tensor, s: Tensor) -> Tensor:
+        opt = torch.optim.SGD([w.requires_grad_()], lr=0.2)
+        for _ in range(100):
+            opt.zero_grad()
+            ridge(w, s).backward()
+            opt.step()
+        return w
+
+    found = meta.implicit(descend, ridge)(start, s)
+    torch.testing.assert_close(found, solved(start, s))
+    assert_same_bits([start], [torch.zeros_like(start)])
+
+
+def test_a_solve_may_write_on_its_right_hand_side(device: torch.device) -> None:
+    s = torch.tensor(0.5, device=device, requires_grad=True)
+
+    def solve(product: Any, v: Tensor) -> Tensor:
+        return v.div_(2 * (1 + s.detach()))
+
+    for cotangent in (torch.ones(2, device=device), torch.ones((), device=device).expand(2)):
+        w = meta.implicit(solved, ridge, solve=solve)(torch.zeros(2, device=device), s)
+        (grad,) = torch.autograd.grad(w, s, cotangent)
+        (expected,) = torch.autograd.grad(solved(torch.zeros(2, device=device), s).sum(), s)
+        torch.testing.assert_close(grad, expected)
+        assert_same_bits([cotangent], [torch.ones(2, device=device)])
+
+
+def test_a_solver_that_diverges_gives_what_it_came_to(device: torch.device) -> None:
+    s = torch.tensor(0.5, device=device, requires_grad=True)
+    w = meta.implicit(lambda w, s: w / 0, ridge)(torch.zeros(2, device=device), s)
+    assert w.isnan().all()
 
 
 def test_an_inner_loss_that_has_changed_is_refused(device: torch.device) -> None:

@@ -668,8 +668,11 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     structure = gradkit.StructureError
     refused(structure, r"^batches: .*at least one", batches=[])
     refused(structure, r"^batches: .*at least one", batches=iter(()))
-    for batches in (w.detach(), "data", 3):
+    for batches in (w.detach(), "data", 3, {"x": [1.0]}):
         refused(structure, r"^batches: ", batches=batches)
+    buffer = w.detach().clone()
+    rewritten = ({"x": buffer.fill_(i)} for i in range(2))
+    refused(structure, r"^batches: .*stays as it is", batches=rewritten)
     for memory in ("keep", 0, -1, True, 1.5, None, [2]):
         refused(structure, r"^memory: expected 'store', 'recompute'", memory=memory)
     for state in ({}, None or [], {"step": w}, meta.adam().init(w)):
@@ -677,6 +680,10 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     refused(structure, r"^state\['momentum_buffer'\]", state=opt.init([w, w]), params=[w])
     refused(structure, r"loss_fn: .*has_aux=True", has_aux=True)
     refused(structure, r"^lr: ", opt=meta.sgd(lr={"a": 0.1}))
+    never = lambda *_: pytest.fail("the loss has run")  # noqa: E731
+    refused(structure, r"^lr of params", never, opt=meta.sgd(lr=torch.ones(7)))
+    refused(structure, r"^betas: ", never, opt=meta.adam(betas=0.9))
+    refused(gradkit.LeafTypeError, r"^eps of params", never, opt=meta.adam(eps=None))
     unreached = gradkit.UnreachedParamError
     for params in (None, {}, [None], nn.Parameter(w.detach(), requires_grad=False)):
         refused(unreached, r"differentiate by", params=params)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._functorch.eager_transforms import _autograd_grad
 from torch.func import vjp
 
-from gradkit import _pytree
+from gradkit import _graph, _hazards, _pytree
 from gradkit._inputs import Losses, read_losses
 from gradkit._pytree import PyTree, Structure
 from gradkit._stack import detached, differentiated, ordinary_mode
@@ -72,6 +72,7 @@ class Passes:
             One gradient for each variable, zeros where it is not reached.
         """
         live = [index for index, output in enumerate(outputs) if self.depends(output)]
+        self._refuse_wrong_derivative([outputs[index] for index in live], self.differentiable)
         return list(
             _autograd_grad(
                 [outputs[index] for index in live],
@@ -88,8 +89,14 @@ class Passes:
     ) -> tuple[Tensor | None, ...]:
         """Return gradients as `grads` does, but None where a variable is not reached."""
         live = [output for output in outputs if self.depends(output)]
+        self._refuse_wrong_derivative(live, create)
         create = create or self.differentiable
         return torch.autograd.grad(live, self.variables, create_graph=create, allow_unused=True)
+
+    def _refuse_wrong_derivative(self, live: Sequence[Tensor], create: bool) -> None:
+        if create and self.level is not None:
+            nodes = _graph.nodes_below(live)
+            _hazards.refuse_wrong_derivative("the loss", self.variables, nodes)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit import _graph, _pytree, tree
+from gradkit import _graph, _hazards, _pytree, tree
 from gradkit._inputs import check_option, open_up, read_losses
 from gradkit._pytree import PyTree
 from gradkit._rows import level_of_the_caller
@@ -130,7 +130,8 @@ def _solved(
     solver: Callable[[PyTree, PyTree], PyTree], given: Variables, outer: PyTree
 ) -> list[Tensor]:
     """Return the minimum, one tensor for each variable, that nobody else has."""
-    start = given.with_tensors([x.detach() for x in given.tensors])[0]
+    # Copies: a solver may well write on where it starts, as an optimizer does.
+    start = given.with_tensors([x.detach().clone() for x in given.tensors])[0]
     leaves, spec = _pytree.flatten(outer)
     apart = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     result = solver(start, _pytree.unflatten(spec, apart))
@@ -142,7 +143,8 @@ def _solved(
             continue
         first = found[given.slots.index(slot)]
         shape = given.tensors[slot].shape
-        if not isinstance(leaf, Tensor) or leaf.shape != shape or not torch.equal(leaf, first):
+        fits = isinstance(leaf, Tensor) and leaf.shape == shape
+        if not fits or not (leaf is first or torch.equal(leaf, first)):
             raise StructureError(
                 message(
                     "solver(params, outer)",
@@ -184,7 +186,9 @@ class _System:
         with torch.enable_grad(), self._replay.recording():
             at, by = _apart(minimum), _apart(outer)
             loss = self._loss(at, by)
-        reached = _graph.leaves_of(_graph.nodes_below([loss]))
+        nodes = _graph.nodes_below([loss])
+        _hazards.refuse_wrong_derivative("inner_loss", at, nodes)
+        reached = _graph.leaves_of(nodes)
         if reached.isdisjoint(map(id, at)):
             raise UnreachedParamError(_constant_loss())
         if reached - set(map(id, [*at, *by])):
@@ -194,7 +198,7 @@ class _System:
                     "a function of its arguments",
                     "one that uses a tensor from outside that requires grad: its gradient would be "
                     "lost",
-                    'pass it in outer: find(params, {"name": tensor})',
+                    'pass it in outer, not inside of a module: find(params, {"name": tensor})',
                 )
             )
         self._replay.came_to([loss])
@@ -232,7 +236,7 @@ class _System:
                 hu = tree.add(hu, tree.scale(along, self._damping))
             return self._tree(hu)
 
-        u = self._solve(product, self._tree(v))
+        u = self._solve(product, self._tree([x.clone() for x in v]))  # a solve may write on it
         self._check(u)
         self._warn(product, u, self._tree(v))
         minus = [-x for x in self._variables(u)]

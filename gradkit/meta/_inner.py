@@ -97,7 +97,7 @@ class Inner:
             was = _checkpoints.before(at)
             loss, aux = self._loss(self.loss_fn(params, reads.outer, reads.batch))
             _checkpoints.refuse((loss, aux), was)
-            _refuse(loss, at)
+            _refuse(loss, at, create=create)
             grads = torch.autograd.grad(loss, at, create_graph=create, allow_unused=True)
         if all(grad is None for grad in grads):
             raise UnreachedParamError(_nothing_reached())
@@ -151,13 +151,18 @@ class Inner:
         return [leaves[self.given.slots.index(slot)] for slot in range(len(grads))]
 
 
-def _refuse(loss: Tensor, tensors: list[Tensor]) -> None:
+def _refuse(loss: Tensor, tensors: list[Tensor], *, create: bool) -> None:
     if not loss.requires_grad:
         raise UnreachedParamError(_nothing_reached())
-    if _hazards.custom_functions_alive():
+    hazards = _hazards.custom_functions_alive()
+    if hazards or create:
         # Only this step: a walk through all steps before it would make the loop quadratic.
         stop = {_graph.edge(tensor).node for tensor in tensors}
-        _hazards.refuse_hazards(set(map(type, _graph.nodes_below([loss], stop))), "the inner loss")
+        nodes = _graph.nodes_below([loss], stop) | stop
+        if hazards:
+            _hazards.refuse_hazards(set(map(type, nodes - stop)), "the inner loss")
+        if create:
+            _hazards.refuse_wrong_derivative("the inner loss", tensors, nodes)
 
 
 def _nothing_reached() -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradkit import _graph, _pytree
+from gradkit import _graph, _hazards, _pytree
 from gradkit.errors import UnsupportedGraphError, message
 from gradkit.meta._inner import Carry
 from gradkit.meta._replay import Replay
@@ -115,6 +115,10 @@ class _Segment:
                     own[place].requires_grad_()
             out = self._flat(own, True)
             self._replay.check(out, "loss_fn")
+            if again:
+                stop = {_graph.edge(own[place]).node for place in places}
+                nodes = _graph.nodes_below([x for x in out if x.requires_grad], stop) | stop
+                _hazards.refuse_wrong_derivative("loss_fn", [own[place] for place in places], nodes)
             pairs = [
                 (x, c) for x, c in zip(out, cotangents, strict=True)
                 if c is not None and x.requires_grad
@@ -141,7 +145,8 @@ def _refuse_captured(out: Sequence[Tensor], own: Sequence[Tensor]) -> None:
                 "a function of its arguments, where its steps are recomputed",
                 "one that uses a tensor from outside that requires grad: its gradient would be "
                 "lost",
-                'pass it in outer: unroll(..., outer={"name": tensor}); or memory="store"',
+                'pass it in outer, not inside of a module: unroll(..., outer={"name": tensor}); or '
+                'memory="store"',
             )
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -97,8 +97,9 @@ def unroll(
         NotScalarLossError: The loss has not exactly one element.
         StructureError: There are no batches, or an option or a tree does not fit.
         UnreachedParamError: The loss does not depend on params, or they hold nothing to adapt.
-        UnsupportedGraphError: What is recomputed uses tensors from outside that require grad; in
-            the backward pass, that it came out otherwise than before.
+        UnsupportedGraphError: What is recomputed uses tensors from outside that require grad; or
+            torch would get the derivative of a step silently wrong. In the backward pass, also that
+            a step came out otherwise than before.
 
     Source:
         Finn et al. 2017, "Model-Agnostic Meta-Learning", algorithm 1 and section 5.2 (first order),
@@ -114,12 +115,13 @@ def unroll(
         leaves, spec = open_up(params, "params")
         given = read_variables((_pytree.unflatten(spec, leaves),), 0, "params")
         _refuse_graphs(given.tensors, (outer, data, state, dict(opt.hyper)))
-        start = opt.init(params) if state is None else state
+        start = opt.init(_pytree.unflatten(spec, leaves)) if state is None else state
         carry = Carry(_ordinary(given.tensors), _state_of_variables(given, start, opt))
         inner = Inner(loss_fn, given, opt, grad_transform, has_aux)
         hyper = dict(opt.hyper)
         if not opt.one_for_all:
             hyper = {name: _for_variables(value, name, given) for name, value in hyper.items()}
+        opt.spread(hyper, given.tensors, range(len(given.tensors)))  # before any loss has run
         values: list[Tensor] = []
         aux: list[PyTree] = []
         hyper = _ordinary(hyper)
@@ -240,7 +242,7 @@ def _steps_kept(memory: object) -> int:
 
 
 def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
-    if isinstance(batches, Tensor | str) or not isinstance(batches, Iterable):
+    if isinstance(batches, Tensor | str | Mapping) or not isinstance(batches, Iterable):
         raise StructureError(
             message(
                 "batches",
@@ -249,7 +251,19 @@ def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
                 "list(batches.unbind()), or [batch] * steps",
             )
         )
-    data = list(batches)
+    data, versions = [], []
+    for batch in batches:
+        data.append(batch)
+        versions += [(x, x._version) for x in _pytree.flatten(batch)[0] if _is_counted(x)]
+    if any(x._version != version for x, version in versions):
+        raise StructureError(
+            message(
+                "batches",
+                "data that stays as it is: all of it is read before the first step",
+                "a tensor that the iterator writes the data of several steps on",
+                "(batch.clone() for batch in batches)",
+            )
+        )
     if not data:
         raise StructureError(
             message("batches", "the data of at least one step", "none", "[batch] * steps")
@@ -257,9 +271,14 @@ def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
     return data
 
 
+def _is_counted(leaf: object) -> bool:
+    """Return whether torch counts how often a leaf has been written on."""
+    return isinstance(leaf, Tensor) and not leaf.is_inference()
+
+
 def _for_variables(value: Any, name: str, given: Variables) -> Any:
     """Return a hyper-parameter for the list of variables: a tree as a list."""
-    if name == "betas" and isinstance(value, tuple):
+    if name == "betas" and isinstance(value, tuple | list):
         return tuple(_for_variables(one, f"{name}[{i}]", given) for i, one in enumerate(value))
     _, spec = _pytree.flatten(value)
     if spec.is_leaf():

@@ -65,7 +65,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
         StructureError: The class has no such argument.
         UnsupportedOptimizerError: The class cannot be a pure function, or a hyper-parameter
             requires grad that torch would drop or get wrong. `step` raises it, too, when gradients
-            flow through a class without `differentiable=True`.
+            flow through a class without `differentiable=True`, or a subclass of SGD.
 
     Source:
         `torch.optim`, https://pytorch.org/docs/stable/optim.html
@@ -74,22 +74,16 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
     hyper = {name: value for name, value in hyper.items() if name not in _IMPLEMENTATION}
     if optimizer is torch.optim.Adam and hyper.pop("decoupled_weight_decay", False):
         optimizer = torch.optim.AdamW
+        hyper = {"weight_decay": 0.0, **hyper}  # as Adam has it; AdamW's own is another
+    name = optimizer.__name__
+    known = set(inspect.signature(optimizer).parameters)
+    given = known - {"params", *_IMPLEMENTATION}
+    _refuse_unknown(name, hyper, given)
     if optimizer in _WRITTEN_OUT:
         return _WRITTEN_OUT[optimizer](**hyper)
-    name = optimizer.__name__
     _refuse_hyper(name, hyper)
-    differentiable = "differentiable" in inspect.signature(optimizer).parameters
-    given = set(inspect.signature(optimizer).parameters) - {"params", *_IMPLEMENTATION}
-    unknown = [key for key in hyper if key not in given]
-    if unknown:
-        raise StructureError(
-            message(
-                unknown[0],
-                f"an argument of {name}: {', '.join(sorted(given))}",
-                "another name",
-                f"from_torch(torch.optim.{name}, lr=0.1)",
-            )
-        )
+    # A subclass of SGD has torch's first momentum step, which drops its gradient [T4].
+    differentiable = "differentiable" in known and not issubclass(optimizer, torch.optim.SGD)
     settings = {**_defaults(optimizer, given), **hyper}
 
     def rule(
@@ -106,7 +100,8 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
                 message(
                     name,
                     "an optimizer that torch can differentiate",
-                    "one without differentiable=True, and gradients that require grad",
+                    "one without differentiable=True, or a subclass of SGD, whose first step torch "
+                    "cuts off; and gradients that require grad",
                     "call it under torch.no_grad(), or use another optimizer",
                 )
             )
@@ -137,6 +132,19 @@ def _refuse_class(optimizer: object) -> None:
                 "a class of torch.optim that is a function of gradients",
                 f"{name}: {_REFUSED[name]}" if is_class else describe(optimizer),
                 "torch.optim.Adam, say: the class, not an instance",
+            )
+        )
+
+
+def _refuse_unknown(name: str, hyper: Mapping[str, Any], given: set[str]) -> None:
+    unknown = [key for key in hyper if key not in given]
+    if unknown:
+        raise StructureError(
+            message(
+                unknown[0],
+                f"an argument of {name}: {', '.join(sorted(given))}",
+                "another name",
+                f"from_torch(torch.optim.{name}, lr=0.1)",
             )
         )
 

@@ -94,6 +94,7 @@ class Optimizer:
             for name in self.entries
         }
         settings = {**self.hyper, **hyper}
+        params = _pytree.unflatten(spec, leaves)  # an iterator can be read only once
         moving = [i for i, grad in enumerate(by_leaf) if grad is not None]
         if not moving:
             return _pytree.unflatten(spec, leaves), state
@@ -101,9 +102,7 @@ class Optimizer:
             [leaves[i] for i in moving],
             [by_leaf[i].to(leaves[i].dtype) for i in moving],
             [{name: column[i] for name, column in columns.items()} for i in moving],
-            settings
-            if self.one_for_all
-            else {name: _spread(value, name, params, moving) for name, value in settings.items()},
+            self.spread(settings, params, moving),
         )
         taken = {id(x) for x in [*by_leaf, *chain.from_iterable(columns.values())]}
         for place, leaf, entry in zip(moving, new, entries, strict=True):
@@ -112,6 +111,23 @@ class Optimizer:
                 column[place] = _own(entry[name], taken)
         after = {name: _pytree.unflatten(spec, column) for name, column in columns.items()}
         return _pytree.unflatten(spec, leaves), after
+
+    def spread(
+        self, hyper: Mapping[str, Hyper], params: PyTree, moving: Sequence[int]
+    ) -> Mapping[str, Any]:
+        """Return hyper-parameters as the rule takes them, and refuse what does not fit.
+
+        Args:
+            hyper: All of them, by name.
+            params: A tree of tensors.
+            moving: Which of its leaves the rule is to move.
+
+        Returns:
+            By name a number, or a list with a number or a tensor for each of these leaves.
+        """
+        if self.one_for_all:
+            return hyper
+        return {name: _spread(value, name, params, moving) for name, value in hyper.items()}
 
     def check_state(self, state: object) -> None:
         """Refuse what is no state of this optimizer.
@@ -178,7 +194,7 @@ def _own(entry: Any, taken: set[int]) -> Any:
 
 def _spread(value: Hyper, name: str, params: PyTree, moving: Sequence[int]) -> Any:
     """Return a hyper-parameter as the rules take it: a number, or a list with one for each leaf."""
-    if isinstance(value, bool | str) or value is None:
+    if isinstance(value, bool):
         return value
     if name == "betas":
         if not isinstance(value, tuple | list) or len(value) != 2:
@@ -186,9 +202,8 @@ def _spread(value: Hyper, name: str, params: PyTree, moving: Sequence[int]) -> A
         return tuple(_spread(beta, f"betas[{i}]", params, moving) for i, beta in enumerate(value))
     if isinstance(value, Real):
         return float(value)
-    leaves, spec = open_up(params, "params")
-    tree = _pytree.unflatten(spec, leaves)
-    spread = _pytree.spread(value, name, tree, "params")
+    leaves, spec = _pytree.flatten(params)
+    spread = _pytree.spread(value, name, params, "params")
     for index, one in enumerate(spread):
         if leaves[index] is not None and not isinstance(one, Real | Tensor):
             raise LeafTypeError(
@@ -273,6 +288,15 @@ def sgd(
 def _sgd(
     params: Tensors, grads: Tensors, state: list[dict[str, Any]], h: Mapping[str, Any]
 ) -> tuple[Tensors, list[dict[str, Any]]]:
+    if h["nesterov"] and (a.is_zero(h["momentum"]) or not a.is_zero(h["dampening"])):
+        raise StructureError(
+            message(
+                "nesterov",
+                "a momentum, and no dampening, as in torch.optim.SGD",
+                f"momentum={describe(h['momentum'])}, dampening={describe(h['dampening'])}",
+                "sgd(lr=0.1, momentum=0.9, nesterov=True)",
+            )
+        )
     grads = _with_decay(params, grads, h)
     buffers: list[Any] = [entry["momentum_buffer"] for entry in state]
     if not a.is_zero(h["momentum"]):
