@@ -653,6 +653,8 @@ def test_params_that_can_be_read_only_once(device: torch.device) -> None:
 @pytest.mark.parametrize("make", [meta.sgd, meta.adam, meta.adamw, meta.rmsprop])
 def test_what_is_no_number_is_refused(device: torch.device, make: Any) -> None:
     p = torch.ones(2, device=device)
+    with pytest.raises(gradkit.LeafTypeError, match=r"^params.*floating"):
+        make().step(p.int(), p.int(), make().init(p.int()))
     for wrong in (None, "0.1"):
         opt = make(lr=wrong)
         with pytest.raises(gradkit.LeafTypeError, match=r"^lr of params"):

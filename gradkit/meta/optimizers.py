@@ -84,6 +84,7 @@ class Optimizer:
             gradient is the same tensor as before.
 
         Raises:
+            LeafTypeError: What is to be moved, or a hyper-parameter, cannot be.
             StructureError: The trees do not match, or there is no such hyper-parameter.
         """
         leaves, spec = open_up(params, "params")
@@ -175,6 +176,11 @@ class Optimizer:
                 where = _pytree.path(spec, index, root)
                 raise LeafTypeError(
                     message(where, "a tensor or None", describe(wrong), "pass a tensor")
+                )
+            if not leaf.is_floating_point() and not leaf.is_complex():
+                where = _pytree.path(spec, index, "params")
+                raise LeafTypeError(
+                    message(where, "a floating-point tensor", describe(leaf), "give None as grad")
                 )
             if grad.shape != leaf.shape:
                 raise StructureError(
