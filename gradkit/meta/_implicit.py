@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,9 +25,7 @@ from gradkit.errors import (
 )
 from gradkit.func._variables import Variables, read_variables
 from gradkit.meta._replay import Replay
-
-# A linear map, and a right-hand side; the solution.
-Solve: TypeAlias = Callable[[Callable[[PyTree], PyTree], PyTree], PyTree]
+from gradkit.meta._solvers import Solve, linear_solver
 
 
 def implicit(
@@ -101,9 +99,7 @@ def implicit(
         given = read_variables((_pytree.unflatten(spec, leaves),), 0, "params")
         _refuse_kinds(given, outer)
         minimum = _solved(solver, given, outer)
-        system = _System(
-            inner_loss, given, outer, _linear_solver(solve, maxiter, tol), tol, damping
-        )
+        system = _System(inner_loss, given, outer, linear_solver(solve, maxiter, tol), tol, damping)
         return _pytree.unflatten(given.spec, given.placed(system.attach(minimum)))[0]
 
     return find
@@ -347,53 +343,3 @@ class _AtMinimum(torch.autograd.Function):
         needed = ctx.needs_input_grad[2 + ctx.count :]
         grads = ctx.system.pull(list(minimum), list(outer), list(needed), list(cotangents))
         return (None, None, *[None] * ctx.count, *grads)
-
-
-def _linear_solver(solve: str | Solve, maxiter: int, tol: float) -> Solve:
-    if not isinstance(solve, str):
-        return solve
-    if solve == "cg":
-        return lambda product, v: _conjugate_gradients(product, v, maxiter, tol)
-    return lambda product, v: _neumann(product, v, maxiter, tol)
-
-
-def _conjugate_gradients(
-    product: Callable[[PyTree], PyTree], v: PyTree, maxiter: int, tol: float
-) -> PyTree:
-    """Solve a positive definite system: Hestenes and Stiefel 1952, section 3."""
-    x, r = tree.scale(v, 0.0), v
-    p, rr = r, tree.dot(r, r)
-    enough = tol**2 * rr
-    for _ in range(maxiter):
-        if rr <= enough:
-            break
-        hp = product(p)
-        step = rr / tree.dot(p, hp)
-        x = tree.add(x, tree.scale(p, step))
-        r = tree.sub(r, tree.scale(hp, step))
-        rr, before = tree.dot(r, r), rr
-        p = tree.add(r, tree.scale(p, rr / before))
-    return x
-
-
-def _neumann(product: Callable[[PyTree], PyTree], v: PyTree, maxiter: int, tol: float) -> PyTree:
-    """Sum (1 - a H)^k a v, where a is one over the largest eigenvalue."""
-    step = 1 / _largest_eigenvalue(product, v)
-    x, r = tree.scale(v, 0.0), v
-    enough = tol * tree.global_norm(v)
-    for _ in range(maxiter):
-        if tree.global_norm(r) <= enough:
-            break
-        x = tree.add(x, tree.scale(r, step))
-        r = tree.sub(v, product(x))
-    return x
-
-
-def _largest_eigenvalue(product: Callable[[PyTree], PyTree], v: PyTree, rounds: int = 20) -> Tensor:
-    """Estimate it by power iteration, from above."""
-    value = tree.global_norm(v)
-    for _ in range(rounds):
-        v = tree.scale(v, 1 / tree.global_norm(v))
-        v = product(v)
-        value = tree.global_norm(v)
-    return value * 1.1

@@ -17,7 +17,7 @@ from gradkit.errors import StructureError, UnreachedParamError, describe, messag
 from gradkit.func import _checkpoints
 from gradkit.func._level import Passes, differentiate
 from gradkit.func._variables import Variables
-from gradkit.meta.optimizers import Optimizer
+from gradkit.meta._optimizer import Optimizer
 
 Grads = list[Tensor | None]
 

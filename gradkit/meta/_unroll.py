@@ -16,8 +16,8 @@ from gradkit._stack import differentiated, is_dual, ordinary_mode, transforms
 from gradkit.errors import StructureError, UnsupportedGraphError, describe, message
 from gradkit.func._variables import Variables, read_variables
 from gradkit.meta._inner import Carry, Inner, Reads
+from gradkit.meta._optimizer import Optimizer, State
 from gradkit.meta._recompute import recomputed
-from gradkit.meta.optimizers import Optimizer, State
 
 Memory: TypeAlias = Literal["store", "recompute"] | int
 

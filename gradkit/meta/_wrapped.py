@@ -22,7 +22,8 @@ from gradkit.errors import (
     message,
 )
 from gradkit.meta._arithmetic import Tensors, safe_sqrt
-from gradkit.meta.optimizers import Optimizer, adam, adamw, rmsprop, sgd
+from gradkit.meta._optimizer import Optimizer
+from gradkit.meta.optimizers import adam, adamw, rmsprop, sgd
 
 _WRITTEN_OUT: Mapping[type, Callable[..., Optimizer]] = {
     torch.optim.SGD: sgd,
