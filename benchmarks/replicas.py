@@ -8,9 +8,6 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-
-# Imported while there is a group, it would keep the group, and its threads, until the process ends.
-import torch.distributed.nn.functional  # noqa: F401
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 # Before there is a group. Its functions have the group that there is as a default argument, and if
 # DDP imports it then, the group and its threads outlive destroy_process_group(). A thread that lets
-# go of a tensor while the interpreter ends aborts the process.
+# go of a tensor while the interpreter ends aborts the process. See docs/several_processes.md.
 import torch.distributed.nn.functional  # noqa: F401
 from _script import conclude, options_of, progress_on
 from multitask_digits import (
@@ -312,6 +312,7 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"{BATCH} images are not to be shared out among {dist.get_world_size()}")
         is_first = dist.get_rank() == 0
         console = Console(quiet=not is_first)
+        # When it returns, no DDP module is left: none may outlive the group.
         outcome = experiment(size, device, AGGREGATORS[options.aggregator](), console)
         broken = broken_promises(outcome, size)
     finally:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 from tests.processes import Ranks, ranks
@@ -28,6 +29,25 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each device of this machine."""
     return torch.device(request.param)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _a_group_stays_until_the_next_one_goes() -> Iterator[None]:
+    """Give the threads of a process group the time to let go of their last tensor.
+
+    A group is freed by the last that has it. If that is a DDP module, it waits for the threads, and
+    holds the interpreter's lock, for which a thread may be waiting: for ever.
+    """
+    destroy, kept = dist.destroy_process_group, []
+
+    def destroy_later(group: dist.ProcessGroup | None = None) -> None:
+        last = group or dist.group.WORLD
+        destroy(group)
+        kept[:] = [last]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "destroy_process_group", destroy_later)
+        yield
 
 
 @pytest.fixture(autouse=True)
