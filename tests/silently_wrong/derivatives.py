@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.func import grad, jvp, vmap
 from torch.nn import functional
 
@@ -181,6 +182,39 @@ def derivative_of_jvp_of_layer_norm(device: torch.device) -> Case:
     )
 
 
+class OnceCubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return cotangent * 3 * x**2
+
+
+def second_of_once_differentiable(device: torch.device) -> Case:
+    w = torch.ones(1, dtype=D, device=device, requires_grad=True)
+
+    def theirs(f: Callable[[Tensor], Tensor]) -> Tensor:
+        out = (f(w) + w**2).sum()
+        (slope,) = torch.autograd.grad(out, w, create_graph=True)
+        return torch.autograd.grad(slope.sum(), w)[0]
+
+    def ours(f: Callable[[Tensor], Tensor]) -> Tensor:
+        out = (f(w) + w**2).sum()
+        _, slope = gradkit.value_and_grads(out, w, create_graph=True)
+        return gradkit.value_and_grads(slope.sum(), w)[1]
+
+    def cubed(x: Tensor) -> Tensor:
+        return x**3
+
+    once = OnceCubed.apply
+    return Case(theirs(once), theirs(cubed), lambda: ours(once), lambda: ours(cubed))
+
+
 Show = Callable[[torch.device], Case]
 REFUSED = gradkit.UnsupportedGraphError
 
@@ -259,6 +293,12 @@ ROWS = [
             ("batch_norm", third_of_batch_norm),
             ("instance_norm", third_of_instance_norm),
         )
+    ),
+    Row(
+        "a second derivative of `f(w) + w**2` at 1, by `torch.autograd.grad`, where `f` is a cube "
+        "whose backward is `once_differentiable`",
+        [2.0], [8.0], "`value_and_grads(..., create_graph=True)`", second_of_once_differentiable,
+        REFUSED, "with a backward that can be differentiated",
     ),
     Row(
         "`grad(lambda x: jvp(layer_norm, (x,), (v,))[1].square().sum())(x)`",
