@@ -155,6 +155,10 @@ def prepare_backward(
         for index in live:
             if _saved.is_freed(outputs[index]):
                 raise FreedGraphError(run.freed([index]))
+            if create_graph:
+                nodes = _graph.nodes_below([outputs[index]])
+                reached = _graph.leaf_tensors(nodes).values()
+                _hazards.refuse_wrong_derivative(losses.path(index), reached, nodes)
         return run
     run = prepare(losses, outputs, [(live, params)], create_graph, "none")
     roots = [outputs[index] for index in live]

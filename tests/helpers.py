@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
@@ -119,3 +120,18 @@ class Halve(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         return grad / 2 + 0 * x, None
+
+
+class OnceCubed(torch.autograd.Function):
+    """Whose second derivative torch drops, without an error, where `inputs` are given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return cotangent * 3 * x**2

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradkit
 from gradkit import meta
-from tests.helpers import assert_same_bits
+from tests.helpers import OnceCubed, assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("double")
 MEMORY = ("store", "recompute", 2)
@@ -97,21 +96,6 @@ def test_a_second_derivative_of_steps_is_a_third_one_too(device: torch.device, m
         gradkit.value_and_grads(adapted.params.sum(), w, create_graph=True)
 
 
-class OnceCubed(torch.autograd.Function):
-    """Whose second derivative torch drops, without an error, where `inputs` are given."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return cotangent * 3 * x**2
-
-
 def test_a_function_that_is_once_differentiable(device: torch.device) -> None:
     w = torch.tensor([1.0, 2.0], device=device, requires_grad=True)
 
@@ -124,6 +108,10 @@ def test_a_function_that_is_once_differentiable(device: torch.device) -> None:
     meta.unroll(loss, w, [0], meta.sgd(0.1), first_order=True)
     with pytest.raises(gradkit.UnsupportedGraphError, match="once_differentiable"):
         gradkit.value_and_grads(loss(w, (), 0), w, create_graph=True)
+    for params in (None, w):
+        with pytest.raises(gradkit.UnsupportedGraphError, match="once_differentiable"):
+            gradkit.backward_(loss(w, (), 0), params, create_graph=True)
+    assert w.grad is None
     with pytest.raises(gradkit.UnsupportedGraphError, match="once_differentiable"):
         meta.implicit(lambda w, o: w, lambda w, o: loss(w, o, 0))(w, w * 2)
     _, grad = gradkit.value_and_grads(loss(w, (), 0), w)

@@ -56,7 +56,8 @@ def backward_(
         StructureError: A tree is empty or does not match.
         UnreachedParamError: Nothing of `params` is reached.
         UnsupportedGraphError: `params` with a reentrant checkpoint, DistributedDataParallel or
-            FSDP, of whose parameters torch would silently leave `.grad` as it is.
+            FSDP, of whose parameters torch would silently leave `.grad` as it is; `create_graph`
+            through what torch then differentiates silently wrong.
 
     Source:
         `torch.autograd.backward`, https://pytorch.org/docs/stable/generated/torch.autograd.backward.html

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.func import grad, jvp, vmap
 from torch.nn import functional
 
 import gradkit
 from gradkit import func
+from tests.helpers import OnceCubed
 from tests.silently_wrong._row import Case, D, Row
 
 
@@ -180,19 +180,6 @@ def derivative_of_jvp_of_layer_norm(device: torch.device) -> Case:
         lambda: func.value_and_grads(squared(layer_norm))(x),
         lambda: func.value_and_grads(squared(by_hand))(x)[1],
     )
-
-
-class OnceCubed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return cotangent * 3 * x**2
 
 
 def second_of_once_differentiable(device: torch.device) -> Case:
