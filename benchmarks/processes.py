@@ -1,4 +1,4 @@
-"""Two processes over gloo: gradkit.dist against DistributedDataParallel's own backward pass."""
+"""Two processes over gloo: gradkit.distributed against DistributedDataParallel's backward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows(plan: Plan) -> Iterator[Row]:
     """Yield the rows of steps, of the gradients of several losses, and of what is sent."""
     if plan.device.type != "cpu":
         note = "it is measured over gloo, on the CPU: --device cpu"
-        yield Row(what="gradkit.dist, 2 processes", against=replicas.DDP, note=note)
+        yield Row(what="gradkit.distributed, 2 processes", against=replicas.DDP, note=note)
         return
     for name, shape in (_QUICK_STEPS if plan.quick else _STEPS).items():
         found = _on_ranks(plan, "compare_steps", shape=list(shape), rounds=_rounds(plan))

@@ -47,7 +47,7 @@ def step_sides(width: int, depth: int, batch: int) -> dict[str, Side]:
         return loss
 
     def ours(loss: Tensor) -> None:
-        _, grads = gradkit.dist.value_and_grads(loss, model)
+        _, grads = gradkit.distributed.value_and_grads(loss, model)
         gradkit.step_(optimizer, model, grads)
 
     def raw(loss: Tensor) -> None:
@@ -84,7 +84,7 @@ def per_loss_sides(size: Size) -> dict[str, Side]:
         return x
 
     def ours(x: Tensor) -> object:
-        return gradkit.dist.per_loss_grads(model(x), model)
+        return gradkit.distributed.per_loss_grads(model(x), model)
 
     def passes(x: Tensor) -> Rows:
         return [_one_pass(waiting, x, index) for index in range(size.count)]

@@ -213,7 +213,7 @@ def rate_difference(data: Split) -> float:
 
 
 @dataclass(frozen=True)
-class Found:
+class PassResult:
     """What a way to find hyper-parameters has come to.
 
     Attributes:
@@ -240,7 +240,7 @@ def learn(
     data: Split,
     meta_steps: int,
     progress: Progress,
-) -> Found:
+) -> PassResult:
     """Descend the validation loss by the hyper-parameters.
 
     `weights_at(hyper, before)` are the weights that come of some; it may start from those before.
@@ -267,10 +267,10 @@ def learn(
         losses.append(error(weights, data.validation).item())
         rate = hyper["log rate"].exp().item() if "log rate" in hyper else None
         test = error(weights, data.test).item()
-    return Found(name, decays, rate, losses, test, meta_steps + 1)
+    return PassResult(name, decays, rate, losses, test, meta_steps + 1)
 
 
-def learn_all(data: Split, size: Size, console: Console) -> list[Found]:
+def learn_all(data: Split, size: Size, console: Console) -> list[PassResult]:
     """Learn by unrolling, and by implicit differentiation: one weight decay, and one for each."""
     device = data.train.x.device
     both = hyper_at(START_DECAY, START_RATE, device)
@@ -361,7 +361,7 @@ class Outcome:
 
     agreements: list[Agreement]
     rate_difference: float
-    found: list[Found]
+    found: list[PassResult]
     grids: list[Grid]
 
 

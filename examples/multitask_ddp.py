@@ -112,7 +112,7 @@ def shared_step(
     """Take one step of a replicated model, with a process's share of the batch."""
     share = Batch(*(part[dist.get_rank() :: dist.get_world_size()] for part in batch))
     # One collective for all losses: what comes back is the same on all processes.
-    per_loss: PerLoss = gradkit.dist.per_loss_grads(weighted_losses(model, share), model)
+    per_loss: PerLoss = gradkit.distributed.per_loss_grads(weighted_losses(model, share), model)
     optimizer.zero_grad()
     gradkit.add_grads_(model, gradkit.combine(per_loss, aggregator), hooks=True)
     optimizer.step()

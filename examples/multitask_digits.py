@@ -123,7 +123,7 @@ def look(step: int, model: MultiTask, data: Batch) -> Sight:
 # --- Training ------------------------------------------------------------------------------------
 
 Step: TypeAlias = Callable[[nn.Module, Optimizer, Batch], dict[str, Tensor]]
-Watch: TypeAlias = Callable[[int, MultiTask], None]
+OpMonitor: TypeAlias = Callable[[int, MultiTask], None]
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def train(
     step: Step,
     progress: Progress,
     name: str,
-    watch: Watch = lambda *_: None,
+    watch: OpMonitor = lambda *_: None,
 ) -> MultiTask:
     """Return a copy of `start`, trained on the batches in their order."""
     model = deepcopy(start)

@@ -4,15 +4,14 @@
 computed, by any tree of parameters, and return trees of gradients; `safe_retain` keeps the
 gradients of intermediate tensors. None of them touches `.grad`: that is for `gradkit.dotgrad`,
 which leads from these results to the `.grad` workflow and back. `gradkit.func` does the same for
-functions, over torch.func; `gradkit.meta` differentiates through training; `gradkit.dist` is for
-several processes; `gradkit.report` shows what there is to see about gradients.
+functions, over torch.func; `gradkit.meta` differentiates through training; `gradkit.distributed` is
+for several processes; `gradkit.report` shows what there is to see about gradients.
 """
 
 import importlib as _importlib
 import typing as _typing
 
 from gradkit import dotgrad, errors, tree
-from gradkit._matrix import combine
 from gradkit.dotgrad import (
     add_grads_,
     backward_,
@@ -37,9 +36,10 @@ from gradkit.errors import (
     UnsupportedOptimizerError,
 )
 from gradkit.retain import safe_retain
+from gradkit.tree._matrix import combine
 
 if _typing.TYPE_CHECKING:
-    from gradkit import dist, func, meta, report
+    from gradkit import distributed, func, meta, report
 
 __all__ = [
     "CollectiveError",
@@ -58,7 +58,7 @@ __all__ = [
     "capture_grads",
     "clear_grads_",
     "combine",
-    "dist",
+    "distributed",
     "dotgrad",
     "errors",
     "func",
@@ -77,7 +77,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 # Rooms that are opened when they are first asked for: together they would double the import time.
-_OPENED_LATER = ("dist", "func", "meta", "report")
+_OPENED_LATER = ("distributed", "func", "meta", "report")
 
 
 def __getattr__(name: str) -> object:

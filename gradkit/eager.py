@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal, TypeAlias, TypeVar, overload
+from typing import TypeVar, overload
 
 from torch import Tensor, nn
 
-from gradkit import _pytree
-from gradkit._inputs import check_option, read_losses, read_params, require_graph
-from gradkit._passes import (
+from gradkit._autograd.passes import (
     UNUSED,
     check_separate_options,
     finish,
@@ -19,15 +17,22 @@ from gradkit._passes import (
     run_jointly,
     run_separately,
 )
-from gradkit._pytree import PyTree
-from gradkit._refusals import prepare, require_reached
-from gradkit._uncompiled import uncompiled
+from gradkit._checks.call import prepare, require_reached
+from gradkit._compat.dynamo import disable_compile
+from gradkit._core import pytree
+from gradkit._core.inputs import (
+    Strategy,
+    Unused,
+    check_option,
+    read_losses,
+    read_params,
+    require_graph,
+)
+from gradkit._core.pytree import PyTree
 
 __all__ = ["per_loss_grads", "simultaneous_grads", "value_and_grads"]
 
 K = TypeVar("K")
-Unused: TypeAlias = Literal["none", "zeros", "error"]
-Strategy: TypeAlias = Literal["sequential", "batched", "auto"]
 
 
 @overload
@@ -90,7 +95,7 @@ def value_and_grads(
     create_graph: bool = ...,
     retain_graph: bool | None = ...,
 ) -> tuple[PyTree, PyTree]: ...
-@uncompiled
+@disable_compile
 def value_and_grads(
     losses: PyTree,
     params: PyTree,
@@ -162,7 +167,7 @@ def value_and_grads(
         return found.values, finish(found.grads[0], wanted, unused, create_graph)
 
 
-@uncompiled
+@disable_compile
 def per_loss_grads(
     losses: PyTree,
     params: PyTree,
@@ -236,7 +241,7 @@ def per_loss_grads(
         return finish_separate(found, wanted, unused, create_graph)
 
 
-@uncompiled
+@disable_compile
 def simultaneous_grads(
     losses: PyTree,
     params: PyTree,
@@ -287,7 +292,7 @@ def simultaneous_grads(
         parts = [
             read_params(part, target.path(index).replace("losses", "params", 1))
             for index, part in enumerate(
-                _pytree.matching_leaves(target.spec, "losses", params, "params")
+                pytree.flatten_up_to(target.spec, "losses", params, "params")
             )
         ]
         live = require_graph(target, target.leaves)
@@ -305,4 +310,4 @@ def simultaneous_grads(
             finish(by_loss.get(i, [None] * len(part.variables)), part, unused, create_graph)
             for i, part in enumerate(parts)
         ]
-        return _pytree.unflatten(target.spec, trees)
+        return pytree.unflatten(target.spec, trees)

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from gradkit import _engine, _graph, _hooks, _pytree
-from gradkit._leaf import plus
-from gradkit._ownership import copy_for
-from gradkit._pytree import PyTree
-from gradkit._uncompiled import uncompiled
+from gradkit._autograd import engine
+from gradkit._compat.dynamo import disable_compile
+from gradkit._core import graph, hooks, pytree
+from gradkit._core.leaf import plus
+from gradkit._core.ownership import copy_for
+from gradkit._core.pytree import PyTree
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 
-__all__ = ["Kept", "safe_retain"]
+__all__ = ["RetainedGrads", "safe_retain"]
 
 
 class _Tap:
@@ -27,12 +28,12 @@ class _Tap:
 
     def __init__(self, tensor: Tensor, where: Callable[[], str]) -> None:
         self.tensor = tensor
-        self.edge: GradientEdge = _graph.edge(tensor)
+        self.edge: GradientEdge = graph.edge(tensor)
         self.passes: list[Tensor] = []
         self._where = where
         self._version = tensor._version
         # On the node of this very version: an in-place change later does not move it [L1].
-        self._handle = _hooks.listen(tensor, self._take)
+        self._handle = hooks.listen(tensor, self._take)
 
     def _take(self, grad: Tensor | None) -> None:
         if grad is not None:  # None is an undefined gradient [D10]
@@ -86,7 +87,7 @@ def _in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-class Kept:
+class RetainedGrads:
     """What `safe_retain` watches, and the gradients that have come in so far."""
 
     def __init__(self) -> None:
@@ -117,7 +118,7 @@ class Kept:
         return self._map(lambda tap: tuple(grad.clone() for grad in tap.passes), missing=())
 
     def _map(self, read: Callable[[_Tap], Any], missing: Any = None) -> PyTree:
-        leaves, spec = _pytree.flatten(self.values)
+        leaves, spec = pytree.flatten(self.values)
         taps = [self._taps.get(id(leaf)) for leaf in leaves]
         return spec.unflatten([missing if tap is None else read(tap) for tap in taps])
 
@@ -147,11 +148,11 @@ def _total(passes: Iterable[Tensor]) -> Tensor | None:
     return total
 
 
-@uncompiled
+@disable_compile
 @contextmanager
 def safe_retain(
     tensors: PyTree | nn.Module, names: str | Sequence[str] | None = None
-) -> Iterator[Kept]:
+) -> Iterator[RetainedGrads]:
     """Keep the gradients of intermediate tensors, for every backward pass inside the block.
 
     The gradient is the one with respect to the value that a tensor has at this call, whether its
@@ -194,13 +195,13 @@ def safe_retain(
     Source:
         `torch.Tensor.retain_grad`, whose value this is wherever that one is right.
     """
-    kept = Kept()
+    kept = RetainedGrads()
     with ExitStack() as stack:
         if isinstance(tensors, nn.Module):
             _watch_modules(kept, tensors, names, stack)
         else:
             _watch_tensors(kept, tensors, stack)
-        with _engine.watching(kept):
+        with engine.watching(kept):
             yield kept
         kept.before_pass()
         if isinstance(tensors, nn.Module) and not any(v is not None for v in kept.values.values()):
@@ -214,19 +215,19 @@ def safe_retain(
             )
 
 
-def _watch_tensors(kept: Kept, tensors: PyTree, stack: ExitStack) -> None:
-    leaves, spec = _pytree.flatten(tensors)
+def _watch_tensors(kept: RetainedGrads, tensors: PyTree, stack: ExitStack) -> None:
+    leaves, spec = pytree.flatten(tensors)
     if not leaves:
         raise StructureError(message("tensors", "at least one tensor", "none", "safe_retain(h)"))
     for index, leaf in enumerate(leaves):
-        where = partial(_pytree.path, spec, index, "tensors")
+        where = partial(pytree.path, spec, index, "tensors")
         _require_graph(leaf, where)
         kept._listen(leaf, where, stack)
     kept._read_values = lambda: spec.unflatten(leaves)
 
 
 def _watch_modules(
-    kept: Kept, module: nn.Module, names: str | Sequence[str] | None, stack: ExitStack
+    kept: RetainedGrads, module: nn.Module, names: str | Sequence[str] | None, stack: ExitStack
 ) -> None:
     chosen = _choose(module, names)
     outputs: dict[str, list[PyTree]] = {name: [] for name in chosen}
@@ -234,11 +235,11 @@ def _watch_modules(
     def watch(name: str, output: PyTree) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint's recomputation, inside a backward pass: the graph exists already
-        leaves, spec = _pytree.flatten(output)
+        leaves, spec = pytree.flatten(output)
         with_graph = {id(x) for x in leaves if isinstance(x, Tensor) and x.requires_grad}
         for index, leaf in enumerate(leaves):
             if not with_graph or id(leaf) in with_graph:
-                where = partial(_pytree.path, spec, index, f"the output of {name!r}")
+                where = partial(pytree.path, spec, index, f"the output of {name!r}")
                 _require_graph(leaf, where)
                 kept._listen(leaf, where, stack)
         outputs[name].append(output)

@@ -26,7 +26,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradkit
-from gradkit import _pytree, func, tree
+from gradkit import func, tree
+from gradkit._core import pytree
 from tests.helpers import same_bits, unchanged
 
 # What torch says of itself while it compiles: of its own deprecated functions, and of the code of
@@ -82,12 +83,12 @@ def made_ready(backend: str, device: torch.device) -> Iterator[None]:
 
 
 def tensors(anything: Any) -> list[Tensor]:
-    return [leaf for leaf in _pytree.flatten(anything)[0] if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.flatten(anything)[0] if isinstance(leaf, Tensor)]
 
 
 def assert_alike(got: Any, wanted: Any, *, exact: bool) -> None:
     """The same tree, in the same order, of the same tensors."""
-    (ours, spec), (theirs, wanted_spec) = _pytree.flatten(got), _pytree.flatten(wanted)
+    (ours, spec), (theirs, wanted_spec) = pytree.flatten(got), pytree.flatten(wanted)
     assert spec == wanted_spec
     assert spec.paths() == wanted_spec.paths()
     for a, b in zip(ours, theirs, strict=True):
@@ -412,7 +413,7 @@ def normed(w: Tensor, x: Tensor) -> Tensor:
     return functional.layer_norm(x * w, (3,), w).square().sum()
 
 
-TRAPS: dict[str, Callable[..., Any]] = {
+KNOWN_BUGS: dict[str, Callable[..., Any]] = {
     "cdist": func.per_sample_grads(lambda w, x: torch.cdist(w[None], x[None]).sum()),
     "roll": func.per_sample_grads(lambda w, x: torch.roll(w.sum() * x.sum(), 1)),
     "layer_norm": grad(lambda w, x: func.per_sample_grads(normed)(w, x).square().sum()),
@@ -423,14 +424,14 @@ TRAPS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", TRAPS)
+@pytest.mark.parametrize("name", KNOWN_BUGS)
 def test_a_refusal_while_tracing_says_why(device: torch.device, name: str) -> None:
     """The error is torch's, and its text holds what gradkit says without torch.compile."""
     args = torch.randn(3, device=device), torch.randn(4, 3, device=device)
     with pytest.raises(gradkit.GradkitError, match=name) as refusal:
-        TRAPS[name](*args)
+        KNOWN_BUGS[name](*args)
     with pytest.raises(exc.Unsupported) as caught:
-        torch.compile(TRAPS[name], backend="aot_eager", fullgraph=True)(*args)
+        torch.compile(KNOWN_BUGS[name], backend="aot_eager", fullgraph=True)(*args)
     reason, do = str(refusal.value).replace(str(device), "").split("\n")
     text = str(caught.value).replace(str(device), "")
     assert reason in text

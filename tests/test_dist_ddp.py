@@ -1,4 +1,4 @@
-"""`gradkit.dist` under DistributedDataParallel: what `.backward()` leaves, and nothing else."""
+"""`gradkit.distributed` under DistributedDataParallel: what `.backward()` leaves there."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def check_equal_to_backward(device: torch.device, how: dict[str, Any]) -> None:
     for step in range(3):
         x = batch(device, step)
         frozen_in_time = copy.deepcopy(model.module.state_dict())
-        values, grads = gradkit.dist.value_and_grads(losses_of(model(x)), model)
+        values, grads = gradkit.distributed.value_and_grads(losses_of(model(x)), model)
         assert all(param.grad is None for param in model.parameters())
         model.module.load_state_dict(frozen_in_time)  # the statistics of the batch norm
-        per_loss = gradkit.dist.per_loss_grads(losses_of(model(x)), model)
+        per_loss = gradkit.distributed.per_loss_grads(losses_of(model(x)), model)
         model.module.load_state_dict(frozen_in_time)
         expected_losses = losses_of(untouched(x))
         expected = backward_of(untouched, expected_losses)
@@ -127,23 +127,25 @@ def check_uneven(device: torch.device) -> None:
     other = wrapped(device, find_unused_parameters=True)
     x = batch(device)
     expected = backward_of(other, losses_of(other(x, names)))
-    _, grads = gradkit.dist.value_and_grads(losses_of(model(x, names)), model)
+    _, grads = gradkit.distributed.value_and_grads(losses_of(model(x, names)), model)
     assert_same(grads, expected)
     assert grads["module.heads.b.weight"] is not None
 
     expected = backward_of(other, losses_of(other(x, ("a",))))
-    _, grads = gradkit.dist.value_and_grads(losses_of(model(x, ("a",))), model)
+    _, grads = gradkit.distributed.value_and_grads(losses_of(model(x, ("a",))), model)
     assert_same(grads, expected)
     assert grads["module.heads.b.weight"] is None
-    _, zeros = gradkit.dist.value_and_grads(losses_of(model(x, ("a",))), model, unused="zeros")
+    _, zeros = gradkit.distributed.value_and_grads(
+        losses_of(model(x, ("a",))), model, unused="zeros"
+    )
     assert not zeros["module.heads.b.weight"].any()
     with pytest.raises(gradkit.UnreachedParamError, match=r"heads\.b\.weight"):
-        gradkit.dist.value_and_grads(losses_of(model(x, ("a",))), model, unused="error")
+        gradkit.distributed.value_and_grads(losses_of(model(x, ("a",))), model, unused="error")
 
-    per_loss = gradkit.dist.per_loss_grads(losses_of(model(x)), model)
+    per_loss = gradkit.distributed.per_loss_grads(losses_of(model(x)), model)
     out = losses_of(model(x))
     out = {"a": out["a"], "b": out["b"] if rank == last else torch.zeros((), device=device)}
-    uneven = gradkit.dist.per_loss_grads(out, model)
+    uneven = gradkit.distributed.per_loss_grads(out, model)
     assert_same(uneven["a"], per_loss["a"])
     assert uneven["b"]["module.trunk.0.weight"] is not None
 
@@ -165,7 +167,7 @@ def check_no_sync(device: torch.device) -> None:
     total: Any = None
     for index, x in enumerate(xs):
         with model.no_sync() if index < 2 else contextlib.nullcontext():
-            _, grads = gradkit.dist.value_and_grads(losses_of(model(x)), model)
+            _, grads = gradkit.distributed.value_and_grads(losses_of(model(x)), model)
         total = grads if total is None else gradkit.tree.add(total, grads)
     assert gradkit.tree.allclose(total, expected, rtol=1e-5, atol=1e-6)
 
@@ -173,7 +175,7 @@ def check_no_sync(device: torch.device) -> None:
     for x in xs:
         _, grads = gradkit.value_and_grads(losses_of(model.module(x)), model.module)
         local = grads if local is None else gradkit.tree.add(local, grads)
-    once = {f"module.{name}": grad for name, grad in gradkit.dist.all_reduce(local).items()}
+    once = {f"module.{name}": grad for name, grad in gradkit.distributed.all_reduce(local).items()}
     assert_same(once, expected)
     assert_same(
         backward_of(model, losses_of(model(xs[0]))), backward_of(other, losses_of(other(xs[0])))
@@ -203,7 +205,7 @@ def check_comm_hook(device: torch.device, hook: str) -> None:
     HOOKS[hook](other)
     for step in range(4):
         x = batch(device, step)
-        _, grads = gradkit.dist.value_and_grads(losses_of(model(x)), model)
+        _, grads = gradkit.distributed.value_and_grads(losses_of(model(x)), model)
         expected = backward_of(other, losses_of(other(x)))
         if hook == "PowerSGD" and step >= 2:  # its memory depends on the buckets
             assert all(grad is not None for grad in grads.values())
@@ -211,12 +213,12 @@ def check_comm_hook(device: torch.device, hook: str) -> None:
             assert_same(grads, expected, rtol=1e-2, atol=1e-3)
         assert all(param.grad is None for param in model.parameters())
     with pytest.raises(gradkit.UnsupportedGraphError, match="create_graph"):
-        gradkit.dist.value_and_grads(losses_of(model(x)), model, create_graph=True)
+        gradkit.distributed.value_and_grads(losses_of(model(x)), model, create_graph=True)
     if hook == "fp16":
         out = model(x)["a"].mean(0)
-        rows = gradkit.dist.per_loss_grads({"v": out, "w": out.sum() ** 2}, model)
+        rows = gradkit.distributed.per_loss_grads({"v": out, "w": out.sum() ** 2}, model)
         assert rows["v"]["module.trunk.0.weight"].shape == (2, 16, 5)
-        first = gradkit.dist.value_and_grads(model(x)["a"].mean(0)[0], model)[1]
+        first = gradkit.distributed.value_and_grads(model(x)["a"].mean(0)[0], model)[1]
         row = {name: None if grad is None else grad[0] for name, grad in rows["v"].items()}
         assert_same(row, first, rtol=1e-2, atol=1e-3)
 
@@ -230,7 +232,7 @@ def check_per_loss_collectives(device: torch.device) -> None:
     model = wrapped(device)
     out = model(batch(device))
     losses = {str(k): (k + 1) * out["a"].sum() for k in range(8)}
-    assert counted(lambda: gradkit.dist.per_loss_grads(losses, model)) == (1, 3)
+    assert counted(lambda: gradkit.distributed.per_loss_grads(losses, model)) == (1, 3)
 
 
 def test_all_losses_are_sent_together(two: Ranks, device: torch.device) -> None:
@@ -240,10 +242,10 @@ def test_all_losses_are_sent_together(two: Ranks, device: torch.device) -> None:
 def check_vectors_and_strategies(device: torch.device) -> None:
     model = wrapped(device).double()
     x = batch(device).double()
-    rows = gradkit.dist.per_loss_grads(model(x)["b"].mean(0), model)
-    batched = gradkit.dist.per_loss_grads(model(x)["b"].mean(0), model, strategy="batched")
+    rows = gradkit.distributed.per_loss_grads(model(x)["b"].mean(0), model)
+    batched = gradkit.distributed.per_loss_grads(model(x)["b"].mean(0), model, strategy="batched")
     for index in range(3):
-        _, grads = gradkit.dist.value_and_grads(model(x)["b"].mean(0)[index], model)
+        _, grads = gradkit.distributed.value_and_grads(model(x)["b"].mean(0)[index], model)
         for name, grad in grads.items():
             for found in (rows, batched):
                 assert (grad is None) == (found[name] is None)
@@ -271,11 +273,11 @@ def check_second_order(device: torch.device) -> None:
 
     x = every[dist.get_rank()]
     loss = model(x)["a"].square().mean()
-    value, first = gradkit.dist.value_and_grads(loss, model, create_graph=True)
+    value, first = gradkit.distributed.value_and_grads(loss, model, create_graph=True)
     # The penalty is the same on every rank, and the loss is not: their mean is that of the batch.
     again = value + gradkit.tree.dot(first, first)
     _, second = gradkit.value_and_grads(again, params)
-    for ours, theirs in zip(gradkit.dist.all_reduce(second), expected, strict=True):
+    for ours, theirs in zip(gradkit.distributed.all_reduce(second), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -314,14 +316,14 @@ def check_ten_combined_steps(device: torch.device, name: str) -> None:
     opt, lone = (torch.optim.Adam(m.parameters(), lr=1e-2) for m in (model, alone))
     combine = aggregator(name)
     for step in range(10):
-        per_loss = gradkit.dist.per_loss_grads(
+        per_loss = gradkit.distributed.per_loss_grads(
             losses_of(model(batch(device, step).double())), model
         )
         grads = gradkit.combine(per_loss, combine)
         opt.zero_grad()
         gradkit.add_grads_(model, grads, hooks=True)
         for param in model.parameters():
-            mean = gradkit.dist.all_reduce(param.grad)
+            mean = gradkit.distributed.all_reduce(param.grad)
             assert torch.equal(mean, param.grad)
         opt.step()
 
@@ -444,7 +446,7 @@ def check_scaler_and_autocast(device: torch.device) -> None:
             x = x * torch.inf
         with torch.autocast(device.type, torch.bfloat16):
             ours, legacy = (sum(losses_of(m(x)).values()) for m in (model, other))
-        _, grads = gradkit.dist.value_and_grads(scaler.scale(ours), model)
+        _, grads = gradkit.distributed.value_and_grads(scaler.scale(ours), model)
         gradkit.step_(opt, model, grads, scaler=scaler)
         scaler.update()
         theirs.zero_grad()
@@ -471,7 +473,7 @@ def check_compiled(device: torch.device, outside: bool) -> None:
         model = DistributedDataParallel(torch.compile(model, backend="aot_eager"))
     for step in range(2):
         x = batch(device, step)
-        _, grads = gradkit.dist.value_and_grads(losses_of(model(x)), model)
+        _, grads = gradkit.distributed.value_and_grads(losses_of(model(x)), model)
         expected = backward_of(other, losses_of(other(x)))
         for ours, theirs in zip(grads.values(), expected.values(), strict=True):
             torch.testing.assert_close(ours, theirs)
@@ -490,8 +492,8 @@ def check_static_graph(device: torch.device) -> None:
     x = batch(device)
     losses = losses_of(model(x))
     for call in (
-        lambda: gradkit.dist.value_and_grads(losses, model),
-        lambda: gradkit.dist.per_loss_grads(losses, model),
+        lambda: gradkit.distributed.value_and_grads(losses, model),
+        lambda: gradkit.distributed.per_loss_grads(losses, model),
         lambda: gradkit.add_grads_(model, grads_left(model), hooks=True),
     ):
         with pytest.raises(gradkit.UnsupportedGraphError, match="static_graph"):
@@ -500,7 +502,7 @@ def check_static_graph(device: torch.device) -> None:
     # Through both: the pass would go through the sink of the first.
     loss = sum(losses_of(other(losses["a"].expand(2, 5))).values())
     with pytest.raises(gradkit.UnsupportedGraphError, match="DistributedDataParallel"):
-        gradkit.dist.value_and_grads(loss, other)
+        gradkit.distributed.value_and_grads(loss, other)
     # Nothing has run: the first iteration is still to come, and reduces.
     torch.autograd.backward(list(losses.values()))
     assert_same(grads_left(model), backward_of(other, losses_of(other(x))))
@@ -528,28 +530,28 @@ def check_other_refusals(device: torch.device) -> None:
     x = batch(device)
     plain = nn.Linear(5, 1).to(device)
     with pytest.raises(gradkit.LeafTypeError, match=r"module\['plain'\].*Linear"):
-        gradkit.dist.value_and_grads(model(x)["a"].sum(), {"ddp": model, "plain": plain})
+        gradkit.distributed.value_and_grads(model(x)["a"].sum(), {"ddp": model, "plain": plain})
     for nothing in ([], {}):
         with pytest.raises(gradkit.StructureError, match="empty"):
-            gradkit.dist.value_and_grads(model(x)["a"].sum(), nothing)
+            gradkit.distributed.value_and_grads(model(x)["a"].sum(), nothing)
     with pytest.raises(gradkit.LeafTypeError, match="module"):
-        gradkit.dist.value_and_grads(model(x)["a"].sum(), list(model.parameters()))
+        gradkit.distributed.value_and_grads(model(x)["a"].sum(), list(model.parameters()))
     partly = nn.ModuleDict({"ddp": model, "plain": plain})
     with pytest.raises(gradkit.UnsupportedGraphError, match=r"params\['plain.weight'\]"):
-        gradkit.dist.value_and_grads(model(x)["a"].sum() + plain(x).sum(), partly)
+        gradkit.distributed.value_and_grads(model(x)["a"].sum() + plain(x).sum(), partly)
     with pytest.raises(gradkit.NotScalarLossError):
-        gradkit.dist.value_and_grads(model(x), model)
+        gradkit.distributed.value_and_grads(model(x), model)
     with pytest.raises(gradkit.DetachedLossError):
-        gradkit.dist.value_and_grads(torch.zeros((), device=device), model)
+        gradkit.distributed.value_and_grads(torch.zeros((), device=device), model)
     loss = model(x)["a"].sum()
-    gradkit.dist.value_and_grads(loss, model)
+    gradkit.distributed.value_and_grads(loss, model)
     with pytest.raises(gradkit.FreedGraphError):
-        gradkit.dist.value_and_grads(loss, model)
+        gradkit.distributed.value_and_grads(loss, model)
     losses = losses_of(model(x, ("a", "b") if dist.get_rank() == 0 else ("a",)))
     with pytest.raises(gradkit.StructureError, match="on rank"):
-        gradkit.dist.per_loss_grads(losses, model)
+        gradkit.distributed.per_loss_grads(losses, model)
     with model.join(), pytest.raises(gradkit.UnsupportedGraphError, match=r"join\(\)"):
-        gradkit.dist.value_and_grads(model.module(x)["a"].sum(), model)
+        gradkit.distributed.value_and_grads(model.module(x)["a"].sum(), model)
     assert all(param.grad is None for param in model.parameters())
     backward_of(model, losses_of(model(x)))
 
@@ -563,10 +565,10 @@ def check_one_rank_fails(device: torch.device) -> None:
     loss: Any = model(batch(device))["a"].sum()
     if dist.get_rank() == 1:
         with pytest.raises(gradkit.LeafTypeError, match="the float"):
-            gradkit.dist.value_and_grads(loss.item(), model)
+            gradkit.distributed.value_and_grads(loss.item(), model)
     else:
         with pytest.raises(gradkit.CollectiveError, match="an error on rank 1"):
-            gradkit.dist.value_and_grads(loss, model)
+            gradkit.distributed.value_and_grads(loss, model)
     backward_of(model, losses_of(model(batch(device))))
 
 
@@ -583,7 +585,7 @@ def check_ignored(device: torch.device) -> None:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["heads.a.bias"])
     first, second = (DistributedDataParallel(model) for model in models)
     x = batch(device) + dist.get_rank()
-    _, grads = gradkit.dist.value_and_grads(losses_of(first(x)), first)
+    _, grads = gradkit.distributed.value_and_grads(losses_of(first(x)), first)
     assert_same(grads, backward_of(second, losses_of(second(x))))
     _, local = gradkit.value_and_grads(losses_of(first.module(x)), first.module)
     assert torch.equal(grads["module.heads.a.bias"], local["heads.a.bias"])
@@ -612,7 +614,7 @@ def check_frozen_tied_sparse(device: torch.device) -> None:
     first = DistributedDataParallel(Model().to(device))
     second = DistributedDataParallel(copy.deepcopy(first.module))
     index = torch.tensor([dist.get_rank(), 5, 5], device=device)
-    _, grads = gradkit.dist.value_and_grads(first(index).sum(), first)
+    _, grads = gradkit.distributed.value_and_grads(first(index).sum(), first)
     expected = backward_of(second, {"sum": second(index).sum()})
     assert list(grads) == list(expected)
     for name, grad in grads.items():

@@ -32,7 +32,7 @@ def raise_before(device: torch.device, call: str) -> float:
         time.sleep(TIMEOUT + 1)  # it is alive, and its connections are open
         raise UserError
     start = time.monotonic()
-    name = "gradkit.add_grads_" if call == "add_grads_" else f"gradkit.dist.{call}"
+    name = "gradkit.add_grads_" if call == "add_grads_" else f"gradkit.distributed.{call}"
     with pytest.raises(gradkit.CollectiveError, match=f"{name} on rank 0") as raised:
         make(call, losses, model)
     assert "timeout" in str(raised.value)
@@ -43,12 +43,12 @@ def raise_before(device: torch.device, call: str) -> float:
 
 def make(call: str, losses: Any, model: Any) -> None:
     if call == "all_reduce":
-        gradkit.dist.all_reduce({name: loss.detach() for name, loss in losses.items()})
+        gradkit.distributed.all_reduce({name: loss.detach() for name, loss in losses.items()})
     elif call == "add_grads_":
         grads = {name: torch.ones_like(param) for name, param in model.named_parameters()}
         gradkit.add_grads_(model, grads, hooks=True)
     else:
-        getattr(gradkit.dist, call)(losses, model)
+        getattr(gradkit.distributed, call)(losses, model)
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "per_loss_grads", "add_grads_"])
@@ -72,11 +72,11 @@ def raise_inside(device: torch.device) -> None:
 
         dist.all_reduce = failing
         with pytest.raises(UserError):
-            gradkit.dist.all_reduce(torch.ones(2, device=device))
+            gradkit.distributed.all_reduce(torch.ones(2, device=device))
         time.sleep(TIMEOUT + 1)
     else:
         with pytest.raises(gradkit.CollectiveError, match=r"gradkit\.dist\.all_reduce"):
-            gradkit.dist.all_reduce(torch.ones(2, device=device))
+            gradkit.distributed.all_reduce(torch.ones(2, device=device))
 
 
 def test_a_rank_that_raises_inside_of_the_collective(device: torch.device) -> None:
@@ -92,10 +92,10 @@ def die(device: torch.device, inside: bool) -> tuple[str, float]:
     if dist.get_rank() == dist.get_world_size() - 1:
         if inside:
             dist.all_reduce = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-            gradkit.dist.all_reduce(torch.ones(2, device=device))
+            gradkit.distributed.all_reduce(torch.ones(2, device=device))
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(gradkit.CollectiveError) as raised:
-        gradkit.dist.all_reduce(torch.ones(2, device=device))
+        gradkit.distributed.all_reduce(torch.ones(2, device=device))
     return str(raised.value), time.monotonic() - start
 
 
@@ -105,7 +105,7 @@ def test_a_rank_that_is_killed(device: torch.device, inside: bool) -> None:
         outcomes = four.outcomes(die, inside)
         assert [kind for kind, _ in outcomes] == ["returned"] * 3 + ["died"]
         for _, (told, waited) in outcomes[:3]:
-            assert "gradkit.dist.all_reduce on rank" in told
+            assert "gradkit.distributed.all_reduce on rank" in told
             assert waited < 2 * TIMEOUT + GRACE  # one for the agreement, one for the sum
     assert_gone(four)
 
@@ -118,7 +118,9 @@ def hold_the_hand(device: torch.device) -> tuple[str, float]:
     """A rank that refuses its input ends the call on all at once, long before the timeout."""
     start = time.monotonic()
     with pytest.raises((gradkit.CollectiveError, gradkit.LeafTypeError)) as raised:
-        gradkit.dist.all_reduce("no tensor" if dist.get_rank() else torch.ones(2, device=device))
+        gradkit.distributed.all_reduce(
+            "no tensor" if dist.get_rank() else torch.ones(2, device=device)
+        )
     return type(raised.value).__name__, time.monotonic() - start
 
 

@@ -1,4 +1,4 @@
-"""`gradkit.dist` under `fully_shard`: the sharded gradients that `.backward()` leaves."""
+"""`gradkit.distributed` under `fully_shard`: the sharded gradients that `.backward()` leaves."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def check_equal_to_backward(device: torch.device, how: dict[str, Any]) -> None:
         for param, one in zip(opt.param_groups[0]["params"], sentinel, strict=True):
             param.grad = one
         losses = losses_of(model(x))
-        values, grads = gradkit.dist.value_and_grads(losses, model)
+        values, grads = gradkit.distributed.value_and_grads(losses, model)
         assert all(torch.equal(value, losses[name]) for name, value in values.items())
-        per_loss = gradkit.dist.per_loss_grads(losses_of(model(x)), model)
+        per_loss = gradkit.distributed.per_loss_grads(losses_of(model(x)), model)
         for param, one in zip(opt.param_groups[0]["params"], sentinel, strict=True):
             assert param.grad is one
             assert torch.equal(one.to_local(), torch.ones_like(one).to_local())
@@ -124,7 +124,7 @@ def check_one_process(device: torch.device) -> None:
     every = torch.randn(size, 6, 5, generator=generator).to(device).double()
     joined = sum(sum(losses_of(alone(x)).values()) for x in every) / size
     _, expected = gradkit.value_and_grads(joined, alone)
-    _, grads = gradkit.dist.value_and_grads(losses_of(model(batch(device).double())), model)
+    _, grads = gradkit.distributed.value_and_grads(losses_of(model(batch(device).double())), model)
     for name, grad in grads.items():
         torch.testing.assert_close(grad.full_tensor(), expected[name])
 
@@ -139,13 +139,13 @@ def check_steps(device: torch.device) -> None:
     opt, theirs = (torch.optim.Adam(m.parameters(), lr=1e-2) for m in (model, other))
     for step in range(10):
         x = batch(device, step)
-        _, grads = gradkit.dist.value_and_grads(losses_of(model(x)), model)
+        _, grads = gradkit.distributed.value_and_grads(losses_of(model(x)), model)
         gradkit.step_(opt, model, grads)
         backward_of(other, x)
         theirs.step()
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a.to_local(), b.to_local())
-    per_loss = gradkit.dist.per_loss_grads(losses_of(model(x)), model)
+    per_loss = gradkit.distributed.per_loss_grads(losses_of(model(x)), model)
     gradkit.clear_grads_(model)
     gradkit.add_grads_(model, per_loss["a"], hooks=True)
     assert_same(grads_left(model), per_loss["a"])
@@ -161,27 +161,27 @@ def check_parts_and_strangers(device: torch.device) -> None:
     x = batch(device).requires_grad_()
     x.grad = torch.full_like(x, 5.0)
     expected = backward_of(other, batch(device))
-    _, grads = gradkit.dist.value_and_grads(losses_of(model(x)), {"trunk": model.trunk})
+    _, grads = gradkit.distributed.value_and_grads(losses_of(model(x)), {"trunk": model.trunk})
     assert_same(grads["trunk"], {n[6:]: g for n, g in expected.items() if n.startswith("trunk")})
     assert torch.equal(x.grad, torch.full_like(x, 5.0))
     assert all(param.grad is None for param in model.parameters())
 
     losses = losses_of(model(x, ("a",)))
-    _, unused = gradkit.dist.value_and_grads(losses, model)
+    _, unused = gradkit.distributed.value_and_grads(losses, model)
     assert unused["heads.b.weight"] is None
     losses = losses_of(model(x, ("a",)))
-    _, zeros = gradkit.dist.value_and_grads(losses, model, unused="zeros")
+    _, zeros = gradkit.distributed.value_and_grads(losses, model, unused="zeros")
     assert isinstance(zeros["heads.b.weight"], DTensor)
     assert not zeros["heads.b.weight"].full_tensor().any()
     with pytest.raises(gradkit.UnreachedParamError, match=r"heads\.b"):
-        gradkit.dist.value_and_grads(losses_of(model(x, ("a",))), model, unused="error")
+        gradkit.distributed.value_and_grads(losses_of(model(x, ("a",))), model, unused="error")
 
     torch.manual_seed(1)
     frozen = Heads().to(device)
     frozen.heads["b"].requires_grad_(False)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     fully_shard(frozen, mesh=mesh)
-    _, grads = gradkit.dist.value_and_grads(losses_of(frozen(batch(device))), frozen)
+    _, grads = gradkit.distributed.value_and_grads(losses_of(frozen(batch(device))), frozen)
     assert grads["heads.b.weight"] is None
     assert grads["heads.a.weight"] is not None
 
@@ -193,32 +193,34 @@ def test_parts_inputs_frozen_and_unused(two: Ranks, device: torch.device) -> Non
 def check_vectors_and_graphs(device: torch.device) -> None:
     model = sharded(device)
     x = batch(device)
-    rows = gradkit.dist.per_loss_grads(
+    rows = gradkit.distributed.per_loss_grads(
         {"v": model(x)["b"].mean(0), "s": model(x)["a"].sum()}, model
     )
     assert rows["v"]["trunk.0.weight"].shape == (3, 16, 5)
     for index in range(3):
-        _, row = gradkit.dist.value_and_grads(model(x)["b"].mean(0)[index], model)
+        _, row = gradkit.distributed.value_and_grads(model(x)["b"].mean(0)[index], model)
         for name, grad in row.items():
             if grad is not None:
                 assert torch.equal(rows["v"][name].full_tensor()[index], grad.full_tensor())
     with pytest.warns(gradkit.GradkitWarning, match="fully_shard"):
-        batched = gradkit.dist.per_loss_grads(model(x)["b"].mean(0), model, strategy="batched")
+        batched = gradkit.distributed.per_loss_grads(
+            model(x)["b"].mean(0), model, strategy="batched"
+        )
     assert torch.equal(
         batched["trunk.0.bias"].full_tensor(), rows["v"]["trunk.0.bias"].full_tensor()
     )
 
     losses = losses_of(model(x))
-    kept = gradkit.dist.per_loss_grads(losses, model, retain_graph=True)
-    again = gradkit.dist.per_loss_grads(losses, model)
+    kept = gradkit.distributed.per_loss_grads(losses, model, retain_graph=True)
+    again = gradkit.distributed.per_loss_grads(losses, model)
     assert_same(kept["b"], again["b"])
-    for call in (gradkit.dist.per_loss_grads, gradkit.dist.value_and_grads):
+    for call in (gradkit.distributed.per_loss_grads, gradkit.distributed.value_and_grads):
         with pytest.raises(gradkit.FreedGraphError):
             call(losses, model)
     lone = model(x)["a"].sum()
-    gradkit.dist.value_and_grads(lone, model)
+    gradkit.distributed.value_and_grads(lone, model)
     with pytest.raises(gradkit.FreedGraphError):
-        gradkit.dist.value_and_grads(lone, model)
+        gradkit.distributed.value_and_grads(lone, model)
     backward_of(model, x)
 
 
@@ -229,7 +231,9 @@ def test_the_elements_of_a_vector_and_the_graph(two: Ranks, device: torch.device
 def check_weights(device: torch.device) -> None:
     model, other = sharded(device), sharded(device)
     weights = {"a": 0.25, "b": torch.tensor(3.0, device=device)}
-    _, grads = gradkit.dist.value_and_grads(losses_of(model(batch(device))), model, weights=weights)
+    _, grads = gradkit.distributed.value_and_grads(
+        losses_of(model(batch(device))), model, weights=weights
+    )
     losses = losses_of(other(batch(device)))
     seeds = [torch.full_like(losses["a"], 0.25), torch.full_like(losses["b"], 3.0)]
     torch.autograd.backward(list(losses.values()), seeds)
@@ -243,7 +247,7 @@ def test_weights(two: Ranks, device: torch.device) -> None:
 def check_trees(device: torch.device) -> None:
     """The arithmetic of trees sees the whole gradients, not this rank's shards."""
     model = sharded(device).double()
-    per_loss = gradkit.dist.per_loss_grads(losses_of(model(batch(device).double())), model)
+    per_loss = gradkit.distributed.per_loss_grads(losses_of(model(batch(device).double())), model)
     whole = {
         loss: {n: None if g is None else g.full_tensor() for n, g in grads.items()}
         for loss, grads in per_loss.items()
@@ -286,7 +290,7 @@ def check_refusals(device: torch.device) -> None:
     model, other = sharded(device), sharded(device)
     x = batch(device)
     graph_error = gradkit.UnsupportedGraphError
-    value_and_grads = gradkit.dist.value_and_grads
+    value_and_grads = gradkit.distributed.value_and_grads
     losses = losses_of(model(x))
     for call in (gradkit.value_and_grads, gradkit.per_loss_grads, gradkit.backward_):
         refused(lambda call=call: call(losses, model), graph_error, r"gradkit\.dist", model)
@@ -327,7 +331,7 @@ def check_uneven(device: torch.device) -> None:
     model = sharded(device)
     losses = losses_of(model(batch(device)))
     total = {"sum": losses["a"] + losses["b"] if dist.get_rank() == 0 else losses["a"]}
-    for call in (gradkit.dist.value_and_grads, gradkit.dist.per_loss_grads):
+    for call in (gradkit.distributed.value_and_grads, gradkit.distributed.per_loss_grads):
         refused(
             lambda call=call: call(total, model),
             gradkit.StructureError,
@@ -345,10 +349,10 @@ def check_one_rank_fails(device: torch.device) -> None:
     loss: Any = model(batch(device))["a"].sum()
     if dist.get_rank() == 1:
         with pytest.raises(gradkit.LeafTypeError):
-            gradkit.dist.value_and_grads(loss.item(), model)
+            gradkit.distributed.value_and_grads(loss.item(), model)
     else:
         with pytest.raises(gradkit.CollectiveError, match="an error on rank 1"):
-            gradkit.dist.value_and_grads(loss, model)
+            gradkit.distributed.value_and_grads(loss, model)
     assert copy.copy(grads_left(model)) == dict.fromkeys(dict(model.named_parameters()))
 
 

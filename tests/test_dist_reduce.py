@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradkit
-from gradkit import _reduction
+from gradkit.distributed import _reduction
 from tests.processes import Ranks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
@@ -47,7 +47,7 @@ def check_random_tree(device: torch.device, plan: list[Any], op: str) -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     trees = [grads_of(other, plan, device) for other in range(size)]
     given_, before = trees[rank], grads_of(rank, plan, device)
-    result = gradkit.dist.all_reduce(given_, op=op)
+    result = gradkit.distributed.all_reduce(given_, op=op)
     assert list(result) == list(given_)
     for name in result:
         expected = reduced_by_hand([tree[name] for tree in trees], op)
@@ -104,7 +104,7 @@ def check_mean_is_what_ddp_leaves(device: torch.device) -> None:
     wrapped = DistributedDataParallel(mlp(device))
     wrapped(batch(device)).square().mean().backward()
     _, grads = gradkit.value_and_grads(model(batch(device)).square().mean(), model)
-    reduced = gradkit.dist.all_reduce(grads)
+    reduced = gradkit.distributed.all_reduce(grads)
     for grad, param in zip(reduced.values(), wrapped.parameters(), strict=True):
         if dist.get_world_size() == 2:
             assert torch.equal(grad, param.grad)
@@ -118,15 +118,15 @@ def test_the_mean_is_what_ddp_leaves_in_grad(several: Ranks, device: torch.devic
 def check_tied_empty_and_nested(device: torch.device) -> None:
     w = torch.full((2,), float(dist.get_rank()), device=device)
     mean = (dist.get_world_size() - 1) / 2
-    tied = gradkit.dist.all_reduce({"a": [w], "b": (w, None)})
+    tied = gradkit.distributed.all_reduce({"a": [w], "b": (w, None)})
     assert tied["a"][0].tolist() == tied["b"][0].tolist() == [mean, mean]
     tied["a"][0].zero_()
     assert tied["b"][0].tolist() == [mean, mean]
     assert tied["b"][1] is None
     for empty in ({}, [], (), {"a": {}}):
-        assert gradkit.dist.all_reduce(empty) == empty
-    assert gradkit.dist.all_reduce(None) is None
-    assert gradkit.dist.all_reduce(w).tolist() == [mean, mean]
+        assert gradkit.distributed.all_reduce(empty) == empty
+    assert gradkit.distributed.all_reduce(None) is None
+    assert gradkit.distributed.all_reduce(w).tolist() == [mean, mean]
     assert w.tolist() == [dist.get_rank()] * 2
 
 
@@ -142,13 +142,13 @@ def check_sparse(device: torch.device) -> None:
         torch.sparse_coo_tensor([[r, r, 7]], torch.ones(3, 2) * (r + 1), (9, 2)).to_dense() / size
         for r in range(size)
     ]
-    result = gradkit.dist.all_reduce({"all": ours, "one": ours if rank == 0 else None})
+    result = gradkit.distributed.all_reduce({"all": ours, "one": ours if rank == 0 else None})
     assert result["all"].is_sparse
     assert result["one"].is_sparse
     torch.testing.assert_close(result["all"].to_dense(), sum(dense, torch.zeros(9, 2)))
     torch.testing.assert_close(result["one"].to_dense(), dense[0])
     assert not ours.is_coalesced()
-    mixed = gradkit.dist.all_reduce(ours if rank == 0 else ours.to_dense())
+    mixed = gradkit.distributed.all_reduce(ours if rank == 0 else ours.to_dense())
     assert not mixed.is_sparse
     torch.testing.assert_close(mixed, sum(dense, torch.zeros(9, 2)))
 
@@ -162,7 +162,7 @@ def test_sparse_leaves_stay_sparse(several: Ranks, device: torch.device) -> None
 def check_mixed_devices(device: torch.device) -> None:
     rank = dist.get_rank()
     tree = {"here": torch.ones(2, device=device) * rank, "on the CPU": torch.ones(3) * rank}
-    result = gradkit.dist.all_reduce(tree, op="sum")
+    result = gradkit.distributed.all_reduce(tree, op="sum")
     assert result["here"].device == device
     assert result["on the CPU"].device.type == "cpu"
     assert set(result["here"].tolist()) == set(result["on the CPU"].tolist())
@@ -196,16 +196,16 @@ def counted(call: Any) -> tuple[int, int]:
 
 def check_number_of_collectives(device: torch.device) -> None:
     small = [torch.ones(3, 4, device=device) for _ in range(500)]
-    assert counted(lambda: gradkit.dist.all_reduce(small)) == (1, 2)
+    assert counted(lambda: gradkit.distributed.all_reduce(small)) == (1, 2)
     two_dtypes = [*small, *(leaf.double() for leaf in small)]
-    assert counted(lambda: gradkit.dist.all_reduce(two_dtypes)) == (2, 3)
+    assert counted(lambda: gradkit.distributed.all_reduce(two_dtypes)) == (2, 3)
     quarter = _reduction.BUCKET_BYTES // 16  # numbers of four bytes
     large = [torch.ones(quarter, device=device) for _ in range(10)]
-    assert counted(lambda: gradkit.dist.all_reduce(large)) == (math.ceil(10 / 4), 4)
+    assert counted(lambda: gradkit.distributed.all_reduce(large)) == (math.ceil(10 / 4), 4)
     one = torch.ones(5 * quarter, device=device)
-    assert counted(lambda: gradkit.dist.all_reduce([one, *small])) == (2, 3)
+    assert counted(lambda: gradkit.distributed.all_reduce([one, *small])) == (2, 3)
     absent = [None if dist.get_rank() else leaf for leaf in small]
-    assert counted(lambda: gradkit.dist.all_reduce(absent)) == (1, 3)
+    assert counted(lambda: gradkit.distributed.all_reduce(absent)) == (1, 3)
 
 
 def test_collectives_are_bounded_by_bytes_and_not_by_leaves(
@@ -238,15 +238,15 @@ def check_second_order(device: torch.device, op: str) -> None:
 
     w = start.clone().requires_grad_()
     _, grad = gradkit.value_and_grads(loss(w, inner[rank]), w, create_graph=True)
-    grad = gradkit.dist.all_reduce(grad, op=op, differentiable=True)
+    grad = gradkit.distributed.all_reduce(grad, op=op, differentiable=True)
     _, ours = gradkit.value_and_grads(loss(w - 0.1 * grad, outer[rank]), w, create_graph=True)
-    again = gradkit.dist.all_reduce(ours, op=op, differentiable=True)
+    again = gradkit.distributed.all_reduce(ours, op=op, differentiable=True)
     torch.testing.assert_close(again, expected)
     # Once more: the backward pass of the reduction can be differentiated, too. Every rank has the
     # same loss here, which counts once.
     share = again.square().sum() * (1 if op == "mean" else 1 / size)
     _, ours = gradkit.value_and_grads(share, w)
-    torch.testing.assert_close(gradkit.dist.all_reduce(ours, op=op), third)
+    torch.testing.assert_close(gradkit.distributed.all_reduce(ours, op=op), third)
 
 
 @pytest.mark.parametrize("op", ["mean", "sum"])
@@ -263,9 +263,9 @@ def check_graph_on_some_ranks(device: torch.device, case: str) -> None:
     if dist.get_rank() == 0:
         ours["w"] = None if case == "none" else ours["w"].detach()
     with pytest.raises(gradkit.StructureError, match=r"grads\['w'\] on rank .*with a graph"):
-        gradkit.dist.all_reduce(ours, differentiable=True)
+        gradkit.distributed.all_reduce(ours, differentiable=True)
     ours["w"] = None
-    result = gradkit.dist.all_reduce(ours, differentiable=True)
+    result = gradkit.distributed.all_reduce(ours, differentiable=True)
     assert not result["constant"].requires_grad
 
 
@@ -311,11 +311,11 @@ def check_refused(device: torch.device, case: str, error: str, words: list[str])
         expected = gradkit.LeafTypeError
         words = ["grads['w']"]
     with pytest.raises(expected) as raised:
-        gradkit.dist.all_reduce(ours, **how)
+        gradkit.distributed.all_reduce(ours, **how)
     for word in words:
         assert word in str(raised.value), str(raised.value)
     assert (
-        gradkit.dist.all_reduce(torch.ones(3, device=device), op="sum").tolist()
+        gradkit.distributed.all_reduce(torch.ones(3, device=device), op="sum").tolist()
         == [dist.get_world_size()] * 3
     )
 
@@ -334,7 +334,7 @@ def check_refused(device: torch.device, case: str, error: str, words: list[str])
         ("a number", "LeafTypeError", ["grads['b']", "the float 1.0"]),
         ("a graph", "UnsupportedGraphError", ["grads['w']", "differentiable=True"]),
         ("op", "StructureError", ["'mean' or 'sum'", "'max'"]),
-        ("a failure", "CollectiveError", ["an error on rank 1", "gradkit.dist.all_reduce"]),
+        ("a failure", "CollectiveError", ["an error on rank 1", "gradkit.distributed.all_reduce"]),
     ],
 )
 def test_what_does_not_go_together_is_refused_on_all_ranks(
@@ -348,10 +348,10 @@ def check_groups(device: torch.device) -> None:
     first = dist.new_group([0, 1])
     value = torch.ones(2, device=device) * (rank + 1)
     if rank < 2:
-        assert gradkit.dist.all_reduce(value, first, "sum").tolist() == [3.0, 3.0]
+        assert gradkit.distributed.all_reduce(value, first, "sum").tolist() == [3.0, 3.0]
     else:
         with pytest.raises(gradkit.CollectiveError, match=f"rank {rank} is not in"):
-            gradkit.dist.all_reduce(value, first)
+            gradkit.distributed.all_reduce(value, first)
 
 
 def test_a_group_of_some_ranks(four: Ranks, device: torch.device) -> None:
@@ -360,7 +360,7 @@ def test_a_group_of_some_ranks(four: Ranks, device: torch.device) -> None:
 
 def test_without_a_group_the_error_says_so(device: torch.device) -> None:
     with pytest.raises(gradkit.CollectiveError, match="init_process_group"):
-        gradkit.dist.all_reduce({"w": torch.ones(2, device=device)})
+        gradkit.distributed.all_reduce({"w": torch.ones(2, device=device)})
 
 
 def check_dtensor(device: torch.device) -> None:
@@ -370,7 +370,7 @@ def check_dtensor(device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     sharded = distribute_tensor(torch.ones(4, device=device), mesh, [Shard(0)])
     with pytest.raises(gradkit.UnsupportedGraphError, match="reduced already"):
-        gradkit.dist.all_reduce({"w": sharded})
+        gradkit.distributed.all_reduce({"w": sharded})
 
 
 def test_a_dtensor_is_refused(two: Ranks, device: torch.device) -> None:
@@ -380,10 +380,10 @@ def test_a_dtensor_is_refused(two: Ranks, device: torch.device) -> None:
 def check_no_grad_mode(device: torch.device) -> None:
     w = nn.Parameter(torch.ones(2, device=device) * dist.get_rank())
     with torch.no_grad():
-        mean = gradkit.dist.all_reduce({"w": w})["w"]
+        mean = gradkit.distributed.all_reduce({"w": w})["w"]
     assert not mean.requires_grad
     with torch.inference_mode():
-        reduced = gradkit.dist.all_reduce({"w": w.detach().clone()})["w"]
+        reduced = gradkit.distributed.all_reduce({"w": w.detach().clone()})["w"]
     assert torch.equal(reduced, mean)
 
 

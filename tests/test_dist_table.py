@@ -28,7 +28,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import gradkit
-from gradkit import _pytree, tree
+from gradkit import tree
+from gradkit._core import pytree
 from tests.processes import Ranks
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "several_processes.md"
@@ -47,11 +48,11 @@ class Setting:
     x: Tensor
     alone: nn.Module
     joined: Tensor
-    is_wrapped: bool  # by DDP or FSDP: gradkit.dist takes it
+    is_wrapped: bool  # by DDP or FSDP: gradkit.distributed takes it
 
     @property
     def room(self) -> Any:
-        return gradkit.dist if self.is_wrapped else gradkit
+        return gradkit.distributed if self.is_wrapped else gradkit
 
     def of_alone(self) -> Setting:
         return Setting(self.alone, self.alone, self.joined, self.alone, self.joined, False)
@@ -119,7 +120,7 @@ def vector(s: Setting) -> Any:
 
 def whole(anything: Any) -> list[Any]:
     """Return the leaves of a tree, as plain tensors."""
-    leaves, _ = _pytree.flatten(anything)
+    leaves, _ = pytree.flatten(anything)
     return [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves]
 
 
@@ -153,8 +154,10 @@ def separate(s: Setting) -> Any:
 def dist_calls(s: Setting) -> Any:
     if s.module is s.alone:
         return joint(s), separate(s)
-    _, grads = gradkit.dist.value_and_grads(two(s), s.module, weights={"fit": 1.0, "size": 0.3})
-    return grads, gradkit.dist.per_loss_grads(two(s), s.module)
+    _, grads = gradkit.distributed.value_and_grads(
+        two(s), s.module, weights={"fit": 1.0, "size": 0.3}
+    )
+    return grads, gradkit.distributed.per_loss_grads(two(s), s.module)
 
 
 def plain_calls(s: Setting) -> Any:
@@ -179,7 +182,7 @@ def second_order(s: Setting) -> Any:
     _, grads = s.room.value_and_grads(two(s), s.module, create_graph=True)
     params = list(s.module.parameters())
     _, second = gradkit.value_and_grads(tree.dot(grads, grads), params)
-    return gradkit.dist.all_reduce(second) if s.is_wrapped else second
+    return gradkit.distributed.all_reduce(second) if s.is_wrapped else second
 
 
 def reduced_by_hand(s: Setting) -> Any:
@@ -191,7 +194,7 @@ def reduced_by_hand(s: Setting) -> Any:
     else:
         s.net = inner
         _, grads = gradkit.value_and_grads(two(s), inner)
-    return gradkit.dist.all_reduce(grads)
+    return gradkit.distributed.all_reduce(grads)
 
 
 def pcgrad(matrix: Tensor) -> Tensor:
@@ -362,7 +365,7 @@ def meta_step(s: Setting) -> Any:
         return loss(gradkit.meta.unroll(loss, params, [x, x], opt).params, (), x.cos())
 
     _, grads = gradkit.meta.value_and_grads(meta_loss, params, s.x[:, None])
-    return grads if s.module is s.alone else gradkit.dist.all_reduce(grads)
+    return grads if s.module is s.alone else gradkit.distributed.all_reduce(grads)
 
 
 # --- The table -----------------------------------------------------------------------------------
@@ -428,8 +431,8 @@ CELLS = [
 # Of rows that stand for several calls: each by itself, to see that each is refused.
 EACH: dict[Callable[[Setting], Any], list[Callable[[Setting], Any]]] = {
     dist_calls: [
-        lambda s: gradkit.dist.value_and_grads(two(s), s.module),
-        lambda s: gradkit.dist.per_loss_grads(two(s), s.module),
+        lambda s: gradkit.distributed.value_and_grads(two(s), s.module),
+        lambda s: gradkit.distributed.per_loss_grads(two(s), s.module),
     ],
     plain_calls: [
         lambda s: gradkit.value_and_grads(two(s), s.module),
@@ -451,7 +454,7 @@ def check_cell(device: torch.device, row: str, column: str, cell: str) -> None:
             wanted = share_of(wanted)
         assert_alike(got, wanted)
     # The group works on.
-    total = gradkit.dist.all_reduce(torch.ones(3, device=device), op="sum")
+    total = gradkit.distributed.all_reduce(torch.ones(3, device=device), op="sum")
     assert total.tolist() == [dist.get_world_size()] * 3
 
 
@@ -470,9 +473,9 @@ def assert_refused(call: Callable[[Setting], Any], s: Setting, name: str) -> Non
 
 def share_of(of_all: Any) -> Any:
     """Return this rank's rows, as gradients of the mean over its rows."""
-    leaves, spec = _pytree.flatten(of_all)
+    leaves, spec = pytree.flatten(of_all)
     size, rank = dist.get_world_size(), dist.get_rank()
-    return _pytree.unflatten(spec, [size * leaf.chunk(size)[rank] for leaf in leaves])
+    return pytree.unflatten(spec, [size * leaf.chunk(size)[rank] for leaf in leaves])
 
 
 @pytest.mark.parametrize(("row", "column", "cell"), CELLS)
@@ -629,7 +632,7 @@ def check_gathered(device: torch.device) -> None:
     assert all(param.grad is grad for param, grad in zip(shards, kept, strict=True))
     other = torch.ones(2, device=device, requires_grad=True)
     assert gradkit.value_and_grads((other * other).sum(), other)[1].tolist() == [2, 2]
-    _, again = gradkit.dist.value_and_grads(loss, model)
+    _, again = gradkit.distributed.value_and_grads(loss, model)
     assert_alike(again, grads)
 
 

@@ -1,4 +1,4 @@
-"""What a review of gradkit.dist found: each was silently wrong, changed something, or hung."""
+"""Found in gradkit.distributed by review: silently wrong, changed something, or hung."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_names_to_ignore(device: torch.device) -> None:
 
     for make, names in ((lambda: linear(device), ["weight"]), (tied, ["0.weight"])):
         ours, theirs = wrapped(make(), names), wrapped(make(), names)
-        _, grads = gradkit.dist.value_and_grads(ours(inputs(device)).sum(), ours)
+        _, grads = gradkit.distributed.value_and_grads(ours(inputs(device)).sum(), ours)
         assert_equal(grads, left_by_backward(theirs, theirs(inputs(device)).sum()))
 
 
@@ -95,7 +95,7 @@ def check_ddp_refusals(device: torch.device) -> None:
     ):
         data = x.to(next(module.parameters()).dtype)
         with pytest.raises(gradkit.UnsupportedGraphError, match=words):
-            gradkit.dist.value_and_grads(module(data).sum(), module)
+            gradkit.distributed.value_and_grads(module(data).sum(), module)
     assert all(map(torch.equal, before, stepping.parameters()))
 
 
@@ -110,9 +110,9 @@ def check_memory_of_a_hook(device: torch.device) -> None:
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     out = model(inputs(device))
     with pytest.raises(gradkit.UnsupportedGraphError, match="several losses"):
-        gradkit.dist.per_loss_grads({"a": out.sum(), "b": out.square().sum()}, model)
+        gradkit.distributed.per_loss_grads({"a": out.sum(), "b": out.square().sum()}, model)
     assert state.iter == 0
-    gradkit.dist.per_loss_grads({"a": out.sum()}, model)
+    gradkit.distributed.per_loss_grads({"a": out.sum()}, model)
 
 
 def test_a_hook_with_a_memory_takes_one_loss(two: Ranks, device: torch.device) -> None:
@@ -125,9 +125,9 @@ def check_unfrozen_beside_a_hook(device: torch.device) -> None:
     wrapped = DistributedDataParallel(model)
     wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
     model.bias.requires_grad_(True)
-    _, grads = gradkit.dist.value_and_grads(wrapped(inputs(device)).square().sum(), wrapped)
+    _, grads = gradkit.distributed.value_and_grads(wrapped(inputs(device)).square().sum(), wrapped)
     for grad in grads.values():
-        torch.testing.assert_close(grad, gradkit.dist.all_reduce(grad))
+        torch.testing.assert_close(grad, gradkit.distributed.all_reduce(grad))
 
 
 def test_a_parameter_unfrozen_after_wrapping_is_reduced(two: Ranks, device: torch.device) -> None:
@@ -141,7 +141,7 @@ def check_cast_on_one_rank(device: torch.device) -> None:
         model.double()
     error = gradkit.UnreachedParamError if dist.get_rank() else gradkit.CollectiveError
     with pytest.raises(error):
-        gradkit.dist.value_and_grads(loss, model)
+        gradkit.distributed.value_and_grads(loss, model)
 
 
 def test_a_rank_that_was_cast_does_not_count_as_zero(two: Ranks, device: torch.device) -> None:
@@ -153,8 +153,8 @@ def check_graph_after_a_refusal(device: torch.device) -> None:
     model = DistributedDataParallel(linear(device))
     losses = model(inputs(device))[: 1 + dist.get_rank()].sum(1)
     with pytest.raises(gradkit.StructureError, match="the shapes of losses on rank 1"):
-        gradkit.dist.per_loss_grads(losses, model)
-    gradkit.dist.per_loss_grads(losses[:1], model)
+        gradkit.distributed.per_loss_grads(losses, model)
+    gradkit.distributed.per_loss_grads(losses[:1], model)
 
 
 def test_the_graph_is_as_it_was_after_a_refusal(two: Ranks, device: torch.device) -> None:
@@ -222,7 +222,9 @@ def test_bad_gradients_on_one_rank_are_not_waited_for(two: Ranks, device: torch.
 def check_sparse_complex(device: torch.device) -> None:
     values = torch.full((1,), 1 + 1j) * (1 + dist.get_rank())
     with pytest.raises(gradkit.UnsupportedGraphError, match="complex64"):
-        gradkit.dist.all_reduce({"w": torch.sparse_coo_tensor([[1]], values, (3,)).to(device)})
+        gradkit.distributed.all_reduce({
+            "w": torch.sparse_coo_tensor([[1]], values, (3,)).to(device)
+        })
 
 
 def test_sparse_complex_gradients_are_refused(two: Ranks, device: torch.device) -> None:
@@ -233,7 +235,7 @@ def check_transforms(device: torch.device) -> None:
     w = torch.ones(2, device=device)
 
     def call(w: Tensor) -> Tensor:
-        reduced: Tensor = gradkit.dist.all_reduce(w**2, differentiable=True)
+        reduced: Tensor = gradkit.distributed.all_reduce(w**2, differentiable=True)
         return reduced.sum()
 
     for transformed in (
@@ -253,7 +255,7 @@ def check_graph_under_no_grad(device: torch.device) -> None:
     model = DistributedDataParallel(linear(device))
     loss = model(inputs(device)).square().sum()
     with torch.no_grad():
-        _, grads = gradkit.dist.value_and_grads(loss, model, create_graph=True)
+        _, grads = gradkit.distributed.value_and_grads(loss, model, create_graph=True)
     assert all(grad.requires_grad for grad in grads.values())
 
 
@@ -283,7 +285,7 @@ def check_only_what_is_asked_for(device: torch.device) -> None:
     for param in (*head.parameters(), *plain.parameters()):
         param.register_post_accumulate_grad_hook(ran.append)
     loss = plain(head(body(inputs(device)))).sum()
-    _, grads = gradkit.dist.value_and_grads(loss, body, retain_graph=True)
+    _, grads = gradkit.distributed.value_and_grads(loss, body, retain_graph=True)
     assert not ran
     for module in (body, head, plain):
         assert all(param.grad is None for param in module.parameters())
@@ -311,7 +313,7 @@ def check_error_inside_the_pass(device: torch.device) -> None:
     model_again = model[0](x)
     model_again.register_hook(fail)
     with pytest.raises(ArithmeticError):
-        gradkit.dist.value_and_grads(model_again.sum() + x_loss, model)
+        gradkit.distributed.value_and_grads(model_again.sum() + x_loss, model)
     handle.remove()
     for module in (model, other):
         module.zero_grad()
@@ -331,11 +333,11 @@ def check_all_reduce_off(device: torch.device) -> None:
     model.set_requires_all_reduce(False)
     loss = model(inputs(device)).sum()
     with pytest.raises(gradkit.UnsupportedGraphError, match="synchronization off"):
-        gradkit.dist.value_and_grads(loss, model)
+        gradkit.distributed.value_and_grads(loss, model)
     loss.backward()
     model.set_requires_all_reduce(True)
     with pytest.raises(gradkit.UnsupportedGraphError, match="not reduced yet"):
-        gradkit.dist.value_and_grads(model(inputs(device)).sum(), model)
+        gradkit.distributed.value_and_grads(model(inputs(device)).sum(), model)
 
 
 def test_replicas_that_are_not_reduced_are_refused(two: Ranks, device: torch.device) -> None:
@@ -348,7 +350,7 @@ def check_bad_input_in_a_mesh(device: torch.device) -> float:
     start = time.monotonic()
     mistaken = dist.get_rank() == 3
     with pytest.raises(gradkit.LeafTypeError if mistaken else gradkit.CollectiveError):
-        gradkit.dist.value_and_grads(loss.item() if mistaken else loss, model)
+        gradkit.distributed.value_and_grads(loss.item() if mistaken else loss, model)
     return time.monotonic() - start
 
 
@@ -360,7 +362,7 @@ def check_bad_weights_on_one_rank(device: torch.device) -> None:
     model = sharded(device)
     mistaken = dist.get_rank() == 1
     with pytest.raises(gradkit.StructureError if mistaken else gradkit.CollectiveError):
-        gradkit.dist.value_and_grads(
+        gradkit.distributed.value_and_grads(
             {"a": model(inputs(device)).sum()},
             model,
             weights={"b": 1.0} if mistaken else {"a": 1.0},
@@ -373,10 +375,12 @@ def test_bad_weights_on_one_rank_are_not_waited_for(two: Ranks, device: torch.de
 
 def check_zeros_of_vectors(device: torch.device) -> None:
     model = sharded(device)
-    rows = gradkit.dist.per_loss_grads(model[0](inputs(device)).sum(0), model[0], unused="zeros")
+    rows = gradkit.distributed.per_loss_grads(
+        model[0](inputs(device)).sum(0), model[0], unused="zeros"
+    )
     assert rows["weight"].shape == (4, 4, 3)
     both = nn.ModuleDict({"a": sharded(device), "b": sharded(device)})
-    rows = gradkit.dist.per_loss_grads(
+    rows = gradkit.distributed.per_loss_grads(
         both["a"](inputs(device)).sum(0), {"a": both["a"], "b": both["b"]}, unused="zeros"
     )
     zero = rows["b"]["0.weight"]

@@ -20,7 +20,7 @@ from gradkit.__main__ import main
 from gradkit._doctor._check import check, error_of, plain, text
 from gradkit._doctor._confusions import CONFUSIONS
 from gradkit._doctor._examine import EXTRAS, Finding, all_devices, examine
-from gradkit.retain import Kept
+from gradkit.retain import RetainedGrads
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -128,14 +128,14 @@ def test_a_gradkit_that_is_wrong_is_seen_in_every_row(
     def more(tree: Any) -> Any:
         return gradkit.tree.map(lambda g: g + 1, tree)
 
-    kept = Kept.grads
+    kept = RetainedGrads.grads
     monkeypatch.setattr(
         gradkit,
         "value_and_grads",
         off_by_one(gradkit.value_and_grads, lambda r: (r[0], more(r[1]))),
     )
     monkeypatch.setattr(gradkit, "per_loss_grads", off_by_one(gradkit.per_loss_grads, more))
-    monkeypatch.setattr(Kept, "grads", property(lambda self: more(kept.fget(self))))
+    monkeypatch.setattr(RetainedGrads, "grads", property(lambda self: more(kept.fget(self))))
     found = findings(device)
     assert numbers(found, lambda f: f.gradkit_equal) == set()
     assert numbers(found, lambda f: f.torch_equal) == set(range(1, 13))

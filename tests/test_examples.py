@@ -489,7 +489,7 @@ def test_hypergradient_that_is_wrong_fails(device, patients, way, factor):
     right = {"unrolled": 1e-12, "implicit": 1e-10, "rate": 1e-9}
     wrong = {**right, way: abs(factor - 1) * 10}
     grid = hyperparams.Grid("grid", *torch.ones(2, 1), torch.ones(1, 1), torch.ones(1, 1))
-    found = hyperparams.Found("found", [1.0, 0.5], None, [1.0, 0.5], 1.0, 2)
+    found = hyperparams.PassResult("found", [1.0, 0.5], None, [1.0, 0.5], 1.0, 2)
 
     def broken(differences):
         outcome = hyperparams.Outcome(
@@ -507,7 +507,7 @@ def test_hypergradient_that_is_wrong_fails(device, patients, way, factor):
 
 def test_learning_that_is_worse_than_the_grid_fails(device):
     grid = hyperparams.Grid("grid", *torch.ones(2, 1), torch.full((1, 1), 0.5), torch.ones(1, 1))
-    found = hyperparams.Found("found", [1.0, 0.5], None, [1.0, 0.51], 1.0, 2)
+    found = hyperparams.PassResult("found", [1.0, 0.5], None, [1.0, 0.51], 1.0, 2)
     agreement = hyperparams.Agreement(9, 0.0, 0.0)
     outcome = hyperparams.Outcome([agreement], 0.0, [found] * 3, [grid] * 2)
     first, second = hyperparams.broken_promises(outcome, hyperparams.FULL)

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import gradkit
-from gradkit import _graph, _hazards, _lifetime, _ownership
+from gradkit._autograd import graph_release
+from gradkit._checks import unsupported
+from gradkit._core import graph, ownership
 
 
 class Twice(torch.autograd.Function):
@@ -29,48 +31,48 @@ class Twice(torch.autograd.Function):
 def test_a_living_custom_function_is_noticed_and_a_dead_one_is_not(device: torch.device) -> None:
     w = torch.randn(3, device=device, requires_grad=True)
     gc.collect()  # what earlier tests have left in cycles
-    assert not _hazards.custom_functions_alive()
+    assert not unsupported.custom_functions_alive()
     for make in (
         lambda: Twice.apply(w),
         lambda: (Twice.apply(w * 2) * 3).sum(),
         lambda: checkpoint(lambda x: x * 2, w, use_reentrant=True),
     ):
         held = make()
-        assert _hazards.custom_functions_alive()
+        assert unsupported.custom_functions_alive()
         del held
-        assert not _hazards.custom_functions_alive()
+        assert not unsupported.custom_functions_alive()
 
     class Fresh(Twice):
         pass
 
     held = Fresh.apply(w)
-    assert _hazards.custom_functions_alive()
+    assert unsupported.custom_functions_alive()
     del held
 
 
 def test_without_exact_reference_counts_every_graph_is_walked(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _hazards._free_threaded.cache_clear()
+    unsupported._free_threaded.cache_clear()
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
-    assert _hazards.custom_functions_alive()
+    assert unsupported.custom_functions_alive()
     w = torch.randn(3, device=device, requires_grad=True)
     assert torch.equal(gradkit.value_and_grads((w * w).sum(), w)[1], 2 * w.detach())
-    _hazards._free_threaded.cache_clear()
+    unsupported._free_threaded.cache_clear()
 
 
 def test_walk_leaves_and_reach(device: torch.device) -> None:
     w, v = (torch.randn(4, device=device, requires_grad=True) for _ in range(2))
     left, right = (w * 1).split(2)
     loss = (left * 3).sum()
-    nodes = _graph.nodes_below([loss])
-    leaves = _graph.leaves_of(nodes)
+    nodes = graph.nodes_below([loss])
+    leaves = graph.leaves_of(nodes)
     assert leaves == {id(w)}
-    reached = [_graph.reached(t, [loss], nodes, leaves) for t in (w, v, left, right, loss)]
+    reached = [graph.reached(t, [loss], nodes, leaves) for t in (w, v, left, right, loss)]
     assert reached == [True, False, True, False, True]
-    leading = _graph.leading_to([left], nodes)
+    leading = graph.leading_to([left], nodes)
     assert {node.name() for node in leading} == {"SumBackward0", "MulBackward0"}
-    assert _graph.largest_tensor(nodes) == 4
+    assert graph.largest_tensor(nodes) == 4
 
 
 def test_a_deep_graph_needs_no_recursion(device: torch.device) -> None:
@@ -85,9 +87,9 @@ def test_a_deep_graph_needs_no_recursion(device: torch.device) -> None:
 def test_releasing_a_node_twice_does_nothing(device: torch.device) -> None:
     w = torch.randn(3, device=device, requires_grad=True)
     y = Twice.apply((w * w).exp())
-    nodes = _graph.nodes_below([y.sum()])
+    nodes = graph.nodes_below([y.sum()])
     for _ in range(2):
-        _lifetime.release(nodes)
+        graph_release.release(nodes)
     with pytest.raises(gradkit.FreedGraphError, match="earlier gradkit call"):
         torch.autograd.grad(y.sum(), w)
 
@@ -96,13 +98,13 @@ def test_releasing_a_node_twice_does_nothing(device: torch.device) -> None:
 def test_memory_for_a_gradient(device: torch.device, shape: tuple[int, ...]) -> None:
     p = torch.randn(shape, device=device)
     for leading in ((), (4,), (2, 0), (3, 2)):
-        made = _ownership.empty_for(p, torch.float64, leading)
+        made = ownership.empty_for(p, torch.float64, leading)
         assert made.shape == leading + shape
         assert made.dtype == torch.float64
         if made.numel():
             assert made.is_contiguous() or not p.is_contiguous()
     transposed = torch.randn(3, 2, device=device).t()
-    assert _ownership.empty_for(transposed, torch.float32, (5,)).stride() == (
+    assert ownership.empty_for(transposed, torch.float32, (5,)).stride() == (
         6,
         *transposed.stride(),
     )

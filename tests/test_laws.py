@@ -11,12 +11,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import gradkit
-from gradkit import _engine, _hooks
+from gradkit._autograd import engine
+from gradkit._core import hooks
 from tests.helpers import World, assert_owned, assert_same_bits
 from tests.strategies import HOOKLESS, OPS, WRITING, Program, build, programs
 
 dtypes = st.sampled_from([torch.float64, torch.float32])
-BATCH = _engine.Run.grads_of_batch
+BATCH = engine.Run.grads_of_batch
 
 
 def reaches(program: Program, device: torch.device, dtype: torch.dtype) -> bool:
@@ -65,7 +66,7 @@ def test_without_a_hook_in_the_process_nothing_is_different(
     theirs, ours = build(program, device, dtype), build(program, device, dtype)
     torch.autograd.backward(theirs.losses, retain_graph=True)
     expected = [leaf.grad for leaf in theirs.leaves]
-    with patch.object(_hooks, "hooks_registered", return_value=False):
+    with patch.object(hooks, "hooks_registered", return_value=False):
         values, grads = gradkit.value_and_grads(ours.losses, ours.leaves, retain_graph=True)
         per_loss = gradkit.per_loss_grads(ours.losses, ours.leaves, retain_graph=True)
     assert_same_bits(grads, expected)
@@ -164,7 +165,7 @@ def test_batched_is_sequential_to_rounding(
     assume(reaches(program, device, dtype))
     sequential = gradkit.per_loss_grads(graph.losses, graph.leaves, retain_graph=True)
     kwargs = {"strategy": "batched", "chunk_size": chunk}
-    with patch.object(_engine.Run, "grads_of_batch", autospec=True, side_effect=BATCH) as passes:
+    with patch.object(engine.Run, "grads_of_batch", autospec=True, side_effect=BATCH) as passes:
         batched = gradkit.per_loss_grads(graph.losses, graph.leaves, retain_graph=True, **kwargs)
     assert passes.call_count == len(graph.losses) * -(-3 // chunk)
     for row, reference in zip(batched, sequential, strict=True):

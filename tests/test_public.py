@@ -14,7 +14,7 @@ from gradkit import errors
 
 NAMES = {
     "value_and_grads", "per_loss_grads", "simultaneous_grads", "safe_retain", "combine", "tree",
-    "errors", "dotgrad", "func", "meta", "dist", "report", "read_grads", "write_grads_",
+    "errors", "dotgrad", "func", "meta", "distributed", "report", "read_grads", "write_grads_",
     "add_grads_", "clear_grads_", "backward_", "capture_grads", "step_", *errors.__all__,
 }  # fmt: skip
 ERRORS = {
@@ -54,7 +54,7 @@ def test_all_is_what_there_is(device: torch.device) -> None:
     assert set(gradkit.tree.__all__) == TREE
     assert set(gradkit.func.__all__) == FUNC
     assert set(gradkit.meta.__all__) == META
-    assert set(gradkit.dist.__all__) == DIST
+    assert set(gradkit.distributed.__all__) == DIST
     assert set(gradkit.report.__all__) == REPORT
 
 
@@ -83,7 +83,7 @@ def test_every_public_function_is_documented(device: torch.device) -> None:
     functions = [getattr(gradkit, n) for n in NAMES if inspect.isfunction(getattr(gradkit, n))]
     functions += [getattr(gradkit.tree, n) for n in TREE]
     functions += [getattr(gradkit.func, n) for n in FUNC]
-    functions += [getattr(gradkit.dist, n) for n in DIST]
+    functions += [getattr(gradkit.distributed, n) for n in DIST]
     functions += [getattr(gradkit.meta, n) for n in META - {"Adapted", "Optimizer"}]
     functions += [gradkit.report.explain, gradkit.report.conflicts, gradkit.report.compare]
     for function in functions:

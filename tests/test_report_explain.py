@@ -19,9 +19,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
 import gradkit
-from gradkit import _graph
+from gradkit._core import graph as graph_of
 from gradkit.report import Explanation, explain
-from gradkit.report._names import folded
+from gradkit.report._view.names import folded
 from tests.helpers import Halve, unchanged
 from tests.strategies import Program, build, programs
 
@@ -78,17 +78,17 @@ def test_the_parts_are_a_partition_of_the_graph(device: torch.device, program: P
     graph = build(program, device, torch.float32)
     found = explain(graph.losses, graph.leaves)
     live = [loss for loss in graph.losses if loss.requires_grad]
-    every = {n for n in _graph.nodes_below(live) if "AccumulateGrad" not in n.name()}
+    every = {n for n in graph_of.nodes_below(live) if "AccumulateGrad" not in n.name()}
     assert sum(part.nodes for part in found.parts) == found.nodes == len(every)
     assert sum(part.nodes for part in found.parts if len(part.losses) > 1) == found.shared
     for name, loss in zip(found.losses, graph.losses, strict=True):
-        below = _graph.nodes_below([loss]) if loss.requires_grad else set()
+        below = graph_of.nodes_below([loss]) if loss.requires_grad else set()
         mine = {node for node in below if "AccumulateGrad" not in node.name()}
         assert found.losses[name].nodes == len(mine)
         assert sum(part.nodes for part in found.parts if name in part.losses) == len(mine)
         others = [one for one in live if one is not loss]
         if sum(one is loss for one in graph.losses) == 1:
-            assert found.losses[name].own == len(mine - _graph.nodes_below(others))
+            assert found.losses[name].own == len(mine - graph_of.nodes_below(others))
     for part in found.parts:
         for below in part.below:
             assert set(part.losses) < set(found.parts[below].losses)
@@ -458,7 +458,7 @@ def test_the_time_is_linear_in_the_graph(device: torch.device) -> None:
     w = leaf(device)
     for length in (1_000, 10_000):
         loss = chain(device, length)
-        plain = least(_graph.nodes_below, [loss])
+        plain = least(graph_of.nodes_below, [loss])
         assert least(explain, [loss], w) < 60 * plain + 0.005
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import gradkit
-from gradkit import _engine, _hooks, _ownership
+from gradkit._autograd import engine
+from gradkit._core import hooks, ownership
 from tests.helpers import Scribble, assert_owned, assert_same_bits, same_bits, unchanged
 
 
@@ -57,9 +58,9 @@ def test_a_gradient_that_a_hook_or_a_function_keeps_is_copied(device: torch.devi
     assert torch.equal(kept[0].view(-1), 2 * v.detach())
 
 
-@pytest.mark.parametrize("hooks", [False, True])
+@pytest.mark.parametrize("registered", [False, True])
 def test_what_is_ours_already_is_not_copied(
-    device: torch.device, hooks: bool, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, registered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ownership costs no memory, as long as no hook anywhere could have kept a gradient."""
     copies: list[Tensor] = []
@@ -68,13 +69,13 @@ def test_what_is_ours_already_is_not_copied(
         copies.append(grad)
         return grad.clone()
 
-    monkeypatch.setattr(_engine, "_copied", count)
-    monkeypatch.setattr(_ownership, "copy_for", count)
-    monkeypatch.setattr(_hooks, "hooks_registered", lambda: hooks)
+    monkeypatch.setattr(engine, "_copied", count)
+    monkeypatch.setattr(ownership, "copy_for", count)
+    monkeypatch.setattr(hooks, "hooks_registered", lambda: registered)
     layer = nn.Linear(4, 4).to(device)
     loss = layer(torch.randn(3, 4, device=device)).exp().sum()
     _, grads = gradkit.value_and_grads(loss, layer)
-    assert len(copies) == (2 if hooks else 0)
+    assert len(copies) == (2 if registered else 0)
     assert_owned(grads.values(), layer.parameters())
 
 

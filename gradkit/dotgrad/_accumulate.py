@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradkit import _replicas
-from gradkit._leaf import plus
-from gradkit._ownership import copy_for
-from gradkit._passes import ordinary_mode
-from gradkit._pytree import PyTree
-from gradkit._reduction import Offer
-from gradkit._uncompiled import uncompiled
+from gradkit._autograd.passes import ordinary_mode
+from gradkit._compat.dynamo import disable_compile
+from gradkit._core.leaf import plus
+from gradkit._core.ownership import copy_for
+from gradkit._core.pytree import PyTree
 from gradkit.dotgrad._pairs import Pairs, match
 from gradkit.errors import (
     UnsupportedGraphError,
@@ -23,7 +21,7 @@ from gradkit.errors import (
 )
 
 
-@uncompiled
+@disable_compile
 def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
     """Accumulate gradients into `.grad`: the bits that another `.backward()` would leave.
 
@@ -46,8 +44,8 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
             backward) fire. Where `params` is, or holds, a DistributedDataParallel module, its ranks
             reduce first: `.grad` becomes the mean over them of what it was with the gradient added,
             as after `.backward()`, by the module's communication hook if there is one. All ranks
-            make the call; gradients that are the same on all of them, as those of `gradkit.dist`,
-            stay what they are.
+            make the call; gradients that are the same on all of them, as those of
+            `gradkit.distributed`, stay what they are.
 
     Raises:
         LeafTypeError: As in `write_grads_`.
@@ -61,9 +59,8 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
     Source:
         `torch::autograd::AccumulateGrad::accumulateGrad`.
     """
-    replicas = _replicas.replicas_in(params) if hooks else []
     with ordinary_mode(), torch.no_grad():
-        if replicas:
+        if hooks and (replicas := _replicas_in(params)):
             _add_through_the_engine(_add_to_replicas(replicas, params, grads))
             return
         pairs = match(params, grads)
@@ -80,6 +77,12 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
                 leaf.grad = grad + leaf.grad  # the sum is dense: another object, as in torch
             else:
                 leaf.grad += grad.detach()
+
+
+def _replicas_in(params: PyTree) -> list[DistributedDataParallel]:
+    from gradkit.distributed import _replicas  # not before it is needed: it takes time to import
+
+    return _replicas.replicas_in(params)
 
 
 def _refuse_tensor_hooks(pairs: Pairs) -> None:
@@ -114,13 +117,16 @@ def _add_to_replicas(
     Returns:
         The other gradients.
     """
+    from gradkit.distributed import _replicas
+    from gradkit.distributed._reduction import LocalGrads
+
     _replicas.refuse_no_sync(replicas)
     group = _replicas.join_replicas(replicas, "gradkit.add_grads_")
     theirs = {id(param) for module in replicas for param in _replicas.reduced_params(module)}
     pairs: Pairs = []
     own: Pairs = []
 
-    def offer() -> Offer:
+    def offer() -> LocalGrads:
         pairs.extend(match(params, grads))
         _refuse_tensor_hooks(pairs)
         own.extend(pair for pair in pairs if id(pair[0]) in theirs)
@@ -129,7 +135,7 @@ def _add_to_replicas(
         structure = (("the call", "add_grads_"), ("params", len(own)))
         # Of a rank without a gradient only the others' counts: `.grad` stays if none has one.
         sums = [None if grad is None else plus(leaf.grad, grad) for leaf, grad in own]
-        return Offer(sums, leaves, structure, lambda index: f"grads, tensor {index}")
+        return LocalGrads(sums, leaves, structure, lambda index: f"grads, tensor {index}")
 
     def added(index: int, total: Tensor | None) -> Tensor | None:
         return own[index][0].grad if total is None else total

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from gradkit import _pytree
-from gradkit._inputs import (
+from gradkit._autograd.passes import ordinary_mode, weigh
+from gradkit._checks.call import prepare_backward
+from gradkit._compat.dynamo import disable_compile
+from gradkit._core import pytree
+from gradkit._core.inputs import (
     read_losses,
     read_params,
     read_weights,
     require_graph,
 )
-from gradkit._passes import ordinary_mode, weigh
-from gradkit._pytree import PyTree
-from gradkit._refusals import prepare_backward
-from gradkit._uncompiled import uncompiled
+from gradkit._core.pytree import PyTree
 
 
-@uncompiled
+@disable_compile
 def backward_(
     losses: PyTree,
     params: PyTree = None,
@@ -75,4 +75,4 @@ def backward_(
             retain=create_graph if retain_graph is None else retain_graph,
         )
         values = [loss if create_graph else loss.detach().clone() for loss in target.leaves]
-        return _pytree.unflatten(target.spec, values)
+        return pytree.unflatten(target.spec, values)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
 
-from gradkit import _pytree
-from gradkit._ownership import own
-from gradkit._pytree import PyTree
-from gradkit._uncompiled import uncompiled
+from gradkit._compat.dynamo import disable_compile
+from gradkit._core import pytree
+from gradkit._core.ownership import own
+from gradkit._core.pytree import PyTree
+from gradkit._state.dot_grad import grads_put_back
 from gradkit.dotgrad._pairs import read_leaves, unique
 
 
@@ -25,7 +26,7 @@ class Captured:
         self.grads: PyTree = None
 
 
-@uncompiled
+@disable_compile
 @contextmanager
 def capture_grads(params: PyTree) -> Iterator[Captured]:
     """Run code that accumulates into `.grad`, and take what it leaves there as a result.
@@ -69,7 +70,7 @@ def capture_grads(params: PyTree) -> Iterator[Captured]:
         grad = None if leaf is None else by_leaf[id(leaf)]
         tied = grad is not None and any(grad is other for other in places)
         places.append(grad.clone() if tied and grad is not None else grad)
-    captured.grads = _pytree.unflatten(wanted.spec, places)
+    captured.grads = pytree.unflatten(wanted.spec, places)
 
 
 def _apart(grad: Tensor | None) -> Tensor | None:
@@ -87,24 +88,3 @@ def _own(grads: list[Tensor | None], leaves: list[Tensor]) -> None:
             del grad
             own(lone, [leaf])
             grads[index] = lone.pop()
-
-
-@contextmanager
-def grads_put_back(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Let the block start from an empty `.grad`, and put back what stood there.
-
-    Args:
-        leaves: Leaf tensors, each once.
-    """
-    before = [leaf.grad for leaf in leaves]
-    # One that is part of a buffer, as DistributedDataParallel's views are, is written into.
-    numbers = [None if g is None or g._base is None else g.detach().clone() for g in before]
-    try:
-        for leaf in leaves:
-            leaf.grad = None
-        yield
-    finally:
-        for leaf, grad, kept in zip(leaves, before, numbers, strict=True):
-            leaf.grad = grad
-            if grad is not None and kept is not None:
-                grad.detach().copy_(kept)

@@ -9,15 +9,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit import _pytree
-from gradkit._inputs import (
+from gradkit._checks.call import refuse_gathered
+from gradkit._core import pytree
+from gradkit._core.inputs import (
     Params,
     read_params,
 )
-from gradkit._leaf import is_dtensor
-from gradkit._ownership import PLAIN_TYPES
-from gradkit._pytree import PyTree
-from gradkit._refusals import refuse_gathered
+from gradkit._core.leaf import is_dtensor
+from gradkit._core.ownership import PLAIN_TYPES
+from gradkit._core.pytree import PyTree
 from gradkit.errors import (
     LeafTypeError,
     StructureError,
@@ -40,7 +40,7 @@ def match(params: PyTree, grads: PyTree) -> Pairs:
         Pairs of a leaf tensor and its gradient, or None.
     """
     wanted = read_leaves(params)
-    given = _pytree.matching_leaves(wanted.spec, "params", grads, "grads")
+    given = pytree.flatten_up_to(wanted.spec, "params", grads, "grads")
     if _plainly_match(wanted, given):
         return list(zip(wanted.variables, given, strict=True))
     pairs: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -49,7 +49,7 @@ def match(params: PyTree, grads: PyTree) -> Pairs:
         if wrong is None and leaf is not None and id(leaf) in pairs:
             wrong = _tie_mismatch(pairs[id(leaf)][1], grad)
         if wrong is not None:
-            where = _pytree.path(wanted.spec, index, "grads")
+            where = pytree.path(wanted.spec, index, "grads")
             error = LeafTypeError if not isinstance(grad, Tensor | None) else StructureError
             raise error(message(where, *wrong, "pass the gradients of these very params"))
         if leaf is not None:
@@ -131,7 +131,7 @@ def read_leaves(params: PyTree) -> Params:
         if leaf is not None and not leaf.is_leaf:
             raise LeafTypeError(
                 message(
-                    _pytree.path(wanted.spec, index, "params"),
+                    pytree.path(wanted.spec, index, "params"),
                     "a leaf tensor, which has a .grad",
                     f"{describe(leaf)} with a history",
                     "use value_and_grads or safe_retain for the gradients of intermediate values",

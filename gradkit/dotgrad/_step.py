@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from gradkit._ownership import copy_for
-from gradkit._passes import ordinary_mode
-from gradkit._pytree import PyTree
-from gradkit._uncompiled import uncompiled
-from gradkit.dotgrad._capture import grads_put_back
+from gradkit._autograd.passes import ordinary_mode
+from gradkit._compat.dynamo import disable_compile
+from gradkit._core.ownership import copy_for
+from gradkit._core.pytree import PyTree
+from gradkit._state.dot_grad import grads_put_back
 from gradkit.dotgrad._pairs import Pairs, match, unique
 from gradkit.errors import (
     StructureError,
@@ -23,7 +23,7 @@ from gradkit.errors import (
 )
 
 
-@uncompiled
+@disable_compile
 def step_(
     optimizer: Optimizer, params: PyTree, grads: PyTree, *, scaler: GradScaler | None = None
 ) -> None:

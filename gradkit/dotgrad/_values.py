@@ -6,14 +6,14 @@ from typing import Literal
 
 from torch import Tensor
 
-from gradkit import _pytree
-from gradkit._inputs import (
+from gradkit._autograd.passes import UNUSED, ordinary_mode
+from gradkit._compat.dynamo import disable_compile
+from gradkit._core import pytree
+from gradkit._core.inputs import (
     check_option,
 )
-from gradkit._ownership import copy_for, zeros_for
-from gradkit._passes import UNUSED, ordinary_mode
-from gradkit._pytree import PyTree
-from gradkit._uncompiled import uncompiled
+from gradkit._core.ownership import copy_for, zeros_for
+from gradkit._core.pytree import PyTree
 from gradkit.dotgrad._pairs import match, read_leaves, unique
 from gradkit.errors import (
     UnreachedParamError,
@@ -21,7 +21,7 @@ from gradkit.errors import (
 )
 
 
-@uncompiled
+@disable_compile
 def read_grads(params: PyTree, *, unused: Literal["none", "zeros", "error"] = "none") -> PyTree:
     """Return copies of what stands in `.grad`.
 
@@ -54,17 +54,17 @@ def read_grads(params: PyTree, *, unused: Literal["none", "zeros", "error"] = "n
         grad = None if leaf is None else leaf.grad
         if grad is None and leaf is not None and leaf.requires_grad and unused != "none":
             if unused == "error":
-                where = _pytree.path(wanted.spec, index, "params")
+                where = pytree.path(wanted.spec, index, "params")
                 do = "call backward() first, or allow it: unused='none'"
                 raise UnreachedParamError(message(where, "a tensor with a .grad", "None", do))
             found.append(zeros_for(leaf))
         else:
             with ordinary_mode():
                 found.append(None if grad is None else grad.detach().clone())
-    return _pytree.unflatten(wanted.spec, found)
+    return pytree.unflatten(wanted.spec, found)
 
 
-@uncompiled
+@disable_compile
 def write_grads_(params: PyTree, grads: PyTree) -> None:
     """Set every `.grad` to a copy of the gradient given; None sets None.
 
@@ -95,7 +95,7 @@ def write_grads_(params: PyTree, grads: PyTree) -> None:
             leaf.grad = None if grad is None else copy_for(grad.detach(), leaf)
 
 
-@uncompiled
+@disable_compile
 def clear_grads_(params: PyTree) -> None:
     """Set every `.grad` to None.
 

@@ -17,10 +17,12 @@ from torch import Tensor
 from torch._functorch.eager_transforms import _autograd_grad
 from torch.func import vjp
 
-from gradkit import _graph, _hazards, _pytree
-from gradkit._inputs import Losses, read_losses
-from gradkit._pytree import PyTree, Structure
-from gradkit._stack import detached, differentiated, ordinary_mode
+from gradkit._checks import unsupported
+from gradkit._checks.op_monitor import OpMonitor
+from gradkit._compat.transforms import detached, differentiated, ordinary_mode
+from gradkit._core import graph, pytree
+from gradkit._core.inputs import Losses, read_losses
+from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import (
     DetachedLossError,
     GradkitError,
@@ -30,7 +32,6 @@ from gradkit.errors import (
     describe,
     message,
 )
-from gradkit.func._traps import Watch
 from gradkit.func._variables import Variables, copied
 
 
@@ -48,7 +49,7 @@ class Passes:
     variables: tuple[Tensor, ...]
     level: int | None
     differentiable: bool
-    watch: Watch
+    watch: OpMonitor
 
     def depends(self, output: Tensor) -> bool:
         """Return whether an output was computed from the variables.
@@ -95,8 +96,8 @@ class Passes:
 
     def _refuse_wrong_derivative(self, live: Sequence[Tensor], create: bool) -> None:
         if create and self.level is not None:
-            nodes = _graph.nodes_below(live)
-            _hazards.refuse_wrong_derivative("the loss", self.variables, nodes)
+            nodes = graph.nodes_below(live)
+            unsupported.refuse_wrong_derivative("the loss", self.variables, nodes)
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def differentiate(
     *,
     has_aux: bool,
     scalar: bool,
-    watch: Watch | None = None,
+    watch: OpMonitor | None = None,
 ) -> Outcome:
     """Call a function in a level of its own, and run passes from its losses.
 
@@ -145,7 +146,7 @@ def differentiate(
         UnsupportedGraphError: The function does what a level cannot follow.
     """
     differentiable = differentiated()
-    watch = Watch() if watch is None else watch
+    watch = OpMonitor() if watch is None else watch
     outside: list[Any] = []
 
     def inside(*tensors: Tensor) -> tuple[Tensor, Any]:
@@ -197,12 +198,12 @@ def tensors_of(tree: PyTree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]],
     Raises:
         LeafTypeError: A leaf may hold tensors that would come out of the level unusable.
     """
-    leaves, spec = _pytree.flatten(tree)
+    leaves, spec = pytree.flatten(tree)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) and not is_constant(leaf):
             raise LeafTypeError(
                 message(
-                    _pytree.path(spec, index, "aux"),
+                    pytree.path(spec, index, "aux"),
                     "a tensor, or a constant: a number, text, a function, a module",
                     f"{describe(leaf)}, which is no tree that optree knows",
                     "return a dict; or register the class: optree.register_pytree_node",
@@ -212,7 +213,7 @@ def tensors_of(tree: PyTree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]],
 
     def put_back(tensors: Iterable[Tensor]) -> PyTree:
         rest = iter(tensors)
-        return _pytree.unflatten(spec, [next(rest) if o is None else o[0] for o in others])
+        return pytree.unflatten(spec, [next(rest) if o is None else o[0] for o in others])
 
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)], put_back
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from gradkit import _pytree
-from gradkit._inputs import Losses, read_weights
-from gradkit._pytree import PyTree
-from gradkit._rows import level_of_the_caller, one_hot
+from gradkit._autograd.jacobian import level_of_the_caller, one_hot
+from gradkit._core import pytree
+from gradkit._core.inputs import Losses, read_weights
+from gradkit._core.pytree import PyTree
 from gradkit.errors import GradkitError, GradkitWarning, StructureError, message
 from gradkit.func._level import Passes, differentiate
 from gradkit.func._variables import ArgNums, owned, read_variables
@@ -83,7 +83,7 @@ def value_and_grads(
             return [passes.grads(losses.leaves, seeds, retain=False)]
 
         out = differentiate(fn, given, kwargs, run, has_aux=has_aux, scalar=True)
-        values = _pytree.unflatten(out.spec, out.values)
+        values = pytree.unflatten(out.spec, out.values)
         grads = given.to_tree(owned(out.grads[0], given.tensors))
         return ((values, out.aux), grads) if has_aux else (values, grads)
 
@@ -164,7 +164,7 @@ def per_loss_grads(
             shape = tuple(loss.shape)
             grads, out.grads[index] = out.grads[index], []
             trees.append(given.to_tree(owned(grads, given.tensors, shape), shape))
-        by_loss = _pytree.unflatten(out.spec, trees)
+        by_loss = pytree.unflatten(out.spec, trees)
         return (by_loss, out.aux) if has_aux else by_loss
 
     return call

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gradkit._inputs import refuse_distributed
+from gradkit._checks import checkpoints
+from gradkit._core.inputs import refuse_distributed
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
-from gradkit.func import _checkpoints
 from gradkit.func._read_only import ReadOnly
 
 Named: TypeAlias = dict[str, Tensor]
@@ -89,10 +89,10 @@ def make_functional(
         # Copies: what the forward pass writes on is new.
         new = {name: t.clone() for name, t in _read(buffers, buffer_names, "buffers").items()}
         both = {**given, **{name: new[first] for name, first in every_name.items()}}
-        was = _checkpoints.before((given, new, args, kwargs))
+        was = checkpoints.before((given, new, args, kwargs))
         with as_before(module), _reading_only(given.values()):
             out = functional_call(module, both, args, kwargs)
-        _checkpoints.refuse(out, was)
+        checkpoints.refuse(out, was)
         _refuse_apart(both, apart)
         # A buffer that was assigned, and not written on, is in the dictionary.
         return out, {name: both[name] for name in buffer_names}

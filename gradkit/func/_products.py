@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.func import jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gradkit import _pytree
-from gradkit._inputs import check_option
-from gradkit._pytree import PyTree
-from gradkit._stack import detached, ordinary_mode
+from gradkit._compat.transforms import detached, ordinary_mode
+from gradkit._core import pytree
+from gradkit._core.inputs import check_option
+from gradkit._core.pytree import PyTree
 from gradkit.errors import (
     GradkitError,
     LeafTypeError,
@@ -130,18 +130,18 @@ def _forward(
 
 def _directions(given: Variables, primals: PyTree, tangents: PyTree) -> list[Tensor]:
     """Return one direction for each variable."""
-    _, spec = _pytree.flatten(primals)
-    along = _pytree.matching_leaves(spec, "primals", tangents, "tangents")
+    _, spec = pytree.flatten(primals)
+    along = pytree.flatten_up_to(spec, "primals", tangents, "tangents")
     found: dict[int, Tensor] = {}
     for index, (slot, tangent) in enumerate(zip(given.slots, along, strict=True)):
         if slot is None:
             continue
         variable = given.tensors[slot]
-        where = _pytree.path(spec, index, "tangents")
+        where = pytree.path(spec, index, "tangents")
         if variable.dtype.is_complex:
             raise LeafTypeError(
                 message(
-                    _pytree.path(spec, index, "primals"),
+                    pytree.path(spec, index, "primals"),
                     "a real tensor",
                     describe(variable),
                     "differentiate by torch.view_as_real of it",

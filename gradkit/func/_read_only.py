@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gradkit._stack import transforms
+from gradkit._compat.transforms import transforms
 from gradkit.errors import UnsupportedGraphError, message
 
 _WRITES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from gradkit import _chance, _pytree
-from gradkit._inputs import check_option
-from gradkit._ownership import empty_for
-from gradkit._pytree import PyTree, Structure
-from gradkit._stack import detached, ordinary_mode, transforms
+from gradkit._checks.op_monitor import OpMonitor
+from gradkit._compat.transforms import detached, ordinary_mode, transforms
+from gradkit._core import pytree
+from gradkit._core.inputs import check_option
+from gradkit._core.ownership import empty_for
+from gradkit._core.pytree import PyTree, Structure
+from gradkit._state import rng
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 from gradkit.func._level import differentiate, gradient_of_the_sum, is_constant, tensors_of
 from gradkit.func._losses import check_chunk_size
-from gradkit.func._traps import Watch
 from gradkit.func._variables import ArgNums, Variables, owned, read_variables
 
 Randomness: TypeAlias = Literal["error", "same", "different"]
@@ -85,11 +86,11 @@ def per_sample_grads(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = read_variables(args, argnums)
-        leaves, spec = _pytree.flatten(args)
+        leaves, spec = pytree.flatten(args)
         dims = _read_dims(in_dims, args, given.places)
         size = _size_of_batch(leaves, dims, spec)
         _refuse_unbatched(leaves, dims, spec, kwargs)
-        _refuse_two_dims(given, _pytree.unflatten(spec, dims))
+        _refuse_two_dims(given, pytree.unflatten(spec, dims))
         outside: list[Any] = []
 
         def one(*batched: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -97,8 +98,8 @@ def per_sample_grads(
             sample = [
                 leaf if dim is None else next(rest) for leaf, dim in zip(leaves, dims, strict=True)
             ]
-            of_sample = given.at(_pytree.unflatten(spec, sample))
-            watch = Watch(per_sample=True)
+            of_sample = given.at(pytree.unflatten(spec, sample))
+            watch = OpMonitor(per_sample=True)
             out = differentiate(
                 fn,
                 of_sample,
@@ -112,7 +113,7 @@ def per_sample_grads(
             outside[:] = [put_back]
             return out.grads[0], tensors
 
-        first = given.at(_pytree.unflatten(spec, list(map(_first_of_batch, leaves, dims))))
+        first = given.at(pytree.unflatten(spec, list(map(_first_of_batch, leaves, dims))))
         over = [(detached(x), dim) for x, dim in zip(leaves, dims, strict=True) if dim is not None]
         with ordinary_mode():
             batch = _Batch(one, [x for x, _ in over], tuple(dim for _, dim in over), size)
@@ -163,13 +164,13 @@ class _Batch:
         torch's own chunks are joined at the end, which takes the memory of the results twice, and
         draw other numbers for each chunk on CUDA where they are to be the same.
         """
-        kept = _chance.states(self.tensors)
+        kept = rng.states(self.tensors)
         results: list[Tensor] = []
         aux_parts: list[list[Tensor]] = []
         for start in range(0, self.size, chunk_size):
             count = min(chunk_size, self.size - start)
             if randomness == "same":
-                _chance.restore(kept)
+                rng.restore(kept)
             some = [
                 x.narrow(dim, start, count) for x, dim in zip(self.tensors, self.dims, strict=True)
             ]
@@ -193,14 +194,14 @@ def _refuse_unbatched(
         if dim is None and not isinstance(leaf, Tensor) and not is_constant(leaf):
             raise LeafTypeError(
                 message(
-                    _pytree.path(spec, index, "args"),
+                    pytree.path(spec, index, "args"),
                     "a tensor, or a constant: a number, text, a function, a module",
                     f"{describe(leaf)}, which is no tree that optree knows",
                     "pass tensors; register the class: optree.register_pytree_node",
                 )
             )
     for name, value in kwargs.items():
-        if any(isinstance(leaf, Tensor) for leaf in _pytree.flatten(value)[0]):
+        if any(isinstance(leaf, Tensor) for leaf in pytree.flatten(value)[0]):
             raise StructureError(
                 message(
                     name,
@@ -212,7 +213,7 @@ def _refuse_unbatched(
 
 
 def _refuse_two_dims(given: Variables, dims: PyTree) -> None:
-    by_leaf, _ = _pytree.flatten(tuple(dims[place] for place in given.places))
+    by_leaf, _ = pytree.flatten(tuple(dims[place] for place in given.places))
     first: dict[int, int | None] = {}
     for slot, dim in zip(given.slots, by_leaf, strict=True):
         if slot is not None and first.setdefault(slot, dim) != dim:
@@ -236,7 +237,7 @@ def _read_dims(in_dims: PyTree, args: tuple[Any, ...], places: tuple[int, ...]) 
         return [
             0 if isinstance(leaf, Tensor) and place not in places else None
             for place, arg in enumerate(args)
-            for leaf in _pytree.flatten(arg)[0]
+            for leaf in pytree.flatten(arg)[0]
         ]
     by_arg = (in_dims,) * len(args) if isinstance(in_dims, int) else in_dims
     if not isinstance(by_arg, tuple | list) or len(by_arg) != len(args):
@@ -252,8 +253,8 @@ def _read_dims(in_dims: PyTree, args: tuple[Any, ...], places: tuple[int, ...]) 
         None if leaf is None else dim
         for place, (entry, arg) in enumerate(zip(by_arg, args, strict=True))
         for leaf, dim in zip(
-            _pytree.flatten(arg)[0],
-            _pytree.spread(entry, f"in_dims[{place}]", arg, f"args[{place}]"),
+            pytree.flatten(arg)[0],
+            pytree.broadcast_prefix(entry, f"in_dims[{place}]", arg, f"args[{place}]"),
             strict=True,
         )
     ]
@@ -268,7 +269,7 @@ def _size_of_batch(leaves: list[Any], dims: list[int | None], spec: Structure) -
         if not fits or not -leaf.dim() <= dim < leaf.dim():
             raise StructureError(
                 message(
-                    _pytree.path(spec, index, "args"),
+                    pytree.path(spec, index, "args"),
                     f"a tensor with the batch dimension {dim!r}",
                     describe(leaf),
                     "give in_dims, with None for what is not batched: in_dims=(None, 0, None)",
@@ -278,7 +279,7 @@ def _size_of_batch(leaves: list[Any], dims: list[int | None], spec: Structure) -
     if list(sizes) == [0]:
         raise StructureError(
             message(
-                _pytree.path(spec, sizes[0], "args"),
+                pytree.path(spec, sizes[0], "args"),
                 "a batch of at least one sample",
                 "an empty one",
                 "skip it: it has no gradients",
@@ -298,8 +299,8 @@ def _size_of_batch(leaves: list[Any], dims: list[int | None], spec: Structure) -
     (size, first), (other, index), *_ = sizes.items()
     raise StructureError(
         message(
-            _pytree.path(spec, index, "args"),
-            f"a batch of {size}, as {_pytree.path(spec, first, 'args')} has",
+            pytree.path(spec, index, "args"),
+            f"a batch of {size}, as {pytree.path(spec, first, 'args')} has",
             f"one of {other}",
             "pass as many targets as inputs, or give in_dims, with None for what is not batched",
         )

@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gradkit import _pytree
-from gradkit._ownership import grad_dtype, own, zeros_for
-from gradkit._pytree import PyTree, Structure
-from gradkit._stack import transforms
+from gradkit._compat.transforms import transforms
+from gradkit._core import pytree
+from gradkit._core.ownership import grad_dtype, own, zeros_for
+from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import (
     LeafTypeError,
     StructureError,
@@ -52,7 +52,7 @@ class Variables:
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """Return the arguments, with these tensors in all places where the variables stand."""
         args = list(self.args)
-        trees = _pytree.unflatten(self.spec, self.placed(tensors))
+        trees = pytree.unflatten(self.spec, self.placed(tensors))
         for place, arg in zip(self.places, trees, strict=True):
             args[place] = arg
         return tuple(args)
@@ -66,7 +66,7 @@ class Variables:
 
     def at(self, args: tuple[Any, ...]) -> Variables:
         """Return the same variables of other arguments, of the same structure."""
-        leaves, _ = _pytree.flatten(tuple(args[place] for place in self.places))
+        leaves, _ = pytree.flatten(tuple(args[place] for place in self.places))
         tensors = [leaves[self.slots.index(slot)] for slot in range(len(self.tensors))]
         return replace(self, args=args, leaves=leaves, tensors=tensors)
 
@@ -95,7 +95,7 @@ class Variables:
         copies = copied([placed[place] for place in further])
         for place, copy in zip(further, copies, strict=True):
             placed[place] = copy
-        trees = _pytree.unflatten(self.spec, placed)
+        trees = pytree.unflatten(self.spec, placed)
         return trees[0] if self.alone else trees
 
 
@@ -116,7 +116,7 @@ def read_variables(args: tuple[Any, ...], argnums: ArgNums, root: str | None = N
         UnreachedParamError: There is nothing to differentiate by.
     """
     places = _places(argnums, len(args))
-    leaves, spec = _pytree.flatten(tuple(args[place] for place in places))
+    leaves, spec = pytree.flatten(tuple(args[place] for place in places))
     tensors: list[Tensor] = []
     slots: list[int | None] = []
     find = _finder(tensors)
@@ -171,7 +171,7 @@ def _places(argnums: object, count: int) -> tuple[int, ...]:
 
 def _path(spec: Structure, index: int, places: tuple[int, ...], root: str | None) -> str:
     # As the caller numbers them: the first of several differentiated arguments may be args[2].
-    inside = _pytree.path(spec, index, "")
+    inside = pytree.path(spec, index, "")
     number, _, rest = inside.removeprefix("[").partition("]")
     return f"{root or f'args[{places[int(number)]}]'}{rest}"
 

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit._stack import transforms
+from gradkit._compat.transforms import transforms
 
 Tensors: TypeAlias = list[Tensor]
 # A hyper-parameter of the tensors in a list: a number, or one number or tensor for each of them.

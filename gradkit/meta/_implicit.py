@@ -9,11 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gradkit import _graph, _hazards, _pytree, tree
-from gradkit._inputs import check_option, open_up, read_losses
-from gradkit._pytree import PyTree
-from gradkit._rows import level_of_the_caller
-from gradkit._stack import is_dual, transforms
+from gradkit import tree
+from gradkit._autograd.jacobian import level_of_the_caller
+from gradkit._checks import unsupported
+from gradkit._compat.transforms import is_dual, transforms
+from gradkit._core import graph, pytree
+from gradkit._core.inputs import check_option, expand_params, read_losses
+from gradkit._core.pytree import PyTree
+from gradkit._state.replay import Replay
 from gradkit.errors import (
     GradkitWarning,
     LeafTypeError,
@@ -24,7 +27,6 @@ from gradkit.errors import (
     message,
 )
 from gradkit.func._variables import Variables, read_variables
-from gradkit.meta._replay import Replay
 from gradkit.meta._solvers import Solve, linear_solver
 
 
@@ -95,18 +97,18 @@ def implicit(
         )
 
     def find(params: PyTree, outer: PyTree) -> PyTree:
-        leaves, spec = open_up(params, "params")
-        given = read_variables((_pytree.unflatten(spec, leaves),), 0, "params")
+        leaves, spec = expand_params(params, "params")
+        given = read_variables((pytree.unflatten(spec, leaves),), 0, "params")
         _refuse_kinds(given, outer)
         minimum = _solved(solver, given, outer)
         system = _System(inner_loss, given, outer, linear_solver(solve, maxiter, tol), tol, damping)
-        return _pytree.unflatten(given.spec, given.placed(system.attach(minimum)))[0]
+        return pytree.unflatten(given.spec, given.placed(system.attach(minimum)))[0]
 
     return find
 
 
 def _refuse_kinds(given: Variables, outer: PyTree) -> None:
-    tensors = [x for x in _pytree.flatten(outer)[0] if isinstance(x, Tensor)]
+    tensors = [x for x in pytree.flatten(outer)[0] if isinstance(x, Tensor)]
     if transforms() or any(map(is_dual, tensors)):
         raise UnsupportedGraphError(
             message(
@@ -128,11 +130,11 @@ def _solved(
     """Return the minimum, one tensor for each variable, that nobody else has."""
     # Copies: a solver may well write on where it starts, as an optimizer does.
     start = given.with_tensors([x.detach().clone() for x in given.tensors])[0]
-    leaves, spec = _pytree.flatten(outer)
+    leaves, spec = pytree.flatten(outer)
     apart = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    result = solver(start, _pytree.unflatten(spec, apart))
-    found = _pytree.matching_leaves(
-        _pytree.flatten(start)[1], "params", result, "solver(params, outer)"
+    result = solver(start, pytree.unflatten(spec, apart))
+    found = pytree.flatten_up_to(
+        pytree.flatten(start)[1], "params", result, "solver(params, outer)"
     )
     for slot, leaf in zip(given.slots, found, strict=True):
         if slot is None:
@@ -166,7 +168,7 @@ class _System:
     ) -> None:
         self._inner_loss = inner_loss
         self._given = given
-        leaves, self._outer_spec = _pytree.flatten(outer)
+        leaves, self._outer_spec = pytree.flatten(outer)
         self._others = [None if isinstance(x, Tensor) else (x,) for x in leaves]
         self._outer = [x for x in leaves if isinstance(x, Tensor)]
         self._solve = solve
@@ -182,9 +184,9 @@ class _System:
         with torch.enable_grad(), self._replay.recording():
             at, by = _apart(minimum), _apart(outer)
             loss = self._loss(at, by)
-        nodes = _graph.nodes_below([loss])
-        _hazards.refuse_wrong_derivative("inner_loss", at, nodes)
-        reached = _graph.leaves_of(nodes)
+        nodes = graph.nodes_below([loss])
+        unsupported.refuse_wrong_derivative("inner_loss", at, nodes)
+        reached = graph.leaves_of(nodes)
         if reached.isdisjoint(map(id, at)):
             raise UnreachedParamError(_constant_loss())
         if reached - set(map(id, [*at, *by])):
@@ -197,14 +199,14 @@ class _System:
                     'pass it in outer, not inside of a module: find(params, {"name": tensor})',
                 )
             )
-        self._replay.came_to([loss])
+        self._replay.record_outputs([loss])
         if not any(x.requires_grad for x in outer):
             return minimum
         return list(_AtMinimum.apply(self, len(minimum), *minimum, *outer))  # type: ignore[no-untyped-call]
 
     def _loss(self, at: list[Tensor], by: list[Tensor]) -> Tensor:
         rest = iter(by)
-        outer = _pytree.unflatten(
+        outer = pytree.unflatten(
             self._outer_spec, [next(rest) if o is None else o[0] for o in self._others]
         )
         loss = self._inner_loss(self._given.with_tensors(at)[0], outer)
@@ -266,11 +268,11 @@ class _System:
             (None if leaf is None else torch.zeros_like(leaf)) if slot is None else tensors[slot]
             for leaf, slot in zip(given.leaves, given.slots, strict=True)
         ]
-        return _pytree.unflatten(given.spec, placed)[0]
+        return pytree.unflatten(given.spec, placed)[0]
 
     def _check(self, u: PyTree) -> None:
-        like, spec = _pytree.flatten(self._given.with_tensors(self._given.tensors)[0])
-        leaves = _pytree.matching_leaves(spec, "params", u, "solve(matvec, v)")
+        like, spec = pytree.flatten(self._given.with_tensors(self._given.tensors)[0])
+        leaves = pytree.flatten_up_to(spec, "params", u, "solve(matvec, v)")
         for slot, leaf, wanted in zip(self._given.slots, leaves, like, strict=True):
             if slot is not None and (not isinstance(leaf, Tensor) or leaf.shape != wanted.shape):
                 raise StructureError(
@@ -283,7 +285,7 @@ class _System:
                 )
 
     def _variables(self, direction: PyTree) -> list[Tensor]:
-        leaves, _ = _pytree.flatten(direction)
+        leaves, _ = pytree.flatten(direction)
         tensors = self._given.tensors
         return [
             leaves[self._given.slots.index(slot)].to(tensors[slot].dtype)

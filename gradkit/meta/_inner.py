@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradkit import _graph, _hazards, _pytree
-from gradkit._inputs import Losses, read_losses
-from gradkit._pytree import PyTree
-from gradkit._stack import transforms
+from gradkit._checks import checkpoints, unsupported
+from gradkit._compat.transforms import transforms
+from gradkit._core import graph, pytree
+from gradkit._core.inputs import Losses, read_losses
+from gradkit._core.pytree import PyTree
 from gradkit.errors import StructureError, UnreachedParamError, describe, message
-from gradkit.func import _checkpoints
 from gradkit.func._level import Passes, differentiate
 from gradkit.func._variables import Variables
 from gradkit.meta._optimizer import Optimizer
@@ -36,7 +36,7 @@ class Carry:
 
 
 @dataclass(frozen=True)
-class Reads:
+class StepInputs:
     """What a step reads beside the carry.
 
     Attributes:
@@ -68,7 +68,9 @@ class Inner:
     grad_transform: Callable[[PyTree], PyTree] | None
     has_aux: bool
 
-    def step(self, carry: Carry, reads: Reads, *, create: bool) -> tuple[Carry, Tensor, PyTree]:
+    def step(
+        self, carry: Carry, reads: StepInputs, *, create: bool
+    ) -> tuple[Carry, Tensor, PyTree]:
         """Return the carry after a step, the inner loss, and aux.
 
         Args:
@@ -88,15 +90,15 @@ class Inner:
         return Carry(new, state), value, aux
 
     def _eager(
-        self, tensors: list[Tensor], reads: Reads, *, create: bool
+        self, tensors: list[Tensor], reads: StepInputs, *, create: bool
     ) -> tuple[Tensor, Grads, PyTree]:
         with torch.enable_grad():
             # Views: what outer variables or batches share with params is not params.
             at = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
             (params,) = self.given.with_tensors(at)
-            was = _checkpoints.before(at)
+            was = checkpoints.before(at)
             loss, aux = self._loss(self.loss_fn(params, reads.outer, reads.batch))
-            _checkpoints.refuse((loss, aux), was)
+            checkpoints.refuse((loss, aux), was)
             _refuse(loss, at, create=create)
             grads = torch.autograd.grad(loss, at, create_graph=create, allow_unused=True)
         if all(grad is None for grad in grads):
@@ -104,7 +106,7 @@ class Inner:
         return loss, list(grads), aux
 
     def _functional(
-        self, tensors: list[Tensor], reads: Reads, *, create: bool
+        self, tensors: list[Tensor], reads: StepInputs, *, create: bool
     ) -> tuple[Tensor, Grads, PyTree]:
         reached: list[int] = []
 
@@ -142,11 +144,11 @@ class Inner:
 
     def _transformed(self, grads: Grads) -> Grads:
         assert self.grad_transform is not None
-        tree = _pytree.unflatten(
+        tree = pytree.unflatten(
             self.given.spec, [None if slot is None else grads[slot] for slot in self.given.slots]
         )[0]
-        leaves = _pytree.matching_leaves(
-            _pytree.flatten(tree)[1], "params", self.grad_transform(tree), "grad_transform(grads)"
+        leaves = pytree.flatten_up_to(
+            pytree.flatten(tree)[1], "params", self.grad_transform(tree), "grad_transform(grads)"
         )
         return [leaves[self.given.slots.index(slot)] for slot in range(len(grads))]
 
@@ -154,15 +156,15 @@ class Inner:
 def _refuse(loss: Tensor, tensors: list[Tensor], *, create: bool) -> None:
     if not loss.requires_grad:
         raise UnreachedParamError(_nothing_reached())
-    hazards = _hazards.custom_functions_alive()
+    hazards = unsupported.custom_functions_alive()
     if hazards or create:
         # Only this step: a walk through all steps before it would make the loop quadratic.
-        stop = {_graph.edge(tensor).node for tensor in tensors}
-        nodes = _graph.nodes_below([loss], stop) | stop
+        stop = {graph.edge(tensor).node for tensor in tensors}
+        nodes = graph.nodes_below([loss], stop) | stop
         if hazards:
-            _hazards.refuse_hazards(set(map(type, nodes - stop)), "the inner loss")
+            unsupported.refuse_hazards(set(map(type, nodes - stop)), "the inner loss")
         if create:
-            _hazards.refuse_wrong_derivative("the inner loss", tensors, nodes)
+            unsupported.refuse_wrong_derivative("the inner loss", tensors, nodes)
 
 
 def _nothing_reached() -> str:

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from gradkit import _pytree
-from gradkit._inputs import open_up
-from gradkit._pytree import PyTree
+from gradkit._core import pytree
+from gradkit._core.inputs import expand_params
+from gradkit._core.pytree import PyTree
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 from gradkit.meta._arithmetic import Tensors
 
@@ -36,14 +36,14 @@ class Optimizer:
         hyper: Its hyper-parameters by name.
         entries: What the state holds for each leaf, and how an entry starts, from the leaf.
         rule: The update of the leaves that have a gradient.
-        one_for_all: A hyper-parameter is one value, and no tree with one for each leaf.
+        scalar_hyperparams: A hyper-parameter is one value, and no tree with one for each leaf.
     """
 
     name: str
     hyper: Mapping[str, Hyper]
     entries: Mapping[str, Callable[[Tensor], Any]]
     rule: Rule
-    one_for_all: bool = False
+    scalar_hyperparams: bool = False
 
     def init(self, params: PyTree) -> State:
         """Return the state before the first step.
@@ -54,9 +54,9 @@ class Optimizer:
         Returns:
             For each entry (`"step"`, `"exp_avg"`, ...) a tree like `params`.
         """
-        leaves, spec = open_up(params, "params")
+        leaves, spec = expand_params(params, "params")
         return {
-            name: _pytree.unflatten(spec, [None if x is None else start(x) for x in leaves])
+            name: pytree.unflatten(spec, [None if x is None else start(x) for x in leaves])
             for name, start in self.entries.items()
         }
 
@@ -81,18 +81,18 @@ class Optimizer:
             LeafTypeError: What is to be moved, or a hyper-parameter, cannot be.
             StructureError: The trees do not match, or there is no such hyper-parameter.
         """
-        leaves, spec = open_up(params, "params")
-        by_leaf = _pytree.matching_leaves(spec, "params", grads, "grads")
+        leaves, spec = expand_params(params, "params")
+        by_leaf = pytree.flatten_up_to(spec, "params", grads, "grads")
         self._check(leaves, by_leaf, state, spec, hyper)
         columns = {
-            name: _pytree.matching_leaves(spec, "params", state[name], f"state[{name!r}]")
+            name: pytree.flatten_up_to(spec, "params", state[name], f"state[{name!r}]")
             for name in self.entries
         }
         settings = {**self.hyper, **hyper}
-        params = _pytree.unflatten(spec, leaves)  # an iterator can be read only once
+        params = pytree.unflatten(spec, leaves)  # an iterator can be read only once
         moving = [i for i, grad in enumerate(by_leaf) if grad is not None]
         if not moving:
-            return _pytree.unflatten(spec, leaves), state
+            return pytree.unflatten(spec, leaves), state
         new, entries = self.rule(
             [leaves[i] for i in moving],
             [by_leaf[i].to(leaves[i].dtype) for i in moving],
@@ -104,8 +104,8 @@ class Optimizer:
             leaves[place] = leaf.to(leaves[place].dtype)
             for name, column in columns.items():
                 column[place] = _own(entry[name], taken)
-        after = {name: _pytree.unflatten(spec, column) for name, column in columns.items()}
-        return _pytree.unflatten(spec, leaves), after
+        after = {name: pytree.unflatten(spec, column) for name, column in columns.items()}
+        return pytree.unflatten(spec, leaves), after
 
     def spread(
         self, hyper: Mapping[str, Hyper], params: PyTree, moving: Sequence[int]
@@ -120,7 +120,7 @@ class Optimizer:
         Returns:
             By name a number, or a list with a number or a tensor for each of these leaves.
         """
-        if self.one_for_all:
+        if self.scalar_hyperparams:
             return hyper
         return {name: _spread(value, name, params, moving) for name, value in hyper.items()}
 
@@ -148,7 +148,7 @@ class Optimizer:
         leaves: list[Any],
         grads: list[Any],
         state: State,
-        spec: _pytree.Structure,
+        spec: pytree.Structure,
         hyper: Mapping[str, Hyper],
     ) -> None:
         unknown = [name for name in hyper if name not in self.hyper]
@@ -167,19 +167,19 @@ class Optimizer:
                 continue
             if not isinstance(leaf, Tensor) or not isinstance(grad, Tensor):
                 root, wrong = ("grads", grad) if isinstance(leaf, Tensor) else ("params", leaf)
-                where = _pytree.path(spec, index, root)
+                where = pytree.path(spec, index, root)
                 raise LeafTypeError(
                     message(where, "a tensor or None", describe(wrong), "pass a tensor")
                 )
             if not leaf.is_floating_point() and not leaf.is_complex():
-                where = _pytree.path(spec, index, "params")
+                where = pytree.path(spec, index, "params")
                 raise LeafTypeError(
                     message(where, "a floating-point tensor", describe(leaf), "give None as grad")
                 )
             if grad.shape != leaf.shape:
                 raise StructureError(
                     message(
-                        _pytree.path(spec, index, "grads"),
+                        pytree.path(spec, index, "grads"),
                         f"a gradient of shape {tuple(leaf.shape)}",
                         describe(grad),
                         "pass the gradient by this parameter",
@@ -202,20 +202,20 @@ def _spread(value: Hyper, name: str, params: PyTree, moving: Sequence[int]) -> A
         return tuple(_spread(beta, f"betas[{i}]", params, moving) for i, beta in enumerate(value))
     if isinstance(value, Real):
         return float(value)
-    leaves, spec = _pytree.flatten(params)
-    spread = _pytree.spread(value, name, params, "params")
+    leaves, spec = pytree.flatten(params)
+    spread = pytree.broadcast_prefix(value, name, params, "params")
     for index, one in enumerate(spread):
         if leaves[index] is not None and not isinstance(one, Real | Tensor):
             raise LeafTypeError(
                 message(
-                    f"{name} of {_pytree.path(spec, index, 'params')}",
+                    f"{name} of {pytree.path(spec, index, 'params')}",
                     "a number or a tensor",
                     describe(one),
                     f"{name}=0.1, or a tree like params",
                 )
             )
     return [
-        _fitting(spread[i], leaves[i], partial(_pytree.path, spec, i, f"{name} of params"))
+        _fitting(spread[i], leaves[i], partial(pytree.path, spec, i, f"{name} of params"))
         for i in moving
     ]
 

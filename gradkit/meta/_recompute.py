@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradkit import _graph, _hazards, _pytree
+from gradkit._checks import unsupported
+from gradkit._core import graph, pytree
+from gradkit._state.replay import Replay
 from gradkit.errors import UnsupportedGraphError, message
 from gradkit.meta._inner import Carry
-from gradkit.meta._replay import Replay
 
 # Takes inputs, and whether to build a graph; gives the carry after, the losses, and aux.
 Run = Callable[[Any, bool], tuple[Carry, list[Tensor], Any]]
@@ -34,12 +35,12 @@ def recomputed(run: Run, inputs: Any) -> tuple[Carry, list[Tensor], Any]:
 
 
 def _tensors_of(tree: Any) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], Any]]:
-    leaves, spec = _pytree.flatten(tree)
+    leaves, spec = pytree.flatten(tree)
     others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
 
     def put_back(tensors: Iterable[Tensor]) -> Any:
         rest = iter(tensors)
-        return _pytree.unflatten(spec, [next(rest) if o is None else o[0] for o in others])
+        return pytree.unflatten(spec, [next(rest) if o is None else o[0] for o in others])
 
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)], put_back
 
@@ -96,7 +97,7 @@ class _Segment:
         except UnsupportedGraphError:
             self._replay.undo()
             raise
-        self._replay.came_to(out)
+        self._replay.record_outputs(out)
         return tuple(x.detach().clone() for x in out)
 
     def backward(
@@ -116,9 +117,11 @@ class _Segment:
             out = self._flat(own, True)
             self._replay.check(out, "loss_fn")
             if again:
-                stop = {_graph.edge(own[place]).node for place in places}
-                nodes = _graph.nodes_below([x for x in out if x.requires_grad], stop) | stop
-                _hazards.refuse_wrong_derivative("loss_fn", [own[place] for place in places], nodes)
+                stop = {graph.edge(own[place]).node for place in places}
+                nodes = graph.nodes_below([x for x in out if x.requires_grad], stop) | stop
+                unsupported.refuse_wrong_derivative(
+                    "loss_fn", [own[place] for place in places], nodes
+                )
             pairs = [
                 (x, c) for x, c in zip(out, cotangents, strict=True)
                 if c is not None and x.requires_grad
@@ -138,7 +141,7 @@ class _Segment:
 
 def _refuse_captured(out: Sequence[Tensor], own: Sequence[Tensor]) -> None:
     live = [x for x in out if x.requires_grad]
-    if live and _graph.leaves_of(_graph.nodes_below(live)) - set(map(id, own)):
+    if live and graph.leaves_of(graph.nodes_below(live)) - set(map(id, own)):
         raise UnsupportedGraphError(
             message(
                 "loss_fn",

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from gradkit import tree
-from gradkit._pytree import PyTree
+from gradkit._core.pytree import PyTree
 
 # A linear map, and a right-hand side; the solution.
 Solve: TypeAlias = Callable[[Callable[[PyTree], PyTree], PyTree], PyTree]

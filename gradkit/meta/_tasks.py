@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.func import vmap
 
-from gradkit import _pytree, tree
-from gradkit._inputs import open_up
-from gradkit._pytree import PyTree
+from gradkit import tree
+from gradkit._core import pytree
+from gradkit._core.inputs import expand_params
+from gradkit._core.pytree import PyTree
 from gradkit.errors import StructureError, describe, message
 from gradkit.func import value_and_grads as value_and_grads_of_one
 from gradkit.func._variables import read_variables
@@ -63,8 +64,8 @@ def value_and_grads(
         Finn et al. 2017, "Model-Agnostic Meta-Learning", algorithm 1,
         https://arxiv.org/abs/1703.03400
     """
-    leaves, spec = open_up(params, "params")
-    given = _pytree.unflatten(spec, leaves)
+    leaves, spec = expand_params(params, "params")
+    given = pytree.unflatten(spec, leaves)
     read_variables((given,), 0, "params")
     parts, dims, rebuild = _read_tasks(tasks, in_dims)
     count = next(part.shape[dim] for part, dim in zip(parts, dims, strict=True) if dim is not None)
@@ -73,7 +74,7 @@ def value_and_grads(
 
     def run(*of_task: Any) -> tuple[Tensor, list[Tensor]]:
         value, grads = one(given, rebuild(of_task))
-        return value, [grad for grad in _pytree.flatten(grads)[0] if grad is not None]
+        return value, [grad for grad in pytree.flatten(grads)[0] if grad is not None]
 
     total, sums = None, None
     for start in range(0, count, size):
@@ -88,21 +89,21 @@ def value_and_grads(
     assert total is not None
     means = iter(tree.scale(sums, 1 / count))
     result = [None if leaf is None else next(means) for leaf in leaves]
-    return total / count, _pytree.unflatten(spec, result)
+    return total / count, pytree.unflatten(spec, result)
 
 
 def _read_tasks(
     tasks: PyTree, in_dims: PyTree
 ) -> tuple[list[Any], list[int | None], Callable[[Any], PyTree]]:
-    parts, spec = _pytree.flatten(tasks)
-    spread = _pytree.spread(in_dims, "in_dims", tasks, "tasks")
+    parts, spec = pytree.flatten(tasks)
+    spread = pytree.broadcast_prefix(in_dims, "in_dims", tasks, "tasks")
     is_tensor = [isinstance(part, Tensor) for part in parts]
     dims = [dim if t else None for t, dim in zip(is_tensor, spread, strict=True)]
     sizes: dict[int, str] = {}
     for index, (part, dim) in enumerate(zip(parts, dims, strict=True)):
         if dim is None:
             continue
-        where = _pytree.path(spec, index, "tasks")
+        where = pytree.path(spec, index, "tasks")
         if type(dim) is not int or not -part.dim() <= dim < part.dim():
             raise StructureError(
                 message(
@@ -122,7 +123,7 @@ def _read_tasks(
                 "stack what belongs to the tasks, and give in_dims, with None for what they share",
             )
         )
-    return parts, dims, lambda of_task: _pytree.unflatten(spec, of_task)
+    return parts, dims, lambda of_task: pytree.unflatten(spec, of_task)
 
 
 def _read_size(tasks_at_once: object, count: int) -> int:

@@ -9,13 +9,13 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit import _pytree
-from gradkit._inputs import open_up
-from gradkit._pytree import PyTree
-from gradkit._stack import differentiated, is_dual, ordinary_mode, transforms
+from gradkit._compat.transforms import differentiated, is_dual, ordinary_mode, transforms
+from gradkit._core import pytree
+from gradkit._core.inputs import expand_params
+from gradkit._core.pytree import PyTree
 from gradkit.errors import StructureError, UnsupportedGraphError, describe, message
 from gradkit.func._variables import Variables, read_variables
-from gradkit.meta._inner import Carry, Inner, Reads
+from gradkit.meta._inner import Carry, Inner, StepInputs
 from gradkit.meta._optimizer import Optimizer, State
 from gradkit.meta._recompute import recomputed
 
@@ -112,14 +112,14 @@ def unroll(
         size = _steps_kept(memory)
         data = [_ordinary(batch) for batch in _read_batches(batches)]
         outer, state = _ordinary(outer), _ordinary(state)
-        leaves, spec = open_up(params, "params")
-        given = read_variables((_pytree.unflatten(spec, leaves),), 0, "params")
+        leaves, spec = expand_params(params, "params")
+        given = read_variables((pytree.unflatten(spec, leaves),), 0, "params")
         _refuse_graphs(given.tensors, (outer, data, state, dict(opt.hyper)))
-        start = opt.init(_pytree.unflatten(spec, leaves)) if state is None else state
+        start = opt.init(pytree.unflatten(spec, leaves)) if state is None else state
         carry = Carry(_ordinary(given.tensors), _state_of_variables(given, start, opt))
         inner = Inner(loss_fn, given, opt, grad_transform, has_aux)
         hyper = dict(opt.hyper)
-        if not opt.one_for_all:
+        if not opt.scalar_hyperparams:
             hyper = {name: _for_variables(value, name, given) for name, value in hyper.items()}
         opt.spread(hyper, given.tensors, range(len(given.tensors)))  # before any loss has run
         values: list[Tensor] = []
@@ -127,7 +127,7 @@ def unroll(
         hyper = _ordinary(hyper)
         run = _segment(inner, memory, create=create)
         for begin in range(0, len(data), size):
-            reads = [Reads(outer, hyper, batch) for batch in data[begin : begin + size]]
+            reads = [StepInputs(outer, hyper, batch) for batch in data[begin : begin + size]]
             carry, losses, more = run(carry, reads)
             values += losses
             aux += [_constant(tree) for tree in more]
@@ -144,7 +144,7 @@ def unroll(
 
 def _refuse_graphs(variables: list[Tensor], others: PyTree) -> None:
     """Refuse what the steps would be cut from."""
-    tensors = [*variables, *(x for x in _pytree.flatten(others)[0] if isinstance(x, Tensor))]
+    tensors = [*variables, *(x for x in pytree.flatten(others)[0] if isinstance(x, Tensor))]
     if not transforms() and any(map(is_dual, tensors)):
         raise UnsupportedGraphError(
             message(
@@ -169,18 +169,20 @@ def _refuse_graphs(variables: list[Tensor], others: PyTree) -> None:
 def _segment(inner: Inner, memory: Memory, *, create: bool) -> Callable[..., Any]:
     """Return what runs some steps: carry and reads to carry, losses and aux."""
 
-    def one(carry: Carry, reads: Reads, build: bool) -> tuple[Carry, list[Tensor], list[PyTree]]:
+    def one(
+        carry: Carry, reads: StepInputs, build: bool
+    ) -> tuple[Carry, list[Tensor], list[PyTree]]:
         new, loss, aux = inner.step(carry, reads, create=build)
         return new, [loss], [aux] if inner.has_aux else []
 
-    def again(carry: Carry, reads: Reads) -> tuple[Carry, list[Tensor], list[PyTree]]:
+    def again(carry: Carry, reads: StepInputs) -> tuple[Carry, list[Tensor], list[PyTree]]:
         inputs = (carry.tensors, carry.state, reads.outer, dict(reads.hyper), reads.batch)
         return recomputed(
-            lambda given, build: one(Carry(*given[:2]), Reads(*given[2:]), build), inputs
+            lambda given, build: one(Carry(*given[:2]), StepInputs(*given[2:]), build), inputs
         )
 
     def several(
-        carry: Carry, each: list[Reads], step: Callable[[Carry, Reads], Any]
+        carry: Carry, each: list[StepInputs], step: Callable[[Carry, StepInputs], Any]
     ) -> tuple[Carry, list[Tensor], list[PyTree]]:
         values: list[Tensor] = []
         aux: list[PyTree] = []
@@ -190,7 +192,9 @@ def _segment(inner: Inner, memory: Memory, *, create: bool) -> Callable[..., Any
             aux += more
         return carry, values, aux
 
-    def many_again(carry: Carry, each: list[Reads]) -> tuple[Carry, list[Tensor], list[PyTree]]:
+    def many_again(
+        carry: Carry, each: list[StepInputs]
+    ) -> tuple[Carry, list[Tensor], list[PyTree]]:
         shared = (each[0].outer, dict(each[0].hyper))
         inputs = (carry.tensors, carry.state, *shared, [reads.batch for reads in each])
 
@@ -198,12 +202,12 @@ def _segment(inner: Inner, memory: Memory, *, create: bool) -> Callable[..., Any
             tensors, state, outer, hyper, batches = given
             step = again if build else lambda carry, reads: one(carry, reads, False)
             return several(
-                Carry(tensors, state), [Reads(outer, hyper, batch) for batch in batches], step
+                Carry(tensors, state), [StepInputs(outer, hyper, batch) for batch in batches], step
             )
 
         return recomputed(run, inputs)
 
-    def stored(carry: Carry, reads: Reads) -> tuple[Carry, list[Tensor], list[PyTree]]:
+    def stored(carry: Carry, reads: StepInputs) -> tuple[Carry, list[Tensor], list[PyTree]]:
         new, losses, aux = one(carry, reads, create)
         return new, losses if create else [loss.detach() for loss in losses], aux
 
@@ -217,16 +221,16 @@ def _segment(inner: Inner, memory: Memory, *, create: bool) -> Callable[..., Any
 
 def _ordinary(tree: PyTree) -> PyTree:
     """Return a tree without tensors of inference mode, of which autograd can keep none."""
-    leaves, spec = _pytree.flatten(tree)
-    return _pytree.unflatten(
+    leaves, spec = pytree.flatten(tree)
+    return pytree.unflatten(
         spec,
         [x.clone() if isinstance(x, Tensor) and x.is_inference() else x for x in leaves],
     )
 
 
 def _constant(tree: PyTree) -> PyTree:
-    leaves, spec = _pytree.flatten(tree)
-    return _pytree.unflatten(
+    leaves, spec = pytree.flatten(tree)
+    return pytree.unflatten(
         spec, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     )
 
@@ -254,7 +258,7 @@ def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
     data, versions = [], []
     for batch in batches:
         data.append(batch)
-        versions += [(x, x._version) for x in _pytree.flatten(batch)[0] if _is_counted(x)]
+        versions += [(x, x._version) for x in pytree.flatten(batch)[0] if _is_counted(x)]
     if any(x._version != version for x, version in versions):
         raise StructureError(
             message(
@@ -280,10 +284,12 @@ def _for_variables(value: Any, name: str, given: Variables) -> Any:
     """Return a hyper-parameter for the list of variables: a tree as a list."""
     if name == "betas" and isinstance(value, tuple | list):
         return tuple(_for_variables(one, f"{name}[{i}]", given) for i, one in enumerate(value))
-    _, spec = _pytree.flatten(value)
+    _, spec = pytree.flatten(value)
     if spec.is_leaf():
         return value
-    spread = _pytree.spread(value, name, _pytree.unflatten(given.spec, given.leaves)[0], "params")
+    spread = pytree.broadcast_prefix(
+        value, name, pytree.unflatten(given.spec, given.leaves)[0], "params"
+    )
     return [spread[given.slots.index(slot)] for slot in range(len(given.tensors))]
 
 
@@ -298,8 +304,8 @@ def _state_of_variables(given: Variables, state: State, opt: Optimizer) -> dict[
 
 def _leaves_of(tree: PyTree, given: Variables, name: str) -> list[Any]:
     """Return what stands in a tree at the leaves of params."""
-    (params,) = _pytree.unflatten(given.spec, given.leaves)
-    return _pytree.matching_leaves(_pytree.flatten(params)[1], "params", tree, f"state[{name!r}]")
+    (params,) = pytree.unflatten(given.spec, given.leaves)
+    return pytree.flatten_up_to(pytree.flatten(params)[1], "params", tree, f"state[{name!r}]")
 
 
 def _to_tree(given: Variables, column: list[Any], others: list[Any]) -> PyTree:
@@ -308,4 +314,4 @@ def _to_tree(given: Variables, column: list[Any], others: list[Any]) -> PyTree:
         other if slot is None else column[slot]
         for slot, other in zip(given.slots, others, strict=True)
     ]
-    return _pytree.unflatten(given.spec, placed)[0]
+    return pytree.unflatten(given.spec, placed)[0]

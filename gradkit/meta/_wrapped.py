@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gradkit import _pytree
-from gradkit._stack import differentiated, is_dual, transforms
+from gradkit._compat.transforms import differentiated, is_dual, transforms
+from gradkit._core import pytree
 from gradkit.errors import (
     GradkitError,
     StructureError,
@@ -94,7 +94,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
         read = (params, grads, [entry["torch"] for entry in state], dict(h))
         flows = torch.is_grad_enabled() and (
             differentiated()
-            or any(isinstance(x, Tensor) and x.requires_grad for x in _pytree.flatten(read)[0])
+            or any(isinstance(x, Tensor) and x.requires_grad for x in pytree.flatten(read)[0])
         )
         if flows and not differentiable:
             raise UnsupportedOptimizerError(
@@ -120,7 +120,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
                 )
             ) from error
 
-    return Optimizer(name, settings, {"torch": lambda leaf: {}}, rule, one_for_all=True)
+    return Optimizer(name, settings, {"torch": lambda leaf: {}}, rule, scalar_hyperparams=True)
 
 
 def _refuse_class(optimizer: object) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradkit._stack import transforms
+from gradkit._compat.transforms import transforms
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 from gradkit.meta import _arithmetic as a
 from gradkit.meta._arithmetic import Factor, Tensors

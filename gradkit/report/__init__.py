@@ -5,13 +5,13 @@
 a frozen dataclass that prints as text, in rich and in a notebook, and has `.plot(ax=None)`.
 """
 
-from gradkit.report._compare import compare
-from gradkit.report._comparison import Comparison, Difference
-from gradkit.report._conflicts import Conflicts, conflicts
-from gradkit.report._explain import explain
-from gradkit.report._explanation import Explanation
-from gradkit.report._history import History
-from gradkit.report._records import LossGraph, Part, Verdict
+from gradkit.report._compare.compare import compare
+from gradkit.report._compare.comparison import Comparison, Difference
+from gradkit.report._conflicts.conflicts import Conflicts, conflicts
+from gradkit.report._conflicts.history import History
+from gradkit.report._explain.explain import explain
+from gradkit.report._explain.explanation import Explanation
+from gradkit.report._explain.records import LossGraph, Part, Verdict
 
 __all__ = [
     "Comparison",

@@ -72,8 +72,8 @@ def ddp_and_autograd_grad(x: Tensor) -> Case:
 
 
 def reduced(model: nn.Module, x: Tensor) -> Any:
-    """Return the gradient of the one weight by gradkit.dist, whole."""
-    _, grads = gradkit.dist.value_and_grads(squared(model, x), model)
+    """Return the gradient of the one weight by gradkit.distributed, whole."""
+    _, grads = gradkit.distributed.value_and_grads(squared(model, x), model)
     return whole(*grads.values())
 
 
@@ -118,7 +118,7 @@ def ddp_and_two_passes(x: Tensor) -> Case:
     torch.autograd.backward(losses(joint))
 
     def instead() -> Tensor:
-        first, second = gradkit.dist.per_loss_grads(losses(model), model)
+        first, second = gradkit.distributed.per_loss_grads(losses(model), model)
         return whole(*gradkit.tree.add(first, second).values())
 
     ours = partial(gradkit.per_loss_grads, losses(joint), joint)

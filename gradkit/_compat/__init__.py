@@ -1,0 +1,1 @@
+"""Every private name of torch that gradkit uses, one function each."""

@@ -1,6 +1,0 @@
-"""Gradients in several processes, on torch's own engines: never silently local, zero or partial."""
-
-from gradkit.dist._all_reduce import all_reduce
-from gradkit.dist._calls import per_loss_grads, value_and_grads
-
-__all__ = ["all_reduce", "per_loss_grads", "value_and_grads"]

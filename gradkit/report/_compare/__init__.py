@@ -1,0 +1,1 @@
+"""`compare`: where torch's ways to a gradient differ, and why."""

@@ -1,0 +1,1 @@
+"""`conflicts`: how the gradients of several losses stand to each other."""

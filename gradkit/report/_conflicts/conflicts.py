@@ -1,0 +1,222 @@
+"""conflicts: how the gradients of several losses stand to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from gradkit._core import pytree
+from gradkit._core.inputs import check_option
+from gradkit._core.pytree import PyTree
+from gradkit.report._conflicts.inner_products import Products, products_of
+from gradkit.report._view.charts import cosine_text, draw_cosines
+from gradkit.report._view.names import listed, plural, prefixes
+from gradkit.report._view.page import Block, Report, Table, Toned
+from gradkit.tree._per_loss import Rows, read_rows
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_MOST_COLUMNS = 8
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Conflicts(Report):
+    """How the gradients of several losses stand to each other.
+
+    Attributes:
+        losses: The names of K losses.
+        norms: The Euclidean norm of each loss's gradient.
+        cosines: `[K, K]`, the cosines of the angles between them, in float64 on the CPU: 0 where
+            one of the two is zero, nan where one is not finite.
+        conflicting: The pairs whose cosine is negative, the most opposed first: two names and the
+            cosine.
+        share: Which share of the pairs, of losses whose gradient is finite and not zero, that is.
+        modules: With `by="module"`, the same for the parameters below each prefix of their names.
+    """
+
+    losses: tuple[str, ...]
+    norms: dict[str, float]
+    cosines: Tensor
+    conflicting: tuple[tuple[str, str, float], ...]
+    share: float
+    modules: dict[str, Conflicts] = field(default_factory=dict)
+
+    def cosine(self, a: str, b: str) -> float:
+        """Return the cosine of the angle between the gradients of two losses."""
+        return float(self.cosines[self.losses.index(a), self.losses.index(b)])
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw the cosines as a matrix of colours: red pairs conflict.
+
+        Args:
+            ax: Axes of matplotlib; None makes a figure.
+
+        Returns:
+            The axes.
+        """
+        return draw_cosines(self.norms, self.cosines, ax)
+
+    def _blocks(self) -> Sequence[Block]:
+        blocks: list[Block] = [self._table(), self._summary()]
+        return [*blocks, self._module_table()] if self.modules else blocks
+
+    def _table(self) -> Table:
+        # Of very many losses a matrix cannot be read, and the sentence names the worst pairs.
+        across = self.losses if len(self.losses) <= _MOST_COLUMNS else ()
+        rows = []
+        for name in self.losses:
+            cosines = (_told(self.cosine(name, other)) for other in across)
+            rows.append((name, f"{self.norms[name]:.4g}", *cosines))
+        return Table(("loss", "norm", *across), tuple(rows))
+
+    def _summary(self) -> str:
+        if not self.conflicting:
+            return "No pair of losses conflicts."
+        pairs = [f"{a} and {b} {cosine_text(cosine)}" for a, b, cosine in self.conflicting[:4]]
+        more = f", and {len(self.conflicting) - 4} more" if len(self.conflicting) > 4 else ""
+        return (
+            f"{plural(len(self.conflicting), 'pair')} in conflict, {self.share:.0%} of those that "
+            f"have an angle: {', '.join(pairs)}{more}."
+        )
+
+    def _module_table(self) -> Table:
+        rows = []
+        for name, found in self.modules.items():
+            a, b, cosine = found.conflicting[0] if found.conflicting else ("", "", 0.0)
+            norms = (f"{found.norms[loss]:.4g}" for loss in self.losses[:_MOST_COLUMNS])
+            worst = (listed([a, b]), _told(cosine)) if a else ("", "")
+            rows.append((name, *norms, f"{found.share:.0%}", *worst))
+        norms_of = (f"norm {loss}" for loss in self.losses[:_MOST_COLUMNS])
+        return Table(("module", *norms_of, "conflicts", "most opposed", "cosine"), tuple(rows))
+
+
+def _told(cosine: float) -> str:
+    return Toned(cosine_text(cosine), "bad" if cosine < 0 else "")
+
+
+def conflicts(
+    per_loss: PyTree, *, losses: PyTree = None, by: Literal["module"] | None = None
+) -> Conflicts:
+    """Return the norms of several losses' gradients, and the angles between them.
+
+    Two losses conflict where the cosine is negative: a step along one gradient increases the other
+    loss. None is an exact zero. `conflicts.History` keeps a record over training.
+
+    Example:
+        >>> import torch, gradkit
+        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> losses = {"up": w.sum(), "down": -w[0], "aside": w[0] - w[1]}
+        >>> found = gradkit.report.conflicts(gradkit.per_loss_grads(losses, {"w": w}))
+        >>> [(a, b, round(cosine, 2)) for a, b, cosine in found.conflicting]
+        [('up', 'down', -0.71), ('down', 'aside', -0.71)]
+        >>> found.norms["down"], round(found.share, 2)
+        (1.0, 0.67)
+
+    Args:
+        per_loss: K losses (its top level), each a tree of gradients of one structure; what
+            `gradkit.per_loss_grads` returns.
+        losses: A tree with the structure of the losses, where it is deeper; the losses themselves
+            where one is no scalar, whose elements are rows then: `name[0]`, `name[1]`, ...
+        by: `"module"`: the same for the parameters below each prefix of their names, too:
+            `encoder`, `encoder.0`. The products of a pair are added up in float64.
+
+    Returns:
+        Norms, cosines and conflicting pairs.
+
+    Raises:
+        LeafTypeError: A gradient is no tensor.
+        StructureError: There are no losses, their gradients do not match, or `by` has no such
+            value.
+
+    Source:
+        Conflicting gradients: Yu et al. 2020, "Gradient Surgery for Multi-Task Learning",
+        definition 1, https://arxiv.org/abs/2001.06782
+    """
+    check_option("by", by, (None, "module"))
+    rows = read_rows(per_loss, losses)
+    names = _names(per_loss, losses)
+    leaves = [leaf for leaf in rows.leaves if rows.example(leaf) is not None]
+    modules = _modules(rows, leaves) if by else {}
+    found = {place: products_of(rows, some) for place, some in _apart(leaves, modules).items()}
+    count = len(names)
+    inside = {
+        module: _measure(
+            names,
+            Products.total(
+                [
+                    found[place]
+                    for place in found
+                    if place == module or place.startswith(f"{module}.")
+                ],
+                count,
+            ),
+        )
+        for module in modules
+    }
+    return _measure(names, Products.total(list(found.values()), count), inside)
+
+
+def _names(per_loss: PyTree, losses: PyTree) -> tuple[str, ...]:
+    """Return a name for every row."""
+    if losses is None:
+        return tuple(pytree.labels(pytree.top_level(per_loss), "loss"))
+    given, spec = pytree.flatten(losses)
+    names: list[str] = []
+    for name, loss in zip(pytree.labels(spec, "loss"), given, strict=True):
+        sizes = loss.shape if isinstance(loss, Tensor) else ()
+        places = product(*map(range, sizes))
+        names += [f"{name}{list(place)}" if place else name for place in places]
+    return tuple(names)
+
+
+def _modules(rows: Rows, leaves: Sequence[int]) -> dict[str, list[int]]:
+    """Return the leaves that are directly in each module; none for a module of modules."""
+    _, spec = pytree.flatten(rows.unflatten(rows.rows[0]))
+    names = pytree.labels(spec, "param")
+    found: dict[str, list[int]] = {}
+    for leaf in leaves:
+        path = prefixes(names[leaf])
+        for prefix in path:
+            found.setdefault(prefix, [])
+        if path:
+            found[path[-1]].append(leaf)
+    return found
+
+
+def _apart(leaves: Sequence[int], modules: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Return the leaves in groups that do not overlap: of each module its own, and the rest."""
+    inside = {leaf for some in modules.values() for leaf in some}
+    groups = {**modules, "": [leaf for leaf in leaves if leaf not in inside]}
+    return {place: some for place, some in groups.items() if some}
+
+
+def _measure(
+    names: tuple[str, ...], found: Products, modules: dict[str, Conflicts] | None = None
+) -> Conflicts:
+    norms, cosines = found.norms(), found.cosines()
+    has_angle = (norms > 0) & norms.isfinite()
+    i, j = torch.triu_indices(len(names), len(names), 1)
+    judged = has_angle[i] & has_angle[j]
+    is_negative = judged & (cosines[i, j] < 0)
+    worst = sorted(
+        zip(
+            cosines[i, j][is_negative].tolist(),
+            i[is_negative].tolist(),
+            j[is_negative].tolist(),
+            strict=True,
+        )
+    )
+    return Conflicts(
+        losses=names,
+        norms=dict(zip(names, norms.tolist(), strict=True)),
+        cosines=cosines,
+        conflicting=tuple((names[a], names[b], cosine) for cosine, a, b in worst),
+        share=len(worst) / max(1, int(judged.sum())),
+        modules=modules or {},
+    )

@@ -1,0 +1,127 @@
+"""A record of conflicts over training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING, Literal
+
+from gradkit._core.inputs import check_option
+from gradkit.errors import StructureError, message
+from gradkit.report._conflicts.conflicts import Conflicts
+from gradkit.report._view.charts import cosine_text, draw_history, mean
+from gradkit.report._view.page import Block, Report, Table, Toned
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_MOST_COLUMNS = 6
+
+
+class History(Report):
+    """A record of conflicts over training: add what `conflicts` finds, then print or plot it.
+
+    Example:
+        >>> import torch, gradkit
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> history = gradkit.report.conflicts.History()
+        >>> for step in range(3):
+        ...     per_loss = gradkit.per_loss_grads({"up": step * w[0] + w[1], "down": -w[1]}, [w])
+        ...     history.add_(step, gradkit.report.conflicts(per_loss))
+        >>> history.steps, [round(c, 2) for c in history.cosines["up", "down"]]
+        ([0, 1, 2], [-1.0, -0.71, -0.45])
+
+    Attributes:
+        steps: The steps, in the order in which they were added.
+        norms: For each loss the norms of its gradient, one a step.
+        cosines: For each pair of losses the cosines, one a step.
+        shares: The shares of conflicting pairs, one a step.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.norms: dict[str, list[float]] = {}
+        self.cosines: dict[tuple[str, str], list[float]] = {}
+        self.shares: list[float] = []
+
+    def add_(self, step: int, found: Conflicts) -> None:
+        """Add what was found at a step of training.
+
+        Args:
+            step: The number of the step.
+            found: What `conflicts` returned, always of the same losses.
+
+        Raises:
+            StructureError: The losses are others than before.
+        """
+        if not self.steps:
+            self.norms = {name: [] for name in found.losses}
+            self.cosines = {pair: [] for pair in combinations(found.losses, 2)}
+        if tuple(self.norms) != found.losses:
+            raise StructureError(
+                message(
+                    "found",
+                    f"the losses of the steps before, {', '.join(self.norms)}",
+                    ", ".join(found.losses),
+                    "keep a History for each set of losses",
+                )
+            )
+        self.steps.append(step)
+        self.shares.append(found.share)
+        for name, norms in self.norms.items():
+            norms.append(found.norms[name])
+        for (a, b), cosines in self.cosines.items():
+            cosines.append(found.cosine(a, b))
+
+    def plot(
+        self, ax: Axes | None = None, *, what: Literal["cosines", "norms"] = "cosines"
+    ) -> Axes:
+        """Draw the record over the steps: thin lines as measured, thick ones a mean of five.
+
+        What is not finite is left out of a mean.
+
+        Args:
+            ax: Axes of matplotlib; None makes a figure.
+            what: The cosines of all pairs, or the norms of all losses.
+
+        Returns:
+            The axes.
+
+        Raises:
+            StructureError: `what` has no such value.
+        """
+        check_option("what", what, ("cosines", "norms"))
+        by_pair = {" · ".join(pair): values for pair, values in self.cosines.items()}
+        return draw_history(self.steps, self.norms if what == "norms" else by_pair, ax, what)
+
+    def _blocks(self) -> Sequence[Block]:
+        if not self.steps:
+            return ["No steps have been added."]
+        last = len(self.steps) - 1
+        # The first, the last, and between them ever more apart.
+        rows = [row for row in range(last + 1) if row & (row - 1) == 0 or row == last]
+        steps = [str(self.steps[row]) for row in rows]
+        norms = {
+            name: [f"{values[row]:.3g}" for row in rows] for name, values in self.norms.items()
+        }
+        cosines = {
+            f"{a} · {b}": [_toned(self.cosines[a, b][row]) for row in rows]
+            for a, b in self._most_opposed()
+        }
+        shares = {"conflict": [f"{self.shares[row]:.0%}" for row in rows]}
+        tables: list[Block] = [_table(steps, norms), _table(steps, cosines | shares)]
+        left = len(self.cosines) - len(cosines)
+        return [*tables, f"{left} more pairs are in .cosines."] if left else tables
+
+    def _most_opposed(self) -> list[tuple[str, str]]:
+        """Return the pairs that have a column: of many, those with the lowest mean cosines."""
+        worst = sorted(self.cosines, key=lambda pair: mean(self.cosines[pair]))[:_MOST_COLUMNS]
+        return [pair for pair in self.cosines if pair in worst]
+
+
+def _table(steps: list[str], columns: dict[str, list[str]]) -> Table:
+    return Table(("step", *columns), tuple(zip(steps, *columns.values(), strict=True)))
+
+
+def _toned(cosine: float) -> str:
+    return Toned(cosine_text(cosine), "bad" if cosine < 0 else "good")

@@ -1,0 +1,1 @@
+"""`explain`: which loss reaches which parameter, and why not."""
