@@ -8,7 +8,6 @@ from typing import TypeVar, overload
 from torch import Tensor, nn
 
 from gradkit._autograd.passes import (
-    UNUSED,
     check_separate_options,
     finish,
     finish_separate,
@@ -20,14 +19,8 @@ from gradkit._autograd.passes import (
 from gradkit._checks.call import prepare, require_reached
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
-from gradkit._core.inputs import (
-    Strategy,
-    Unused,
-    check_option,
-    read_losses,
-    read_params,
-    require_graph,
-)
+from gradkit._core.inputs import read_losses, read_params, require_graph
+from gradkit._core.options import UNUSED, Strategy, Unused, check_option
 from gradkit._core.pytree import PyTree
 
 __all__ = ["per_loss_grads", "simultaneous_grads", "value_and_grads"]

@@ -16,6 +16,7 @@ __all__ = [
     "GradkitWarning",
     "LeafTypeError",
     "NotScalarLossError",
+    "OptionError",
     "StructureError",
     "UnreachedParamError",
     "UnsupportedGraphError",
@@ -31,8 +32,12 @@ class LeafTypeError(GradkitError, TypeError):
     """A leaf of a tree is not a tensor that can be differentiated."""
 
 
+class OptionError(GradkitError, ValueError):
+    """An option has no such value; the message lists the values that it takes."""
+
+
 class StructureError(GradkitError, ValueError):
-    """Trees that do not match, an empty tree, or an option with no such value."""
+    """Trees that do not match, or an empty tree."""
 
 
 class NotScalarLossError(GradkitError, ValueError):

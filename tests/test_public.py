@@ -19,6 +19,7 @@ NAMES = {
 }  # fmt: skip
 ERRORS = {
     "LeafTypeError": TypeError,
+    "OptionError": ValueError,
     "StructureError": ValueError,
     "NotScalarLossError": ValueError,
     "DetachedLossError": RuntimeError,

@@ -13,18 +13,10 @@ from gradkit._autograd import engine, graph_release, jacobian
 from gradkit._autograd.engine import Run
 from gradkit._checks.call import Grads, Plan, prepare, refuse_unreached
 from gradkit._core import pytree
-from gradkit._core.inputs import (
-    Losses,
-    Params,
-    check_option,
-    read_weights,
-    require_graph,
-)
+from gradkit._core.inputs import Losses, Params, read_weights, require_graph
+from gradkit._core.options import STRATEGIES, UNUSED, check_chunk_size, check_option
 from gradkit._core.ownership import zeros_for
 from gradkit._core.pytree import PyTree
-from gradkit.errors import StructureError, message
-
-UNUSED = ("none", "zeros", "error")
 
 
 def ordinary_mode() -> AbstractContextManager[object]:
@@ -192,14 +184,11 @@ def check_separate_options(unused: str, strategy: str, chunk_size: int | None) -
         chunk_size: The caller's option.
 
     Raises:
-        StructureError: One of them is none.
+        OptionError: One of them is none.
     """
     check_option("unused", unused, UNUSED)
-    check_option("strategy", strategy, ("sequential", "batched", "auto"))
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-        raise StructureError(
-            message("chunk_size", "a positive integer or None", repr(chunk_size), "chunk_size=None")
-        )
+    check_option("strategy", strategy, STRATEGIES)
+    check_chunk_size(chunk_size)
 
 
 def finish_separate(found: PassResult, wanted: Params, unused: str, create_graph: bool) -> PyTree:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from operator import attrgetter
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,6 @@ from gradkit.errors import (
     describe,
     message,
 )
-
-Unused: TypeAlias = Literal["none", "zeros", "error"]
-Strategy: TypeAlias = Literal["sequential", "batched", "auto"]
 
 _requires_grad, _is_leaf = attrgetter("requires_grad"), attrgetter("is_leaf")
 
@@ -372,19 +369,3 @@ def read_weights(weights: PyTree, losses: Losses) -> list[float | Tensor] | None
                 )
             )
     return cast("list[float | Tensor]", spread)
-
-
-def check_option(name: str, value: object, allowed: Sequence[object]) -> None:
-    """Refuse a value that an option does not have.
-
-    Args:
-        name: The option.
-        value: What came.
-        allowed: What it takes.
-
-    Raises:
-        StructureError: It is none of these.
-    """
-    if value not in allowed:
-        shown = " or ".join(map(repr, allowed))
-        raise StructureError(message(name, shown, repr(value), f"{name}={allowed[0]!r}"))

@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradkit._autograd.passes import (
-    UNUSED,
     PassResult,
     check_separate_options,
     finish,
@@ -21,15 +20,8 @@ from gradkit._autograd.passes import (
 from gradkit._checks.call import require_reached
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
-from gradkit._core.inputs import (
-    Losses,
-    Params,
-    Strategy,
-    Unused,
-    check_option,
-    fsdp_classes,
-    read_weights,
-)
+from gradkit._core.inputs import Losses, Params, fsdp_classes, read_weights
+from gradkit._core.options import UNUSED, Strategy, Unused, check_option
 from gradkit._core.pytree import PyTree
 from gradkit.distributed import _ddp, _fsdp
 from gradkit.distributed._call import DistributedCall

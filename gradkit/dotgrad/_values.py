@@ -6,12 +6,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from gradkit._autograd.passes import UNUSED, ordinary_mode
+from gradkit._autograd.passes import ordinary_mode
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
-from gradkit._core.inputs import (
-    check_option,
-)
+from gradkit._core.options import UNUSED, check_option
 from gradkit._core.ownership import copy_for, zeros_for
 from gradkit._core.pytree import PyTree
 from gradkit.dotgrad._pairs import match, read_leaves, unique

@@ -13,8 +13,9 @@ from torch.func import vmap
 from gradkit._autograd.jacobian import level_of_the_caller, one_hot
 from gradkit._core import pytree
 from gradkit._core.inputs import Losses, read_weights
+from gradkit._core.options import check_chunk_size
 from gradkit._core.pytree import PyTree
-from gradkit.errors import GradkitError, GradkitWarning, StructureError, message
+from gradkit.errors import GradkitError, GradkitWarning
 from gradkit.func._level import Passes, differentiate
 from gradkit.func._variables import ArgNums, owned, read_variables
 
@@ -168,19 +169,6 @@ def per_loss_grads(
         return (by_loss, out.aux) if has_aux else by_loss
 
     return call
-
-
-def check_chunk_size(chunk_size: object) -> None:
-    """Refuse what is no size of a chunk.
-
-    Raises:
-        StructureError: It is neither None nor a positive int.
-    """
-    is_size = isinstance(chunk_size, int) and not isinstance(chunk_size, bool) and chunk_size > 0
-    if chunk_size is not None and not is_size:
-        raise StructureError(
-            message("chunk_size", "a positive integer or None", repr(chunk_size), "chunk_size=None")
-        )
 
 
 def _safe_chunk(chunk_size: int | None, losses: Losses, passes: Passes) -> int | None:

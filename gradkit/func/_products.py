@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradkit._compat.transforms import detached, ordinary_mode
 from gradkit._core import pytree
-from gradkit._core.inputs import check_option
+from gradkit._core.options import check_option
 from gradkit._core.pytree import PyTree
 from gradkit.errors import (
     GradkitError,

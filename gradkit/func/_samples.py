@@ -13,13 +13,12 @@ from torch.func import vmap
 from gradkit._checks.op_monitor import OpMonitor
 from gradkit._compat.transforms import detached, ordinary_mode, transforms
 from gradkit._core import pytree
-from gradkit._core.inputs import check_option
+from gradkit._core.options import check_chunk_size, check_option
 from gradkit._core.ownership import empty_for
 from gradkit._core.pytree import PyTree, Structure
 from gradkit._state import rng
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 from gradkit.func._level import differentiate, gradient_of_the_sum, is_constant, tensors_of
-from gradkit.func._losses import check_chunk_size
 from gradkit.func._variables import ArgNums, Variables, owned, read_variables
 
 Randomness: TypeAlias = Literal["error", "same", "different"]

@@ -14,7 +14,8 @@ from gradkit._autograd.jacobian import level_of_the_caller
 from gradkit._checks import unsupported
 from gradkit._compat.transforms import is_dual, transforms
 from gradkit._core import graph, pytree
-from gradkit._core.inputs import check_option, expand_params, read_losses
+from gradkit._core.inputs import expand_params, read_losses
+from gradkit._core.options import check_option
 from gradkit._core.pytree import PyTree
 from gradkit._state.replay import Replay
 from gradkit.errors import (

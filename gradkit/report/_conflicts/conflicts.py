@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradkit._core import pytree
-from gradkit._core.inputs import check_option
+from gradkit._core.options import check_option
 from gradkit._core.pytree import PyTree
 from gradkit.report._conflicts.inner_products import Products, products_of
 from gradkit.report._view.charts import cosine_text, draw_cosines

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Literal
 
-from gradkit._core.inputs import check_option
+from gradkit._core.options import check_option
 from gradkit.errors import StructureError, message
 from gradkit.report._conflicts.conflicts import Conflicts
 from gradkit.report._view.charts import cosine_text, draw_history, mean

@@ -1,0 +1,44 @@
+"""The values that options take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+from gradkit.errors import OptionError, message
+
+Unused: TypeAlias = Literal["none", "zeros", "error"]
+Strategy: TypeAlias = Literal["sequential", "batched", "auto"]
+
+UNUSED: tuple[Unused, ...] = ("none", "zeros", "error")
+STRATEGIES: tuple[Strategy, ...] = ("sequential", "batched", "auto")
+
+
+def check_option(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise if an option is none of the values that it takes, by equality and by type."""
+    if not any(type(value) is type(one) and value == one for one in allowed):
+        values = " or ".join(map(repr, allowed))
+        raise OptionError(message(name, values, repr(value), f"{name}={allowed[0]!r}"))
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise if an option is not a bool."""
+    check_option(name, value, (False, True))
+
+
+def check_optional_bool(name: str, value: object) -> None:
+    """Raise if an option is neither a bool nor None."""
+    check_option(name, value, (None, False, True))
+
+
+def check_chunk_size(value: object) -> None:
+    """Raise if a chunk size is neither a positive int nor None, which is everything at once."""
+    if value is not None and not is_positive_int(value):
+        raise OptionError(
+            message("chunk_size", "a positive int or None", repr(value), "chunk_size=None")
+        )
+
+
+def is_positive_int(value: object) -> bool:
+    """Return whether a value is an int of at least 1; a bool is no int."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
