@@ -8,19 +8,17 @@ from typing import TypeVar, overload
 from torch import Tensor, nn
 
 from gradkit._autograd.passes import (
-    check_separate_options,
     finish,
     finish_separate,
-    ordinary_mode,
-    run_in_turn,
+    leave_inference_mode,
     run_jointly,
     run_separately,
 )
-from gradkit._checks.call import prepare, require_reached
+from gradkit._autograd.players import finish_players, read_players, run_players
+from gradkit._checks.reachability import require_reached
 from gradkit._compat.dynamo import disable_compile
-from gradkit._core import pytree
-from gradkit._core.inputs import read_losses, read_params, require_graph
-from gradkit._core.options import UNUSED, Strategy, Unused, check_option
+from gradkit._core.inputs import read_losses, read_params
+from gradkit._core.options import Strategy, Unused, check_batching, check_pass_options
 from gradkit._core.pytree import PyTree
 
 __all__ = ["per_loss_grads", "simultaneous_grads", "value_and_grads"]
@@ -145,19 +143,19 @@ def value_and_grads(
         `torch.autograd.backward`, https://pytorch.org/docs/stable/autograd.html; the name and
         argument order follow `jax.value_and_grad`.
     """
-    check_option("unused", unused, UNUSED)
-    with ordinary_mode():
-        target, wanted = read_losses(losses, scalar=True), read_params(params)
-        found = run_jointly(
-            target,
-            wanted,
+    check_pass_options(unused, create_graph, retain_graph)
+    with leave_inference_mode():
+        flat_losses, flat_params = read_losses(losses, scalar=True), read_params(params)
+        result = run_jointly(
+            flat_losses,
+            flat_params,
             weights,
             unused=unused,
             create_graph=create_graph,
             retain_graph=retain_graph,
         )
-        require_reached(found.grads, target, found.plan, unused)
-        return found.values, finish(found.grads[0], wanted, unused, create_graph)
+        require_reached(result.call, result.grads)
+        return result.values, finish(result.grads[0], flat_params, unused, create_graph)
 
 
 @disable_compile
@@ -218,20 +216,21 @@ def per_loss_grads(
         `torch.autograd.grad` and its `is_grads_batched`,
         https://pytorch.org/docs/stable/generated/torch.autograd.grad.html
     """
-    check_separate_options(unused, strategy, chunk_size)
-    with ordinary_mode():
-        target, wanted = read_losses(losses, scalar=False), read_params(params)
-        found = run_separately(
-            target,
-            wanted,
+    check_pass_options(unused, create_graph, retain_graph)
+    check_batching(strategy, chunk_size)
+    with leave_inference_mode():
+        flat_losses, flat_params = read_losses(losses, scalar=False), read_params(params)
+        result = run_separately(
+            flat_losses,
+            flat_params,
             unused=unused,
             create_graph=create_graph,
             retain_graph=retain_graph,
             strategy=strategy,
             chunk_size=chunk_size,
         )
-        require_reached(found.grads, target, found.plan, unused)
-        return finish_separate(found, wanted, unused, create_graph)
+        require_reached(result.call, result.grads)
+        return finish_separate(result, flat_params, unused)
 
 
 @disable_compile
@@ -279,28 +278,9 @@ def simultaneous_grads(
         Balduzzi et al. 2018, "The Mechanics of n-Player Differentiable Games", equation (1),
         https://arxiv.org/abs/1802.05642
     """
-    check_option("unused", unused, UNUSED)
-    with ordinary_mode():
-        target = read_losses(losses, scalar=True)
-        parts = [
-            read_params(part, target.path(index).replace("losses", "params", 1))
-            for index, part in enumerate(
-                pytree.flatten_up_to(target.spec, "losses", params, "params")
-            )
-        ]
-        live = require_graph(target, target.leaves)
-        plan = [([index], parts[index]) for index in live]
-        run = prepare(target, target.leaves, plan, create_graph, unused)
-
-        def differentiate(loss: Tensor, variables: list[Tensor], keep: bool) -> list[Tensor | None]:
-            return run.grads([loss], [None], variables, retain=keep)
-
-        retain = create_graph if retain_graph is None else retain_graph
-        found = run_in_turn(target, plan, differentiate, retain)
-        require_reached(found, target, plan, unused)
-        by_loss = dict(zip(live, found, strict=True))
-        trees = [
-            finish(by_loss.get(i, [None] * len(part.variables)), part, unused, create_graph)
-            for i, part in enumerate(parts)
-        ]
-        return pytree.unflatten(target.spec, trees)
+    check_pass_options(unused, create_graph, retain_graph)
+    with leave_inference_mode():
+        players = read_players(read_losses(losses, scalar=True), params)
+        result = run_players(players, unused, create_graph, retain_graph)
+        require_reached(result.call, result.grads)
+        return finish_players(result, players)

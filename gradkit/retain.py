@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from gradkit._autograd import engine
+from gradkit._autograd.observers import observing
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import graph, hooks, pytree
 from gradkit._core.leaf import plus
@@ -201,7 +201,7 @@ def safe_retain(
             _watch_modules(kept, tensors, names, stack)
         else:
             _watch_tensors(kept, tensors, stack)
-        with engine.watching(kept):
+        with observing(kept):
             yield kept
         kept.before_pass()
         if isinstance(tensors, nn.Module) and not any(v is not None for v in kept.values.values()):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gradkit
-from gradkit._autograd import engine
+from gradkit._autograd.runner import PassRunner
 from tests.helpers import assert_same_bits, unchanged
 
 
@@ -19,7 +19,7 @@ from tests.helpers import assert_same_bits, unchanged
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of rows of each engine pass: 1 for an ordinary one."""
     seen: list[int] = []
-    ordinary, batch = engine.Run.grads, engine.Run.grads_of_batch
+    ordinary, batch = PassRunner.grads, PassRunner.batched_grads
 
     def count_one(self: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append(1)
@@ -29,8 +29,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(len(seeds))
         return batch(self, output, seeds, variables)
 
-    monkeypatch.setattr(engine.Run, "grads", count_one)
-    monkeypatch.setattr(engine.Run, "grads_of_batch", count_batch)
+    monkeypatch.setattr(PassRunner, "grads", count_one)
+    monkeypatch.setattr(PassRunner, "batched_grads", count_batch)
     return seen
 
 

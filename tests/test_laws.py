@@ -11,13 +11,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import gradkit
-from gradkit._autograd import engine
+from gradkit._autograd.runner import PassRunner
 from gradkit._core import hooks
 from tests.helpers import World, assert_owned, assert_same_bits
 from tests.strategies import HOOKLESS, OPS, WRITING, Program, build, programs
 
 dtypes = st.sampled_from([torch.float64, torch.float32])
-BATCH = engine.Run.grads_of_batch
+BATCH = PassRunner.batched_grads
 
 
 def reaches(program: Program, device: torch.device, dtype: torch.dtype) -> bool:
@@ -165,7 +165,7 @@ def test_batched_is_sequential_to_rounding(
     assume(reaches(program, device, dtype))
     sequential = gradkit.per_loss_grads(graph.losses, graph.leaves, retain_graph=True)
     kwargs = {"strategy": "batched", "chunk_size": chunk}
-    with patch.object(engine.Run, "grads_of_batch", autospec=True, side_effect=BATCH) as passes:
+    with patch.object(PassRunner, "batched_grads", autospec=True, side_effect=BATCH) as passes:
         batched = gradkit.per_loss_grads(graph.losses, graph.leaves, retain_graph=True, **kwargs)
     assert passes.call_count == len(graph.losses) * -(-3 // chunk)
     for row, reference in zip(batched, sequential, strict=True):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradkit
-from gradkit._autograd import engine
+from gradkit._autograd import captures
 from gradkit._core import hooks, ownership
 from tests.helpers import Scribble, assert_owned, assert_same_bits, same_bits, unchanged
 
@@ -69,7 +69,7 @@ def test_what_is_ours_already_is_not_copied(
         copies.append(grad)
         return grad.clone()
 
-    monkeypatch.setattr(engine, "_copied", count)
+    monkeypatch.setattr(captures, "_copied", count)
     monkeypatch.setattr(ownership, "copy_for", count)
     monkeypatch.setattr(hooks, "hooks_registered", lambda: registered)
     layer = nn.Linear(4, 4).to(device)

@@ -1,7 +1,7 @@
-"""How long several passes need each part of a graph, and letting go of what none needs any more.
+"""How long the passes of a call need each part of the graph, and freeing it with its last pass.
 
 `retain_graph=False` frees what its own pass executes, so a loop that retains all but the last pass
-leaves the heads of the other losses alive [E2, E4]. Here each part goes with its last pass.
+leaves the heads of the other losses alive [E2, E4].
 """
 
 from __future__ import annotations
@@ -14,67 +14,63 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradkit._core import graph, saved_tensors
+from gradkit._core.call import Call
 
 
 @dataclass(frozen=True, slots=True)
 class ReleasePlan:
-    """What a pass owes the passes after it.
+    """What one of several passes does with the graph.
 
     Attributes:
-        retain: A later pass executes some of the same nodes.
-        own: If so, the nodes that no later pass executes.
+        retain: Whether to retain it: a later pass executes some of the same nodes.
+        last_used: If so, the nodes that no later pass executes.
     """
 
     retain: bool
-    own: set[Node] = field(default_factory=set)
+    last_used: set[Node] = field(default_factory=set)
 
 
-def shares(
-    roots: Sequence[Tensor], variables: Sequence[Sequence[Tensor]], further: Sequence[Node]
-) -> list[ReleasePlan]:
-    """Return for each of several passes what it must retain and what it can let go.
-
-    Args:
-        roots: The loss of each pass, in the order in which they run.
-        variables: The tensors whose gradients each pass wants; one and the same list if all want
-            the same.
-        further: Nodes that every pass is to reach, too.
-
-    Returns:
-        One share a pass; the last one retains nothing.
-    """
-    alike = all(wanted is variables[0] for wanted in variables)
+def plan_release(call: Call, extra: Sequence[Node]) -> list[ReleasePlan]:
+    """Return a plan for each pass, where every pass also reaches the `extra` nodes."""
+    first = call.passes[0].params
+    # A loss without elements has no pass of its own.
+    same_params = all(one.params is first for one in call.passes) and all(
+        call.outputs[one.losses[0]].numel() for one in call.passes
+    )
     leading: set[Node] = set()
-    if alike:
-        leading = graph.leading_to(variables[0], graph.nodes_below(roots), further)
+    if same_params:
+        leading = call.graph.below(call.differentiated).leading_to(first.variables, extra)
     needed_later: set[Node] = set()
-    found: list[ReleasePlan] = []
-    for root, wanted in zip(reversed(roots), reversed(variables), strict=True):
-        if alike:
+    plans: list[ReleasePlan] = []
+    for group, params in reversed(call.passes):
+        root = call.outputs[group[0]]
+        if same_params:
             # Below a node that a later pass executes, that pass executes all that leads on.
-            executed, meets = _walk(root, leading, needed_later)
+            executed, shared = _walk(root, leading, needed_later)
         else:
-            executed = graph.leading_to(wanted, graph.nodes_below([root]), further)
-            meets = not executed.isdisjoint(needed_later)
-        found.append(ReleasePlan(meets, executed - needed_later if meets else set()))
+            variables = params.variables if root.numel() else []
+            executed = call.graph.below(group).leading_to(variables, extra)
+            shared = not executed.isdisjoint(needed_later)
+        plans.append(ReleasePlan(shared, executed - needed_later if shared else set()))
         needed_later |= executed
-    return found[::-1]
+    return plans[::-1]
 
 
 def _walk(root: Tensor, within: set[Node], stop: set[Node]) -> tuple[set[Node], bool]:
+    """Return the nodes below a root inside one set and above another, and whether it met that."""
     start = graph.edge(root).node
     if start in stop:
         return set(), True
     seen = {start} & within
-    stack, meets = list(seen), False
+    stack, met = list(seen), False
     while stack:
         for node, _ in stack.pop().next_functions:
             if node in stop:
-                meets = True
+                met = True
             elif node in within and node not in seen:
                 seen.add(node)
                 stack.append(node)
-    return seen, meets
+    return seen, met
 
 
 def release(nodes: Iterable[Node]) -> None:
@@ -82,10 +78,7 @@ def release(nodes: Iterable[Node]) -> None:
 
     Python cannot tell a node to release its tensors, but it can give each a pack hook, which
     replaces the tensor by what the hook returns. A tensor that has hooks already (of a checkpoint,
-    or one kept on another device) cannot have others: it stays until its graph goes.
-
-    Args:
-        nodes: Nodes that no further pass needs.
+    or one kept on another device) cannot have others: it stays until its graph is freed.
     """
     for node in nodes:
         for name in saved_tensors.saved_names(type(node)):
@@ -93,7 +86,7 @@ def release(nodes: Iterable[Node]) -> None:
                 saved = getattr(node, name)
                 for tensor in saved if isinstance(saved, tuple | list) else (saved,):
                     with suppress(RuntimeError):  # it has hooks, is lost already, or is None
-                        tensor.register_hooks(_drop, saved_tensors.gone)
+                        tensor.register_hooks(_drop, saved_tensors.raise_freed)
 
 
 def _drop(_: Tensor) -> None:

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradkit._autograd import engine
-from gradkit._autograd.engine import Run
-from gradkit._checks import unsupported
-from gradkit._core import graph
+from gradkit._autograd.observers import any_observers
+from gradkit._autograd.runner import PassRunner
+from gradkit._core import functions, graph
 from gradkit._core.ownership import PLAIN_TYPES, empty_for, zeros_for
 from gradkit.errors import FreedGraphError, GradkitWarning
 
@@ -91,14 +90,14 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def sequential(
-    run: Run, loss: Tensor, variables: list[Tensor], *, retain: bool
+    run: PassRunner, loss: Tensor, variables: list[Tensor], *, retain: bool
 ) -> list[Tensor | None]:
     """Return the gradients of a loss of shape S, each `S + variable.shape`: a pass an element."""
     if loss.dim() == 0:
         return run.grads([loss], [None], variables, retain=retain)
     if loss.numel() == 0:
         return _empty(loss, variables)
-    rows = Rows(loss, variables, run.create_graph)
+    rows = Rows(loss, variables, run.call.create_graph)
     for row in range(loss.numel()):
         _put_one(rows, run, loss, variables, row, retain=retain or row + 1 < loss.numel())
     return rows.result()
@@ -114,7 +113,7 @@ def _empty(loss: Tensor, variables: list[Tensor]) -> list[Tensor | None]:
 
 
 def batched(
-    run: Run, loss: Tensor, variables: list[Tensor], *, retain: bool, chunk_size: int | None
+    run: PassRunner, loss: Tensor, variables: list[Tensor], *, retain: bool, chunk_size: int | None
 ) -> list[Tensor | None]:
     """Return what `sequential` does, to rounding, in vmapped passes.
 
@@ -124,13 +123,13 @@ def batched(
     Raises:
         FreedGraphError: The graph has been freed before.
     """
-    rows = Rows(loss, variables, run.create_graph)
+    rows = Rows(loss, variables, run.call.create_graph)
     last = loss.numel() if retain else loss.numel() - 1
     try:
         for start in range(0, last, chunk_size or last):
             stop = min(start + (chunk_size or last), last)
             seeds = one_hot(loss, start, stop)
-            rows.put(start, stop, run.grads_of_batch(loss, seeds, variables))
+            rows.put(start, stop, run.batched_grads(loss, seeds, variables))
     except FreedGraphError:
         raise
     except RuntimeError as error:
@@ -189,7 +188,7 @@ def _worth_batching(loss: Tensor) -> bool:
 
 
 def _put_one(
-    rows: Rows, run: Run, loss: Tensor, variables: list[Tensor], row: int, *, retain: bool
+    rows: Rows, run: PassRunner, loss: Tensor, variables: list[Tensor], row: int, *, retain: bool
 ) -> None:
     seed = one_hot(loss, row, row + 1)[0]
     grads = run.grads([loss], [seed], variables, retain=retain)
@@ -208,7 +207,7 @@ def _why_not(loss: Tensor, variables: list[Tensor]) -> str | None:
     """Return why this loss is known not to come out right in the batched mode, or not to run."""
     if loss.numel() < 2:
         return _NOTHING_TO_BATCH
-    if engine.watched():
+    if any_observers():
         return "safe_retain keeps gradients, and those of a batch cannot outlive it"
     if loss.retains_grad or any(v.grad_fn is not None for v in variables):
         return "the gradient of a tensor that is no leaf is taken where it arrives, one at a time"
@@ -217,11 +216,9 @@ def _why_not(loss: Tensor, variables: list[Tensor]) -> str | None:
     for kind in kinds:
         if kind.__name__ in _UNBATCHABLE:
             return _UNBATCHABLE[kind.__name__]
-    functions = unsupported.user_functions(kinds)
-    if functions:
-        return (
-            f"the backward of {functions[0].__name__.removesuffix('Backward')} may not be batchable"
-        )
+    custom = functions.user_functions(kinds)
+    if custom:
+        return f"the backward of {custom[0].__name__.removesuffix('Backward')} may not be batchable"
     if any(getattr(node, "_saved_sparse", False) is True for node in nodes):
         return "a sparse gradient cannot be batched"
     return None

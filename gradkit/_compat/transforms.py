@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -13,6 +14,10 @@ _read = torch._C._functorch.get_interpreter_stack
 # The transforms whose value is a derivative.
 DERIVATIVES = frozenset({"Grad", "Jvp"})
 BATCH = "Vmap"
+
+
+# Whether a tensor is one that torch.func's grad, vjp or jvp records.
+is_gradtracking: Callable[[Tensor], bool] = torch._C._functorch.is_gradtrackingtensor
 
 
 def transforms() -> tuple[str, ...]:

@@ -1,57 +1,138 @@
-"""Reading the autograd graph: what is in it, and who reaches what."""
+"""Reads the autograd graph. Nothing here runs or changes it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+from gradkit._compat.autograd import AccumulateGrad
+
+
+class Subgraph:
+    """The nodes that a pass from some roots could visit, walked at most once; 0.4 us a node.
+
+    Attributes:
+        roots: The tensors that the pass starts from; those without a graph are left out.
+        stop: Nodes that belong to it, but are not walked past.
+    """
+
+    def __init__(self, roots: Iterable[Tensor], stop: Collection[Node] = ()) -> None:
+        self.roots = [root for root in roots if root.requires_grad]
+        self.stop = stop
+        self._leading: dict[object, set[Node]] = {}
+
+    @cached_property
+    def nodes(self) -> set[Node]:
+        """The nodes of the roots, and all below them."""
+        return nodes_below(self.roots, self.stop).union(self.stop)
+
+    @cached_property
+    def kinds(self) -> set[type]:
+        """The types of the nodes."""
+        return set(map(type, self.nodes))
+
+    @cached_property
+    def leaves(self) -> dict[int, Tensor]:
+        """The leaf tensors whose gradients the nodes accumulate, by id."""
+        return leaf_tensors(self.nodes)
+
+    @cached_property
+    def _edges(self) -> set[tuple[Node | None, int]]:
+        edges = {child for node in self.nodes for child in node.next_functions}
+        return edges | {edge(root)[:2] for root in self.roots}
+
+    @cached_property
+    def _parents(self) -> dict[Node, list[Node]]:
+        parents: dict[Node, list[Node]] = {}
+        for node in self.nodes:
+            for child, _ in node.next_functions:
+                if child is not None:
+                    parents.setdefault(child, []).append(node)
+        return parents
+
+    def reaches(self, variable: Tensor) -> bool:
+        """Return whether a gradient can arrive at a tensor that requires grad."""
+        if variable.grad_fn is None:
+            return id(variable) in self.leaves
+        here = edge(variable)
+        return here.node in self.nodes and here[:2] in self._edges
+
+    def leading_to(self, variables: Sequence[Tensor], extra: Sequence[Node] = ()) -> set[Node]:
+        """Return the nodes that a pass executes for the gradients of some variables.
+
+        These are the nodes above a variable, or above one of the `extra` nodes. The variables' own
+        nodes are not executed: the engine only captures there.
+        """
+        key = (*map(id, variables), *extra)
+        if key not in self._leading:
+            self._leading[key] = self._walk_up(variables, extra)
+        return self._leading[key]
+
+    def _walk_up(self, variables: Sequence[Tensor], extra: Sequence[Node]) -> set[Node]:
+        ids = set(map(id, variables))
+        stack = [node for node in self.nodes if is_leaf_node(node) and id(_variable(node)) in ids]
+        stack += [variable.grad_fn for variable in variables if variable.grad_fn is not None]
+        stack += extra
+        leading: set[Node] = set()
+        while stack:
+            for node in self._parents.get(stack.pop(), ()):
+                if node not in leading:
+                    leading.add(node)
+                    stack.append(node)
+        return leading
+
+
+class GraphView:
+    """The graphs of the losses of one call: each part is walked when something first asks for it.
+
+    Attributes:
+        roots: The tensors that are differentiated, one for each loss.
+    """
+
+    def __init__(self, roots: Sequence[Tensor]) -> None:
+        self.roots = roots
+        self._subgraphs: dict[tuple[int, ...], Subgraph] = {}
+
+    def below(self, indices: Iterable[int]) -> Subgraph:
+        """Return the graph of some of the losses together."""
+        key = tuple(indices)
+        if key not in self._subgraphs:
+            self._subgraphs[key] = Subgraph([self.roots[index] for index in key])
+        return self._subgraphs[key]
 
 
 def edge(tensor: Tensor) -> GradientEdge:
-    """Return the place in the graph where the gradient of `tensor` arrives."""
+    """Return the edge of the graph at which the gradient of a tensor arrives."""
     return get_gradient_edge(tensor)
 
 
-def nodes_below(losses: Iterable[Tensor], stop: Iterable[Node] = ()) -> set[Node]:
-    """Return every node that a pass from these losses could visit; about 0.4 us a node.
-
-    Args:
-        losses: Where the pass starts.
-        stop: Nodes that the walk does not enter.
-
-    Returns:
-        The nodes of the losses, and all below them.
-    """
-    barred = set(stop)
-    seen = {edge(loss).node for loss in losses} - barred
+def nodes_below(roots: Iterable[Tensor], stop: Iterable[Node] = ()) -> set[Node]:
+    """Return every node that a pass from these roots could visit, without entering `stop`."""
+    excluded = set(stop)
+    seen = {edge(root).node for root in roots} - excluded
     stack = list(seen)
     while stack:
         for node, _ in stack.pop().next_functions:
-            if node is not None and node not in seen and node not in barred:
+            if node is not None and node not in seen and node not in excluded:
                 seen.add(node)
                 stack.append(node)
     return seen
 
 
-def leaves_of(nodes: Iterable[Node]) -> set[int]:
-    """Return the ids of the leaf tensors whose gradient the nodes accumulate."""
-    return {id(_variable(node)) for node in nodes if type(node) is _AccumulateGrad}
-
-
 def leaf_tensors(nodes: Iterable[Node]) -> dict[int, Tensor]:
-    """Return the leaf tensors whose gradient the nodes accumulate, by their ids."""
-    found = (_variable(node) for node in nodes if type(node) is _AccumulateGrad)
-    return {id(variable): variable for variable in found}
+    """Return the leaf tensors whose gradients the nodes accumulate, by id."""
+    leaves = (_variable(node) for node in nodes if is_leaf_node(node))
+    return {id(leaf): leaf for leaf in leaves}
 
 
 def is_leaf_node(node: Node) -> bool:
     """Return whether a node accumulates the gradient of a leaf tensor."""
-    return type(node) is _AccumulateGrad
+    return type(node) is AccumulateGrad
 
 
 def _variable(node: Any) -> Tensor:
@@ -60,73 +141,11 @@ def _variable(node: Any) -> Tensor:
 
 def largest_tensor(nodes: Iterable[Node]) -> int:
     """Return the number of elements of the largest gradient that a pass through the nodes makes."""
-    metadata = (one for node in nodes for one in _metadata(node))
+    metadata = (one for node in nodes for one in cast("Any", node)._input_metadata)
     return max((torch.Size(one.shape).numel() for one in metadata), default=0)
 
 
-def _metadata(node: Any) -> list[Any]:
-    return list(node._input_metadata)
-
-
-def leading_to(
-    variables: Iterable[Tensor], nodes: set[Node], further: Iterable[Node] = ()
-) -> set[Node]:
-    """Return those of the nodes that a pass for the gradients of `variables` executes.
-
-    Args:
-        variables: The tensors whose gradient is wanted.
-        nodes: A graph, from `nodes_below`.
-        further: Nodes that are to be reached, too.
-
-    Returns:
-        The nodes above one of the variables; not its own, at which the engine only captures.
-    """
-    parents: dict[Node, list[Node]] = {}
-    for node in nodes:
-        for child, _ in node.next_functions:
-            if child is not None:
-                parents.setdefault(child, []).append(node)
-    wanted = {id(variable) for variable in variables}
-    stack = [
-        node for node in nodes if type(node) is _AccumulateGrad and id(_variable(node)) in wanted
-    ]
-    stack += [variable.grad_fn for variable in variables if variable.grad_fn is not None]
-    stack += further
-    leading: set[Node] = set()
-    while stack:
-        for node in parents.get(stack.pop(), ()):
-            if node not in leading:
-                leading.add(node)
-                stack.append(node)
-    return leading
-
-
-def reached(
-    variable: Tensor, losses: Iterable[Tensor], nodes: set[Node], leaves: Collection[int]
-) -> bool:
-    """Return whether a gradient can arrive at `variable`.
-
-    Args:
-        variable: A tensor that requires grad.
-        losses: The losses of the pass.
-        nodes: `nodes_below(losses)`.
-        leaves: `leaves_of(nodes)`.
-
-    Returns:
-        True if the variable is one of the losses or stands below one.
-    """
-    if variable.grad_fn is None:
-        return id(variable) in leaves
-    here = edge(variable)
-    if here.node not in nodes:
-        return False
-    key = (here.node, here.output_nr)
-    return any(edge(loss)[:2] == key for loss in losses) or any(
-        key in node.next_functions for node in nodes
-    )
-
-
-def has_another_history(view: Tensor) -> bool:
+def has_rebuilt_history(view: Tensor) -> bool:
     """Return whether torch has rebuilt the history of a view, as after a change of its base."""
     node = view.grad_fn
     return view._version > 0 and node is not None and node.name() == "AsStridedBackward0"
@@ -135,13 +154,37 @@ def has_another_history(view: Tensor) -> bool:
 def was_used_before_change(variable: Tensor, nodes: set[Node]) -> bool:
     """Return whether an earlier value of a tensor that was changed in place is in a graph [C8]."""
     if variable._is_view():
-        return False  # its count of changes is that of all views of the same memory
+        return False  # its version counts the changes of all views of the same memory
     node = variable.grad_fn
     for _ in range(min(variable._version, 16)):
-        # An in-place operation leads on to the earlier value first.
+        # The first input of an in-place operation is the earlier value.
         if node is None or not node.next_functions:
             return False
         node = node.next_functions[0][0]
-        if node in nodes and type(node) is not _AccumulateGrad:
+        if node in nodes and not is_leaf_node(node):
             return True
     return False
+
+
+# Until the other rooms are handed a view, too.
+
+
+def leaves_of(nodes: Iterable[Node]) -> set[int]:
+    return set(leaf_tensors(nodes))
+
+
+def leading_to(
+    variables: Iterable[Tensor], nodes: set[Node], further: Iterable[Node] = ()
+) -> set[Node]:
+    view = Subgraph([])
+    view.nodes = nodes
+    return view.leading_to(list(variables), list(further))
+
+
+def reached(variable: Tensor, losses: Iterable[Tensor], nodes: set[Node], leaves: object) -> bool:
+    view = Subgraph(losses)
+    view.nodes = nodes
+    return view.reaches(variable)
+
+
+has_another_history = has_rebuilt_history

@@ -78,6 +78,10 @@ class Params:
         return pytree.path(self.spec, list(self.slots).index(variable), self.root)
 
 
+# Of a call that differentiates with respect to whatever leaves there are.
+NO_PARAMS = Params([], pytree.flatten(())[1], [], [], "params", True)
+
+
 def read_params(tree: PyTree, root: str = "params", *, wrapped: bool = False) -> Params:
     """Open up and check a tree of params.
 

@@ -16,9 +16,11 @@ STRATEGIES: tuple[Strategy, ...] = ("sequential", "batched", "auto")
 
 def check_option(name: str, value: object, allowed: Sequence[object]) -> None:
     """Raise if an option is none of the values that it takes, by equality and by type."""
-    if not any(type(value) is type(one) and value == one for one in allowed):
-        values = " or ".join(map(repr, allowed))
-        raise OptionError(message(name, values, repr(value), f"{name}={allowed[0]!r}"))
+    for one in allowed:
+        if type(value) is type(one) and value == one:
+            return
+    values = " or ".join(map(repr, allowed))
+    raise OptionError(message(name, values, repr(value), f"{name}={allowed[0]!r}"))
 
 
 def check_bool(name: str, value: object) -> None:
@@ -29,6 +31,19 @@ def check_bool(name: str, value: object) -> None:
 def check_optional_bool(name: str, value: object) -> None:
     """Raise if an option is neither a bool nor None."""
     check_option(name, value, (None, False, True))
+
+
+def check_pass_options(unused: object, create_graph: object, retain_graph: object) -> None:
+    """Raise if an option that all calls with engine passes have has no such value."""
+    check_option("unused", unused, UNUSED)
+    check_bool("create_graph", create_graph)
+    check_optional_bool("retain_graph", retain_graph)
+
+
+def check_batching(strategy: object, chunk_size: object) -> None:
+    """Raise if an option of per-loss gradients has no such value."""
+    check_option("strategy", strategy, STRATEGIES)
+    check_chunk_size(chunk_size)
 
 
 def check_chunk_size(value: object) -> None:

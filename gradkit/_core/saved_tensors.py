@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from gradkit.errors import FreedGraphError, message
 
 
-def gone(_: object) -> NoReturn:
+def raise_freed(_: object) -> NoReturn:
     """Stand, as its unpack hook, for a saved tensor that has been let go of.
 
     Raises:
@@ -70,7 +70,7 @@ def _is_released(node: Node, name: str) -> bool:
             if saved.unpack_hook is None:
                 saved.unpack()
             # One with hooks is not unpacked: that could recompute a checkpoint.
-            return saved.unpack_hook is gone
+            return saved.unpack_hook is raise_freed
     except RuntimeError:
         return True
     return False

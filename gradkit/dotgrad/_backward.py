@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from gradkit._autograd.passes import ordinary_mode, weigh
-from gradkit._checks.call import prepare_backward
+from gradkit._autograd.passes import leave_inference_mode, values_of, weigh
+from gradkit._autograd.runner import PassRunner
+from gradkit._checks.call import check_backward, check_backward_to_leaves
 from gradkit._compat.dynamo import disable_compile
-from gradkit._core import pytree
+from gradkit._core.call import Call, Pass
 from gradkit._core.inputs import (
+    NO_PARAMS,
     read_losses,
     read_params,
     read_weights,
     require_graph,
 )
+from gradkit._core.options import check_pass_options
 from gradkit._core.pytree import PyTree
 
 
@@ -62,17 +65,24 @@ def backward_(
     Source:
         `torch.autograd.backward`, https://pytorch.org/docs/stable/generated/torch.autograd.backward.html
     """
-    with ordinary_mode():
-        target = read_losses(losses, scalar=True)
-        outputs, seeds = weigh(target, read_weights(weights, target))
-        live = require_graph(target, outputs)
-        wanted = None if params is None else read_params(params)
-        run = prepare_backward(target, outputs, live, wanted, create_graph)
-        run.backward(
-            [outputs[index] for index in live],
-            [seeds[index] for index in live],
-            None if wanted is None else wanted.variables,
+    check_pass_options("none", create_graph, retain_graph)
+    with leave_inference_mode():
+        flat = read_losses(losses, scalar=True)
+        outputs, seeds = weigh(flat, read_weights(weights, flat))
+        group = require_graph(flat, outputs)
+        variables = None
+        if params is None:
+            call = Call(flat, outputs, [Pass(group, NO_PARAMS)], create_graph=create_graph)
+            check_backward_to_leaves(call)
+        else:
+            flat_params = read_params(params)
+            call = Call(flat, outputs, [Pass(group, flat_params)], create_graph=create_graph)
+            check_backward(call)
+            variables = flat_params.variables
+        PassRunner(call).backward(
+            [outputs[index] for index in group],
+            [seeds[index] for index in group],
+            variables,
             retain=create_graph if retain_graph is None else retain_graph,
         )
-        values = [loss if create_graph else loss.detach().clone() for loss in target.leaves]
-        return pytree.unflatten(target.spec, values)
+        return values_of(flat, create_graph)

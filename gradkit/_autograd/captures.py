@@ -1,0 +1,79 @@
+"""Copies of gradients, made as they arrive, where the engine's capture could be another value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gradkit._compat.autograd import current_pass
+from gradkit._core import hooks
+from gradkit._core.ownership import copy_for
+
+
+class ArrivalCapture:
+    """Captures the gradients of non-leaf tensors, and copies those of leaves, as they arrive.
+
+    For a non-leaf, the engine captures before the tensor's hooks if the pass goes on below it, and
+    hands the captured tensor to the node below, which may write on it [D3, L3]; a custom Function
+    that was given a leaf's captured gradient may write on that, too. A hook that is registered last
+    sees the value that the user's hooks return.
+
+    Other threads, and passes inside hooks, go through the same tensors: each gradient is stored by
+    the number of its pass, and an extra root of the pass shows which number is ours.
+    """
+
+    def __init__(
+        self, variables: list[Tensor], stack: ExitStack, *, create_graph: bool, copy_leaves: bool
+    ) -> None:
+        self._own_pass: list[int] = []
+        self._arrived: dict[int, dict[int, Tensor]] = {}
+        self._create_graph = create_graph
+        for index, variable in enumerate(variables):
+            if variable.grad_fn is not None:
+                self._arrived[index] = {}
+                self._listen(variable, partial(self._store, index, variable), stack)
+        if copy_leaves:
+            stack.enter_context(_copied_on_arrival([v for v in variables if v.grad_fn is None]))
+        with torch.enable_grad():
+            self.leaf = torch.zeros((), device=variables[0].device, requires_grad=True)
+            self.root = self.leaf.view_as(self.leaf)
+        self._listen(self.root, lambda _: self._own_pass.append(current_pass()), stack)
+
+    @staticmethod
+    def _listen(tensor: Tensor, hook: Callable[[Tensor], Tensor | None], stack: ExitStack) -> None:
+        stack.callback(hooks.listen(tensor, hook).remove)
+
+    def _store(self, index: int, variable: Tensor, grad: Tensor | None) -> None:
+        if grad is not None:
+            copy = copy_for(grad if self._create_graph else grad.detach(), variable)
+            self._arrived[index][current_pass()] = copy
+
+    def replace(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients, with those that arrived instead of the engine's captures."""
+        for index, by_pass in self._arrived.items():
+            if self._own_pass[0] in by_pass:
+                grads[index] = by_pass.pop(self._own_pass[0])
+        return grads
+
+
+@contextmanager
+def _copied_on_arrival(leaves: list[Tensor]) -> Iterator[None]:
+    """Make the engine capture a copy of each leaf's gradient."""
+    # Into the tables of hooks themselves: a handle for each would take longer than the copy.
+    tables = list(map(hooks.hooks_of, leaves))
+    key = object()
+    try:
+        for table in tables:
+            table[key] = _copied
+        yield
+    finally:
+        for table in tables:
+            table.pop(key, None)
+
+
+def _copied(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else grad.clone()  # None is an undefined gradient [D10]

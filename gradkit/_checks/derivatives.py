@@ -1,0 +1,92 @@
+"""Second and third derivatives that torch would get silently wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction, Function, once_differentiable
+
+from gradkit._compat.transforms import is_gradtracking
+from gradkit._core.call import Call
+from gradkit._core.graph import Subgraph
+from gradkit.errors import UnsupportedGraphError, message
+
+# The backward pass of these takes the mean and the deviation for constants, so that its own
+# derivative, the third in all, is wrong. Not so group_norm and rms_norm.
+_WRONG_THIRD = {"NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBackward0"}
+
+
+def refuse_wrong_derivatives(call: Call) -> None:
+    """Raise if torch would get the derivative of a pass of the call wrong, or drop it."""
+    for group, params in call.passes:
+        for index in group:
+            below = call.graph.below([index])
+            refuse_wrong_derivative(call.losses.path(index), params.variables, below)
+
+
+def refuse_wrong_derivative(where: str, variables: Sequence[Tensor], below: Subgraph) -> None:
+    """Raise if a pass executes a node whose derivative torch gets silently wrong, or drops."""
+    if not any(map(_is_wrong, below.kinds)):
+        return
+    for kind in sorted(set(map(type, below.leading_to(variables))), key=lambda kind: kind.__name__):
+        if _is_once_differentiable(kind):
+            raise UnsupportedGraphError(_dropped(where, kind))
+        if kind.__name__ in _WRONG_THIRD:
+            raise UnsupportedGraphError(_wrong_third(where, kind))
+
+
+def _is_wrong(kind: type) -> bool:
+    return kind.__name__ in _WRONG_THIRD or _is_once_differentiable(kind)
+
+
+def _dropped(where: str, kind: type) -> str:
+    # The error that torch would raise stands where a pass for chosen tensors does not come by.
+    name = kind.__name__.removesuffix("Backward").removesuffix("Generated")
+    return message(
+        where,
+        "a graph whose derivative can be differentiated",
+        f"{name}, a Function that is once_differentiable",
+        "leave out create_graph=True; take unroll(..., first_order=True); or give it a backward "
+        "that can be differentiated",
+    )
+
+
+def _wrong_third(where: str, kind: type) -> str:
+    return message(
+        where,
+        "a graph whose derivative can be differentiated again",
+        f"a second derivative through {kind.__name__.removesuffix('BackwardBackward0')}, whose "
+        "third torch gets silently wrong",
+        "leave out create_graph=True, or an unroll inside of another, in the last call; or use "
+        "group_norm or rms_norm, or write the norm out",
+    )
+
+
+def _is_once_differentiable(kind: Any) -> bool:
+    if not issubclass(kind, BackwardCFunction):
+        return False
+    backward: Any = kind._forward_cls.backward
+    if not issubclass(kind._forward_cls, Function):  # torch.func's own, around the user's
+        closure = [cell.cell_contents for cell in getattr(backward, "__closure__", None) or ()]
+        backward = next((getattr(fn, "backward", None) for fn in closure), None)
+    return getattr(backward, "__code__", None) is _WRAPPER_CODE
+
+
+# Of the wrapper that once_differentiable makes, which is the same for all.
+_WRAPPER_CODE = once_differentiable(lambda ctx: None).__code__
+
+
+def refuse_inside_transforms(call: Call) -> None:
+    """Raise if a transform of torch.func would take the gradients of a call for constants."""
+    for index, output in enumerate(call.outputs):
+        if is_gradtracking(output):
+            raise UnsupportedGraphError(
+                message(
+                    call.losses.path(index),
+                    "a loss outside of torch.func's grad, vjp and jvp",
+                    "one inside: the transform would take the gradient for a constant",
+                    "pass create_graph=True, so that it is differentiated, too",
+                )
+            )

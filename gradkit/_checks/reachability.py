@@ -1,0 +1,151 @@
+"""Parameters that a loss does not reach, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import NoReturn
+
+from torch import Tensor
+
+from gradkit._checks import sharding
+from gradkit._core.call import Call, Grads, Pass
+from gradkit._core.graph import Subgraph, edge, has_rebuilt_history, was_used_before_change
+from gradkit._core.inputs import Losses, Params
+from gradkit.errors import UnreachedParamError, describe, message
+
+_CUT = (
+    "none: the loss was not computed from it, or the path is cut (detach(), .data, .item(), "
+    "no_grad, another copy of the model, an in-place change after its use, a custom Function that "
+    "returns None)"
+)
+
+
+def refuse_no_variables(call: Call) -> None:
+    """Raise if no tensor of the params requires grad."""
+    if any(params.variables for params in call.params):
+        return
+    where = " and ".join(dict.fromkeys(params.root for params in call.params))
+    raise UnreachedParamError(
+        message(
+            where,
+            f"a path from {_names(call.losses, call.passes)}",
+            "none: no tensor there requires grad",
+            "call requires_grad_() on the parameters before the forward pass; state_dict() and "
+            ".data are detached, so pass the module",
+        )
+    )
+
+
+def refuse_unreached(call: Call) -> None:
+    """Raise if a pass cannot reach every variable that it is for; for `unused="error"`."""
+    for one in call.passes:
+        below = call.graph.below(one.losses)
+        for index, variable in enumerate(one.params.variables):
+            if not below.reaches(variable):
+                raise UnreachedParamError(unreached(call.losses, [one], index))
+
+
+def refuse_doubtful(call: Call) -> None:
+    """Raise if a variable that is no plain leaf is unreached for a reason that hides a gradient."""
+    below = call.graph.below(call.differentiated)
+    listed = {id(variable) for _, _, variable in call.variables()}
+    for params, index, variable in call.variables():
+        if below.reaches(variable):
+            continue
+        if _is_view_of_reached(variable, below, listed):
+            raise UnreachedParamError(_replaced(params, index, "a view of one, made separately"))
+        if was_used_before_change(variable, below.nodes):
+            raise UnreachedParamError(_replaced(params, index, "a later value of one"))
+        sharding.refuse_unreached_shard(params, index)
+
+
+def _is_view_of_reached(variable: Tensor, below: Subgraph, listed: set[int]) -> bool:
+    """Return whether a view is a new variable, and the gradient arrives at its base instead.
+
+    A slice of a parameter is a new variable each time it is taken [C3]; a view gets another history
+    when its base changes in place, as_strided [L2]. If the base is listed, too, the gradient stands
+    there, and the view may be None. So may any other view of an intermediate value, whose losses
+    may be others.
+    """
+    base = variable._base
+    return (
+        base is not None
+        and (base.is_leaf or has_rebuilt_history(variable))
+        and id(base) not in listed
+        and variable.grad_fn not in below.nodes
+        and base.requires_grad
+        and below.reaches(base)
+    )
+
+
+def _replaced(params: Params, index: int, got: str) -> str:
+    return message(
+        params.path(index),
+        "a tensor that the losses were computed from",
+        f"{got}, or changed in place since: no gradient can arrive there",
+        "pass the tensor itself and index its gradient; change a copy, h + 1, and not h itself",
+    )
+
+
+def require_reached(call: Call, results: Sequence[Grads], unused: str | None = None) -> None:
+    """Raise if the passes gave no gradient at all, or not every one under `unused="error"`."""
+    if (unused or call.unused) == "error":
+        for grads, one in zip(results, call.passes, strict=True):
+            missing = [index for index, grad in enumerate(grads) if grad is None]
+            if missing:  # in the graph, but a custom Function has returned None
+                raise UnreachedParamError(unreached(call.losses, [one], missing[0]))
+    if type(None) not in set(map(type, chain.from_iterable(results))):
+        return
+    _refuse_stale(call, results)
+    if all(grad is None for grads in results for grad in grads):
+        refuse_nothing_reached(call)
+
+
+def _refuse_stale(call: Call, results: Sequence[Grads]) -> None:
+    """Raise if a leaf has no gradient since it was moved or cast after the losses were computed.
+
+    Its `.data` of another type has another node for gradients to arrive at, apart from the graph:
+    torch.autograd.grad reports it as unused, and `.backward()` fills the `.grad` of the old type.
+    """
+    missing: dict[int, tuple[Params, int]] = {}
+    arrived: set[int] = set()
+    for grads, (_, params) in zip(results, call.passes, strict=True):
+        for index, (variable, grad) in enumerate(zip(params.variables, grads, strict=True)):
+            if grad is not None:
+                arrived.add(id(variable))
+            elif variable.grad_fn is None:
+                missing.setdefault(id(variable), (params, index))
+    if missing.keys() <= arrived:
+        return
+    below = call.graph.below(call.differentiated)
+    for params, index in (missing[key] for key in missing.keys() - arrived):
+        variable = params.variables[index]
+        if id(variable) in below.leaves and edge(variable).node not in below.nodes:
+            raise UnreachedParamError(
+                message(
+                    params.path(index),
+                    "the parameter as it was when the losses were computed",
+                    f"{describe(variable)}, moved or cast since",
+                    "call .to(), .double(), ... on the model before the forward pass",
+                )
+            )
+
+
+def refuse_nothing_reached(call: Call) -> NoReturn:
+    """Raise, since no variable of a call is reached."""
+    raise UnreachedParamError(unreached(call.losses, call.passes, 0))
+
+
+def unreached(losses: Losses, passes: Sequence[Pass], variable: int) -> str:
+    """Return the message for a variable of the first pass that has any, which no loss reaches."""
+    where = next(params.path(variable) for _, params in passes if params.variables)
+    if not any(losses.leaves[index].requires_grad for group, _ in passes for index in group):
+        got, fix = "none: the loss is a constant", "leave it out, or allow it: unused='none'"
+    else:
+        got, fix = _CUT, "compute the losses from these very tensors, or leave them out of params"
+    return message(where, f"a path from {_names(losses, passes)}", got, fix)
+
+
+def _names(losses: Losses, passes: Sequence[Pass]) -> str:
+    return ", ".join(losses.path(index) for group, _ in passes for index in group[:3])

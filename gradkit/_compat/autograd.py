@@ -1,0 +1,25 @@
+"""torch.autograd's private names. Run on torch 2.13."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The type of the nodes that accumulate the gradient of a leaf tensor.
+AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+
+def current_pass() -> int:
+    """Return the number of the engine's pass that runs in this thread; -1 outside of passes."""
+    return torch._C._current_graph_task_id()
+
+
+# How many owners a tensor's storage has, by the address that `UntypedStorage._cdata` gives.
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+
+# How many owners a tensor has, torch's own among them; before 2.12, only Python's are counted.
+tensor_use_count: Callable[[Any], int] = getattr(Tensor, "_use_count", sys.getrefcount)
