@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TypeVar, overload
+from typing import TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 from torch import Tensor, nn
 
@@ -18,73 +18,89 @@ from gradkit._autograd.players import finish_players, read_players, run_players
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core.inputs import read_losses, read_params
-from gradkit._core.options import Strategy, Unused, check_batching, check_pass_options
+from gradkit._core.options import Filled, Strategy, Unused, check_batching, check_pass_options
 from gradkit._core.pytree import PyTree
 
 __all__ = ["per_loss_grads", "simultaneous_grads", "value_and_grads"]
 
 K = TypeVar("K")
+L = TypeVar("L")
+TensorDict: TypeAlias = Mapping[K, Tensor]
+ModuleDict: TypeAlias = Mapping[K, nn.Module]
+
+
+class _Options(TypedDict, total=False):
+    create_graph: bool
+    retain_graph: bool | None
+
+
+class _Sum(_Options, total=False):
+    weights: PyTree
+
+
+class _Each(_Options, total=False):
+    strategy: Strategy
+    chunk_size: int | None
+
+
+# The types of each call: with a value of `unused` that fills in, no gradient is None.
 
 
 @overload
 def value_and_grads(
-    losses: Tensor,
-    params: nn.Module,
-    *,
-    weights: PyTree = ...,
-    unused: Unused = ...,
-    create_graph: bool = ...,
-    retain_graph: bool | None = ...,
+    losses: Tensor, params: nn.Module, *, unused: Filled, **options: Unpack[_Sum]
+) -> tuple[Tensor, dict[str, Tensor]]: ...
+@overload
+def value_and_grads(
+    losses: TensorDict[K], params: nn.Module, *, unused: Filled, **options: Unpack[_Sum]
+) -> tuple[dict[K, Tensor], dict[str, Tensor]]: ...
+@overload
+def value_and_grads(
+    losses: Tensor, params: TensorDict[K], *, unused: Filled, **options: Unpack[_Sum]
+) -> tuple[Tensor, dict[K, Tensor]]: ...
+@overload
+def value_and_grads(
+    losses: Tensor, params: Tensor, *, unused: Filled, **options: Unpack[_Sum]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def value_and_grads(
+    losses: Tensor, params: Iterator[Tensor], *, unused: Filled, **options: Unpack[_Sum]
+) -> tuple[Tensor, tuple[Tensor, ...]]: ...
+@overload
+def value_and_grads(
+    losses: Tensor, params: nn.Module, *, unused: Unused = ..., **options: Unpack[_Sum]
 ) -> tuple[Tensor, dict[str, Tensor | None]]: ...
 @overload
 def value_and_grads(
-    losses: Mapping[K, Tensor],
+    losses: TensorDict[K],
     params: nn.Module,
     *,
-    weights: PyTree = ...,
     unused: Unused = ...,
-    create_graph: bool = ...,
-    retain_graph: bool | None = ...,
+    **options: Unpack[_Sum],
 ) -> tuple[dict[K, Tensor], dict[str, Tensor | None]]: ...
 @overload
 def value_and_grads(
     losses: Tensor,
-    params: Mapping[K, Tensor],
+    params: TensorDict[K],
     *,
-    weights: PyTree = ...,
     unused: Unused = ...,
-    create_graph: bool = ...,
-    retain_graph: bool | None = ...,
+    **options: Unpack[_Sum],
 ) -> tuple[Tensor, dict[K, Tensor | None]]: ...
 @overload
 def value_and_grads(
-    losses: Tensor,
-    params: Tensor,
-    *,
-    weights: PyTree = ...,
-    unused: Unused = ...,
-    create_graph: bool = ...,
-    retain_graph: bool | None = ...,
+    losses: Tensor, params: Tensor, *, unused: Unused = ..., **options: Unpack[_Sum]
 ) -> tuple[Tensor, Tensor | None]: ...
 @overload
 def value_and_grads(
     losses: Tensor,
     params: Iterator[Tensor],
     *,
-    weights: PyTree = ...,
     unused: Unused = ...,
-    create_graph: bool = ...,
-    retain_graph: bool | None = ...,
+    **options: Unpack[_Sum],
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]: ...
 @overload
 def value_and_grads(
-    losses: PyTree,
-    params: PyTree,
-    *,
-    weights: PyTree = ...,
-    unused: Unused = ...,
-    create_graph: bool = ...,
-    retain_graph: bool | None = ...,
+    losses: PyTree, params: PyTree, *, unused: Unused = ..., **options: Unpack[_Sum]
 ) -> tuple[PyTree, PyTree]: ...
 @disable_compile
 def value_and_grads(
@@ -158,6 +174,82 @@ def value_and_grads(
         return result.values, finish(result.grads[0], flat_params, unused, create_graph)
 
 
+@overload
+def per_loss_grads(
+    losses: Tensor, params: nn.Module, *, unused: Filled, **options: Unpack[_Each]
+) -> dict[str, Tensor]: ...
+@overload
+def per_loss_grads(
+    losses: Tensor, params: TensorDict[K], *, unused: Filled, **options: Unpack[_Each]
+) -> dict[K, Tensor]: ...
+@overload
+def per_loss_grads(
+    losses: Tensor, params: Tensor, *, unused: Filled, **options: Unpack[_Each]
+) -> Tensor: ...
+@overload
+def per_loss_grads(
+    losses: TensorDict[L],
+    params: nn.Module,
+    *,
+    unused: Filled,
+    **options: Unpack[_Each],
+) -> dict[L, dict[str, Tensor]]: ...
+@overload
+def per_loss_grads(
+    losses: TensorDict[L],
+    params: TensorDict[K],
+    *,
+    unused: Filled,
+    **options: Unpack[_Each],
+) -> dict[L, dict[K, Tensor]]: ...
+@overload
+def per_loss_grads(
+    losses: TensorDict[L], params: Tensor, *, unused: Filled, **options: Unpack[_Each]
+) -> dict[L, Tensor]: ...
+@overload
+def per_loss_grads(
+    losses: Tensor, params: nn.Module, *, unused: Unused = ..., **options: Unpack[_Each]
+) -> dict[str, Tensor | None]: ...
+@overload
+def per_loss_grads(
+    losses: Tensor,
+    params: TensorDict[K],
+    *,
+    unused: Unused = ...,
+    **options: Unpack[_Each],
+) -> dict[K, Tensor | None]: ...
+@overload
+def per_loss_grads(
+    losses: Tensor, params: Tensor, *, unused: Unused = ..., **options: Unpack[_Each]
+) -> Tensor | None: ...
+@overload
+def per_loss_grads(
+    losses: TensorDict[L],
+    params: nn.Module,
+    *,
+    unused: Unused = ...,
+    **options: Unpack[_Each],
+) -> dict[L, dict[str, Tensor | None]]: ...
+@overload
+def per_loss_grads(
+    losses: TensorDict[L],
+    params: TensorDict[K],
+    *,
+    unused: Unused = ...,
+    **options: Unpack[_Each],
+) -> dict[L, dict[K, Tensor | None]]: ...
+@overload
+def per_loss_grads(
+    losses: TensorDict[L],
+    params: Tensor,
+    *,
+    unused: Unused = ...,
+    **options: Unpack[_Each],
+) -> dict[L, Tensor | None]: ...
+@overload
+def per_loss_grads(
+    losses: PyTree, params: PyTree, *, unused: Unused = ..., **options: Unpack[_Each]
+) -> PyTree: ...
 @disable_compile
 def per_loss_grads(
     losses: PyTree,
@@ -233,6 +325,42 @@ def per_loss_grads(
         return finish_separate(result, flat_params, unused)
 
 
+@overload
+def simultaneous_grads(
+    losses: TensorDict[K],
+    params: ModuleDict[K],
+    *,
+    unused: Filled,
+    **options: Unpack[_Options],
+) -> dict[K, dict[str, Tensor]]: ...
+@overload
+def simultaneous_grads(
+    losses: TensorDict[K],
+    params: TensorDict[K],
+    *,
+    unused: Filled,
+    **options: Unpack[_Options],
+) -> dict[K, Tensor]: ...
+@overload
+def simultaneous_grads(
+    losses: TensorDict[K],
+    params: ModuleDict[K],
+    *,
+    unused: Unused = ...,
+    **options: Unpack[_Options],
+) -> dict[K, dict[str, Tensor | None]]: ...
+@overload
+def simultaneous_grads(
+    losses: TensorDict[K],
+    params: TensorDict[K],
+    *,
+    unused: Unused = ...,
+    **options: Unpack[_Options],
+) -> dict[K, Tensor | None]: ...
+@overload
+def simultaneous_grads(
+    losses: PyTree, params: PyTree, *, unused: Unused = ..., **options: Unpack[_Options]
+) -> PyTree: ...
 @disable_compile
 def simultaneous_grads(
     losses: PyTree,

@@ -8,6 +8,8 @@ from typing import Literal, TypeAlias
 from gradkit.errors import OptionError, message
 
 Unused: TypeAlias = Literal["none", "zeros", "error"]
+# The values of `unused` under which every trainable parameter has a gradient.
+Filled: TypeAlias = Literal["zeros", "error"]
 Strategy: TypeAlias = Literal["sequential", "batched", "auto"]
 
 UNUSED: tuple[Unused, ...] = ("none", "zeros", "error")
@@ -25,12 +27,14 @@ def check_option(name: str, value: object, allowed: Sequence[object]) -> None:
 
 def check_bool(name: str, value: object) -> None:
     """Raise if an option is not a bool."""
-    check_option(name, value, (False, True))
+    if value is not True and value is not False:
+        check_option(name, value, (False, True))
 
 
 def check_optional_bool(name: str, value: object) -> None:
     """Raise if an option is neither a bool nor None."""
-    check_option(name, value, (None, False, True))
+    if value is not None:
+        check_option(name, value, (None, False, True))
 
 
 def check_pass_options(unused: object, create_graph: object, retain_graph: object) -> None:
