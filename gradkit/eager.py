@@ -151,7 +151,8 @@ def value_and_grads(
         FreedGraphError: The graph has been freed by an earlier call.
         LeafTypeError: A leaf is no tensor that has a gradient.
         NotScalarLossError: A loss has not exactly one element.
-        StructureError: A tree is empty or does not match, or an option has no such value.
+        OptionError: An option has no such value.
+        StructureError: A tree is empty or does not match.
         UnreachedParamError: Nothing is reached, or not everything under `unused="error"`.
         UnsupportedGraphError: Reentrant checkpoint, DistributedDataParallel, FSDP.
 
@@ -261,11 +262,11 @@ def per_loss_grads(
     strategy: Strategy = "sequential",
     chunk_size: int | None = None,
 ) -> PyTree:
-    """Return the gradients of every loss by itself: the rows of the Jacobian, as trees.
+    """Return the gradients of each loss separately: the rows of the Jacobian, as trees.
 
     Each is bit for bit what `torch.autograd.grad` gives for that loss alone: a pass walks only its
-    own loss's graph, so an inf or NaN in one loss reaches no other's gradients. The parts of the
-    graph go as soon as no further pass needs them.
+    own loss's graph, so an inf or NaN in one loss reaches no other's gradients. Each part
+    of the graph is freed after the last pass that needs it.
 
     Example:
         >>> import torch, gradkit
@@ -283,12 +284,12 @@ def per_loss_grads(
         retain_graph: As in `value_and_grads`.
         strategy: `"sequential"`: an engine pass for each element of each loss. `"batched"`: the
             elements of each loss vmapped through the engine's batched mode, equal to rounding;
-            what that is known to get wrong, or fails at, is done sequentially, with one
+            where that mode is known to be wrong, or fails, passes are sequential, with one
             `GradkitWarning` that says why. `"auto"` picks by device and size. A batched pass calls
             hooks once for its elements together, and leaves a tensor that the user called
             `retain_grad()` on with an unusable `.grad`. If the graph is to be freed, the last
-            element has a pass of its own.
-        chunk_size: The largest number of elements in one batched pass; None is all.
+            element has a separate pass.
+        chunk_size: The largest number of elements in one batched pass; None is all of them.
 
     Returns:
         A tree like `losses`, each leaf replaced by a tree like `params`. A loss of shape S gives
@@ -300,7 +301,8 @@ def per_loss_grads(
         DetachedLossError: No loss carries a graph.
         FreedGraphError: The graph has been freed by an earlier call.
         LeafTypeError: A leaf is no tensor that has a gradient.
-        StructureError: A tree is empty, or an option has no such value.
+        OptionError: An option has no such value.
+        StructureError: A tree is empty.
         UnreachedParamError: No loss reaches anything, or not everything under `unused="error"`.
         UnsupportedGraphError: Reentrant checkpoint, DistributedDataParallel, FSDP.
 
@@ -370,10 +372,10 @@ def simultaneous_grads(
     create_graph: bool = False,
     retain_graph: bool | None = None,
 ) -> PyTree:
-    """Return the simultaneous gradient of a game: of each loss by its own part of params.
+    """Return the simultaneous gradient of a game: of each loss with respect to its own params.
 
-    One forward pass serves all players; nothing has to be detached, and no loss leaves a gradient
-    in another's parameters.
+    One forward pass serves all players: nothing has to be detached, and no loss adds to the
+    gradients of another's parameters.
 
     Example:
         >>> import torch, gradkit
@@ -384,8 +386,8 @@ def simultaneous_grads(
     Args:
         losses: A tree of real floating-point tensors of one element each, whose structure begins
             that of `params`.
-        params: As in `value_and_grads`: below the place of a loss stands what it is
-            differentiated by, often a module.
+        params: As in `value_and_grads`, with one part for each loss, often a module: what that loss
+            is differentiated with respect to.
         unused: As in `value_and_grads`, for each loss and its own part.
         create_graph: As in `value_and_grads`.
         retain_graph: As in `value_and_grads`.
@@ -398,6 +400,7 @@ def simultaneous_grads(
         FreedGraphError: The graph has been freed by an earlier call.
         LeafTypeError: A leaf is no tensor that has a gradient.
         NotScalarLossError: A loss has not exactly one element.
+        OptionError: An option has no such value.
         StructureError: A tree is empty, or `losses` is no prefix of `params`.
         UnreachedParamError: Nothing is reached, or not everything under `unused="error"`.
         UnsupportedGraphError: Reentrant checkpoint, DistributedDataParallel, FSDP.

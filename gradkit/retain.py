@@ -8,12 +8,13 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from gradkit._autograd.observers import observing
+from gradkit._compat.autograd import current_pass
 from gradkit._compat.dynamo import disable_compile
+from gradkit._compat.transforms import is_wrapped, transforms
 from gradkit._core import graph, hooks, pytree
 from gradkit._core.leaf import plus
 from gradkit._core.ownership import copy_for
@@ -23,8 +24,8 @@ from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError,
 __all__ = ["RetainedGrads", "safe_retain"]
 
 
-class _Tap:
-    """Listens where the gradient of one tensor, with the value it has now, arrives."""
+class _GradRecorder:
+    """Records the gradients that arrive at one tensor, for the value that it has now."""
 
     def __init__(self, tensor: Tensor, where: Callable[[], str]) -> None:
         self.tensor = tensor
@@ -32,26 +33,25 @@ class _Tap:
         self.passes: list[Tensor] = []
         self._where = where
         self._version = tensor._version
-        # On the node of this very version: an in-place change later does not move it [L1].
-        self._handle = hooks.listen(tensor, self._take)
+        # The hook stays on the node of this version when the tensor is changed in place [L1].
+        self._handle = hooks.listen(tensor, self._record)
 
-    def _take(self, grad: Tensor | None) -> None:
+    def _record(self, grad: Tensor | None) -> None:
         if grad is not None:  # None is an undefined gradient [D10]
-            # A copy, because the node below may write on what it is given [L3].
+            # A copy, because the node below may write on its cotangent [L3].
             self.passes.append(copy_for(grad, self.tensor))
 
     def require_same_history(self) -> None:
-        """Raise if the tensor is a view that was changed in place: it has another history [L2]."""
+        """Raise if the tensor is a view that was changed in place: its history is rebuilt [L2]."""
         tensor = self.tensor
         if tensor.grad_fn is not None and tensor._is_view() and tensor._version != self._version:
             raise UnsupportedGraphError(
                 message(
                     self._where(),
                     "a tensor whose history stays as it was at the call",
-                    "a view that was changed in place since, by itself or through its base: torch "
-                    "leads gradients past the value that it had",
-                    f"keep a tensor of its own, h = h.clone(), in place of {self._where()}; or "
-                    "change a copy",
+                    "a view that was changed in place since, directly or through its base: torch "
+                    "rebuilds its history, so that gradients no longer arrive at the former value",
+                    f"pass a clone, h = h.clone(), instead of {self._where()}; or change a copy",
                 )
             )
 
@@ -63,7 +63,7 @@ def _require_graph(tensor: object, where: Callable[[], str]) -> None:
     if not isinstance(tensor, Tensor):
         do = "pass tensors; for the outputs of a module, safe_retain(model, ['name'])"
         raise LeafTypeError(message(where(), "a tensor", describe(tensor), do))
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or _in_transform():
+    if is_wrapped(tensor) or transforms():
         raise UnsupportedGraphError(
             message(
                 where(),
@@ -83,15 +83,11 @@ def _require_graph(tensor: object, where: Callable[[], str]) -> None:
         )
 
 
-def _in_transform() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 class RetainedGrads:
-    """What `safe_retain` watches, and the gradients that have come in so far."""
+    """The tensors of a `safe_retain` block, and their gradients so far."""
 
     def __init__(self) -> None:
-        self._taps: dict[int, _Tap] = {}
+        self._recorders: dict[int, _GradRecorder] = {}
         self._read_values: Callable[[], PyTree] = dict
 
     @property
@@ -108,37 +104,41 @@ class RetainedGrads:
         """A tree like `values`: each tensor's gradient, summed over the passes in their order.
 
         Of the tensor's shape and dtype, and of its strides if it is dense; None where no pass has
-        brought one.
+        reached the tensor.
         """
-        return self._map(lambda tap: _total(tap.passes))
+        return self._map(lambda recorder: _total(recorder.passes))
 
     @property
     def passes(self) -> PyTree:
-        """A tree like `values`: for each tensor the tuple of what each pass brought, in order."""
-        return self._map(lambda tap: tuple(grad.clone() for grad in tap.passes), missing=())
+        """A tree like `values`: for each tensor a tuple with the gradient of each pass."""
+        return self._map(
+            lambda recorder: tuple(grad.clone() for grad in recorder.passes), missing=()
+        )
 
-    def _map(self, read: Callable[[_Tap], Any], missing: Any = None) -> PyTree:
+    def _map(self, read: Callable[[_GradRecorder], Any], missing: Any = None) -> PyTree:
         leaves, spec = pytree.flatten(self.values)
-        taps = [self._taps.get(id(leaf)) for leaf in leaves]
-        return spec.unflatten([missing if tap is None else read(tap) for tap in taps])
+        recorders = [self._recorders.get(id(leaf)) for leaf in leaves]
+        return spec.unflatten([
+            missing if recorder is None else read(recorder) for recorder in recorders
+        ])
 
     def before_pass(self) -> list[tuple[Tensor, GradientEdge]]:
-        """Return the tensors, so that gradkit's own passes reach them whatever they are for.
+        """Return the tensors and the edges where their gradients arrive, for gradkit's own passes.
 
         Returns:
-            Each with the place where its gradient arrives.
+            Pairs of a tensor and its edge.
 
         Raises:
-            UnsupportedGraphError: A tensor's history is another since the call.
+            UnsupportedGraphError: A tensor's history was rebuilt since the call.
         """
-        for tap in self._taps.values():
-            tap.require_same_history()
-        return [(tap.tensor, tap.edge) for tap in self._taps.values()]
+        for recorder in self._recorders.values():
+            recorder.require_same_history()
+        return [(recorder.tensor, recorder.edge) for recorder in self._recorders.values()]
 
     def _listen(self, tensor: Tensor, where: Callable[[], str], stack: ExitStack) -> None:
-        if id(tensor) not in self._taps:
-            tap = self._taps[id(tensor)] = _Tap(tensor, where)
-            stack.callback(tap.remove)
+        if id(tensor) not in self._recorders:
+            recorder = self._recorders[id(tensor)] = _GradRecorder(tensor, where)
+            stack.callback(recorder.remove)
 
 
 def _total(passes: Iterable[Tensor]) -> Tensor | None:
@@ -155,12 +155,11 @@ def safe_retain(
 ) -> Iterator[RetainedGrads]:
     """Keep the gradients of intermediate tensors, for every backward pass inside the block.
 
-    The gradient is the one with respect to the value that a tensor has at this call, whether its
-    later uses come before or after, and also if it is changed in place afterwards. Hooks that the
-    user registered earlier have been applied. `.grad` is not written. All of gradkit's own passes
-    of this thread in the block reach the tensors; `torch.autograd.grad`, and `.backward()` or
-    `backward_` for some params only, bring a gradient only where those lie on the way, as to a
-    hook.
+    The gradient is the one with respect to the value that a tensor has at this call, also if it is
+    used before the call, or changed in place after it. Hooks that the user registered earlier have
+    been applied. `.grad` is not written. All of gradkit's passes of this thread in the block reach
+    the tensors; `torch.autograd.grad`, and `.backward()` or `backward_` for some params only, reach
+    those that lie on a path to their params, as they would call a tensor's hook.
 
     Example:
         >>> import torch, gradkit
@@ -195,45 +194,47 @@ def safe_retain(
     Source:
         `torch.Tensor.retain_grad`, whose value this is wherever that one is right.
     """
-    kept = RetainedGrads()
+    retained = RetainedGrads()
     with ExitStack() as stack:
         if isinstance(tensors, nn.Module):
-            _watch_modules(kept, tensors, names, stack)
+            _watch_modules(retained, tensors, names, stack)
         else:
-            _watch_tensors(kept, tensors, stack)
-        with observing(kept):
-            yield kept
-        kept.before_pass()
-        if isinstance(tensors, nn.Module) and not any(v is not None for v in kept.values.values()):
+            _watch_tensors(retained, tensors, stack)
+        with observing(retained):
+            yield retained
+        retained.before_pass()
+        if isinstance(tensors, nn.Module) and not any(
+            v is not None for v in retained.values.values()
+        ):
             raise UnsupportedGraphError(
                 message(
                     "safe_retain",
-                    f"a forward pass through {', '.join(kept.values)} inside the block",
+                    f"a forward pass through {', '.join(retained.values)} inside the block",
                     "none",
                     "call the module inside the with block, not before it",
                 )
             )
 
 
-def _watch_tensors(kept: RetainedGrads, tensors: PyTree, stack: ExitStack) -> None:
+def _watch_tensors(retained: RetainedGrads, tensors: PyTree, stack: ExitStack) -> None:
     leaves, spec = pytree.flatten(tensors)
     if not leaves:
         raise StructureError(message("tensors", "at least one tensor", "none", "safe_retain(h)"))
     for index, leaf in enumerate(leaves):
         where = partial(pytree.path, spec, index, "tensors")
         _require_graph(leaf, where)
-        kept._listen(leaf, where, stack)
-    kept._read_values = lambda: spec.unflatten(leaves)
+        retained._listen(leaf, where, stack)
+    retained._read_values = lambda: spec.unflatten(leaves)
 
 
 def _watch_modules(
-    kept: RetainedGrads, module: nn.Module, names: str | Sequence[str] | None, stack: ExitStack
+    retained: RetainedGrads, module: nn.Module, names: str | Sequence[str] | None, stack: ExitStack
 ) -> None:
     chosen = _choose(module, names)
     outputs: dict[str, list[PyTree]] = {name: [] for name in chosen}
 
     def watch(name: str, output: PyTree) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if current_pass() != -1:
             return  # a checkpoint's recomputation, inside a backward pass: the graph exists already
         leaves, spec = pytree.flatten(output)
         with_graph = {id(x) for x in leaves if isinstance(x, Tensor) and x.requires_grad}
@@ -241,13 +242,13 @@ def _watch_modules(
             if not with_graph or id(leaf) in with_graph:
                 where = partial(pytree.path, spec, index, f"the output of {name!r}")
                 _require_graph(leaf, where)
-                kept._listen(leaf, where, stack)
+                retained._listen(leaf, where, stack)
         outputs[name].append(output)
 
     for name, part in chosen.items():
         hook = part.register_forward_hook(lambda _m, _i, output, name=name: watch(name, output))
         stack.callback(hook.remove)
-    kept._read_values = lambda: {name: _one_or_all(runs) for name, runs in outputs.items()}
+    retained._read_values = lambda: {name: _one_or_all(runs) for name, runs in outputs.items()}
 
 
 def _one_or_all(runs: list[PyTree]) -> PyTree:

@@ -20,6 +20,10 @@ BATCH = "Vmap"
 is_gradtracking: Callable[[Tensor], bool] = torch._C._functorch.is_gradtrackingtensor
 
 
+# Whether a tensor belongs to a level of torch.func: grad, vjp, jvp or vmap.
+is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
+
 def transforms() -> tuple[str, ...]:
     """Return the transforms that are active, from the outermost: "Vmap", "Grad", "Jvp", ...
 

@@ -1,4 +1,4 @@
-"""Hooks on tensors: gradkit's own, and whether there are others."""
+"""Hooks on tensors: registering them uncounted, and whether the user has registered any."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 def listen(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-    """Register a tensor hook of our own, which `hooks_registered` does not count."""
+    """Register a hook of gradkit's on a tensor, which `hooks_registered` does not count."""
     with _own_hooks.lock:
         handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         _own_hooks.count += 1
@@ -28,9 +28,9 @@ def hooks_of(tensor: Tensor) -> dict[object, Callable[[Tensor], Tensor | None]]:
 def hooks_registered() -> bool:
     """Return False only if nothing in this process but gradkit has ever registered a hook.
 
-    A hook that changes its gradient in place, g.clamp_(-1, 1), changes whatever the engine shares
-    that tensor with, and a hook that keeps it keeps a result. torch numbers the handles that it
-    gives out for hooks of all kinds; where they are cannot be seen from Python.
+    A hook that changes its gradient in place, g.clamp_(-1, 1), changes every gradient that shares
+    memory with it, and a hook that stores it stores a result. torch numbers the handles of hooks of
+    all kinds; which tensors and modules have them cannot be seen from Python.
     """
     return RemovableHandle.next_id > _own_hooks.count
 

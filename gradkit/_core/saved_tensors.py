@@ -1,4 +1,4 @@
-"""What the nodes of a graph have saved, and whether they still have it."""
+"""The tensors that graph nodes have saved, and whether these have been released."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from gradkit.errors import FreedGraphError, message
 
 
 def raise_freed(_: object) -> NoReturn:
-    """Stand, as its unpack hook, for a saved tensor that has been let go of.
-
-    Raises:
-        FreedGraphError: Whenever it is asked for.
-    """
+    """Raise, as the unpack hook of a saved tensor that has been released."""
     raise FreedGraphError(
         message(
             "a loss",
