@@ -310,3 +310,23 @@ def test_a_third_derivative_through_a_norm(device: torch.device, norm: str) -> N
 
     # When this fails, torch has mended it, and the refusal can go.
     assert not torch.allclose(third(fns[norm]), third(by_hand))
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict, nn.Sequential])
+def test_players_in_one_module(device: torch.device, container: type[nn.Module]) -> None:
+    """A module stands for one set of parameters, whatever modules it holds."""
+    parts = {"G": nn.Linear(2, 1).to(device), "D": nn.Linear(2, 1).to(device)}
+    players = container(parts) if container is nn.ModuleDict else nn.Sequential(*parts.values())
+    if container is nn.ModuleList:
+        players = nn.ModuleList(parts.values())
+    x = torch.ones(3, 2, device=device)
+    losses = [part(x).mean() for part in parts.values()]
+    with (
+        unchanged(*players.parameters(), *losses),
+        pytest.raises(gradkit.StructureError, match="one part for each loss") as raised,
+    ):
+        gradkit.simultaneous_grads(losses, players)
+    fixes = {nn.ModuleList: "list(players)", nn.ModuleDict: "dict(players.items())"}
+    assert fixes.get(container, "{'G': generator") in str(raised.value)
+    grads = gradkit.simultaneous_grads(losses, list(parts.values()))
+    assert all(grad is not None for tree in grads for grad in tree.values())
