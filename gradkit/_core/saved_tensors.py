@@ -64,7 +64,8 @@ def _is_released(node: Node, name: str) -> bool:
         saved = getattr(node, name)
         if getattr(saved, "data", saved) is None:
             if saved.unpack_hook is None:
-                saved.unpack()
+                # Raises if it is released; an optional tensor that was never saved is None.
+                getattr(node, name.replace("_raw_saved_", "_saved_"))
             # One with hooks is not unpacked: that could recompute a checkpoint.
             return saved.unpack_hook is raise_freed
     except RuntimeError:
