@@ -75,7 +75,7 @@ def raise_inside(device: torch.device) -> None:
             gradkit.distributed.all_reduce(torch.ones(2, device=device))
         time.sleep(TIMEOUT + 1)
     else:
-        with pytest.raises(gradkit.CollectiveError, match=r"gradkit\.dist\.all_reduce"):
+        with pytest.raises(gradkit.CollectiveError, match=r"gradkit\.distributed\.all_reduce"):
             gradkit.distributed.all_reduce(torch.ones(2, device=device))
 
 

@@ -333,7 +333,7 @@ def check_refused(device: torch.device, case: str, error: str, words: list[str])
         ("integers", "LeafTypeError", ["grads['w']", "int64"]),
         ("a number", "LeafTypeError", ["grads['b']", "the float 1.0"]),
         ("a graph", "UnsupportedGraphError", ["grads['w']", "differentiable=True"]),
-        ("op", "StructureError", ["'mean' or 'sum'", "'max'"]),
+        ("op", "OptionError", ["'mean' or 'sum'", "'max'"]),
         ("a failure", "CollectiveError", ["an error on rank 1", "gradkit.distributed.all_reduce"]),
     ],
 )

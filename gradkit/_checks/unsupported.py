@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from functools import cache, lru_cache
 from typing import Any
 from weakref import ref
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, Function, once_differentiable
 from torch.autograd.graph import Node
 
+from gradkit._compat import ddp, fsdp
 from gradkit._core.graph import leading_to
 from gradkit._core.leaf import is_dtensor
 from gradkit.errors import UnsupportedGraphError, message
@@ -24,14 +25,14 @@ _REFUSED = {
         "one: autograd cannot see the parameters inside, and would leave out their gradient",
         "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
     ),
-    "_DDPSinkBackward": (
+    ddp.SINK: (
         "the forward pass of a plain module",
         "one of DistributedDataParallel (static_graph or find_unused_parameters), whose gradients "
-        "would be this process's alone, and whose later backward() would stop reducing",
+        "would not be synchronized, and whose later backward() would stop reducing",
         "call gradkit.distributed.value_and_grads(losses, ddp), without static_graph; or run "
         "ddp.module(...) for the forward",
     ),
-    "RegisterPostBackwardFunctionBackward": (
+    fsdp.POST_BACKWARD: (
         "the forward pass of a plain module",
         "one of a fully_shard module, whose sharded parameters are not in the graph",
         "call gradkit.distributed.value_and_grads(losses, module)",
@@ -193,31 +194,14 @@ _ONCE = once_differentiable(lambda ctx: None).__code__
 
 def may_be_sharded(variable: Tensor) -> bool:
     """Return whether this could be a parameter of a `fully_shard` module."""
-    return is_dtensor(variable) and any(True for _ in _fsdp_states())
+    return is_dtensor(variable) and any(True for _ in fsdp.all_states())
 
 
 def gathered_params() -> set[int]:
-    """Return the ids of the tensors into which `fully_shard` gathers the shards of parameters.
+    """Return the ids of the unsharded parameters into which `fully_shard` gathers shards.
 
-    Until the backward pass has ended, a module may show them as its parameters: plain ones, in a
-    graph that need not hold any node of `fully_shard`, and their gradients are this process's [M9].
+    Until the backward pass has ended, a module may show them as its parameters: plain tensors, in a
+    graph that need not hold any node of `fully_shard`. Their gradients are not synchronized [M9].
     """
-    groups = [group for state in _fsdp_states() for group in fsdp_groups(state)]
-    shards = [shard for group in groups for shard in group.fsdp_params]
-    return {id(shard._unsharded_param) for shard in shards if hasattr(shard, "_unsharded_param")}
-
-
-def fsdp_groups(state: Any) -> list[Any]:
-    """Return the groups of parameters that `fully_shard` manages for a module."""
-    several = getattr(state, "_fsdp_param_groups", None)
-    groups = [state._fsdp_param_group] if several is None else several
-    return [group for group in groups if group is not None]
-
-
-def _fsdp_states() -> Iterator[Any]:
-    composable = sys.modules.get("torch.distributed._composable_state")
-    modules = getattr(composable, "_module_state_mapping", {})
-    for state in list(modules.values()):
-        alive = state() if isinstance(state, ref) else state
-        if type(alive).__name__ == "FSDPState":
-            yield alive
+    shards = fsdp.shards_of(fsdp.groups_of(fsdp.all_states()))
+    return {id(param) for shard in shards if (param := fsdp.unsharded_param(shard)) is not None}
