@@ -66,38 +66,35 @@ def reduce_by_hook(
     params = cast("Sequence[Tensor]", local.likes)
     width = len(set(map(id, params))) or 1
     for start in range(0, len(params), width):
-        row = {
-            id(params[index]): index
-            for index in range(start, start + width)
-            if id(params[index]) in bucketed and specs[index] is not None
-        }
+        indices = range(start, start + width)
+        row = [i for i in indices if id(params[i]) in bucketed and specs[i] is not None]
         if row:
-            yield from _reduce_row(group, module, row, local, specs)
+            yield from zip(row, _reduce_row(group, module, row, local, specs), strict=True)
 
 
 def _reduce_row(
     group: Group,
     module: DistributedDataParallel,
-    row: Mapping[int, int],
+    row: Sequence[int],
     local: LocalGrads,
     specs: Sequence[GradSpec | None],
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield the means for one loss, whose gradients stand at indices by parameter id."""
-    params = {key: cast("Tensor", local.likes[index]) for key, index in row.items()}
-    kinds = {key: cast("GradSpec", specs[index]) for key, index in row.items()}
-    key = next(iter(row))
-    loss_shape = kinds[key].shape[: len(kinds[key].shape) - params[key].dim()]
-    means = {key: empty_for(param, kinds[key].dtype, loss_shape) for key, param in params.items()}
+) -> list[Tensor]:
+    """Return the means of the gradients of one loss, which stand at the indices of the row."""
+    params = [cast("Tensor", local.likes[index]) for index in row]
+    kinds = [cast("GradSpec", specs[index]) for index in row]
+    loss_shape = kinds[0].shape[: len(kinds[0].shape) - params[0].dim()]
+    pairs = zip(params, kinds, strict=True)
+    means = [empty_for(param, kind.dtype, loss_shape) for param, kind in pairs]
     # A hook takes one gradient for each parameter: that of one element of the loss.
     for element in range(torch.Size(loss_shape).numel()):
         grads = {
-            key: _element(local.grads[index], params[key], element) for key, index in row.items()
+            id(param): _element(local.grads[index], param, element)
+            for index, param in zip(row, params, strict=True)
         }
         reduced = _run_hook(group, module, grads)
-        for key, mean in means.items():
-            mean.view(-1, *params[key].shape)[element].copy_(reduced[key])
-    for key, index in row.items():
-        yield index, means[key]
+        for param, mean in zip(params, means, strict=True):
+            mean.view(-1, *param.shape)[element].copy_(reduced[id(param)])
+    return means
 
 
 def _element(grads: Tensor | None, param: Tensor, element: int) -> Tensor | None:
