@@ -32,9 +32,9 @@ def rows(plan: Plan) -> Iterator[Row]:
         yield Row(what="gradkit.distributed, 2 processes", against=replicas.DDP, note=note)
         return
     for name, shape in (_QUICK_STEPS if plan.quick else _STEPS).items():
-        found = _on_ranks(plan, "compare_steps", shape=list(shape), rounds=_rounds(plan))
+        samples = _on_ranks(plan, "compare_steps", shape=list(shape), rounds=_rounds(plan))
         what = f"dist.value_and_grads and step_, {_processes(plan)}, {name}"
-        yield _timed(what, replicas.DDP, found)
+        yield _timed(what, replicas.DDP, samples)
     for size in _QUICK_SIZES if plan.quick else _SIZES:
         yield from _per_loss(plan, size)
 
@@ -42,9 +42,9 @@ def rows(plan: Plan) -> Iterator[Row]:
 def _per_loss(plan: Plan, size: Size) -> Iterator[Row]:
     what = f"dist.per_loss_grads with the forward pass, {_processes(plan)}, {size}"
     for against in (replicas.PASSES, replicas.LOOP):
-        how = {"size": asdict(size), "against": against, "rounds": _rounds(plan)}
-        found = _on_ranks(plan, "compare_losses", **how)
-        yield _timed(what, against, found)
+        arguments = {"size": asdict(size), "against": against, "rounds": _rounds(plan)}
+        samples = _on_ranks(plan, "compare_losses", **arguments)
+        yield _timed(what, against, samples)
     sent = _on_ranks(plan, "count", size=asdict(size))
     for against in (replicas.PASSES, replicas.LOOP):
         yield _counted(f"dist.per_loss_grads, collectives, {size}", against, sent, "collectives")
@@ -52,7 +52,7 @@ def _per_loss(plan: Plan, size: Size) -> Iterator[Row]:
 
 
 def _counted(what: str, against: str, sent: Mapping[str, list[int]], unit: str) -> Row:
-    """Return a row of a count, which is there to be seen."""
+    """Return a row of a count, which has no limit."""
 
     def figure(name: str) -> float:
         return len(sent[name]) if unit == "collectives" else sum(sent[name]) / 1e6
@@ -102,23 +102,23 @@ def compare_steps(shape: list[int], rounds: int, **group: Any) -> dict[str, list
 def compare_losses(
     size: Mapping[str, Any], against: str, rounds: int, **group: Any
 ) -> dict[str, list[int]]:
-    """Return the samples of gradkit and of another way as plain values; what a rank runs."""
+    """Return the samples of gradkit and of another method as plain values; what a rank runs."""
     with replicas.group(**group):
         if not replicas.agree(Size(**size)):
-            raise ValueError("the ways to the gradients of each loss do not agree")
+            raise ValueError("the methods for the gradients of each loss do not agree")
         sides = replicas.per_loss_sides(Size(**size))
         return _samples({name: sides[name] for name in ("gradkit", against)}, rounds)
 
 
 def count(size: Mapping[str, Any], **group: Any) -> dict[str, list[int]]:
-    """Return the bytes of each collective of every way; what a rank runs."""
+    """Return the bytes of each collective of every method; what a rank runs."""
     with replicas.group(**group):
         sides = replicas.per_loss_sides(Size(**size))
         return {name: replicas.collectives(side) for name, side in sides.items()}
 
 
 def _samples(sides: dict[str, Side], rounds: int) -> dict[str, list[int]]:
-    # As many rounds on all ranks, however long they take: a rank alone would wait for ever.
+    # The same number of rounds on all ranks, whatever the time: otherwise a rank would hang.
     effort = Effort(least=rounds, most=rounds, seconds=0)
     timings = measure(sides, torch.device("cpu"), effort)
     return {name: list(timing.samples) for name, timing in timings.items()}

@@ -1,4 +1,4 @@
-"""Modules under DistributedDataParallel, and the ways to their reduced gradients."""
+"""Modules under DistributedDataParallel, and the methods for their reduced gradients."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def group(rank: int, ranks: int, rendezvous: str) -> Iterator[None]:
 
 
 def step_sides(width: int, depth: int, batch: int) -> dict[str, Side]:
-    """Return the ways to take a step of SGD with momentum; the forward pass is not timed."""
+    """Return the methods for a step of SGD with momentum; the forward pass is not timed."""
     model = DistributedDataParallel(models.mlp(width, depth))
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE, momentum=0.9)
 
     def build() -> Tensor:
         optimizer.zero_grad()
         loss: Tensor = model(torch.randn(batch, width)).square().mean()
-        dist.barrier()  # so that no rank waits for what another one has built
+        dist.barrier()  # so that no rank waits while another builds
         return loss
 
     def ours(loss: Tensor) -> None:
@@ -73,7 +73,7 @@ class Heads(nn.Module):
 
 
 def per_loss_sides(size: Size) -> dict[str, Side]:
-    """Return the ways to the gradient of each loss, from the batch on."""
+    """Return the methods for the gradient of each loss, forward pass included."""
     # A loss does not reach the heads of the others, and a model can be wrapped once only.
     waiting = DistributedDataParallel(_heads(size), find_unused_parameters=True)
     model = DistributedDataParallel(_heads(size))
@@ -122,12 +122,12 @@ def _reduced(losses: list[Tensor], params: list[Tensor]) -> Rows:
 
 
 def agree(size: Size) -> bool:
-    """Return whether all ways come to the same gradients, reduced over the ranks."""
-    found: list[Tensor] = []
+    """Return whether all methods give the same gradients, reduced over the ranks."""
+    results: list[Tensor] = []
     for side in per_loss_sides(size).values():
         torch.manual_seed(dist.get_rank())
-        found.append(_flat(side.run(side.build())))
-    return all(torch.allclose(one, found[0], atol=1e-6) for one in found)
+        results.append(_flat(side.run(side.build())))
+    return all(torch.allclose(result, results[0], atol=1e-6) for result in results)
 
 
 def _flat(rows: Any) -> Tensor:
@@ -155,9 +155,9 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
-        """Note down a collective, and run it."""
+        """Count a collective, and run it."""
         if func.namespace == "c10d":
-            mine = args[1] if "allgather" in func.name() else args[0]  # behind the room for all
+            mine = args[1] if "allgather" in func.name() else args[0]  # after the output tensors
             tensors = [leaf for leaf in tree_leaves(mine) if isinstance(leaf, Tensor)]
             self.sent.append(sum(t.numel() * t.element_size() for t in tensors))
         return func(*args, **(kwargs or {}))

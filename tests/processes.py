@@ -1,4 +1,4 @@
-"""Processes that stay, and run functions as the ranks of a process group."""
+"""Worker processes that run functions as the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Ranks:
 
     def __init__(self, size: int, device: torch.device, timeout: float = TIMEOUT) -> None:
         self.size = size
-        self._how = str(device.type), timeout
+        self._options = str(device.type), timeout
         self._start()
 
     def _start(self) -> None:
@@ -39,7 +39,7 @@ class Ranks:
         self.processes = [
             context.Process(
                 target=_serve,
-                args=(rank, self.size, rendezvous, *self._how, theirs),
+                args=(rank, self.size, rendezvous, *self._options, theirs),
                 daemon=True,
             )
             for rank, (_, theirs) in enumerate(pairs)
@@ -57,17 +57,17 @@ class Ranks:
         answers = self.outcomes(function, *args)
         failed = {rank: text for rank, (kind, text) in enumerate(answers) if kind != "returned"}
         if failed:
-            # For the tests that follow: their messages could meet what this one has left behind.
+            # For the tests that follow: their messages could meet those that are left in the group.
             self.stop()
             self._start()
-            told = "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
-            raise AssertionError(f"{len(failed)} of {self.size} ranks failed\n{told}")
+            lines = "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
+            raise AssertionError(f"{len(failed)} of {self.size} ranks failed\n{lines}")
         return [value for _, value in answers]
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[tuple[str, Any]]:
-        """Call a function on every rank, and return what became of it.
+        """Call a function on every rank, and return the outcome of each.
 
-        That is ("returned", value), ("raised", traceback), ("died", None) or ("hung", None).
+        An outcome is ("returned", value), ("raised", traceback), ("died", None) or ("hung", None).
         """
         task = pickle.dumps((function, args))
         for connection in self._connections:
@@ -87,7 +87,7 @@ class Ranks:
         return answer
 
     def stop(self) -> None:
-        """End all processes, whatever they do."""
+        """Kill all processes."""
         for process in self.processes:
             process.kill()
         for process in self.processes:

@@ -1,4 +1,4 @@
-"""`gradkit.distributed` under DistributedDataParallel: what `.backward()` leaves there."""
+"""`gradkit.distributed` under DistributedDataParallel: the gradients of `.backward()`."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Heads(nn.Module):
         return {name: self.heads[name](features) for name in names}
 
 
-def wrapped(device: torch.device, *, norm: bool = False, **how: Any) -> DistributedDataParallel:
+def wrapped(device: torch.device, *, norm: bool = False, **options: Any) -> DistributedDataParallel:
     torch.manual_seed(1)
-    return DistributedDataParallel(Heads(norm=norm).to(device), **how)
+    return DistributedDataParallel(Heads(norm=norm).to(device), **options)
 
 
 def batch(device: torch.device, step: int = 0) -> Tensor:
@@ -79,9 +79,9 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_equal_to_backward(device: torch.device, how: dict[str, Any]) -> None:
-    """Interleaved with ordinary steps, which never see that gradkit was there."""
-    model, untouched = wrapped(device, **how), wrapped(device, **how)
+def check_equal_to_backward(device: torch.device, options: dict[str, Any]) -> None:
+    """Interleaved with ordinary steps, on which gradkit has no effect."""
+    model, untouched = wrapped(device, **options), wrapped(device, **options)
     opt, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, untouched))
     for step in range(3):
         x = batch(device, step)
@@ -114,9 +114,11 @@ def check_equal_to_backward(device: torch.device, how: dict[str, Any]) -> None:
     assert all(torch.equal(value, theirs[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("how", WRAPPERS)
-def test_gradients_are_what_backward_leaves(several: Ranks, device: torch.device, how: str) -> None:
-    several.run(check_equal_to_backward, WRAPPERS[how])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_gradients_are_what_backward_leaves(
+    several: Ranks, device: torch.device, wrapper: str
+) -> None:
+    several.run(check_equal_to_backward, WRAPPERS[wrapper])
 
 
 def check_uneven(device: torch.device) -> None:
@@ -247,10 +249,10 @@ def check_vectors_and_strategies(device: torch.device) -> None:
     for index in range(3):
         _, grads = gradkit.distributed.value_and_grads(model(x)["b"].mean(0)[index], model)
         for name, grad in grads.items():
-            for found in (rows, batched):
-                assert (grad is None) == (found[name] is None)
+            for stacked in (rows, batched):
+                assert (grad is None) == (stacked[name] is None)
                 if grad is not None:
-                    torch.testing.assert_close(found[name][index], grad)
+                    torch.testing.assert_close(stacked[name][index], grad)
 
 
 def test_the_elements_of_a_vector(two: Ranks, device: torch.device) -> None:
@@ -275,8 +277,8 @@ def check_second_order(device: torch.device) -> None:
     loss = model(x)["a"].square().mean()
     value, first = gradkit.distributed.value_and_grads(loss, model, create_graph=True)
     # The penalty is the same on every rank, and the loss is not: their mean is that of the batch.
-    again = value + gradkit.tree.dot(first, first)
-    _, second = gradkit.value_and_grads(again, params)
+    penalized = value + gradkit.tree.dot(first, first)
+    _, second = gradkit.value_and_grads(penalized, params)
     for ours, theirs in zip(gradkit.distributed.all_reduce(second), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -312,8 +314,8 @@ def aggregator(name: str) -> Any:
 def check_ten_combined_steps(device: torch.device, name: str) -> None:
     """All ranks hold equal weights, which are those of one process on the joined batch."""
     model = wrapped(device).double()
-    alone = copy.deepcopy(model.module)
-    opt, lone = (torch.optim.Adam(m.parameters(), lr=1e-2) for m in (model, alone))
+    single = copy.deepcopy(model.module)
+    opt, opt_single = (torch.optim.Adam(m.parameters(), lr=1e-2) for m in (model, single))
     combine = aggregator(name)
     for step in range(10):
         per_loss = gradkit.distributed.per_loss_grads(
@@ -329,11 +331,11 @@ def check_ten_combined_steps(device: torch.device, name: str) -> None:
 
         generator = torch.Generator().manual_seed(100 + step)
         every = torch.randn(dist.get_world_size(), 6, 5, generator=generator).double().to(device)
-        outs = [losses_of(alone(x)) for x in every]
+        outs = [losses_of(single(x)) for x in every]
         joined = {key: sum(out[key] for out in outs) / len(outs) for key in ("a", "b")}
-        per_loss = gradkit.per_loss_grads(joined, alone)
-        gradkit.step_(lone, alone, gradkit.combine(per_loss, combine))
-    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        per_loss = gradkit.per_loss_grads(joined, single)
+        gradkit.step_(opt_single, single, gradkit.combine(per_loss, combine))
+    for ours, theirs in zip(model.parameters(), single.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
         everywhere = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
         dist.all_gather(everywhere, ours.detach())
@@ -345,9 +347,9 @@ def test_ten_steps_with_combined_gradients(several: Ranks, device: torch.device,
     several.run(check_ten_combined_steps, name)
 
 
-def check_handed_over(device: torch.device, how: dict[str, Any]) -> None:
+def check_handed_over(device: torch.device, options: dict[str, Any]) -> None:
     """This rank's gradients are reduced, whatever forward pass was before, as often as given."""
-    model, other = wrapped(device, **how), wrapped(device, **how)
+    model, other = wrapped(device, **options), wrapped(device, **options)
     x = batch(device)
     expected = {
         n: g.clone() for n, g in backward_of(other, losses_of(other(x))).items() if g is not None
@@ -361,10 +363,10 @@ def check_handed_over(device: torch.device, how: dict[str, Any]) -> None:
     model(x)  # a forward pass that waits for a backward pass
     gradkit.add_grads_(model, armed, hooks=True)
     assert_same(grads_left(model), expected)
-    kept = [param.grad for param in model.parameters()]
-    gradkit.add_grads_(model, armed, hooks=True)  # again, after the same forward pass
-    for (name, param), before in zip(model.named_parameters(), kept, strict=True):
-        assert param.grad is before
+    before = [param.grad for param in model.parameters()]
+    gradkit.add_grads_(model, armed, hooks=True)  # a second time after one forward pass
+    for (name, param), grad in zip(model.named_parameters(), before, strict=True):
+        assert param.grad is grad
         torch.testing.assert_close(param.grad, 2 * expected[name])
 
     model.zero_grad()
@@ -380,9 +382,11 @@ def check_handed_over(device: torch.device, how: dict[str, Any]) -> None:
     assert_same(backward_of(model, losses_of(model(x))), expected)
 
 
-@pytest.mark.parametrize("how", ["plain", "views", "small buckets"])
-def test_gradients_handed_over_are_reduced(several: Ranks, device: torch.device, how: str) -> None:
-    several.run(check_handed_over, WRAPPERS[how])
+@pytest.mark.parametrize("wrapper", ["plain", "views", "small buckets"])
+def test_gradients_handed_over_are_reduced(
+    several: Ranks, device: torch.device, wrapper: str
+) -> None:
+    several.run(check_handed_over, WRAPPERS[wrapper])
 
 
 def check_handed_over_with_none(device: torch.device) -> None:
@@ -516,12 +520,14 @@ def check_plain_calls(device: torch.device) -> None:
     model = wrapped(device)
     losses = losses_of(model(batch(device)))
     for call in (gradkit.value_and_grads, gradkit.per_loss_grads, gradkit.backward_):
-        with pytest.raises(gradkit.UnsupportedGraphError, match=r"gradkit\.dist"):
+        with pytest.raises(gradkit.UnsupportedGraphError, match=r"gradkit\.distributed"):
             call(losses, model)
     torch.autograd.backward(list(losses.values()))
 
 
-def test_the_plain_calls_refuse_and_point_here(two: Ranks, device: torch.device) -> None:
+def test_the_plain_calls_raise_and_name_the_distributed_ones(
+    two: Ranks, device: torch.device
+) -> None:
     two.run(check_plain_calls)
 
 
@@ -556,7 +562,9 @@ def check_other_refusals(device: torch.device) -> None:
     backward_of(model, losses_of(model(x)))
 
 
-def test_what_would_be_local_or_wrong_is_refused(two: Ranks, device: torch.device) -> None:
+def test_calls_with_unsynchronized_or_wrong_gradients_raise(
+    two: Ranks, device: torch.device
+) -> None:
     two.run(check_other_refusals)
 
 
@@ -577,7 +585,7 @@ def test_an_error_on_one_rank_ends_the_call_on_all(several: Ranks, device: torch
 
 
 def check_ignored(device: torch.device) -> None:
-    """What the user has told DDP to ignore stays this rank's, as after `.backward()`."""
+    """The gradients of parameters that DDP ignores stay local, as after `.backward()`."""
     torch.manual_seed(1)
     models = [Heads().to(device) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -592,7 +600,7 @@ def check_ignored(device: torch.device) -> None:
     assert not torch.equal(grads["module.heads.a.weight"], local["heads.a.weight"])
 
 
-def test_parameters_that_ddp_is_told_to_ignore(two: Ranks, device: torch.device) -> None:
+def test_parameters_that_ddp_ignores(two: Ranks, device: torch.device) -> None:
     two.run(check_ignored)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that raise, or are killed: the others end with an error, in time, and no process stays."""
+"""Ranks that raise or are killed: the others raise in time, and no process is left."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class UserError(Exception):
 
 
 def raise_before(device: torch.device, call: str) -> float:
-    """The last rank raises, and never comes; return how long the others have waited."""
+    """The last rank raises before the call; return how long the others have waited."""
     model = wrapped(device)
     losses = losses_of(model(batch(device)))
     dist.barrier()
@@ -52,7 +52,7 @@ def make(call: str, losses: Any, model: Any) -> None:
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "per_loss_grads", "add_grads_"])
-def test_a_rank_that_does_not_come(device: torch.device, call: str) -> None:
+def test_a_rank_that_does_not_make_the_call(device: torch.device, call: str) -> None:
     with ranks(2, device, TIMEOUT) as two:
         outcomes = two.outcomes(raise_before, call)
         assert outcomes[1][0] == "raised"
@@ -75,7 +75,7 @@ def raise_inside(device: torch.device) -> None:
             gradkit.distributed.all_reduce(torch.ones(2, device=device))
         time.sleep(TIMEOUT + 1)
     else:
-        with pytest.raises(gradkit.CollectiveError, match=r"gradkit\.dist\.all_reduce"):
+        with pytest.raises(gradkit.CollectiveError, match=r"gradkit\.distributed\.all_reduce"):
             gradkit.distributed.all_reduce(torch.ones(2, device=device))
 
 
@@ -104,8 +104,8 @@ def test_a_rank_that_is_killed(device: torch.device, inside: bool) -> None:
     with ranks(4, device, TIMEOUT) as four:
         outcomes = four.outcomes(die, inside)
         assert [kind for kind, _ in outcomes] == ["returned"] * 3 + ["died"]
-        for _, (told, waited) in outcomes[:3]:
-            assert "gradkit.distributed.all_reduce on rank" in told
+        for _, (text, waited) in outcomes[:3]:
+            assert "gradkit.distributed.all_reduce on rank" in text
             assert waited < 2 * TIMEOUT + GRACE  # one for the agreement, one for the sum
     assert_gone(four)
 
@@ -114,8 +114,8 @@ def assert_gone(group: Ranks) -> None:
     assert not any(process.is_alive() for process in group.processes)
 
 
-def hold_the_hand(device: torch.device) -> tuple[str, float]:
-    """A rank that refuses its input ends the call on all at once, long before the timeout."""
+def check_bad_leaf_on_one_rank(device: torch.device) -> tuple[str, float]:
+    """If one rank refuses its input, all raise at once, long before the timeout."""
     start = time.monotonic()
     with pytest.raises((gradkit.CollectiveError, gradkit.LeafTypeError)) as raised:
         gradkit.distributed.all_reduce(
@@ -126,6 +126,6 @@ def hold_the_hand(device: torch.device) -> tuple[str, float]:
 
 def test_bad_input_on_one_rank_is_not_waited_for(device: torch.device) -> None:
     with ranks(2, device, 60.0) as two:
-        (first, waited), (second, _) = two.run(hold_the_hand)
+        (first, waited), (second, _) = two.run(check_bad_leaf_on_one_rank)
         assert (first, second) == ("CollectiveError", "LeafTypeError")
         assert waited < 30.0

@@ -20,7 +20,9 @@ from tests.processes import Ranks
 from tests.test_dist_ddp import Heads, batch, losses_of
 
 
-def sharded(device: torch.device, *, parts: bool = True, mesh_shape: Any = None, **how: Any) -> Any:
+def sharded(
+    device: torch.device, *, parts: bool = True, mesh_shape: Any = None, **options: Any
+) -> Any:
     """Return the model, sharded part by part, and as a whole."""
     torch.manual_seed(1)
     model = Heads().to(device)
@@ -29,8 +31,8 @@ def sharded(device: torch.device, *, parts: bool = True, mesh_shape: Any = None,
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     if parts:
         for part in (model.trunk, *model.heads.values()):
-            fully_shard(part, mesh=mesh, **how)
-    return fully_shard(model, mesh=mesh, **how)
+            fully_shard(part, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def grads_left(module: nn.Module) -> dict[str, Any]:
@@ -59,7 +61,7 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 SHARDERS: dict[str, dict[str, Any]] = {
     "resharded": {"reshard_after_forward": True},
-    "kept": {"reshard_after_forward": False},
+    "not resharded": {"reshard_after_forward": False},
     "as a whole": {"parts": False},
     "mixed precision": {
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -67,9 +69,9 @@ SHARDERS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_equal_to_backward(device: torch.device, how: dict[str, Any]) -> None:
-    """Interleaved with ordinary steps, which never see that gradkit was there."""
-    model, untouched = sharded(device, **how), sharded(device, **how)
+def check_equal_to_backward(device: torch.device, options: dict[str, Any]) -> None:
+    """Interleaved with ordinary steps, on which gradkit has no effect."""
+    model, untouched = sharded(device, **options), sharded(device, **options)
     opt, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, untouched))
     for step in range(3):
         x = batch(device, step)
@@ -86,8 +88,7 @@ def check_equal_to_backward(device: torch.device, how: dict[str, Any]) -> None:
         expected = backward_of(untouched, x)
         assert_same(grads, expected)
         for name in ("a", "b"):
-            alone = backward_of(untouched, x, (name,))
-            assert_same(per_loss[name], alone)
+            assert_same(per_loss[name], backward_of(untouched, x, (name,)))
         backward_of(untouched, x)
 
         assert_same(backward_of(model, x), grads_left(untouched))
@@ -101,9 +102,11 @@ def check_equal_to_backward(device: torch.device, how: dict[str, Any]) -> None:
         assert torch.equal(ours.to_local(), theirs.to_local())
 
 
-@pytest.mark.parametrize("how", SHARDERS)
-def test_gradients_are_what_backward_leaves(several: Ranks, device: torch.device, how: str) -> None:
-    several.run(check_equal_to_backward, SHARDERS[how])
+@pytest.mark.parametrize("sharder", SHARDERS)
+def test_gradients_are_what_backward_leaves(
+    several: Ranks, device: torch.device, sharder: str
+) -> None:
+    several.run(check_equal_to_backward, SHARDERS[sharder])
 
 
 def check_mesh_of_two_dimensions(device: torch.device) -> None:
@@ -118,12 +121,12 @@ def check_one_process(device: torch.device) -> None:
     """The gradients, put together, are those of one process on the joined batch."""
     model = sharded(device).double()
     torch.manual_seed(1)
-    alone = Heads().to(device).double()
+    single = Heads().to(device).double()
     size = dist.get_world_size()
     generator = torch.Generator().manual_seed(100)
     every = torch.randn(size, 6, 5, generator=generator).to(device).double()
-    joined = sum(sum(losses_of(alone(x)).values()) for x in every) / size
-    _, expected = gradkit.value_and_grads(joined, alone)
+    joined = sum(sum(losses_of(single(x)).values()) for x in every) / size
+    _, expected = gradkit.value_and_grads(joined, single)
     _, grads = gradkit.distributed.value_and_grads(losses_of(model(batch(device).double())), model)
     for name, grad in grads.items():
         torch.testing.assert_close(grad.full_tensor(), expected[name])
@@ -211,9 +214,9 @@ def check_vectors_and_graphs(device: torch.device) -> None:
     )
 
     losses = losses_of(model(x))
-    kept = gradkit.distributed.per_loss_grads(losses, model, retain_graph=True)
-    again = gradkit.distributed.per_loss_grads(losses, model)
-    assert_same(kept["b"], again["b"])
+    first = gradkit.distributed.per_loss_grads(losses, model, retain_graph=True)
+    second = gradkit.distributed.per_loss_grads(losses, model)
+    assert_same(first["b"], second["b"])
     for call in (gradkit.distributed.per_loss_grads, gradkit.distributed.value_and_grads):
         with pytest.raises(gradkit.FreedGraphError):
             call(losses, model)
@@ -253,8 +256,8 @@ def check_trees(device: torch.device) -> None:
         for loss, grads in per_loss.items()
     }
 
-    def value(found: Any) -> Tensor:
-        return found.full_tensor() if isinstance(found, DTensor) else found
+    def value(result: Any) -> Tensor:
+        return result.full_tensor() if isinstance(result, DTensor) else result
 
     tree = gradkit.tree
     torch.testing.assert_close(value(tree.global_norm(per_loss["a"])), tree.global_norm(whole["a"]))
@@ -293,8 +296,8 @@ def check_refusals(device: torch.device) -> None:
     value_and_grads = gradkit.distributed.value_and_grads
     losses = losses_of(model(x))
     for call in (gradkit.value_and_grads, gradkit.per_loss_grads, gradkit.backward_):
-        refused(lambda call=call: call(losses, model), graph_error, r"gradkit\.dist", model)
-    with pytest.raises(graph_error, match=r"gradkit\.dist"):
+        refused(lambda call=call: call(losses, model), graph_error, r"gradkit\.distributed", model)
+    with pytest.raises(graph_error, match=r"gradkit\.distributed"):
         gradkit.value_and_grads(losses, list(other.parameters()))
     refused(lambda: value_and_grads(losses, model, create_graph=True), graph_error, "create", model)
     hook = next(model.parameters()).register_post_accumulate_grad_hook(lambda _: None)
@@ -322,7 +325,7 @@ def check_refusals(device: torch.device) -> None:
     )
 
 
-def test_what_would_be_none_or_partial_is_refused(two: Ranks, device: torch.device) -> None:
+def test_calls_with_missing_or_partial_gradients_raise(two: Ranks, device: torch.device) -> None:
     two.run(check_refusals)
 
 

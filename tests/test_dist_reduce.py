@@ -155,7 +155,7 @@ def check_sparse(device: torch.device) -> None:
 
 def test_sparse_leaves_stay_sparse(several: Ranks, device: torch.device) -> None:
     if device.type != "cpu":
-        pytest.skip("a sparse sum is gloo's alone; the refusal is tested below")
+        pytest.skip("a sparse sum is only gloo's; the refusal is tested below")
     several.run(check_sparse)
 
 
@@ -173,7 +173,7 @@ def test_leaves_on_several_devices(two: Ranks, device: torch.device) -> None:
 
 
 def counted(call: Any) -> tuple[int, int]:
-    """Return how many collectives a call makes, of gradients and in all."""
+    """Return the numbers of collectives of a call: of gradients, and in all."""
     counts = {"all_reduce": 0, "all_gather": 0, "all_gather_object": 0}
     originals = {name: getattr(dist, name) for name in counts}
 
@@ -240,11 +240,11 @@ def check_second_order(device: torch.device, op: str) -> None:
     _, grad = gradkit.value_and_grads(loss(w, inner[rank]), w, create_graph=True)
     grad = gradkit.distributed.all_reduce(grad, op=op, differentiable=True)
     _, ours = gradkit.value_and_grads(loss(w - 0.1 * grad, outer[rank]), w, create_graph=True)
-    again = gradkit.distributed.all_reduce(ours, op=op, differentiable=True)
-    torch.testing.assert_close(again, expected)
+    reduced = gradkit.distributed.all_reduce(ours, op=op, differentiable=True)
+    torch.testing.assert_close(reduced, expected)
     # Once more: the backward pass of the reduction can be differentiated, too. Every rank has the
     # same loss here, which counts once.
-    share = again.square().sum() * (1 if op == "mean" else 1 / size)
+    share = reduced.square().sum() * (1 if op == "mean" else 1 / size)
     _, ours = gradkit.value_and_grads(share, w)
     torch.testing.assert_close(gradkit.distributed.all_reduce(ours, op=op), third)
 
@@ -281,7 +281,7 @@ def check_refused(device: torch.device, case: str, error: str, words: list[str])
     """One case of bad input: the same error on all ranks, and the group works on."""
     rank = dist.get_rank()
     ours = {"w": torch.ones(2, device=device), "b": torch.zeros((), device=device)}
-    how: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if rank == 1 or case in ("integers", "a number", "a graph", "op"):
         match case:
             case "another leaf":
@@ -295,7 +295,7 @@ def check_refused(device: torch.device, case: str, error: str, words: list[str])
             case "another dtype":
                 ours["w"] = torch.ones(2, device=device, dtype=torch.float64)
             case "another op" | "op":
-                how["op"] = "sum" if case == "another op" else "max"
+                options["op"] = "sum" if case == "another op" else "max"
             case "another kind of container":
                 ours = {"w": ours["w"], "b": [ours["b"]]}
             case "integers":
@@ -311,7 +311,7 @@ def check_refused(device: torch.device, case: str, error: str, words: list[str])
         expected = gradkit.LeafTypeError
         words = ["grads['w']"]
     with pytest.raises(expected) as raised:
-        gradkit.distributed.all_reduce(ours, **how)
+        gradkit.distributed.all_reduce(ours, **options)
     for word in words:
         assert word in str(raised.value), str(raised.value)
     assert (
@@ -333,7 +333,7 @@ def check_refused(device: torch.device, case: str, error: str, words: list[str])
         ("integers", "LeafTypeError", ["grads['w']", "int64"]),
         ("a number", "LeafTypeError", ["grads['b']", "the float 1.0"]),
         ("a graph", "UnsupportedGraphError", ["grads['w']", "differentiable=True"]),
-        ("op", "StructureError", ["'mean' or 'sum'", "'max'"]),
+        ("op", "OptionError", ["'mean' or 'sum'", "'max'"]),
         ("a failure", "CollectiveError", ["an error on rank 1", "gradkit.distributed.all_reduce"]),
     ],
 )
@@ -361,6 +361,34 @@ def test_a_group_of_some_ranks(four: Ranks, device: torch.device) -> None:
 def test_without_a_group_the_error_says_so(device: torch.device) -> None:
     with pytest.raises(gradkit.CollectiveError, match="init_process_group"):
         gradkit.distributed.all_reduce({"w": torch.ones(2, device=device)})
+
+
+OPTIONS: list[tuple[str, dict[str, Any], str]] = [
+    ("all_reduce", {"op": "max"}, "op: expected 'mean' or 'sum', got 'max'"),
+    ("all_reduce", {"differentiable": 1}, "differentiable: expected False or True, got 1"),
+    ("value_and_grads", {"unused": "zero"}, "unused: expected 'none' or 'zeros' or 'error'"),
+    ("value_and_grads", {"create_graph": None}, "create_graph: expected False or True, got None"),
+    ("value_and_grads", {"retain_graph": "no"}, "retain_graph: expected None or False or True"),
+    ("per_loss_grads", {"unused": None}, "unused: expected 'none' or 'zeros' or 'error'"),
+    ("per_loss_grads", {"create_graph": 1}, "create_graph: expected False or True, got 1"),
+    ("per_loss_grads", {"retain_graph": 0}, "retain_graph: expected None or False or True"),
+    ("per_loss_grads", {"strategy": "loop"}, "strategy: expected 'sequential' or"),
+    ("per_loss_grads", {"chunk_size": True}, "chunk_size: expected a positive int or None"),
+]
+
+
+@pytest.mark.parametrize(("call", "options", "words"), OPTIONS)
+def test_a_wrong_option_raises_before_a_group_is_needed(
+    device: torch.device, call: str, options: dict[str, Any], words: str
+) -> None:
+    module = nn.Linear(2, 1).to(device)
+    loss = module(torch.ones(3, 2, device=device)).sum()
+    args = (dict(module.named_parameters()),) if call == "all_reduce" else (loss, module)
+    with pytest.raises(gradkit.OptionError) as raised:
+        getattr(gradkit.distributed, call)(*args, **options)
+    assert words in str(raised.value)
+    assert all(param.grad is None for param in module.parameters())
+    loss.backward()  # the graph is as it was
 
 
 def check_dtensor(device: torch.device) -> None:

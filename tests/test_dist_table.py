@@ -46,16 +46,16 @@ class Setting:
     module: nn.Module
     net: Callable[[Any], Any]  # the forward pass: the module's, or compiled
     x: Tensor
-    alone: nn.Module
+    single: nn.Module
     joined: Tensor
     is_wrapped: bool  # by DDP or FSDP: gradkit.distributed takes it
 
     @property
-    def room(self) -> Any:
+    def api(self) -> Any:
         return gradkit.distributed if self.is_wrapped else gradkit
 
-    def of_alone(self) -> Setting:
-        return Setting(self.alone, self.alone, self.joined, self.alone, self.joined, False)
+    def of_single(self) -> Setting:
+        return Setting(self.single, self.single, self.joined, self.single, self.joined, False)
 
 
 def fresh_net(device: torch.device, dtype: torch.dtype = F64) -> nn.Module:
@@ -124,8 +124,8 @@ def whole(anything: Any) -> list[Any]:
     return [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves]
 
 
-def assert_alike(got: Any, wanted: Any) -> None:
-    ours, theirs = whole(got), whole(wanted)
+def assert_alike(actual: Any, expected: Any) -> None:
+    ours, theirs = whole(actual), whole(expected)
     for a, b in zip(ours, theirs, strict=True):
         if a is None or b is None:
             assert a is b
@@ -143,16 +143,16 @@ def grads_left(module: nn.Module) -> list[Tensor | None]:
 
 
 def joint(s: Setting) -> Any:
-    _, grads = s.room.value_and_grads(two(s), s.module, weights={"fit": 1.0, "size": 0.3})
+    _, grads = s.api.value_and_grads(two(s), s.module, weights={"fit": 1.0, "size": 0.3})
     return grads
 
 
 def separate(s: Setting) -> Any:
-    return s.room.per_loss_grads(two(s), s.module)
+    return s.api.per_loss_grads(two(s), s.module)
 
 
 def dist_calls(s: Setting) -> Any:
-    if s.module is s.alone:
+    if s.module is s.single:
         return joint(s), separate(s)
     _, grads = gradkit.distributed.value_and_grads(
         two(s), s.module, weights={"fit": 1.0, "size": 0.3}
@@ -168,18 +168,18 @@ def plain_calls(s: Setting) -> Any:
 
 
 def rows(s: Setting) -> Any:
-    return s.room.per_loss_grads(vector(s), s.module)
+    return s.api.per_loss_grads(vector(s), s.module)
 
 
 def rows_of_whole(s: Setting) -> Any:
     losses = vector(s)
     whole_losses = losses.full_tensor() if isinstance(losses, DTensor) else losses
-    return s.room.per_loss_grads(whole_losses, s.module)
+    return s.api.per_loss_grads(whole_losses, s.module)
 
 
 def second_order(s: Setting) -> Any:
     """The gradient of the square of the gradient's norm, which is the same on all ranks."""
-    _, grads = s.room.value_and_grads(two(s), s.module, create_graph=True)
+    _, grads = s.api.value_and_grads(two(s), s.module, create_graph=True)
     params = list(s.module.parameters())
     _, second = gradkit.value_and_grads(tree.dot(grads, grads), params)
     return gradkit.distributed.all_reduce(second) if s.is_wrapped else second
@@ -187,7 +187,7 @@ def second_order(s: Setting) -> Any:
 
 def reduced_by_hand(s: Setting) -> Any:
     inner = s.module.module if isinstance(s.module, DistributedDataParallel) else s.module
-    if s.module is s.alone:
+    if s.module is s.single:
         return gradkit.value_and_grads(two(s), inner)[1]
     if not isinstance(inner, nn.Sequential) or s.is_wrapped is (inner is s.module):
         grads = {name: param.detach() for name, param in inner.named_parameters()}
@@ -199,13 +199,13 @@ def reduced_by_hand(s: Setting) -> Any:
 
 def pcgrad(matrix: Tensor) -> Tensor:
     """Return the sum of the rows, each without what conflicts with the others (Yu et al. 2020)."""
-    kept = []
+    projected = []
     for index, row in enumerate(matrix):
         for other in [*matrix[:index], *matrix[index + 1 :]]:
             if row @ other < 0:
                 row = row - (row @ other) / (other @ other) * other
-        kept.append(row)
-    return torch.stack(kept).sum(0)
+        projected.append(row)
+    return torch.stack(projected).sum(0)
 
 
 def handed_over(s: Setting) -> Any:
@@ -245,9 +245,9 @@ def scaled_steps(s: Setting) -> Any:
     scaler = torch.amp.GradScaler(s.joined.device.type, init_scale=8.0)
     for step in range(3):
         loss = sum(two(s).values())
-        if step == 1 and (s.module is s.alone or dist.get_rank() == 1 or not s.is_wrapped):
+        if step == 1 and (s.module is s.single or dist.get_rank() == 1 or not s.is_wrapped):
             loss = loss * torch.inf
-        _, grads = s.room.value_and_grads(scaler.scale(loss), s.module)
+        _, grads = s.api.value_and_grads(scaler.scale(loss), s.module)
         gradkit.step_(optimizer, s.module, grads, scaler=scaler)
         scaler.update()
     return scaler.get_scale(), dict(s.module.named_parameters())
@@ -257,10 +257,10 @@ def workflow(s: Setting) -> Any:
     grads = joint(s)
     gradkit.write_grads_(s.module, grads)
     gradkit.add_grads_(s.module, grads)
-    found = gradkit.read_grads(s.module)
+    grads = gradkit.read_grads(s.module)
     gradkit.clear_grads_(s.module)
     assert all(grad is None for grad in grads_left(s.module))
-    return found
+    return grads
 
 
 def backward(s: Setting) -> Any:
@@ -270,25 +270,25 @@ def backward(s: Setting) -> Any:
 
 def captured(s: Setting) -> Any:
     before = {id(p): p.grad for p in s.module.parameters()}
-    with gradkit.capture_grads(s.module) as found:
+    with gradkit.capture_grads(s.module) as block:
         sum(two(s).values()).backward()
     assert all(p.grad is before[id(p)] for p in s.module.parameters())
-    return found.grads
+    return block.grads
 
 
 def retained(s: Setting) -> Any:
     """Of a tensor: this rank's rows of the batch, whose mean over the ranks is the loss."""
     out = s.net(s.x)
-    with gradkit.safe_retain({"out": out}) as kept:
-        s.room.per_loss_grads([out.square().mean(), out.sin().mean()], s.module)
-    return kept.grads, kept.passes
+    with gradkit.safe_retain({"out": out}) as retained_grads:
+        s.api.per_loss_grads([out.square().mean(), out.sin().mean()], s.module)
+    return retained_grads.grads, retained_grads.passes
 
 
 def retained_of_module(s: Setting) -> Any:
     (name,) = [n for n, part in s.module.named_modules() if isinstance(part, nn.LayerNorm)]
-    with gradkit.safe_retain(s.module, [name]) as kept:
+    with gradkit.safe_retain(s.module, [name]) as retained_grads:
         joint(s)
-    return list(kept.grads.values())
+    return list(retained_grads.grads.values())
 
 
 def sums(s: Setting) -> Any:
@@ -315,8 +315,8 @@ def numbers(s: Setting) -> Any:
 
 
 def conflicting(s: Setting) -> Any:
-    found = gradkit.report.conflicts(separate(s))
-    return found.norms, found.cosines, found.share
+    report = gradkit.report.conflicts(separate(s))
+    return report.norms, report.cosines, report.share
 
 
 def functional(s: Setting) -> Any:
@@ -341,7 +341,7 @@ def autocast(s: Setting) -> Any:
     """Against `.backward()`, of the same module: how bfloat16 rounds depends on the batch."""
     with torch.autocast(s.joined.device.type, torch.bfloat16):
         losses = two(s)
-    ours = s.room.value_and_grads(losses, s.module)[1]
+    ours = s.api.value_and_grads(losses, s.module)[1]
     with torch.autocast(s.joined.device.type, torch.bfloat16):
         losses = two(s)
     s.module.zero_grad()
@@ -365,7 +365,7 @@ def meta_step(s: Setting) -> Any:
         return loss(gradkit.meta.unroll(loss, params, [x, x], opt).params, (), x.cos())
 
     _, grads = gradkit.meta.value_and_grads(meta_loss, params, s.x[:, None])
-    return grads if s.module is s.alone else gradkit.distributed.all_reduce(grads)
+    return grads if s.module is s.single else gradkit.distributed.all_reduce(grads)
 
 
 # --- The table -----------------------------------------------------------------------------------
@@ -376,11 +376,11 @@ IDLE = "not run"
 LOCAL = "right, this rank's"
 
 ROWS: dict[str, Callable[[Setting], Any]] = {
-    "`dist.value_and_grads`, `dist.per_loss_grads`": dist_calls,
+    "`distributed.value_and_grads`, `distributed.per_loss_grads`": dist_calls,
     "`value_and_grads`, `per_loss_grads`": plain_calls,
     "`per_loss_grads` of a vector": rows,
     "`create_graph=True`": second_order,
-    "`dist.all_reduce`": reduced_by_hand,
+    "`distributed.all_reduce`": reduced_by_hand,
     "`combine`, `add_grads_(..., hooks=True)`": handed_over,
     "`combine` with TorchJD's UPGrad": by_upgrad,
     "`step_`": steps,
@@ -394,17 +394,17 @@ ROWS: dict[str, Callable[[Setting], Any]] = {
     "`tree`: numbers, `to_matrix`, `gram`": numbers,
     "`report.conflicts`": conflicting,
     "`func`": functional,
-    "`meta`, then `dist.all_reduce`": meta_step,
+    "`meta`, then `distributed.all_reduce`": meta_step,
     "a compiled module": compiled,
     "`torch.autocast`": autocast,
 }
 
 TABLE: dict[str, tuple[str, str, str, str]] = {
-    "`dist.value_and_grads`, `dist.per_loss_grads`": (OK, OK, OTHER, OTHER),
+    "`distributed.value_and_grads`, `distributed.per_loss_grads`": (OK, OK, OTHER, OTHER),
     "`value_and_grads`, `per_loss_grads`": (NO, NO, OK, OK),
     "`per_loss_grads` of a vector": (OK, OK, OK, TORCH),
     "`create_graph=True`": (OK, NO, OK, OK),
-    "`dist.all_reduce`": (OK, NO, NO, NO),
+    "`distributed.all_reduce`": (OK, NO, NO, NO),
     "`combine`, `add_grads_(..., hooks=True)`": (OK, OK, OK, OK),
     "`combine` with TorchJD's UPGrad": (OK, OK, OK, OK),
     "`step_`": (OK, OK, OK, OK),
@@ -418,7 +418,7 @@ TABLE: dict[str, tuple[str, str, str, str]] = {
     "`tree`: numbers, `to_matrix`, `gram`": (OK, OK, OK, OK),
     "`report.conflicts`": (OK, OK, OK, OK),
     "`func`": (NO, NO, NO, OK),
-    "`meta`, then `dist.all_reduce`": (OK, IDLE, IDLE, IDLE),
+    "`meta`, then `distributed.all_reduce`": (OK, IDLE, IDLE, IDLE),
     "a compiled module": (OK, OK, OK, OK),
     "`torch.autocast`": (OK, OK, OK, OK),
 }
@@ -449,10 +449,10 @@ def check_cell(device: torch.device, row: str, column: str, cell: str) -> None:
         for call in EACH.get(run, [run]):
             assert_refused(call, s, cell.strip("`"))
     else:
-        got, wanted = run(s), run(s.of_alone())
+        actual, expected = run(s), run(s.of_single())
         if cell == LOCAL:
-            wanted = share_of(wanted)
-        assert_alike(got, wanted)
+            expected = share_of(expected)
+        assert_alike(actual, expected)
     # The group works on.
     total = gradkit.distributed.all_reduce(torch.ones(3, device=device), op="sum")
     assert total.tolist() == [dist.get_world_size()] * 3
@@ -515,15 +515,15 @@ def check_placements(device: torch.device, name: str) -> None:
     of_params, of_data = PLACEMENTS[name]
     size = dist.get_world_size()
     mesh = init_device_mesh(device.type, (size,) if len(of_params) == 1 else (2, size // 2))
-    ours, alone = fresh_net(device)[0], fresh_net(device)[0]
-    weight = distribute_tensor(alone.weight.detach(), mesh, of_params)
+    ours, single = fresh_net(device)[0], fresh_net(device)[0]
+    weight = distribute_tensor(single.weight.detach(), mesh, of_params)
     ours.register_parameter("weight", nn.Parameter(weight))
     ours.register_parameter("bias", None)
-    alone.register_parameter("bias", None)
+    single.register_parameter("bias", None)
     joined = torch.randn(2 * size, 8, device=device, dtype=F64)
-    s = Setting(ours, ours, distribute_tensor(joined, mesh, of_data), alone, joined, False)
+    s = Setting(ours, ours, distribute_tensor(joined, mesh, of_data), single, joined, False)
     for row in (plain_calls, rows_of_whole, sums, numbers, workflow, steps, handed_over):
-        assert_alike(row(s), row(s.of_alone()))
+        assert_alike(row(s), row(s.of_single()))
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
@@ -587,14 +587,14 @@ def test_steps_of_a_compiled_fsdp_module(
 def check_one_process_stops_at_the_same_weights(device: torch.device) -> None:
     """Clipping uses one norm on all ranks, so that the shards stay parts of one model."""
     s = setting(device, "FSDP2")
-    alone = s.of_alone()
-    for one in (s, alone):
+    single = s.of_single()
+    for one in (s, single):
         optimizer = torch.optim.SGD(one.module.parameters(), lr=0.1)
         for _ in range(3):
             gradkit.step_(
                 optimizer, one.module, tree.clip_by_global_norm(joint(one), max_norm=0.05)
             )
-    assert_alike(list(s.module.parameters()), list(alone.module.parameters()))
+    assert_alike(list(s.module.parameters()), list(single.module.parameters()))
 
 
 def test_clipped_steps_of_an_fsdp_module(several: Ranks, device: torch.device) -> None:
@@ -608,7 +608,7 @@ def check_gathered(device: torch.device) -> None:
     optimizer = torch.optim.SGD(shards, lr=0.1)
     x = torch.randn(2, 8, device=device, dtype=F64)
     model(x).square().mean().backward()
-    kept = [param.grad for param in shards]
+    before = [param.grad for param in shards]
     grads = gradkit.read_grads(model)
 
     loss = model(x).square().mean()
@@ -629,11 +629,11 @@ def check_gathered(device: torch.device) -> None:
         with pytest.raises(gradkit.UnsupportedGraphError, match="fully_shard has gathered"):
             call()
     assert all(param.grad is None for param in params)
-    assert all(param.grad is grad for param, grad in zip(shards, kept, strict=True))
+    assert all(param.grad is grad for param, grad in zip(shards, before, strict=True))
     other = torch.ones(2, device=device, requires_grad=True)
     assert gradkit.value_and_grads((other * other).sum(), other)[1].tolist() == [2, 2]
-    _, again = gradkit.distributed.value_and_grads(loss, model)
-    assert_alike(again, grads)
+    _, repeated = gradkit.distributed.value_and_grads(loss, model)
+    assert_alike(repeated, grads)
 
 
 def test_gathered_parameters_are_refused(two: Ranks, device: torch.device) -> None:
@@ -646,8 +646,8 @@ def test_gathered_parameters_are_refused(two: Ranks, device: torch.device) -> No
 def test_the_page_has_the_same_table(device: torch.device) -> None:
     page = PAGE.read_text(encoding="utf-8")
     heading = r"(?m)^\| call \| " + r" \| ".join(COLUMNS) + r" \|\n\|[-|]+\n((?:\|.*\n)+)"
-    found = re.findall(heading, page)
-    assert len(found) == 1
-    lines = [line.strip("|").split("|") for line in found[0].splitlines()]
+    tables = re.findall(heading, page)
+    assert len(tables) == 1
+    lines = [line.strip("|").split("|") for line in tables[0].splitlines()]
     cells = [[cell.strip() for cell in line] for line in lines]
     assert {row: tuple(rest) for row, *rest in cells} == TABLE

@@ -1,4 +1,4 @@
-"""Found in gradkit.distributed by review: silently wrong, changed something, or hung."""
+"""Regressions of gradkit.distributed: silently wrong, changed something, or hung."""
 
 from __future__ import annotations
 
@@ -172,8 +172,8 @@ def check_views_of_buckets(device: torch.device) -> None:
         (5 * model(inputs(device)).sum()).backward()
     assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
     assert all(map(torch.equal, grads, before))
-    for grad, kept in zip(captured.grads.values(), before, strict=True):
-        torch.testing.assert_close(grad, 5 * kept)
+    for captured_grad, grad in zip(captured.grads.values(), before, strict=True):
+        torch.testing.assert_close(captured_grad, 5 * grad)
 
 
 def test_capture_grads_puts_views_of_buckets_back(two: Ranks, device: torch.device) -> None:
@@ -194,7 +194,7 @@ def check_add_sparse(device: torch.device) -> None:
 
 def test_sparse_gradients_are_added_to_what_is_there(two: Ranks, device: torch.device) -> None:
     if device.type != "cpu":
-        pytest.skip("a sparse sum is gloo's alone")
+        pytest.skip("a sparse sum is only gloo's")
     two.run(check_add_sparse)
 
 

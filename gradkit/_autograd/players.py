@@ -30,7 +30,9 @@ def read_players(losses: Losses, params: PyTree) -> Players:
         raise StructureError(_one_module(losses, params))
     parts = pytree.flatten_up_to(losses.spec, "losses", params, "params")
     paths = (losses.path(index).replace("losses", "params", 1) for index in range(len(parts)))
-    return Players(losses, [read_params(part, path) for part, path in zip(parts, paths, strict=True)])
+    return Players(
+        losses, [read_params(part, path) for part, path in zip(parts, paths, strict=True)]
+    )
 
 
 def _one_module(losses: Losses, module: nn.Module) -> str:

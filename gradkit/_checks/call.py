@@ -59,5 +59,3 @@ def check_backward_to_leaves(call: Call) -> None:
 
 
 # SHIMS until the merge
-from gradkit._checks.sharding import refuse_gathered
-from gradkit._checks.reachability import unreached

@@ -97,12 +97,12 @@ def require_reached(call: Call, results: Sequence[Grads], unused: str | None = N
                 raise UnreachedParamError(unreached(call.losses, [one], missing[0]))
     if type(None) not in set(map(type, chain.from_iterable(results))):
         return
-    _refuse_stale(call, results)
+    refuse_stale(call, results)
     if all(grad is None for grads in results for grad in grads):
         refuse_nothing_reached(call)
 
 
-def _refuse_stale(call: Call, results: Sequence[Grads]) -> None:
+def refuse_stale(call: Call, results: Sequence[Grads]) -> None:
     """Raise if a leaf has no gradient since it was moved or cast after the losses were computed.
 
     Its `.data` of another type has another node for gradients to arrive at, apart from the graph:

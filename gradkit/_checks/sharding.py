@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from typing import Any
-from weakref import ref
-
 from torch import Tensor
 
+from gradkit._compat import fsdp
 from gradkit._core.inputs import Params
 from gradkit._core.leaf import is_dtensor
 from gradkit._core.ownership import PLAIN_TYPES
@@ -17,7 +13,7 @@ from gradkit.errors import UnsupportedGraphError, message
 
 def refuse_gathered(params: Params) -> None:
     """Raise if params are those of a `fully_shard` module between its forward and backward."""
-    gathered = gathered_params()
+    gathered = _gathered_params()
     for index, variable in enumerate(params.variables if gathered else ()):
         if id(variable) in gathered:
             raise UnsupportedGraphError(
@@ -49,31 +45,14 @@ def refuse_unreached_shard(params: Params, index: int) -> None:
 
 def may_be_sharded(variable: Tensor) -> bool:
     """Return whether this could be a parameter of a `fully_shard` module."""
-    return is_dtensor(variable) and any(True for _ in _fsdp_states())
+    return is_dtensor(variable) and any(True for _ in fsdp.all_states())
 
 
-def gathered_params() -> set[int]:
-    """Return the ids of the tensors into which `fully_shard` gathers the shards of parameters.
+def _gathered_params() -> set[int]:
+    """Return the ids of the unsharded parameters into which `fully_shard` gathers shards.
 
-    Until the backward pass has ended, a module may show them as its parameters: plain ones, in a
-    graph that need not hold any node of `fully_shard`, and their gradients are this process's [M9].
+    Until the backward pass has ended, a module may show them as its parameters: plain tensors, in a
+    graph that need not hold any node of `fully_shard`. Their gradients are not synchronized [M9].
     """
-    groups = [group for state in _fsdp_states() for group in fsdp_groups(state)]
-    shards = [shard for group in groups for shard in group.fsdp_params]
-    return {id(shard._unsharded_param) for shard in shards if hasattr(shard, "_unsharded_param")}
-
-
-def fsdp_groups(state: Any) -> list[Any]:
-    """Return the groups of parameters that `fully_shard` manages for a module."""
-    several = getattr(state, "_fsdp_param_groups", None)
-    groups = [state._fsdp_param_group] if several is None else several
-    return [group for group in groups if group is not None]
-
-
-def _fsdp_states() -> Iterator[Any]:
-    composable = sys.modules.get("torch.distributed._composable_state")
-    modules = getattr(composable, "_module_state_mapping", {})
-    for state in list(modules.values()):
-        alive = state() if isinstance(state, ref) else state
-        if type(alive).__name__ == "FSDPState":
-            yield alive
+    shards = fsdp.shards_of(fsdp.groups_of(fsdp.all_states()))
+    return {id(param) for shard in shards if (param := fsdp.unsharded_param(shard)) is not None}

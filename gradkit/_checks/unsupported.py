@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from gradkit._compat import ddp, fsdp
 from gradkit.errors import UnsupportedGraphError, message
 
 # [F1, M4, M5]; the names are those of `functions.REFUSED`.
@@ -13,14 +14,14 @@ _REASONS = {
         "one: autograd cannot see the parameters inside, and would leave out their gradient",
         "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
     ),
-    "_DDPSinkBackward": (
+    ddp.SINK: (
         "the forward pass of a plain module",
         "one of DistributedDataParallel (static_graph or find_unused_parameters), whose gradients "
-        "would be this process's alone, and whose later backward() would stop reducing",
+        "would not be synchronized, and whose later backward() would stop reducing",
         "call gradkit.distributed.value_and_grads(losses, ddp), without static_graph; or run "
         "ddp.module(...) for the forward",
     ),
-    "RegisterPostBackwardFunctionBackward": (
+    fsdp.POST_BACKWARD: (
         "the forward pass of a plain module",
         "one of a fully_shard module, whose sharded parameters are not in the graph",
         "call gradkit.distributed.value_and_grads(losses, module)",
@@ -43,9 +44,7 @@ def refused_nodes(
 
 
 # SHIMS until the merge
-from gradkit._checks.derivatives import refuse_wrong_derivative as _rwd
-from gradkit._checks.sharding import fsdp_groups, gathered_params, may_be_sharded
-from gradkit._core.functions import custom_functions_alive, user_functions
+from gradkit._checks.derivatives import refuse_wrong_derivative as _rwd  # noqa: E402
 from gradkit._core.graph import Subgraph
 
 refuse_hazards = refuse_nodes

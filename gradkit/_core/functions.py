@@ -11,12 +11,10 @@ from weakref import ref
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from gradkit._compat import ddp, fsdp
+
 # Functions of torch's own in whose presence a functional gradient is incomplete or local.
-REFUSED = frozenset({
-    "CheckpointFunctionBackward",
-    "_DDPSinkBackward",
-    "RegisterPostBackwardFunctionBackward",
-})
+REFUSED = frozenset({"CheckpointFunctionBackward", ddp.SINK, fsdp.POST_BACKWARD})
 
 
 def custom_functions_alive() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence, ValuesView
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradkit._compat import fsdp
 from gradkit._core import pytree
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.pytree import PyTree, Structure
@@ -208,13 +208,6 @@ def _opener(kind: type) -> Callable[[Any], PyTree] | None:
     return None
 
 
-def fsdp_classes() -> tuple[type, ...]:
-    """Return the classes of modules that FSDP has sharded."""
-    # Looked up, not imported: a process that has not imported them has no such module.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp else ()
-
-
 def refuse_distributed(module: nn.Module, where: Callable[[], str]) -> None:
     """Raise if a module is wrapped for several processes.
 
@@ -225,11 +218,11 @@ def refuse_distributed(module: nn.Module, where: Callable[[], str]) -> None:
     Raises:
         UnsupportedGraphError: Its gradients would be this process's alone, or missing.
     """
-    sharded = fsdp_classes()
+    sharded = fsdp.module_classes()
     for part in module.modules():
         if isinstance(part, nn.parallel.DistributedDataParallel):
             kind = "a DistributedDataParallel module"
-            why = "its gradients would be this process's alone, not reduced"
+            why = "its gradients would be local, not reduced"
         elif isinstance(part, sharded):
             kind = "a module sharded by FSDP"
             why = "its sharded parameters are not in the graph, their gradients would be missing"

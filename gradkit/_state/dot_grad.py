@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
+
+from gradkit._core.ownership import copy_for
 
 
 @contextmanager
@@ -23,3 +26,13 @@ def grads_put_back(leaves: Sequence[Tensor]) -> Iterator[None]:
             leaf.grad = grad
             if grad is not None and kept is not None:
                 grad.detach().copy_(kept)
+
+
+def replace_grad(leaf: Tensor, grad: Tensor) -> None:
+    """Set `.grad`, in place where both are dense; run post-accumulate-grad hooks as the engine."""
+    if leaf.grad is not None and leaf.grad.layout == grad.layout == torch.strided:
+        leaf.grad.copy_(grad)
+    else:
+        leaf.grad = copy_for(grad, leaf)
+    for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
+        hook(leaf)

@@ -1,4 +1,4 @@
-"""`all_reduce`: gradients of all ranks, from a tree of one's own."""
+"""`all_reduce`: a tree of gradients, reduced over the ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import is_dual, transforms
 from gradkit._core import pytree
 from gradkit._core.leaf import is_dtensor
-from gradkit._core.options import check_option
+from gradkit._core.options import check_bool, check_option
 from gradkit._core.pytree import PyTree
-from gradkit.distributed._agreement import join
-from gradkit.distributed._reduction import LocalGrads, agree, reduce
+from gradkit.distributed._group import join_group
+from gradkit.distributed._reduction import LocalGrads, agree_on_grads, reduce_grads
 from gradkit.errors import LeafTypeError, UnsupportedGraphError, describe, message
 
 
@@ -59,9 +59,10 @@ def all_reduce(
 
     Raises:
         CollectiveError: There is no group, or a rank has failed, is missing, or is too late.
-        LeafTypeError: A leaf is neither a tensor that has a gradient nor None.
-        StructureError: Trees, shapes, dtypes or kinds of devices differ between ranks, or who has a
-            graph; or `op` has no such value.
+        LeafTypeError: A leaf is neither a floating-point or complex tensor nor None.
+        OptionError: An option has no such value.
+        StructureError: Trees, shapes, dtypes or kinds of devices differ between ranks; or some
+            ranks' gradients carry a graph, and others' do not.
         UnsupportedGraphError: A leaf carries a graph that would be cut, without `differentiable`;
             a leaf is a DTensor, or sparse where there is no sparse sum.
 
@@ -71,46 +72,46 @@ def all_reduce(
         https://arxiv.org/abs/2006.15704
     """
     check_option("op", op, ("mean", "sum"))
-    ranks = join(group, "gradkit.distributed.all_reduce")
+    check_bool("differentiable", differentiable)
+    ranks = join_group(group, "gradkit.distributed.all_reduce")
     leaves, spec = pytree.flatten(grads)
     path = partial(pytree.path, spec, root="grads")
 
-    def offer() -> LocalGrads:
+    def checked() -> LocalGrads:
         for index, leaf in enumerate(leaves):
-            _check(leaf, partial(path, index), differentiable)
+            _check_leaf(leaf, partial(path, index), differentiable)
         structure = (("the structure", str(spec)), ("op", op), ("differentiable", differentiable))
         return LocalGrads(leaves, leaves, structure, path)
 
     with ordinary_mode():
-        ours, agreed = agree(ranks, offer, differentiable=differentiable)
-        scale = 1 / ranks.size if op == "mean" else None
-        reduced = reduce(ranks, leaves, ours.likes, agreed, scale)
+        local, specs = agree_on_grads(ranks, checked, differentiable=differentiable)
+        reduced = reduce_grads(ranks, local, specs, 1 / ranks.size if op == "mean" else None)
     return pytree.unflatten(spec, reduced)
 
 
-def _check(leaf: object, where: Callable[[], str], differentiable: bool) -> None:
+def _check_leaf(leaf: object, path: Callable[[], str], differentiable: bool) -> None:
     if leaf is None:
         return
     if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
         raise LeafTypeError(
             message(
-                where(),
+                path(),
                 "a floating-point or complex tensor, or None",
                 describe(leaf),
                 "leave it out: gradients are reduced here",
             )
         )
     if is_dtensor(leaf):
-        expected, came = "a tensor of this process", "a DTensor, which torch reduces itself"
-        do = "leave it out: the gradients of fully_shard are reduced already"
+        expected, got = "a tensor of this process", "a DTensor, which torch reduces itself"
+        fix = "leave it out: the gradients of fully_shard are reduced already"
     elif leaf.requires_grad and not differentiable and torch.is_grad_enabled():
-        expected, came = "a gradient without a graph", "one whose graph the reduction would cut"
-        do = "all_reduce(grads, differentiable=True), or detach it"
+        expected, got = "a gradient without a graph", "one whose graph the reduction would cut"
+        fix = "all_reduce(grads, differentiable=True), or detach it"
     elif transforms() or is_dual(leaf):
-        expected, came = "a call outside of torch.func's transforms", "one inside"
-        do = "transform what comes before and after; differentiable=True is for autograd"
+        expected, got = "a call outside of torch.func's transforms", "one inside"
+        fix = "transform what comes before and after; differentiable=True is for autograd"
     elif leaf.is_sparse and differentiable and leaf.requires_grad:
-        expected, came, do = "a dense tensor", "a sparse one with a graph", "leaf.to_dense()"
+        expected, got, fix = "a dense tensor", "a sparse one with a graph", "leaf.to_dense()"
     else:
         return
-    raise UnsupportedGraphError(message(where(), expected, came, do))
+    raise UnsupportedGraphError(message(path(), expected, got, fix))

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradkit._autograd.passes import (
     PassResult,
-    check_separate_options,
     finish,
     finish_separate,
-    ordinary_mode,
+    leave_inference_mode,
     run_jointly,
     run_separately,
 )
-from gradkit._checks.call import require_reached
+from gradkit._checks.reachability import require_reached
+from gradkit._compat import fsdp
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
-from gradkit._core.inputs import Losses, Params, fsdp_classes, read_weights
-from gradkit._core.options import UNUSED, Strategy, Unused, check_option
+from gradkit._core.inputs import Params
+from gradkit._core.options import Strategy, Unused, check_batching, check_pass_options
 from gradkit._core.pytree import PyTree
 from gradkit.distributed import _ddp, _fsdp
-from gradkit.distributed._call import DistributedCall
+from gradkit.distributed._distributed_call import DistributedCall
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 
 
@@ -40,10 +39,10 @@ def value_and_grads(
 ) -> tuple[PyTree, PyTree]:
     """Return the losses' values and the gradient of their weighted sum, reduced over the ranks.
 
-    It is what `.backward()` of the wrapped module leaves in a fresh `.grad`, which is neither read
-    nor written: the mean over the ranks, by the communication hook if there is one; in shards, for
-    `fully_shard`. All ranks make the call. It reduces inside of `no_sync()`, too, so that gradients
-    of micro-batches may be added up.
+    The gradient is what `.backward()` of the wrapped module leaves in a fresh `.grad`: the mean
+    over the ranks, by the communication hook if there is one; for `fully_shard`, in shards. `.grad`
+    is neither read nor written. All ranks make the call. It reduces inside of `no_sync()`, too, so
+    that gradients of micro-batches may be added up.
 
     Example:
         >>> import gradkit, tempfile, torch
@@ -57,54 +56,50 @@ def value_and_grads(
         >>> torch.distributed.destroy_process_group()
 
     Args:
-        losses: As in `gradkit.value_and_grads`: this rank's, computed by the wrapped module.
+        losses: As in `gradkit.value_and_grads`: those of this rank, computed by the wrapped module.
         module: A module wrapped in `DistributedDataParallel` or by `fully_shard`, or a tree of
-            those; it stands for `dict(module.named_parameters())`.
+            such modules; it stands for `dict(module.named_parameters())`.
         weights: As in `gradkit.value_and_grads`.
-        unused: As in `gradkit.value_and_grads`, for what no rank reaches.
+        unused: As in `gradkit.value_and_grads`, for parameters that no rank reaches.
         create_graph: As in `gradkit.value_and_grads`, for `DistributedDataParallel` only. A
             backward pass through the gradients reduces, so that all ranks must run it.
         retain_graph: As in `gradkit.value_and_grads`.
 
     Returns:
-        `(values, grads)`. `values`: this rank's. `grads`: a tree like `module`, the same on all
-        ranks; for `fully_shard`, DTensors in the placements of the sharded parameters. A gradient
-        is None if no rank reaches the parameter.
+        `(values, grads)`. `values`: those of this rank. `grads`: a tree like `module`, the same on
+        all ranks; for `fully_shard`, DTensors in the placements of the sharded parameters. A
+        gradient is None if no rank reaches the parameter.
 
     Raises:
         CollectiveError: A rank has failed, is missing, or is too late.
         DetachedLossError: No loss carries a graph.
         FreedGraphError: The graph has been freed by an earlier call.
-        LeafTypeError: A leaf of `losses` has no gradient; `module` is no wrapped module.
-        NotScalarLossError: A loss has not exactly one element.
+        LeafTypeError: A leaf of `losses` is not a real floating-point tensor; `module` is not a
+            wrapped module.
+        NotScalarLossError: A loss does not have exactly one element.
+        OptionError: An option has no such value.
         StructureError: As in `gradkit.value_and_grads`; or trees differ between ranks.
         UnreachedParamError: As in `gradkit.value_and_grads`.
-        UnsupportedGraphError: As in `gradkit.value_and_grads`; or static_graph [M4], join(), the
-            wrapper's mixed precision, FullyShardedDataParallel, fully_shard without gradient
-            synchronization or with `create_graph`.
+        UnsupportedGraphError: As in `gradkit.value_and_grads`; or static_graph [M4], join(), mixed
+            precision of DistributedDataParallel, FullyShardedDataParallel, fully_shard without
+            gradient synchronization or with `create_graph`.
 
     Source:
         `torch.nn.parallel.DistributedDataParallel`; `torch.distributed.fsdp.fully_shard`.
     """
-    check_option("unused", unused, UNUSED)
-
-    def run(target: Losses, wanted: Params, **how: Any) -> PassResult:
-        return run_jointly(
-            target,
-            wanted,
-            weights,
-            unused="none",
-            create_graph=create_graph,
-            retain_graph=retain_graph,
-            **how,
-        )
-
-    with ordinary_mode():
-        call, check = "gradkit.distributed.value_and_grads", partial(read_weights, weights)
-        work = DistributedCall(call, losses, module, run, True, create_graph, check)
-        found, wanted = _reduced(work)
-        require_reached(found.grads, found.target, found.plan, unused)
-        return found.values, finish(found.grads[0], wanted, unused, create_graph)
+    check_pass_options(unused, create_graph, retain_graph)
+    passes = partial(
+        run_jointly,
+        weights=weights,
+        unused="none",
+        create_graph=create_graph,
+        retain_graph=retain_graph,
+    )
+    name = "gradkit.distributed.value_and_grads"
+    call = DistributedCall(name, losses, module, passes, True, create_graph, weights)
+    with leave_inference_mode():
+        result, params = _run(call, unused)
+        return result.values, finish(result.grads[0], params, unused, create_graph)
 
 
 @disable_compile
@@ -118,11 +113,11 @@ def per_loss_grads(
     strategy: Strategy = "sequential",
     chunk_size: int | None = None,
 ) -> PyTree:
-    """Return the gradients of every loss by itself, reduced over the ranks.
+    """Return the gradients of each loss, reduced over the ranks.
 
-    For `DistributedDataParallel` the gradients of all losses are sent together, in as few
-    collectives as their bytes need (with a communication hook, loss by loss). For `fully_shard`
-    there is a backward pass for each loss, which gathers and reduces. All ranks make the call.
+    For `DistributedDataParallel`, the gradients of all losses are sent in one collective for every
+    25 MB (with a communication hook, loss by loss). For `fully_shard`, a backward pass for each
+    loss gathers and reduces. All ranks make the call.
 
     Example:
         >>> import gradkit, tempfile, torch
@@ -137,7 +132,7 @@ def per_loss_grads(
         >>> torch.distributed.destroy_process_group()
 
     Args:
-        losses: As in `gradkit.per_loss_grads`: this rank's, of the same shapes on all ranks.
+        losses: As in `gradkit.per_loss_grads`: those of this rank, of equal shapes on all ranks.
         module: As in `value_and_grads`.
         unused: As in `value_and_grads`, for each loss.
         create_graph: As in `value_and_grads`.
@@ -154,6 +149,7 @@ def per_loss_grads(
         DetachedLossError: No loss carries a graph.
         FreedGraphError: The graph has been freed by an earlier call.
         LeafTypeError: As in `value_and_grads`.
+        OptionError: As in `value_and_grads`.
         StructureError: As in `gradkit.per_loss_grads`; or trees differ between ranks.
         UnreachedParamError: As in `gradkit.per_loss_grads`.
         UnsupportedGraphError: As in `value_and_grads`.
@@ -161,58 +157,51 @@ def per_loss_grads(
     Source:
         As `value_and_grads`.
     """
-    check_separate_options(unused, strategy, chunk_size)
-
-    def run(target: Losses, wanted: Params, **how: Any) -> PassResult:
-        found = run_separately(
-            target,
-            wanted,
-            unused="none",
-            create_graph=create_graph,
-            retain_graph=retain_graph,
-            strategy=strategy,
-            chunk_size=chunk_size,
-            **how,
-        )
-        return found.with_constants(wanted)
-
-    with ordinary_mode():
-        work = DistributedCall(
-            "gradkit.distributed.per_loss_grads", losses, module, run, False, create_graph
-        )
-        found, wanted = _reduced(work)
-        require_reached(found.grads, found.target, found.plan, unused)
-        return finish_separate(found, wanted, unused, create_graph)
+    check_pass_options(unused, create_graph, retain_graph)
+    check_batching(strategy, chunk_size)
+    passes = partial(
+        run_separately,
+        unused="none",
+        create_graph=create_graph,
+        retain_graph=retain_graph,
+        strategy=strategy,
+        chunk_size=chunk_size,
+    )
+    name = "gradkit.distributed.per_loss_grads"
+    call = DistributedCall(name, losses, module, passes, False, create_graph)
+    with leave_inference_mode():
+        result, params = _run(call, unused)
+        return finish_separate(result, params, unused)
 
 
-def _reduced(work: DistributedCall) -> tuple[PassResult, Params]:
-    replicas, shards = _wrapped(work.module)
-    return _fsdp.run(work, shards) if shards else _ddp.run(work, replicas)
+def _run(call: DistributedCall, unused: str) -> tuple[PassResult, Params]:
+    replicas, shards = _wrapped_in(call.module)
+    result, params = _fsdp.run(call, shards) if shards else _ddp.run(call, replicas)
+    require_reached(result.call, result.grads, unused)
+    return result, params
 
 
-def _wrapped(
-    tree: PyTree,
-) -> tuple[list[DistributedDataParallel], list[nn.Module]]:
-    """Return the modules that are replicated, and those that are sharded, in a tree of modules."""
+def _wrapped_in(tree: PyTree) -> tuple[list[DistributedDataParallel], list[nn.Module]]:
+    """Return the replicated and the sharded modules in a tree of modules; one list is empty."""
     leaves, spec = pytree.flatten(tree)
+    if not leaves:
+        raise StructureError(message("module", "a wrapped module", "an empty tree", "pass one"))
     replicas: list[DistributedDataParallel] = []
     shards: list[nn.Module] = []
     for index, leaf in enumerate(leaves):
         parts = list(leaf.modules()) if isinstance(leaf, nn.Module) else []
-        here = [part for part in parts if isinstance(part, DistributedDataParallel)]
-        split = [part for part in parts if isinstance(part, fsdp_classes())]
-        if bool(here) == bool(split) or (replicas and split) or (shards and here):
+        replicated = [part for part in parts if isinstance(part, DistributedDataParallel)]
+        sharded = [part for part in parts if isinstance(part, fsdp.module_classes())]
+        if bool(replicated) == bool(sharded) or (replicas and sharded) or (shards and replicated):
             raise LeafTypeError(
                 message(
                     pytree.path(spec, index, "module"),
                     "a module wrapped in DistributedDataParallel, or by fully_shard, as the others",
-                    "both" if here and split else describe(leaf),
+                    "both" if replicated and sharded else describe(leaf),
                     "pass the wrapped module; for parts of it or your own wrapping, call "
                     "gradkit.distributed.all_reduce(grads) on what gradkit.value_and_grads returns",
                 )
             )
-        replicas += here
-        shards += split
-    if not leaves:
-        raise StructureError(message("module", "a wrapped module", "an empty tree", "pass one"))
+        replicas += replicated
+        shards += sharded
     return replicas, shards

@@ -4,39 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gradkit._core.ownership import empty_for
-from gradkit.distributed._agreement import (
-    Group,
-    Leaf,
-    agree_or_raise,
-    agreed_leaves,
-    leaf_of,
-    named,
-)
+from gradkit.distributed._agreement import agree_or_raise, common_specs
+from gradkit.distributed._grad_spec import GradSpec
+from gradkit.distributed._group import Group, collective_errors
 from gradkit.errors import UnsupportedGraphError, message
 
-# Gradients are sent in portions of so many bytes, the default of DistributedDataParallel: enough
-# that latency does not count, and little beside the gradients themselves.
+# The default of DistributedDataParallel: enough that latency does not count, and little memory
+# beside the gradients themselves.
 BUCKET_BYTES = 25 * 2**20
+
+# Of each gradient over all ranks; None if no rank has one.
+Specs: TypeAlias = list[GradSpec | None]
 
 
 @dataclass(frozen=True, slots=True)
 class LocalGrads:
-    """What a rank brings to a reduction.
+    """The gradients that a rank adds to a reduction.
 
     Attributes:
         grads: Gradients, or None.
-        likes: For each a tensor whose layout the result takes; None may stand where there is no
+        likes: For each a tensor whose strides the result takes; None may stand where there is no
             gradient.
         structure: What else must be the same on all ranks, by name.
-        path: Tells the way to a gradient, for errors.
+        path: Returns the path of a gradient, for errors.
     """
 
     grads: Sequence[Tensor | None]
@@ -44,42 +41,30 @@ class LocalGrads:
     structure: tuple[tuple[str, object], ...]
     path: Callable[[int], str]
 
-
-def agree(
-    group: Group, offer: Callable[[], LocalGrads], *, differentiable: bool
-) -> tuple[LocalGrads, list[Leaf | None]]:
-    """Return what this rank brings, and what each gradient is on all ranks together.
-
-    Args:
-        group: The ranks.
-        offer: Makes what this rank brings; if it raises, all ranks do.
-        differentiable: The results are to carry a graph.
-
-    Returns:
-        The offer; and for each gradient a description, or None if no rank has one.
-    """
-    made: list[LocalGrads] = []
-
-    def described() -> tuple[Leaf | None, ...]:
-        return tuple(leaf_of(grad, differentiable=differentiable) for grad in made[0].grads)
-
-    def read() -> tuple[object, ...]:
-        made.append(offer())
-        for index, grad in enumerate(made[0].grads):
-            _refuse_sparse(grad, partial(made[0].path, index))
-        return made[0].structure, described()
-
-    def explain() -> tuple[str, ...]:
-        return tuple(map(made[0].path, range(len(made[0].grads))))
-
-    theirs = agree_or_raise(group, read, explain)
-    ours = made[0]
-    if theirs is None:
-        return ours, list(described())
-    return ours, agreed_leaves(group, theirs, ours.path)
+    def paths(self) -> tuple[str, ...]:
+        """Return the paths of all gradients."""
+        return tuple(map(self.path, range(len(self.grads))))
 
 
-def _refuse_sparse(grad: Tensor | None, where: Callable[[], str]) -> None:
+def agree_on_grads(
+    group: Group, compute: Callable[[], LocalGrads], *, differentiable: bool = False
+) -> tuple[LocalGrads, Specs]:
+    """Return what `compute` returns, and the spec of each gradient over all ranks."""
+
+    def read() -> tuple[tuple[LocalGrads, Specs], tuple[object, ...]]:
+        local = compute()
+        for index, grad in enumerate(local.grads):
+            _refuse_sparse(grad, local, index)
+        specs = [GradSpec.of(grad, differentiable=differentiable) for grad in local.grads]
+        return (local, specs), (local.structure, tuple(specs))
+
+    (local, specs), descriptions = agree_or_raise(group, read, lambda ours: ours[0].paths())
+    if descriptions is None:
+        return local, specs
+    return local, common_specs(group, descriptions, local.path)
+
+
+def _refuse_sparse(grad: Tensor | None, local: LocalGrads, index: int) -> None:
     """Raise if a gradient is sparse, and gloo would not sum it, or not rightly."""
     if grad is None or grad.layout == torch.strided:
         return
@@ -88,7 +73,7 @@ def _refuse_sparse(grad: Tensor | None, where: Callable[[], str]) -> None:
     kind = str(grad.dtype).removeprefix("torch.")
     raise UnsupportedGraphError(
         message(
-            where(),
+            local.path(index),
             "a dense gradient, or a sparse_coo one of real numbers on the CPU",
             f"one of layout {grad.layout}, {kind}, on {grad.device}",
             "grad.to_dense(), or torch.nn.Embedding(..., sparse=False)",
@@ -99,74 +84,43 @@ def _refuse_sparse(grad: Tensor | None, where: Callable[[], str]) -> None:
 _SUMMED = (torch.float32, torch.float64, torch.bfloat16)
 
 
-def reduce(
-    group: Group,
-    grads: Sequence[Tensor | None],
-    likes: Sequence[Tensor | None],
-    leaves: Sequence[Leaf | None],
-    scale: float | None,
+def reduce_grads(
+    group: Group, local: LocalGrads, specs: Sequence[GradSpec | None], scale: float | None
 ) -> list[Tensor | None]:
-    """Return the sums over the ranks of what each of them brings.
-
-    Args:
-        group: The ranks.
-        grads: What this rank brings; None counts as zero.
-        likes: As in `LocalGrads`.
-        leaves: What each is on all ranks together; None for what is not reduced.
-        scale: What to multiply by before.
-
-    Returns:
-        One for each gradient; None where `leaves` has None.
-    """
-    reduced: list[Tensor | None] = [None] * len(leaves)
-    for bucket in _buckets(leaves):
-        brought = [_brought(grads[i], cast("Leaf", leaves[i])) for i in bucket]
-        if cast("Leaf", leaves[bucket[0]]).layout != torch.strided:
-            found = [_sum_sparse(group, brought[0], scale)]
-        elif cast("Leaf", leaves[bucket[0]]).graph:
-            found = _sum_with_graph(group, brought, scale)
+    """Return the sums of scaled gradients over the ranks; None where `specs` has None."""
+    reduced: list[Tensor | None] = [None] * len(specs)
+    for bucket in _buckets(specs):
+        grads = [spec.local(local.grads[index]) for index, spec in bucket]
+        first = bucket[0][1]
+        if first.layout != torch.strided:
+            sums = [_sum_sparse(group, grads[0], scale)]
+        elif first.graph:
+            sums = _sum_with_graph(group, grads, scale)
         else:
-            found = _sum(group, brought, [likes[i] for i in bucket], scale)
-        for index, grad in zip(bucket, found, strict=True):
+            sums = _sum(group, grads, [local.likes[index] for index, _ in bucket], scale)
+        for (index, _), grad in zip(bucket, sums, strict=True):
             reduced[index] = grad
     return reduced
 
 
-def _buckets(leaves: Sequence[Leaf | None]) -> Iterator[list[int]]:
-    """Yield which gradients are sent together: of one dtype and device; a sparse one by itself."""
-    kinds: dict[tuple[object, ...], list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        if leaf is not None and leaf.layout != torch.strided:
-            yield [index]
-        elif leaf is not None:
-            kinds.setdefault((leaf.dtype, leaf.device, leaf.graph), []).append(index)
-    for indices in kinds.values():
-        bucket: list[int] = []
+def _buckets(specs: Sequence[GradSpec | None]) -> Iterator[list[tuple[int, GradSpec]]]:
+    """Yield the gradients that are sent together: of one dtype and device; sparse ones singly."""
+    kinds: dict[tuple[object, ...], list[tuple[int, GradSpec]]] = {}
+    for index, spec in enumerate(specs):
+        if spec is not None and spec.layout != torch.strided:
+            yield [(index, spec)]
+        elif spec is not None:
+            kinds.setdefault((spec.dtype, spec.device, spec.graph), []).append((index, spec))
+    for alike in kinds.values():
+        bucket: list[tuple[int, GradSpec]] = []
         filled = 0
-        for index in indices:
-            leaf = cast("Leaf", leaves[index])
-            size = leaf.dtype.itemsize * torch.Size(leaf.shape).numel()
-            if bucket and filled + size > BUCKET_BYTES:
+        for index, spec in alike:
+            if bucket and filled + spec.nbytes > BUCKET_BYTES:
                 yield bucket
                 bucket, filled = [], 0
-            bucket.append(index)
-            filled += size
+            bucket.append((index, spec))
+            filled += spec.nbytes
         yield bucket
-
-
-def _brought(grad: Tensor | None, leaf: Leaf) -> Tensor:
-    """Return what this rank adds to a gradient: zeros, if it has none."""
-    if grad is None:
-        # On "cuda" without an index: the device that torch.cuda.set_device has chosen.
-        if leaf.layout == torch.strided:
-            return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
-        split = len(leaf.shape) - leaf.dense_dim
-        index = torch.empty(split, 0, dtype=torch.int64, device=leaf.device)
-        values = torch.empty(0, *leaf.shape[split:], dtype=leaf.dtype, device=leaf.device)
-        return torch.sparse_coo_tensor(index, values, leaf.shape, check_invariants=False)
-    if leaf.layout == torch.strided:
-        return grad.to_dense() if grad.is_sparse else grad
-    return grad if grad.is_sparse else grad.to_sparse(len(leaf.shape) - leaf.dense_dim)
 
 
 def _sum(
@@ -175,16 +129,16 @@ def _sum(
     flat = torch.cat([grad.detach().reshape(-1) for grad in grads])
     if scale is not None:
         flat *= scale
-    with named(group):
+    with collective_errors(group):
         dist.all_reduce(flat, group=group.handle)
     parts = torch.split(flat, [grad.numel() for grad in grads])
     return [
-        _room(grad, like).copy_(part.view(grad.shape))
+        _empty_result(grad, like).copy_(part.view(grad.shape))
         for grad, like, part in zip(grads, likes, parts, strict=True)
     ]
 
 
-def _room(grad: Tensor, like: Tensor | None) -> Tensor:
+def _empty_result(grad: Tensor, like: Tensor | None) -> Tensor:
     if like is None or like.layout != torch.strided:
         return torch.empty_like(grad, memory_format=torch.contiguous_format, requires_grad=False)
     leading = tuple(grad.shape[: grad.dim() - like.dim()])
@@ -192,28 +146,23 @@ def _room(grad: Tensor, like: Tensor | None) -> Tensor:
 
 
 def _sum_sparse(group: Group, grad: Tensor, scale: float | None) -> Tensor:
-    ours = grad.detach().coalesce().clone()
+    reduced = grad.detach().coalesce().clone()
     if scale is not None:
-        ours *= scale
-    with named(group):
-        dist.all_reduce(ours, group=group.handle)
-    return ours
+        reduced *= scale
+    with collective_errors(group):
+        dist.all_reduce(reduced, group=group.handle)
+    return reduced
 
 
+@torch.enable_grad()  # also where the caller has disabled it: the graph would be cut
 def _sum_with_graph(group: Group, grads: Sequence[Tensor], scale: float | None) -> list[Tensor]:
-    # Also where the caller has switched it off: the gradients have a graph, which would be cut.
-    with torch.enable_grad():
-        return _sum_in_graph(group, grads, scale)
-
-
-def _sum_in_graph(group: Group, grads: Sequence[Tensor], scale: float | None) -> list[Tensor]:
     flat = torch.cat([grad.reshape(-1) for grad in grads])
-    reduced = _all_reduced(flat if scale is None else flat * scale, group)
+    reduced = _all_reduce(flat if scale is None else flat * scale, group)
     parts = torch.split(reduced, [grad.numel() for grad in grads])
     return [part.view(grad.shape) for grad, part in zip(grads, parts, strict=True)]
 
 
-def _all_reduced(tensor: Tensor, group: Group) -> Tensor:
+def _all_reduce(tensor: Tensor, group: Group) -> Tensor:
     return cast("Tensor", _AllReduce.apply(tensor, group))  # type: ignore[no-untyped-call]
 
 
@@ -224,10 +173,10 @@ class _AllReduce(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
         ctx.group = group
         reduced = tensor.clone(memory_format=torch.contiguous_format)
-        with named(group):
+        with collective_errors(group):
             dist.all_reduce(reduced, group=group.handle)
         return reduced
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        return _all_reduced(cotangents[0], ctx.group), None
+        return _all_reduce(cotangents[0], ctx.group), None

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from gradkit._autograd.passes import ordinary_mode
 from gradkit._compat.dynamo import disable_compile
-from gradkit._core.leaf import plus
 from gradkit._core.ownership import copy_for
 from gradkit._core.pytree import PyTree
 from gradkit.dotgrad._pairs import Pairs, match
@@ -59,16 +54,19 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
     Source:
         `torch::autograd::AccumulateGrad::accumulateGrad`.
     """
-    with ordinary_mode(), torch.no_grad():
-        if hooks and (replicas := _replicas_in(params)):
-            _add_through_the_engine(_add_to_replicas(replicas, params, grads))
-            return
+
+    def read_pairs() -> Pairs:
         pairs = match(params, grads)
+        _refuse_tensor_hooks(pairs)
+        return pairs
+
+    with ordinary_mode(), torch.no_grad():
         if hooks:
-            _refuse_tensor_hooks(pairs)
-            _add_through_the_engine(pairs)
+            from gradkit.distributed._accumulate import add_to_replicas  # lazily: a slow import
+
+            _add_through_the_engine(add_to_replicas(params, read_pairs))
             return
-        for leaf, grad in pairs:
+        for leaf, grad in match(params, grads):
             if grad is None:
                 continue
             if leaf.grad is None:
@@ -77,12 +75,6 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
                 leaf.grad = grad + leaf.grad  # the sum is dense: another object, as in torch
             else:
                 leaf.grad += grad.detach()
-
-
-def _replicas_in(params: PyTree) -> list[DistributedDataParallel]:
-    from gradkit.distributed import _replicas  # not before it is needed: it takes time to import
-
-    return _replicas.replicas_in(params)
 
 
 def _refuse_tensor_hooks(pairs: Pairs) -> None:
@@ -103,54 +95,3 @@ def _add_through_the_engine(pairs: Pairs) -> None:
     if present:
         leaves, grads = zip(*present, strict=True)
         torch.autograd.backward(leaves, [grad.detach() for grad in grads])
-
-
-def _add_to_replicas(
-    replicas: Sequence[DistributedDataParallel], params: PyTree, grads: PyTree
-) -> Pairs:
-    """Reduce and accumulate what belongs to replicated modules.
-
-    Not by the modules' own reducers: those reduce once after each forward pass, and otherwise
-    leave the gradients as they are, without a word [M2]. A post-accumulate-grad hook is called by
-    hand, as the engine would.
-
-    Returns:
-        The other gradients.
-    """
-    from gradkit.distributed import _replicas
-    from gradkit.distributed._reduction import LocalGrads
-
-    _replicas.refuse_no_sync(replicas)
-    group = _replicas.join_replicas(replicas, "gradkit.add_grads_")
-    theirs = {id(param) for module in replicas for param in _replicas.reduced_params(module)}
-    pairs: Pairs = []
-    own: Pairs = []
-
-    def offer() -> LocalGrads:
-        pairs.extend(match(params, grads))
-        _refuse_tensor_hooks(pairs)
-        own.extend(pair for pair in pairs if id(pair[0]) in theirs)
-        leaves, given = [leaf for leaf, _ in own], [grad for _, grad in own]
-        _replicas.refuse_beyond_hooks(replicas, [*given, *(leaf.grad for leaf in leaves)])
-        structure = (("the call", "add_grads_"), ("params", len(own)))
-        # Of a rank without a gradient only the others' counts: `.grad` stays if none has one.
-        sums = [None if grad is None else plus(leaf.grad, grad) for leaf, grad in own]
-        return LocalGrads(sums, leaves, structure, lambda index: f"grads, tensor {index}")
-
-    def added(index: int, total: Tensor | None) -> Tensor | None:
-        return own[index][0].grad if total is None else total
-
-    found = _replicas.reduce_replicas(group, replicas, offer, complete=added)
-    for (leaf, _), grad in zip(own, found, strict=True):
-        if grad is not None:
-            _replace_grad(leaf, grad)
-    return [(leaf, grad) for leaf, grad in pairs if id(leaf) not in theirs]
-
-
-def _replace_grad(leaf: Tensor, grad: Tensor) -> None:
-    if leaf.grad is not None and leaf.grad.layout == grad.layout == torch.strided:
-        leaf.grad.copy_(grad)  # the same object, as after `.backward()`
-    else:
-        leaf.grad = copy_for(grad, leaf)
-    for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
-        hook(leaf)

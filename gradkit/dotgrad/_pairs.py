@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit._checks.call import refuse_gathered
+from gradkit._checks.sharding import refuse_gathered
 from gradkit._core import pytree
 from gradkit._core.inputs import (
     Params,

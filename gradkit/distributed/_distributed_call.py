@@ -1,0 +1,63 @@
+"""A public call, before it is known which engine runs its passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gradkit._autograd.passes import PassResult
+from gradkit._core.inputs import Losses, Params, read_losses, read_weights
+from gradkit._core.pytree import PyTree
+
+
+@dataclass(frozen=True, slots=True)
+class DistributedCall:
+    """The passes of a public call on this rank.
+
+    Attributes:
+        name: The public call, for errors.
+        losses: The caller's tree.
+        module: The caller's tree.
+        passes: `run_jointly` or `run_separately` with the caller's options.
+        joint: One pass for the weighted sum of all losses; else passes for each loss.
+        create_graph: The caller's option.
+        weights: The caller's tree, for the joint pass.
+    """
+
+    name: str
+    losses: PyTree
+    module: PyTree
+    passes: Callable[..., PassResult]
+    joint: bool
+    create_graph: bool
+    weights: PyTree = None
+
+    def read_losses(self) -> Losses:
+        """Return the losses, checked together with the weights."""
+        losses = read_losses(self.losses, scalar=self.joint)
+        read_weights(self.weights, losses)
+        return losses
+
+    def run(self, losses: Losses, params: Params, **options: Any) -> PassResult:
+        """Run the passes: one for all losses, or for every loss, constants included."""
+        result = self.passes(losses, params, **options)
+        return result if self.joint else result.with_constants(params)
+
+    def structure(self, losses: Losses, params: Params) -> tuple[tuple[str, object], ...]:
+        """Return what must be the same on all ranks, by name."""
+        shapes = tuple(tuple(loss.shape) for loss in losses.leaves)
+        # The gradient of a sum has the same structure whatever the number of losses.
+        by_loss = (("losses", str(losses.spec)), ("the shapes of losses", shapes))
+        return (
+            ("the call", self.name),
+            *(() if self.joint else by_loss),
+            ("module", str(params.spec)),
+            ("create_graph", self.create_graph),
+        )
+
+    def grad_path(self, losses: Losses, params: Params, index: int) -> str:
+        """Return the path of a gradient, counted over the passes and the variables of each."""
+        row, column = divmod(index, len(params.variables))
+        source = "losses" if self.joint else losses.path(row)
+        return f"the gradient of {source} with respect to {params.path(column)}"

@@ -1,0 +1,87 @@
+"""A process group, and errors of its collectives that name the call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gradkit.errors import CollectiveError, GradkitError, message
+
+
+class Group(NamedTuple):
+    """A process group, and this process's rank in it.
+
+    Attributes:
+        handle: The group of torch.distributed.
+        call: The public call that uses it, for errors.
+        rank: This process's rank.
+        size: The number of ranks.
+        device: The device that small messages are sent from.
+    """
+
+    handle: Any
+    call: str
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def this_rank(self) -> str:
+        """Return the call and the rank, for errors."""
+        return f"{self.call} on rank {self.rank} of {self.size}"
+
+
+def join_group(handle: Any, call: str) -> Group:
+    """Return the group of a handle, None for the default one; raise if this process has no part."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise CollectiveError(
+            message(
+                call,
+                "a process group",
+                "none: torch.distributed is not initialized",
+                "start the script with torchrun, and call torch.distributed.init_process_group()",
+            )
+        )
+    handle = dist.group.WORLD if handle is None else handle
+    rank = dist.get_rank(handle)
+    if rank < 0:
+        raise CollectiveError(
+            message(
+                call,
+                "a process group that this process is in",
+                f"one that rank {dist.get_rank()} is not in, for which torch does nothing",
+                "make the call on the ranks of the group only",
+            )
+        )
+    on_cpu = "cpu" in dist.get_backend_config(handle)
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    return Group(handle, call, rank, dist.get_world_size(handle), device)
+
+
+@contextmanager
+def collective_errors(group: Group, *, backend_only: bool = False) -> Iterator[None]:
+    """Raise CollectiveError for a RuntimeError in the block; `backend_only`: of the backend."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, GradkitError) or (backend_only and not _is_of_backend(error)):
+            raise
+        reason = str(error).partition("\n")[0]
+        raise CollectiveError(
+            message(
+                group.this_rank,
+                "every rank of the group to take part, within the group's timeout",
+                f"{type(error).__name__}: {reason}",
+                "look for the first error in the output of the other ranks: one has raised, was "
+                "killed, is too slow, or has made another call",
+            )
+        ) from error
+
+
+def _is_of_backend(error: RuntimeError) -> bool:
+    # gloo raises plain RuntimeErrors.
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
