@@ -1,8 +1,8 @@
 """Ranks agree on what they are about to do before any gradient is sent.
 
-A collective for which ranks do not send the same hangs, or mixes up memory. So every rank first
-sends a digest, of fixed size, of what it is about to do. Where digests differ, the ranks exchange
-descriptions and all raise the same error; where one rank has failed, the others raise at once.
+A collective hangs, or mixes up memory, if its ranks send different shapes. So each rank first sends
+a digest of fixed size. If digests differ, the ranks exchange descriptions and all raise the same
+error; if one rank has failed, the others raise at once.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def _handles(shards: Sequence[Any]) -> list[Any]:
 
 
 def _agree_on_plan(ranks: Sequence[Group], make: Callable[[], ShardedPlan]) -> ShardedPlan:
-    """Return the plan, agreed on along every mesh dimension; errors of one go on to the others."""
+    """Return the plan, agreed on in the groups of all mesh dimensions; if one raises, all raise."""
     errors: list[Exception] = []
     plans: list[ShardedPlan] = []
 
