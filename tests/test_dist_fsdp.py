@@ -247,6 +247,23 @@ def test_weights(two: Ranks, device: torch.device) -> None:
     two.run(check_weights)
 
 
+def check_retained_loss(device: torch.device) -> None:
+    """torch writes the `.grad` of a loss that retain_grad() was called on; it is restored."""
+    model = sharded(device)
+    losses = losses_of(model(batch(device)))
+    for loss in losses.values():
+        loss.retain_grad()
+    losses["a"].grad = before = torch.full_like(losses["a"], 5.0)
+    gradkit.distributed.value_and_grads(losses, model)
+    assert losses["a"].grad is before
+    assert before.item() == 5.0
+    assert losses["b"].grad is None
+
+
+def test_the_grad_of_a_loss_is_restored(two: Ranks, device: torch.device) -> None:
+    two.run(check_retained_loss)
+
+
 def check_trees(device: torch.device) -> None:
     """The arithmetic of trees sees the whole gradients, not this rank's shards."""
     model = sharded(device).double()

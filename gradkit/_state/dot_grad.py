@@ -1,4 +1,4 @@
-"""`.grad`, put back."""
+"""`.grad`, written and put back."""
 
 from __future__ import annotations
 

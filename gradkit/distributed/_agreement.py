@@ -1,8 +1,8 @@
 """Ranks agree on what they are about to do before any gradient is sent.
 
-A collective for which ranks do not send the same hangs, or mixes up memory. So every rank first
-sends a digest, of fixed size, of what it is about to do. Where digests differ, the ranks exchange
-descriptions and all raise the same error; where one rank has failed, the others raise at once.
+A collective hangs, or mixes up memory, if its ranks send different shapes. So each rank first sends
+a digest of fixed size. If digests differ, the ranks exchange descriptions and all raise the same
+error; if one rank has failed, the others raise at once.
 """
 
 from __future__ import annotations
@@ -44,14 +44,10 @@ def agree_or_raise(
     digests = _exchange(digest, group)
     failed = [str(rank) for rank, other in enumerate(digests) if other == _FAILED]
     if failed:
-        raise CollectiveError(
-            message(
-                group.this_rank,
-                "every rank of the group to take part",
-                f"an error on rank {', '.join(failed)}, before any gradient was sent",
-                "look for it in the output of that rank",
-            )
-        )
+        expected = "every rank of the group to take part"
+        got = f"an error on rank {', '.join(failed)}, before any gradient was sent"
+        fix = "look for it in the output of that rank"
+        raise CollectiveError(message(group.this_rank, expected, got, fix))
     if all(other == digest for other in digests):
         return ours, None
     descriptions: list[Any] = [None] * group.size
@@ -109,14 +105,9 @@ def _require_same(group: Group, name: str, by_rank: Sequence[object]) -> None:
 
 def raise_difference(group: Group, what: str, rank: int, expected: str, got: str) -> NoReturn:
     """Raise the error of all ranks for what differs on one of them."""
-    raise StructureError(
-        message(
-            f"{what} on rank {rank} of {group.size} in {group.call}",
-            expected,
-            got,
-            "give every rank the same trees; None stands for a gradient that a rank does not have",
-        )
-    )
+    where = f"{what} on rank {rank} of {group.size} in {group.call}"
+    fix = "give every rank the same trees; None stands for a gradient that a rank does not have"
+    raise StructureError(message(where, expected, got, fix))
 
 
 def _text(value: object) -> str:

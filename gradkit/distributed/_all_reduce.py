@@ -93,14 +93,9 @@ def _check_leaf(leaf: object, path: Callable[[], str], differentiable: bool) -> 
     if leaf is None:
         return
     if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
-        raise LeafTypeError(
-            message(
-                path(),
-                "a floating-point or complex tensor, or None",
-                describe(leaf),
-                "leave it out: gradients are reduced here",
-            )
-        )
+        expected = "a floating-point or complex tensor, or None"
+        fix = "leave it out: gradients are reduced here"
+        raise LeafTypeError(message(path(), expected, describe(leaf), fix))
     if is_dtensor(leaf):
         expected, got = "a tensor of this process", "a DTensor, which torch reduces itself"
         fix = "leave it out: the gradients of fully_shard are reduced already"

@@ -40,14 +40,9 @@ def check_comm_hooks(
         got = "several losses: the hook would add the error of one loss to the next"
     else:
         return
-    raise UnsupportedGraphError(
-        message(
-            "the module",
-            "dense gradients without a graph, one a parameter, for a communication hook",
-            got,
-            "leave out the hook, or reduce with gradkit.distributed.all_reduce",
-        )
-    )
+    expected = "dense gradients without a graph, one a parameter, for a communication hook"
+    fix = "leave out the hook, or reduce with gradkit.distributed.all_reduce"
+    raise UnsupportedGraphError(message("the module", expected, got, fix))
 
 
 def bucketed_params(module: DistributedDataParallel) -> set[int]:
@@ -121,11 +116,6 @@ def _run_hook(
 
 
 def _refuse_cast(grad: Tensor, view: Tensor) -> NoReturn:
-    raise UnsupportedGraphError(
-        message(
-            "the module",
-            f"gradients in {view.dtype}, as when it was wrapped, for its communication hook",
-            f"{grad.dtype}",
-            "call .to(), .double(), ... before DistributedDataParallel(module)",
-        )
-    )
+    expected = f"gradients in {view.dtype}, as when it was wrapped, for its communication hook"
+    fix = "call .to(), .double(), ... before DistributedDataParallel(module)"
+    raise UnsupportedGraphError(message("the module", expected, str(grad.dtype), fix))

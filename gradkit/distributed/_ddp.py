@@ -97,14 +97,10 @@ def _refuse_unreplicated(params: Params, modules: _Replicas) -> None:
     replicated = {id(param) for module in modules for param in module.parameters()}
     for index, variable in enumerate(params.variables):
         if id(variable) not in replicated:
-            raise UnsupportedGraphError(
-                message(
-                    params.path(index),
-                    "a parameter that DistributedDataParallel reduces",
-                    "one outside of it, whose gradient would not be synchronized",
-                    "wrap the whole module, or use gradkit.distributed.all_reduce",
-                )
-            )
+            expected = "a parameter that DistributedDataParallel reduces"
+            got = "one outside of it, whose gradient would not be synchronized"
+            fix = "wrap the whole module, or use gradkit.distributed.all_reduce"
+            raise UnsupportedGraphError(message(params.path(index), expected, got, fix))
 
 
 def _refuse_static_graph(losses: Losses) -> None:

@@ -13,23 +13,13 @@ from gradkit._core.pytree import PyTree
 
 @dataclass(frozen=True, slots=True)
 class DistributedCall:
-    """The passes of a public call on this rank.
-
-    Attributes:
-        name: The public call, for errors.
-        losses: The caller's tree.
-        module: The caller's tree.
-        passes: `run_jointly` or `run_separately` with the caller's options.
-        joint: One pass for the weighted sum of all losses; else passes for each loss.
-        create_graph: The caller's option.
-        weights: The caller's tree, for the joint pass.
-    """
+    """The passes of a public call on this rank."""
 
     name: str
     losses: PyTree
     module: PyTree
-    passes: Callable[..., PassResult]
-    joint: bool
+    passes: Callable[..., PassResult]  # run_jointly or run_separately, with the caller's options
+    joint: bool  # one pass for the weighted sum of all losses; else passes for each loss
     create_graph: bool
     weights: PyTree = None
 

@@ -45,14 +45,10 @@ def run(call: DistributedCall, modules: Sequence[nn.Module]) -> tuple[PassResult
 def _refuse_former_fsdp(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if not fsdp.is_fully_sharded(module):
-            raise UnsupportedGraphError(
-                message(
-                    "module",
-                    "one that torch.distributed.fsdp.fully_shard was called on",
-                    f"the {type(module).__name__} of the former FSDP",
-                    "move to fully_shard, or use loss.backward()",
-                )
-            )
+            expected = "one that torch.distributed.fsdp.fully_shard was called on"
+            got = f"the {type(module).__name__} of the former FSDP"
+            fix = "move to fully_shard, or use loss.backward()"
+            raise UnsupportedGraphError(message("module", expected, got, fix))
 
 
 def _handles(shards: Sequence[Any]) -> list[Any]:
@@ -62,7 +58,7 @@ def _handles(shards: Sequence[Any]) -> list[Any]:
 
 
 def _agree_on_plan(ranks: Sequence[Group], make: Callable[[], ShardedPlan]) -> ShardedPlan:
-    """Return the plan, agreed on along every mesh dimension; errors of one go on to the others."""
+    """Return the plan, agreed on in the groups of all mesh dimensions; if one raises, all raise."""
     errors: list[Exception] = []
     plans: list[ShardedPlan] = []
 
@@ -87,18 +83,11 @@ def _agree_on_plan(ranks: Sequence[Group], make: Callable[[], ShardedPlan]) -> S
 
 @dataclass(frozen=True)
 class _ShardedRunner(PassRunner):
-    """A runner whose gradients are what a backward pass leaves in `.grad`.
+    """A runner whose gradients are what a backward pass leaves in `.grad`."""
 
-    Attributes:
-        shards: For each variable the sharded parameter, whose `.grad` the pass writes.
-        all_shards: All sharded parameters whose `.grad` a pass may write.
-        group: The ranks.
-        states: The states of the modules.
-    """
-
-    shards: Sequence[Tensor] = ()
-    all_shards: Sequence[Tensor] = ()
-    states: Sequence[Any] = ()
+    shards: Sequence[Tensor] = ()  # the sharded parameters of the variables
+    all_shards: Sequence[Tensor] = ()  # those whose `.grad` a pass may write
+    states: Sequence[Any] = ()  # of the modules
     group: Group | None = None
 
     def grads(

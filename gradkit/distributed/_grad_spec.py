@@ -9,19 +9,14 @@ from torch import Tensor
 
 
 class GradSpec(NamedTuple):
-    """The kind of a gradient.
-
-    Attributes:
-        graph: It carries a graph, which is to go on through the reduction.
-        dense_dim: The number of dense dimensions of a sparse gradient.
-    """
+    """The kind of a gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
-    graph: bool
+    graph: bool  # it carries one, which is to go on through the reduction
     layout: torch.layout
-    dense_dim: int
+    dense_dim: int  # the number of dense dimensions of a sparse gradient
 
     @staticmethod
     def of(grad: Tensor | None, *, differentiable: bool = False) -> GradSpec | None:

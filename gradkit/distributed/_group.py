@@ -13,21 +13,13 @@ from gradkit.errors import CollectiveError, GradkitError, message
 
 
 class Group(NamedTuple):
-    """A process group, and this process's rank in it.
+    """A process group, and this process's rank in it."""
 
-    Attributes:
-        handle: The group of torch.distributed.
-        call: The public call that uses it, for errors.
-        rank: This process's rank.
-        size: The number of ranks.
-        device: The device that small messages are sent from.
-    """
-
-    handle: Any
-    call: str
+    handle: Any  # of torch.distributed
+    call: str  # the public call, for errors
     rank: int
     size: int
-    device: torch.device
+    device: torch.device  # that small messages are sent from
 
     @property
     def this_rank(self) -> str:
@@ -38,25 +30,16 @@ class Group(NamedTuple):
 def join_group(handle: Any, call: str) -> Group:
     """Return the group of a handle, None for the default one; raise if this process has no part."""
     if not dist.is_available() or not dist.is_initialized():
-        raise CollectiveError(
-            message(
-                call,
-                "a process group",
-                "none: torch.distributed is not initialized",
-                "start the script with torchrun, and call torch.distributed.init_process_group()",
-            )
-        )
+        got = "none: torch.distributed is not initialized"
+        fix = "start the script with torchrun, and call torch.distributed.init_process_group()"
+        raise CollectiveError(message(call, "a process group", got, fix))
     handle = dist.group.WORLD if handle is None else handle
     rank = dist.get_rank(handle)
     if rank < 0:
-        raise CollectiveError(
-            message(
-                call,
-                "a process group that this process is in",
-                f"one that rank {dist.get_rank()} is not in, for which torch does nothing",
-                "make the call on the ranks of the group only",
-            )
-        )
+        expected = "a process group that this process is in"
+        got = f"one that rank {dist.get_rank()} is not in, for which torch does nothing"
+        fix = "make the call on the ranks of the group only"
+        raise CollectiveError(message(call, expected, got, fix))
     on_cpu = "cpu" in dist.get_backend_config(handle)
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     return Group(handle, call, rank, dist.get_world_size(handle), device)
@@ -70,16 +53,14 @@ def collective_errors(group: Group, *, backend_only: bool = False) -> Iterator[N
     except RuntimeError as error:
         if isinstance(error, GradkitError) or (backend_only and not _is_of_backend(error)):
             raise
+        expected = "every rank of the group to take part, within the group's timeout"
         reason = str(error).partition("\n")[0]
-        raise CollectiveError(
-            message(
-                group.this_rank,
-                "every rank of the group to take part, within the group's timeout",
-                f"{type(error).__name__}: {reason}",
-                "look for the first error in the output of the other ranks: one has raised, was "
-                "killed, is too slow, or has made another call",
-            )
-        ) from error
+        fix = (
+            "look for the first error in the output of the other ranks: one has raised, was "
+            "killed, is too slow, or has made another call"
+        )
+        got = f"{type(error).__name__}: {reason}"
+        raise CollectiveError(message(group.this_rank, expected, got, fix)) from error
 
 
 def _is_of_backend(error: RuntimeError) -> bool:

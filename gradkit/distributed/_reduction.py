@@ -26,20 +26,12 @@ Specs: TypeAlias = list[GradSpec | None]
 
 @dataclass(frozen=True, slots=True)
 class LocalGrads:
-    """The gradients that a rank adds to a reduction.
-
-    Attributes:
-        grads: Gradients, or None.
-        likes: For each a tensor whose strides the result takes; None may stand where there is no
-            gradient.
-        structure: What else must be the same on all ranks, by name.
-        path: Returns the path of a gradient, for errors.
-    """
+    """The gradients that a rank adds to a reduction."""
 
     grads: Sequence[Tensor | None]
-    likes: Sequence[Tensor | None]
-    structure: tuple[tuple[str, object], ...]
-    path: Callable[[int], str]
+    likes: Sequence[Tensor | None]  # give the results their strides; may be None where grads are
+    structure: tuple[tuple[str, object], ...]  # what else ranks must have in common, by name
+    path: Callable[[int], str]  # of a gradient, for errors
 
     def paths(self) -> tuple[str, ...]:
         """Return the paths of all gradients."""
@@ -70,15 +62,11 @@ def _refuse_sparse(grad: Tensor | None, local: LocalGrads, index: int) -> None:
         return
     if grad.layout == torch.sparse_coo and grad.device.type == "cpu" and grad.dtype in _SUMMED:
         return
+    expected = "a dense gradient, or a sparse_coo one of real numbers on the CPU"
     kind = str(grad.dtype).removeprefix("torch.")
-    raise UnsupportedGraphError(
-        message(
-            local.path(index),
-            "a dense gradient, or a sparse_coo one of real numbers on the CPU",
-            f"one of layout {grad.layout}, {kind}, on {grad.device}",
-            "grad.to_dense(), or torch.nn.Embedding(..., sparse=False)",
-        )
-    )
+    got = f"one of layout {grad.layout}, {kind}, on {grad.device}"
+    fix = "grad.to_dense(), or torch.nn.Embedding(..., sparse=False)"
+    raise UnsupportedGraphError(message(local.path(index), expected, got, fix))
 
 
 _SUMMED = (torch.float32, torch.float64, torch.bfloat16)

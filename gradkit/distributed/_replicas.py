@@ -60,14 +60,10 @@ def _check_reducible(module: DistributedDataParallel) -> None:
 def refuse_no_sync(modules: Sequence[DistributedDataParallel]) -> None:
     """Raise if a module is inside of no_sync()."""
     if not all(module.require_backward_grad_sync for module in modules):
-        raise UnsupportedGraphError(
-            message(
-                "params",
-                "a DistributedDataParallel module that reduces",
-                "one inside of no_sync(), whose gradients would not be synchronized",
-                "make the call outside of it, or without hooks=True",
-            )
-        )
+        expected = "a DistributedDataParallel module that reduces"
+        got = "one inside of no_sync(), whose gradients would not be synchronized"
+        fix = "make the call outside of it, or without hooks=True"
+        raise UnsupportedGraphError(message("params", expected, got, fix))
 
 
 def reduced_params(module: DistributedDataParallel) -> list[Tensor]:

@@ -27,26 +27,15 @@ from gradkit.errors import UnsupportedGraphError, message
 
 @dataclass(frozen=True, slots=True)
 class ShardedPlan:
-    """The passes of a call on this rank.
-
-    Attributes:
-        call: The call.
-        losses: The losses.
-        params: The params, whose variables are the sharded parameters.
-        unsharded: The params, whose variables are the unsharded parameters in the graph.
-        shards: For each of those the sharded parameter, whose `.grad` a pass writes.
-        columns: For each sharded parameter the index of its unsharded one; None if not reached.
-        reached: For each loss (all together in a joint pass) and sharded parameter, whether the
-            loss reaches it.
-    """
+    """The passes of a call on this rank."""
 
     call: DistributedCall
     losses: Losses
-    params: Params
-    unsharded: Params
-    shards: list[Tensor]
-    columns: list[int | None]
-    reached: list[list[bool]]
+    params: Params  # whose variables are the sharded parameters
+    unsharded: Params  # whose variables are the unsharded parameters in the graph
+    shards: list[Tensor]  # the sharded parameters of those, whose `.grad` a pass writes
+    columns: list[int | None]  # of `params` in `unsharded`; None if no loss reaches the parameter
+    reached: list[list[bool]]  # by loss (one row in a joint pass) and variable of `params`
 
     def description(self) -> tuple[object, ...]:
         """Return what must be the same on all ranks."""
