@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, Function, once_differentiable
 from torch.autograd.graph import Node
 
+from gradkit._compat.dtensor import is_dtensor
 from gradkit._core.graph import leading_to
-from gradkit._core.leaf import is_dtensor
 from gradkit.errors import UnsupportedGraphError, message
 
 # Nodes in whose presence a functional gradient is silently incomplete or local [F1, M4, M5].

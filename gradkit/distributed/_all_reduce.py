@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from gradkit._autograd.passes import ordinary_mode
+from gradkit._compat.dtensor import is_dtensor
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import is_dual, transforms
 from gradkit._core import pytree
-from gradkit._core.leaf import is_dtensor
 from gradkit._core.options import check_option
 from gradkit._core.pytree import PyTree
 from gradkit.distributed._agreement import join

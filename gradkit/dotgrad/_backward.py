@@ -12,6 +12,7 @@ from gradkit._core.inputs import (
     read_weights,
     require_graph,
 )
+from gradkit._core.options import check_bool, check_optional_bool
 from gradkit._core.pytree import PyTree
 
 
@@ -26,9 +27,9 @@ def backward_(
 ) -> PyTree:
     """Accumulate the gradient of the weighted sum of the losses into `.grad`, and return values.
 
-    It is `torch.autograd.backward` for trees, with every hook, and no copy of its own. If a user's
-    hook raises on the way, or the graph turns out to be freed further down, `.grad` holds what had
-    been accumulated until then.
+    It is `torch.autograd.backward` for trees, with every hook and without further copies. If a hook
+    raises during the pass, or the graph turns out to be freed further down, `.grad` has what was
+    accumulated until then.
 
     Example:
         >>> import torch, gradkit
@@ -40,7 +41,7 @@ def backward_(
 
     Args:
         losses: As in `value_and_grads`.
-        params: Which tensors' `.grad` to accumulate into; None is all leaves of the graph.
+        params: The tensors whose `.grad` is accumulated into; None is all leaves of the graph.
         weights: As in `value_and_grads`.
         retain_graph: As in `value_and_grads`.
         create_graph: Let `.grad` carry a graph, with the reference cycle that torch warns of.
@@ -51,28 +52,31 @@ def backward_(
     Raises:
         DetachedLossError: No loss carries a graph.
         FreedGraphError: The graph has been freed by an earlier call.
-        LeafTypeError: A leaf is no tensor that has a gradient.
-        NotScalarLossError: A loss has not exactly one element.
+        LeafTypeError: A leaf is not a tensor that has a gradient.
+        NotScalarLossError: A loss does not have exactly one element.
+        OptionError: `retain_graph` or `create_graph` is not a bool.
         StructureError: A tree is empty or does not match.
         UnreachedParamError: Nothing of `params` is reached.
         UnsupportedGraphError: `params` with a reentrant checkpoint, DistributedDataParallel or
-            FSDP, of whose parameters torch would silently leave `.grad` as it is; `create_graph`
-            through what torch then differentiates silently wrong.
+            FSDP, where torch would silently not write `.grad`; or `create_graph` through an
+            operation whose second derivative is silently wrong in torch.
 
     Source:
         `torch.autograd.backward`, https://pytorch.org/docs/stable/generated/torch.autograd.backward.html
     """
+    check_optional_bool("retain_graph", retain_graph)
+    check_bool("create_graph", create_graph)
     with ordinary_mode():
-        target = read_losses(losses, scalar=True)
-        outputs, seeds = weigh(target, read_weights(weights, target))
-        live = require_graph(target, outputs)
-        wanted = None if params is None else read_params(params)
-        run = prepare_backward(target, outputs, live, wanted, create_graph)
+        opened = read_losses(losses, scalar=True)
+        outputs, seeds = weigh(opened, read_weights(weights, opened))
+        differentiable = require_graph(opened, outputs)
+        opened_params = None if params is None else read_params(params)
+        run = prepare_backward(opened, outputs, differentiable, opened_params, create_graph)
         run.backward(
-            [outputs[index] for index in live],
-            [seeds[index] for index in live],
-            None if wanted is None else wanted.variables,
+            [outputs[index] for index in differentiable],
+            [seeds[index] for index in differentiable],
+            None if opened_params is None else opened_params.variables,
             retain=create_graph if retain_graph is None else retain_graph,
         )
-        values = [loss if create_graph else loss.detach().clone() for loss in target.leaves]
-        return pytree.unflatten(target.spec, values)
+        values = [loss if create_graph else loss.detach().clone() for loss in opened.leaves]
+        return pytree.unflatten(opened.spec, values)
