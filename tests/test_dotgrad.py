@@ -722,7 +722,7 @@ def test_read_grads_unused(device: torch.device) -> None:
     assert zeros["frozen"] is None
     with pytest.raises(gradkit.UnreachedParamError, match=r"params\['w'\]"):
         gradkit.read_grads(params, unused="error")
-    with pytest.raises(gradkit.StructureError, match="unused"):
+    with pytest.raises(gradkit.OptionError, match="unused"):
         gradkit.read_grads(params, unused="some")
 
 

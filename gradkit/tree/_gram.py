@@ -51,7 +51,8 @@ def _product_of_leaves(rows: PerLossRows) -> Tensor:
         present = [index for index, row in enumerate(rows.rows) if row[leaf] is not None]
         if not present:
             continue
-        part = _product([real_vector(x) for row in rows.rows if (x := row[leaf]) is not None])
+        column = [row[leaf] for row in rows.rows]
+        part = _product([real_vector(x) for x in column if x is not None])
         if len(present) < count:
             index = torch.tensor(present, device=part.device)
             zeros = part.new_zeros(count, count)

@@ -47,7 +47,8 @@ def to_matrix(
         StructureError: There are no losses, or their gradients do not match.
     """
     rows = read_rows(per_loss, losses)
-    likes = [(leaf, like) for leaf in rows.leaves if (like := rows.example(leaf)) is not None]
+    examples = [(leaf, rows.example(leaf)) for leaf in rows.leaves]
+    likes = [(leaf, like) for leaf, like in examples if like is not None]
     if not likes:
         empty = rows.unflatten([None] * len(rows.leaves))
         return torch.zeros(len(rows.rows), 0), lambda vector: empty
