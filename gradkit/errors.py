@@ -1,7 +1,7 @@
-"""The errors of gradkit, and how one of their messages is put together.
+"""The errors of gradkit, and the form of their messages.
 
-Every error derives from `GradkitError` and from the builtin that torch would raise in its place,
-so code that catches the builtin keeps working. Every refusal comes before the engine has run.
+Every error derives from `GradkitError` and from the builtin that torch would raise in its place, so
+code that catches the builtin keeps working. They are raised before the engine has run.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class GradkitError(Exception):
 
 
 class LeafTypeError(GradkitError, TypeError):
-    """A leaf of a tree is not a tensor that can be differentiated."""
+    """A leaf of a tree is not a tensor that has a gradient."""
 
 
 class OptionError(GradkitError, ValueError):
-    """An option has no such value; the message lists the values that it takes."""
+    """An option has a value that it does not take; the message says which values it takes."""
 
 
 class StructureError(GradkitError, ValueError):
-    """Trees that do not match, or an empty tree."""
+    """Trees do not match, a tree is empty, or a leaf has another shape, device or dtype."""
 
 
 class NotScalarLossError(GradkitError, ValueError):
-    """A loss has more or less than the one element that is needed."""
+    """A loss does not have exactly one element."""
 
 
 class DetachedLossError(GradkitError, RuntimeError):
@@ -49,37 +49,37 @@ class DetachedLossError(GradkitError, RuntimeError):
 
 
 class UnreachedParamError(GradkitError, RuntimeError):
-    """A parameter that had to be reached is not, or nothing at all is."""
+    """No loss reaches a parameter that has to be reached, or any parameter at all."""
 
 
 class FreedGraphError(GradkitError, RuntimeError):
-    """A second pass through a graph whose saved tensors are gone."""
+    """A second pass through a graph whose saved tensors have been freed."""
 
 
 class UnsupportedGraphError(GradkitError, RuntimeError):
-    """A graph, or a module, whose gradients torch would return silently wrong, zero or local."""
+    """The gradients of this graph or module would be silently wrong, zero or local."""
 
 
 class UnsupportedOptimizerError(GradkitError, TypeError):
-    """An optimizer, or one of its hyper-parameters, that cannot be differentiated rightly."""
+    """An optimizer, or one of its hyperparameters, cannot be used or differentiated here."""
 
 
 class CollectiveError(GradkitError, RuntimeError):
-    """A process of a group did not take part in a collective, or there is no group."""
+    """A rank of a process group has not taken part in a collective, or there is no group."""
 
 
 class GradkitWarning(UserWarning):
-    """A fallback that costs time, or a solve that has not converged; never another value unsaid."""
+    """A fallback that costs time, or a solve that has not converged."""
 
 
 def message(where: str, expected: str, got: str, do: str) -> str:
-    """Return the text of an error: where it is, what belongs there, what came, what to do.
+    """Return the text of an error: the path of the leaf, what was expected, what came, what to do.
 
     Args:
         where: The path of the leaf, as the caller would write it: `losses['aux']`.
         expected: What belongs there.
         got: What came instead.
-        do: The mended call, or the way to it.
+        do: The call that works, or the way to it.
 
     Returns:
         Two lines of text.
@@ -88,13 +88,13 @@ def message(where: str, expected: str, got: str, do: str) -> str:
 
 
 def describe(value: object) -> str:
-    """Return a few words that tell what `value` is, without printing its data.
+    """Return a short description of a value, without the data of a tensor.
 
     Args:
-        value: Anything that stood in a tree.
+        value: Anything, such as a leaf of a tree.
 
     Returns:
-        For a tensor its dtype, shape and device; else its type, with a short value.
+        The dtype, shape and device of a tensor; else the type, with the value if that is short.
     """
     if isinstance(value, torch.Tensor):
         kind = str(value.dtype).removeprefix("torch.")

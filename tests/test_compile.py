@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import builtins
 import re
-import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -626,18 +625,11 @@ EACH: dict[Callable[[Setting], Any], list[Callable[[Setting], Any]]] = {
         lambda s: gradkit.add_grads_(s.module, s.given, hooks=True),
         lambda s: gradkit.clear_grads_(s.module),
     ],
-    matrices: [
-        lambda s: tree.to_matrix([[s.x], [s.x]])[0],
-        lambda s: tree.gram([[s.x], [s.x]]),
-        lambda s: tree.weighted_sum([[s.x], [s.x]]),
-        lambda s: gradkit.combine([[s.x], [s.x]], lambda matrix: matrix.mean(0)),
-    ],
 }
 
 OK, NO, WARNS = "right", "`Unsupported`", "falls back, with a `GradkitWarning`"
 TWICE = "`RuntimeError`"
 MISLED = "`UnsupportedGraphError`"
-OLD = "`Unsupported` on Python 3.11, else right"
 
 COLUMNS = ("outside", "outside, again", "inside", "fullgraph", "trace_autograd_ops")
 TABLE: dict[str, tuple[str, str, str, str, str]] = {
@@ -655,7 +647,7 @@ TABLE: dict[str, tuple[str, str, str, str, str]] = {
     "`step_`": (OK, OK, OK, NO, NO),
     "`tree.add`, `sub`, `scale`, `map`, `dot`, `global_norm`, `cosine`, `clip_by_global_norm`, "
     "`stack`, `unstack`": (OK, OK, OK, OK, OK),
-    "`tree.to_matrix`, `gram`, `weighted_sum`; `combine`": (OK, OK, OK, OLD, OLD),
+    "`tree.to_matrix`, `gram`, `weighted_sum`; `combine`": (OK, OK, OK, OK, OK),
     "`tree.allclose`": (OK, OK, OK, NO, NO),
 }
 CELLS = [
@@ -679,8 +671,6 @@ def run(row: Callable[[Setting], Any], column: str, s: Setting) -> Any:
 
 @pytest.mark.parametrize(("row", "column", "cell"), CELLS)
 def test_a_cell_of_the_table(device: torch.device, row: str, column: str, cell: str) -> None:
-    on_311, _, later = cell.partition(" on Python 3.11, else ")
-    cell = later if later and sys.version_info >= (3, 12) else on_311
     if cell.startswith("`"):
         for call in EACH.get(ROWS[row], [ROWS[row]]):
             assert_refused(call, column, cell.strip("`"), setting(device))

@@ -224,11 +224,12 @@ def test_clip_by_global_norm_is_clip_grad_norm_(device: torch.device) -> None:
             for i, p in enumerate(params):
                 p.grad = grads[i].clone()
             norm = nn.utils.clip_grad_norm_(params, max_norm)
-            clipped = tree.clip_by_global_norm(grads, max_norm)
+            clipped, before = tree.clip_by_global_norm(grads, max_norm)
+            assert same_bits(before, norm)
             assert same_bits(tree.global_norm(grads), norm)
             for i, p in enumerate(params):
                 assert same_bits(clipped[i], p.grad)
-    assert tree.clip_by_global_norm({"a": None}, 1.0) == {"a": None}
+    assert tree.clip_by_global_norm({"a": None}, 1.0) == ({"a": None}, torch.zeros(()))
 
 
 def test_sparse_leaves(device: torch.device) -> None:
@@ -289,7 +290,8 @@ def test_differentiable_under_create_graph(device: torch.device) -> None:
             + tree.cosine(*rows)
             + tree.gram(rows).sum()
             + tree.to_matrix(rows)[0].sum()
-            + tree.global_norm(tree.clip_by_global_norm(grads, 0.5))
+            + tree.global_norm(tree.clip_by_global_norm(grads, 0.5)[0])
+            + tree.clip_by_global_norm(grads, 0.5)[1]
             + tree.weighted_sum(rows)[0].sum()
         )
 
@@ -300,7 +302,7 @@ def test_differentiable_under_create_graph(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("fn", [tree.global_norm, lambda t: tree.scale(t, 2), tree.unstack])
-@pytest.mark.parametrize("leaf", [1.0, "x", nn.Linear(1, 1)])
+@pytest.mark.parametrize("leaf", [1.0, "x", nn.Linear])
 def test_what_is_no_gradient_is_refused(device: torch.device, fn: Any, leaf: Any) -> None:
     with pytest.raises(gradkit.LeafTypeError, match=r"tree\['w'\]"):
         fn({"w": leaf})
@@ -348,15 +350,12 @@ def test_the_cosine_at_any_scale(device: torch.device, size: float) -> None:
 def test_leaves_of_two_dtypes(device: torch.device) -> None:
     a, b = torch.ones(2, device=device), torch.ones(2, device=device, dtype=torch.float64)
     assert tree.dot(a, b).dtype == torch.float64
-    assert tree.cosine(a, b) == 1
+    torch.testing.assert_close(tree.cosine(a, b), torch.ones_like(b[0]))
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda t: tree.scale(t, torch.ones(2)),
-        lambda t: tree.scale(t, 1j),
-        lambda t: tree.clip_by_global_norm(t, torch.ones(2)),
         lambda t: tree.unstack({"w": torch.tensor(1.0)}),
         lambda t: tree.to_matrix([t, t])[1](torch.ones(5)),
         lambda t: tree.gram(torch.ones(0, 3), losses=torch.ones(0)),
@@ -383,7 +382,7 @@ def test_inside_of_transforms(device: torch.device) -> None:
         lambda t: gradkit.tree.dot(t, t),
         lambda t: gradkit.tree.cosine(t, gradkit.tree.map(torch.sin, t)),
         lambda t: gradkit.tree.global_norm(gradkit.tree.scale(t, 2.0)),
-        lambda t: gradkit.tree.clip_by_global_norm(t, 0.5)["w"].sum(),
+        lambda t: gradkit.tree.clip_by_global_norm(t, 0.5)[0]["w"].sum(),
     ):
         each = torch.stack([fn(row) for row in rows])
         given = {name: leaf for name, leaf in tree.items() if leaf is not None}
@@ -394,3 +393,110 @@ def test_inside_of_transforms(device: torch.device) -> None:
         grads = torch.func.grad(fn)(row)
         # torch's own tangent of a 0-dim tensor times a number is float64.
         torch.testing.assert_close(ahead.float(), sum(g.sum() for g in grads.values()))
+
+
+# --- modules, iterators and optimizers stand for tensors
+
+
+def test_a_module_stands_for_its_parameters(device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).to(device)
+    named = dict(model.named_parameters())
+    grads = {name: torch.randn_like(p) for name, p in named.items()}
+    with unchanged(*named.values()):
+        zeros = tree.map(torch.zeros_like, model)
+        assert list(zeros) == list(named)
+        assert not any(zero.any() for zero in zeros.values())
+        for one, other in ((model, grads), (grads, model), (dict(reversed(grads.items())), model)):
+            wanted = tree.add(*(named if x is model else x for x in (one, other)))
+            got = tree.add(one, other)
+            assert list(got) == list(wanted)
+            assert all(same_bits(got[name], wanted[name]) for name in wanted)
+        assert same_bits(tree.dot(model, grads), tree.dot(named, grads))
+        assert same_bits(tree.global_norm(model), tree.global_norm(named))
+        assert tree.allclose(model, named, rtol=0, atol=0)
+        nested = tree.scale({"G": model, "D": [model[0].weight]}, 2.0)
+        assert same_bits(nested["G"]["0.weight"], nested["D"][0])
+        stacked = tree.stack([model, model])
+        assert stacked["0.bias"].shape == (2, 2)
+        matrix, _ = tree.to_matrix([model, model])
+        assert matrix.shape == (2, sum(p.numel() for p in model.parameters()))
+
+
+def test_iterators_and_optimizers_stand_for_tuples(device: torch.device) -> None:
+    model = nn.Linear(3, 2).to(device)
+    params = tuple(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    for params_of in (model.parameters(), optimizer, dict(model.named_parameters()).values()):
+        halves = tree.scale(params_of, 0.5)
+        assert isinstance(halves, tuple)
+        assert all(same_bits(x, p * 0.5) for x, p in zip(halves, params, strict=True))
+    rows = tree.stack({"w": p} for p in (params[0], params[0]))
+    assert rows["w"].shape == (2, 2, 3)
+    per_loss = [{"w": torch.ones(2, device=device)}] * 3
+    assert torch.equal(tree.weighted_sum(iter(per_loss))["w"], torch.full((2,), 3.0, device=device))
+    assert tree.gram(iter(per_loss)).shape == (3, 3)
+
+
+# --- options
+
+
+@pytest.mark.parametrize("max_norm", [None, -1.0, float("nan"), True, "1", 1j, [1.0]])
+def test_a_max_norm_that_is_none_is_refused(device: torch.device, max_norm: Any) -> None:
+    grads = {"w": torch.ones(3, device=device)}
+    with unchanged(grads["w"]), pytest.raises(gradkit.OptionError, match=r"max_norm.*\n.*1\.0"):
+        tree.clip_by_global_norm(grads, max_norm)
+
+
+def test_a_max_norm_of_zero_inf_and_of_a_tensor(device: torch.device) -> None:
+    grads = {"w": torch.full((4,), 2.0, device=device)}
+    clipped, norm = tree.clip_by_global_norm(grads, 0)
+    assert norm == 4
+    assert norm.dim() == 0
+    assert not clipped["w"].any()
+    clipped, _ = tree.clip_by_global_norm(grads, float("inf"))
+    assert same_bits(clipped["w"], grads["w"])
+    limit = torch.tensor(1.0, device=device, requires_grad=True)
+    clipped, _ = tree.clip_by_global_norm(grads, limit)
+    clipped["w"].sum().backward()
+    torch.testing.assert_close(limit.grad, torch.tensor(2.0, device=device))
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda t: tree.scale(t, torch.ones(2)), "factor"),
+        (lambda t: tree.scale(t, 1j), "factor"),
+        (lambda t: tree.scale(t, True), "factor"),
+        (lambda t: tree.scale(t, None), "factor"),
+        (lambda t: tree.clip_by_global_norm(t, torch.ones(2)), "max_norm"),
+        (lambda t: tree.allclose(t, t, rtol=-1.0), "rtol"),
+        (lambda t: tree.allclose(t, t, atol="0"), "atol"),
+        (lambda t: tree.allclose(t, t, equal_nan=1), "equal_nan"),
+        (lambda t: tree.map(t, torch.neg), "fn"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(device: torch.device, call: Any, name: str) -> None:
+    with pytest.raises(gradkit.OptionError, match=f"^{name}: expected"):
+        call({"w": torch.ones(3, device=device)})
+
+
+@pytest.mark.parametrize("trees", [{"a": 1}, torch.ones(2, 3), 3, []])
+def test_stack_takes_several_trees(device: torch.device, trees: Any) -> None:
+    with pytest.raises(gradkit.StructureError, match="trees: expected"):
+        tree.stack(trees)
+
+
+def test_another_shape_is_named_in_both_trees(device: torch.device) -> None:
+    a, b = ({"w": [torch.ones(n, device=device)]} for n in (2, 3))
+    with pytest.raises(
+        gradkit.StructureError, match=r"^b\['w'\]\[0\]: .*a\['w'\]\[0\], \(2,\), got"
+    ):
+        tree.add(a, b)
+    with pytest.raises(gradkit.StructureError, match=r"^trees\[1\]\['w'\]\[0\]: expected"):
+        tree.stack([a, b])
+    with pytest.raises(gradkit.LeafTypeError, match=r"^rest\[0\]\['w'\]\[0\]"):
+        tree.map(torch.add, a, {"w": [1.0]})
+    with pytest.raises(gradkit.StructureError, match=r"per_loss\['y'\]\['w'\]\[0\].*one shape"):
+        tree.gram({"x": a, "y": b})
+    with pytest.raises(gradkit.StructureError, match=r"per_loss\['w'\]\[0\].*one shape .*\(5, 2\)"):
+        tree.gram(a | {"w": [torch.ones(4, 2, device=device)]}, losses=torch.ones(5, device=device))

@@ -59,7 +59,7 @@ def functional(model: nn.Module, batches: Sequence[Batch]) -> float:
             value, new = gradkit.value_and_grads(loss, model)
             grads = new if grads is None else gradkit.tree.add(grads, new)
             total += value.item()
-        grads = gradkit.tree.clip_by_global_norm(grads, MAX_NORM)
+        grads, _ = gradkit.tree.clip_by_global_norm(grads, MAX_NORM)
         gradkit.step_(optimizer, model, grads)
         scheduler.step()
     return total

@@ -78,7 +78,7 @@ def functional(model: LanguageModel, windows: Sequence[Window]) -> list[float]:
         state = h.detach(), c.detach()
         loss = cross_entropy(logits.flatten(0, 1), y.flatten())
         value, grads = gradkit.value_and_grads(loss, model)
-        grads = gradkit.tree.clip_by_global_norm(grads, MAX_NORM)
+        grads, _ = gradkit.tree.clip_by_global_norm(grads, MAX_NORM)
         gradkit.step_(optimizer, model, grads)
         losses.append(value.item())
     return losses

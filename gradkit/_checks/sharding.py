@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from gradkit._compat import fsdp
+from gradkit._compat.dtensor import is_dtensor
 from gradkit._core.inputs import Params
-from gradkit._core.leaf import is_dtensor
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit.errors import UnsupportedGraphError, message
 

@@ -1,8 +1,8 @@
-"""Trees: the one user of optree.
+"""Trees, with optree.
 
-`None` is a leaf, and dictionaries keep the order in which they were written: losses are added and
-gradients are stacked in the caller's order, and optree's own default would sort the keys.
-A class becomes a node by `optree.register_pytree_node` in the global namespace or in "gradkit".
+`None` is a leaf. Dictionaries keep their insertion order, where optree's default sorts the keys:
+losses are added and gradients are stacked in the caller's order. A class becomes a node by
+`optree.register_pytree_node`, in the global namespace or in "gradkit".
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any, TypeAlias, cast
 import optree
 from optree import PyTreeSpec
 
-from gradkit.errors import StructureError, message
+from gradkit._core.mismatch import Difference, Subtree, first_difference
 
 PyTree: TypeAlias = Any
 Structure: TypeAlias = PyTreeSpec
 
 _NAMESPACE = "gradkit"
 
-# The order of insertion is a mode of the namespace. It is ours alone, so it is entered once and for
-# good, which saves some microseconds a call; the name keeps the context from being collected.
+# The insertion order is a mode of the namespace, which only gradkit uses. Entering it once and for
+# all saves some microseconds a call; the name keeps the context from being garbage collected.
 _INSERTION_ORDER = optree.dict_insertion_ordered(True, namespace=_NAMESPACE)
 _INSERTION_ORDER.__enter__()
 
@@ -38,20 +38,12 @@ def unflatten(spec: PyTreeSpec, leaves: Iterable[Any]) -> PyTree:
 
 
 def path(spec: PyTreeSpec, index: int, root: str) -> str:
-    """Return how a caller would write the way to a leaf: `losses['aux'][0]`."""
+    """Return the path of a leaf as a caller would write it: `losses['aux'][0]`."""
     return spec.accessors()[index].codify(root)
 
 
 def labels(spec: PyTreeSpec, lone: str) -> list[str]:
-    """Return a short name for every leaf: `aux[0]`, `encoder.weight`, where `path` is for errors.
-
-    Args:
-        spec: The structure.
-        lone: What a leaf is called that has no name of its own: `loss`, and in a list `loss[0]`.
-
-    Returns:
-        Names that differ from each other.
-    """
+    """Return short, distinct names of all leaves: `encoder.weight`, or `loss[0]` with a `lone`."""
     paths = [accessor.codify("") for accessor in spec.accessors()]
     dotted = [re.sub(r"\['([^'\]]*)'\]", r".\1", path) for path in paths]
     short = [path.removeprefix(".") if path.startswith(".") else f"{lone}{path}" for path in dotted]
@@ -59,81 +51,46 @@ def labels(spec: PyTreeSpec, lone: str) -> list[str]:
 
 
 def flatten_up_to(spec: PyTreeSpec, spec_root: str, tree: PyTree, root: str) -> list[Any]:
-    """Return what stands in `tree` at the leaves of `spec`, which must be a prefix of it.
-
-    Args:
-        spec: The structure to follow.
-        spec_root: The name of the tree that `spec` came from, for the error.
-        tree: A tree of that structure, or a deeper one.
-        root: The name of `tree`, for the error.
-
-    Returns:
-        One subtree, often a leaf, for each leaf of `spec`.
-
-    Raises:
-        StructureError: The trees do not match.
-    """
+    """Return the subtrees of `tree` at the leaves of `spec`, which must be a prefix of it."""
     try:
         return cast("list[Any]", spec.flatten_up_to(tree))
-    except (ValueError, TypeError):
-        raise StructureError(_mismatch(spec_root, spec, root, flatten(tree)[1])) from None
+    except (ValueError, TypeError) as error:
+        leaves, tree_spec = flatten(tree)
+        difference = first_difference(
+            Subtree(spec_root, spec), Subtree(root, tree_spec, leaves), prefix=False
+        ) or Difference(root, f"the structure of {spec_root}", str(error))
+        raise difference.error(f"give {root} the containers and keys of {spec_root}") from None
 
 
 def broadcast_prefix(prefix: PyTree, prefix_root: str, tree: PyTree, root: str) -> list[Any]:
-    """Return the leaves of `prefix`, each repeated for the leaves of `tree` below it.
-
-    Args:
-        prefix: A tree whose structure begins that of `tree`: a lone leaf, say.
-        prefix_root: Its name, for the error.
-        tree: The tree to cover.
-        root: Its name, for the error.
-
-    Returns:
-        One leaf of `prefix` for each leaf of `tree`.
-
-    Raises:
-        StructureError: `prefix` is no prefix of `tree`.
-    """
-    given, prefix_spec = flatten(prefix)
-    _, spec = flatten(tree)
+    """Return the leaves of `prefix`, each repeated for the leaves of `tree` below it."""
+    values, prefix_spec = flatten(prefix)
+    spec = flatten(tree)[1]
     try:
         below = cast("list[Any]", prefix_spec.flatten_up_to(tree))
-        # Through a whole tree: optree.broadcast_prefix goes by the order of the prefix's keys.
+        # Through a whole tree: optree.broadcast_prefix follows the key order of the prefix.
         parts = [flatten(part) for part in below]
         full = [
             part_spec.unflatten([value] * len(leaves))
-            for value, (leaves, part_spec) in zip(given, parts, strict=True)
+            for value, (leaves, part_spec) in zip(values, parts, strict=True)
         ]
         return cast("list[Any]", spec.flatten_up_to(prefix_spec.unflatten(full)))
-    except (ValueError, TypeError):
-        raise StructureError(_mismatch(root, spec, prefix_root, prefix_spec)) from None
+    except (ValueError, TypeError) as error:
+        difference = first_difference(
+            Subtree(root, spec), Subtree(prefix_root, prefix_spec, values), prefix=True
+        ) or Difference(prefix_root, f"a prefix of the structure of {root}", str(error))
+        advice = f"give {prefix_root} the containers and keys of {root}, or one value for a branch"
+        raise difference.error(advice) from None
 
 
 def children(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]]:
-    """Return the top level of `tree`, and the function that puts such a level together."""
+    """Return the top level of `tree`, and the function that builds such a level."""
     spec = top_level(tree)
     return cast("list[Any]", spec.flatten_up_to(tree)), spec.unflatten
 
 
 def top_level(tree: PyTree) -> PyTreeSpec:
-    """Return the structure of the top level of `tree`, whose leaves are what stands below."""
+    """Return the structure of the top level of `tree`."""
     return optree.tree_structure(
         tree, is_leaf=lambda node: node is not tree, none_is_leaf=True, namespace=_NAMESPACE
     )
-
-
-def _mismatch(wanted_root: str, wanted: PyTreeSpec, root: str, came: PyTreeSpec) -> str:
-    return message(
-        root,
-        f"the structure of {wanted_root}, {_shown(wanted)}",
-        _shown(came),
-        f"give {root} the containers and keys of {wanted_root}",
-    )
-
-
-def _shown(spec: PyTreeSpec) -> str:
-    text = str(spec).removeprefix("PyTreeSpec(").partition(", NoneIsLeaf")[0]
-    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
-
-
-_LONGEST = 120

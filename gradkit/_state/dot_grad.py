@@ -1,4 +1,4 @@
-"""`.grad`, written and put back."""
+"""Writing `.grad`: gradkit assigns to it in this room only."""
 
 from __future__ import annotations
 
@@ -11,21 +11,41 @@ from torch import Tensor
 from gradkit._core.ownership import copy_for
 
 
+def write(leaf: Tensor, grad: Tensor | None) -> None:
+    """Set `.grad` to a copy of a gradient, without its graph; None sets None."""
+    leaf.grad = None if grad is None else copy_for(grad.detach(), leaf)
+
+
+def accumulate(leaf: Tensor, grad: Tensor) -> None:
+    """Add a gradient to `.grad` as `.backward()` does, but without hooks."""
+    if leaf.grad is None:
+        write(leaf, grad)
+    elif leaf.grad.is_sparse and not grad.is_sparse:
+        leaf.grad = grad + leaf.grad  # the sum is dense: another object, as in torch
+    else:
+        leaf.grad += grad.detach()
+
+
+def clear(leaf: Tensor) -> None:
+    """Set `.grad` to None."""
+    leaf.grad = None
+
+
 @contextmanager
 def grads_put_back(leaves: Sequence[Tensor]) -> Iterator[None]:
     """Start the block with every `.grad` None, and restore the former `.grad` afterwards."""
     before = [leaf.grad for leaf in leaves]
-    # One that is part of a buffer, as DistributedDataParallel's views are, is written into.
-    numbers = [None if g is None or g._base is None else g.detach().clone() for g in before]
+    # A view of a buffer, as DistributedDataParallel makes them, can be overwritten through it.
+    copies = [None if g is None or g._base is None else g.detach().clone() for g in before]
     try:
         for leaf in leaves:
             leaf.grad = None
         yield
     finally:
-        for leaf, grad, kept in zip(leaves, before, numbers, strict=True):
+        for leaf, grad, copy in zip(leaves, before, copies, strict=True):
             leaf.grad = grad
-            if grad is not None and kept is not None:
-                grad.detach().copy_(kept)
+            if grad is not None and copy is not None:
+                grad.detach().copy_(copy)
 
 
 def replace_grad(leaf: Tensor, grad: Tensor) -> None:
@@ -33,6 +53,6 @@ def replace_grad(leaf: Tensor, grad: Tensor) -> None:
     if leaf.grad is not None and leaf.grad.layout == grad.layout == torch.strided:
         leaf.grad.copy_(grad)
     else:
-        leaf.grad = copy_for(grad, leaf)
+        write(leaf, grad)
     for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
         hook(leaf)

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gradkit._autograd.passes import ordinary_mode
+from gradkit._autograd.passes import leave_inference_mode
+from gradkit._compat.dtensor import is_dtensor
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import is_dual, transforms
 from gradkit._core import pytree
-from gradkit._core.leaf import is_dtensor
 from gradkit._core.options import check_bool, check_option
 from gradkit._core.pytree import PyTree
 from gradkit.distributed._group import join_group
@@ -83,7 +83,7 @@ def all_reduce(
         structure = (("the structure", str(spec)), ("op", op), ("differentiable", differentiable))
         return LocalGrads(leaves, leaves, structure, path)
 
-    with ordinary_mode():
+    with leave_inference_mode():
         local, specs = agree_on_grads(ranks, checked, differentiable=differentiable)
         reduced = reduce_grads(ranks, local, specs, 1 / ranks.size if op == "mean" else None)
     return pytree.unflatten(spec, reduced)

@@ -1,4 +1,7 @@
-"""The `.grad` workflow, both ways, bit for bit. The one place that writes `.grad`."""
+"""The `.grad` workflow, bit for bit: gradients from `.grad` and back, and optimizer steps.
+
+`gradkit._state` is the only room that writes `.grad`; these calls use it.
+"""
 
 from gradkit.dotgrad._accumulate import add_grads_
 from gradkit.dotgrad._backward import backward_

@@ -29,9 +29,9 @@ def backward_(
 ) -> PyTree:
     """Accumulate the gradient of the weighted sum of the losses into `.grad`, and return values.
 
-    It is `torch.autograd.backward` for trees, with every hook, and no copy of its own. If a user's
-    hook raises on the way, or the graph turns out to be freed further down, `.grad` holds what had
-    been accumulated until then.
+    It is `torch.autograd.backward` for trees, with every hook and without further copies. If a hook
+    raises during the pass, or the graph turns out to be freed further down, `.grad` has what was
+    accumulated until then.
 
     Example:
         >>> import torch, gradkit
@@ -43,7 +43,7 @@ def backward_(
 
     Args:
         losses: As in `value_and_grads`.
-        params: Which tensors' `.grad` to accumulate into; None is all leaves of the graph.
+        params: The tensors whose `.grad` is accumulated into; None is all leaves of the graph.
         weights: As in `value_and_grads`.
         retain_graph: As in `value_and_grads`.
         create_graph: Let `.grad` carry a graph, with the reference cycle that torch warns of.
@@ -54,13 +54,14 @@ def backward_(
     Raises:
         DetachedLossError: No loss carries a graph.
         FreedGraphError: The graph has been freed by an earlier call.
-        LeafTypeError: A leaf is no tensor that has a gradient.
-        NotScalarLossError: A loss has not exactly one element.
+        LeafTypeError: A leaf is not a tensor that has a gradient.
+        NotScalarLossError: A loss does not have exactly one element.
+        OptionError: `retain_graph` or `create_graph` is not a bool.
         StructureError: A tree is empty or does not match.
         UnreachedParamError: Nothing of `params` is reached.
         UnsupportedGraphError: `params` with a reentrant checkpoint, DistributedDataParallel or
-            FSDP, of whose parameters torch would silently leave `.grad` as it is; `create_graph`
-            through what torch then differentiates silently wrong.
+            FSDP, where torch would silently not write `.grad`; or `create_graph` through an
+            operation whose second derivative is silently wrong in torch.
 
     Source:
         `torch.autograd.backward`, https://pytorch.org/docs/stable/generated/torch.autograd.backward.html

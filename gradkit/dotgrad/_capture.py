@@ -1,4 +1,4 @@
-"""`capture_grads`: what code that writes `.grad` has left there."""
+"""`capture_grads`: the gradients that code accumulates into `.grad`, as a value."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from gradkit._core import pytree
 from gradkit._core.ownership import own
 from gradkit._core.pytree import PyTree
 from gradkit._state.dot_grad import grads_put_back
-from gradkit.dotgrad._pairs import read_leaves, unique
+from gradkit.dotgrad._matching import read_leaves, unique
 
 
 class Captured:
-    """What `capture_grads` has captured.
+    """The gradients that `capture_grads` has captured.
 
     Attributes:
         grads: A tree like the params of the call; None until the block has ended.
@@ -29,7 +29,7 @@ class Captured:
 @disable_compile
 @contextmanager
 def capture_grads(params: PyTree) -> Iterator[Captured]:
-    """Run code that accumulates into `.grad`, and take what it leaves there as a result.
+    """Run code that accumulates into `.grad`, and return those gradients as a value.
 
     The block starts from a clean `.grad`; it may call `.backward()` several times, `zero_grad()`,
     or replace `.grad`. Afterwards, also if it raises, every `.grad` is the object it was before.
@@ -46,45 +46,45 @@ def capture_grads(params: PyTree) -> Iterator[Captured]:
         params: A tree of leaf tensors, modules, iterators, optimizers or None.
 
     Yields:
-        An object whose `grads`, after the block, is a tree like `params`: what the block left in
-        `.grad`, or None.
+        An object whose `grads`, after the block, is a tree like `params`: the `.grad` that the
+        block left, or None.
 
     Raises:
-        LeafTypeError: A leaf is no leaf tensor.
+        LeafTypeError: A leaf is not a leaf tensor.
         StructureError: There are no leaves.
         UnsupportedGraphError: A leaf is a parameter that `fully_shard` has gathered: enter the
             block before the forward pass.
     """
-    wanted = read_leaves(params)
-    leaves = unique(wanted.leaves)
+    opened = read_leaves(params)
+    leaves = unique(opened.leaves)
     captured = Captured()
-    found: list[Tensor | None] = []
+    grads: list[Tensor | None] = []
     with grads_put_back(leaves):
         yield captured
-        found += [_apart(leaf.grad) for leaf in leaves]
-    _own(found, leaves)
-    by_leaf = {id(leaf): grad for leaf, grad in zip(leaves, found, strict=True)}
-    del found
-    places: list[Tensor | None] = []
-    for leaf in wanted.leaves:
+        grads += [_without_base(leaf.grad) for leaf in leaves]
+    _own(grads, leaves)
+    by_leaf = {id(leaf): grad for leaf, grad in zip(leaves, grads, strict=True)}
+    del grads
+    placed: list[Tensor | None] = []
+    for leaf in opened.leaves:
         grad = None if leaf is None else by_leaf[id(leaf)]
-        tied = grad is not None and any(grad is other for other in places)
-        places.append(grad.clone() if tied and grad is not None else grad)
-    captured.grads = pytree.unflatten(wanted.spec, places)
+        tied = grad is not None and any(grad is other for other in placed)
+        placed.append(grad.clone() if tied and grad is not None else grad)
+    captured.grads = pytree.unflatten(opened.spec, placed)
 
 
-def _apart(grad: Tensor | None) -> Tensor | None:
-    """Return a copy of a part of a buffer, which what is put back may be a part of, too."""
+def _without_base(grad: Tensor | None) -> Tensor | None:
+    """Return a copy of a view of a buffer, of which the former `.grad` may be a view, too."""
     return grad if grad is None or grad._base is None else grad.clone()
 
 
 def _own(grads: list[Tensor | None], leaves: list[Tensor]) -> None:
-    """Copy the gradients that something else refers to; a graph stays as it is."""
+    """Copy the gradients that something else refers to; those with a graph stay as they are."""
     for index, leaf in enumerate(leaves):
         grad = grads[index]
         if grad is not None and not grad.requires_grad:
             grads[index] = None
-            lone = [grad]
+            only = [grad]
             del grad
-            own(lone, [leaf])
-            grads[index] = lone.pop()
+            own(only, [leaf])
+            grads[index] = only.pop()

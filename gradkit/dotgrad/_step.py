@@ -9,12 +9,15 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from gradkit._autograd.passes import ordinary_mode
+from gradkit._autograd.passes import leave_inference_mode
 from gradkit._compat.dynamo import disable_compile
-from gradkit._core.ownership import copy_for
+from gradkit._core import pytree
+from gradkit._core.inputs import Params
 from gradkit._core.pytree import PyTree
+from gradkit._state import dot_grad
 from gradkit._state.dot_grad import grads_put_back
-from gradkit.dotgrad._pairs import Pairs, match, unique
+from gradkit.dotgrad._matching import Pairs, match_leaves, read_leaves, unique
+from gradkit.dotgrad._mistakes import check_step_arguments
 from gradkit.errors import (
     StructureError,
     UnsupportedOptimizerError,
@@ -43,32 +46,35 @@ def step_(
         tensor([0.8000, 0.8000], requires_grad=True)
 
     Args:
-        optimizer: Its `step()` is called once, with its hooks and its scheduler's.
+        optimizer: Its `step()` is called once, with its hooks and those of its scheduler.
         params: As in `write_grads_`.
-        grads: As in `write_grads_`; with a `scaler`, the gradients of the scaled loss, unless the
-            caller has called `scaler.unscale_(optimizer)` in this step (to clip, say): then the
-            unscaled ones.
-        scaler: Unscales the gradients and skips the step if one is inf or NaN, by
-            `scaler.step(optimizer)`; `scaler.update()` stays the caller's.
+        grads: As in `write_grads_`. With a `scaler`: the gradients of the scaled loss; or the
+            unscaled ones, if `scaler.unscale_(optimizer)` has been called in this step (to clip).
+        scaler: Unscales the gradients, and skips the step if one is inf or NaN, by
+            `scaler.step(optimizer)`. Call `scaler.update()` afterwards, as in the `.grad` loop.
 
     Raises:
         LeafTypeError: As in `write_grads_`.
-        StructureError: As in `write_grads_`; or a gradient belongs to no parameter of the
-            optimizer; or all are None and there is a scaler, which needs one.
+        OptionError: `scaler` is not a GradScaler.
+        StructureError: As in `write_grads_`; or the optimizer does not have one of the parameters
+            that have a gradient; or all gradients are None and there is a scaler, which needs one.
         UnsupportedGraphError: As in `read_grads`.
-        UnsupportedOptimizerError: The optimizer's `step` needs a closure, as that of LBFGS does.
+        UnsupportedOptimizerError: `optimizer` is not an optimizer, or its `step` needs a closure,
+            as that of LBFGS does.
     """
+    check_step_arguments(optimizer, params, grads, scaler)
     _refuse_closure(optimizer)
-    pairs = match(params, grads)
+    opened = read_leaves(params)
+    pairs = match_leaves(opened, grads)
     own_params = unique(p for group in optimizer.param_groups for p in group["params"])
-    _refuse_foreign(pairs, own_params)
+    _refuse_foreign(opened, pairs, own_params)
     if scaler is not None and all(grad is None for _, grad in pairs):
-        do = "skip the step, and scaler.update()"
-        raise StructureError(message("grads", "a gradient to unscale", "None everywhere", do))
+        advice = "skip the step, and scaler.update()"
+        raise StructureError(message("grads", "a gradient to unscale", "None everywhere", advice))
     with grads_put_back(own_params):
-        with ordinary_mode():
+        with leave_inference_mode():
             for leaf, grad in pairs:
-                leaf.grad = None if grad is None else copy_for(grad.detach(), leaf)
+                dot_grad.write(leaf, grad)
         if scaler is None:
             optimizer.step()
         else:
@@ -78,25 +84,18 @@ def step_(
 def _refuse_closure(optimizer: Optimizer) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UnsupportedOptimizerError(
-            message(
-                "optimizer",
-                "one whose step() takes gradients as they are",
-                f"{type(optimizer).__name__}, whose step needs a closure that computes them anew",
-                "with capture_grads(params): optimizer.step(closure)",
-            )
-        )
+        expected = "one whose step() takes gradients as they are"
+        got = f"{type(optimizer).__name__}, whose step needs a closure that computes them anew"
+        advice = "with capture_grads(params): optimizer.step(closure)"
+        raise UnsupportedOptimizerError(message("optimizer", expected, got, advice))
 
 
-def _refuse_foreign(pairs: Pairs, own_params: Iterable[Tensor]) -> None:
-    known = {id(p) for p in own_params}
+def _refuse_foreign(params: Params, pairs: Pairs, own_params: Iterable[Tensor]) -> None:
+    own = {id(param) for param in own_params}
     for leaf, grad in pairs:
-        if grad is not None and id(leaf) not in known:
-            raise StructureError(
-                message(
-                    "params",
-                    "parameters of the optimizer",
-                    f"{describe(leaf)} that it does not have: its gradient would be dropped",
-                    "pass the part of params and grads that this optimizer steps",
-                )
-            )
+        if grad is not None and id(leaf) not in own:
+            index = next(i for i, x in enumerate(params.leaves) if x is leaf)
+            where = pytree.path(params.spec, index, "params")
+            got = f"{describe(leaf)} that it does not have: its gradient would be dropped"
+            advice = "pass the part of params and grads that this optimizer steps"
+            raise StructureError(message(where, "a parameter of the optimizer", got, advice))

@@ -6,13 +6,14 @@ from typing import Literal
 
 from torch import Tensor
 
-from gradkit._autograd.passes import ordinary_mode
+from gradkit._autograd.passes import leave_inference_mode
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
 from gradkit._core.options import UNUSED, check_option
-from gradkit._core.ownership import copy_for, zeros_for
+from gradkit._core.ownership import zeros_for
 from gradkit._core.pytree import PyTree
-from gradkit.dotgrad._pairs import match, read_leaves, unique
+from gradkit._state import dot_grad
+from gradkit.dotgrad._matching import match, read_leaves, unique
 from gradkit.errors import (
     UnreachedParamError,
     message,
@@ -21,7 +22,7 @@ from gradkit.errors import (
 
 @disable_compile
 def read_grads(params: PyTree, *, unused: Literal["none", "zeros", "error"] = "none") -> PyTree:
-    """Return copies of what stands in `.grad`.
+    """Return copies of the `.grad` of each tensor.
 
     Example:
         >>> import torch, gradkit
@@ -32,7 +33,7 @@ def read_grads(params: PyTree, *, unused: Literal["none", "zeros", "error"] = "n
 
     Args:
         params: A tree of leaf tensors, modules, iterators, optimizers or None.
-        unused: What stands for a trainable tensor whose `.grad` is None: `"none"`, `"zeros"` (a
+        unused: The result for a trainable tensor whose `.grad` is None: `"none"`, `"zeros"` (a
             dense zero) or `"error"`.
 
     Returns:
@@ -40,26 +41,29 @@ def read_grads(params: PyTree, *, unused: Literal["none", "zeros", "error"] = "n
         without a graph.
 
     Raises:
-        LeafTypeError: A leaf is no leaf tensor.
-        StructureError: There are no leaves, or `unused` has no such value.
+        LeafTypeError: A leaf is not a leaf tensor.
+        OptionError: `unused` has another value.
+        StructureError: There are no leaves.
         UnreachedParamError: A trainable tensor has no `.grad`, under `unused="error"`.
         UnsupportedGraphError: A leaf is a parameter that `fully_shard` has gathered.
     """
     check_option("unused", unused, UNUSED)
-    wanted = read_leaves(params)
-    found: list[Tensor | None] = []
-    for index, leaf in enumerate(wanted.leaves):
+    opened = read_leaves(params)
+    grads: list[Tensor | None] = []
+    for index, leaf in enumerate(opened.leaves):
         grad = None if leaf is None else leaf.grad
-        if grad is None and leaf is not None and leaf.requires_grad and unused != "none":
-            if unused == "error":
-                where = pytree.path(wanted.spec, index, "params")
-                do = "call backward() first, or allow it: unused='none'"
-                raise UnreachedParamError(message(where, "a tensor with a .grad", "None", do))
-            found.append(zeros_for(leaf))
+        if grad is not None:
+            with leave_inference_mode():
+                grads.append(grad.detach().clone())
+        elif unused == "none" or leaf is None or not leaf.requires_grad:
+            grads.append(None)
+        elif unused == "zeros":
+            grads.append(zeros_for(leaf))
         else:
-            with ordinary_mode():
-                found.append(None if grad is None else grad.detach().clone())
-    return pytree.unflatten(wanted.spec, found)
+            where = pytree.path(opened.spec, index, "params")
+            advice = "call backward() first, or allow it: unused='none'"
+            raise UnreachedParamError(message(where, "a tensor with a .grad", "None", advice))
+    return pytree.unflatten(opened.spec, grads)
 
 
 @disable_compile
@@ -76,21 +80,21 @@ def write_grads_(params: PyTree, grads: PyTree) -> None:
     Args:
         params: A tree of leaf tensors, modules, iterators, optimizers or None.
         grads: A tree of its structure: gradients of each tensor's shape, device and
-            `grad_dtype or dtype`, dense or sparse, or None. Their graph, if any, is left behind.
+            `grad_dtype or dtype`, dense or sparse, or None. They are written without their graph.
 
     Raises:
-        LeafTypeError: A leaf is no leaf tensor, or a gradient is no tensor.
-        StructureError: Trees, shapes, dtypes, devices or layouts do not match, or the places of a
-            tied tensor hold different gradients. No `.grad` has been changed then.
+        LeafTypeError: A leaf is not a leaf tensor, or a gradient is not a tensor.
+        StructureError: Trees, shapes, dtypes, devices or layouts do not match, or a tied tensor has
+            two different gradients. Nothing has been changed.
         UnsupportedGraphError: As in `read_grads`.
 
     Source:
         The layout is that of `torch::autograd::AccumulateGrad`, as after `.backward()`.
     """
     pairs = match(params, grads)
-    with ordinary_mode():
+    with leave_inference_mode():
         for leaf, grad in pairs:
-            leaf.grad = None if grad is None else copy_for(grad.detach(), leaf)
+            dot_grad.write(leaf, grad)
 
 
 @disable_compile
@@ -109,7 +113,7 @@ def clear_grads_(params: PyTree) -> None:
         params: A tree of leaf tensors, modules, iterators, optimizers or None.
 
     Raises:
-        LeafTypeError: A leaf is no leaf tensor.
+        LeafTypeError: A leaf is not a leaf tensor.
         StructureError: There are no leaves.
         UnsupportedGraphError: As in `read_grads`.
 
@@ -117,4 +121,4 @@ def clear_grads_(params: PyTree) -> None:
         `torch.optim.Optimizer.zero_grad(set_to_none=True)`.
     """
     for leaf in unique(read_leaves(params).leaves):
-        leaf.grad = None
+        dot_grad.clear(leaf)

@@ -1,27 +1,21 @@
 """Arithmetic on trees of gradients. None is an exact zero, and takes no memory.
 
 Every function is pure: it returns new tensors, and is differentiable where its inputs carry a
-graph. Trees are optree's; dictionaries match by key and keep the order of the first tree.
+graph. Trees are optree's; dictionaries match by key and keep the order of the first tree. A module
+in a tree stands for `dict(module.named_parameters())`, an iterator for the tuple of its items, an
+optimizer for the tuple of its parameters.
 
 DTensors stay DTensors in sums. A number or a matrix made of them is a plain tensor, the same on all
-their ranks, which have to make the call together; their leaves are gathered one by one for it.
+of their ranks: all ranks make the call, and the leaves are gathered one after the other.
 """
 
-from gradkit.tree._arithmetic import (
-    add,
-    allclose,
-    clip_by_global_norm,
-    cosine,
-    dot,
-    global_norm,
-    map,
-    scale,
-    stack,
-    sub,
-    unstack,
-)
+from gradkit.tree._allclose import allclose
+from gradkit.tree._arithmetic import add, dot, map, scale, sub
 from gradkit.tree._gram import gram
-from gradkit.tree._matrix import to_matrix, weighted_sum
+from gradkit.tree._matrix import to_matrix
+from gradkit.tree._norms import clip_by_global_norm, cosine, global_norm
+from gradkit.tree._stacking import stack, unstack
+from gradkit.tree._weighted_sum import weighted_sum
 
 __all__ = [
     "add",

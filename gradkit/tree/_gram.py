@@ -7,9 +7,10 @@ from torch import Tensor
 
 from gradkit._core.leaf import common_dtype, real_vector
 from gradkit._core.pytree import PyTree
-from gradkit.tree._per_loss import Rows, are_ordinary, as_vectors, in_groups, read_rows
+from gradkit.tree._groups import as_vectors, can_be_grouped, in_groups
+from gradkit.tree._per_loss import PerLossRows, read_rows
 
-# How many columns of the matrix are in memory at a time, while its Gramian is summed up.
+# The number of columns of the matrix that are in memory at a time.
 _COLUMNS_AT_A_TIME = 1 << 18
 
 
@@ -31,41 +32,42 @@ def gram(per_loss: PyTree, *, losses: PyTree | None = None) -> Tensor:
         at least: `matrix @ matrix.T` for the matrix of `to_matrix`.
 
     Raises:
+        LeafTypeError: A gradient is not a tensor.
         StructureError: There are no losses, or their gradients do not match.
     """
     rows = read_rows(per_loss, losses)
+    product = _product_of_groups(rows) if can_be_grouped(rows) else _product_of_leaves(rows)
+    return product.triu() + product.triu(1).T  # the product itself may be asymmetric by rounding
+
+
+def _product_of_groups(rows: PerLossRows) -> Tensor:
+    return torch.stack([_product(as_vectors(rows, group)) for group in in_groups(rows)]).sum(0)
+
+
+def _product_of_leaves(rows: PerLossRows) -> Tensor:
     count = len(rows.rows)
     total: Tensor | None = None
-    if are_ordinary(rows):
-        total = _gram_of_ordinary(rows)
-        return total.triu() + total.triu(1).T
     for leaf in rows.leaves:
         present = [index for index, row in enumerate(rows.rows) if row[leaf] is not None]
         if not present:
             continue
-        vectors = [real_vector(x) for row in rows.rows if (x := row[leaf]) is not None]
-        part = _gram_of_vectors(vectors)
+        column = [row[leaf] for row in rows.rows]
+        part = _product([real_vector(x) for x in column if x is not None])
         if len(present) < count:
-            places = torch.tensor(present, device=part.device)
-            whole = part.new_zeros(count, count)
-            part = whole.index_put((places[:, None], places[None, :]), part)
+            index = torch.tensor(present, device=part.device)
+            zeros = part.new_zeros(count, count)
+            part = zeros.index_put((index[:, None], index[None, :]), part)
         total = part if total is None else total + part.to(total.device)
-    if total is None:
-        return torch.zeros(count, count)
-    return total.triu() + total.triu(1).T  # symmetric to the bit, which a product need not be
+    return torch.zeros(count, count) if total is None else total
 
 
-def _gram_of_ordinary(rows: Rows) -> Tensor:
-    parts = [_gram_of_vectors(as_vectors(rows, group)) for group in in_groups(rows)]
-    return torch.stack(parts).sum(0)
-
-
-def _gram_of_vectors(vectors: list[Tensor]) -> Tensor:
+def _product(vectors: list[Tensor]) -> Tensor:
+    """Return the matrix of inner products, a block of columns at a time."""
     dtype = common_dtype(vectors)
     total: Tensor | None = None
     for start in range(0, max(1, vectors[0].numel()), _COLUMNS_AT_A_TIME):
         block = torch.stack([v[start : start + _COLUMNS_AT_A_TIME].to(dtype) for v in vectors])
-        with torch.autocast(block.device.type, enabled=False):  # it would take half precision
+        with torch.autocast(block.device.type, enabled=False):  # it would use half precision
             part = block @ block.T
         total = part if total is None else total + part
     assert total is not None

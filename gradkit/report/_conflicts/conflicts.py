@@ -17,7 +17,8 @@ from gradkit.report._conflicts.inner_products import Products, products_of
 from gradkit.report._view.charts import cosine_text, draw_cosines
 from gradkit.report._view.names import listed, plural, prefixes
 from gradkit.report._view.page import Block, Report, Table, Toned
-from gradkit.tree._per_loss import Rows, read_rows
+from gradkit.tree._per_loss import PerLossRows as Rows
+from gradkit.tree._per_loss import read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

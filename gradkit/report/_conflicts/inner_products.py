@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradkit._core.leaf import largest
 from gradkit.tree._gram import gram
-from gradkit.tree._per_loss import Rows
+from gradkit.tree._per_loss import PerLossRows as Rows
 
 # Within these, squares of float32 and their sums are far from its limits.
 _SMALL, _LARGE = 1e-12, 1e12

@@ -1,0 +1,118 @@
+"""Norms of trees of gradients, and what is made of them."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from gradkit._compat.dtensor import full_tensor, is_dtensor
+from gradkit._compat.transforms import transforms
+from gradkit._core.leaf import largest, stored
+from gradkit._core.pytree import PyTree
+from gradkit.tree._arithmetic import dot, scale
+from gradkit.tree._columns import columns
+from gradkit.tree._numbers import check_nonnegative
+
+
+def global_norm(tree: PyTree) -> Tensor:
+    """Return the Euclidean norm of all leaves taken as one vector.
+
+    Example:
+        >>> import torch, gradkit
+        >>> gradkit.tree.global_norm({"w": torch.tensor([3.0, 4.0]), "b": None})
+        tensor(5.)
+
+    Args:
+        tree: A tree of tensors or None.
+
+    Returns:
+        A 0-dim tensor; zero if every leaf is None.
+
+    Raises:
+        LeafTypeError: A leaf is not a tensor.
+
+    Source:
+        `torch.nn.utils.get_total_norm`, the norm that `clip_grad_norm_` computes.
+    """
+    (leaves,), _ = columns(tree=tree)
+    dense = [stored(leaf) for leaf in leaves if leaf is not None]
+    if not dense:
+        return torch.zeros(())
+    # get_total_norm runs under no_grad, which would make the norm a constant; and it does not mix
+    # DTensors with other tensors.
+    mixed = len(set(map(is_dtensor, dense))) > 1
+    if not mixed and not transforms() and not any(leaf.requires_grad for leaf in dense):
+        return full_tensor(torch.nn.utils.get_total_norm(dense))
+    norms = [full_tensor(torch.linalg.vector_norm(leaf)).to(dense[0].device) for leaf in dense]
+    return cast("Tensor", torch.linalg.vector_norm(torch.stack(norms)))
+
+
+def clip_by_global_norm(grads: PyTree, max_norm: float | Tensor) -> tuple[PyTree, Tensor]:
+    """Return gradients scaled down to a global norm of at most `max_norm`, and their norm before.
+
+    Example:
+        >>> import torch, gradkit
+        >>> gradkit.tree.clip_by_global_norm({"w": torch.tensor([3.0, 4.0])}, 1.0)
+        ({'w': tensor([0.6000, 0.8000])}, tensor(5.))
+
+    Args:
+        grads: A tree of tensors or None.
+        max_norm: The largest norm, in the units of `global_norm`: a number of at least 0, or a
+            one-element tensor, whose sign is not checked.
+
+    Returns:
+        `(clipped, norm)`. `clipped`: a tree like `grads`, bit for bit what `clip_grad_norm_` leaves
+        in `.grad`. `norm`: the `global_norm` of `grads`, a 0-dim tensor, as `clip_grad_norm_`
+        returns it.
+
+    Raises:
+        LeafTypeError: A leaf is not a tensor.
+        OptionError: `max_norm` is not a number of at least 0.
+
+    Source:
+        `torch.nn.utils.clip_grad_norm_`; Pascanu et al. 2013, "On the difficulty of training
+        recurrent neural networks", algorithm 1, https://arxiv.org/abs/1211.5063
+    """
+    advice = "gradkit.tree.clip_by_global_norm(grads, 1.0), or leave the call out"
+    check_nonnegative("max_norm", max_norm, advice)
+    (leaves,), unflatten = columns(grads=grads)
+    norm = global_norm(leaves)
+    clipped = scale(leaves, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return unflatten(clipped), norm
+
+
+def cosine(a: PyTree, b: PyTree) -> Tensor:
+    """Return the cosine of the angle between two trees, each taken as one vector.
+
+    Example:
+        >>> import torch, gradkit
+        >>> gradkit.tree.cosine({"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([-2.0, 0.0])})
+        tensor(-1.)
+
+    Args:
+        a: A tree of tensors or None.
+        b: A tree of the same structure.
+
+    Returns:
+        A 0-dim tensor between -1 and 1; zero if one of the trees is zero.
+
+    Raises:
+        LeafTypeError: A leaf is not a tensor.
+        StructureError: The trees do not match.
+    """
+    (left, right), _ = columns(a=a, b=b)
+    maxima = largest(left), largest(right)
+    is_zero = (maxima[0] == 0) | (maxima[1] == 0)
+    # Divided by the largest entry, since squares of gradients leave the range of float32.
+    a, b = (
+        scale(x, 1 / torch.where(is_zero, 1.0, maximum))
+        for x, maximum in zip((left, right), maxima, strict=True)
+    )
+    product = dot(a, b)
+    # The square root of zero has no derivative: it must not be in the graph at all.
+    one = torch.ones_like(product)  # a number would make the tangents of jvp float64
+    squares = [torch.where(is_zero, one, dot(x, x)) for x in (a, b)]
+    cosine = (product / squares[0].sqrt() / squares[1].sqrt()).clamp(-1, 1)
+    return torch.where(is_zero & ~product.isnan(), torch.zeros_like(cosine), cosine)

@@ -1,0 +1,155 @@
+"""Arguments of the .grad workflow that are something else: named, and nothing has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradkit
+from tests.helpers import unchanged
+
+
+def trained(device: torch.device) -> tuple[nn.Linear, torch.optim.Optimizer, Tensor, Any]:
+    model = nn.Linear(3, 1).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(torch.ones(2, 3, device=device)).square().sum()
+    _, grads = gradkit.value_and_grads(loss, model, retain_graph=True)
+    return model, optimizer, loss, grads
+
+
+def pair_of(loss: Tensor, params: Any) -> Any:
+    return gradkit.value_and_grads(loss, params, retain_graph=True)
+
+
+STEPS: dict[str, tuple[Callable[..., Any], str]] = {
+    "model, optimizer, grads": (lambda m, o, loss, g: (m, o, g), "optimizer: .*optimizer first"),
+    "model, grads, optimizer": (lambda m, o, loss, g: (m, g, o), "optimizer: .*optimizer first"),
+    "the class": (lambda m, o, loss, g: (torch.optim.SGD, m, g), "SGD.*model.parameters"),
+    "a scheduler": (
+        lambda m, o, loss, g: (torch.optim.lr_scheduler.StepLR(o, 1), m, g),
+        "StepLR.*the optimizer itself",
+    ),
+    "None": (lambda m, o, loss, g: (None, m, g), "optimizer: expected a torch.optim.Optimizer"),
+    "a pure optimizer": (lambda m, o, loss, g: (gradkit.meta.sgd(), m, g), "optimizer: expected"),
+    "grads, model": (lambda m, o, loss, g: (o, g, m), "grads: .*Linear.*params before grads"),
+    "grads, parameters": (
+        lambda m, o, loss, g: (o, g, dict(m.named_parameters())),
+        "grads: .*params before grads",
+    ),
+    "the pair": (lambda m, o, loss, g: (o, m, pair_of(loss, m)), "unpacked.*value, grads ="),
+    "the pair of two tensors": (
+        lambda m, o, loss, g: (o, m.parameters(), pair_of(loss, m.parameters())),
+        "unpacked.*value, grads =",
+    ),
+    "the pair of one tensor": (
+        lambda m, o, loss, g: (o, m.weight, pair_of(loss, m.weight)),
+        "unpacked.*value, grads =",
+    ),
+    "a state_dict as grads": (
+        lambda m, o, loss, g: (o, m, m.state_dict()),
+        "grads: .*state_dict.*value_and_grads",
+    ),
+    "a state_dict as params": (
+        lambda m, o, loss, g: (o, m.state_dict(), g),
+        "params: .*state_dict.*the module itself",
+    ),
+    "the loss": (lambda m, o, loss, g: (o, m, loss), "grads: .*a loss: .*value, grads ="),
+    "the value": (lambda m, o, loss, g: (o, m, loss.detach()), "grads: expected a dict"),
+    "None as grads": (lambda m, o, loss, g: (o, m, None), "grads: expected a dict.*None"),
+    "of several losses": (
+        lambda m, o, loss, g: (
+            o, m, gradkit.per_loss_grads({"a": loss, "b": 2 * loss}, m, retain_graph=True)
+        ),
+        "grads: .*several losses.*combine",
+    ),
+    "half of the gradients": (
+        lambda m, o, loss, g: (o, m, {"weight": g["weight"]}),
+        "grads: expected the keys of params .'weight', 'bias'., got no key 'bias'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_step__names_what_was_passed_instead(device: torch.device, kind: str) -> None:
+    model, optimizer, loss, grads = trained(device)
+    model.weight.grad = torch.ones_like(model.weight)
+    make, text = STEPS[kind]
+    arguments = make(model, optimizer, loss, grads)
+    before = optimizer.state_dict()
+    with (
+        unchanged(*model.parameters(), loss, *grads.values()),
+        pytest.raises(gradkit.GradkitError, match=f"(?s){text}"),
+    ):
+        gradkit.step_(*arguments)
+    assert optimizer.state_dict() == before
+
+
+def test_write_and_add_name_what_was_passed_instead(device: torch.device) -> None:
+    model, _, loss, grads = trained(device)
+    for call in (gradkit.write_grads_, gradkit.add_grads_):
+        for arguments, text in (
+            ((model, pair_of(loss, model)), "unpacked"),
+            ((grads, model), "params before grads"),
+            ((model, model.state_dict()), "state_dict"),
+            ((model.state_dict(), grads), "state_dict"),
+        ):
+            with (
+                unchanged(*model.parameters()),
+                pytest.raises(gradkit.GradkitError, match=text),
+            ):
+                call(*arguments)
+    for read in (gradkit.read_grads, gradkit.clear_grads_):
+        with unchanged(*model.parameters()), pytest.raises(gradkit.LeafTypeError, match="state_di"):
+            read(model.state_dict())
+
+
+def test_a_state_dict_of_the_parameters_themselves_is_one_of_params(device: torch.device) -> None:
+    model, optimizer, _, grads = trained(device)
+    before = model.weight.detach().clone()
+    gradkit.step_(optimizer, model.state_dict(keep_vars=True), grads)
+    assert torch.equal(model.weight, before - 0.1 * grads["weight"])
+
+
+def test_two_gradients_of_two_tensors_are_no_pair(device: torch.device) -> None:
+    a, b = (torch.ones(2, device=device, requires_grad=True) for _ in range(2))
+    _, grads = gradkit.value_and_grads((a * b).sum(), (a, b))
+    gradkit.step_(torch.optim.SGD([a, b], lr=0.1), (a, b), grads)
+    torch.testing.assert_close(a.detach(), torch.full_like(a, 0.9))
+    with pytest.raises(gradkit.StructureError, match=r"grads\[1\]: expected the gradient of"):
+        gradkit.write_grads_((a, b), (grads[0], torch.ones(3, device=device)))
+
+
+def test_step__names_the_parameter_that_the_optimizer_does_not_have(device: torch.device) -> None:
+    model = nn.ModuleDict({"trunk": nn.Linear(2, 2), "head": nn.Linear(2, 1)}).to(device)
+    optimizer = torch.optim.SGD(model["trunk"].parameters(), lr=0.1)
+    grads = gradkit.tree.map(torch.ones_like, model)
+    with (
+        unchanged(*model.parameters()),
+        pytest.raises(
+            gradkit.StructureError,
+            match=r"^params\['head.weight'\]: expected a parameter of the optimizer, got a float32",
+        ),
+    ):
+        gradkit.step_(optimizer, model, grads)
+    gradkit.step_(optimizer, model, grads | {"head.weight": None, "head.bias": None})
+
+
+def test_wrong_options_change_nothing(device: torch.device) -> None:
+    model, optimizer, loss, grads = trained(device)
+    for call, name in (
+        (lambda: gradkit.step_(optimizer, model, grads, scaler=True), "scaler"),
+        (lambda: gradkit.add_grads_(model, grads, hooks=1), "hooks"),
+        (lambda: gradkit.read_grads(model, unused=None), "unused"),
+        (lambda: gradkit.backward_(loss, retain_graph=1), "retain_graph"),
+        (lambda: gradkit.backward_(loss, create_graph=None), "create_graph"),
+    ):
+        with (
+            unchanged(*model.parameters(), loss),
+            pytest.raises(gradkit.OptionError, match=f"^{name}: expected"),
+        ):
+            call()
+    gradkit.backward_(loss)
