@@ -505,10 +505,25 @@ def test_a_second_model_that_does_not_fit_is_refused(layer: nn.Linear, x: Tensor
         compare(mean_square, layer, x, other=nn.Linear(3, 4))
     with pytest.raises(gradkit.StructureError, match="names and shapes"):
         compare(mean_square, layer, x, other={"a": layer})
-    with pytest.raises(gradkit.StructureError, match="holds its modules"):
+    with pytest.raises(gradkit.OptionError, match=r"other: .*holds its modules"):
         compare(lambda x: layer(x).sum(), layer, x, other=layer)
-    with pytest.raises(gradkit.StructureError, match="one other thing"):
+    with pytest.raises(gradkit.OptionError, match=r"device: .*holds its modules"):
+        compare(lambda x: layer(x).sum(), layer, x, device="cpu")
+    with pytest.raises(gradkit.OptionError, match="device: expected None where other is given"):
         compare(mean_square, layer, x, other=layer, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["nowhere", "cuda:99", "meta", 1.5])
+def test_a_device_that_is_not_here_is_refused_before_anything_runs(
+    layer: nn.Linear, x: Tensor, name: Any
+) -> None:
+    ran = []
+    with (
+        as_before(layer),
+        pytest.raises(gradkit.OptionError, match="device: expected None or 'cpu'"),
+    ):
+        compare(lambda model, x: ran.append(1), layer, x, device=name)
+    assert not ran
 
 
 def test_inside_of_a_transform_it_is_refused(layer: nn.Linear, x: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The graphs of several losses, and what they have in common."""
+"""The graphs of several losses, and what they share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ from gradkit._core import graph, saved_tensors
 
 @dataclass(frozen=True)
 class Graphs:
-    """What a walk from each loss has met.
-
-    Attributes:
-        losses: The losses.
-        nodes: For each loss the nodes of its graph; none for a constant.
-        leaves: For each loss the leaf tensors that its graph accumulates into, by id.
-    """
+    """The nodes and the leaf tensors, by id, of each loss's graph. Sets of losses are bit masks."""
 
     losses: Sequence[Tensor]
     nodes: list[set[Node]]
@@ -28,20 +22,20 @@ class Graphs:
 
     @cached_property
     def reached_by(self) -> dict[Node, int]:
-        """For every node the losses whose graph it is in, as the bits of a number."""
-        found: dict[Node, int] = {}
+        """The losses that reach each node."""
+        masks: dict[Node, int] = {}
         for index, nodes in enumerate(self.nodes):
             for node in nodes:
-                found[node] = found.get(node, 0) | 1 << index
-        return found
+                masks[node] = masks.get(node, 0) | 1 << index
+        return masks
 
     @cached_property
     def operations(self) -> dict[int, int]:
-        """For every set of losses, as bits, how many nodes exactly these reach."""
+        """For each set of losses, the number of nodes that exactly these reach."""
         counts: dict[int, int] = {}
-        for node, losses in self.reached_by.items():
+        for node, mask in self.reached_by.items():
             if not graph.is_leaf_node(node):
-                counts[losses] = counts.get(losses, 0) + 1
+                counts[mask] = counts.get(mask, 0) + 1
         return counts
 
     @cached_property
@@ -51,41 +45,39 @@ class Graphs:
 
     def count(self, index: int) -> int:
         """Return the number of operations in the graph of a loss."""
-        return sum(count for losses, count in self.operations.items() if losses >> index & 1)
+        return sum(count for mask, count in self.operations.items() if mask >> index & 1)
 
     def kinds(self, index: int) -> set[type]:
-        """Return the types of the nodes of a loss."""
+        """Return the types of the nodes in the graph of a loss."""
         return set(map(type, self.nodes[index]))
+
+    def entry(self, index: int) -> int | None:
+        """Return the losses that reach the node in which a loss starts; None for a constant."""
+        loss = self.losses[index]
+        return self.reached_by[graph.edge(loss).node] if loss.requires_grad else None
 
     def reaches(self, index: int, variable: Tensor) -> bool:
         """Return whether a gradient of a loss can arrive at a tensor that requires grad."""
         return graph.reached(variable, [self.losses[index]], self.nodes[index], self.leaves[index])
 
-    def would_meet_freed(self, index: int, variables: Iterable[Tensor]) -> bool:
-        """Return whether a pass from a loss for some tensors would meet a freed node."""
+    def meets_released(self, index: int, variables: Iterable[Tensor]) -> bool:
+        """Return whether a pass from a loss to some tensors would execute a freed node."""
         nodes = self.nodes[index]
         if self.released.isdisjoint(nodes):
             return False
         return not self.released.isdisjoint(graph.leading_to(variables, nodes))
 
     def steps(self) -> dict[int, set[int]]:
-        """Return for every set of losses, as bits, those into whose nodes its own lead."""
-        found: dict[int, set[int]] = {}
-        for node, losses in self.reached_by.items():
+        """Return, for each set of losses, the sets into whose nodes its nodes lead."""
+        steps: dict[int, set[int]] = {}
+        for node, mask in self.reached_by.items():
             for child, _ in node.next_functions:
-                if child is not None and self.reached_by[child] != losses:
-                    found.setdefault(losses, set()).add(self.reached_by[child])
-        return found
+                if child is not None and self.reached_by[child] != mask:
+                    steps.setdefault(mask, set()).add(self.reached_by[child])
+        return steps
 
 
 def walk(losses: Sequence[Tensor]) -> Graphs:
-    """Walk the graph of every loss; nothing runs, and nothing is freed.
-
-    Args:
-        losses: Tensors, with a graph or not.
-
-    Returns:
-        What was met.
-    """
+    """Walk the graph of every loss; that of a constant is empty."""
     nodes = [graph.nodes_below([loss]) if loss.requires_grad else set() for loss in losses]
     return Graphs(losses, nodes, list(map(graph.leaf_tensors, nodes)))

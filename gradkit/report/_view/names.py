@@ -1,4 +1,4 @@
-"""Many names in few lines: what is alike below a prefix stands as `encoder.*`."""
+"""Many names in few lines: params that are alike below a prefix are shown as `encoder.*`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ from collections.abc import Hashable, Sequence
 
 
 def folded(names: Sequence[str], kinds: Sequence[Hashable]) -> list[tuple[str, list[int]]]:
-    """Group dotted names that are of one kind, as far up as all below a prefix is.
-
-    Args:
-        names: Names like `encoder.0.weight`, different from each other.
-        kinds: Of which kind each is.
-
-    Returns:
-        For each group what to call it, and the places of its members; a name by itself stays.
-    """
+    """Group dotted names of one kind by their longest prefix: `(label, indices)` of each group."""
     return _fold("", list(range(len(names))), [name.split(".") for name in names], names, kinds)
 
 
@@ -32,14 +24,14 @@ def _fold(
     depth = prefix.count(".")
     children: dict[tuple[str, bool], list[int]] = {}
     for member in members:
-        # A name that ends here stands for itself, whatever else begins like it.
+        # A name that ends at this depth is a group by itself, whatever else starts like it.
         is_last = len(parts[member]) == depth + 1
-        place = names[member] if is_last else f"{prefix}{parts[member][depth]}."
-        children.setdefault((place, is_last), []).append(member)
+        label = names[member] if is_last else f"{prefix}{parts[member][depth]}."
+        children.setdefault((label, is_last), []).append(member)
     return [
         group
-        for (place, is_last), below in children.items()
-        for group in ([(place, below)] if is_last else _fold(place, below, parts, names, kinds))
+        for (label, is_last), below in children.items()
+        for group in ([(label, below)] if is_last else _fold(label, below, parts, names, kinds))
     ]
 
 
@@ -49,13 +41,13 @@ def prefixes(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
-def listed(names: Sequence[str], most: int = 4) -> str:
-    """Return names in a row, the first few of many."""
-    shown = [*names[:most], f"{len(names) - most} more"] if len(names) > most else list(names)
+def listed(names: Sequence[str], limit: int = 4) -> str:
+    """Return names as `a, b and c`; of many the first few, and how many more there are."""
+    shown = [*names[:limit], f"{len(names) - limit} more"] if len(names) > limit else list(names)
     return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
 
 
 def plural(count: int, noun: str) -> str:
-    """Return how many: `1 loss`, `3 losses`."""
+    """Return a count with its noun: `1 loss`, `3 losses`."""
     ending = "es" if noun.endswith("s") else "s"
     return f"{count:,} {noun}{'' if count == 1 else ending}"
