@@ -17,9 +17,10 @@ from torch import Tensor
 
 import gradkit
 from gradkit.__main__ import main
-from gradkit._doctor._check import check, error_of, plain, text
-from gradkit._doctor._confusions import CONFUSIONS
-from gradkit._doctor._examine import EXTRAS, Finding, all_devices, examine
+from gradkit._core.devices import available_devices
+from gradkit._doctor.checks import check, error_of, plain, text
+from gradkit._doctor.confusions import CONFUSIONS
+from gradkit._doctor.examination import EXTRAS, Finding, examine
 from gradkit.retain import RetainedGrads
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,15 +48,15 @@ def no_rich(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_is_well_here(device: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
     status, out = told(capsys, "--device", str(device))
     assert status == 0
-    assert f"12 of 12 are as they should be, on {device}" in out
+    assert f"12 of 12 confusions are as expected, on {device}" in out
     assert "MISMATCH" not in out
 
 
 def test_every_device_is_tried_unless_one_is_named(device: torch.device) -> None:
-    names = [str(device) for device in all_devices()]
+    names = [str(device) for device in available_devices()]
     assert names[0] == "cpu"
     assert len(set(names)) == len(names) == 1 + torch.accelerator.device_count()
-    found = examine(all_devices()).findings
+    found = examine(available_devices()).findings
     assert [f.device for f in found] == [name for name in names for _ in CONFUSIONS]
 
 
@@ -96,7 +97,7 @@ def by_hand(device: torch.device) -> dict[int, list[Any]]:
 def test_the_numbers_are_those_of_plain_torch(device: torch.device) -> None:
     expected = by_hand(device)
     for finding in findings(device):
-        checks = [*finding.seen.torch, *finding.seen.gradkit]
+        checks = [*finding.observation.torch, *finding.observation.gradkit]
         values = [c.got for c in checks if not isinstance(c.got, str)]
         assert values == expected[finding.number], finding.title
 
@@ -211,7 +212,7 @@ def test_a_row_that_raises_is_a_mismatch_that_shows_the_error(
     status, out = told(capsys, "--device", str(device))
     assert status == 1
     assert "KeyError" in out
-    assert f"8 of 12 are as they should be, on {device}" in out
+    assert f"8 of 12 confusions are as expected, on {device}" in out
 
 
 def test_a_mismatch_shows_what_was_expected(
@@ -264,9 +265,9 @@ def test_the_json(device: torch.device, capsys: pytest.CaptureFixture[str]) -> N
         assert row["torch"]
         assert row["gradkit"]
         for one in (*row["torch"], *row["gradkit"]):
-            assert one.keys() == CHECK.keys() | {"got", "right"}
+            assert one.keys() == CHECK.keys() | {"got", "expected"}
             assert all(type(one[key]) is kind for key, kind in CHECK.items())
-            assert one["got"] == one["right"]
+            assert one["got"] == one["expected"]
 
 
 def test_extras_are_those_of_the_package(device: torch.device) -> None:
@@ -325,7 +326,7 @@ def test_with_rich_a_wide_terminal_has_a_table(
     # Folded or not, every character of a cell is there.
     whole = "".join(row[3] for row in rows).replace(" ", "")
     for finding in findings(device):
-        for one in finding.seen.gradkit:
+        for one in finding.observation.gradkit:
             assert f"{one.what}: {text(one.got)}".replace(" ", "") in whole
 
 
