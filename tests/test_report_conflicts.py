@@ -266,6 +266,18 @@ def test_a_name_with_an_underscore_has_its_place_in_the_legend(device: torch.dev
     assert [text.get_text() for text in legend.get_texts()] == ["_aux", "fit"]
 
 
+def test_a_record_of_one_step_or_none_makes_no_empty_picture(device: torch.device) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    record = History()
+    assert [text.get_text() for text in record.plot(figure.subplots()).texts][-1] == "no steps"
+    record.add_(7, conflicts(rows(device, [1.0, 0.0], [-1.0, 1.0])))
+    for what in ("cosines", "norms"):
+        ax = record.plot(figure.subplots(), what=what)
+        markers = [line.get_marker() for line in ax.lines if list(line.get_xdata()) == [7]]
+        assert markers.count("o") == len(ax.get_legend().get_texts())
+        assert ax.get_xticks().tolist() == [7]
+
+
 def test_the_table_of_many_pairs_has_the_most_opposed(device: torch.device) -> None:
     record = History()
     record.add_(0, conflicts(rows(device, *([1.0, 0.6 * place] for place in range(-3, 3)))))

@@ -135,7 +135,7 @@ def shared(device: torch.device) -> Observation:
 
 
 def zero_grad(device: torch.device) -> Observation:
-    """Run a second step, with no zero_grad() between the two."""
+    """Run two steps, without zeroing the gradients in between."""
     w = leaf(device, 1, 2)
     (w * w).sum().backward()
     (w * w).sum().backward()

@@ -76,6 +76,10 @@ def draw_history(
         style = _STYLES[cycle % len(_STYLES)]
         handles.append(_draw_line(ax, steps, values, _COLOURS[colour], style))
     ax.set_xlabel("step")
+    if len(steps) == 1:
+        ax.set(xlim=(steps[0] - 1, steps[0] + 1), xticks=steps)
+    if not steps:
+        ax.text(0.5, 0.5, "no steps", transform=ax.transAxes, ha="center", va="center")
     if lines:  # with handles: matplotlib skips labels that start with "_"
         legend = ax.legend(handles, list(lines), frameon=False, ncols=3, loc="lower right")
         legend.set_bbox_to_anchor((1, 0.98))
@@ -90,7 +94,8 @@ def _draw_line(
     ends = ((max(i - _WINDOW, 0), i + _WINDOW + 1) for i in range(len(values)))
     ax.plot(steps, values, color=colour, linewidth=0.8, alpha=0.35)
     means = [mean(values[start:end]) for start, end in ends]
-    return ax.plot(steps, means, style, color=colour, linewidth=2)[0]
+    marker = "o" if len(steps) == 1 else ""  # a line through one point cannot be seen
+    return ax.plot(steps, means, style, color=colour, linewidth=2, marker=marker)[0]
 
 
 def draw_differences(
