@@ -309,6 +309,15 @@ def test_many_losses_make_a_picture_that_can_be_saved(device: torch.device) -> N
     pyplot.close(ax.figure)
 
 
+def test_every_picture_of_cosines_has_numbers_or_a_scale(device: torch.device) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    for count in (2, 12, 13, 50):
+        ax = figure().subplots()
+        conflicts([[torch.ones(1, device=device)] for _ in range(count)]).plot(ax)
+        assert (len(ax.texts) == count**2) == (count <= 12)
+        assert len(ax.figure.axes) == (1 if count <= 12 else 2)
+
+
 @pytest.mark.parametrize("scale", [1e300, 1e-300, 5e-324])
 def test_gradients_as_large_and_small_as_float64(device: torch.device, scale: float) -> None:
     a, b = (

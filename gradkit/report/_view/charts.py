@@ -39,7 +39,7 @@ def draw_cosines(norms: Mapping[str, float], cosines: Tensor, ax: Axes | None) -
     count = len(norms)
     side = 0.7 * min(count, _MAX_ROWS)
     ax = axes_or_new(ax, (2.5 + side, 1.5 + side))
-    ax.imshow(cosines.numpy(), cmap="RdBu", vmin=-1, vmax=1)
+    image = ax.imshow(cosines.numpy(), cmap="RdBu", vmin=-1, vmax=1)
     ticks = _labelled(count)
     names, labels = list(norms), [f"{name} ({norm:.3g})" for name, norm in norms.items()]
     ax.set_xticks(ticks, [names[index] for index in ticks], rotation=30, ha="right")
@@ -49,6 +49,8 @@ def draw_cosines(norms: Mapping[str, float], cosines: Tensor, ax: Axes | None) -
             for j, cosine in enumerate(row):
                 colour = "white" if abs(cosine) > 0.6 else "black"
                 ax.text(j, i, cosine_text(cosine), ha="center", va="center", color=colour)
+    else:  # a scale in place of the numbers
+        ax.figure.colorbar(image, ax=ax, label="cosine", shrink=0.8)
     ax.set_title("cosines of gradients (in brackets: norms)", fontsize=10)
     return ax
 
