@@ -773,8 +773,14 @@ def test_text_html_and_picture(device: torch.device, layer: nn.Linear, x: Tensor
     upper, lower = figure.subplots(2)
     assert found.plot(upper) is upper
     assert [label.get_text() for label in upper.get_yticklabels()] == ["weight"]
-    gaps = [line.get_xdata()[0] for line in upper.lines if len(line.get_xdata())]
-    assert gaps == [found.differences[FUNC]["weight"].absolute]
+    rings, dots = (
+        {o.get_label(): [*o.get_xdata()] for o in upper.lines if o.get_fillstyle() == fill}
+        for fill in ("none", "full")
+    )
+    assert rings == {FUNC: [found.differences[FUNC]["weight"].absolute]}
+    assert dots[f"{GRAD} (the same)"] == [0.0]
+    labels = [text.get_text() for text in upper.get_legend().get_texts()]
+    assert labels == [f"{GRAD} (the same)", FUNC]
     compare(mean_square, deepcopy(layer), x).plot(lower)
     assert any(text.get_text() == "the same bits" for text in lower.texts)
     figure.canvas.draw()

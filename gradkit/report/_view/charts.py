@@ -103,15 +103,20 @@ def _draw_line(
 def draw_differences(
     names: Sequence[str], gaps: Mapping[str, Mapping[str, float]], ax: Axes | None
 ) -> Axes:
-    """Draw the largest difference of each named leaf, for each method in `gaps`."""
+    """Draw the largest difference of each named leaf: a ring where a method differs, else a dot."""
     ax = axes_or_new(ax, (8, 1.5 + 0.35 * min(len(names), _MAX_ROWS)))
     for index, (method, by_leaf) in enumerate(gaps.items()):
-        rows = [row for row, name in enumerate(names) if name in by_leaf]
         colour = _COLOURS[index % len(_COLOURS)]
-        # Rings of several sizes: none hides another where the differences are equal.
+        # Of several sizes: no ring or dot hides another where the differences are equal.
         size = 11 - 3 * (index % 3)
-        gap = [by_leaf[names[row]] for row in rows]
-        ax.plot(gap, rows, "o", color=colour, markersize=size, fillstyle="none", label=method)
+        differing = [row for row, name in enumerate(names) if name in by_leaf]
+        same = [row for row, name in enumerate(names) if name not in by_leaf]
+        gap = [by_leaf[names[row]] for row in differing]
+        if differing:
+            ax.plot(gap, differing, "o", color=colour, ms=size, fillstyle="none", label=method)
+        # The legend shows a marker that is in the picture.
+        label = "" if differing else f"{method} (the same)"
+        ax.plot([0.0] * len(same), same, "o", color=colour, ms=0.7 * size, label=label)
     if names:
         _scale_gaps(ax, [gap for by_leaf in gaps.values() for gap in by_leaf.values()])
         ax.legend(frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
@@ -120,7 +125,7 @@ def draw_differences(
     ticks = _labelled(len(names))
     ax.set_yticks(ticks, [names[row] for row in ticks])
     ax.invert_yaxis()
-    ax.set_xlabel("largest absolute difference from .backward()")
+    ax.set_xlabel("largest absolute difference from .backward() (dots: the same bits)")
     return ax
 
 
