@@ -1,4 +1,4 @@
-"""torch's own ways to the same gradients, as users call them: what gradkit is compared with."""
+"""torch's own calls for the same gradients, as users write them: what gradkit is compared with."""
 
 from __future__ import annotations
 

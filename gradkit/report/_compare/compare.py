@@ -103,10 +103,10 @@ def compare(
         https://pytorch.org/docs/stable/func.api.html
     """
     _require_no_transform()
-    target = _read_device(device, other)
+    second_device = _read_device(device, other)
     with ordinary_mode():
         step = read_step(loss_fn, params, args)
-        second = _second(step, other, target)
+        second = _second(step, other, second_device)
         runner = Runner(step)
         if not step.params.variables:
             with runner.isolated():
@@ -136,14 +136,10 @@ def compare(
 def _require_no_transform() -> None:
     active = transforms()
     if active:
-        raise UnsupportedGraphError(
-            message(
-                "compare",
-                "a call outside of torch.func's transforms",
-                f"one inside of {listed(active)}, in which .backward() cannot run",
-                "call it outside of the transformed function",
-            )
-        )
+        expected = "a call outside of torch.func's transforms"
+        got = f"one inside of {listed(active)}, in which .backward() cannot run"
+        fix = "call it outside of the transformed function"
+        raise UnsupportedGraphError(message("compare", expected, got, fix))
 
 
 def _read_device(device: torch.device | str | None, other: PyTree) -> torch.device | None:
@@ -154,28 +150,24 @@ def _read_device(device: torch.device | str | None, other: PyTree) -> torch.devi
         fix = "call compare once with other=, and once with device="
         raise OptionError(message("device", "None where other is given", repr(device), fix))
     try:
-        target = torch.device(device)
-        torch.zeros((), device=target).item()
+        checked = torch.device(device)
+        torch.zeros((), device=checked).item()
     except Exception as error:  # what torch raises depends on the kind of device
         names = [repr(str(available)) for available in available_devices()]
         allowed = " or ".join(["None", *names])
         fix = f"device={names[-1]}"
         raise OptionError(message("device", allowed, repr(device), fix)) from error
-    return target
+    return checked
 
 
 def _second(step: Step, other: PyTree, device: torch.device | None) -> dict[str, Runner]:
     if other is None and device is None:
         return {}
     if not step.takes_params:
-        raise OptionError(
-            message(
-                "device" if other is None else "other",
-                "None for a loss_fn(*args), which holds its modules itself",
-                describe(device if other is None else other),
-                "loss_fn=lambda model, x: ..., which can run with another model",
-            )
-        )
+        option, value = ("device", device) if other is None else ("other", other)
+        expected = "None for a loss_fn(*args), which holds its modules itself"
+        fix = "loss_fn=lambda model, x: ..., which can run with another model"
+        raise OptionError(message(option, expected, describe(value), fix))
     if device is not None:
         return {f"on {device}": Runner(moved(step, device))}
     second = read_step(step.fn, other, step.args)
@@ -183,14 +175,9 @@ def _second(step: Step, other: PyTree, device: torch.device | None) -> dict[str,
     args = moved(step, devices[0]).args if devices else step.args
     second = read_step(step.fn, second.tree, args)
     if second.names != step.names or _shapes(second) != _shapes(step):
-        raise StructureError(
-            message(
-                "other",
-                f"the names and shapes of params, {_described(step)}",
-                _described(second),
-                "pass a model of the same architecture",
-            )
-        )
+        expected = f"the names and shapes of params, {_described(step)}"
+        fix = "pass a model of the same architecture"
+        raise StructureError(message("other", expected, _described(second), fix))
     return {"other": Runner(second)}
 
 

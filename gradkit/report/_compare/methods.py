@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from gradkit._autograd import reference
-from gradkit._core import pytree
 from gradkit._core.inputs import Losses, require_graph
 from gradkit._core.pytree import PyTree
 from gradkit.report._compare.step import Step
@@ -53,15 +52,15 @@ def _by_grad(step: Step) -> RunResult:
 
 
 def _by_func(step: Step) -> RunResult:
-    leaves = step.leaves_outside_modules()
-    if leaves and not step.takes_params:
+    leaves = step.leaves
+    if not step.takes_params and not all(isinstance(leaf, nn.Module) for leaf in leaves):
         text = "it needs tensors outside of modules as arguments: loss_fn(params, *args)"
         return RunResult([], refused=text)
     named = {name: p for name, p in step.container().named_parameters() if _is_number(p)}
-    loose = {str(index): leaf for index, leaf in enumerate(leaves) if _is_number(leaf)}
+    tensors = {str(index): leaf for index, leaf in enumerate(leaves) if _is_number(leaf)}
 
-    def total(named: dict[str, Tensor], loose: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-        placed = [loose.get(str(index), leaf) for index, leaf in enumerate(leaves)]
+    def total(named: dict[str, Tensor], tensors: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+        placed = [tensors.get(str(index), leaf) for index, leaf in enumerate(leaves)]
         losses = step.losses_at(named, placed).leaves
         value = losses[0].reshape(())
         for loss in losses[1:]:
@@ -69,27 +68,18 @@ def _by_func(step: Step) -> RunResult:
         return value, losses
 
     try:
-        grads, losses = reference.func_grads(total, _detached(named), _detached(loose))
+        run = reference.func_grads(total, _detached(named), _detached(tensors))
     except Exception as error:  # the losses could be computed without torch.func: it is the cause
         return RunResult([], refused=_first_line(error))
-    by_id = {id(p): grads[0][name] for name, p in named.items()}
-    return RunResult(_in_order(step, by_id, grads[1]), tuple(map(_value, losses)))
-
-
-def _in_order(
-    step: Step, by_id: dict[int, Tensor], by_index: dict[str, Tensor]
-) -> list[Tensor | None]:
-    """Return gradients in the order of the leaves: in modules by tensor, else by index."""
-    top, _ = pytree.flatten(step.tree)
+    (by_name, by_index), losses = run
+    by_id = {id(p): by_name[name] for name, p in named.items()}
     grads: list[Tensor | None] = []
-    index = 0
-    for leaf in top:
+    for index, leaf in enumerate(leaves):
         if isinstance(leaf, nn.Module):
-            grads += [by_id.get(id(p)) for _, p in leaf.named_parameters()]
+            grads += [by_id.get(id(p)) for p in leaf.parameters()]
         else:
             grads.append(by_index.get(str(index)))
-            index += 1
-    return grads
+    return RunResult(grads, tuple(map(_value, losses)))
 
 
 def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

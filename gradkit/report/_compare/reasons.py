@@ -8,15 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradkit.report._compare.ablations import (
-    CACHE,
-    DROPOUT,
-    GRAD_DTYPE,
-    HOOKS,
-    NONE,
-    STALE,
-    Ablation,
-)
+from gradkit.report._compare.ablations import CACHE, DROPOUT, GRAD_DTYPE, HOOKS, NONE, STALE
 from gradkit.report._compare.distance import is_close, is_zero, same_bits
 from gradkit.report._compare.methods import BACKWARD, FUNC, GRAD, PER_LOSS
 from gradkit.report._compare.runner import Runner
@@ -65,10 +57,10 @@ class _Difference:
         leaf: Tensor = self.runner.leaves[self.index]
         return leaf
 
-    def backward_grad(self, ablation: Ablation = NONE) -> Tensor | None:
+    def backward_grad(self, ablation: frozenset[str] = NONE) -> Tensor | None:
         return self.runner.run(BACKWARD, ablation).grads[self.index]
 
-    def method_grad(self, ablation: Ablation = NONE) -> Tensor | None:
+    def method_grad(self, ablation: frozenset[str] = NONE) -> Tensor | None:
         return self.runner.run(self.method, ablation).grads[self.index]
 
     def reason(self) -> str:
@@ -174,9 +166,8 @@ class _Difference:
         step = self.runner.step
         with self.runner.isolated():
             named = {name: _copy(p) for name, p in step.container().named_parameters()}
-            leaves = step.leaves_outside_modules()
-            loose = [None if leaf is None else _copy(leaf) for leaf in leaves]
-            graphs = walk(step.losses_at(named, loose).leaves)
+            leaves = [_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in step.leaves]
+            graphs = walk(step.losses_at(named, leaves).leaves)
         return _OUTSIDE if any(id(self.leaf) in leaves for leaves in graphs.leaves) else ""
 
 

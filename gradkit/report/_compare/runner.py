@@ -14,17 +14,8 @@ from torch import Tensor, nn
 from gradkit._core.inputs import require_graph
 from gradkit._state.dot_grad import grad_dtypes_put_back, grads_put_back
 from gradkit._state.snapshot import Snapshot
-from gradkit.report._compare.ablations import (
-    CACHE,
-    DROPOUT,
-    HOOKS,
-    NONE,
-    Ablation,
-    drop_nothing,
-    prepare_grads,
-    without_autocast_cache,
-    without_hooks,
-)
+from gradkit.report._compare import ablations
+from gradkit.report._compare.ablations import NONE, Ablation
 from gradkit.report._compare.methods import BACKWARD, FUNC, METHODS, RunResult
 from gradkit.report._compare.step import Step, tensors_in
 from gradkit.report._explain.closure import captured_by
@@ -90,14 +81,14 @@ class Runner:
     def run(self, method: str, ablation: Ablation = NONE) -> RunResult:
         """Return what a method gives without what the ablation names."""
         if method == FUNC:  # the rest has no effect on it
-            ablation &= {DROPOUT}
+            ablation &= {ablations.DROPOUT}
         if (method, ablation) not in self._results:
             self._results[method, ablation] = self._run(method, ablation)
         return self._results[method, ablation]
 
     @cached_property
     def repeated(self) -> RunResult:
-        """What `.backward()` gives when it runs again from the same state."""
+        """What a second `.backward()` gives from the same state."""
         return self._run(BACKWARD, NONE)
 
     def _run(self, method: str, ablation: Ablation) -> RunResult:
@@ -114,11 +105,11 @@ class Runner:
         """
         with self.snapshot.restored(), torch.enable_grad(), ExitStack() as stack:
             tables = [leaf._post_accumulate_grad_hooks for leaf in self.snapshot.leaves]
-            stack.enter_context(without_hooks(tables))
-            if DROPOUT in ablation:
-                drop_nothing(self.snapshot.modules)
-            if CACHE in ablation:
-                stack.enter_context(without_autocast_cache())
+            stack.enter_context(ablations.without_hooks(tables))
+            if ablations.DROPOUT in ablation:
+                ablations.drop_nothing(self.snapshot.modules)
+            if ablations.CACHE in ablation:
+                stack.enter_context(ablations.without_autocast_cache())
             yield
 
     @contextmanager
@@ -129,8 +120,9 @@ class Runner:
         leaves = list({id(leaf): leaf for leaf in (*params, *others.values())}.values())
         with grads_put_back(leaves), grad_dtypes_put_back(leaves), ExitStack() as stack:
             tables: list[Any] = [leaf._post_accumulate_grad_hooks for leaf in leaves]
-            if HOOKS in ablation:
+            if ablations.HOOKS in ablation:
                 tables += [param._backward_hooks for param in params]
-            stack.enter_context(without_hooks(tables))
-            prepare_grads(params, [self.snapshot.grads.get(id(p)) for p in params], ablation)
+            stack.enter_context(ablations.without_hooks(tables))
+            stale = [self.snapshot.grads.get(id(p)) for p in params]
+            ablations.prepare_grads(params, stale, ablation)
             yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence, ValuesView
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +37,14 @@ class Step:
         return "loss_fn(params, *args)" if self.takes_params else "loss_fn(*args)"
 
     @property
+    def leaves(self) -> list[Any]:
+        """The leaves of the tree: tensors, None, and modules as a whole."""
+        return pytree.flatten(self.tree)[0]
+
+    @property
     def modules(self) -> list[nn.Module]:
         """The modules in the params, each once."""
-        leaves, _ = pytree.flatten(self.tree)
-        return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, nn.Module)}.values())
+        return list({id(m): m for m in self.leaves if isinstance(m, nn.Module)}.values())
 
     def losses(self) -> Losses:
         """Call the function on the params themselves, and check its losses."""
@@ -47,12 +52,10 @@ class Step:
         out = self.fn(self.tree, *args) if self.takes_params else self.fn(*args)
         return read_losses(out, scalar=True)
 
-    def losses_at(self, named: dict[str, Tensor], loose: Sequence[Tensor | None]) -> Losses:
-        """Call the function on tensors for `container()`'s parameters and for the other leaves."""
-        rest = iter(loose)
-        leaves, spec = pytree.flatten(self.tree)
-        placed = [leaf if isinstance(leaf, nn.Module) else next(rest) for leaf in leaves]
-        first = (pytree.unflatten(spec, placed),) if self.takes_params else ()
+    def losses_at(self, named: dict[str, Tensor], leaves: Sequence[Any]) -> Losses:
+        """Call the function on other leaves, and on tensors for `container()`'s parameters."""
+        _, spec = pytree.flatten(self.tree)
+        first = (pytree.unflatten(spec, leaves),) if self.takes_params else ()
         container = self.container()
         # In a transform, only buffers that are made in it can be written on.
         buffers = {name: buffer.clone() for name, buffer in container.named_buffers()}
@@ -60,11 +63,6 @@ class Step:
         with attributes_put_back(container):
             out = functional_call(container, {**buffers, **named}, call)
             return read_losses(out, scalar=True)
-
-    def leaves_outside_modules(self) -> list[Any]:
-        """Return the leaves of the params that are no modules."""
-        leaves, _ = pytree.flatten(self.tree)
-        return [leaf for leaf in leaves if not isinstance(leaf, nn.Module)]
 
     def container(self) -> nn.Module:
         """Return a module of all modules in the params, whose forward calls its argument."""
@@ -83,26 +81,17 @@ class _Container(nn.Module):
 def read_step(fn: Callable[..., PyTree], params: PyTree, args: tuple[Any, ...]) -> Step:
     """Check the arguments of `compare`."""
     if not callable(fn):
-        raise StructureError(
-            message(
-                "loss_fn",
-                "a function that computes the losses",
-                describe(fn),
-                "lambda params, x, y: ..., so that each method can run it",
-            )
-        )
+        fix = "lambda params, x, y: ..., so that each method can run it"
+        expected = "a function that computes the losses"
+        raise StructureError(message("loss_fn", expected, describe(fn), fix))
     tree = _without_iterators(params)
     opened = read_params(tree)
     for index, leaf in enumerate(opened.leaves):
         if leaf is not None and not leaf.is_leaf:
-            raise LeafTypeError(
-                message(
-                    pytree.path(opened.spec, index, "params"),
-                    "a leaf tensor, which .backward() gives a .grad",
-                    f"{describe(leaf)} with a history",
-                    "pass the tensors that it was computed from",
-                )
-            )
+            where = pytree.path(opened.spec, index, "params")
+            expected = "a leaf tensor, which .backward() gives a .grad"
+            fix = "pass the tensors that it was computed from"
+            raise LeafTypeError(message(where, expected, f"{describe(leaf)} with a history", fix))
     _check_args(args)
     names = pytree.labels(opened.spec, "param")
     return Step(fn, tree, args, _takes_params(fn, tree, args), opened, names)
@@ -143,27 +132,17 @@ def _takes_params(fn: Callable[..., PyTree], tree: PyTree, args: tuple[Any, ...]
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
         return True  # a builtin without a signature
-    if _binds(signature, (tree, *args)):
-        return True
-    if _binds(signature, args):
-        return False
-    raise StructureError(
-        message(
-            "loss_fn",
-            f"a function of (params, *args), {len(args) + 1} arguments; or of (*args), if it holds "
-            "its modules itself",
-            f"one of {signature}",
-            "lambda params, x, y: ...",
-        )
+    for takes_params, given in ((True, (tree, *args)), (False, args)):
+        with suppress(TypeError):
+            signature.bind(*given)
+            return takes_params
+    expected = (
+        f"a function of (params, *args), {len(args) + 1} arguments; or of (*args), if it holds its "
+        "modules itself"
     )
-
-
-def _binds(signature: inspect.Signature, args: tuple[Any, ...]) -> bool:
-    try:
-        signature.bind(*args)
-    except TypeError:
-        return False
-    return True
+    raise StructureError(
+        message("loss_fn", expected, f"one of {signature}", "lambda params, x, y: ...")
+    )
 
 
 def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -58,14 +58,9 @@ class History(Report):
             self.norms = {name: [] for name in conflicts.losses}
             self.cosines = {pair: [] for pair in combinations(conflicts.losses, 2)}
         if tuple(self.norms) != conflicts.losses:
-            raise StructureError(
-                message(
-                    "conflicts",
-                    f"the losses of the steps before, {', '.join(self.norms)}",
-                    ", ".join(conflicts.losses),
-                    "use one History for each set of losses",
-                )
-            )
+            expected = f"the losses of the steps before, {', '.join(self.norms)}"
+            fix = "use one History for each set of losses"
+            raise StructureError(message("conflicts", expected, ", ".join(conflicts.losses), fix))
         self.steps.append(step)
         self.shares.append(conflicts.share)
         for name, norms in self.norms.items():

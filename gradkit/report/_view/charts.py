@@ -130,7 +130,7 @@ def draw_differences(
 
 
 def _scale_gaps(ax: Axes, gaps: Sequence[float]) -> None:
-    """Scale x by powers of ten, and linearly close to zero, where None against zero stands."""
+    """Scale x by powers of ten, and linearly close to zero, for None against zero."""
     sizes = [gap for gap in gaps if gap and math.isfinite(gap)]
     if not sizes:
         ax.set(xlim=(-0.1, 1))

@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import chain
 
 
 def folded(names: Sequence[str], kinds: Sequence[Hashable]) -> list[tuple[str, list[int]]]:
     """Group dotted names of one kind by their longest prefix: `(label, indices)` of each group."""
-    return _fold("", list(range(len(names))), [name.split(".") for name in names], names, kinds)
+    parts = [name.split(".") for name in names]
 
+    def fold(prefix: str, members: list[int]) -> list[tuple[str, list[int]]]:
+        if len(members) == 1:
+            return [(names[members[0]], members)]
+        if len({kinds[member] for member in members}) == 1:
+            return [(f"{prefix}*", members)]
+        depth = prefix.count(".")
+        children: dict[tuple[str, bool], list[int]] = {}
+        for member in members:
+            # A name that ends at this depth is a group by itself, whatever else starts like it.
+            is_last = len(parts[member]) == depth + 1
+            label = names[member] if is_last else f"{prefix}{parts[member][depth]}."
+            children.setdefault((label, is_last), []).append(member)
+        groups = [
+            [(label, below)] if is_last else fold(label, below)
+            for (label, is_last), below in children.items()
+        ]
+        return list(chain.from_iterable(groups))
 
-def _fold(
-    prefix: str,
-    members: list[int],
-    parts: Sequence[Sequence[str]],
-    names: Sequence[str],
-    kinds: Sequence[Hashable],
-) -> list[tuple[str, list[int]]]:
-    if len(members) == 1:
-        return [(names[members[0]], members)]
-    if len({kinds[member] for member in members}) == 1:
-        return [(f"{prefix}*", members)]
-    depth = prefix.count(".")
-    children: dict[tuple[str, bool], list[int]] = {}
-    for member in members:
-        # A name that ends at this depth is a group by itself, whatever else starts like it.
-        is_last = len(parts[member]) == depth + 1
-        label = names[member] if is_last else f"{prefix}{parts[member][depth]}."
-        children.setdefault((label, is_last), []).append(member)
-    return [
-        group
-        for (label, is_last), below in children.items()
-        for group in ([(label, below)] if is_last else _fold(label, below, parts, names, kinds))
-    ]
+    return fold("", list(range(len(names))))
 
 
 def prefixes(name: str) -> list[str]:
