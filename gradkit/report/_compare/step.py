@@ -81,9 +81,11 @@ class _Container(nn.Module):
 def read_step(fn: Callable[..., PyTree], params: PyTree, args: tuple[Any, ...]) -> Step:
     """Check the arguments of `compare`."""
     if not callable(fn):
-        fix = "lambda params, x, y: ..., so that each method can run it"
-        expected = "a function that computes the losses"
-        raise StructureError(message("loss_fn", expected, describe(fn), fix))
+        raise StructureError(
+            message(
+                "loss_fn", "a function that computes the losses", describe(fn), "lambda params: ..."
+            )
+        )
     tree = _without_iterators(params)
     opened = read_params(tree)
     for index, leaf in enumerate(opened.leaves):
