@@ -278,6 +278,19 @@ def test_a_record_of_one_step_or_none_makes_no_empty_picture(device: torch.devic
         assert ax.get_xticks().tolist() == [7]
 
 
+def test_a_norm_of_zero_is_in_the_picture(device: torch.device) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    for numbers, scale in (([1.0], "log"), ([0.0], "symlog"), ([math.nan], "log")):
+        record = History()
+        for step in range(2):
+            record.add_(step, conflicts(rows(device, [2.0], numbers)))
+        ax = record.plot(figure.subplots(), what="norms")
+        assert ax.get_yscale() == scale
+    zeros = History()
+    zeros.add_(0, conflicts(rows(device, [0.0])))
+    assert zeros.plot(figure.subplots(), what="norms").get_yscale() == "linear"
+
+
 def test_the_table_of_many_pairs_has_the_most_opposed(device: torch.device) -> None:
     record = History()
     record.add_(0, conflicts(rows(device, *([1.0, 0.6 * place] for place in range(-3, 3)))))

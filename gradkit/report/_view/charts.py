@@ -66,7 +66,8 @@ def draw_history(
     """Draw `"cosines"` or `"norms"`, one line each, over the steps."""
     ax = axes_or_new(ax, (8, 4))
     if what == "norms":
-        ax.set(yscale="log", ylabel="norm of the gradient")
+        ax.set(ylabel="norm of the gradient")
+        _scale_norms(ax, [norm for norms in lines.values() for norm in norms])
     else:
         ax.axhspan(-1, 0, color="black", alpha=0.05, linewidth=0)
         ax.axhline(0, color="black", linewidth=1)
@@ -88,6 +89,15 @@ def draw_history(
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25)
     return ax
+
+
+def _scale_norms(ax: Axes, norms: Sequence[float]) -> None:
+    """Scale y by powers of ten; with a norm of zero, linearly close to zero."""
+    positive = [norm for norm in norms if norm > 0 and math.isfinite(norm)]
+    if 0 in norms and positive:
+        ax.set_yscale("symlog", linthresh=min(positive))
+    elif positive:
+        ax.set_yscale("log")
 
 
 def _draw_line(
