@@ -34,7 +34,7 @@ def numbers(found: list[Finding], holds: Callable[[Finding], bool]) -> set[int]:
     return {finding.number for finding in found if holds(finding)}
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+def run_doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     status = main(arguments)
     return status, capsys.readouterr().out
 
@@ -46,7 +46,7 @@ def no_rich(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_is_well_here(device: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out = told(capsys, "--device", str(device))
+    status, out = run_doctor(capsys, "--device", str(device))
     assert status == 0
     assert f"12 of 12 confusions are as expected, on {device}" in out
     assert "MISMATCH" not in out
@@ -201,7 +201,7 @@ def test_a_row_that_raises_is_a_mismatch_that_shows_the_error(
         raise KeyError("not in this torch")
 
     monkeypatch.setattr(gradkit, "safe_retain", broken)
-    status, out = told(capsys, "--json", "--device", str(device))
+    status, out = run_doctor(capsys, "--json", "--device", str(device))
     report = json.loads(out)
     assert status == 1
     assert not report["equal"]
@@ -209,7 +209,7 @@ def test_a_row_that_raises_is_a_mismatch_that_shows_the_error(
     assert {n for n, row in rows.items() if row["error"]} == {7, 8, 9, 12}
     assert rows[9]["error"] == "KeyError: 'not in this torch'"
     assert rows[9]["torch"] == rows[9]["gradkit"] == []
-    status, out = told(capsys, "--device", str(device))
+    status, out = run_doctor(capsys, "--device", str(device))
     assert status == 1
     assert "KeyError" in out
     assert f"8 of 12 confusions are as expected, on {device}" in out
@@ -222,7 +222,7 @@ def test_a_mismatch_shows_what_was_expected(
     no_rich: None,
 ) -> None:
     monkeypatch.setattr(Tensor, "retain_grad", lambda self: None)
-    status, out = told(capsys, "--device", str(device))
+    status, out = run_doctor(capsys, "--device", str(device))
     assert status == 1
     assert "h.grad, over both branches: None (expected: [5, 9])" in out
     assert out.count("MISMATCH: torch\n") == 3
@@ -231,7 +231,7 @@ def test_a_mismatch_shows_what_was_expected(
 def test_a_device_that_is_not_here_is_no_traceback(
     device: torch.device, capsys: pytest.CaptureFixture[str], no_rich: None
 ) -> None:
-    status, out = told(capsys, "--device", "meta")
+    status, out = run_doctor(capsys, "--device", "meta")
     assert status == 1
     assert "0 of 12" in out
     with pytest.raises(SystemExit) as left:
@@ -248,7 +248,7 @@ ROW = {"device": str, "number": int, "title": str, "torch": list, "gradkit": lis
 
 
 def test_the_json(device: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out = told(capsys, "--json", "--device", str(device))
+    status, out = run_doctor(capsys, "--json", "--device", str(device))
     report = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert status == 0
     assert list(report) == ["versions", "devices", "extras", "rows", "equal"]
@@ -288,14 +288,14 @@ def test_a_missing_extra_is_said_to_be(
 ) -> None:
     monkeypatch.setitem(EXTRAS, "plot", ("no-such-package",))
     assert examine([]).extras["plot"] == {"no-such-package": None}
-    _, out = told(capsys, "--device", str(device))
+    _, out = run_doctor(capsys, "--device", str(device))
     assert "plot: no-such-package missing" in out
 
 
 def test_without_rich_it_is_plain_text(
     device: torch.device, capsys: pytest.CaptureFixture[str], no_rich: None
 ) -> None:
-    status, out = told(capsys, "--device", str(device))
+    status, out = run_doctor(capsys, "--device", str(device))
     assert status == 0
     assert out.isascii()
     lines = out.splitlines()
@@ -312,9 +312,9 @@ def test_with_rich_a_wide_terminal_has_a_table(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
-    assert "What torch does here" not in told(capsys, "--device", str(device))[1]
+    assert "What torch does here" not in run_doctor(capsys, "--device", str(device))[1]
     monkeypatch.setenv("COLUMNS", "132")
-    status, out = told(capsys, "--device", str(device))
+    status, out = run_doctor(capsys, "--device", str(device))
     out = re.sub("\x1b\\[[0-9;]*m", "", out)  # its colours
     assert status == 0
     assert "What torch does here" in out

@@ -93,17 +93,17 @@ def test_the_differences_are_those_of_the_ways_by_hand(
         torch.autograd.grad(loss, list(params.values()), retain_graph=True, allow_unused=True)
         for loss in live
     ]
-    for place, name in enumerate(params):
-        parts = [row[place] for row in each if row[place] is not None]
+    for index, name in enumerate(params):
+        parts = [row[index] for row in each if row[index] is not None]
         in_turn = None
         for part in parts:
             in_turn = part if in_turn is None else in_turn + part
         if len(live) > 1:
             difference = found.differences["loss by loss"][name]
-            assert difference.same == same_bits(whole[place], in_turn)
-            assert (difference.absolute, difference.ulps) == distance(whole[place], in_turn)
+            assert difference.same == same_bits(whole[index], in_turn)
+            assert (difference.absolute, difference.ulps) == distance(whole[index], in_turn)
             assert difference.same or difference.reason.startswith(("rounding", "unknown"))
-        if whole[place] is None:
+        if whole[index] is None:
             assert reasons(found)[name].startswith("None against zero")
 
 

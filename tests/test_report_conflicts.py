@@ -228,11 +228,11 @@ def history(device: torch.device) -> History:
 
 def test_the_record_is_what_was_found(device: torch.device, history: History) -> None:
     assert history.steps == list(range(0, 50, 5))
-    for place, step in enumerate(history.steps):
+    for index, step in enumerate(history.steps):
         found = conflicts(rows(device, [1.0, 0.0], [step - 20.0, 1.0]))
-        assert history.norms["b"][place] == found.norms["b"]
-        assert history.cosines["a", "b"][place] == found.cosine("a", "b")
-        assert history.shares[place] == found.share == float(step < 20)
+        assert history.norms["b"][index] == found.norms["b"]
+        assert history.cosines["a", "b"][index] == found.cosine("a", "b")
+        assert history.shares[index] == found.share == float(step < 20)
 
 
 def test_the_record_is_of_the_same_losses(device: torch.device, history: History) -> None:
@@ -293,7 +293,7 @@ def test_a_norm_of_zero_is_in_the_picture(device: torch.device) -> None:
 
 def test_the_table_of_many_pairs_has_the_most_opposed(device: torch.device) -> None:
     record = History()
-    record.add_(0, conflicts(rows(device, *([1.0, 0.6 * place] for place in range(-3, 3)))))
+    record.add_(0, conflicts(rows(device, *([1.0, 0.6 * index] for index in range(-3, 3)))))
     head = str(record).split("\n\n")[1].splitlines()[0]
     assert head.count("·") == 6
     assert "a · f" in head
@@ -304,7 +304,7 @@ def test_the_table_of_many_pairs_has_the_most_opposed(device: torch.device) -> N
 def test_a_step_that_is_not_finite_changes_no_mean(device: torch.device) -> None:
     record, axes = History(), pytest.importorskip("matplotlib.figure").Figure().subplots()
     for step, first in enumerate([1.0, float("nan"), 1.0]):
-        others = ([1.0, 0.6 * place] for place in range(-2, 3))
+        others = ([1.0, 0.6 * index] for index in range(-2, 3))
         record.add_(step, conflicts(rows(device, [first, -1.8], *others)))
     head = str(record).split("\n\n")[1].splitlines()[0]
     assert "a · f" in head  # the most opposed

@@ -40,7 +40,7 @@ class Comparison(Report):
         called: How the function was called: `loss_fn(params, *args)` or `loss_fn(*args)`.
         values: The losses, for each method.
         refused: For each method that torch cannot run, why.
-        differences: `differences[method][leaf]`, for all other methods but `.backward()`.
+        differences: `differences[method][leaf]`, for all methods but `.backward()` and the refused.
         notes: What holds for all methods, a sentence each.
     """
 

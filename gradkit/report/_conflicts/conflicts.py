@@ -142,11 +142,10 @@ def conflicts(
     rows = read_rows(per_loss, losses)
     names = _names(per_loss, losses)
     leaves = [leaf for leaf in rows.leaves if rows.example(leaf) is not None]
-    modules = _modules(rows, leaves) if by else {}
-    groups = _disjoint(leaves, modules)
-    products = {prefix: products_of(rows, members) for prefix, members in groups.items()}
+    groups = _by_module(rows, leaves) if by else {"": leaves}
+    products = {prefix: products_of(rows, group) for prefix, group in groups.items() if group}
     by_module = {}
-    for module in modules:
+    for module in filter(None, groups):
         below = [p for name, p in products.items() if f"{name}.".startswith(f"{module}.")]
         by_module[module] = _measure(names, Products.total(below, len(names)))
     return _measure(names, Products.total(list(products.values()), len(names)), by_module)
@@ -165,25 +164,15 @@ def _names(per_loss: PyTree, losses: PyTree) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _modules(rows: Rows, leaves: Sequence[int]) -> dict[str, list[int]]:
-    """Return the leaves that are directly in each module; none for a module of modules."""
+def _by_module(rows: Rows, leaves: Sequence[int]) -> dict[str, list[int]]:
+    """Return the leaves that are directly in each module, and at the end those in none."""
     _, spec = pytree.flatten(rows.unflatten(rows.rows[0]))
     names = pytree.labels(spec, "param")
-    modules: dict[str, list[int]] = {}
+    modules = dict.fromkeys(prefix for leaf in leaves for prefix in prefixes(names[leaf]))
+    groups: dict[str, list[int]] = {prefix: [] for prefix in (*modules, "")}
     for leaf in leaves:
-        path = prefixes(names[leaf])
-        for prefix in path:
-            modules.setdefault(prefix, [])
-        if path:
-            modules[path[-1]].append(leaf)
-    return modules
-
-
-def _disjoint(leaves: Sequence[int], modules: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Return the leaves in disjoint groups: those directly in each module, and the rest."""
-    inside = {leaf for members in modules.values() for leaf in members}
-    groups = {**modules, "": [leaf for leaf in leaves if leaf not in inside]}
-    return {prefix: members for prefix, members in groups.items() if members}
+        groups[names[leaf].rpartition(".")[0]].append(leaf)
+    return groups
 
 
 def _measure(
