@@ -65,7 +65,7 @@ BATCH = 60  # images, of all processes together: a number that 2, 3, 4, 5 and 6 
 LOOK_EVERY = 10  # steps, in the table and the picture
 TOLERANCE = 1e-9  # of the weights against those of one process, relatively
 
-PerLoss: TypeAlias = dict[str, dict[str, Tensor]]  # gradients by loss and parameter
+PerLoss: TypeAlias = dict[str, dict[str, Tensor | None]]  # gradients by loss and parameter
 Aggregator: TypeAlias = Callable[[Tensor], Tensor]  # from [losses, n] to [n]
 
 

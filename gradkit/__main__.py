@@ -1,7 +1,7 @@
-"""The doctor: `python -m gradkit` tells what is installed, and tries out what people get wrong.
+"""The doctor: `python -m gradkit` shows what is installed, and runs twelve common confusions.
 
-Each of the twelve confusions of docs/confusions.md runs on every device here: what torch does, what
-gradkit gives, and whether both are as they should be.
+Each confusion of docs/confusions.md runs on every device here: what torch does, what gradkit
+gives, and whether both are as expected.
 """
 
 from __future__ import annotations
@@ -12,21 +12,15 @@ from collections.abc import Sequence
 
 import torch
 
-from gradkit._doctor._examine import all_devices, examine
-from gradkit._doctor._show import as_json, show
+from gradkit._core.devices import available_devices
+from gradkit._doctor.examination import examine
+from gradkit._doctor.output import as_json, show
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the doctor.
-
-    Args:
-        arguments: The command line; None is the process's own.
-
-    Returns:
-        The exit status: 0 if all is as it should be, 1 if not.
-    """
+    """Run the doctor, and return the exit status: 0 if everything is as expected, 1 if not."""
     options = _parse(arguments)
-    examination = examine(options.device or all_devices())
+    examination = examine(options.device or available_devices())
     if options.json:
         print(as_json(examination))
     else:
@@ -38,16 +32,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m gradkit",
         description=__doc__,
-        epilog="exit status: 0 if everything is as it should be, 1 if something is not",
+        epilog="exit status: 0 if everything is as expected, 1 if not",
     )
     parser.add_argument(
         "--device",
         nargs="+",
         type=_device,
-        help="where to run, such as cpu or cuda:1; every device here if left out",
+        help="where to run, such as cpu or cuda:1; the default is every device here",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print JSON, with all that was compared"
+        "--json", action="store_true", help="print JSON, with every value and the expected one"
     )
     return parser.parse_args(arguments)
 

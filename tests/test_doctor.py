@@ -17,9 +17,10 @@ from torch import Tensor
 
 import gradkit
 from gradkit.__main__ import main
-from gradkit._doctor._check import check, error_of, plain, text
-from gradkit._doctor._confusions import CONFUSIONS
-from gradkit._doctor._examine import EXTRAS, Finding, all_devices, examine
+from gradkit._core.devices import available_devices
+from gradkit._doctor.checks import check, error_of, plain, text
+from gradkit._doctor.confusions import CONFUSIONS
+from gradkit._doctor.examination import EXTRAS, Finding, examine
 from gradkit.retain import RetainedGrads
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,7 +34,7 @@ def numbers(found: list[Finding], holds: Callable[[Finding], bool]) -> set[int]:
     return {finding.number for finding in found if holds(finding)}
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+def run_doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     status = main(arguments)
     return status, capsys.readouterr().out
 
@@ -45,17 +46,17 @@ def no_rich(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_is_well_here(device: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out = told(capsys, "--device", str(device))
+    status, out = run_doctor(capsys, "--device", str(device))
     assert status == 0
-    assert f"12 of 12 are as they should be, on {device}" in out
+    assert f"12 of 12 confusions are as expected, on {device}" in out
     assert "MISMATCH" not in out
 
 
 def test_every_device_is_tried_unless_one_is_named(device: torch.device) -> None:
-    names = [str(device) for device in all_devices()]
+    names = [str(device) for device in available_devices()]
     assert names[0] == "cpu"
     assert len(set(names)) == len(names) == 1 + torch.accelerator.device_count()
-    found = examine(all_devices()).findings
+    found = examine(available_devices()).findings
     assert [f.device for f in found] == [name for name in names for _ in CONFUSIONS]
 
 
@@ -96,7 +97,7 @@ def by_hand(device: torch.device) -> dict[int, list[Any]]:
 def test_the_numbers_are_those_of_plain_torch(device: torch.device) -> None:
     expected = by_hand(device)
     for finding in findings(device):
-        checks = [*finding.seen.torch, *finding.seen.gradkit]
+        checks = [*finding.observation.torch, *finding.observation.gradkit]
         values = [c.got for c in checks if not isinstance(c.got, str)]
         assert values == expected[finding.number], finding.title
 
@@ -200,7 +201,7 @@ def test_a_row_that_raises_is_a_mismatch_that_shows_the_error(
         raise KeyError("not in this torch")
 
     monkeypatch.setattr(gradkit, "safe_retain", broken)
-    status, out = told(capsys, "--json", "--device", str(device))
+    status, out = run_doctor(capsys, "--json", "--device", str(device))
     report = json.loads(out)
     assert status == 1
     assert not report["equal"]
@@ -208,10 +209,10 @@ def test_a_row_that_raises_is_a_mismatch_that_shows_the_error(
     assert {n for n, row in rows.items() if row["error"]} == {7, 8, 9, 12}
     assert rows[9]["error"] == "KeyError: 'not in this torch'"
     assert rows[9]["torch"] == rows[9]["gradkit"] == []
-    status, out = told(capsys, "--device", str(device))
+    status, out = run_doctor(capsys, "--device", str(device))
     assert status == 1
     assert "KeyError" in out
-    assert f"8 of 12 are as they should be, on {device}" in out
+    assert f"8 of 12 confusions are as expected, on {device}" in out
 
 
 def test_a_mismatch_shows_what_was_expected(
@@ -221,7 +222,7 @@ def test_a_mismatch_shows_what_was_expected(
     no_rich: None,
 ) -> None:
     monkeypatch.setattr(Tensor, "retain_grad", lambda self: None)
-    status, out = told(capsys, "--device", str(device))
+    status, out = run_doctor(capsys, "--device", str(device))
     assert status == 1
     assert "h.grad, over both branches: None (expected: [5, 9])" in out
     assert out.count("MISMATCH: torch\n") == 3
@@ -230,7 +231,7 @@ def test_a_mismatch_shows_what_was_expected(
 def test_a_device_that_is_not_here_is_no_traceback(
     device: torch.device, capsys: pytest.CaptureFixture[str], no_rich: None
 ) -> None:
-    status, out = told(capsys, "--device", "meta")
+    status, out = run_doctor(capsys, "--device", "meta")
     assert status == 1
     assert "0 of 12" in out
     with pytest.raises(SystemExit) as left:
@@ -247,7 +248,7 @@ ROW = {"device": str, "number": int, "title": str, "torch": list, "gradkit": lis
 
 
 def test_the_json(device: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out = told(capsys, "--json", "--device", str(device))
+    status, out = run_doctor(capsys, "--json", "--device", str(device))
     report = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert status == 0
     assert list(report) == ["versions", "devices", "extras", "rows", "equal"]
@@ -264,9 +265,9 @@ def test_the_json(device: torch.device, capsys: pytest.CaptureFixture[str]) -> N
         assert row["torch"]
         assert row["gradkit"]
         for one in (*row["torch"], *row["gradkit"]):
-            assert one.keys() == CHECK.keys() | {"got", "right"}
+            assert one.keys() == CHECK.keys() | {"got", "expected"}
             assert all(type(one[key]) is kind for key, kind in CHECK.items())
-            assert one["got"] == one["right"]
+            assert one["got"] == one["expected"]
 
 
 def test_extras_are_those_of_the_package(device: torch.device) -> None:
@@ -287,14 +288,14 @@ def test_a_missing_extra_is_said_to_be(
 ) -> None:
     monkeypatch.setitem(EXTRAS, "plot", ("no-such-package",))
     assert examine([]).extras["plot"] == {"no-such-package": None}
-    _, out = told(capsys, "--device", str(device))
+    _, out = run_doctor(capsys, "--device", str(device))
     assert "plot: no-such-package missing" in out
 
 
 def test_without_rich_it_is_plain_text(
     device: torch.device, capsys: pytest.CaptureFixture[str], no_rich: None
 ) -> None:
-    status, out = told(capsys, "--device", str(device))
+    status, out = run_doctor(capsys, "--device", str(device))
     assert status == 0
     assert out.isascii()
     lines = out.splitlines()
@@ -311,9 +312,9 @@ def test_with_rich_a_wide_terminal_has_a_table(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
-    assert "What torch does here" not in told(capsys, "--device", str(device))[1]
+    assert "What torch does here" not in run_doctor(capsys, "--device", str(device))[1]
     monkeypatch.setenv("COLUMNS", "132")
-    status, out = told(capsys, "--device", str(device))
+    status, out = run_doctor(capsys, "--device", str(device))
     out = re.sub("\x1b\\[[0-9;]*m", "", out)  # its colours
     assert status == 0
     assert "What torch does here" in out
@@ -325,7 +326,7 @@ def test_with_rich_a_wide_terminal_has_a_table(
     # Folded or not, every character of a cell is there.
     whole = "".join(row[3] for row in rows).replace(" ", "")
     for finding in findings(device):
-        for one in finding.seen.gradkit:
+        for one in finding.observation.gradkit:
             assert f"{one.what}: {text(one.got)}".replace(" ", "") in whole
 
 

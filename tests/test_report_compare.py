@@ -93,17 +93,17 @@ def test_the_differences_are_those_of_the_ways_by_hand(
         torch.autograd.grad(loss, list(params.values()), retain_graph=True, allow_unused=True)
         for loss in live
     ]
-    for place, name in enumerate(params):
-        parts = [row[place] for row in each if row[place] is not None]
+    for index, name in enumerate(params):
+        parts = [row[index] for row in each if row[index] is not None]
         in_turn = None
         for part in parts:
             in_turn = part if in_turn is None else in_turn + part
         if len(live) > 1:
             difference = found.differences["loss by loss"][name]
-            assert difference.same == same_bits(whole[place], in_turn)
-            assert (difference.absolute, difference.ulps) == distance(whole[place], in_turn)
+            assert difference.same == same_bits(whole[index], in_turn)
+            assert (difference.absolute, difference.ulps) == distance(whole[index], in_turn)
             assert difference.same or difference.reason.startswith(("rounding", "unknown"))
-        if whole[place] is None:
+        if whole[index] is None:
             assert reasons(found)[name].startswith("None against zero")
 
 
@@ -505,10 +505,25 @@ def test_a_second_model_that_does_not_fit_is_refused(layer: nn.Linear, x: Tensor
         compare(mean_square, layer, x, other=nn.Linear(3, 4))
     with pytest.raises(gradkit.StructureError, match="names and shapes"):
         compare(mean_square, layer, x, other={"a": layer})
-    with pytest.raises(gradkit.StructureError, match="holds its modules"):
+    with pytest.raises(gradkit.OptionError, match=r"other: .*holds its modules"):
         compare(lambda x: layer(x).sum(), layer, x, other=layer)
-    with pytest.raises(gradkit.StructureError, match="one other thing"):
+    with pytest.raises(gradkit.OptionError, match=r"device: .*holds its modules"):
+        compare(lambda x: layer(x).sum(), layer, x, device="cpu")
+    with pytest.raises(gradkit.OptionError, match="device: expected None where other is given"):
         compare(mean_square, layer, x, other=layer, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["nowhere", "cuda:99", "meta", 1.5])
+def test_a_device_that_is_not_here_is_refused_before_anything_runs(
+    layer: nn.Linear, x: Tensor, name: Any
+) -> None:
+    ran = []
+    with (
+        as_before(layer),
+        pytest.raises(gradkit.OptionError, match="device: expected None or 'cpu'"),
+    ):
+        compare(lambda model, x: ran.append(1), layer, x, device=name)
+    assert not ran
 
 
 def test_inside_of_a_transform_it_is_refused(layer: nn.Linear, x: Tensor) -> None:
@@ -758,8 +773,14 @@ def test_text_html_and_picture(device: torch.device, layer: nn.Linear, x: Tensor
     upper, lower = figure.subplots(2)
     assert found.plot(upper) is upper
     assert [label.get_text() for label in upper.get_yticklabels()] == ["weight"]
-    gaps = [line.get_xdata()[0] for line in upper.lines if len(line.get_xdata())]
-    assert gaps == [found.differences[FUNC]["weight"].absolute]
+    rings, dots = (
+        {o.get_label(): [*o.get_xdata()] for o in upper.lines if o.get_fillstyle() == fill}
+        for fill in ("none", "full")
+    )
+    assert rings == {FUNC: [found.differences[FUNC]["weight"].absolute]}
+    assert dots[f"{GRAD} (the same)"] == [0.0]
+    labels = [text.get_text() for text in upper.get_legend().get_texts()]
+    assert labels == [f"{GRAD} (the same)", FUNC]
     compare(mean_square, deepcopy(layer), x).plot(lower)
     assert any(text.get_text() == "the same bits" for text in lower.texts)
     figure.canvas.draw()

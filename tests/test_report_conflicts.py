@@ -187,7 +187,7 @@ def test_what_is_no_such_tree_is_refused(device: torch.device) -> None:
         conflicts({})
     with pytest.raises(gradkit.StructureError, match=r"per_loss\['b'\].*no key 'w'"):
         conflicts({"a": {"w": w}, "b": {"v": w}})
-    with pytest.raises(gradkit.StructureError, match="by: expected None or 'module'"):
+    with pytest.raises(gradkit.OptionError, match="by: expected None or 'module'"):
         conflicts({"a": {"w": w}}, by="layer")
     with pytest.raises(gradkit.LeafTypeError):
         conflicts({"a": {"w": 1.0}, "b": {"w": 2.0}})
@@ -220,24 +220,23 @@ def test_the_picture_is_the_matrix(device: torch.device) -> None:
 
 @pytest.fixture
 def history(device: torch.device) -> History:
-    record = conflicts.History()
+    record = History()
     for step in range(0, 50, 5):
         record.add_(step, conflicts(rows(device, [1.0, 0.0], [step - 20.0, 1.0])))
     return record
 
 
 def test_the_record_is_what_was_found(device: torch.device, history: History) -> None:
-    assert conflicts.History is History
     assert history.steps == list(range(0, 50, 5))
-    for place, step in enumerate(history.steps):
+    for index, step in enumerate(history.steps):
         found = conflicts(rows(device, [1.0, 0.0], [step - 20.0, 1.0]))
-        assert history.norms["b"][place] == found.norms["b"]
-        assert history.cosines["a", "b"][place] == found.cosine("a", "b")
-        assert history.shares[place] == found.share == float(step < 20)
+        assert history.norms["b"][index] == found.norms["b"]
+        assert history.cosines["a", "b"][index] == found.cosine("a", "b")
+        assert history.shares[index] == found.share == float(step < 20)
 
 
 def test_the_record_is_of_the_same_losses(device: torch.device, history: History) -> None:
-    with pytest.raises(gradkit.StructureError, match="keep a History for each"):
+    with pytest.raises(gradkit.StructureError, match="use one History for each"):
         history.add_(60, conflicts(rows(device, [1.0], [1.0], [1.0])))
     assert len(history.steps) == len(history.norms["a"]) == len(history.shares) == 10
 
@@ -254,7 +253,7 @@ def test_table_and_pictures_of_a_record(device: torch.device, history: History) 
     thin, thick = (line for line in lower.lines if len(line.get_xdata()) == 10)
     assert thin.get_ydata().tolist() == history.cosines["a", "b"]
     assert thick.get_ydata()[4] == pytest.approx(sum(history.cosines["a", "b"][2:7]) / 5)
-    with pytest.raises(gradkit.StructureError, match="what"):
+    with pytest.raises(gradkit.OptionError, match="what: expected 'cosines' or 'norms'"):
         history.plot(lower, what="angles")
 
 
@@ -267,9 +266,34 @@ def test_a_name_with_an_underscore_has_its_place_in_the_legend(device: torch.dev
     assert [text.get_text() for text in legend.get_texts()] == ["_aux", "fit"]
 
 
+def test_a_record_of_one_step_or_none_makes_no_empty_picture(device: torch.device) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    record = History()
+    assert [text.get_text() for text in record.plot(figure.subplots()).texts][-1] == "no steps"
+    record.add_(7, conflicts(rows(device, [1.0, 0.0], [-1.0, 1.0])))
+    for what in ("cosines", "norms"):
+        ax = record.plot(figure.subplots(), what=what)
+        markers = [line.get_marker() for line in ax.lines if list(line.get_xdata()) == [7]]
+        assert markers.count("o") == len(ax.get_legend().get_texts())
+        assert ax.get_xticks().tolist() == [7]
+
+
+def test_a_norm_of_zero_is_in_the_picture(device: torch.device) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    for numbers, scale in (([1.0], "log"), ([0.0], "symlog"), ([math.nan], "log")):
+        record = History()
+        for step in range(2):
+            record.add_(step, conflicts(rows(device, [2.0], numbers)))
+        ax = record.plot(figure.subplots(), what="norms")
+        assert ax.get_yscale() == scale
+    zeros = History()
+    zeros.add_(0, conflicts(rows(device, [0.0])))
+    assert zeros.plot(figure.subplots(), what="norms").get_yscale() == "linear"
+
+
 def test_the_table_of_many_pairs_has_the_most_opposed(device: torch.device) -> None:
     record = History()
-    record.add_(0, conflicts(rows(device, *([1.0, 0.6 * place] for place in range(-3, 3)))))
+    record.add_(0, conflicts(rows(device, *([1.0, 0.6 * index] for index in range(-3, 3)))))
     head = str(record).split("\n\n")[1].splitlines()[0]
     assert head.count("·") == 6
     assert "a · f" in head
@@ -280,7 +304,7 @@ def test_the_table_of_many_pairs_has_the_most_opposed(device: torch.device) -> N
 def test_a_step_that_is_not_finite_changes_no_mean(device: torch.device) -> None:
     record, axes = History(), pytest.importorskip("matplotlib.figure").Figure().subplots()
     for step, first in enumerate([1.0, float("nan"), 1.0]):
-        others = ([1.0, 0.6 * place] for place in range(-2, 3))
+        others = ([1.0, 0.6 * index] for index in range(-2, 3))
         record.add_(step, conflicts(rows(device, [first, -1.8], *others)))
     head = str(record).split("\n\n")[1].splitlines()[0]
     assert "a · f" in head  # the most opposed
@@ -296,6 +320,15 @@ def test_many_losses_make_a_picture_that_can_be_saved(device: torch.device) -> N
     assert max(ax.figure.get_size_inches()) < 40
     assert len(ax.get_xticks()) <= 40
     pyplot.close(ax.figure)
+
+
+def test_every_picture_of_cosines_has_numbers_or_a_scale(device: torch.device) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    for count in (2, 12, 13, 50):
+        ax = figure().subplots()
+        conflicts([[torch.ones(1, device=device)] for _ in range(count)]).plot(ax)
+        assert (len(ax.texts) == count**2) == (count <= 12)
+        assert len(ax.figure.axes) == (1 if count <= 12 else 2)
 
 
 @pytest.mark.parametrize("scale", [1e300, 1e-300, 5e-324])

@@ -65,8 +65,8 @@ def test_reached_is_where_the_engine_brings_a_gradient(
         grads: tuple[Tensor | None, ...] = (None,) * len(graph.leaves)
         if loss.requires_grad:
             grads = torch.autograd.grad(loss, graph.leaves, retain_graph=True, allow_unused=True)
-        for place, grad in enumerate(grads):
-            verdict = found.verdicts[f"loss[{index}]"][f"param[{place}]"]
+        for leaf_index, grad in enumerate(grads):
+            verdict = found.verdicts[f"loss[{index}]"][f"param[{leaf_index}]"]
             if grad is not None:
                 assert verdict.status == "reached"
             elif "halve" not in {op for op, _, _ in program.ops}:
@@ -488,10 +488,10 @@ def test_what_is_folded_is_alike_and_begins_alike(
     names = list(kinds)
     groups = folded(names, list(kinds.values()))
     assert sorted(member for _, members in groups for member in members) == [*range(len(names))]
-    for told, members in groups:
+    for label, members in groups:
         assert len({kinds[names[member]] for member in members}) == 1
-        begins = told.removesuffix("*") if len(members) > 1 else told
-        assert all(names[member].startswith(begins) for member in members)
+        prefix = label.removesuffix("*") if len(members) > 1 else label
+        assert all(names[member].startswith(prefix) for member in members)
 
 
 def test_html_and_rich_say_the_same_and_escape(device: torch.device) -> None:

@@ -1,1 +1,1 @@
-"""The doctor, `python -m gradkit`: what is installed, and what people get wrong, run live."""
+"""The doctor, `python -m gradkit`: what is installed, and common confusions, run live."""

@@ -56,3 +56,23 @@ def replace_grad(leaf: Tensor, grad: Tensor) -> None:
         write(leaf, grad)
     for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
         hook(leaf)
+
+
+@contextmanager
+def grad_dtypes_put_back(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Restore every `grad_dtype` afterwards; where it had changed, `.grad` is None."""
+    before = [leaf.grad_dtype for leaf in leaves]
+    try:
+        yield
+    finally:
+        for leaf, dtype in zip(leaves, before, strict=True):
+            if leaf.grad_dtype != dtype:
+                leaf.grad = None  # it must fit
+                leaf.grad_dtype = dtype
+
+
+def copy_into_grads(leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    """Set every `.grad` to a copy of a gradient; one that is None changes nothing."""
+    for leaf, grad in zip(leaves, grads, strict=True):
+        if grad is not None:
+            leaf.grad = grad.detach().clone()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import is_
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -14,6 +12,7 @@ from torch.func import functional_call
 
 from gradkit._checks import checkpoints
 from gradkit._core.inputs import refuse_distributed
+from gradkit._state.module import attributes_put_back
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func._read_only import ReadOnly
 
@@ -90,7 +89,7 @@ def make_functional(
         new = {name: t.clone() for name, t in _read(buffers, buffer_names, "buffers").items()}
         both = {**given, **{name: new[first] for name, first in every_name.items()}}
         was = checkpoints.before((given, new, args, kwargs))
-        with as_before(module), _reading_only(given.values()):
+        with attributes_put_back(module), _reading_only(given.values()):
             out = functional_call(module, both, args, kwargs)
         checkpoints.refuse(out, was)
         _refuse_apart(both, apart)
@@ -103,53 +102,6 @@ def make_functional(
 def _reading_only(params: Iterable[Tensor]) -> AbstractContextManager[object]:
     # While torch.compile traces, names of operations cannot be asked for, and nothing is refused.
     return nullcontext() if torch.compiler.is_compiling() else ReadOnly(params)
-
-
-@contextmanager
-def as_before(module: nn.Module, *, hooks: bool = False) -> Iterator[None]:
-    """Put back what a forward pass assigns to a module, and puts into its lists and dictionaries.
-
-    What it computes from the tensors of a call would stay behind in the module: a weight that a
-    hook makes, a list of weights, a cache. And of a module that stands in another under two names,
-    torch.func.functional_call leaves the tensors of the call as its parameters.
-
-    Args:
-        module: The module.
-        hooks: Whether it may register hooks, too, and not remove them.
-    """
-    if torch.compiler.is_compiling():  # which sees no assignment that it does not undo
-        yield
-        return
-    before = [(vars(part), dict(vars(part))) for part in module.modules()]
-    inside = [
-        (value, value.copy())
-        for _, was in before
-        for name, value in was.items()
-        if type(value) in _CONTAINERS and (hooks or name not in _HOOKS)
-    ]
-    try:
-        yield
-    finally:
-        for now, was in before:
-            now.clear()
-            now.update(was)
-        for now, was in inside:
-            if not _is_same(now, was):  # else the caller's loop over it goes on
-                now.clear()
-                (now.extend if type(now) is list else now.update)(was)
-
-
-def _is_same(now: Any, was: Any) -> bool:
-    """Return whether a container has the things that it had, in their order."""
-    if isinstance(now, set):
-        return bool(now == was)
-    if isinstance(now, dict):
-        return list(now) == list(was) and all(map(is_, now.values(), was.values()))
-    return len(now) == len(was) and all(map(is_, now, was))
-
-
-_CONTAINERS = (list, dict, OrderedDict, set)
-_HOOKS = {name for name in vars(nn.Module()) if name.endswith("hooks")}
 
 
 def _owner(module: nn.Module, name: str) -> nn.Module:

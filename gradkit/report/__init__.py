@@ -1,8 +1,9 @@
-"""Seeing gradients: which loss reaches what, how losses pull, and whether torch's ways agree.
+"""Which loss reaches what, how losses conflict, and whether torch's methods agree.
 
 `explain` reads the graph of losses, `conflicts` measures the angles between their gradients, and
 `compare` runs one step through `.backward()`, `torch.autograd.grad` and `torch.func`. Each returns
 a frozen dataclass that prints as text, in rich and in a notebook, and has `.plot(ax=None)`.
+`History` is a record of conflicts over training.
 """
 
 from gradkit.report._compare.compare import compare
@@ -26,5 +27,3 @@ __all__ = [
     "conflicts",
     "explain",
 ]
-
-conflicts.History = History  # type: ignore[attr-defined]

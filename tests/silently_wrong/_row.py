@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gradkit._doctor._check import plain, text
+from gradkit._doctor.checks import plain, text
 
 # What the rows were run with. A row runs with what is installed, and fails when that has mended it.
 VERSIONS = {

@@ -1,1 +1,1 @@
-"""`compare`: where torch's ways to a gradient differ, and why."""
+"""`compare`: where torch's methods give different gradients, and why."""

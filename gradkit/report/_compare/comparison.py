@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gradkit.report._view.charts import draw_differences
 from gradkit.report._view.names import folded, listed, plural
-from gradkit.report._view.page import Block, Report, Table, Toned
+from gradkit.report._view.rendering import Block, Report, Styled, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Difference:
-    """How a way differs from `.backward()` at one leaf.
+    """How a method differs from `.backward()` at one leaf.
 
     Attributes:
         same: Both gave the same bits, or both None.
@@ -34,14 +34,14 @@ class Difference:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Report):
-    """The same step by several ways, against `.backward()`.
+    """The same step by several methods, against `.backward()`.
 
     Attributes:
         called: How the function was called: `loss_fn(params, *args)` or `loss_fn(*args)`.
-        values: The losses, by each way.
-        refused: Why torch cannot go a way, by the way.
-        differences: `differences[way][leaf]`, for all ways but `.backward()` and those refused.
-        notes: What holds for all ways, a sentence each.
+        values: The losses, for each method.
+        refused: For each method that torch cannot run, why.
+        differences: `differences[method][leaf]`, for all methods but `.backward()` and the refused.
+        notes: What holds for all methods, a sentence each.
     """
 
     called: str
@@ -52,11 +52,11 @@ class Comparison(Report):
 
     @property
     def same(self) -> bool:
-        """Whether all ways that are not refused gave the same bits everywhere."""
+        """Whether all methods that ran gave the same bits at every leaf."""
         return all(d.same for leaves in self.differences.values() for d in leaves.values())
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw the largest difference of every leaf that differs, by each way.
+        """Draw the largest difference of every leaf that differs, for each method.
 
         Args:
             ax: Axes of matplotlib; None makes a figure.
@@ -65,53 +65,51 @@ class Comparison(Report):
             The axes.
         """
         gaps = {
-            way: {name: d.absolute for name, d in leaves.items() if not d.same}
-            for way, leaves in self.differences.items()
+            method: {name: d.absolute for name, d in leaves.items() if not d.same}
+            for method, leaves in self.differences.items()
         }
         return draw_differences(self.differing(), gaps, ax)
 
     def differing(self) -> list[str]:
-        """Return the leaves at which some way differs."""
+        """Return the leaves at which some method differs."""
         names = next(iter(self.differences.values()), {})
         return [n for n in names if not all(d[n].same for d in self.differences.values())]
 
     def _blocks(self) -> Sequence[Block]:
         count = len(next(iter(self.differences.values()), {}))
-        ways = listed(list(self.differences))
-        told = f"{self.called}: .backward() against {ways}: "
-        if self.same:
-            told += f"the same bits in {plural(count, 'param')}"
-        else:
-            told += f"{len(self.differing())} of {plural(count, 'param')} differ"
+        refused = [f"{method} cannot be compared: {why}" for method, why in self.refused.items()]
         if not self.differences:
-            told = f"{self.called}: nothing can be compared with .backward()"
-        table = [self._table()] if self.differences else []
-        blocks: list[Block] = [told, *table, *self._reasons()]
-        blocks += [f"{way} cannot be compared: {why}" for way, why in self.refused.items()]
-        return [*blocks, *self.notes]
+            title = f"{self.called}: nothing can be compared with .backward()"
+            return [title, *refused, *self.notes]
+        title = f"{self.called}: .backward() against {listed(list(self.differences))}: " + (
+            f"the same bits in {plural(count, 'param')}"
+            if self.same
+            else f"{len(self.differing())} of {plural(count, 'param')} differ"
+        )
+        return [title, self._table(), *self._reasons(), *refused, *self.notes]
 
     def _table(self) -> Table:
         names = list(next(iter(self.differences.values()), {}))
         kinds = [tuple(leaves[name] for leaves in self.differences.values()) for name in names]
         rows = [
-            (name, str(len(members)), *map(_cell, kinds[members[0]]))
-            for name, members in folded(names, kinds)
+            (label, str(len(members)), *map(_cell, kinds[members[0]]))
+            for label, members in folded(names, kinds)
         ]
         return Table(("param", "count", *self.differences), tuple(rows))
 
     def _reasons(self) -> list[str]:
-        where: dict[tuple[str, str], list[str]] = {}
-        for way, leaves in self.differences.items():
+        names: dict[tuple[str, str], list[str]] = {}
+        for method, leaves in self.differences.items():
             for name, difference in leaves.items():
                 if not difference.same:
-                    where.setdefault((way, difference.reason), []).append(name)
-        return [f"{way} ({listed(names)}): {why}" for (way, why), names in where.items()]
+                    names.setdefault((method, difference.reason), []).append(name)
+        return [f"{method} ({listed(some)}): {why}" for (method, why), some in names.items()]
 
 
 def _cell(difference: Difference) -> str:
     if difference.same:
-        return Toned("same", "good")
+        return Styled("same", "good")
     if difference.reason.startswith("None against zero"):
-        return Toned("0, not None", "bad")
-    steps = f"{difference.ulps:,.0f}" if difference.ulps < 1e6 else f"{difference.ulps:.0e}"
-    return Toned(f"{difference.absolute:.2g} ({steps} ulp)", "bad")
+        return Styled("0, not None", "bad")
+    ulps = f"{difference.ulps:,.0f}" if difference.ulps < 1e6 else f"{difference.ulps:.0e}"
+    return Styled(f"{difference.absolute:.2g} ({ulps} ulp)", "bad")

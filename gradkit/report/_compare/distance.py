@@ -1,4 +1,4 @@
-"""How far two gradients are apart: in numbers, and in steps of their floating-point format."""
+"""How far two gradients are apart: in numbers, and in units in the last place."""
 
 from __future__ import annotations
 
@@ -11,15 +11,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def distance(a: Tensor | None, b: Tensor | None) -> tuple[float, float]:
-    """Return the largest difference of two gradients, where None is an exact zero.
+    """Return the largest absolute difference, and the largest in units in the last place.
 
-    Args:
-        a: A gradient.
-        b: Another, of the same shape; of any device, layout and dtype.
-
-    Returns:
-        The largest absolute difference, and the largest in units in the last place: how many
-        numbers of the coarser of their dtypes lie between two entries. Two NaN are the same.
+    Such a unit is one number of the coarser of the two dtypes. None is zero; two NaN are the same.
     """
     if a is None or b is None:
         present = b if a is None else a
@@ -27,11 +21,11 @@ def distance(a: Tensor | None, b: Tensor | None) -> tuple[float, float]:
     x, y = _common(a, b)
     if not x.numel():
         return 0.0, 0.0
-    alike = (x == y) | (x.isnan() & y.isnan())
-    gap = torch.where(alike, 0.0, (x.double() - y.double()).abs()).nan_to_num(math.inf, math.inf)
-    steps = torch.where(alike, 0.0, _steps(x, y))
-    steps = torch.where(x.isfinite() & y.isfinite() | alike, steps, math.inf)
-    return gap.max().item(), steps.max().item()
+    equal = (x == y) | (x.isnan() & y.isnan())
+    gap = torch.where(equal, 0.0, (x.double() - y.double()).abs()).nan_to_num(math.inf, math.inf)
+    ulps = torch.where(equal, 0.0, _ulps(x, y))
+    ulps = torch.where(x.isfinite() & y.isfinite() | equal, ulps, math.inf)
+    return gap.max().item(), ulps.max().item()
 
 
 def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
@@ -52,11 +46,7 @@ def is_zero(a: Tensor | None) -> bool:
 
 
 def is_close(a: Tensor | None, b: Tensor | None) -> bool:
-    """Return whether two gradients differ by no more than rounding can explain.
-
-    That is a thousand times the precision of the coarser dtype, at most a twentieth, of the
-    largest entry.
-    """
+    """Return whether rounding can explain a difference: at most 1000 eps, or 5 %, of the max."""
     if a is None or b is None:
         return is_zero(a) and is_zero(b)
     x, y = _common(a, b)
@@ -67,7 +57,7 @@ def is_close(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _common(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both as real vectors in the coarser of their dtypes; on the CPU, if apart."""
+    """Return both as real vectors of the coarser dtype; on the CPU if their devices differ."""
     x, y = (_real(t.detach().to_dense()) for t in (a, b))
     if x.device != y.device:
         x, y = x.cpu(), y.cpu()
@@ -84,8 +74,8 @@ def _bits(x: Tensor) -> Tensor:
     return x.resolve_neg().contiguous().view(_INTEGERS[x.element_size()])
 
 
-def _steps(x: Tensor, y: Tensor) -> Tensor:
-    """Count the numbers between: bits of floats are in the order of their magnitudes."""
+def _ulps(x: Tensor, y: Tensor) -> Tensor:
+    """Count the numbers between: the bits of floats are ordered as their magnitudes are."""
     left, right = (_bits(t.abs()).long() for t in (x, y))
     apart = x.signbit() != y.signbit()
     # The sum of two magnitudes of float64 is out of range for integers.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence, ValuesView
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,79 +16,60 @@ from torch.optim import Optimizer
 from gradkit._core import pytree
 from gradkit._core.inputs import Losses, Params, read_losses, read_params
 from gradkit._core.pytree import PyTree
+from gradkit._state.module import attributes_put_back
 from gradkit.errors import LeafTypeError, StructureError, describe, message
-from gradkit.func._modules import as_before
 
 
 @dataclass(frozen=True)
 class Step:
-    """A function, what it is differentiated by, and its arguments.
-
-    Attributes:
-        fn: Returns losses.
-        tree: The params as the caller gave them, iterators and optimizers as tuples.
-        args: Its further arguments.
-        closes: It is called as `fn(*args)`, and holds its modules itself.
-        wanted: The leaves of `tree`.
-        names: The name of each leaf.
-    """
+    """A loss function and its arguments; `tree` is the params with iterators read once."""
 
     fn: Callable[..., PyTree]
     tree: PyTree
     args: tuple[Any, ...]
-    closes: bool
-    wanted: Params
+    takes_params: bool
+    params: Params
     names: list[str]
 
     @property
     def called(self) -> str:
         """How the function is called."""
-        return "loss_fn(*args)" if self.closes else "loss_fn(params, *args)"
+        return "loss_fn(params, *args)" if self.takes_params else "loss_fn(*args)"
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The leaves of the tree: tensors, None, and modules as a whole."""
+        return pytree.flatten(self.tree)[0]
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules that stand in the params, each once."""
-        leaves, _ = pytree.flatten(self.tree)
-        return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, nn.Module)}.values())
+        """The modules in the params, each once."""
+        return list({id(m): m for m in self.leaves if isinstance(m, nn.Module)}.values())
 
     def losses(self) -> Losses:
         """Call the function on the params themselves, and check its losses."""
-        args = _fresh(self.args)
-        out = self.fn(*args) if self.closes else self.fn(self.tree, *args)
+        args = _copied(self.args)
+        out = self.fn(self.tree, *args) if self.takes_params else self.fn(*args)
         return read_losses(out, scalar=True)
 
-    def losses_at(self, named: dict[str, Tensor], bare: Sequence[Tensor | None]) -> Losses:
-        """Call the function on other tensors, as torch.func needs it.
+    def losses_at(self, named: dict[str, Tensor], leaves: Sequence[Any]) -> Losses:
+        """Call the function on other leaves, and on tensors for `container()`'s parameters."""
+        _, spec = pytree.flatten(self.tree)
+        first = (pytree.unflatten(spec, leaves),) if self.takes_params else ()
+        container = self.container()
+        # In a transform, only buffers that are made in it can be written on.
+        buffers = {name: buffer.clone() for name, buffer in container.named_buffers()}
+        call = (lambda: self.fn(*first, *_copied(self.args)),)
+        with attributes_put_back(container):
+            out = functional_call(container, {**buffers, **named}, call)
+            return read_losses(out, scalar=True)
 
-        Args:
-            named: Tensors for the parameters of the modules, by the names in `holder()`.
-            bare: Tensors for the other leaves, in their order.
-
-        Returns:
-            Its losses.
-        """
-        rest = iter(bare)
-        leaves, spec = pytree.flatten(self.tree)
-        placed = [leaf if isinstance(leaf, nn.Module) else next(rest) for leaf in leaves]
-        first = () if self.closes else (pytree.unflatten(spec, placed),)
-        holder = self.holder()
-        # Inside of a transform a buffer can be written on only if it has been made there.
-        buffers = {name: buffer.clone() for name, buffer in holder.named_buffers()}
-        call = (lambda: self.fn(*first, *_fresh(self.args)),)
-        with as_before(holder):
-            return read_losses(functional_call(holder, {**buffers, **named}, call), scalar=True)
-
-    def bare(self) -> list[Any]:
-        """Return the leaves of the params that are no modules."""
-        leaves, _ = pytree.flatten(self.tree)
-        return [leaf for leaf in leaves if not isinstance(leaf, nn.Module)]
-
-    def holder(self) -> nn.Module:
-        """Return a module of all modules in the params, whose forward calls what it is given."""
-        return _Holder(self.modules)
+    def container(self) -> nn.Module:
+        """Return a module of all modules in the params, whose forward calls its argument."""
+        return _Container(self.modules)
 
 
-class _Holder(nn.Module):
+class _Container(nn.Module):
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(modules)
@@ -97,45 +79,24 @@ class _Holder(nn.Module):
 
 
 def read_step(fn: Callable[..., PyTree], params: PyTree, args: tuple[Any, ...]) -> Step:
-    """Check what is compared.
-
-    Args:
-        fn: The caller's function.
-        params: The caller's params.
-        args: Its further arguments.
-
-    Returns:
-        The step.
-
-    Raises:
-        LeafTypeError: A param is no leaf tensor, or an argument has a graph or is an iterator.
-        StructureError: It is no function, or one that takes neither `(params, *args)` nor
-            `(*args)`.
-    """
+    """Check the arguments of `compare`."""
     if not callable(fn):
         raise StructureError(
             message(
-                "loss_fn",
-                "a function that computes the losses",
-                describe(fn),
-                "lambda params, x, y: ..., so that it can run again in each way",
+                "loss_fn", "a function that computes the losses", describe(fn), "lambda params: ..."
             )
         )
     tree = _without_iterators(params)
-    wanted = read_params(tree)
-    for index, leaf in enumerate(wanted.leaves):
+    opened = read_params(tree)
+    for index, leaf in enumerate(opened.leaves):
         if leaf is not None and not leaf.is_leaf:
-            raise LeafTypeError(
-                message(
-                    pytree.path(wanted.spec, index, "params"),
-                    "a leaf tensor, which .backward() gives a .grad",
-                    f"{describe(leaf)} with a history",
-                    "pass the tensors that it was computed from",
-                )
-            )
+            where = pytree.path(opened.spec, index, "params")
+            expected = "a leaf tensor, which .backward() gives a .grad"
+            fix = "pass the tensors that it was computed from"
+            raise LeafTypeError(message(where, expected, f"{describe(leaf)} with a history", fix))
     _check_args(args)
-    names = pytree.labels(wanted.spec, "param")
-    return Step(fn, tree, args, _closes(fn, tree, args), wanted, names)
+    names = pytree.labels(opened.spec, "param")
+    return Step(fn, tree, args, _takes_params(fn, tree, args), opened, names)
 
 
 def _without_iterators(tree: PyTree) -> PyTree:
@@ -158,76 +119,60 @@ def _check_args(args: tuple[Any, ...]) -> None:
     leaves, spec = pytree.flatten(args)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and not leaf.is_leaf:
-            came = f"{describe(leaf)} with a history, which torch.func would take for a constant"
-            do = "compute it inside of loss_fn, or pass x.detach()"
+            got = f"{describe(leaf)} with a history, which is a constant for torch.func"
+            fix = "compute it in loss_fn, or pass x.detach()"
         elif isinstance(leaf, Iterator):
-            came, do = f"the {type(leaf).__name__}, which can be read only once", "list(...)"
+            got, fix = f"the {type(leaf).__name__}, which can be read only once", "list(...)"
         else:
             continue
         where = pytree.path(spec, index, "args")
-        raise LeafTypeError(message(where, "the same argument for every way", came, do))
+        raise LeafTypeError(message(where, "the same argument in every run", got, fix))
 
 
-def _closes(fn: Callable[..., PyTree], tree: PyTree, args: tuple[Any, ...]) -> bool:
+def _takes_params(fn: Callable[..., PyTree], tree: PyTree, args: tuple[Any, ...]) -> bool:
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
-        return False  # a builtin that does not tell
-    if _binds(signature, (tree, *args)):
-        return False
-    if _binds(signature, args):
-        return True
+        return True  # a builtin without a signature
+    for takes_params, given in ((True, (tree, *args)), (False, args)):
+        with suppress(TypeError):
+            signature.bind(*given)
+            return takes_params
+    expected = (
+        f"a function of (params, *args), {len(args) + 1} arguments; or of (*args), if it holds its "
+        "modules itself"
+    )
     raise StructureError(
-        message(
-            "loss_fn",
-            f"a function of (params, *args), {len(args) + 1} arguments; or of (*args), if it holds "
-            "its modules itself",
-            f"one of {signature}",
-            "lambda params, x, y: ...",
-        )
+        message("loss_fn", expected, f"one of {signature}", "lambda params, x, y: ...")
     )
 
 
-def _binds(signature: inspect.Signature, args: tuple[Any, ...]) -> bool:
-    try:
-        signature.bind(*args)
-    except TypeError:
-        return False
-    return True
-
-
-def _fresh(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return arguments that a function may write on; a tensor that requires grad is itself."""
+def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Copy the arguments that a function may write on: all but those that require grad."""
     leaves, spec = pytree.flatten(args)
-    copies = [
-        leaf.clone() if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
-        for leaf in leaves
-    ]
-    fresh: tuple[Any, ...] = pytree.unflatten(spec, copies)
-    return fresh
+    copies: tuple[Any, ...] = pytree.unflatten(
+        spec,
+        [
+            leaf.clone() if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
+            for leaf in leaves
+        ],
+    )
+    return copies
 
 
 def tensors_in(tree: PyTree) -> list[Tensor]:
-    """Return the tensors in a tree, with those that modules in it have, under whatever name."""
+    """Return the tensors in a tree, and all parameters, buffers and attributes of its modules."""
     leaves, _ = pytree.flatten(tree)
-    found: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     for leaf in leaves:
         if isinstance(leaf, nn.Module):
             attributes = [value for part in leaf.modules() for value in vars(part).values()]
-            found += [*leaf.parameters(), *leaf.buffers(), *filter(torch.is_tensor, attributes)]
-    return found
+            tensors += [*leaf.parameters(), *leaf.buffers(), *filter(torch.is_tensor, attributes)]
+    return tensors
 
 
 def moved(step: Step, device: torch.device) -> Step:
-    """Return the same step on another device: copies of modules and tensors, ties kept.
-
-    Args:
-        step: A step that is called as `fn(params, *args)`.
-        device: Where to run it.
-
-    Returns:
-        A step of its own.
-    """
+    """Return the step with copies of its modules and tensors on another device, ties kept."""
     from copy import deepcopy
 
     memo: dict[int, Any] = {}

@@ -1,1 +1,1 @@
-"""`conflicts`: how the gradients of several losses stand to each other."""
+"""`conflicts`: which losses have gradients that oppose each other."""

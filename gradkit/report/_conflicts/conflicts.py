@@ -1,4 +1,4 @@
-"""conflicts: how the gradients of several losses stand to each other."""
+"""conflicts: which losses have gradients that oppose each other."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from gradkit._core.pytree import PyTree
 from gradkit.report._conflicts.inner_products import Products, products_of
 from gradkit.report._view.charts import cosine_text, draw_cosines
 from gradkit.report._view.names import listed, plural, prefixes
-from gradkit.report._view.page import Block, Report, Table, Toned
-from gradkit.tree._per_loss import PerLossRows as Rows
-from gradkit.tree._per_loss import read_rows
+from gradkit.report._view.rendering import Block, Report, Styled, Table
+from gradkit.tree._per_loss import PerLossRows, read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MOST_COLUMNS = 8
+_MAX_COLUMNS = 8
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Conflicts(Report):
-    """How the gradients of several losses stand to each other.
+    """The norms of the gradients of several losses, and the angles between them.
 
     Attributes:
         losses: The names of K losses.
@@ -37,7 +36,7 @@ class Conflicts(Report):
             one of the two is zero, nan where one is not finite.
         conflicting: The pairs whose cosine is negative, the most opposed first: two names and the
             cosine.
-        share: Which share of the pairs, of losses whose gradient is finite and not zero, that is.
+        share: Their share of the pairs of losses whose gradients are finite and not zero.
         modules: With `by="module"`, the same for the parameters below each prefix of their names.
     """
 
@@ -68,11 +67,11 @@ class Conflicts(Report):
         return [*blocks, self._module_table()] if self.modules else blocks
 
     def _table(self) -> Table:
-        # Of very many losses a matrix cannot be read, and the sentence names the worst pairs.
-        across = self.losses if len(self.losses) <= _MOST_COLUMNS else ()
+        # A matrix of many losses cannot be read; the sentence below names the worst pairs.
+        across = self.losses if len(self.losses) <= _MAX_COLUMNS else ()
         rows = []
         for name in self.losses:
-            cosines = (_told(self.cosine(name, other)) for other in across)
+            cosines = (_cell(self.cosine(name, other)) for other in across)
             rows.append((name, f"{self.norms[name]:.4g}", *cosines))
         return Table(("loss", "norm", *across), tuple(rows))
 
@@ -88,17 +87,17 @@ class Conflicts(Report):
 
     def _module_table(self) -> Table:
         rows = []
-        for name, found in self.modules.items():
-            a, b, cosine = found.conflicting[0] if found.conflicting else ("", "", 0.0)
-            norms = (f"{found.norms[loss]:.4g}" for loss in self.losses[:_MOST_COLUMNS])
-            worst = (listed([a, b]), _told(cosine)) if a else ("", "")
-            rows.append((name, *norms, f"{found.share:.0%}", *worst))
-        norms_of = (f"norm {loss}" for loss in self.losses[:_MOST_COLUMNS])
+        for name, inside in self.modules.items():
+            a, b, cosine = inside.conflicting[0] if inside.conflicting else ("", "", 0.0)
+            norms = (f"{inside.norms[loss]:.4g}" for loss in self.losses[:_MAX_COLUMNS])
+            worst = (listed([a, b]), _cell(cosine)) if a else ("", "")
+            rows.append((name, *norms, f"{inside.share:.0%}", *worst))
+        norms_of = (f"norm {loss}" for loss in self.losses[:_MAX_COLUMNS])
         return Table(("module", *norms_of, "conflicts", "most opposed", "cosine"), tuple(rows))
 
 
-def _told(cosine: float) -> str:
-    return Toned(cosine_text(cosine), "bad" if cosine < 0 else "")
+def _cell(cosine: float) -> str:
+    return Styled(cosine_text(cosine), "bad" if cosine < 0 else "")
 
 
 def conflicts(
@@ -107,33 +106,33 @@ def conflicts(
     """Return the norms of several losses' gradients, and the angles between them.
 
     Two losses conflict where the cosine is negative: a step along one gradient increases the other
-    loss. None is an exact zero. `conflicts.History` keeps a record over training.
+    loss. None is an exact zero. `gradkit.report.History` keeps a record over training.
 
     Example:
         >>> import torch, gradkit
         >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
         >>> losses = {"up": w.sum(), "down": -w[0], "aside": w[0] - w[1]}
-        >>> found = gradkit.report.conflicts(gradkit.per_loss_grads(losses, {"w": w}))
-        >>> [(a, b, round(cosine, 2)) for a, b, cosine in found.conflicting]
+        >>> result = gradkit.report.conflicts(gradkit.per_loss_grads(losses, {"w": w}))
+        >>> [(a, b, round(cosine, 2)) for a, b, cosine in result.conflicting]
         [('up', 'down', -0.71), ('down', 'aside', -0.71)]
-        >>> found.norms["down"], round(found.share, 2)
+        >>> result.norms["down"], round(result.share, 2)
         (1.0, 0.67)
 
     Args:
         per_loss: K losses (its top level), each a tree of gradients of one structure; what
             `gradkit.per_loss_grads` returns.
         losses: A tree with the structure of the losses, where it is deeper; the losses themselves
-            where one is no scalar, whose elements are rows then: `name[0]`, `name[1]`, ...
-        by: `"module"`: the same for the parameters below each prefix of their names, too:
-            `encoder`, `encoder.0`. The products of a pair are added up in float64.
+            where one is no scalar; each of its elements is a row then: `name[0]`, `name[1]`, ...
+        by: `"module"`: also measure the parameters below each prefix of their names: `encoder`,
+            `encoder.0`. The products of a pair are added up in float64.
 
     Returns:
         Norms, cosines and conflicting pairs.
 
     Raises:
         LeafTypeError: A gradient is no tensor.
-        StructureError: There are no losses, their gradients do not match, or `by` has no such
-            value.
+        OptionError: `by` has no such value.
+        StructureError: There are no losses, or their gradients do not match.
 
     Source:
         Conflicting gradients: Yu et al. 2020, "Gradient Surgery for Multi-Task Learning",
@@ -143,24 +142,13 @@ def conflicts(
     rows = read_rows(per_loss, losses)
     names = _names(per_loss, losses)
     leaves = [leaf for leaf in rows.leaves if rows.example(leaf) is not None]
-    modules = _modules(rows, leaves) if by else {}
-    found = {place: products_of(rows, some) for place, some in _apart(leaves, modules).items()}
-    count = len(names)
-    inside = {
-        module: _measure(
-            names,
-            Products.total(
-                [
-                    found[place]
-                    for place in found
-                    if place == module or place.startswith(f"{module}.")
-                ],
-                count,
-            ),
-        )
-        for module in modules
-    }
-    return _measure(names, Products.total(list(found.values()), count), inside)
+    groups = _by_module(rows, leaves) if by else {"": leaves}
+    products = {prefix: products_of(rows, group) for prefix, group in groups.items() if group}
+    by_module = {}
+    for module in filter(None, groups):
+        below = [p for name, p in products.items() if f"{name}.".startswith(f"{module}.")]
+        by_module[module] = _measure(names, Products.total(below, len(names)))
+    return _measure(names, Products.total(list(products.values()), len(names)), by_module)
 
 
 def _names(per_loss: PyTree, losses: PyTree) -> tuple[str, ...]:
@@ -171,53 +159,37 @@ def _names(per_loss: PyTree, losses: PyTree) -> tuple[str, ...]:
     names: list[str] = []
     for name, loss in zip(pytree.labels(spec, "loss"), given, strict=True):
         sizes = loss.shape if isinstance(loss, Tensor) else ()
-        places = product(*map(range, sizes))
-        names += [f"{name}{list(place)}" if place else name for place in places]
+        indices = product(*map(range, sizes))
+        names += [f"{name}{list(index)}" if index else name for index in indices]
     return tuple(names)
 
 
-def _modules(rows: Rows, leaves: Sequence[int]) -> dict[str, list[int]]:
-    """Return the leaves that are directly in each module; none for a module of modules."""
+def _by_module(rows: PerLossRows, leaves: Sequence[int]) -> dict[str, list[int]]:
+    """Return the leaves that are directly in each module, and at the end those in none."""
     _, spec = pytree.flatten(rows.unflatten(rows.rows[0]))
     names = pytree.labels(spec, "param")
-    found: dict[str, list[int]] = {}
+    modules = dict.fromkeys(prefix for leaf in leaves for prefix in prefixes(names[leaf]))
+    groups: dict[str, list[int]] = {prefix: [] for prefix in (*modules, "")}
     for leaf in leaves:
-        path = prefixes(names[leaf])
-        for prefix in path:
-            found.setdefault(prefix, [])
-        if path:
-            found[path[-1]].append(leaf)
-    return found
-
-
-def _apart(leaves: Sequence[int], modules: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Return the leaves in groups that do not overlap: of each module its own, and the rest."""
-    inside = {leaf for some in modules.values() for leaf in some}
-    groups = {**modules, "": [leaf for leaf in leaves if leaf not in inside]}
-    return {place: some for place, some in groups.items() if some}
+        groups[names[leaf].rpartition(".")[0]].append(leaf)
+    return groups
 
 
 def _measure(
-    names: tuple[str, ...], found: Products, modules: dict[str, Conflicts] | None = None
+    names: tuple[str, ...], products: Products, modules: dict[str, Conflicts] | None = None
 ) -> Conflicts:
-    norms, cosines = found.norms(), found.cosines()
+    norms, cosines = products.norms(), products.cosines()
     has_angle = (norms > 0) & norms.isfinite()
     i, j = torch.triu_indices(len(names), len(names), 1)
-    judged = has_angle[i] & has_angle[j]
-    is_negative = judged & (cosines[i, j] < 0)
-    worst = sorted(
-        zip(
-            cosines[i, j][is_negative].tolist(),
-            i[is_negative].tolist(),
-            j[is_negative].tolist(),
-            strict=True,
-        )
-    )
+    has_cosine = has_angle[i] & has_angle[j]
+    is_negative = has_cosine & (cosines[i, j] < 0)
+    columns = (column[is_negative].tolist() for column in (cosines[i, j], i, j))
+    worst = sorted(zip(*columns, strict=True))
     return Conflicts(
         losses=names,
         norms=dict(zip(names, norms.tolist(), strict=True)),
         cosines=cosines,
         conflicting=tuple((names[a], names[b], cosine) for cosine, a, b in worst),
-        share=len(worst) / max(1, int(judged.sum())),
+        share=len(worst) / max(1, int(has_cosine.sum())),
         modules=modules or {},
     )

@@ -10,21 +10,21 @@ from gradkit._core.options import check_option
 from gradkit.errors import StructureError, message
 from gradkit.report._conflicts.conflicts import Conflicts
 from gradkit.report._view.charts import cosine_text, draw_history, mean
-from gradkit.report._view.page import Block, Report, Table, Toned
+from gradkit.report._view.rendering import Block, Report, Styled, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MOST_COLUMNS = 6
+_MAX_COLUMNS = 6
 
 
 class History(Report):
-    """A record of conflicts over training: add what `conflicts` finds, then print or plot it.
+    """A record of conflicts over training: add results of `conflicts`, then print or plot it.
 
     Example:
         >>> import torch, gradkit
         >>> w = torch.ones(2, requires_grad=True)
-        >>> history = gradkit.report.conflicts.History()
+        >>> history = gradkit.report.History()
         >>> for step in range(3):
         ...     per_loss = gradkit.per_loss_grads({"up": step * w[0] + w[1], "down": -w[1]}, [w])
         ...     history.add_(step, gradkit.report.conflicts(per_loss))
@@ -44,41 +44,36 @@ class History(Report):
         self.cosines: dict[tuple[str, str], list[float]] = {}
         self.shares: list[float] = []
 
-    def add_(self, step: int, found: Conflicts) -> None:
-        """Add what was found at a step of training.
+    def add_(self, step: int, conflicts: Conflicts) -> None:
+        """Add the conflicts of a step of training.
 
         Args:
             step: The number of the step.
-            found: What `conflicts` returned, always of the same losses.
+            conflicts: What `gradkit.report.conflicts` returned, always for the same losses.
 
         Raises:
-            StructureError: The losses are others than before.
+            StructureError: The losses are not those of the steps before.
         """
         if not self.steps:
-            self.norms = {name: [] for name in found.losses}
-            self.cosines = {pair: [] for pair in combinations(found.losses, 2)}
-        if tuple(self.norms) != found.losses:
-            raise StructureError(
-                message(
-                    "found",
-                    f"the losses of the steps before, {', '.join(self.norms)}",
-                    ", ".join(found.losses),
-                    "keep a History for each set of losses",
-                )
-            )
+            self.norms = {name: [] for name in conflicts.losses}
+            self.cosines = {pair: [] for pair in combinations(conflicts.losses, 2)}
+        if tuple(self.norms) != conflicts.losses:
+            expected = f"the losses of the steps before, {', '.join(self.norms)}"
+            fix = "use one History for each set of losses"
+            raise StructureError(message("conflicts", expected, ", ".join(conflicts.losses), fix))
         self.steps.append(step)
-        self.shares.append(found.share)
+        self.shares.append(conflicts.share)
         for name, norms in self.norms.items():
-            norms.append(found.norms[name])
+            norms.append(conflicts.norms[name])
         for (a, b), cosines in self.cosines.items():
-            cosines.append(found.cosine(a, b))
+            cosines.append(conflicts.cosine(a, b))
 
     def plot(
         self, ax: Axes | None = None, *, what: Literal["cosines", "norms"] = "cosines"
     ) -> Axes:
-        """Draw the record over the steps: thin lines as measured, thick ones a mean of five.
+        """Draw the record over the steps: thin lines as measured, thick lines the mean of five.
 
-        What is not finite is left out of a mean.
+        Values that are not finite are left out of the mean.
 
         Args:
             ax: Axes of matplotlib; None makes a figure.
@@ -88,7 +83,7 @@ class History(Report):
             The axes.
 
         Raises:
-            StructureError: `what` has no such value.
+            OptionError: `what` has no such value.
         """
         check_option("what", what, ("cosines", "norms"))
         by_pair = {" · ".join(pair): values for pair, values in self.cosines.items()}
@@ -98,14 +93,14 @@ class History(Report):
         if not self.steps:
             return ["No steps have been added."]
         last = len(self.steps) - 1
-        # The first, the last, and between them ever more apart.
+        # The first, the last, and steps between them at growing distances.
         rows = [row for row in range(last + 1) if row & (row - 1) == 0 or row == last]
         steps = [str(self.steps[row]) for row in rows]
         norms = {
             name: [f"{values[row]:.3g}" for row in rows] for name, values in self.norms.items()
         }
         cosines = {
-            f"{a} · {b}": [_toned(self.cosines[a, b][row]) for row in rows]
+            f"{a} · {b}": [_cell(self.cosines[a, b][row]) for row in rows]
             for a, b in self._most_opposed()
         }
         shares = {"conflict": [f"{self.shares[row]:.0%}" for row in rows]}
@@ -114,8 +109,8 @@ class History(Report):
         return [*tables, f"{left} more pairs are in .cosines."] if left else tables
 
     def _most_opposed(self) -> list[tuple[str, str]]:
-        """Return the pairs that have a column: of many, those with the lowest mean cosines."""
-        worst = sorted(self.cosines, key=lambda pair: mean(self.cosines[pair]))[:_MOST_COLUMNS]
+        """Return the pairs that get a column: of many, those with the lowest mean cosine."""
+        worst = sorted(self.cosines, key=lambda pair: mean(self.cosines[pair]))[:_MAX_COLUMNS]
         return [pair for pair in self.cosines if pair in worst]
 
 
@@ -123,5 +118,5 @@ def _table(steps: list[str], columns: dict[str, list[str]]) -> Table:
     return Table(("step", *columns), tuple(zip(steps, *columns.values(), strict=True)))
 
 
-def _toned(cosine: float) -> str:
-    return Toned(cosine_text(cosine), "bad" if cosine < 0 else "good")
+def _cell(cosine: float) -> str:
+    return Styled(cosine_text(cosine), "bad" if cosine < 0 else "good")

@@ -1,4 +1,4 @@
-"""Inner products of gradients of any size: neither squares nor sums leave the range of numbers."""
+"""Inner products of gradients of any size: neither squares nor sums overflow or underflow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradkit._core.leaf import largest
 from gradkit.tree._gram import gram
-from gradkit.tree._per_loss import PerLossRows as Rows
+from gradkit.tree._per_loss import PerLossRows
 
 # Within these, squares of float32 and their sums are far from its limits.
 _SMALL, _LARGE = 1e-12, 1e12
@@ -23,27 +23,14 @@ _NOTHING = -2200.0
 
 @dataclass(frozen=True)
 class Products:
-    """Inner products of K rows, with a power of two taken out of each row.
-
-    Attributes:
-        matrix: `[K, K]`, in float64 on the CPU.
-        powers: `[K]`: the product of rows i and j is `matrix[i, j] * 2**(powers[i] + powers[j])`.
-    """
+    """`matrix[i, j] * 2**(powers[i] + powers[j])`, of K rows, in float64 on the CPU."""
 
     matrix: Tensor
     powers: Tensor
 
     @staticmethod
     def total(parts: Sequence[Products], count: int) -> Products:
-        """Return the products of rows that are put together from parts.
-
-        Args:
-            parts: The products of the parts.
-            count: The number of rows.
-
-        Returns:
-            Their sum.
-        """
+        """Return the products of `count` rows that consist of parts."""
         if not parts:
             zeros = torch.zeros(count, count, dtype=torch.float64)
             return Products(zeros, torch.full((count,), _NOTHING, dtype=torch.float64))
@@ -68,16 +55,8 @@ class Products:
         return cosines.masked_fill(is_zero[:, None] | is_zero[None, :], 0.0)
 
 
-def products_of(rows: Rows, leaves: Sequence[int]) -> Products:
-    """Return the inner products of some leaves of the rows.
-
-    Args:
-        rows: The gradients of K losses.
-        leaves: Which leaves to take, each of which some row has.
-
-    Returns:
-        The products.
-    """
+def products_of(rows: PerLossRows, leaves: Sequence[int]) -> Products:
+    """Return the inner products of some leaves of the rows, each of which some row has."""
     picked = [[_plain(row[leaf]) for leaf in leaves] for row in rows.rows]
     tops = [float(largest(row)) for row in picked]
     powers = [_power(top) for top in tops]

@@ -1,4 +1,4 @@
-"""What a function can get at: tensors, modules, generators, by its closure, globals, arguments."""
+"""What a function can use: tensors, modules and generators in its closure, globals, arguments."""
 
 from __future__ import annotations
 
@@ -10,51 +10,43 @@ from typing import Any, TypeAlias
 
 from torch import Generator, Tensor, nn
 
-Held: TypeAlias = Tensor | nn.Module | Generator
+Captured: TypeAlias = Tensor | nn.Module | Generator
 
-_DEPTH = 4
-_LONGEST = 10_000  # more values in one container are data, and not looked through
+_MAX_DEPTH = 4
+_MAX_LENGTH = 10_000  # a longer container is data, and not searched
 
 
-def held_by(function: object) -> list[Held]:
-    """Return the tensors, modules and generators that a function holds, as far as can be seen.
-
-    Args:
-        function: A function, a method, a partial, a module, an object, or containers of such.
-
-    Returns:
-        Those in its closure, defaults, bound arguments and the globals that it names, and in the
-        attributes of objects there: a trainer, say.
-    """
-    found: dict[int, Held] = {}
+def captured_by(function: object) -> list[Captured]:
+    """Return the tensors, modules and generators that a function, object or container refers to."""
+    captured: dict[int, Captured] = {}
     seen: set[int] = set()
     level: list[Any] = [function]
-    for _ in range(_DEPTH):
+    for _ in range(_MAX_DEPTH):
         below: list[Any] = []
         for value in level:
             if id(value) in seen:
                 continue
             seen.add(id(value))
-            if isinstance(value, Held):
-                found[id(value)] = value
+            if isinstance(value, Captured):
+                captured[id(value)] = value
             else:
-                below += _inside(value)
+                below += _contents(value)
         level = below
-    return list(found.values())
+    return list(captured.values())
 
 
-def tensors_of(held: Iterable[Held]) -> dict[int, Tensor]:
-    """Return the tensors among these, and the parameters of the modules, by their ids."""
+def tensors_by_id(captured: Iterable[Captured]) -> dict[int, Tensor]:
+    """Return these tensors, and the parameters of these modules, by their ids."""
     tensors: list[Tensor] = []
-    for one in held:
-        if isinstance(one, Tensor):
-            tensors.append(one)
-        elif isinstance(one, nn.Module):
-            tensors += one.parameters()
+    for value in captured:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, nn.Module):
+            tensors += value.parameters()
     return {id(tensor): tensor for tensor in tensors}
 
 
-def _inside(value: object) -> list[Any]:
+def _contents(value: object) -> list[Any]:
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, MethodType):
@@ -63,12 +55,12 @@ def _inside(value: object) -> list[Any]:
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         try:
             names = inspect.getclosurevars(value)
-        except ValueError:  # it closes over a name that has no value yet
+        except ValueError:  # a variable of its closure has no value yet
             return defaults
         return [*names.nonlocals.values(), *names.globals.values(), *defaults]
     if isinstance(value, Mapping | list | tuple | set | frozenset):
-        inside = value.values() if isinstance(value, Mapping) else value
-        return list(inside) if len(value) <= _LONGEST else []
+        items = value.values() if isinstance(value, Mapping) else value
+        return list(items) if len(value) <= _MAX_LENGTH else []
     if isinstance(value, type | BuiltinFunctionType | ModuleType) or not hasattr(value, "__dict__"):
         return []
     return [*vars(value).values(), *([type(value).__call__] if callable(value) else [])]

@@ -1,4 +1,4 @@
-"""The picture of an explanation: losses above, then the parts of their graphs, with parameters."""
+"""The picture of an explanation: losses at the top, the parts of their graphs with params below."""
 
 from __future__ import annotations
 
@@ -15,44 +15,33 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.text import Text
 
-Place: TypeAlias = tuple[float, float]
+Position: TypeAlias = tuple[float, float]
+Names: TypeAlias = Mapping[tuple[str, ...], Sequence[str]]
 
 _LOSS, _HEAD, _TRUNK, _PARAMS = "#fff3cd", "#e3f2fd", "#bbdefb", "#f1f1f1"
 _EDGE = "#555555"
-_ROW = 1.6
-_APART = 0.9
-_LINES = 4
-_WIDEST = 80.0  # inches; a picture of more pixels than matplotlib can save helps nobody
-
-
-Names: TypeAlias = Mapping[tuple[str, ...], Sequence[str]]
+_ROW_HEIGHT = 1.6
+_MIN_DISTANCE = 0.9
+_MAX_LINES = 4
+_MAX_INCHES = 80.0  # matplotlib cannot save many more pixels
 
 
 def draw_parts(
     losses: Mapping[str, LossGraph], parts: Sequence[Part], names: Names, ax: Axes | None
 ) -> Axes:
-    """Draw an explanation.
-
-    Args:
-        losses: The graph of each loss.
-        parts: The parts of the graphs.
-        names: For every set of losses the parameters that exactly these reach.
-        ax: Axes of matplotlib; None makes a figure.
-
-    Returns:
-        The axes.
-    """
+    """Draw losses and parts; `names` has, for each set of losses, the params that it reaches."""
     rows = _rows(parts)
     width = max(len(losses), *map(len, rows), 1)
-    bottom = -_ROW * (len(rows) + (() in names))
-    ax = axes_or_new(ax, (min(max(5.0, 2.2 * width), _WIDEST), min(2.0 + 1.5 * len(rows), _WIDEST)))
-    across = {name: float(x) for x, name in enumerate(losses)}
+    bottom = -_ROW_HEIGHT * (len(rows) + (() in names))
+    size = (max(5.0, 2.2 * width), 2.0 + 1.5 * len(rows))
+    ax = axes_or_new(ax, (min(size[0], _MAX_INCHES), min(size[1], _MAX_INCHES)))
+    columns = {name: float(x) for x, name in enumerate(losses)}
     boxes = {}
-    for index, place in _places(rows, parts, across).items():
-        boxes[index] = _draw_part(ax, parts[index], place, names.get(parts[index].losses, ()))
+    for index, position in _positions(rows, parts, columns).items():
+        boxes[index] = _draw_part(ax, parts[index], position, names.get(parts[index].losses, ()))
     for name, graph in losses.items():
-        told = f"{name}\n(constant)" if graph.part is None else name
-        box = _box(ax, (across[name], 0.0), told, _LOSS)
+        label = f"{name}\n(constant)" if graph.part is None else name
+        box = _box(ax, (columns[name], 0.0), label, _LOSS)
         if graph.part is not None:
             _arrow(ax, box, boxes[graph.part])
     for index, box in boxes.items():
@@ -78,44 +67,39 @@ def _rows(parts: Sequence[Part]) -> list[list[int]]:
     ]
 
 
-def _places(
-    rows: Sequence[Sequence[int]], parts: Sequence[Part], across: Mapping[str, float]
-) -> dict[int, Place]:
-    """Return where each part stands: below its losses, or in even steps if those are too close."""
-    places: dict[int, Place] = {}
+def _positions(
+    rows: Sequence[Sequence[int]], parts: Sequence[Part], columns: Mapping[str, float]
+) -> dict[int, Position]:
+    """Put each part below its losses, or at even distances where those are too close."""
+    positions: dict[int, Position] = {}
     for depth, row in enumerate(rows, start=1):
-        xs = [fmean(across[name] for name in parts[index].losses) for index in row]
-        if any(right - left < _APART for left, right in pairwise(sorted(xs))):
-            step = len(across) / len(row)
-            xs = [(place + 0.5) * step - 0.5 for place in range(len(row))]
-        places |= {index: (x, -_ROW * depth) for index, x in zip(row, xs, strict=True)}
-    return places
+        xs = [fmean(columns[name] for name in parts[index].losses) for index in row]
+        if any(right - left < _MIN_DISTANCE for left, right in pairwise(sorted(xs))):
+            step = len(columns) / len(row)
+            xs = [(i + 0.5) * step - 0.5 for i in range(len(row))]
+        positions |= {index: (x, -_ROW_HEIGHT * depth) for index, x in zip(row, xs, strict=True)}
+    return positions
 
 
-def _draw_part(ax: Axes, part: Part, place: Place, names: Sequence[str]) -> Text:
+def _draw_part(ax: Axes, part: Part, position: Position, names: Sequence[str]) -> Text:
     is_head = len(part.losses) == 1
-    told = f"{'head' if is_head else 'shared'}: {plural(part.nodes, 'node')}"
+    title = f"{'head' if is_head else 'shared'}: {plural(part.nodes, 'node')}"
     colour = _PARAMS if not part.nodes else _HEAD if is_head else _TRUNK
-    return _box(ax, place, "\n".join(([told] if part.nodes else []) + _first(names)), colour)
+    return _box(ax, position, "\n".join(([title] if part.nodes else []) + _first(names)), colour)
 
 
 def _first(names: Sequence[str]) -> list[str]:
-    more = len(names) - _LINES
-    return [*names[:_LINES], f"and {more} more"] if more > 0 else list(names)
+    more = len(names) - _MAX_LINES
+    return [*names[:_MAX_LINES], f"and {more} more"] if more > 0 else list(names)
 
 
-def _box(ax: Axes, place: Place, text: str, colour: str) -> Text:
+def _box(ax: Axes, position: Position, text: str, colour: str) -> Text:
     style = {"boxstyle": "round,pad=0.4", "facecolor": colour, "edgecolor": _EDGE}
-    return ax.text(*place, text, ha="center", va="center", fontsize=9, bbox=style, zorder=2)
+    return ax.text(*position, text, ha="center", va="center", fontsize=9, bbox=style, zorder=2)
 
 
 def _arrow(ax: Axes, start: Text, end: Text) -> None:
     line = {"arrowstyle": "->", "color": _EDGE, "shrinkA": 0, "shrinkB": 0}
     ends = {"patchA": start.get_bbox_patch(), "patchB": end.get_bbox_patch()}
-    ax.annotate(
-        "",
-        xy=end.get_position(),
-        xytext=start.get_position(),
-        arrowprops={**line, **ends},
-        zorder=1,
-    )
+    arrow = {**line, **ends}
+    ax.annotate("", xy=end.get_position(), xytext=start.get_position(), arrowprops=arrow, zorder=1)

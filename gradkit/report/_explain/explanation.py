@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 from gradkit.report._explain.drawing import draw_parts
 from gradkit.report._explain.records import LossGraph, Part, Verdict
 from gradkit.report._view.names import folded, listed, plural
-from gradkit.report._view.page import Block, Report, Table, Toned
+from gradkit.report._view.rendering import Block, Report, Styled, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_TONES = {
+_STYLES = {
     "reached": "good",
     "frozen": "quiet",
     "constant loss": "quiet",
     "not in the graph": "quiet",
 }
-_MOST_COLUMNS = 8
+_MAX_COLUMNS = 8
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,13 +31,13 @@ class Explanation(Report):
         losses: The graph of each loss.
         params: For each parameter the losses that reach it.
         verdicts: `verdicts[loss][param]`.
-        tied: Of parameters that are one tensor, the names; a tuple for each such tensor.
+        tied: The names of parameters that are one tensor; a tuple for each such tensor.
         parts: The parts of the graphs, those of single losses first.
         nodes: The number of nodes of all graphs together.
         shared: How many of them are in the graph of more than one loss.
-        notes: What concerns params as a whole, a sentence each.
-        suggestion: Which call fits several losses that share part of their graphs; empty if none
-            do, or if no call takes them as they are.
+        notes: What concerns all params, a sentence each.
+        suggestion: Which call fits losses that share part of their graphs; empty if none do, or if
+            every call would raise.
     """
 
     losses: dict[str, LossGraph]
@@ -62,16 +62,16 @@ class Explanation(Report):
         return draw_parts(self.losses, self.parts, self._names_by_losses(), ax)
 
     def _names_by_losses(self) -> dict[tuple[str, ...], list[str]]:
-        """Return for every set of losses what exactly these reach, in few names."""
-        every = list(self.params)
+        """Return for every set of losses the params that exactly these reach, in few names."""
+        params = list(self.params)
         names: dict[tuple[str, ...], list[str]] = {}
-        for name, members in folded(every, list(self.params.values())):
-            names.setdefault(self.params[every[members[0]]], []).append(name)
+        for label, members in folded(params, list(self.params.values())):
+            names.setdefault(self.params[params[members[0]]], []).append(label)
         return names
 
     def _blocks(self) -> Sequence[Block]:
         return [
-            f"{plural(len(self.losses), 'loss')} by {plural(len(self.params), 'param')}: "
+            f"{plural(len(self.losses), 'loss')}, {plural(len(self.params), 'param')}: "
             f"{plural(self.nodes, 'graph node')}, {self.shared:,} of them shared by several losses",
             self._loss_table(),
             *self._reach_tables(),
@@ -89,57 +89,56 @@ class Explanation(Report):
             )
             for name, graph in self.losses.items()
         ]
-        return Table(("loss", "nodes", "its own", "shared", "reaches"), tuple(rows))
+        return Table(("loss", "nodes", "own", "shared", "reaches"), tuple(rows))
 
     def _reach_tables(self) -> list[Table]:
         names, losses = list(self.params), list(self.losses)
         kinds = [tuple(self.verdicts[loss][name] for loss in losses) for name in names]
         groups = folded(names, kinds)
         tables = []
-        for start in range(0, len(losses), _MOST_COLUMNS):
-            some = losses[start : start + _MOST_COLUMNS]
+        for start in range(0, len(losses), _MAX_COLUMNS):
+            some = losses[start : start + _MAX_COLUMNS]
             rows = [
-                (name, str(len(members)), *(self._cell(loss, names[members[0]]) for loss in some))
-                for name, members in groups
+                (label, str(len(members)), *(self._cell(loss, names[members[0]]) for loss in some))
+                for label, members in groups
             ]
             tables.append(Table(("param", "count", *some), tuple(rows)))
         return tables
 
     def _cell(self, loss: str, param: str) -> str:
         status = self.verdicts[loss][param].status
-        return Toned(status, _TONES.get(status, "bad"))
+        return Styled(status, _STYLES.get(status, "bad"))
 
     def _sentences(self) -> list[str]:
-        found = [f"{loss}: {note}." for loss, graph in self.losses.items() for note in graph.notes]
-        found += [graph.ends for graph in self.losses.values() if graph.ends]
-        found += self._reasons()
-        found += [f"One tensor: {' = '.join(names)}." for names in self.tied]
-        found += self.notes
-        return [*found, f"Suggestion: {self.suggestion}."] if self.suggestion else found
-
-    def _reasons(self) -> list[str]:
-        where: dict[Verdict, dict[str, list[str]]] = {}
-        for loss, by_param in self.verdicts.items():
-            for param, verdict in by_param.items():
-                if verdict.why:
-                    where.setdefault(verdict, {}).setdefault(param, []).append(loss)
-        statuses = [verdict.status for verdict in where]
         return [
-            # Where a status has one reason, the table tells whom it concerns.
-            (v.status if statuses.count(v.status) == 1 else f"{v.status} ({self._told(by_param)})")
-            + f": {v.why}."
-            for v, by_param in where.items()
+            *(f"{loss}: {note}." for loss, graph in self.losses.items() for note in graph.notes),
+            *(graph.ends for graph in self.losses.values() if graph.ends),
+            *self._reasons(),
+            *(f"One tensor: {' = '.join(names)}." for names in self.tied),
+            *self.notes,
+            *([f"Suggestion: {self.suggestion}."] if self.suggestion else []),
         ]
 
-    def _told(self, by_param: dict[str, list[str]]) -> str:
-        """Name params, and the losses that it is about if those are not all."""
+    def _reasons(self) -> list[str]:
+        losses: dict[Verdict, dict[str, list[str]]] = {}
+        for loss, row in self.verdicts.items():
+            for param, verdict in row.items():
+                if verdict.why:
+                    losses.setdefault(verdict, {}).setdefault(param, []).append(loss)
+        statuses = [verdict.status for verdict in losses]
+        return [
+            # Where a status has only one reason, the table shows which params it concerns.
+            (v.status if statuses.count(v.status) == 1 else f"{v.status} ({self._where(by_param)})")
+            + f": {v.why}."
+            for v, by_param in losses.items()
+        ]
+
+    def _where(self, losses: dict[str, list[str]]) -> str:
+        """Name params, and their losses where those are not all."""
         names = list(self.params)
-        kinds = [tuple(by_param.get(name, ())) for name in names]
-        told = []
-        for name, members in folded(names, kinds):
-            losses = kinds[members[0]]
-            if losses:
-                told.append(
-                    name if len(losses) == len(self.losses) else f"{name} by {listed(losses)}"
-                )
-        return listed(told)
+        kinds = [tuple(losses.get(name, ())) for name in names]
+        return listed([
+            label if len(some) == len(self.losses) else f"{label} for {listed(some)}"
+            for label, members in folded(names, kinds)
+            if (some := kinds[members[0]])
+        ])

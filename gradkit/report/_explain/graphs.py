@@ -1,47 +1,54 @@
-"""The graphs of several losses, and what they have in common."""
+"""The graphs of several losses, and what they share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit._core import graph, saved_tensors
+from gradkit._core import saved_tensors
+from gradkit._core.graph import Subgraph, edge, is_leaf_node
 
 
-@dataclass(frozen=True)
 class Graphs:
-    """What a walk from each loss has met.
+    """The graph of each of several losses; that of a constant is empty. Sets of losses are masks.
 
     Attributes:
         losses: The losses.
-        nodes: For each loss the nodes of its graph; none for a constant.
-        leaves: For each loss the leaf tensors that its graph accumulates into, by id.
     """
 
-    losses: Sequence[Tensor]
-    nodes: list[set[Node]]
-    leaves: list[dict[int, Tensor]]
+    def __init__(self, losses: Sequence[Tensor]) -> None:
+        self.losses = losses
+        self._graphs = [Subgraph([loss]) for loss in losses]
+
+    @property
+    def nodes(self) -> list[set[Node]]:
+        """The nodes of each loss's graph."""
+        return [graph.nodes for graph in self._graphs]
+
+    @property
+    def leaves(self) -> list[dict[int, Tensor]]:
+        """The leaf tensors, by id, of each loss's graph."""
+        return [graph.leaves for graph in self._graphs]
 
     @cached_property
     def reached_by(self) -> dict[Node, int]:
-        """For every node the losses whose graph it is in, as the bits of a number."""
-        found: dict[Node, int] = {}
+        """The losses that reach each node."""
+        masks: dict[Node, int] = {}
         for index, nodes in enumerate(self.nodes):
             for node in nodes:
-                found[node] = found.get(node, 0) | 1 << index
-        return found
+                masks[node] = masks.get(node, 0) | 1 << index
+        return masks
 
     @cached_property
     def operations(self) -> dict[int, int]:
-        """For every set of losses, as bits, how many nodes exactly these reach."""
+        """For each set of losses, the number of nodes that exactly these reach."""
         counts: dict[int, int] = {}
-        for node, losses in self.reached_by.items():
-            if not graph.is_leaf_node(node):
-                counts[losses] = counts.get(losses, 0) + 1
+        for node, mask in self.reached_by.items():
+            if not is_leaf_node(node):
+                counts[mask] = counts.get(mask, 0) + 1
         return counts
 
     @cached_property
@@ -51,41 +58,33 @@ class Graphs:
 
     def count(self, index: int) -> int:
         """Return the number of operations in the graph of a loss."""
-        return sum(count for losses, count in self.operations.items() if losses >> index & 1)
+        return sum(count for mask, count in self.operations.items() if mask >> index & 1)
 
     def kinds(self, index: int) -> set[type]:
-        """Return the types of the nodes of a loss."""
-        return set(map(type, self.nodes[index]))
+        """Return the types of the nodes in the graph of a loss."""
+        return self._graphs[index].kinds
+
+    def entry(self, index: int) -> int | None:
+        """Return the losses that reach the node in which a loss starts; None for a constant."""
+        loss = self.losses[index]
+        return self.reached_by[edge(loss).node] if loss.requires_grad else None
 
     def reaches(self, index: int, variable: Tensor) -> bool:
         """Return whether a gradient of a loss can arrive at a tensor that requires grad."""
-        return graph.reached(variable, [self.losses[index]], self.nodes[index], self.leaves[index])
+        return self._graphs[index].reaches(variable)
 
-    def would_meet_freed(self, index: int, variables: Iterable[Tensor]) -> bool:
-        """Return whether a pass from a loss for some tensors would meet a freed node."""
-        nodes = self.nodes[index]
-        if self.released.isdisjoint(nodes):
+    def meets_released(self, index: int, variables: Sequence[Tensor]) -> bool:
+        """Return whether a pass from a loss to some tensors would execute a freed node."""
+        graph = self._graphs[index]
+        if self.released.isdisjoint(graph.nodes):
             return False
-        return not self.released.isdisjoint(graph.leading_to(variables, nodes))
+        return not self.released.isdisjoint(graph.leading_to(variables))
 
     def steps(self) -> dict[int, set[int]]:
-        """Return for every set of losses, as bits, those into whose nodes its own lead."""
-        found: dict[int, set[int]] = {}
-        for node, losses in self.reached_by.items():
+        """Return, for each set of losses, the sets into whose nodes its nodes lead."""
+        steps: dict[int, set[int]] = {}
+        for node, mask in self.reached_by.items():
             for child, _ in node.next_functions:
-                if child is not None and self.reached_by[child] != losses:
-                    found.setdefault(losses, set()).add(self.reached_by[child])
-        return found
-
-
-def walk(losses: Sequence[Tensor]) -> Graphs:
-    """Walk the graph of every loss; nothing runs, and nothing is freed.
-
-    Args:
-        losses: Tensors, with a graph or not.
-
-    Returns:
-        What was met.
-    """
-    nodes = [graph.nodes_below([loss]) if loss.requires_grad else set() for loss in losses]
-    return Graphs(losses, nodes, list(map(graph.leaf_tensors, nodes)))
+                if child is not None and self.reached_by[child] != mask:
+                    steps.setdefault(mask, set()).add(self.reached_by[child])
+        return steps

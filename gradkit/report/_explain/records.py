@@ -37,11 +37,11 @@ class LossGraph:
     """The graph of one loss.
 
     Attributes:
-        nodes: Its nodes. Those that accumulate into leaf tensors are not counted.
-        own: Those that no other loss's graph has.
-        part: The place, among the parts, of the one that it starts in; None for a constant.
+        nodes: The number of its nodes. Those that accumulate into leaf tensors are not counted.
+        own: How many of them no other loss's graph has.
+        part: The index, in `parts`, of the part that it starts in; None for a constant.
         ends: Where its graph ends, if it reaches none of the params; else empty.
-        notes: What stands in the way of differentiating it, a sentence each.
+        notes: What prevents its differentiation, a sentence each.
     """
 
     nodes: int
@@ -56,10 +56,10 @@ class Part:
     """A part of the graphs: the nodes that exactly these losses reach. One loss: its head.
 
     Attributes:
-        losses: The losses.
-        nodes: How many nodes.
+        losses: The names of the losses.
+        nodes: The number of nodes.
         params: The params that exactly these losses reach.
-        below: The places of the parts that it leads into.
+        below: The indices of the parts that it leads into.
     """
 
     losses: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Why a loss does or does not reach a parameter, as far as the graph shows it."""
+"""Whether a loss reaches a parameter, and why not, as far as the graph shows it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit._checks import unsupported
+from gradkit._checks import sharding
+from gradkit._compat.torch_function import without_torch_function
 from gradkit._core import graph
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit.errors import describe
-from gradkit.report._explain.closure import held_by, tensors_of
+from gradkit.report._explain.closure import captured_by, tensors_by_id
 from gradkit.report._explain.graphs import Graphs
 from gradkit.report._explain.records import Verdict
 
 _CHECKPOINT = "CheckpointFunctionBackward"
 
+_REACHED = Verdict("reached")
 _FROZEN = Verdict("frozen", "requires_grad is False")
 _FROZEN_SINCE = Verdict("frozen", "requires_grad has been set to False since the loss was computed")
-_NUMBERS = Verdict("frozen", "its numbers are not floating-point, and have no gradient")
+_INTEGER = Verdict("frozen", "its dtype is not floating-point, and has no gradient")
 _CONSTANT = Verdict(
     "constant loss",
     "the loss carries no graph: made under no_grad or inference_mode, detached, or from inputs "
@@ -31,11 +33,12 @@ _CONSTANT = Verdict(
 _SHARDED = Verdict("sharded", "the parameters of a module sharded by FSDP are not in the graph")
 _INSIDE = Verdict(
     "reentrant checkpoint",
-    "held by the function of a reentrant checkpoint, into which autograd cannot see; pass "
+    "used by the function of a reentrant checkpoint, which autograd cannot see into; pass "
     "use_reentrant=False",
 )
 _MOVED = Verdict(
-    "moved", "moved or cast since the loss was computed, which leaves the graph behind"
+    "moved",
+    "moved or cast since the loss was computed; the graph still refers to it as it was before",
 )
 _CHANGED = Verdict(
     "changed in place",
@@ -43,8 +46,7 @@ _CHANGED = Verdict(
 )
 _SAME_MEMORY = Verdict(
     "not in the graph",
-    "another tensor with the same memory is, so this one is its .data, a detach() or a view made "
-    "apart",
+    "another tensor with the same memory is: this one is its .data, its detach() or another view",
 )
 _NOT_THERE = Verdict(
     "not in the graph",
@@ -59,12 +61,7 @@ _PERHAPS_INSIDE = Verdict(
 
 @dataclass
 class Reachability:
-    """Tells of any loss and variable whether the one reaches the other.
-
-    Attributes:
-        graphs: The graphs of the losses.
-        sharded: The parameters of modules sharded by FSDP, by id.
-    """
+    """Judges whether a loss reaches a tensor; `sharded` are the ids of FSDP's parameters."""
 
     graphs: Graphs
     sharded: Collection[int] = ()
@@ -77,19 +74,19 @@ class Reachability:
             return self._frozen(index, variable)
         if not self.graphs.losses[index].requires_grad:
             return _CONSTANT
-        nodes = self.graphs.nodes[index]
         if self.graphs.reaches(index, variable):
+            nodes = self.graphs.nodes[index]
             is_there = variable.grad_fn is not None or _leaf_node(variable) in nodes
-            return Verdict("reached") if is_there else _MOVED
+            return _REACHED if is_there else _MOVED
         return self._unreached(index, variable)
 
     def _frozen(self, index: int, variable: Tensor) -> Verdict:
         if not (variable.is_floating_point() or variable.is_complex()):
-            return _NUMBERS
+            return _INTEGER
         return _FROZEN_SINCE if id(variable) in self.graphs.leaves[index] else _FROZEN
 
     def _unreached(self, index: int, variable: Tensor) -> Verdict:
-        if id(variable) in self.sharded or unsupported.may_be_sharded(variable):
+        if id(variable) in self.sharded or sharding.may_be_sharded(variable):
             return _SHARDED
         if id(variable) in self._inside_checkpoints(index):
             return _INSIDE
@@ -100,65 +97,60 @@ class Reachability:
             return _CHANGED
         if self._shares_memory(index, variable):
             return _SAME_MEMORY
-        return _PERHAPS_INSIDE if self._has_checkpoint(index) else _NOT_THERE
-
-    def _has_checkpoint(self, index: int) -> bool:
-        return any(kind.__name__ == _CHECKPOINT for kind in self.graphs.kinds(index))
+        has_checkpoint = any(kind.__name__ == _CHECKPOINT for kind in self.graphs.kinds(index))
+        return _PERHAPS_INSIDE if has_checkpoint else _NOT_THERE
 
     def _inside_checkpoints(self, index: int) -> dict[int, Tensor]:
         if index not in self._inside:
-            functions = checkpointed(self.graphs, index)
-            self._inside[index] = tensors_of(held_by(functions)) if functions else {}
+            self._inside[index] = checkpointed_tensors(self.graphs, index)
         return self._inside[index]
 
     def _shares_memory(self, index: int, variable: Tensor) -> bool:
         if index not in self._memory:
             self._memory[index] = {}
             for leaf in self.graphs.leaves[index].values():
-                storage, numbers = _memory_of(leaf)
-                self._memory[index].setdefault(storage, []).append(numbers)
-        storage, mine = _memory_of(variable)
-        # Of one storage, as a vector that many parameters are parts of, each may have its own part.
+                storage, span = _memory_of(leaf)
+                self._memory[index].setdefault(storage, []).append(span)
+        storage, span = _memory_of(variable)
+        # One storage, such as a flat vector of many parameters, may have a part for each.
         return any(
-            mine.start < other.stop and other.start < mine.stop
+            span.start < other.stop and other.start < span.stop
             for other in self._memory[index].get(storage, ())
         )
 
 
 def _leaf_node(leaf: Tensor) -> Node:
-    # To find it torch takes a view, which __torch_function__ would make a tensor of its own.
-    with torch._C.DisableTorchFunctionSubclass():
+    # torch takes a view to find it, and __torch_function__ would make that another tensor.
+    with without_torch_function():
         return graph.edge(leaf).node
 
 
-def checkpointed(graphs: Graphs, index: int) -> list[object]:
-    """Return the functions that reentrant checkpoints in the graph of a loss would run again."""
-    nodes = (node for node in graphs.nodes[index] if type(node).__name__ == _CHECKPOINT)
-    return [cast("Any", node).run_function for node in nodes]
+def checkpointed_tensors(graphs: Graphs, index: int) -> dict[int, Tensor]:
+    """Return the tensors that the functions of a loss's reentrant checkpoints use, by id."""
+    nodes = [node for node in graphs.nodes[index] if type(node).__name__ == _CHECKPOINT]
+    functions = [cast("Any", node).run_function for node in nodes]
+    return tensors_by_id(captured_by(functions)) if functions else {}
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, range]:
-    """Return the storage of a tensor, and where in it from the first number to the last stand."""
+    """Return a tensor's storage, and the span of bytes in it from its first to its last number."""
     if type(tensor) not in PLAIN_TYPES or tensor.layout != torch.strided:
-        return 0, range(0)  # its memory is not its own
+        return 0, range(0)  # no storage that could be compared
     storage = tensor.untyped_storage().data_ptr()
     if not storage or not tensor.numel():
         return 0, range(0)
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     length = 1 + sum((size - 1) * stride for size, stride in steps)
-    start, bytes_each = tensor.storage_offset(), tensor.element_size()
-    return storage, range(start * bytes_each, (start + length) * bytes_each)
+    start, itemsize = tensor.storage_offset(), tensor.element_size()
+    return storage, range(start * itemsize, (start + length) * itemsize)
 
 
-def where_it_ends(name: str, graphs: Graphs, index: int) -> str:
+def graph_end(name: str, graphs: Graphs, index: int) -> str:
     """Return where the graph of a loss ends that reaches none of the params."""
-    others = list(graphs.leaves[index].values())
-    told = f"The graph of {name!r} ends before any parameter"
-    if not others:
-        return f"{told}."
-    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-    return f"{told}, at leaf tensors that are not in params: {_shown(others[:3])}{more}."
-
-
-def _shown(tensors: list[Tensor]) -> str:
-    return ", ".join(map(describe, tensors))
+    leaves = list(graphs.leaves[index].values())
+    text = f"The graph of {name!r} ends before any parameter"
+    if not leaves:
+        return f"{text}."
+    more = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
+    shown = ", ".join(map(describe, leaves[:3]))
+    return f"{text}, at leaf tensors that are not in params: {shown}{more}."

@@ -1,4 +1,4 @@
-"""What comes from extras, imported when it is used."""
+"""Modules of the extra `gradkit[plot]`, imported when they are used."""
 
 from __future__ import annotations
 
@@ -9,18 +9,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def need(name: str) -> Any:
-    """Return a module of the extra `gradkit[plot]`.
-
-    Args:
-        name: The module.
-
-    Returns:
-        The module, imported.
-
-    Raises:
-        ImportError: It is not installed; the text names the extra.
-    """
+def import_extra(name: str) -> Any:
+    """Import a module of the extra `gradkit[plot]`; an ImportError names the extra."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -31,17 +21,9 @@ def need(name: str) -> Any:
 
 
 def axes_or_new(ax: Axes | None, size: tuple[float, float]) -> Axes:
-    """Return the axes to draw on: the caller's, or those of a new figure of pyplot.
-
-    Args:
-        ax: The caller's axes, or None.
-        size: Of a new figure, in inches.
-
-    Returns:
-        Axes of matplotlib.
-    """
+    """Return the caller's axes, or those of a new pyplot figure of this size in inches."""
     if ax is not None:
         return ax
-    figure = need("matplotlib.pyplot").figure(figsize=size, layout="constrained")
-    made: Axes = figure.subplots()
-    return made
+    figure = import_extra("matplotlib.pyplot").figure(figsize=size, layout="constrained")
+    axes: Axes = figure.subplots()
+    return axes

@@ -1,46 +1,34 @@
-"""Many names in few lines: what is alike below a prefix stands as `encoder.*`."""
+"""Many names in few lines: params that are alike below a prefix are shown as `encoder.*`."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import chain
 
 
 def folded(names: Sequence[str], kinds: Sequence[Hashable]) -> list[tuple[str, list[int]]]:
-    """Group dotted names that are of one kind, as far up as all below a prefix is.
+    """Group dotted names of one kind by their longest prefix: `(label, indices)` of each group."""
+    parts = [name.split(".") for name in names]
 
-    Args:
-        names: Names like `encoder.0.weight`, different from each other.
-        kinds: Of which kind each is.
+    def fold(prefix: str, members: list[int]) -> list[tuple[str, list[int]]]:
+        if len(members) == 1:
+            return [(names[members[0]], members)]
+        if len({kinds[member] for member in members}) == 1:
+            return [(f"{prefix}*", members)]
+        depth = prefix.count(".")
+        children: dict[tuple[str, bool], list[int]] = {}
+        for member in members:
+            # A name that ends at this depth is a group by itself, whatever else starts like it.
+            is_last = len(parts[member]) == depth + 1
+            label = names[member] if is_last else f"{prefix}{parts[member][depth]}."
+            children.setdefault((label, is_last), []).append(member)
+        groups = [
+            [(label, below)] if is_last else fold(label, below)
+            for (label, is_last), below in children.items()
+        ]
+        return list(chain.from_iterable(groups))
 
-    Returns:
-        For each group what to call it, and the places of its members; a name by itself stays.
-    """
-    return _fold("", list(range(len(names))), [name.split(".") for name in names], names, kinds)
-
-
-def _fold(
-    prefix: str,
-    members: list[int],
-    parts: Sequence[Sequence[str]],
-    names: Sequence[str],
-    kinds: Sequence[Hashable],
-) -> list[tuple[str, list[int]]]:
-    if len(members) == 1:
-        return [(names[members[0]], members)]
-    if len({kinds[member] for member in members}) == 1:
-        return [(f"{prefix}*", members)]
-    depth = prefix.count(".")
-    children: dict[tuple[str, bool], list[int]] = {}
-    for member in members:
-        # A name that ends here stands for itself, whatever else begins like it.
-        is_last = len(parts[member]) == depth + 1
-        place = names[member] if is_last else f"{prefix}{parts[member][depth]}."
-        children.setdefault((place, is_last), []).append(member)
-    return [
-        group
-        for (place, is_last), below in children.items()
-        for group in ([(place, below)] if is_last else _fold(place, below, parts, names, kinds))
-    ]
+    return fold("", list(range(len(names))))
 
 
 def prefixes(name: str) -> list[str]:
@@ -49,13 +37,13 @@ def prefixes(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
-def listed(names: Sequence[str], most: int = 4) -> str:
-    """Return names in a row, the first few of many."""
-    shown = [*names[:most], f"{len(names) - most} more"] if len(names) > most else list(names)
+def listed(names: Sequence[str], limit: int = 4) -> str:
+    """Return names as `a, b and c`; of many the first few, and how many more there are."""
+    shown = [*names[:limit], f"{len(names) - limit} more"] if len(names) > limit else list(names)
     return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
 
 
 def plural(count: int, noun: str) -> str:
-    """Return how many: `1 loss`, `3 losses`."""
+    """Return a count with its noun: `1 loss`, `3 losses`."""
     ending = "es" if noun.endswith("s") else "s"
     return f"{count:,} {noun}{'' if count == 1 else ending}"

@@ -1,4 +1,4 @@
-"""What a report looks like: sentences and tables, in a terminal, in rich, and in a notebook."""
+"""Results as sentences and tables: plain text, rich and HTML."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from gradkit.report._view.extras import need
+from gradkit.report._view.extras import import_extra
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -19,33 +19,28 @@ _RICH = {"good": "green", "bad": "red", "quiet": "dim", "": ""}
 _CSS = {"good": "color:#2e7d32", "bad": "color:#c62828", "quiet": "color:#888", "": ""}
 
 
-class Toned(str):
-    """Text of a cell that is shown in a tone, where there are colours.
+class Styled(str):
+    """A table cell with a style, `"good"`, `"bad"`, `"quiet"` or none, for outputs with colours."""
 
-    Args:
-        text: What the cell says.
-        tone: `"good"`, `"bad"`, `"quiet"`, or nothing.
-    """
+    style: str
 
-    tone: str
-
-    def __new__(cls, text: str, tone: str) -> Toned:
-        made = super().__new__(cls, text)
-        made.tone = tone
-        return made
+    def __new__(cls, text: str, style: str) -> Styled:
+        cell = super().__new__(cls, text)
+        cell.style = style
+        return cell
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under the names of their columns."""
+    """Column names, and rows of cells."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
     def is_number(self, column: int) -> bool:
-        """Return whether a column is all numbers, which stand on the right."""
+        """Return whether a column is all numbers, which are aligned to the right."""
         cells = [row[column] for row in self.rows]
-        # The first column has names, of which some begin with a digit.
+        # The first column has names, some of which start with a digit.
         return all(map(str.isdigit if column == 0 else _NUMBER.match, cells))
 
 
@@ -53,7 +48,7 @@ Block: TypeAlias = Table | str
 
 
 class Report:
-    """The base of the results: shows what `_blocks` returns."""
+    """The base of the results: renders what `_blocks` returns."""
 
     def _blocks(self) -> Sequence[Block]:
         raise NotImplementedError
@@ -95,7 +90,7 @@ def _table_text(table: Table) -> str:
 
 
 def _as_rich(blocks: Sequence[Block]) -> Group:
-    need("rich")
+    import_extra("rich")
     from rich.console import Group
     from rich.text import Text
 
@@ -108,12 +103,12 @@ def _rich_table(table: Table) -> Any:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    drawn = RichTable(box=SIMPLE_HEAD, pad_edge=False)
+    grid = RichTable(box=SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(table.columns):
-        drawn.add_column(Text(column), justify="right" if table.is_number(index) else "left")
+        grid.add_column(Text(column), justify="right" if table.is_number(index) else "left")
     for row in table.rows:
-        drawn.add_row(*(Text(str(cell), style=_RICH[_tone(cell)]) for cell in row))
-    return drawn
+        grid.add_row(*(Text(str(cell), style=_RICH[_style(cell)]) for cell in row))
+    return grid
 
 
 def _html(block: Block) -> str:
@@ -123,12 +118,12 @@ def _html(block: Block) -> str:
         return f"<p>{escape(block)}</p>"
     head = "".join(f"<th>{escape(column)}</th>" for column in block.columns)
     rows = [
-        "".join(f'<td style="{_CSS[_tone(cell)]}">{escape(cell)}</td>' for cell in row)
+        "".join(f'<td style="{_CSS[_style(cell)]}">{escape(cell)}</td>' for cell in row)
         for row in block.rows
     ]
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _tone(cell: str) -> str:
-    return cell.tone if isinstance(cell, Toned) else ""
+def _style(cell: str) -> str:
+    return cell.style if isinstance(cell, Styled) else ""

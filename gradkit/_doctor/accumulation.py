@@ -1,4 +1,7 @@
-"""What backward() and autograd.grad do, tried out; and what gradkit gives in their place."""
+"""Users' programs with backward() and autograd.grad, and the same with gradkit.
+
+The programs are plain torch, as people write them; they run to show what torch does here.
+"""
 
 # loss.backward() has no types in torch.
 # mypy: disable-error-code="no-untyped-call"
@@ -11,13 +14,13 @@ import torch
 from torch import Tensor, autograd
 
 import gradkit
-from gradkit._doctor._check import FREED, Seen, check, error_of, leaf
+from gradkit._doctor.checks import FREED, Observation, check, error_of, leaf
 
 UNUSED = "appears to not have been used in the graph"
 
 
-def other_losses(device: torch.device) -> Seen:
-    """Return what a loss does to the gradient of a tensor that it does not use."""
+def other_losses(device: torch.device) -> Observation:
+    """Run backward() for losses that each use one of two tensors."""
     w, v = leaf(device, 1, 2), leaf(device, 3, 4)
     (w * w).sum().backward()
     (v * v).sum().backward()
@@ -26,64 +29,64 @@ def other_losses(device: torch.device) -> Seen:
     after_third = check("after a second loss of w", w.grad, 4 * w)
     losses = {"of w": (w * w).sum(), "of v": (v * v).sum()}
     grads = gradkit.per_loss_grads(losses, {"w": w})
-    return Seen(
+    return Observation(
         torch=[after_both, after_third],
         gradkit=[
-            check("the loss of w, by w", grads["of w"]["w"], 2 * w),
-            check("the loss of v, by w", grads["of v"]["w"], None),
+            check("the loss of w, with respect to w", grads["of w"]["w"], 2 * w),
+            check("the loss of v, with respect to w", grads["of v"]["w"], None),
         ],
     )
 
 
-def unused(device: torch.device) -> Seen:
-    """Return what differentiating by an unused tensor gives."""
+def unused(device: torch.device) -> Observation:
+    """Differentiate a loss with respect to a tensor that it does not use."""
     w, v = leaf(device, 1, 2), leaf(device, 3, 4)
     loss = (v * v).sum()
-    asked = error_of(lambda: autograd.grad(loss, [v, w]), UNUSED)
-    then = error_of(loss.backward, FREED)
+    unused_error = error_of(lambda: autograd.grad(loss, [v, w]), UNUSED)
+    freed_error = error_of(loss.backward, FREED)
     loss, params = (v * v).sum(), {"v": v, "w": w}
 
-    def strictly() -> None:
+    def require_all() -> None:
         gradkit.value_and_grads(loss, params, unused="error")
 
-    refused = error_of(strictly, "params['w']")
+    named_error = error_of(require_all, "params['w']")
     _, none = gradkit.value_and_grads(loss, params, retain_graph=True)
     _, zeros = gradkit.value_and_grads(loss, params, unused="zeros")
-    return Seen(
+    return Observation(
         torch=[
-            check("autograd.grad", asked, f"RuntimeError: {UNUSED}"),
-            check("and then backward()", then, f"RuntimeError: {FREED}"),
+            check("autograd.grad", unused_error, f"RuntimeError: {UNUSED}"),
+            check("and then backward()", freed_error, f"RuntimeError: {FREED}"),
         ],
         gradkit=[
-            check('unused="error"', refused, "UnreachedParamError: params['w']"),
-            check("after that, the graph still runs, by w", none["w"], None),
-            check('unused="zeros", by w', zeros["w"], torch.zeros_like(w)),
+            check('unused="error"', named_error, "UnreachedParamError: params['w']"),
+            check("after that the graph still runs: with respect to w", none["w"], None),
+            check('unused="zeros", with respect to w', zeros["w"], torch.zeros_like(w)),
         ],
     )
 
 
-def freed(device: torch.device) -> Seen:
-    """Return what a second pass through a graph gives."""
+def freed(device: torch.device) -> Observation:
+    """Run a second pass through a freed graph."""
     w = leaf(device, 1, 2)
     square, cube = (w * w).sum(), (w * w * w).sum()
     square.backward()
     cube.backward()
-    again = error_of(lambda: autograd.grad(square, w), FREED)
+    freed_error = error_of(lambda: autograd.grad(square, w), FREED)
     losses = {"1": (w * w).sum(), "2": (w * w * w).sum()}
     grads = gradkit.per_loss_grads(losses, w)
-    words = "ask for all gradients in one call"
-    late = error_of(lambda: gradkit.value_and_grads(losses["1"], w), words)
-    return Seen(
-        torch=[check("autograd.grad after backward()", again, f"RuntimeError: {FREED}")],
+    text = "ask for all gradients in one call"
+    named_error = error_of(lambda: gradkit.value_and_grads(losses["1"], w), text)
+    return Observation(
+        torch=[check("autograd.grad after backward()", freed_error, f"RuntimeError: {FREED}")],
         gradkit=[
             check("both from one call", grads, {"1": 2 * w, "2": 3 * w * w}),
-            check("a second call", late, f"FreedGraphError: {words}"),
+            check("a second call", named_error, f"FreedGraphError: {text}"),
         ],
     )
 
 
-def same_engine(device: torch.device) -> Seen:
-    """Return whether the ways to a gradient have the same bits."""
+def same_engine(device: torch.device) -> Observation:
+    """Compare the bits that backward(), autograd.grad and gradkit give."""
     w = torch.linspace(-2, 2, 101, dtype=torch.float32, device=device).requires_grad_()
 
     def losses() -> list[Tensor]:
@@ -96,24 +99,24 @@ def same_engine(device: torch.device) -> Seen:
     (by_grad,) = autograd.grad(losses(), w)
     for loss in losses():
         loss.backward(retain_graph=True)
-    apart: Any = w.grad
-    _, ours = gradkit.value_and_grads(losses(), w)
-    ours_apart = gradkit.tree.add(*gradkit.per_loss_grads(losses(), w))
-    close = torch.allclose(joint, apart, rtol=1e-5, atol=1e-6)
-    return Seen(
+    in_turn: Any = w.grad
+    _, result = gradkit.value_and_grads(losses(), w)
+    result_in_turn = gradkit.tree.add(*gradkit.per_loss_grads(losses(), w))
+    close = torch.allclose(joint, in_turn, rtol=1e-5, atol=1e-6)
+    return Observation(
         torch=[
             check("autograd.grad has the bits of backward()", torch.equal(by_grad, joint), True),
-            check("two passes added up: equal to rounding", close, True),
+            check("two passes added up: equal up to rounding", close, True),
         ],
         gradkit=[
-            check("value_and_grads has them", ours is not None and torch.equal(ours, joint), True),
-            check("per_loss_grads those of two", torch.equal(ours_apart, apart), True),
+            check("value_and_grads has them", torch.equal(result, joint), True),
+            check("per_loss_grads has those of two", torch.equal(result_in_turn, in_turn), True),
         ],
     )
 
 
-def shared(device: torch.device) -> Seen:
-    """Return what the losses of a shared parameter add up to."""
+def shared(device: torch.device) -> Observation:
+    """Add up the gradients of two losses of one parameter."""
     w = leaf(device, 1, 2)
     first, second = (w * w).sum(), (3 * w).sum()
     each = [autograd.grad(loss, w, retain_graph=True)[0] for loss in (first, second)]
@@ -122,7 +125,7 @@ def shared(device: torch.device) -> Seen:
     total = check("w.grad after both", w.grad, 2 * w + 3)
     grads = gradkit.per_loss_grads([(w * w).sum(), (3 * w).sum()], {"w": w})
     _, joint = gradkit.value_and_grads([(w * w).sum(), (3 * w).sum()], {"w": w})
-    return Seen(
+    return Observation(
         torch=[check("autograd.grad of each", each, [2 * w, torch.full_like(w, 3)]), total],
         gradkit=[
             check("tree.add of both", gradkit.tree.add(*grads)["w"], 2 * w + 3),
@@ -131,8 +134,8 @@ def shared(device: torch.device) -> Seen:
     )
 
 
-def zero_grad(device: torch.device) -> Seen:
-    """Return what a second step gives if nothing is zeroed."""
+def zero_grad(device: torch.device) -> Observation:
+    """Run two steps, without zeroing the gradients in between."""
     w = leaf(device, 1, 2)
     (w * w).sum().backward()
     (w * w).sum().backward()
@@ -140,7 +143,5 @@ def zero_grad(device: torch.device) -> Seen:
     w.grad = None
     for _ in range(2):
         _, grad = gradkit.value_and_grads((w * w).sum(), w)
-    return Seen(
-        torch=[added],
-        gradkit=[check("the second step's", grad, 2 * w), check("w.grad", w.grad, None)],
-    )
+    second = check("the gradient of the second step", grad, 2 * w)
+    return Observation(torch=[added], gradkit=[second, check("w.grad", w.grad, None)])

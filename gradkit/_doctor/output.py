@@ -1,4 +1,4 @@
-"""The examination on paper: plain text, a table of rich, or JSON."""
+"""The examination as plain text, as a rich table, or as JSON."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import asdict
 from shutil import get_terminal_size
 from typing import Any
 
-from gradkit._doctor._check import Check, text
-from gradkit._doctor._examine import Examination, Finding
+from gradkit._doctor.checks import Check, text
+from gradkit._doctor.examination import Examination, Finding
 
-# Five columns need this width. In a narrower terminal, in a file or a pipe, text is easier to read.
+# The five columns of the table need this width; elsewhere plain text is easier to read.
 WIDTH = 110
 
 
@@ -30,7 +30,7 @@ def as_json(examination: Examination) -> str:
 
 
 def show(examination: Examination) -> None:
-    """Print the examination: as a table in a terminal that has room for it, if rich is there."""
+    """Print the examination: as a table in a wide terminal if rich is installed, else as text."""
     columns = get_terminal_size().columns
     try:
         from rich.console import Console
@@ -43,7 +43,7 @@ def show(examination: Examination) -> None:
     console.print(_head(examination), markup=False)
     for device in examination.devices:
         console.print(_table(examination, device))
-    console.print(_verdict(examination), markup=False)
+    console.print(_summary(examination), markup=False)
 
 
 def as_text(examination: Examination) -> str:
@@ -53,20 +53,20 @@ def as_text(examination: Examination) -> str:
         lines += ["", f"On {device}"]
         for finding in _of(examination, device):
             lines += [f"{finding.number:3}. {finding.title}"]
-            lines += [f"       torch    {line}" for line in _lines(finding.seen.torch)]
-            lines += [f"       gradkit  {line}" for line in _lines(finding.seen.gradkit)]
-            lines += [f"       {_word(finding)}"]
-    return "\n".join([*lines, "", _verdict(examination)])
+            lines += [f"       torch    {line}" for line in _lines(finding.observation.torch)]
+            lines += [f"       gradkit  {line}" for line in _lines(finding.observation.gradkit)]
+            lines += [f"       {_status(finding)}"]
+    return "\n".join([*lines, "", _summary(examination)])
 
 
 def _row(finding: Finding) -> dict[str, Any]:
-    seen = asdict(finding.seen)
+    checks = asdict(finding.observation)
     return {
         "device": finding.device,
         "number": finding.number,
         "title": finding.title,
-        "torch": seen["torch"],
-        "gradkit": seen["gradkit"],
+        "torch": checks["torch"],
+        "gradkit": checks["gradkit"],
         "error": finding.error,
         "equal": finding.equal,
     }
@@ -76,8 +76,10 @@ def _head(examination: Examination) -> str:
     lines = [f"{name:9} {version}" for name, version in examination.versions.items()]
     lines += [f"{'device':9} {device}: {name}" for device, name in examination.devices.items()]
     for extra, packages in examination.extras.items():
-        there = ", ".join(f"{name} {version or 'missing'}" for name, version in packages.items())
-        lines.append(f"{'extra':9} {extra}: {there}")
+        installed = ", ".join(
+            f"{name} {version or 'missing'}" for name, version in packages.items()
+        )
+        lines.append(f"{'extra':9} {extra}: {installed}")
     return "\n".join(lines)
 
 
@@ -86,15 +88,14 @@ def _of(examination: Examination, device: str) -> list[Finding]:
 
 
 def _lines(checks: list[Check]) -> list[str]:
-    return [_line(check) for check in checks]
+    return [
+        f"{check.what}: {text(check.got)}"
+        + ("" if check.equal else f" (expected: {text(check.expected)})")
+        for check in checks
+    ]
 
 
-def _line(check: Check) -> str:
-    wanted = "" if check.equal else f" (expected: {text(check.right)})"
-    return f"{check.what}: {text(check.got)}{wanted}"
-
-
-def _word(finding: Finding) -> str:
+def _status(finding: Finding) -> str:
     if finding.error is not None:
         return f"MISMATCH: it raised {finding.error}"
     wrong = [
@@ -105,11 +106,11 @@ def _word(finding: Finding) -> str:
     return f"MISMATCH: {', '.join(wrong)}" if wrong else "as expected"
 
 
-def _verdict(examination: Examination) -> str:
+def _summary(examination: Examination) -> str:
     findings = examination.findings
     good = sum(finding.equal for finding in findings)
     devices = ", ".join(examination.devices)
-    return f"{good} of {len(findings)} are as they should be, on {devices}"
+    return f"{good} of {len(findings)} confusions are as expected, on {devices}"
 
 
 def _table(examination: Examination, device: str) -> Any:
@@ -117,15 +118,15 @@ def _table(examination: Examination, device: str) -> Any:
     from rich.text import Text
 
     table = Table(title=f"On {device}", show_lines=True)
-    for heading in ("", "What people say", "What torch does here", "What gradkit gives", "Verdict"):
+    for heading in ("", "What people say", "What torch does here", "What gradkit gives", "Result"):
         table.add_column(heading, overflow="fold")
     for finding in _of(examination, device):
         cells = [
             str(finding.number),
             finding.title,
-            "\n".join(_lines(finding.seen.torch)),
-            "\n".join(_lines(finding.seen.gradkit)),
+            "\n".join(_lines(finding.observation.torch)),
+            "\n".join(_lines(finding.observation.gradkit)),
         ]
-        word = Text(_word(finding), style="green" if finding.equal else "bold red")
-        table.add_row(*map(Text, cells), word)
+        status = Text(_status(finding), style="green" if finding.equal else "bold red")
+        table.add_row(*map(Text, cells), status)
     return table

@@ -1,0 +1,15 @@
+"""The devices that torch can use here."""
+
+from __future__ import annotations
+
+import torch
+
+
+def available_devices() -> list[torch.device]:
+    """Return the CPU, and every accelerator that torch can use here."""
+    devices = [torch.device("cpu")]
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        devices += [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())]
+    return devices

@@ -1,0 +1,100 @@
+"""Checks: a value beside the expected one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+# The types of JSON. Tensors become nested lists, and numbers that are not finite strings.
+Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
+
+# torch's error for a graph that a pass has freed.
+FREED = "Trying to backward through the graph a second time"
+
+
+@dataclass(frozen=True)
+class Check:
+    """A value, the expected one, and whether they are equal.
+
+    Both are copies without tensors, which nothing that runs later can change.
+    """
+
+    what: str
+    got: Plain
+    expected: Plain
+    equal: bool
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The checks of what torch did, and of what gradkit returned."""
+
+    torch: list[Check]
+    gradkit: list[Check]
+
+
+def leaf(device: torch.device, *values: float) -> Tensor:
+    """Return a leaf tensor that requires grad."""
+    return torch.tensor(values, dtype=torch.float32, device=device, requires_grad=True)
+
+
+def check(what: str, got: Any, expected: Any) -> Check:
+    """Compare a value with the expected one; tensors bit by bit."""
+    return Check(what, plain(got), plain(expected), _same(got, expected))
+
+
+def error_of(call: Callable[[], object], text: str) -> str:
+    """Return the class of the error that a call raises, with `text` if its message contains it."""
+    try:
+        call()
+    except Exception as error:
+        shown = text if text in str(error) else first_line(error)
+        return f"{type(error).__name__}: {shown}"
+    return "no error"
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error message, shortened."""
+    return shorten(str(error).split("\n", 1)[0], width=160, placeholder=" ...")
+
+
+def plain(value: Any) -> Plain:
+    """Return a value in the types of JSON."""
+    if isinstance(value, Tensor):
+        return plain(value.detach().tolist())
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return repr(value)
+
+
+def text(value: Plain) -> str:
+    """Return a value as short text."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(text, value))}]"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {text(item)}" for key, item in value.items())
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _same(got: Any, expected: Any) -> bool:
+    if isinstance(got, Tensor) and isinstance(expected, Tensor):
+        return got.dtype == expected.dtype and torch.equal(got, expected)
+    if isinstance(got, list | tuple) and isinstance(expected, list | tuple):
+        return len(got) == len(expected) and all(map(_same, got, expected))
+    if isinstance(got, dict) and isinstance(expected, dict):
+        return got.keys() == expected.keys() and all(
+            _same(got[key], expected[key]) for key in expected
+        )
+    return type(got) is type(expected) and bool(got == expected)

@@ -1,0 +1,98 @@
+"""Everything that running a step may change: tensors, modules, `.grad` and random states."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from gradkit._state import rng
+from gradkit._state.dot_grad import grad_dtypes_put_back, grads_put_back
+from gradkit._state.module import attributes_put_back
+
+
+class Snapshot:
+    """The state of modules, tensors and random number generators, to be restored after each run."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        tensors: Iterable[Tensor],
+        generators: Iterable[Generator] = (),
+    ) -> None:
+        self._tensors = list({id(t): t for t in tensors}.values())
+        self.modules = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+        self._values = [(t, t.data, _version(t), t.detach().clone()) for t in self._tensors]
+        self._generators = list(generators)
+        self.leaves = [t for t in self._tensors if t.is_leaf]
+        self._requires_grad = [(t, t.requires_grad) for t in self.leaves]
+        self.grads = {id(t): t.grad for t in self.leaves}
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Run a block with every `.grad` None, and restore the state after it."""
+        states, others = rng.states(self._tensors), _python_states()
+        own = [(generator, generator.get_state()) for generator in self._generators]
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(grads_put_back(self.leaves))
+                stack.enter_context(grad_dtypes_put_back(self.leaves))
+                stack.callback(self._restore_tensors)  # before `.grad`, which must fit
+                for module in self.modules:
+                    stack.enter_context(attributes_put_back(module, hooks=True))
+                yield
+        finally:
+            rng.restore(states)
+            _restore_python_states(others)
+            for generator, state in own:
+                generator.set_state(state)
+
+    def _restore_tensors(self) -> None:
+        for tensor, data, version, numbers in self._values:
+            if _kind(tensor) != _kind(data):  # a module was moved or cast
+                tensor.data = data
+            if _has_changed(tensor, version, numbers):
+                tensor.data.copy_(numbers)
+        for tensor, requires_grad in self._requires_grad:
+            if tensor.is_leaf and tensor.requires_grad != requires_grad:
+                tensor.requires_grad_(requires_grad)
+
+    def has_grads(self) -> bool:
+        """Return whether any `.grad` is present now."""
+        return any(t.grad is not None for t in self.leaves)
+
+    def random_states(self) -> list[Any]:
+        """Return the states of all generators, comparable with `==`."""
+        states = [state for _, state in rng.states(self._tensors)]
+        states += [generator.get_state() for generator in self._generators]
+        return [[state.tolist() for state in states], repr(_python_states())]
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # inference tensors have no count
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.device, tensor.shape
+
+
+def _has_changed(tensor: Tensor, version: int, numbers: Tensor) -> bool:
+    if tensor.layout != torch.strided:
+        return _version(tensor) != version
+    return not torch.equal(tensor.detach(), numbers)
+
+
+def _python_states() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _restore_python_states(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
