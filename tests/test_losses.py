@@ -273,7 +273,7 @@ def test_an_option_with_no_such_value_is_refused(
     device: torch.device, options: dict[str, Any]
 ) -> None:
     w = torch.randn(3, device=device, requires_grad=True)
-    with pytest.raises(gradkit.StructureError, match=next(iter(options))):
+    with pytest.raises(gradkit.OptionError, match=next(iter(options))):
         gradkit.per_loss_grads((w * w).sum(), w, **options)
 
 

@@ -177,7 +177,7 @@ class _Plan:
             work,
             target,
             wanted,
-            replace(given, variables=leaves, ordinary=True),
+            replace(given, variables=leaves, plain_leaves=True),
             [shards[id(leaf)].sharded_param for leaf in leaves],
             [places.get(arrival) for arrival in arrivals],
             [[arrival in reached for arrival in arrivals] for reached in below],
