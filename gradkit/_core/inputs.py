@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from gradkit._core.losses import Losses, read_losses, read_weights, require_graph
-from gradkit._core.params import Params, expand_params, fsdp_classes, refuse_distributed
+from gradkit._core.params import Params, expand_params
 from gradkit._core.params import read_params as _read_params
 from gradkit._core.pytree import PyTree
+from gradkit._core.wrapped_modules import fsdp_classes, refuse_distributed
 
 __all__ = [
     "Losses",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +15,8 @@ from torch.optim import Optimizer
 from gradkit._core import pytree
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.pytree import PyTree, Structure
-from gradkit.errors import (
-    LeafTypeError,
-    StructureError,
-    UnsupportedGraphError,
-    describe,
-    message,
-)
+from gradkit._core.wrapped_modules import refuse_distributed
+from gradkit.errors import LeafTypeError, StructureError, describe, message
 
 _requires_grad, _is_leaf = attrgetter("requires_grad"), attrgetter("is_leaf")
 Copy: TypeAlias = Callable[[list[Any]], Iterable[Any]]
@@ -244,31 +238,3 @@ def _expander(kind: type) -> Callable[[Any], PyTree] | None:
     if issubclass(kind, Optimizer):
         return lambda opt: tuple(p for group in opt.param_groups for p in group["params"])
     return None
-
-
-def fsdp_classes() -> tuple[type, ...]:
-    """Return the classes of modules that FSDP has sharded."""
-    # Looked up, not imported: a process that has not imported them has no such module.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp else ()
-
-
-def refuse_distributed(module: nn.Module, where: Callable[[], str]) -> None:
-    """Raise if a module is wrapped by DistributedDataParallel or FSDP."""
-    sharded = fsdp_classes()
-    for part in module.modules():
-        if isinstance(part, nn.parallel.DistributedDataParallel):
-            kind = "a DistributedDataParallel module: its gradients would not be reduced"
-        elif isinstance(part, sharded):
-            kind = "a module sharded by FSDP: its sharded parameters are not in the graph"
-        else:
-            continue
-        raise UnsupportedGraphError(
-            message(
-                where(),
-                "a module of this process",
-                kind,
-                "gradkit.distributed.value_and_grads(losses, module), or "
-                "gradkit.distributed.per_loss_grads, or loss.backward()",
-            )
-        )

@@ -74,17 +74,17 @@ def hvp(
     check_option("mode", mode, ("forward-over-reverse", "reverse-over-reverse"))
     several = type(primals) is tuple
     args = primals if several else (primals,)
-    given = read_arguments(args, tuple(range(len(args))), None if several else "primals")
-    directions = _directions(given, given.args if several else given.args[0], tangents)
+    arguments = read_arguments(args, tuple(range(len(args))), None if several else "primals")
+    directions = _directions(arguments, arguments.args if several else arguments.args[0], tangents)
 
     def grads_at(*tensors: Tensor) -> tuple[Tensor, ...]:
-        here = given.at(given.with_variables(tensors))
+        here = arguments.at(arguments.with_variables(tensors))
         result = differentiate(fn, here, {}, gradient_of_the_sum, has_aux=False, scalar=True)
         pairs = zip(result.grads[0], here.variables, strict=True)
         return tuple(torch.zeros_like(x) if grad is None else grad for grad, x in pairs)
 
     with _one_at_a_time(), ordinary_mode(), sdpa_kernel(SDPBackend.MATH):
-        point, along = (tuple(map(detached, x)) for x in (given.variables, directions))
+        point, along = (tuple(map(detached, x)) for x in (arguments.variables, directions))
         if mode == "forward-over-reverse":
             grads, products = named_errors(
                 lambda: cast("tuple[Any, Any]", jvp(grads_at, point, along))
@@ -95,7 +95,7 @@ def hvp(
     results = []
     for tensors in (grads, products):
         # In forward mode, torch makes float64 of a 0-dim float32 times a number.
-        tree = given.finish(cast_to(given.dtypes, list(map(detached, tensors))), "zeros")
+        tree = arguments.finish(cast_to(arguments.dtypes, list(map(detached, tensors))), "zeros")
         results.append(tree if several else tree[0])
     return results[0], results[1]
 
@@ -108,15 +108,15 @@ def _one_at_a_time() -> AbstractContextManager[object]:
     return nullcontext() if torch.compiler.is_compiling() else _LOCK
 
 
-def _directions(given: Arguments, primals: PyTree, tangents: PyTree) -> list[Tensor]:
+def _directions(arguments: Arguments, primals: PyTree, tangents: PyTree) -> list[Tensor]:
     """Return one direction for each variable."""
     _, spec = pytree.flatten(primals)
     by_leaf = pytree.flatten_up_to(spec, "primals", tangents, "tangents")
     by_variable: dict[int, Tensor] = {}
-    for index, (slot, tangent) in enumerate(zip(given.params.slots, by_leaf, strict=True)):
+    for index, (slot, tangent) in enumerate(zip(arguments.params.slots, by_leaf, strict=True)):
         if slot is None:
             continue
-        variable = given.variables[slot]
+        variable = arguments.variables[slot]
         where = pytree.path(spec, index, "tangents")
         if variable.dtype.is_complex:
             path = pytree.path(spec, index, "primals")
@@ -133,7 +133,7 @@ def _directions(given: Arguments, primals: PyTree, tangents: PyTree) -> list[Ten
                     "give a tensor the same direction in all its places",
                 )
             )
-    return [by_variable[slot] for slot in range(len(given.variables))]
+    return [by_variable[slot] for slot in range(len(arguments.variables))]
 
 
 def _check(tangent: object, variable: Tensor, where: str) -> None:

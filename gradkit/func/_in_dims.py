@@ -56,20 +56,20 @@ class Batch:
         return self.with_tensors(tensor.select(dim, 0) for tensor, dim in pairs)
 
 
-def read_batch(given: Arguments, in_dims: PyTree, kwargs: dict[str, Any]) -> Batch:
+def read_batch(arguments: Arguments, in_dims: PyTree, kwargs: dict[str, Any]) -> Batch:
     """Check which arguments are batched, and return them."""
-    leaves, spec = pytree.flatten(given.args)
-    dims = _read_dims(in_dims, given.args, given.positions)
+    leaves, spec = pytree.flatten(arguments.args)
+    dims = _read_dims(in_dims, arguments.args, arguments.positions)
     size = _size_of_batch(leaves, dims, spec)
     _refuse_unbatched(leaves, dims, spec, kwargs)
-    _refuse_two_dims(given, pytree.unflatten(spec, dims))
+    _refuse_two_dims(arguments, pytree.unflatten(spec, dims))
     return Batch(leaves, dims, spec, size)
 
 
 def _refuse_unbatched(
     leaves: list[Any], dims: list[int | None], spec: Structure, kwargs: dict[str, Any]
 ) -> None:
-    """Refuse what every sample would be given whole, though it may hold the batch."""
+    """Raise for what every sample would get unbatched, though it may hold the batch."""
     for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
         if dim is None and not isinstance(leaf, Tensor) and not is_constant(leaf):
             raise LeafTypeError(
@@ -92,10 +92,10 @@ def _refuse_unbatched(
             )
 
 
-def _refuse_two_dims(given: Arguments, dims: PyTree) -> None:
-    by_leaf, _ = pytree.flatten(tuple(dims[position] for position in given.positions))
+def _refuse_two_dims(arguments: Arguments, dims: PyTree) -> None:
+    by_leaf, _ = pytree.flatten(tuple(dims[position] for position in arguments.positions))
     first: dict[int, int | None] = {}
-    for slot, dim in zip(given.params.slots, by_leaf, strict=True):
+    for slot, dim in zip(arguments.params.slots, by_leaf, strict=True):
         if slot is not None and first.setdefault(slot, dim) != dim:
             raise StructureError(
                 message(

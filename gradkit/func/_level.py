@@ -1,7 +1,7 @@
 """One level of torch.func: a function's losses, and passes from them.
 
 `torch.func.vjp` is entered for the level alone. The passes run inside it, where a pass can start
-from one loss: from outside, the others would have to be given zeros, and 0 * inf is nan.
+from one loss: from outside, the others would need zero cotangents, and 0 * inf is nan.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class LevelResult:
 
 def differentiate(
     fn: Callable[..., Any],
-    given: Arguments,
+    arguments: Arguments,
     kwargs: dict[str, Any],
     run: Callable[[Losses, Passes], Sequence[Sequence[Tensor | None]]],
     *,
@@ -124,33 +124,33 @@ def differentiate(
 ) -> LevelResult:
     """Call a function in a new level, and `run` passes from its losses; without the outer graph."""
     differentiable = differentiated()
-    watch = OpMonitor() if monitor is None else monitor
+    op_monitor = OpMonitor() if monitor is None else monitor
     outside: list[Any] = []
 
     def inside(*tensors: Tensor) -> tuple[Tensor, Any]:
-        _set_grad_dtypes(tensors, given)
+        _set_grad_dtypes(tensors, arguments)
         level = None if torch.compiler.is_compiling() else functorch.current_level()
-        with watch:
-            returned = fn(*given.with_variables(tensors), **kwargs)
+        with op_monitor:
+            returned = fn(*arguments.with_variables(tensors), **kwargs)
             tree, aux = split_aux(returned) if has_aux else (returned, None)
         losses = read_losses(tree, scalar=scalar, returned=True, may_be_aux=not has_aux)
-        passes = Passes(list(tensors), level, differentiable, watch)
+        passes = Passes(list(tensors), level, differentiable, op_monitor)
         _require_dependence(losses, passes)
-        watch.check()
+        op_monitor.check()
         grads, put_grads_back = tensors_of([list(part) for part in run(losses, passes)])
         tensors_of_aux, put_aux_back = tensors_of(aux)
         outside.extend((losses.spec, put_grads_back, put_aux_back))
         return losses.leaves[0], (losses.leaves, grads, tensors_of_aux)
 
     with ordinary_mode():
-        values, flat, tensors_of_aux = _enter(inside, list(map(detached, given.variables)))
+        values, flat, tensors_of_aux = _enter(inside, list(map(detached, arguments.variables)))
         values = copied([detached(value) for value in values])
     spec, put_grads_back, put_aux_back = outside
     grads = put_grads_back(flat)
     del flat  # ownership is read off the number of references
     for index, part in enumerate(grads):
-        if len(part) == len(given.dtypes):
-            grads[index] = cast_to(given.dtypes, part)
+        if len(part) == len(arguments.dtypes):
+            grads[index] = cast_to(arguments.dtypes, part)
     return LevelResult(values, grads, put_aux_back(map(detached, tensors_of_aux)), spec)
 
 
@@ -164,9 +164,9 @@ def _enter(inside: Callable[..., Any], tensors: list[Tensor]) -> Any:
     return named_errors(lambda: vjp(inside, *tensors, has_aux=True)[2])  # type: ignore[misc]
 
 
-def _set_grad_dtypes(tensors: Sequence[Tensor], given: Arguments) -> None:
+def _set_grad_dtypes(tensors: Sequence[Tensor], arguments: Arguments) -> None:
     # Not only the result has this dtype: so has the sum over the uses [B1].
-    for tensor, dtype in zip(tensors, given.dtypes, strict=True):
+    for tensor, dtype in zip(tensors, arguments.dtypes, strict=True):
         if tensor.dtype != dtype:
             tensor.grad_dtype = dtype
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from gradkit._checks import checkpoints
-from gradkit._core.params import refuse_distributed
+from gradkit._core.wrapped_modules import refuse_distributed
 from gradkit._state.module_state import module_restored
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func._read_only import ReadOnly

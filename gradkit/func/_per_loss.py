@@ -81,7 +81,7 @@ def per_loss_grads(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         check_unused_can_be_known(unused)
-        given = read_arguments(args, argnums)
+        arguments = read_arguments(args, argnums)
 
         def run(losses: Losses, passes: Passes) -> list[list[Tensor | None]]:
             batch = _losses_to_batch(strategy, chunk_size, losses.leaves, passes)
@@ -91,9 +91,9 @@ def per_loss_grads(
                 for index, loss in enumerate(losses.leaves)
             ]
 
-        result = differentiate(fn, given, kwargs, run, has_aux=has_aux, scalar=False)
+        result = differentiate(fn, arguments, kwargs, run, has_aux=has_aux, scalar=False)
         trees = [
-            given.finish(grads, unused, tuple(loss.shape))
+            arguments.finish(grads, unused, tuple(loss.shape))
             for grads, loss in zip(result.grads, result.values, strict=True)
         ]
         by_loss = pytree.unflatten(result.spec, trees)

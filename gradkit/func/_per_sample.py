@@ -89,21 +89,21 @@ def per_sample_grads(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         check_unused_can_be_known(unused)
-        given = read_arguments(args, argnums)
-        batch = read_batch(given, in_dims, kwargs)
+        arguments = read_arguments(args, argnums)
+        batch = read_batch(arguments, in_dims, kwargs)
         constants: list[Any] = []  # of aux, from the trace of one sample
 
-        def one(*tensors: Tensor) -> tuple[list[Tensor | None], list[Tensor]]:
-            sample = given.at(batch.with_tensors(tensors))
-            grads, aux = _of_one_sample(fn, sample, kwargs, has_aux=has_aux)
+        def of_sample(*tensors: Tensor) -> tuple[list[Tensor | None], list[Tensor]]:
+            sample = arguments.at(batch.with_tensors(tensors))
+            grads, aux = _differentiate_sample(fn, sample, kwargs, has_aux=has_aux)
             tensors_of_aux, put_back = tensors_of(aux)
             constants[:] = [put_back]
             return grads, tensors_of_aux
 
-        first = given.at(batch.first_sample())
+        first = arguments.at(batch.first_sample())
         with ordinary_mode():
             tensors = [detached(tensor) for tensor in batch.tensors]
-            samples = SampleBatch(one, tensors, batch.dims, batch.size)
+            samples = SampleBatch(of_sample, tensors, batch.dims, batch.size)
             if _at_once(chunk_size, batch.size):
                 grads, tensors_of_aux = samples.run(randomness, chunk_size)
             else:
@@ -116,12 +116,12 @@ def per_sample_grads(
     return call
 
 
-def _of_one_sample(
-    fn: Callable[..., Any], given: Arguments, kwargs: dict[str, Any], *, has_aux: bool
+def _differentiate_sample(
+    fn: Callable[..., Any], arguments: Arguments, kwargs: dict[str, Any], *, has_aux: bool
 ) -> tuple[list[Tensor | None], PyTree]:
     result = differentiate(
         fn,
-        given,
+        arguments,
         kwargs,
         gradient_of_the_sum,
         has_aux=has_aux,

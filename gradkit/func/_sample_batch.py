@@ -18,13 +18,13 @@ class SampleBatch:
     """A function of one sample, and the samples.
 
     Attributes:
-        one: Returns a list of gradients, and the tensors of aux.
+        fn: Of one sample; returns a list of gradients, and the tensors of aux.
         tensors: The batched tensors.
         dims: The batch dimension of each.
         size: The number of samples.
     """
 
-    one: Callable[..., tuple[list[Tensor | None], list[Tensor]]]
+    fn: Callable[..., tuple[list[Tensor | None], list[Tensor]]]
     tensors: list[Tensor]
     dims: tuple[int, ...]
     size: int
@@ -36,7 +36,7 @@ class SampleBatch:
         reached: list[bool] = []
 
         def present(*tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-            grads, aux = self.one(*tensors)
+            grads, aux = self.fn(*tensors)
             reached[:] = [grad is not None for grad in grads]
             return [grad for grad in grads if grad is not None], aux  # vmap returns tensors only
 

@@ -84,15 +84,15 @@ def value_and_grads(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         check_unused_can_be_known(unused)
-        given = read_arguments(args, argnums)
+        arguments = read_arguments(args, argnums)
 
         def run(losses: Losses, passes: Passes) -> list[list[Tensor | None]]:
             seeds = _seeds(losses, weights)
             return [passes.grads(losses.leaves, seeds, passes.variables, retain=False)]
 
-        result = differentiate(fn, given, kwargs, run, has_aux=has_aux, scalar=True)
+        result = differentiate(fn, arguments, kwargs, run, has_aux=has_aux, scalar=True)
         values = pytree.unflatten(result.spec, result.values)
-        grads = given.finish(result.grads[0], unused)
+        grads = arguments.finish(result.grads[0], unused)
         return ((values, result.aux), grads) if has_aux else (values, grads)
 
     return call
