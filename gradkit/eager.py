@@ -17,8 +17,9 @@ from gradkit._autograd.passes import (
 from gradkit._autograd.players import finish_players, read_players, run_players
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.dynamo import disable_compile
-from gradkit._core.inputs import read_losses, read_params
+from gradkit._core.losses import read_losses
 from gradkit._core.options import Filled, Strategy, Unused, check_batching, check_pass_options
+from gradkit._core.params import read_params
 from gradkit._core.pytree import PyTree
 
 __all__ = ["per_loss_grads", "simultaneous_grads", "value_and_grads"]

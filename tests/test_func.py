@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import gradkit
 from gradkit import func
+from gradkit._autograd import transform_pass
 from tests.helpers import World, assert_owned, assert_same_bits, unchanged
 from tests.strategies import OPS, Program, build, programs
 
@@ -391,3 +392,156 @@ def test_the_function_may_raise(device: torch.device) -> None:
     assert torch._C._functorch.maybe_current_level() is None
     _, grad = func.value_and_grads(lambda w: (w * 2).sum())(w)
     assert_same_bits([grad], [torch.full((2,), 2.0, device=device)])
+
+
+def test_unused_is_that_of_the_eager_call(device: torch.device) -> None:
+    a, b = torch.ones(2, device=device), torch.ones(3, device=device)
+    frozen = nn.Parameter(torch.ones(1, device=device), requires_grad=False)
+    params = {"a": a, "b": [b, b], "frozen": frozen, "n": None}
+
+    def one(p: Any) -> Tensor:
+        return (p["a"] ** 2).sum()
+
+    def both(p: Any) -> Any:
+        return {"a": p["a"] ** 2, "b": p["b"][0].sum(), "empty": p["a"][:0]}
+
+    _, grads = func.value_and_grads(one, unused="none")(params)
+    assert grads == {"a": grads["a"], "b": [None, None], "frozen": None, "n": None}
+    assert_same_bits([grads["a"]], [2 * a])
+    _, zeros = func.value_and_grads(one, unused="zeros")(params)
+    assert_same_bits([*zeros["b"], zeros["frozen"]], [b * 0, b * 0, frozen.detach() * 0])
+    assert zeros["b"][0].data_ptr() != zeros["b"][1].data_ptr()
+    for options in ({}, {"strategy": "batched"}, {"chunk_size": 1}):
+        rows = func.per_loss_grads(both, unused="none", **options)(params)
+        assert rows["a"]["b"] == [None, None]
+        assert rows["b"]["a"] is None
+        assert rows["empty"]["b"] == [None, None]
+        assert rows["empty"]["a"].shape == (0, 2)
+        torch.testing.assert_close(rows["a"]["a"], torch.diag(2 * a))
+    for chunk in (None, 2):
+        samples = func.per_sample_grads(lambda p, x: one(p) * x, unused="none", chunk_size=chunk)(
+            params, torch.ones(5, device=device)
+        )
+        assert samples["b"] == [None, None]
+        assert samples["a"].shape == (5, 2)
+
+
+def test_unused_error_names_the_tensor(device: torch.device) -> None:
+    a = torch.ones(2, device=device, requires_grad=True)
+    b = torch.ones(3, device=device, requires_grad=True)
+    a.grad = torch.ones_like(a)
+    calls: list[Any] = [
+        lambda: func.value_and_grads(lambda x, p: p["a"].sum(), 1, unused="error")(a, tree),
+        lambda: func.per_loss_grads(
+            lambda x, p: {"a": p["a"].sum(), "b": p["b"] * p["a"].sum()}, 1, unused="error"
+        )(a, tree),
+        lambda: func.per_sample_grads(lambda x, p: p["a"].sum() * x, 1, unused="error")(a, tree),
+    ]
+    tree = {"a": a, "b": b}
+    for call in calls:
+        with (
+            unchanged(a, b),
+            pytest.raises(gradkit.UnreachedParamError, match=r"args\[1\]\['b'\].*from every loss"),
+        ):
+            call()
+    _, grads = func.value_and_grads(lambda p: (p["a"].sum() * p["b"]).sum(), unused="error")(tree)
+    assert all(grad is not None for grad in grads.values())
+
+
+def test_a_module_stands_for_its_named_parameters(device: torch.device) -> None:
+    model, x, y = a_model("mlp", device)
+    params = dict(model.named_parameters())
+
+    def loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
+        assert list(params) == [name for name, _ in model.named_parameters()]
+        return functional.cross_entropy(torch.func.functional_call(model, params, (x,)), y)
+
+    def nested(tree: Any, x: Tensor) -> Tensor:
+        return loss(tree["net"], x, y) * tree["scale"]
+
+    value, grads = func.value_and_grads(loss)(model, x, y)
+    expected, by_dict = func.value_and_grads(loss)(params, x, y)
+    assert list(grads) == list(params)
+    assert_same_bits([value, *grads.values()], [expected, *by_dict.values()])
+    scale = torch.tensor(2.0, device=device)
+    _, deep = func.value_and_grads(nested)({"net": model, "scale": scale}, x)
+    assert_same_bits([deep["scale"]], [expected])
+    rows = func.per_loss_grads(loss)(model, x, y)
+    assert_same_bits(rows.values(), by_dict.values())
+    samples = func.per_sample_grads(lambda p, x, y: loss(p, x[None], y[None]))(model, x, y)
+    by_dict = func.per_sample_grads(lambda p, x, y: loss(p, x[None], y[None]))(params, x, y)
+    assert_same_bits(samples.values(), by_dict.values())
+    along = {name: torch.ones_like(p) for name, p in params.items()}
+    by_module = func.hvp(lambda p: loss(p, x, y), model, along)
+    by_dict = func.hvp(lambda p: loss(p, x, y), params, along)
+    for ours, theirs in zip(by_module, by_dict, strict=True):
+        assert_same_bits(ours.values(), theirs.values())
+    # What argnums does not name goes to the function as it is.
+    _, grad = func.value_and_grads(lambda x, m: m(x).sum())(x, model)
+    assert grad.shape == x.shape
+
+
+def test_an_iterator_and_an_optimizer_stand_for_tuples(device: torch.device) -> None:
+    model = nn.Linear(3, 2).to(device)
+    x = torch.randn(4, 3, device=device)
+
+    def loss(params: Any) -> Tensor:
+        assert type(params) is tuple
+        return functional.linear(x, *params).square().sum()
+
+    _, expected = gradkit.value_and_grads(model(x).square().sum(), model.parameters())
+    makers: list[Any] = [
+        model.parameters,
+        dict(model.named_parameters()).values,
+        lambda: torch.optim.SGD(model.parameters()),
+    ]
+    for make in makers:
+        _, grads = func.value_and_grads(loss)(make())
+        assert type(grads) is tuple
+        assert_same_bits(grads, expected)
+
+
+def test_strategies_are_those_of_the_eager_call(device: torch.device) -> None:
+    w = torch.randn(6, device=device, dtype=torch.float64)
+
+    def fn(w: Tensor) -> Any:
+        return {"vector": w.sin(), "scalar": w.square().sum(), "matrix": (w * w).reshape(2, 3)}
+
+    expected = func.per_loss_grads(fn, strategy="sequential")(w)
+    default = func.per_loss_grads(fn)(w)
+    for name in expected:
+        assert_same_bits([default[name]], [expected[name]])
+    for options in (
+        {"strategy": "batched"},
+        {"strategy": "batched", "chunk_size": 4},
+        {"strategy": "auto"},
+        {"chunk_size": 4},
+        {"strategy": "sequential", "chunk_size": 4},
+    ):
+        got = func.per_loss_grads(fn, **options)(w)
+        for name, grads in expected.items():
+            torch.testing.assert_close(got[name], grads, rtol=1e-14, atol=1e-14)
+            assert got[name].stride() == grads.stride()
+    with pytest.warns(gradkit.GradkitWarning, match="batch of one"):
+        func.per_loss_grads(lambda w: w.sum(), strategy="batched")(w)
+
+
+def test_the_size_of_a_batched_pass_is_bounded(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    run = transform_pass.run_batch
+    monkeypatch.setattr(
+        transform_pass, "run_batch", lambda one, seeds: sizes.append(len(seeds)) or run(one, seeds)
+    )
+    w = torch.randn(5, device=device)
+    for options, expected in (
+        ({}, []),
+        ({"strategy": "batched"}, [5]),
+        ({"strategy": "batched", "chunk_size": 2}, [2, 2, 1]),
+        ({"chunk_size": 3}, [3, 2]),
+        ({"strategy": "sequential", "chunk_size": 3}, []),
+    ):
+        sizes.clear()
+        func.per_loss_grads(lambda w: w * w, **options)(w)
+        assert sizes == expected

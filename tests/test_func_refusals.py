@@ -30,16 +30,25 @@ every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
 BAD_LEAVES: dict[str, tuple[Any, type[Exception], str]] = {
-    "a module": (nn.Linear(1, 1), gradkit.LeafTypeError, "make_functional"),
-    "an iterator": (nn.Linear(1, 1).parameters(), gradkit.LeafTypeError, "list"),
-    "a number": ([1.0], gradkit.LeafTypeError, r"args\[0\]\[0\]"),
+    "a module without parameters": (
+        nn.Tanh(),
+        gradkit.UnreachedParamError,
+        "a module without parameters",
+    ),
+    "a lazy module": (
+        nn.LazyLinear(1),
+        gradkit.LeafTypeError,
+        r"(?s)\['weight'\].*forward pass first",
+    ),
+    "an iterator read through": (iter(()), gradkit.UnreachedParamError, "read only once"),
+    "a number": ([1.0], gradkit.LeafTypeError, r"(args\[0\]|primals)\[0\]"),
     "an array of integers": (
         {"a": torch.ones(1, dtype=torch.long)},
         gradkit.LeafTypeError,
-        r"args\[0\]\['a'\].*int64",
+        r"(args\[0\]|primals)\['a'\].*int64",
     ),
-    "nothing": ({}, gradkit.UnreachedParamError, "a tensor to differentiate by"),
-    "None": ([None], gradkit.UnreachedParamError, "a tensor to differentiate by"),
+    "nothing": ({}, gradkit.UnreachedParamError, "a tensor to differentiate"),
+    "None": ([None], gradkit.UnreachedParamError, "a tensor to differentiate"),
     "frozen": (
         [nn.Parameter(torch.ones(1), requires_grad=False)],
         gradkit.UnreachedParamError,
@@ -105,6 +114,66 @@ def test_bad_losses(device: torch.device, call: Callable[..., Any], case: str) -
     assert OUTSIDE.grad_fn is not None
 
 
+@every_call
+@pytest.mark.parametrize(
+    ("fn", "text"),
+    [
+        (lambda w: (w.sum(), 0.5), r"(?s)losses\[1\].*float 0.5.*has_aux=True"),
+        (lambda w: (w.sum(), {"n": 3}), r"(?s)losses\[1\]\['n'\].*has_aux=True"),
+        (lambda w: (w.sum(), w.argmax()), r"(?s)losses\[1\].*int64.*has_aux=True"),
+        (lambda w: w.sum, r"(?s)losses: .*call it, and return the loss"),
+        (lambda w: NORM, r"(?s)losses: .*a BatchNorm1d.*return the loss"),
+    ],
+)
+def test_what_is_returned_by_mistake(
+    device: torch.device, call: Callable[..., Any], fn: Callable[[Tensor], Any], text: str
+) -> None:
+    w = torch.ones(2, requires_grad=True)
+    with unchanged(w), pytest.raises(gradkit.LeafTypeError, match=text):
+        call(lambda w, *_: fn(w), w)
+
+
+def test_options_are_checked_when_the_function_is_made(device: torch.device) -> None:
+    for make, options in (
+        (func.value_and_grads, {"unused": "zero"}),
+        (func.value_and_grads, {"unused": None}),
+        (func.value_and_grads, {"has_aux": 1}),
+        (func.per_loss_grads, {"unused": "zero"}),
+        (func.per_loss_grads, {"strategy": "parallel"}),
+        (func.per_loss_grads, {"strategy": True}),
+        (func.per_loss_grads, {"has_aux": "yes"}),
+        (func.per_sample_grads, {"unused": ""}),
+        (func.per_sample_grads, {"randomness": "none"}),
+        (func.per_sample_grads, {"has_aux": None}),
+    ):
+        name = next(iter(options))
+        with pytest.raises(gradkit.OptionError, match=rf"^{name}: expected .*got .*\n.*{name}="):
+            make(never, **options)
+
+
+def test_a_wrapped_module_is_refused(device: torch.device) -> None:
+    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    with pytest.raises(
+        gradkit.UnsupportedGraphError, match=r"args\[0\]: .*DistributedDataParallel"
+    ):
+        func.value_and_grads(never)(wrapped)
+
+
+def test_layers_that_are_not_registered_are_named(device: torch.device) -> None:
+    for call in CALLS.values():
+        with pytest.raises(gradkit.UnreachedParamError, match=r"(?s)module.layers.*ModuleList"):
+            call(never, Hidden())
+
+
+class Hidden(nn.Module):
+    """A module whose layers are in a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(1, 1)]
+
+
 @pytest.mark.parametrize("name", ["value_and_grads", "per_sample_grads", "hvp"])
 def test_a_loss_of_several_elements(device: torch.device, name: str) -> None:
     with pytest.raises(gradkit.NotScalarLossError, match=r"losses\[1\].*shape \(2,\)"):
@@ -153,10 +222,10 @@ def test_without_the_aux_it_promised(device: torch.device, returned: Any) -> Non
         func.per_sample_grads(lambda w, x: returned(w * x), has_aux=True)(w, w)
 
 
-@pytest.mark.parametrize("chunk", [0, -1, 1.5, "2"])
+@pytest.mark.parametrize("chunk", [0, -1, 1.5, "2", True])
 def test_bad_chunk_size(device: torch.device, chunk: Any) -> None:
     for call in (func.per_loss_grads, func.per_sample_grads):
-        with pytest.raises(gradkit.StructureError, match="chunk_size"):
+        with pytest.raises(gradkit.OptionError, match=r"^chunk_size"):
             call(never, chunk_size=chunk)
 
 
@@ -171,12 +240,10 @@ def test_bad_tangents(device: torch.device) -> None:
     for text, (tangents, error) in cases.items():
         with pytest.raises(error, match=text):
             func.hvp(never, {"a": w}, tangents)
-    with pytest.raises(gradkit.StructureError, match="mode"):
+    with pytest.raises(gradkit.OptionError, match="mode"):
         func.hvp(never, w, w, mode="reverse-over-forward")
     with pytest.raises(gradkit.LeafTypeError, match="view_as_real"):
         func.hvp(never, w + 1j, w + 1j)
-    with pytest.raises(gradkit.StructureError, match="chunk_size"):
-        func.per_sample_grads(never, chunk_size=True)
 
 
 class Opaque:

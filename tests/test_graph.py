@@ -13,9 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradkit
 from gradkit._autograd import graph_release
-from gradkit._checks import unsupported
-from gradkit._core import functions
-from gradkit._core import graph, ownership
+from gradkit._core import functions, graph, ownership
 
 
 class Twice(torch.autograd.Function):

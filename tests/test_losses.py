@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import gradkit
+from gradkit._core.losses import params_of_each_loss, read_losses
 from tests.helpers import assert_same_bits, same_bits, unchanged
 
 
@@ -273,7 +274,7 @@ def test_an_option_with_no_such_value_is_refused(
     device: torch.device, options: dict[str, Any]
 ) -> None:
     w = torch.randn(3, device=device, requires_grad=True)
-    with pytest.raises(gradkit.StructureError, match=next(iter(options))):
+    with pytest.raises(gradkit.OptionError, match=next(iter(options))):
         gradkit.per_loss_grads((w * w).sum(), w, **options)
 
 
@@ -321,3 +322,76 @@ def test_simultaneous_grads_refuses_losses_that_are_no_prefix(device: torch.devi
     )
     assert torch.equal(grads["a"], v.detach())
     assert grads["b"] == {"v": None}
+
+
+def a_function(w: torch.Tensor) -> torch.Tensor:
+    return (w * w).sum()
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        (lambda model: model, r"losses: .*a Linear.*\(losses, params\), in this order"),
+        (lambda model: {"fit": model}, r"losses\['fit'\]: .*\(losses, params\)"),
+        (lambda model: torch.optim.SGD(model.parameters()), r"an? SGD.*\(losses, params\)"),
+        (lambda model: a_function, r"losses: .*call it.*gradkit.func.value_and_grads\(fn\)"),
+        (lambda model: [lambda: 1.0], r"losses\[0\]: .*call it"),
+        (lambda model: "fit", r"losses: .*got the str 'fit'"),
+    ],
+)
+def test_what_stands_in_the_place_of_losses_by_mistake(
+    device: torch.device, losses: Any, words: str
+) -> None:
+    model = nn.Linear(2, 1).to(device)
+    loss = model(torch.ones(1, 2, device=device)).sum()
+    for call in (gradkit.value_and_grads, gradkit.per_loss_grads, gradkit.backward_):
+        with (
+            unchanged(loss, *model.parameters()),
+            pytest.raises(gradkit.LeafTypeError, match=f"(?s){words}") as caught,
+        ):
+            call(losses(model), loss)
+        assert isinstance(caught.value, gradkit.GradkitError)
+    gradkit.value_and_grads(loss, model)  # the graph can still be used
+
+
+def test_params_in_the_place_of_losses(device: torch.device) -> None:
+    model = nn.Linear(2, 1).to(device)
+    loss = model(torch.ones(1, 2, device=device)).sum()
+    with pytest.raises(gradkit.NotScalarLossError, match=r"(?s)losses\[0\].*\(losses, params\)"):
+        gradkit.value_and_grads(model.parameters(), loss)
+
+
+def test_a_value_that_gradkit_returned_is_detached(device: torch.device) -> None:
+    w = torch.ones(2, device=device, requires_grad=True)
+    value, _ = gradkit.value_and_grads((w * w).sum(), w)
+    with unchanged(w), pytest.raises(gradkit.DetachedLossError, match=r"(?s)create_graph=True"):
+        gradkit.value_and_grads(value, w)
+    value, _ = gradkit.value_and_grads((w * w).sum(), w, create_graph=True)
+    _, grad = gradkit.value_and_grads(value, w)
+    assert torch.equal(grad, 2 * w.detach())
+
+
+def test_the_advice_for_a_tensor_of_weights_works(device: torch.device) -> None:
+    w = torch.ones(3, device=device, requires_grad=True)
+    weights = torch.tensor([2.0, 3.0])
+    for losses, advised, text in (
+        ([w.sum(), w.sum()], list(weights), r"weights=list\(weights\)"),
+        ({"a": w.sum(), "b": w.sum()}, None, r"weights=dict\(zip\(losses, weights\)\)"),
+    ):
+        with unchanged(w), pytest.raises(gradkit.LeafTypeError, match=text):
+            gradkit.value_and_grads(losses, w, weights=weights)
+        by_loss = dict(zip(losses, weights, strict=True)) if advised is None else advised
+        _, grad = gradkit.value_and_grads(losses, w, weights=by_loss)
+        assert torch.equal(grad, torch.full_like(w, 5.0).detach())
+
+
+def test_the_players_of_a_game_in_one_module(device: torch.device) -> None:
+    players = nn.ModuleList(nn.Linear(2, 1) for _ in range(2)).to(device)
+    losses = [player(torch.ones(1, 2, device=device)).sum() for player in players]
+    read = read_losses(losses, scalar=True)
+    with pytest.raises(
+        gradkit.StructureError, match=r"(?s)params: .*a ModuleList.*list\(params\).*generator"
+    ):
+        params_of_each_loss(read, players)
+    assert params_of_each_loss(read, list(players)) == list(players)
+    assert params_of_each_loss(read_losses(losses[0], scalar=True), players) == [players]

@@ -686,7 +686,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     refused(gradkit.LeafTypeError, r"^eps of params", never, opt=meta.adam(eps=None))
     unreached = gradkit.UnreachedParamError
     for params in (None, {}, [None], nn.Parameter(w.detach(), requires_grad=False)):
-        refused(unreached, r"differentiate by", params=params)
+        refused(unreached, r"differentiate", params=params)
     refused(gradkit.LeafTypeError, r"^params\['w'\]", params={"w": "w"})
     refused(gradkit.LeafTypeError, r"^params", params=torch.ones(2, dtype=torch.int64))
     for options in ({}, {"memory": "recompute"}, {"memory": 2}, {"first_order": True}):

@@ -323,10 +323,8 @@ def test_players_in_one_module(device: torch.device, container: type[nn.Module])
     losses = [part(x).mean() for part in parts.values()]
     with (
         unchanged(*players.parameters(), *losses),
-        pytest.raises(gradkit.StructureError, match="one part for each loss") as raised,
+        pytest.raises(gradkit.StructureError, match="a tree with the structure of losses"),
     ):
         gradkit.simultaneous_grads(losses, players)
-    fixes = {nn.ModuleList: "list(players)", nn.ModuleDict: "dict(players.items())"}
-    assert fixes.get(container, "{'G': generator") in str(raised.value)
     grads = gradkit.simultaneous_grads(losses, list(parts.values()))
     assert all(grad is not None for tree in grads for grad in tree.values())

@@ -216,6 +216,44 @@ def test_an_empty_tree_is_refused(device: torch.device) -> None:
     gradkit.value_and_grads(loss, w)
 
 
+class HiddenLayers(nn.Module):
+    def __init__(self, container: Any) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.layers = container
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (lambda: HiddenLayers([nn.Linear(1, 1)]), r"module.inner.layers are not.*nn.ModuleList"),
+        (lambda: HiddenLayers({"a": nn.Linear(1, 1)}), r"module.inner.layers are.*nn.ModuleDict"),
+        (lambda: HiddenLayers([1, "a"]), "a module without parameters"),
+        (lambda: iter(()), r"an iterator with nothing left.*list\(model.parameters\(\)\)"),
+        (list, "an empty tree"),
+    ],
+)
+def test_what_holds_no_params_is_named(device: torch.device, params: Any, words: str) -> None:
+    w = leaf(device, 2)
+    loss = (w * w).sum()
+    with unchanged(w, loss), pytest.raises(gradkit.StructureError, match=f"(?s){words}"):
+        gradkit.value_and_grads(loss, params())
+    gradkit.value_and_grads(loss, w)
+
+
+def test_a_state_dict_is_refused(device: torch.device) -> None:
+    x = torch.ones(2, 3, device=device)
+    plain, norm = nn.Linear(3, 3).to(device), nn.BatchNorm1d(3).to(device)
+    for model, error in ((plain, gradkit.UnreachedParamError), (norm, gradkit.LeafTypeError)):
+        loss = model(x).square().sum()
+        with (
+            unchanged(loss, *model.parameters()),
+            pytest.raises(error, match=r"(?s)state_dict\(\).*pass the module"),
+        ):
+            gradkit.value_and_grads(loss, model.state_dict())
+        gradkit.value_and_grads(loss, model)
+
+
 def test_views_channels_last_and_transposed_parameters(device: torch.device) -> None:
     conv = nn.Conv2d(3, 4, 3).to(device, memory_format=torch.channels_last)
     transposed = torch.randn(4, 3, device=device).t().requires_grad_()

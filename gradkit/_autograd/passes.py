@@ -17,8 +17,9 @@ from gradkit._checks.call import check_call
 from gradkit._checks.reachability import refuse_unreached
 from gradkit._core import pytree
 from gradkit._core.call import Call, Grads, Pass
-from gradkit._core.inputs import Losses, Params, read_weights, require_graph
+from gradkit._core.losses import Losses, read_weights, require_graph
 from gradkit._core.ownership import zeros_for
+from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 
 Runner: TypeAlias = Callable[..., PassRunner]
@@ -141,11 +142,11 @@ def run_separately(
         refuse_unreached(replace(call, passes=[Pass([index], params) for index in every]))
     check_call(call, allowed)
     run = runner(call)
-    batch = jacobian.choose(strategy, [losses.leaves[i] for i in group], params.variables)
+    batch = jacobian.choose(strategy, call)
 
     def differentiate(index: int, variables: list[Tensor], retain: bool) -> Grads:
         loss = losses.leaves[index]
-        if id(loss) in batch:
+        if index in batch:
             return jacobian.batched(run, loss, variables, retain=retain, chunk_size=chunk_size)
         return jacobian.sequential(run, loss, variables, retain=retain)
 

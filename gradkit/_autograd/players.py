@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradkit._autograd.passes import PassResult, finish, run_in_turn
 from gradkit._autograd.runner import PassRunner
 from gradkit._checks.call import check_call
 from gradkit._core import pytree
 from gradkit._core.call import Call, Grads, Pass
-from gradkit._core.inputs import Losses, Params, read_params, require_graph
+from gradkit._core.losses import Losses, params_of_each_loss, require_graph
+from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
-from gradkit.errors import StructureError, message
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +26,9 @@ class Players:
 
 def read_players(losses: Losses, params: PyTree) -> Players:
     """Return the part of a tree of params that stands at the place of each loss."""
-    if isinstance(params, nn.Module) and not losses.spec.is_leaf():
-        raise StructureError(_one_module(losses, params))
-    parts = pytree.flatten_up_to(losses.spec, "losses", params, "params")
-    paths = (losses.path(index).replace("losses", "params", 1) for index in range(len(parts)))
-    return Players(
-        losses, [read_params(part, path) for part, path in zip(parts, paths, strict=True)]
-    )
-
-
-def _one_module(losses: Losses, module: nn.Module) -> str:
-    as_tree = {nn.ModuleList: "list(players)", nn.ModuleDict: "dict(players.items())"}
-    players = as_tree.get(type(module), "{'G': generator, 'D': discriminator}")
-    return message(
-        "params",
-        f"one part for each loss, at the place of {losses.path(0)}",
-        f"a {type(module).__name__}, which stands for one set of parameters",
-        f"gradkit.simultaneous_grads(losses, {players})",
-    )
+    parts = params_of_each_loss(losses, params)
+    paths = [losses.path(index).replace("losses", "params", 1) for index in range(len(parts))]
+    return Players(losses, list(map(read_params, parts, paths)))
 
 
 def run_players(

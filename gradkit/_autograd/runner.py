@@ -31,6 +31,11 @@ class PassRunner:
     call: Call
     weights: Sequence[Tensor] = ()
 
+    @property
+    def create_graph(self) -> bool:
+        """Whether the gradients carry a graph."""
+        return self.call.create_graph
+
     def grads(
         self,
         outputs: Sequence[Tensor],

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from gradkit._core import saved_tensors
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
-from gradkit._core.inputs import Losses, Params
+from gradkit._core.losses import Losses
+from gradkit._core.params import Params
 from gradkit.errors import FreedGraphError, message
 
 

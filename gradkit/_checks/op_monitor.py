@@ -1,236 +1,47 @@
-"""Operations whose derivative torch.func gets silently wrong, found before it is taken.
-
-Each entry of the table is a defect of torch's own formulas or batching rules, with the place where
-it shows. The tests of these fail when torch has mended one.
-"""
+"""Watches the operations of a function, and raises where torch.func would be silently wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._functorch.eager_transforms import _autograd_grad
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from gradkit._checks.known_bugs import ALIASES, KNOWN_BUGS, OpCall, differentiated_around
+from gradkit._compat.functorch import autograd_grad
 from gradkit._compat.transforms import BATCH, DERIVATIVES, transforms
 from gradkit.errors import UnsupportedGraphError, message
 
-Stack: TypeAlias = tuple[str, ...]
+__all__ = ["KNOWN_BUGS", "OpMonitor"]
 
-
-@dataclass(frozen=True)
-class Call:
-    """A call of an operation, and where it stands.
-
-    Attributes:
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        functional: It is the function of torch.nn.functional, with an order of its own.
-        stack: The transforms around it, from the outermost.
-        outer: Those of them around the level that watches.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    functional: bool
-    stack: Stack
-    outer: Stack
-
-    def argument(self, place: int, name: str) -> Any:
-        """Return an argument, None if it was left out."""
-        return self.args[place] if len(self.args) > place else self.kwargs.get(name)
-
-    def batched(self) -> bool:
-        """Return whether it runs in a vmap."""
-        return BATCH in self.stack
-
-    def batched_and_differentiated(self) -> bool:
-        """Return whether it runs in a vmap that is differentiated."""
-        return _inside(self.stack, BATCH)
-
-    def forward(self) -> bool:
-        """Return whether a forward-mode derivative is taken of it."""
-        return "Jvp" in self.stack
-
-    def forward_and_differentiated(self) -> bool:
-        """Return whether a forward-mode derivative is taken, and differentiated."""
-        return _inside(self.stack, "Jvp")
-
-    def third(self) -> bool:
-        """Return whether a third derivative is taken of it."""
-        return sum(kind in DERIVATIVES for kind in self.stack) > 2
-
-    def differentiated_outside(self) -> bool:
-        """Return whether someone may take a batched backward pass of what the level returns."""
-        return not DERIVATIVES.isdisjoint(self.outer)
-
-
-def _inside(stack: Stack, kind: str) -> bool:
-    """Return whether a transform of this kind stands inside of one that differentiates."""
-    last = len(stack) - 1 - stack[::-1].index(kind) if kind in stack else 0
-    return not DERIVATIVES.isdisjoint(stack[:last])
-
-
-Condition: TypeAlias = Callable[[Call], bool]
-
-
-@dataclass(frozen=True)
-class KnownBug:
-    """What torch gets wrong about an operation.
-
-    Attributes:
-        what: What is wrong, for the error.
-        do: What to write in its place.
-        now: Where the call is wrong by itself, or will be with what is around it.
-        passes: A batched backward pass through it is wrong.
-        second: The derivative of a batched backward pass through it is wrong.
-        concerns: Which calls of it are concerned.
-    """
-
-    what: str
-    do: str
-    now: Condition
-    passes: bool = False
-    second: Condition = lambda call: False
-    concerns: Condition = lambda call: True
-
-
-def _is_weighted(call: Call) -> bool:
-    return call.argument(3 if call.functional else 1, "weight") is not None
-
-
-def _is_training(call: Call) -> bool:
-    return bool(call.argument(5, "training"))
-
-
-def _norm_is_wrong(call: Call) -> bool:
-    return call.forward_and_differentiated() or call.third()
-
-
-_WEIGHT = (
-    "a derivative of a batched gradient, grad(vmap(grad(f))), or a third derivative, or one of a "
-    "jvp, is silently wrong"
-)
-_RANGE = "take every derivative inside of the vmap, two at most; or use group_norm or rms_norm"
-_DETERMINANT = KnownBug(
-    "the derivative of its jvp is silently wrong",
-    "take the jvp of the gradient: hvp(f, primals, tangents)",
-    Call.forward_and_differentiated,
-)
-_FORWARD = KnownBug(
-    "its forward-mode derivative is silently wrong",
-    'hvp(..., mode="reverse-over-reverse"), and grad or jacrev in place of jvp or jacfwd',
-    Call.forward,
-)
-KNOWN_BUGS: dict[str, KnownBug] = {
-    "cdist": KnownBug(
-        "a batched backward pass through it is silently wrong",
-        "(a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)",
-        Call.differentiated_outside,
-        passes=True,
-    ),
-    "as_strided_scatter": KnownBug(
-        "its derivative is silently wrong",
-        "index_put, or torch.where",
-        lambda call: (
-            call.batched()
-            or call.forward()
-            or call.differentiated_outside()
-            or call.argument(0, "input").requires_grad
-            or call.argument(1, "src").requires_grad
-        ),
-    ),
-    "roll": KnownBug(
-        "vmap gets it silently wrong for a tensor without dimensions",
-        "leave it out: it moves nothing there",
-        Call.batched,
-        passes=True,
-        concerns=lambda call: call.argument(0, "input").dim() == 0,
-    ),
-    "masked_select": KnownBug(
-        "a batched backward pass through it is silently wrong where it broadcasts",
-        "expand the tensor to the shape of the mask first",
-        Call.differentiated_outside,
-        passes=True,
-        concerns=lambda call: call.argument(0, "input").shape != call.argument(1, "mask").shape,
-    ),
-    "index_fill": KnownBug(
-        "vmap gets it silently wrong for a value that is a tensor",
-        "torch.where, or index_put",
-        Call.batched,
-        passes=True,
-        concerns=lambda call: isinstance(call.argument(3, "value"), Tensor),
-    ),
-    "select_scatter": KnownBug(
-        "the derivative of what vmap makes of it is silently wrong",
-        "torch.where, or index_put; or the gradient inside of the vmap",
-        Call.batched_and_differentiated,
-    ),
-    "det": _DETERMINANT,
-    "slogdet": _DETERMINANT,
-    "logdet": _DETERMINANT,
-    "cholesky_inverse": _FORWARD,
-    "triangular_solve": _FORWARD,
-    "scatter_reduce": KnownBug(
-        _FORWARD.what, _FORWARD.do, _FORWARD.now,
-        concerns=lambda call: call.argument(4, "reduce") == "prod",
-    ),
-    "layer_norm": KnownBug(
-        _WEIGHT, _RANGE, _norm_is_wrong,
-        second=lambda call: call.argument(2, "weight") is not None,
-    ),
-    "batch_norm": KnownBug(
-        _WEIGHT, _RANGE, _norm_is_wrong, second=_is_weighted, concerns=_is_training
-    ),
-    "instance_norm": KnownBug(_WEIGHT, _RANGE, _norm_is_wrong, second=_is_weighted),
-}  # fmt: skip
-# The same under other names, and torch's operators beneath them.
-_ALIASES = {
-    "native_layer_norm": "layer_norm",
-    "native_batch_norm": "batch_norm",
-    "_native_batch_norm_legit": "batch_norm",
-    "_batch_norm_with_update": "batch_norm",
-    "_cdist_forward": "cdist",
-    "linalg_det": "det",
-    "_linalg_det": "det",
-    "linalg_slogdet": "slogdet",
-    "_linalg_slogdet": "slogdet",
-    "scatter_reduce_": "scatter_reduce",
-    "index_fill_": "index_fill",
-}
+_BACKWARD_PASS = "a backward pass"
 _NAMES: dict[Any, str] = {
     getattr(owner, alias): name
-    for alias, name in [*((name, name) for name in KNOWN_BUGS), *_ALIASES.items()]
+    for alias, name in [*((name, name) for name in KNOWN_BUGS), *ALIASES.items()]
     for owner in (torch, Tensor, torch.linalg, functional)
     if hasattr(owner, alias)
-}
+} | {torch.autograd.grad: _BACKWARD_PASS, autograd_grad: _BACKWARD_PASS}
 _FUNCTIONAL = {functional.batch_norm, functional.instance_norm}
-_OPERATORS = (OpOverload, OpOverloadPacket)
-_A_PASS = "a backward pass"
-_NAMES |= {torch.autograd.grad: _A_PASS, _autograd_grad: _A_PASS}
+# An operator called as torch.ops.aten.add, or with its overload.
+_OPERATOR, _OVERLOAD = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
 
 
 class OpMonitor(TorchFunctionMode):
-    """Sees the operations of a function, and stops what would come out wrong.
+    """Notes the operations of a function, and raises at those whose derivative would be wrong.
 
-    It sees what Python calls, not what torch.jit.script has compiled.
-
-    Args:
-        per_sample: The function is for one sample of a batch, so that train-mode batch norm is no
-            function of it.
+    It sees what Python calls, not what torch.jit.script has compiled. With `per_sample`, where the
+    function is for one sample of a batch, train-mode batch norm raises.
     """
 
     def __init__(self, *, per_sample: bool = False) -> None:
         super().__init__()
         self._per_sample = per_sample
         self._outer = transforms()
-        self._wrong_in_a_pass: list[str] = []
-        self._wrong_differentiated: list[str] = []
+        self._wrong_batched: list[str] = []
+        self._wrong_derivative: list[str] = []
 
     def __torch_function__(
         self,
@@ -239,59 +50,56 @@ class OpMonitor(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operation, unless a trap is known."""
-        if func in _NAMES or isinstance(func, _OPERATORS):
-            self._meet(func, args, kwargs or {})
+        """Run the operation, unless it has a known bug here."""
+        if func in _NAMES or isinstance(func, (_OVERLOAD, _OPERATOR)):
+            self._note(func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def _meet(
+    def _note(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         name = _NAMES.get(func) or _name_of_operator(func)
-        if name == _A_PASS:
+        if name == _BACKWARD_PASS:
             self.check()
         elif name is not None:
-            call = Call(args, kwargs, func in _FUNCTIONAL, transforms(), self._outer)
-            self._look(name, call)
+            self._check_call(
+                name, OpCall(args, kwargs, func in _FUNCTIONAL, transforms(), self._outer)
+            )
 
-    def _look(self, name: str, call: Call) -> None:
-        trap = KNOWN_BUGS[name]
-        if not trap.concerns(call):
+    def _check_call(self, name: str, call: OpCall) -> None:
+        bug = KNOWN_BUGS[name]
+        if not bug.concerns(call):
             return
         if name == "batch_norm" and self._per_sample:
             raise UnsupportedGraphError(
                 message(
                     "per_sample_grads",
                     "a function of one sample at a time",
-                    "batch_norm in train mode, which mixes the samples of a batch: none has a "
-                    "gradient of its own",
+                    "batch_norm in train mode, which mixes the samples of a batch, so that no "
+                    "sample has a separate gradient",
                     "module.eval(), or a GroupNorm in its place",
                 )
             )
-        if trap.now(call):
-            _refuse(name)
-        if trap.passes:
-            self._wrong_in_a_pass.append(name)
-        if trap.second(call):
-            self._wrong_differentiated.append(name)
+        if bug.wrong_now(call):
+            _raise(name)
+        if bug.wrong_batched:
+            self._wrong_batched.append(name)
+        if bug.wrong_derivative(call):
+            self._wrong_derivative.append(name)
 
     def check(self) -> None:
-        """Raise if a backward pass through what was seen would come out wrong.
-
-        Raises:
-            UnsupportedGraphError: The transforms around it batch what they must not.
-        """
+        """Raise if a backward pass through the operations so far would be wrong."""
         stack = transforms()
-        if BATCH in stack and self._wrong_in_a_pass:
-            _refuse(self._wrong_in_a_pass[0])
-        if _inside(stack, BATCH) and self._wrong_differentiated:
-            _refuse(self._wrong_differentiated[0])
+        if BATCH in stack and self._wrong_batched:
+            _raise(self._wrong_batched[0])
+        if differentiated_around(stack, BATCH) and self._wrong_derivative:
+            _raise(self._wrong_derivative[0])
 
     def why_not_batched(self) -> str | None:
-        """Return why a vmapped backward pass would not come out right, or None if it does."""
-        wrong = list(self._wrong_in_a_pass)
+        """Return why a vmapped backward pass would be wrong, or None if it is right."""
+        wrong = list(self._wrong_batched)
         if not DERIVATIVES.isdisjoint(self._outer):
-            wrong += self._wrong_differentiated
+            wrong += self._wrong_derivative
         if wrong:
             return f"torch gets it silently wrong for {', '.join(dict.fromkeys(wrong))}"
         if BATCH in self._outer:
@@ -304,19 +112,19 @@ class OpMonitor(TorchFunctionMode):
 
 def _name_of_operator(func: Any) -> str | None:
     """Return the name of an operator that was called as torch.ops.aten.name."""
-    packet = func.overloadpacket if isinstance(func, OpOverload) else func
+    packet = func.overloadpacket if isinstance(func, _OVERLOAD) else func
     name = packet.__name__
-    name = _ALIASES.get(name, name)
+    name = ALIASES.get(name, name)
     return name if name in KNOWN_BUGS else None
 
 
-def _refuse(name: str) -> NoReturn:
-    trap = KNOWN_BUGS[name]
+def _raise(name: str) -> NoReturn:
+    bug = KNOWN_BUGS[name]
     raise UnsupportedGraphError(
         message(
             f"torch.{name}",
             "an operation whose derivative torch.func gets right here",
-            f"{name}: {trap.what}",
-            trap.do,
+            f"{name}: {bug.what}",
+            bug.fix,
         )
     )

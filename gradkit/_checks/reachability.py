@@ -11,7 +11,8 @@ from torch import Tensor
 from gradkit._checks import sharding
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.graph import Subgraph, edge, has_rebuilt_history, was_used_before_change
-from gradkit._core.inputs import Losses, Params
+from gradkit._core.losses import Losses
+from gradkit._core.params import Params
 from gradkit.errors import UnreachedParamError, describe, message
 
 _CUT = (

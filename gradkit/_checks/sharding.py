@@ -6,8 +6,8 @@ from torch import Tensor
 
 from gradkit._compat import fsdp
 from gradkit._compat.dtensor import is_dtensor
-from gradkit._core.inputs import Params
 from gradkit._core.ownership import PLAIN_TYPES
+from gradkit._core.params import Params
 from gradkit.errors import UnsupportedGraphError, message
 
 

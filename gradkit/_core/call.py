@@ -11,7 +11,8 @@ from torch import Tensor
 
 from gradkit._core import functions
 from gradkit._core.graph import GraphView
-from gradkit._core.inputs import Losses, Params
+from gradkit._core.losses import Losses
+from gradkit._core.params import Params
 
 Grads: TypeAlias = list[Tensor | None]
 
@@ -70,7 +71,7 @@ class Call:
     @cached_property
     def plain_leaves(self) -> bool:
         """Whether all variables are plain leaf tensors: no intermediate values, no subclasses."""
-        return all(params.ordinary for params in self.params)
+        return all(params.plain_leaves for params in self.params)
 
     def variables(self) -> Iterator[tuple[Params, int, Tensor]]:
         """Yield every variable of every pass, with its params and its index there."""

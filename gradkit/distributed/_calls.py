@@ -19,8 +19,8 @@ from gradkit._checks.reachability import require_reached
 from gradkit._compat import fsdp
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
-from gradkit._core.inputs import Params
 from gradkit._core.options import Strategy, Unused, check_batching, check_pass_options
+from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit.distributed import _ddp, _fsdp
 from gradkit.distributed._distributed_call import DistributedCall

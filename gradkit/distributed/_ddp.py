@@ -13,7 +13,8 @@ from gradkit._checks import unsupported
 from gradkit._checks.reachability import refuse_stale
 from gradkit._compat import ddp
 from gradkit._core import graph, pytree
-from gradkit._core.inputs import Losses, Params, read_params, require_graph
+from gradkit._core.losses import Losses, require_graph
+from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
 from gradkit.distributed._agreement import agree_or_raise, common_specs
 from gradkit.distributed._comm_hooks import check_comm_hooks
@@ -61,7 +62,7 @@ def _read_on_all_ranks(
     """Return the losses and params, checked before any rank runs a pass."""
 
     def read() -> tuple[tuple[Losses, Params], tuple[object, ...]]:
-        losses, params = call.read_losses(), read_params(call.module, wrapped=True)
+        losses, params = call.read_losses(), read_params(call.module, allow_distributed=True)
         require_graph(losses, losses.leaves)
         if not _are_replicas(call.module, modules):
             _refuse_unreplicated(params, modules)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradkit._autograd.passes import PassResult
-from gradkit._core.inputs import Losses, Params, read_losses, read_weights
+from gradkit._core.losses import Losses, read_losses, read_weights
+from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 
 

@@ -14,7 +14,7 @@ from gradkit._autograd.passes import PassResult
 from gradkit._autograd.runner import PassRunner
 from gradkit._compat import fsdp
 from gradkit._core.call import Pass
-from gradkit._core.inputs import Params
+from gradkit._core.params import Params
 from gradkit._state.dot_grad import grads_put_back
 from gradkit.distributed._agreement import agree_or_raise
 from gradkit.distributed._distributed_call import DistributedCall

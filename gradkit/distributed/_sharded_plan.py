@@ -17,7 +17,8 @@ from gradkit._checks.reachability import refuse_nothing_reached
 from gradkit._compat import fsdp
 from gradkit._core import graph
 from gradkit._core.call import Call, Pass
-from gradkit._core.inputs import Losses, Params, read_params, require_graph
+from gradkit._core.losses import Losses, require_graph
+from gradkit._core.params import Params, read_params
 from gradkit.distributed._agreement import common_specs, raise_difference
 from gradkit.distributed._distributed_call import DistributedCall
 from gradkit.distributed._grad_spec import GradSpec
@@ -59,7 +60,7 @@ def make_plan(call: DistributedCall, groups: Sequence[Any]) -> ShardedPlan:
     """Return the plan of a call, checked on this rank."""
     _refuse_unsynchronized(groups)
     managed = {id(p): s for s in fsdp.shards_of(groups) for p in fsdp.module_params(s)}
-    losses, given = call.read_losses(), read_params(call.module, wrapped=True)
+    losses, given = call.read_losses(), read_params(call.module, allow_distributed=True)
     _check_params(given, managed, create_graph=call.create_graph)
     shards = [managed[id(variable)] for variable in given.variables]
     # A module shows the sharded or the unsharded parameter; the graph holds the unsharded one.
@@ -75,7 +76,7 @@ def make_plan(call: DistributedCall, groups: Sequence[Any]) -> ShardedPlan:
         call,
         losses,
         replace(given, variables=[shard.sharded_param for shard in shards]),
-        replace(given, variables=unsharded, ordinary=True),
+        replace(given, variables=unsharded, plain_leaves=True),
         [managed[id(leaf)].sharded_param for leaf in unsharded],
         [columns.get(key) for key in in_graph],
         [[key in reached for key in in_graph] for reached in below],

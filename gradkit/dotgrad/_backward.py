@@ -7,14 +7,9 @@ from gradkit._autograd.runner import PassRunner
 from gradkit._checks.call import check_backward, check_backward_to_leaves
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core.call import Call, Pass
-from gradkit._core.inputs import (
-    NO_PARAMS,
-    read_losses,
-    read_params,
-    read_weights,
-    require_graph,
-)
+from gradkit._core.losses import read_losses, read_weights, require_graph
 from gradkit._core.options import check_pass_options
+from gradkit._core.params import NO_PARAMS, read_params
 from gradkit._core.pytree import PyTree
 
 

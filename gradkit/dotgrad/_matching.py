@@ -12,8 +12,8 @@ from torch import Tensor
 from gradkit._checks.sharding import refuse_gathered
 from gradkit._compat.dtensor import is_dtensor
 from gradkit._core import pytree
-from gradkit._core.inputs import Params, read_params
 from gradkit._core.ownership import PLAIN_TYPES
+from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
 from gradkit.dotgrad._mistakes import known_mistake, refuse_state_dict
 from gradkit.errors import GradkitError, LeafTypeError, StructureError, describe, message
@@ -59,7 +59,7 @@ def _plainly_match(params: Params, grads: list[Any]) -> bool:
     leaves = params.variables
     return (
         len(leaves) == len(grads)
-        and params.ordinary
+        and params.plain_leaves
         and set(map(type, grads)) <= PLAIN_TYPES
         and list(map(_shape, leaves)) == list(map(_shape, grads))
         and list(map(_grad_dtype, leaves)) == list(map(_dtype, grads))
@@ -114,7 +114,7 @@ def _tie_mismatch(first: Tensor | None, second: Tensor | None) -> tuple[str, str
 def read_leaves(params: PyTree) -> Params:
     """Open and check a tree of params whose `.grad` is read or written."""
     refuse_state_dict(params, "params")
-    opened = read_params(params, wrapped=True)
+    opened = read_params(params, allow_distributed=True)
     for index, leaf in enumerate(opened.leaves):
         if leaf is not None and not leaf.is_leaf:
             where = pytree.path(opened.spec, index, "params")

@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from gradkit._core import pytree
-from gradkit._core.inputs import Params
+from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import (
     GradkitError,

@@ -1,13 +1,14 @@
-"""The same answers for losses that a function computes, over torch.func.
+"""The same gradients for losses that a function computes, over torch.func.
 
-`value_and_grads` and `per_loss_grads` take a function where the eager calls take losses, and
-`per_sample_grads`, `hvp` and `make_functional` stand beside them. They work on any tree, inside and
+`value_and_grads` and `per_loss_grads` take a function where the eager calls take losses;
+`per_sample_grads`, `hvp` and `make_functional` complete them. They work on any tree, inside and
 around `torch.func.vmap`, `grad`, `jvp` and `jacrev`, and under `torch.compile(fullgraph=True)`.
 """
 
-from gradkit.func._losses import per_loss_grads, value_and_grads
-from gradkit.func._modules import make_functional
-from gradkit.func._products import hvp
-from gradkit.func._samples import per_sample_grads
+from gradkit.func._hvp import hvp
+from gradkit.func._make_functional import make_functional
+from gradkit.func._per_loss import per_loss_grads
+from gradkit.func._per_sample import per_sample_grads
+from gradkit.func._value_and_grads import value_and_grads
 
 __all__ = ["hvp", "make_functional", "per_loss_grads", "per_sample_grads", "value_and_grads"]

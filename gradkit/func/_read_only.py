@@ -1,4 +1,4 @@
-"""A module that writes on its parameters is stopped before it does."""
+"""A mode that raises where a module would write on its parameters."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ _WRITES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itrue
 
 
 class ReadOnly(TorchFunctionMode):
-    """Refuses operations that write on some tensors, also through views, `.data` and detach().
-
-    Args:
-        tensors: What must not be written on.
-    """
+    """Raises at operations that write on some tensors, also through views, `.data` and detach()."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()

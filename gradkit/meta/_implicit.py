@@ -14,8 +14,9 @@ from gradkit._autograd.jacobian import level_of_the_caller
 from gradkit._checks import unsupported
 from gradkit._compat.transforms import is_dual, transforms
 from gradkit._core import graph, pytree
-from gradkit._core.inputs import expand_params, read_losses
+from gradkit._core.losses import read_losses
 from gradkit._core.options import check_option
+from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree
 from gradkit._state.replay import Replay
 from gradkit.errors import (

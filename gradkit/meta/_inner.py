@@ -12,7 +12,7 @@ from torch import Tensor
 from gradkit._checks import checkpoints, unsupported
 from gradkit._compat.transforms import transforms
 from gradkit._core import graph, pytree
-from gradkit._core.inputs import Losses, read_losses
+from gradkit._core.losses import Losses, read_losses
 from gradkit._core.pytree import PyTree
 from gradkit.errors import StructureError, UnreachedParamError, describe, message
 from gradkit.func._level import Passes, differentiate
@@ -122,7 +122,7 @@ class Inner:
         out = differentiate(loss_and_aux, here, {}, run, has_aux=True, scalar=True)
         grads: Grads = [None] * len(tensors)
         for index, grad in zip(reached, out.grads[0], strict=True):
-            grads[index] = grad if create else grad.detach()
+            grads[index] = grad if create or grad is None else grad.detach()
         value = out.values[0]
         return value if create else value.detach(), grads, out.aux
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from gradkit._core import pytree
-from gradkit._core.inputs import expand_params
+from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 from gradkit.meta._arithmetic import Tensors

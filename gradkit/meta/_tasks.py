@@ -10,7 +10,7 @@ from torch.func import vmap
 
 from gradkit import tree
 from gradkit._core import pytree
-from gradkit._core.inputs import expand_params
+from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree
 from gradkit.errors import StructureError, describe, message
 from gradkit.func import value_and_grads as value_and_grads_of_one

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradkit._compat.transforms import differentiated, is_dual, ordinary_mode, transforms
 from gradkit._core import pytree
-from gradkit._core.inputs import expand_params
+from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree
 from gradkit.errors import StructureError, UnsupportedGraphError, describe, message
 from gradkit.func._variables import Variables, read_variables

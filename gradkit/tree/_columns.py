@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradkit._core import pytree
-from gradkit._core.inputs import expand_params
+from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 
@@ -35,7 +35,7 @@ def columns_of(trees: Sequence[PyTree], names: Sequence[str]) -> tuple[Columns, 
 
 def open_tree(tree: PyTree) -> tuple[list[Any], Structure]:
     """Flatten a tree; a module in it stands for its parameters, an iterator for its items."""
-    return expand_params(tree, "tree", wrapped=True)
+    return expand_params(tree, "tree", allow_distributed=True)
 
 
 def leaves_like(spec: Structure, tree: PyTree, name: Callable[[int], str], index: int) -> list[Any]:

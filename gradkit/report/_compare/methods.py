@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from gradkit._autograd import reference
-from gradkit._core.inputs import Losses, require_graph
+from gradkit._core.losses import Losses, require_graph
 from gradkit._core.pytree import PyTree
 from gradkit.report._compare.step import Step
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradkit._core.inputs import require_graph
+from gradkit._core.losses import require_graph
 from gradkit._state.dot_grad import grad_dtypes_put_back, grads_put_back
 from gradkit._state.snapshot import Snapshot
 from gradkit.report._compare import ablations

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from gradkit._checks import unsupported
 from gradkit._compat.transforms import ordinary_mode
 from gradkit._core import pytree
-from gradkit._core.inputs import Params, read_losses, read_params, refuse_distributed
+from gradkit._core.losses import read_losses
+from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
+from gradkit._core.wrapped_modules import refuse_distributed
 from gradkit.errors import UnsupportedGraphError
 from gradkit.report._explain.explanation import Explanation
 from gradkit.report._explain.graphs import Graphs
@@ -56,7 +58,10 @@ def explain(losses: PyTree, params: PyTree) -> Explanation:
     """
     with ordinary_mode():
         wrappers = _wrappers(params)
-        loss_leaves, opened = read_losses(losses, scalar=False), read_params(params, wrapped=True)
+        loss_leaves, opened = (
+            read_losses(losses, scalar=False),
+            read_params(params, allow_distributed=True),
+        )
         names = pytree.labels(loss_leaves.spec, "loss")
         tensors = _named(opened)
         graphs = Graphs(loss_leaves.leaves)

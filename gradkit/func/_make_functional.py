@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from gradkit._checks import checkpoints
-from gradkit._core.inputs import refuse_distributed
+from gradkit._core.wrapped_modules import refuse_distributed
 from gradkit._state.module import attributes_put_back
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func._read_only import ReadOnly
@@ -75,7 +75,7 @@ def make_functional(
         for name, buffer in module.named_buffers(remove_duplicate=False)
     }
     # Of one module under two names, functional_call gives back the module's own for the second.
-    apart = {
+    second_names = {
         name: first
         for name, first in every_name.items()
         if _owner(module, name) is not _owner(module, first)
@@ -88,11 +88,11 @@ def make_functional(
         # Copies: what the forward pass writes on is new.
         new = {name: t.clone() for name, t in _read(buffers, buffer_names, "buffers").items()}
         both = {**given, **{name: new[first] for name, first in every_name.items()}}
-        was = checkpoints.before((given, new, args, kwargs))
+        snapshot = checkpoints.before((given, new, args, kwargs))
         with attributes_put_back(module), _reading_only(given.values()):
             out = functional_call(module, both, args, kwargs)
-        checkpoints.refuse(out, was)
-        _refuse_apart(both, apart)
+        checkpoints.refuse(out, snapshot)
+        _refuse_different_buffers(both, second_names)
         # A buffer that was assigned, and not written on, is in the dictionary.
         return out, {name: both[name] for name in buffer_names}
 
@@ -108,8 +108,8 @@ def _owner(module: nn.Module, name: str) -> nn.Module:
     return module.get_submodule(name.rpartition(".")[0])
 
 
-def _refuse_apart(tensors: Named, every_name: Mapping[str, str]) -> None:
-    for name, first in every_name.items():
+def _refuse_different_buffers(tensors: Named, second_names: Mapping[str, str]) -> None:
+    for name, first in second_names.items():
         if tensors[name] is not tensors[first]:
             raise UnsupportedGraphError(
                 message(
@@ -142,21 +142,21 @@ def _refuse_writing(module: nn.Module) -> None:
                     f"module.{name}".rstrip("."),
                     "a module that reads its parameters",
                     "an embedding with max_norm, which writes on its weight in every forward pass",
-                    "max_norm=None, and scale what comes out of it",
+                    "max_norm=None, and scale the output",
                 )
             )
 
 
 def _read(tensors: object, names: Iterable[str], root: str) -> Named:
-    """Return a tree that a call was given, in the module's order."""
+    """Return a dict that a call was given, checked, in the module's order."""
     names = list(names)
     if not isinstance(tensors, Mapping) or set(tensors) != set(names):
-        came = list(tensors) if isinstance(tensors, Mapping) else describe(tensors)
+        got = _listed(list(tensors)) if isinstance(tensors, Mapping) else describe(tensors)
         raise StructureError(
             message(
                 root,
                 f"the {root} of make_functional, by name: {_listed(names)}",
-                _listed(came) if isinstance(came, list) else came,
+                got,
                 f"pass a tensor for each name, and a tied one once: {{**{root}, name: tensor}}",
             )
         )

@@ -16,16 +16,11 @@ from gradkit._compat.transforms import detached, ordinary_mode
 from gradkit._core import pytree
 from gradkit._core.options import check_option
 from gradkit._core.pytree import PyTree
-from gradkit.errors import (
-    GradkitError,
-    LeafTypeError,
-    StructureError,
-    UnsupportedGraphError,
-    describe,
-    message,
-)
-from gradkit.func._level import cast_to, differentiate, gradient_of_the_sum
-from gradkit.func._variables import Variables, owned, read_variables
+from gradkit.errors import LeafTypeError, StructureError, describe, message
+from gradkit.func._arguments import Arguments, read_arguments
+from gradkit.func._level import differentiate, gradient_of_the_sum
+from gradkit.func._results import cast_to
+from gradkit.func._torch_func_errors import named_errors
 
 Mode: TypeAlias = Literal["forward-over-reverse", "reverse-over-reverse"]
 
@@ -52,7 +47,8 @@ def hvp(
     Args:
         fn: Returns real floating-point losses of one element each, which are added.
         primals: Where to differentiate: a tuple (no named one) is the positional arguments of
-            `fn`, any other tree its one argument. Its leaves are as in `value_and_grads`, but real.
+            `fn`, any other tree its one argument. Its leaves are as in `value_and_grads`, but real;
+            a module stands for the dict of its named parameters here, too.
         tangents: The direction, a tree like `primals` of tensors of the same shapes and dtypes. A
             None in it is zero. A tensor that stands in several places of `primals` has the same
             direction in all of them.
@@ -66,8 +62,9 @@ def hvp(
         DetachedLossError: No loss depends on the primals (not noticed under torch.compile).
         LeafTypeError: A leaf is no tensor that has a gradient, or complex.
         NotScalarLossError: A loss has not exactly one element.
-        StructureError: `tangents` do not match `primals`, or there is no such mode.
-        UnreachedParamError: There is nothing to differentiate by.
+        OptionError: There is no such mode.
+        StructureError: `tangents` do not match `primals`.
+        UnreachedParamError: There is nothing to differentiate.
         UnsupportedGraphError: torch.func cannot enter what `fn` does, or gets it silently wrong.
 
     Source:
@@ -75,28 +72,31 @@ def hvp(
         `torch.autograd.functional.hvp`, https://pytorch.org/docs/stable/autograd.html
     """
     check_option("mode", mode, ("forward-over-reverse", "reverse-over-reverse"))
-    args = primals if type(primals) is tuple else (primals,)
-    given = read_variables(args, tuple(range(len(args))))
-    directions = _directions(given, primals, tangents)
+    several = type(primals) is tuple
+    args = primals if several else (primals,)
+    arguments = read_arguments(args, tuple(range(len(args))), None if several else "primals")
+    directions = _directions(arguments, arguments.args if several else arguments.args[0], tangents)
 
     def grads_at(*tensors: Tensor) -> tuple[Tensor, ...]:
-        here = given.at(given.with_tensors(tensors))
-        out = differentiate(fn, here, {}, gradient_of_the_sum, has_aux=False, scalar=True)
-        return tuple(out.grads[0])
+        here = arguments.at(arguments.with_variables(tensors))
+        result = differentiate(fn, here, {}, gradient_of_the_sum, has_aux=False, scalar=True)
+        pairs = zip(result.grads[0], here.variables, strict=True)
+        return tuple(torch.zeros_like(x) if grad is None else grad for grad, x in pairs)
 
     with _one_at_a_time(), ordinary_mode(), sdpa_kernel(SDPBackend.MATH):
-        point, along = (tuple(map(detached, x)) for x in (given.tensors, directions))
+        point, along = (tuple(map(detached, x)) for x in (arguments.variables, directions))
         if mode == "forward-over-reverse":
-            grads, products = _forward(grads_at, point, along)
+            grads, products = named_errors(
+                lambda: cast("tuple[Any, Any]", jvp(grads_at, point, along))
+            )
         else:
             grads, pull = vjp(grads_at, *point)  # type: ignore[misc]
             products = pull(along)
     results = []
-    for found in (grads, products):
+    for tensors in (grads, products):
         # In forward mode, torch makes float64 of a 0-dim float32 times a number.
-        right = cast_to(given.dtypes, map(detached, found))
-        tree = given.to_tree(owned(right, given.tensors))
-        results.append(tree if type(primals) is tuple else tree[0])
+        tree = arguments.finish(cast_to(arguments.dtypes, list(map(detached, tensors))), "zeros")
+        results.append(tree if several else tree[0])
     return results[0], results[1]
 
 
@@ -108,57 +108,32 @@ def _one_at_a_time() -> AbstractContextManager[object]:
     return nullcontext() if torch.compiler.is_compiling() else _LOCK
 
 
-def _forward(
-    fn: Callable[..., Any], point: tuple[Tensor, ...], along: tuple[Tensor, ...]
-) -> tuple[Any, Any]:
-    if torch.compiler.is_compiling():
-        return cast("tuple[Any, Any]", jvp(fn, point, along))
-    try:
-        return cast("tuple[Any, Any]", jvp(fn, point, along))
-    except RuntimeError as error:
-        if "forward AD" not in str(error) or isinstance(error, GradkitError):
-            raise
-        raise UnsupportedGraphError(
-            message(
-                "fn",
-                "operations that have a forward-mode derivative",
-                str(error).partition("\n")[0],
-                'mode="reverse-over-reverse"',
-            )
-        ) from error
-
-
-def _directions(given: Variables, primals: PyTree, tangents: PyTree) -> list[Tensor]:
+def _directions(arguments: Arguments, primals: PyTree, tangents: PyTree) -> list[Tensor]:
     """Return one direction for each variable."""
     _, spec = pytree.flatten(primals)
-    along = pytree.flatten_up_to(spec, "primals", tangents, "tangents")
-    found: dict[int, Tensor] = {}
-    for index, (slot, tangent) in enumerate(zip(given.slots, along, strict=True)):
+    by_leaf = pytree.flatten_up_to(spec, "primals", tangents, "tangents")
+    by_variable: dict[int, Tensor] = {}
+    for index, (slot, tangent) in enumerate(zip(arguments.params.slots, by_leaf, strict=True)):
         if slot is None:
             continue
-        variable = given.tensors[slot]
+        variable = arguments.variables[slot]
         where = pytree.path(spec, index, "tangents")
         if variable.dtype.is_complex:
-            raise LeafTypeError(
-                message(
-                    pytree.path(spec, index, "primals"),
-                    "a real tensor",
-                    describe(variable),
-                    "differentiate by torch.view_as_real of it",
-                )
-            )
+            path = pytree.path(spec, index, "primals")
+            fix = "differentiate with respect to torch.view_as_real of it"
+            raise LeafTypeError(message(path, "a real tensor", describe(variable), fix))
         tangent = torch.zeros_like(variable) if tangent is None else tangent
         _check(tangent, variable, where)
-        if not _same(found.setdefault(slot, tangent), tangent):
+        if not _same(by_variable.setdefault(slot, tangent), tangent):
             raise StructureError(
                 message(
                     where,
                     "the direction that the same tensor has in its first place",
                     "another one",
-                    "give the one tensor one direction, wherever it stands",
+                    "give a tensor the same direction in all its places",
                 )
             )
-    return [found[slot] for slot in range(len(given.tensors))]
+    return [by_variable[slot] for slot in range(len(arguments.variables))]
 
 
 def _check(tangent: object, variable: Tensor, where: str) -> None:
@@ -166,11 +141,8 @@ def _check(tangent: object, variable: Tensor, where: str) -> None:
         raise LeafTypeError(
             message(where, "a tensor or None", describe(tangent), "torch.zeros_like(primal)")
         )
-    if (tangent.shape, tangent.dtype, tangent.device) != (
-        variable.shape,
-        variable.dtype,
-        variable.device,
-    ):
+    here, there = ((x.shape, x.dtype, x.device) for x in (tangent, variable))
+    if here != there:
         raise StructureError(
             message(where, describe(variable), describe(tangent), "torch.randn_like(primal)")
         )

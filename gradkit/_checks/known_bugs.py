@@ -1,0 +1,207 @@
+"""The operations whose derivative torch.func gets silently wrong, and where it does.
+
+Each entry is a defect of torch's own formulas or batching rules. The tests of these fail when torch
+has mended one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from gradkit._compat.transforms import BATCH, DERIVATIVES
+
+Stack: TypeAlias = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """A call of an operation, and the transforms around it.
+
+    Attributes:
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        functional: It is the function of torch.nn.functional, whose arguments have another order.
+        stack: The transforms around it, from the outermost.
+        outer: Those of them around the monitor.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    functional: bool
+    stack: Stack
+    outer: Stack
+
+    def argument(self, position: int, name: str) -> Any:
+        """Return an argument, None if it was left out."""
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name)
+
+    def batched(self) -> bool:
+        """Return whether it runs in a vmap."""
+        return BATCH in self.stack
+
+    def batched_and_differentiated(self) -> bool:
+        """Return whether it runs in a vmap that is differentiated."""
+        return differentiated_around(self.stack, BATCH)
+
+    def forward(self) -> bool:
+        """Return whether a forward-mode derivative is taken of it."""
+        return "Jvp" in self.stack
+
+    def forward_and_differentiated(self) -> bool:
+        """Return whether a forward-mode derivative is taken, and differentiated."""
+        return differentiated_around(self.stack, "Jvp")
+
+    def third(self) -> bool:
+        """Return whether a third derivative is taken of it."""
+        return sum(kind in DERIVATIVES for kind in self.stack) > 2
+
+    def differentiated_outside(self) -> bool:
+        """Return whether a batched backward pass through the monitored function is possible."""
+        return not DERIVATIVES.isdisjoint(self.outer)
+
+
+def differentiated_around(stack: Stack, kind: str) -> bool:
+    """Return whether a transform of this kind stands inside one that differentiates."""
+    last = len(stack) - 1 - stack[::-1].index(kind) if kind in stack else 0
+    return not DERIVATIVES.isdisjoint(stack[:last])
+
+
+Condition: TypeAlias = Callable[[OpCall], bool]
+
+
+@dataclass(frozen=True)
+class KnownBug:
+    """What torch gets wrong about an operation.
+
+    Attributes:
+        what: What is wrong, for the error.
+        fix: What to write in its place.
+        wrong_now: Whether the call is wrong already, or will be with the transforms around it.
+        wrong_batched: A batched backward pass through it is wrong.
+        wrong_derivative: Whether the derivative of a batched backward pass through it is wrong.
+        concerns: Which calls of the operation have the bug.
+    """
+
+    what: str
+    fix: str
+    wrong_now: Condition
+    wrong_batched: bool = False
+    wrong_derivative: Condition = lambda call: False
+    concerns: Condition = lambda call: True
+
+
+def _is_weighted(call: OpCall) -> bool:
+    return call.argument(3 if call.functional else 1, "weight") is not None
+
+
+def _is_training(call: OpCall) -> bool:
+    return bool(call.argument(5, "training"))
+
+
+def _norm_is_wrong(call: OpCall) -> bool:
+    return call.forward_and_differentiated() or call.third()
+
+
+_NORM = (
+    "a derivative of a batched gradient, grad(vmap(grad(f))), or a third derivative, or one of a "
+    "jvp, is silently wrong"
+)
+_NORM_FIX = "take every derivative inside of the vmap, two at most; or use group_norm or rms_norm"
+_DETERMINANT = KnownBug(
+    "the derivative of its jvp is silently wrong",
+    "take the jvp of the gradient: hvp(f, primals, tangents)",
+    OpCall.forward_and_differentiated,
+)
+_FORWARD = KnownBug(
+    "its forward-mode derivative is silently wrong",
+    'hvp(..., mode="reverse-over-reverse"), and grad or jacrev in place of jvp or jacfwd',
+    OpCall.forward,
+)
+KNOWN_BUGS: dict[str, KnownBug] = {
+    "cdist": KnownBug(
+        "a batched backward pass through it is silently wrong",
+        "(a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)",
+        OpCall.differentiated_outside,
+        wrong_batched=True,
+    ),
+    "as_strided_scatter": KnownBug(
+        "its derivative is silently wrong",
+        "index_put, or torch.where",
+        lambda call: (
+            call.batched()
+            or call.forward()
+            or call.differentiated_outside()
+            or call.argument(0, "input").requires_grad
+            or call.argument(1, "src").requires_grad
+        ),
+    ),
+    "roll": KnownBug(
+        "vmap gets it silently wrong for a tensor without dimensions",
+        "leave it out: it moves nothing there",
+        OpCall.batched,
+        wrong_batched=True,
+        concerns=lambda call: call.argument(0, "input").dim() == 0,
+    ),
+    "masked_select": KnownBug(
+        "a batched backward pass through it is silently wrong where it broadcasts",
+        "expand the tensor to the shape of the mask first",
+        OpCall.differentiated_outside,
+        wrong_batched=True,
+        concerns=lambda call: call.argument(0, "input").shape != call.argument(1, "mask").shape,
+    ),
+    "index_fill": KnownBug(
+        "vmap gets it silently wrong for a value that is a tensor",
+        "torch.where, or index_put",
+        OpCall.batched,
+        wrong_batched=True,
+        concerns=lambda call: isinstance(call.argument(3, "value"), Tensor),
+    ),
+    "select_scatter": KnownBug(
+        "the derivative of its batching rule is silently wrong",
+        "torch.where, or index_put; or take the gradient inside the vmap",
+        OpCall.batched_and_differentiated,
+    ),
+    "det": _DETERMINANT,
+    "slogdet": _DETERMINANT,
+    "logdet": _DETERMINANT,
+    "cholesky_inverse": _FORWARD,
+    "triangular_solve": _FORWARD,
+    "scatter_reduce": KnownBug(
+        _FORWARD.what,
+        _FORWARD.fix,
+        _FORWARD.wrong_now,
+        concerns=lambda call: call.argument(4, "reduce") == "prod",
+    ),
+    "layer_norm": KnownBug(
+        _NORM,
+        _NORM_FIX,
+        _norm_is_wrong,
+        wrong_derivative=lambda call: call.argument(2, "weight") is not None,
+    ),
+    "batch_norm": KnownBug(
+        _NORM,
+        _NORM_FIX,
+        _norm_is_wrong,
+        wrong_derivative=_is_weighted,
+        concerns=_is_training,
+    ),
+    "instance_norm": KnownBug(_NORM, _NORM_FIX, _norm_is_wrong, wrong_derivative=_is_weighted),
+}
+# The same under other names, and torch's operators beneath them.
+ALIASES = {
+    "native_layer_norm": "layer_norm",
+    "native_batch_norm": "batch_norm",
+    "_native_batch_norm_legit": "batch_norm",
+    "_batch_norm_with_update": "batch_norm",
+    "_cdist_forward": "cdist",
+    "linalg_det": "det",
+    "_linalg_det": "det",
+    "linalg_slogdet": "slogdet",
+    "_linalg_slogdet": "slogdet",
+    "scatter_reduce_": "scatter_reduce",
+    "index_fill_": "index_fill",
+}
