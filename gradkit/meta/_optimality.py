@@ -16,12 +16,7 @@ from gradkit._checks import unsupported
 from gradkit._core import graph
 from gradkit._core.inputs import read_losses
 from gradkit._state.recompute import RecomputeState
-from gradkit.errors import (
-    GradkitWarning,
-    UnreachedParamError,
-    UnsupportedGraphError,
-    message,
-)
+from gradkit.errors import GradkitWarning, UnreachedParamError, UnsupportedGraphError, message
 from gradkit.meta._linear_solvers import Product
 
 LinearSolver: TypeAlias = Callable[[Product, list[Tensor]], list[Tensor]]
