@@ -63,7 +63,8 @@ class Sines:
 def rows(plan: Plan) -> Iterator[Row]:
     """Yield a row for each of the other ways."""
     task = Sines(4, 3, plan.device) if plan.quick else Sines(40, 25, plan.device)
-    what = f"meta.value_and_grads, {task.count} tasks, MLP 1-{task.width}-{task.width}-1, T{_STEPS}"
+    net = f"MLP 1-{task.width}-{task.width}-1"
+    what = f"meta.mean_value_and_grads, {task.count} tasks, {net}, T{_STEPS}"
     _, problem = peers.found(lambda: None, lambda: agree(task))
     every = sides(task)
     for against, limit in ((LOOP, 1 / 6), (FUNC_LOOP, None), (VMAP, None)):
@@ -92,7 +93,7 @@ def sides(task: Sines) -> dict[str, Side]:
         return _loss(adapted.params, query)
 
     def ours(every: Task) -> list[Tensor]:
-        return _flat(gradkit.meta.value_and_grads(meta_loss, params, every)[1])
+        return _flat(gradkit.meta.mean_value_and_grads(meta_loss, params, every)[1])
 
     def loop(every: Task) -> list[Tensor]:
         losses = [_plain_loss(params, one) for one in _apart(every)]

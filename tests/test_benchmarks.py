@@ -383,7 +383,7 @@ def test_every_target_has_its_rows(quick: Quick) -> None:
         "unroll, recompute, peak memory over the data, MLP W4 D3 B3 T5 | TorchOpt",
         "unroll, recompute, encoder W4 H2 B2 S3 T5 | create_graph loop",
         "unroll, memory=4, encoder W4 H2 B2 S3 T5",
-        "meta.value_and_grads, 3 tasks",
+        "meta.mean_value_and_grads, 3 tasks",
         "meta.adam step, 4 tensors, without a graph | TorchOpt",
         "dist.value_and_grads and step_, 1 process, 8 params, 4 wide | DDP: backward, step",
         "dist.per_loss_grads with the forward pass, 1 process, W4 D2 B3 K2 | DDP: forward and",

@@ -310,10 +310,12 @@ def test_what_the_solver_and_the_options_must_be(device: torch.device) -> None:
         {"maxiter": True},
         {"tol": -1.0},
         {"tol": float("nan")},
+        {"tol": True},
+        {"tol": "small"},
         {"damping": -0.1},
         {"damping": float("nan")},
     ):
-        with pytest.raises(wrong, match=rf"^[a-z, ]*{next(iter(options))}"):
+        with pytest.raises(gradkit.OptionError, match=rf"^{next(iter(options))}: expected"):
             meta.implicit(r.closed, r.loss, **options)
     with pytest.raises(gradkit.LeafTypeError, match=r"^params"):
         meta.implicit(r.closed, r.loss)("w", r.outer())

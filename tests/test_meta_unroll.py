@@ -594,7 +594,7 @@ def test_inside_of_torch_func(device: torch.device, memory: Any) -> None:
     assert_close([vmap(after, in_dims=(0, None))(starts, scale)], [values])
     got = vmap(func_grad(after, (0, 1)), in_dims=(0, None))(starts, scale)
     assert_close([got[0], got[1].sum(0)], expected)
-    with pytest.raises(gradkit.UnsupportedGraphError, match="inside of the vmap"):
+    with pytest.raises(gradkit.UnsupportedGraphError, match="derivative inside the vmap"):
         vmap(after, in_dims=(0, None))(*by)  # whose gradient is silently wrong for some [V1]
     _, along = jvp(after, (starts[0], scale), (starts[1], scale))
     slopes = func_grad(after, (0, 1))(starts[0], scale)
@@ -665,7 +665,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         with unchanged(w), pytest.raises(error, match=text):
             meta.unroll(fn, params, batches, by, **given)
 
-    structure = gradkit.StructureError
+    structure, option = gradkit.StructureError, gradkit.OptionError
     refused(structure, r"^batches: .*at least one", batches=[])
     refused(structure, r"^batches: .*at least one", batches=iter(()))
     for batches in (w.detach(), "data", 3, {"x": [1.0]}):
@@ -674,7 +674,9 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     rewritten = ({"x": buffer.fill_(i)} for i in range(2))
     refused(structure, r"^batches: .*stays as it is", batches=rewritten)
     for memory in ("keep", 0, -1, True, 1.5, None, [2]):
-        refused(structure, r"^memory: expected 'store', 'recompute'", memory=memory)
+        refused(option, r"^memory: expected 'store', 'recompute'", memory=memory)
+    for flag in ("first_order", "has_aux"):
+        refused(option, rf"^{flag}: expected False or True", **{flag: 1})
     for state in ({}, None or [], {"step": w}, meta.adam().init(w)):
         refused(structure, r"^state", state=state)
     refused(structure, r"^state\['momentum_buffer'\]", state=opt.init([w, w]), params=[w])
@@ -682,7 +684,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     refused(structure, r"^lr: ", opt=meta.sgd(lr={"a": 0.1}))
     never = lambda *_: pytest.fail("the loss has run")  # noqa: E731
     refused(structure, r"^lr of params", never, opt=meta.sgd(lr=torch.ones(7)))
-    refused(structure, r"^betas: ", never, opt=meta.adam(betas=0.9))
+    refused(option, r"^betas: ", never, opt=meta.adam(betas=0.9))
     refused(gradkit.LeafTypeError, r"^eps of params", never, opt=meta.adam(eps=None))
     unreached = gradkit.UnreachedParamError
     for params in (None, {}, [None], nn.Parameter(w.detach(), requires_grad=False)):

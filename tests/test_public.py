@@ -35,7 +35,7 @@ TREE = {
 }  # fmt: skip
 META = {
     "Adapted", "Optimizer", "adam", "adamw", "from_torch", "implicit", "rmsprop", "sgd", "unroll",
-    "value_and_grads",
+    "mean_value_and_grads",
 }  # fmt: skip
 DIST = {"all_reduce", "per_loss_grads", "value_and_grads"}
 FUNC = {"value_and_grads", "per_loss_grads", "per_sample_grads", "hvp", "make_functional"}

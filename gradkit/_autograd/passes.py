@@ -198,6 +198,3 @@ def finish_separate(result: PassResult, params: Params, unused: str) -> PyTree:
         for grads, loss in zip(result.with_constants(params).grads, losses.leaves, strict=True)
     ]
     return pytree.unflatten(losses.spec, trees)
-
-
-ordinary_mode = leave_inference_mode  # SHIM until the merge

@@ -56,6 +56,3 @@ def check_backward_to_leaves(call: Call) -> None:
             below = call.graph.below([index])
             leaves = list(below.leaves.values())
             derivatives.refuse_wrong_derivative(call.losses.path(index), leaves, below)
-
-
-# SHIMS until the merge

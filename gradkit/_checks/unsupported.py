@@ -41,17 +41,3 @@ def refused_nodes(
     """Return (expected, got, what to do) for each kind of node that is refused."""
     names = {kind.__name__ for kind in kinds} & _REASONS.keys()
     return [_REASONS[name] for name in sorted(names.difference(allowed))]
-
-
-# SHIMS until the merge
-from gradkit._checks.derivatives import refuse_wrong_derivative as _rwd  # noqa: E402
-from gradkit._core.graph import Subgraph
-
-refuse_hazards = refuse_nodes
-hazards = refused_nodes
-
-
-def refuse_wrong_derivative(where, variables, nodes):
-    view = Subgraph([])
-    view.nodes = nodes
-    _rwd(where, list(variables), view)

@@ -66,3 +66,8 @@ def is_dual(tensor: Tensor) -> bool:
     if forward_ad._current_level < 0:
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def is_tracked(tensor: Tensor) -> bool:
+    """Return whether a derivative transform of torch.func tracks a tensor. Run on torch 2.13."""
+    return bool(torch._C._functorch.is_gradtrackingtensor(tensor))

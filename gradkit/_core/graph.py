@@ -164,27 +164,3 @@ def was_used_before_change(variable: Tensor, nodes: set[Node]) -> bool:
         if node in nodes and not is_leaf_node(node):
             return True
     return False
-
-
-# Until the other rooms are handed a view, too.
-
-
-def leaves_of(nodes: Iterable[Node]) -> set[int]:
-    return set(leaf_tensors(nodes))
-
-
-def leading_to(
-    variables: Iterable[Tensor], nodes: set[Node], further: Iterable[Node] = ()
-) -> set[Node]:
-    view = Subgraph([])
-    view.nodes = nodes
-    return view.leading_to(list(variables), list(further))
-
-
-def reached(variable: Tensor, losses: Iterable[Tensor], nodes: set[Node], leaves: object) -> bool:
-    view = Subgraph(losses)
-    view.nodes = nodes
-    return view.reaches(variable)
-
-
-has_another_history = has_rebuilt_history

@@ -1,1 +1,1 @@
-"""State that a call puts back: random numbers, `.grad`, what a step has written on."""
+"""State that a call puts back: random numbers, `.grad`, memory that a step writes to."""

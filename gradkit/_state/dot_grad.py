@@ -31,6 +31,11 @@ def clear(leaf: Tensor) -> None:
     leaf.grad = None
 
 
+def set_grad(leaf: Tensor, grad: Tensor | None) -> None:
+    """Write the `.grad` of a leaf."""
+    leaf.grad = grad
+
+
 @contextmanager
 def grads_put_back(leaves: Sequence[Tensor]) -> Iterator[None]:
     """Start the block with every `.grad` None, and restore the former `.grad` afterwards."""
@@ -39,7 +44,7 @@ def grads_put_back(leaves: Sequence[Tensor]) -> Iterator[None]:
     copies = [None if g is None or g._base is None else g.detach().clone() for g in before]
     try:
         for leaf in leaves:
-            leaf.grad = None
+            set_grad(leaf, None)
         yield
     finally:
         for leaf, grad, copy in zip(leaves, before, copies, strict=True):

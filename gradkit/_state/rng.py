@@ -12,7 +12,7 @@ States: TypeAlias = list[tuple[torch.device, Tensor]]
 
 
 def states(tensors: Iterable[object]) -> States:
-    """Return the state of the CPU's generator, and of those of the devices of some tensors."""
+    """Return the states of the CPU generator and of the CUDA generators of some tensors."""
     devices = {x.device for x in tensors if isinstance(x, Tensor) and x.device.type == "cuda"}
     return [
         (torch.device("cpu"), torch.get_rng_state()),
@@ -20,9 +20,9 @@ def states(tensors: Iterable[object]) -> States:
     ]
 
 
-def restore(kept: States) -> None:
+def restore(saved: States) -> None:
     """Put the generators into these states."""
-    for device, state in kept:
+    for device, state in saved:
         if device.type == "cpu":
             torch.set_rng_state(state)
         else:

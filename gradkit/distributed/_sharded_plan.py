@@ -15,8 +15,8 @@ from torch import Tensor
 from gradkit._checks.freed import refuse_freed
 from gradkit._checks.reachability import refuse_nothing_reached
 from gradkit._compat import fsdp
-from gradkit._core import graph
 from gradkit._core.call import Call, Pass
+from gradkit._core.graph import GraphView
 from gradkit._core.losses import Losses, require_graph
 from gradkit._core.params import Params, read_params
 from gradkit.distributed._agreement import common_specs, raise_difference
@@ -65,13 +65,14 @@ def make_plan(call: DistributedCall, groups: Sequence[Any]) -> ShardedPlan:
     shards = [managed[id(variable)] for variable in given.variables]
     # A module shows the sharded or the unsharded parameter; the graph holds the unsharded one.
     in_graph = [id(_in_graph(s)) for s in shards]
-    differentiable = [losses.leaves[index] for index in require_graph(losses, losses.leaves)]
-    leaves = graph.leaf_tensors(graph.nodes_below(differentiable))
+    require_graph(losses, losses.leaves)
+    view = GraphView(losses.leaves)
+    every = range(len(losses.leaves))
+    leaves = view.below(every).leaves
     unsharded = [leaves[key] for key in in_graph if key in leaves]
     columns = {id(leaf): index for index, leaf in enumerate(unsharded)}
-    by_loss = [[loss] if loss.requires_grad else [] for loss in losses.leaves]
-    roots = [differentiable] if call.joint else by_loss
-    below = [graph.leaves_of(graph.nodes_below(tensors)) for tensors in roots]
+    groups_of_losses = [every] if call.joint else [[index] for index in every]
+    below = [view.below(group).leaves for group in groups_of_losses]
     plan = ShardedPlan(
         call,
         losses,

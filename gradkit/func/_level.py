@@ -85,14 +85,6 @@ class Passes:
             lambda seed: self.grads([output], [seed], variables, retain=True), seeds
         )
 
-    def grads_or_none(
-        self, outputs: Sequence[Tensor], *, create: bool
-    ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the sum of outputs; with `create` they carry a graph."""
-        seeds = [None] * len(outputs)
-        keep = create or self.differentiable
-        return tuple(self.grads(outputs, seeds, self.variables, retain=keep, create=create))
-
 
 @dataclass(frozen=True)
 class LevelResult:

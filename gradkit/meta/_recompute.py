@@ -1,154 +1,113 @@
-"""Steps that keep what they were given, and no graph: the backward pass runs them again."""
+"""Steps that keep their inputs and no graph: the backward pass runs them a second time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from gradkit._checks import unsupported
-from gradkit._core import graph, pytree
-from gradkit._state.replay import Replay
+from gradkit._autograd.inner_pass import inner_grads
+from gradkit._checks.derivatives import refuse_wrong_derivative
+from gradkit._core.graph import Subgraph, edge
+from gradkit._state.recompute import RecomputeState
 from gradkit.errors import UnsupportedGraphError, message
-from gradkit.meta._inner import Carry
-
-# Takes inputs, and whether to build a graph; gives the carry after, the losses, and aux.
-Run = Callable[[Any, bool], tuple[Carry, list[Tensor], Any]]
+from gradkit.meta._inner_step import Carry, Inputs, Outputs
+from gradkit.meta._layout import open_tensors
 
 
-def recomputed(run: Run, inputs: Any) -> tuple[Carry, list[Tensor], Any]:
-    """Run steps without keeping their graph.
+class Steps(Protocol):
+    """Some steps, with a graph or without."""
 
-    Args:
-        run: The steps, as a function of `inputs`.
-        inputs: A tuple with every tensor that a gradient is to flow to, the variables first.
-
-    Returns:
-        What `run` returns; the gradients of the carry and the losses flow to `inputs`.
-    """
-    tensors, put_back = _tensors_of(inputs)
-    segment = _Segment(run, put_back, len(inputs[0]), tensors)
-    flat = _Recomputed.apply(segment, *tensors)  # type: ignore[no-untyped-call]
-    return segment.restore(flat)
+    def __call__(self, carry: Carry, inputs: Inputs, *, create_graph: bool) -> Outputs:
+        """Run the steps."""
 
 
-def _tensors_of(tree: Any) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], Any]]:
-    leaves, spec = pytree.flatten(tree)
-    others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+def recomputed(run: Steps, carry: Carry, inputs: Inputs) -> Outputs:
+    """Run steps without keeping their graph; gradients flow to the carry and the inputs."""
+    tensors, close = open_tensors((carry, inputs))
 
-    def put_back(tensors: Iterable[Tensor]) -> Any:
-        rest = iter(tensors)
-        return pytree.unflatten(spec, [next(rest) if o is None else o[0] for o in others])
+    def run_flat(flat: Sequence[Tensor], *, create_graph: bool) -> Outputs:
+        return run(*close(flat), create_graph=create_graph)
 
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], put_back
+    segment = _Segment(run_flat, len(carry.tensors), tensors)
+    outputs = _Recomputed.apply(segment, *tensors)  # type: ignore[no-untyped-call]
+    return cast("Outputs", segment.close(outputs))
 
 
 class _Segment:
-    """Some steps, and what is needed to run them again.
-
-    Args:
-        run: The steps.
-        put_back: Makes inputs of tensors.
-        variables: How many of the tensors, at the front, are variables.
-        tensors: The tensors.
-    """
+    """Some steps as a function of a list of tensors, the variables first, that runs twice."""
 
     def __init__(
-        self,
-        run: Run,
-        put_back: Callable[[Iterable[Tensor]], Any],
-        variables: int,
-        tensors: Sequence[Tensor],
+        self, run: Callable[..., Outputs], variables: int, tensors: Sequence[Tensor]
     ) -> None:
         self._run = run
-        self._put_back = put_back
         self._variables = variables
-        self._replay = Replay(tensors)
-        self._restore: Callable[[Sequence[Tensor]], Any]
+        self._state = RecomputeState(tensors)
+        self.close: Callable[[Sequence[Tensor]], Any]
 
-    def restore(self, flat: Sequence[Tensor]) -> tuple[Carry, list[Tensor], Any]:
-        """Put flat tensors together to what the steps return."""
-        carry, losses, aux = self._restore(flat)
-        return carry, losses, aux
-
-    def _flat(self, tensors: Sequence[Tensor], create: bool) -> list[Tensor]:
-        carry, losses, aux = self._run(self._put_back(tensors), create)
-        out, put_back = _tensors_of((carry.tensors, carry.state, losses, aux))
-
-        def restore(flat: Sequence[Tensor]) -> Any:
-            new, state, losses, aux = put_back(flat)
-            return Carry(new, state), losses, aux
-
-        self._restore = restore
-        return out
+    def _flat_run(self, tensors: Sequence[Tensor], *, create_graph: bool) -> list[Tensor]:
+        outputs, self.close = open_tensors(self._run(tensors, create_graph=create_graph))
+        return outputs
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the steps for their values."""
-        with torch.enable_grad(), self._replay.recording():
-            own = [
-                t.detach().requires_grad_(t.requires_grad or i < self._variables)
-                for i, t in enumerate(tensors)
+        with torch.enable_grad(), self._state.first_run():
+            inputs = [
+                t.detach().requires_grad_(t.requires_grad or index < self._variables)
+                for index, t in enumerate(tensors)
             ]
-            out = self._flat(own, False)
+            outputs = self._flat_run(inputs, create_graph=False)
         try:
-            _refuse_captured(out, own)
+            _refuse_captured(outputs, inputs)
         except UnsupportedGraphError:
-            self._replay.undo()
+            self._state.undo()
             raise
-        self._replay.record_outputs(out)
-        return tuple(x.detach().clone() for x in out)
+        self._state.record_outputs(outputs)
+        return tuple(x.detach().clone() for x in outputs)
 
     def backward(
         self, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Run the steps again, and through them backwards."""
-        places = [i for i, need in enumerate(needed) if need]
-        again = torch.is_grad_enabled()  # the gradient is to be differentiated, too
-        with torch.enable_grad(), self._replay.again():
-            if again:
+        """Run the steps a second time, and a backward pass through them."""
+        indices = [index for index, need in enumerate(needed) if need]
+        create_graph = torch.is_grad_enabled()
+        with torch.enable_grad(), self._state.second_run():
+            if create_graph:
                 # Views: the pass ends at these steps, and does not go on through those before.
-                own = [t.view_as(t) if t.requires_grad else t for t in tensors]
+                inputs = [t.view_as(t) if t.requires_grad else t for t in tensors]
             else:
-                own = [t.detach() for t in tensors]
-                for place in places:
-                    own[place].requires_grad_()
-            out = self._flat(own, True)
-            self._replay.check(out, "loss_fn")
-            if again:
-                stop = {graph.edge(own[place]).node for place in places}
-                nodes = graph.nodes_below([x for x in out if x.requires_grad], stop) | stop
-                unsupported.refuse_wrong_derivative(
-                    "loss_fn", [own[place] for place in places], nodes
-                )
-            pairs = [
-                (x, c) for x, c in zip(out, cotangents, strict=True)
-                if c is not None and x.requires_grad
-            ]  # fmt: skip
-            found = torch.autograd.grad(
-                [x for x, _ in pairs],
-                [own[place] for place in places],
-                [c for _, c in pairs],
-                create_graph=again,
-                allow_unused=True,
-            )
+                inputs = [t.detach() for t in tensors]
+                for index in indices:
+                    inputs[index].requires_grad_()
+            variables = [inputs[index] for index in indices]
+            outputs = self._flat_run(inputs, create_graph=True)
+            self._state.check_outputs(outputs, "loss_fn")
+            if create_graph:
+                _refuse_wrong_derivative(outputs, variables)
+            reached = inner_grads(outputs, variables, cotangents, create_graph=create_graph)
         grads: list[Tensor | None] = [None] * len(tensors)
-        for place, grad in zip(places, found, strict=True):
-            grads[place] = grad
+        for index, grad in zip(indices, reached, strict=True):
+            grads[index] = grad
         return grads
 
 
-def _refuse_captured(out: Sequence[Tensor], own: Sequence[Tensor]) -> None:
-    live = [x for x in out if x.requires_grad]
-    if live and graph.leaves_of(graph.nodes_below(live)) - set(map(id, own)):
+def _refuse_wrong_derivative(outputs: Sequence[Tensor], variables: Sequence[Tensor]) -> None:
+    stop = {edge(variable).node for variable in variables}
+    refuse_wrong_derivative("loss_fn", variables, Subgraph(outputs, stop))
+
+
+def _refuse_captured(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Raise if the steps used a tensor that requires grad and is not among their inputs."""
+    if Subgraph(outputs).leaves.keys() - set(map(id, inputs)):
         raise UnsupportedGraphError(
             message(
                 "loss_fn",
                 "a function of its arguments, where its steps are recomputed",
                 "one that uses a tensor from outside that requires grad: its gradient would be "
                 "lost",
-                'pass it in outer, not inside of a module: unroll(..., outer={"name": tensor}); or '
+                'pass it in outer, not inside a module: unroll(..., outer={"name": tensor}); or '
                 'memory="store"',
             )
         )

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from gradkit._compat.transforms import differentiated, is_dual, ordinary_mode, transforms
-from gradkit._core import pytree
-from gradkit._core.params import expand_params
+from gradkit._core.options import check_bool, is_positive_int
 from gradkit._core.pytree import PyTree
-from gradkit.errors import StructureError, UnsupportedGraphError, describe, message
-from gradkit.func._variables import Variables, read_variables
-from gradkit.meta._inner import Carry, Inner, StepInputs
-from gradkit.meta._optimizer import Optimizer, State
+from gradkit.errors import OptionError, UnsupportedGraphError, message
+from gradkit.meta._batches import read_batches
+from gradkit.meta._hyperparams import select
+from gradkit.meta._inner_step import Carry, InnerStep, Inputs, Outputs
+from gradkit.meta._layout import ParamLayout, open_tensors, read_layout
+from gradkit.meta._optimizer import (
+    Columns,
+    Optimizer,
+    State,
+    initial_state,
+    read_settings,
+    read_state,
+)
 from gradkit.meta._recompute import recomputed
 
 Memory: TypeAlias = Literal["store", "recompute"] | int
+Run: TypeAlias = Callable[[Carry, Inputs], Outputs]
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """What an inner loop has come to.
+    """The result of an inner loop.
 
     Attributes:
         params: The parameters after the last step, a tree like those before the first.
-        state: The optimizer's state, to go on from.
-        values: The inner losses, a tensor of one for each step.
-        aux: What the inner loss returned beside them, one for each step; without gradients.
+        state: The optimizer's state after the last step.
+        values: The inner losses, a tensor with one element for each step.
+        aux: What the inner loss returned besides them, one item for each step; without gradients.
     """
 
     params: PyTree
@@ -77,17 +87,18 @@ def unroll(
         batches: The data of each step.
         opt: The optimizer, `sgd(lr=0.1)` for one.
         outer: A tree of outer variables.
-        state: Where the optimizer starts; None is `opt.init(params)`.
+        state: The optimizer's state before the first step; None is `opt.init(params)`.
         memory: `"store"` keeps the graph of every step, and is the fastest. `"recompute"` keeps
             each step's parameters and batch, and runs the step again in the backward pass. An int n
             keeps one set of parameters for n steps, and runs these again, and each of them once
-            more. Inside of a torch.func transform all is stored. The results differ by rounding.
-            Random numbers and what a step writes on (the statistics of batch norm) are as if it had
-            run once; what it assigns to an attribute, or appends to a list, is done again.
-        first_order: Take the inner gradients for constants, as FOMAML does; no graph is kept.
-        grad_transform: A function on trees of gradients, applied before the optimizer: clipping,
-            say. It must not write on them.
-        has_aux: Whether `loss_fn` returns something beside the loss.
+            more. Inside a torch.func transform everything is stored. The results differ by
+            rounding. Random numbers, and memory that a step writes to (the statistics of batch
+            norm), are as if it had run once; assigning to an attribute, or appending to a list,
+            happens again.
+        first_order: Treat the inner gradients as constants, as FOMAML does; no graph is kept.
+        grad_transform: A function on trees of gradients, applied before the optimizer, such as
+            clipping. It must not change them in place.
+        has_aux: Whether `loss_fn` returns `(loss, aux)`.
 
     Returns:
         An `Adapted`, with `params`, `state`, `values` and `aux`.
@@ -95,56 +106,49 @@ def unroll(
     Raises:
         LeafTypeError: A leaf, or the loss, is no tensor that has a gradient.
         NotScalarLossError: The loss has not exactly one element.
-        StructureError: There are no batches, or an option or a tree does not fit.
+        OptionError: An option has no such value.
+        StructureError: There are no batches, or a tree does not fit.
         UnreachedParamError: The loss does not depend on params, or they hold nothing to adapt.
-        UnsupportedGraphError: What is recomputed uses tensors from outside that require grad; or
-            torch would get the derivative of a step silently wrong. In the backward pass, also that
-            a step came out otherwise than before.
+        UnsupportedGraphError: A recomputed step uses tensors from outside that require grad; or
+            torch would get the derivative of a step silently wrong. In the backward pass, also if
+            a recomputed step gives another result than before.
 
     Source:
         Finn et al. 2017, "Model-Agnostic Meta-Learning", algorithm 1 and section 5.2 (first order),
         https://arxiv.org/abs/1703.03400; Chen et al. 2016, "Training Deep Nets with Sublinear
         Memory Cost", https://arxiv.org/abs/1604.06174, for the recomputation.
     """
+    _check_options(memory, first_order=first_order, has_aux=has_aux)
     enabled = torch.is_grad_enabled()
-    create = enabled and not first_order
+    create_graph = enabled and not first_order
     with ordinary_mode(), torch.set_grad_enabled(enabled):
-        size = _steps_kept(memory)
-        data = [_ordinary(batch) for batch in _read_batches(batches)]
-        outer, state = _ordinary(outer), _ordinary(state)
-        leaves, spec = expand_params(params, "params")
-        given = read_variables((pytree.unflatten(spec, leaves),), 0, "params")
-        _refuse_graphs(given.tensors, (outer, data, state, dict(opt.hyper)))
-        start = opt.init(pytree.unflatten(spec, leaves)) if state is None else state
-        carry = Carry(_ordinary(given.tensors), _state_of_variables(given, start, opt))
-        inner = Inner(loss_fn, given, opt, grad_transform, has_aux)
-        hyper = dict(opt.hyper)
-        if not opt.scalar_hyperparams:
-            hyper = {name: _for_variables(value, name, given) for name, value in hyper.items()}
-        opt.spread(hyper, given.tensors, range(len(given.tensors)))  # before any loss has run
-        values: list[Tensor] = []
-        aux: list[PyTree] = []
-        hyper = _ordinary(hyper)
-        run = _segment(inner, memory, create=create)
-        for begin in range(0, len(data), size):
-            reads = [StepInputs(outer, hyper, batch) for batch in data[begin : begin + size]]
-            carry, losses, more = run(carry, reads)
-            values += losses
-            aux += [_constant(tree) for tree in more]
-        return Adapted(
-            params=_to_tree(given, carry.tensors, given.leaves),
-            state={
-                name: _to_tree(given, column, _leaves_of(start[name], given, name))
-                for name, column in carry.state.items()
-            },
-            values=torch.stack(values),
-            aux=aux,
-        )
+        data = read_batches(batches)
+        step = InnerStep(loss_fn, read_layout(params), opt, grad_transform, has_aux)
+        layout = step.layout
+        tensors, close = open_tensors((outer, data, state, dict(opt.hyper)))
+        _refuse_graphs([*layout.tensors, *tensors])
+        outer, data, state, hyper = close(_without_inference(tensors))
+        by_leaf = _read_state(opt, state, layout)
+        columns = {name: layout.by_variable(column) for name, column in by_leaf.items()}
+        carry = Carry(_without_inference(layout.tensors), columns)
+        inputs = Inputs(outer, _read_hyper(opt, hyper, layout), data)
+        run, size = _segments(step, memory, create_graph=create_graph)
+        (tensors, columns), losses, aux = _loop(run, carry, inputs, size)
+        states = {name: layout.tree(column, by_leaf[name]) for name, column in columns.items()}
+        aux = _detached(aux) if has_aux else []
+        return Adapted(layout.tree(tensors), states, torch.stack(losses), aux)
 
 
-def _refuse_graphs(variables: list[Tensor], others: PyTree) -> None:
-    """Refuse what the steps would be cut from."""
-    tensors = [*variables, *(x for x in pytree.flatten(others)[0] if isinstance(x, Tensor))]
+def _check_options(memory: object, *, first_order: object, has_aux: object) -> None:
+    if memory not in ("store", "recompute") and not is_positive_int(memory):
+        expected = "'store', 'recompute' or a positive int"
+        raise OptionError(message("memory", expected, repr(memory), "memory='store'"))
+    check_bool("first_order", first_order)
+    check_bool("has_aux", has_aux)
+
+
+def _refuse_graphs(tensors: list[Tensor]) -> None:
+    """Raise if the steps would be cut from the graph of a tensor."""
     if not transforms() and any(map(is_dual, tensors)):
         raise UnsupportedGraphError(
             message(
@@ -159,159 +163,63 @@ def _refuse_graphs(variables: list[Tensor], others: PyTree) -> None:
         raise UnsupportedGraphError(
             message(
                 "unroll",
-                "a derivative inside of the vmap",
+                "a derivative inside the vmap",
                 "a vmap around tensors that require grad, whose gradient would be taken outside",
-                "gradkit.meta.value_and_grads(meta_loss, params, tasks); or torch.no_grad()",
+                "gradkit.meta.mean_value_and_grads(meta_loss, params, tasks); or torch.no_grad()",
             )
         )
 
 
-def _segment(inner: Inner, memory: Memory, *, create: bool) -> Callable[..., Any]:
-    """Return what runs some steps: carry and reads to carry, losses and aux."""
+def _without_inference(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the tensors, copied if of inference mode: autograd could not save those."""
+    return [x.clone() if x.is_inference() else x for x in tensors]
 
-    def one(
-        carry: Carry, reads: StepInputs, build: bool
-    ) -> tuple[Carry, list[Tensor], list[PyTree]]:
-        new, loss, aux = inner.step(carry, reads, create=build)
-        return new, [loss], [aux] if inner.has_aux else []
 
-    def again(carry: Carry, reads: StepInputs) -> tuple[Carry, list[Tensor], list[PyTree]]:
-        inputs = (carry.tensors, carry.state, reads.outer, dict(reads.hyper), reads.batch)
-        return recomputed(
-            lambda given, build: one(Carry(*given[:2]), StepInputs(*given[2:]), build), inputs
-        )
+def _read_state(opt: Optimizer, state: State | None, layout: ParamLayout) -> Columns:
+    if state is None:
+        return initial_state(opt, layout.leaves)
+    return read_state(opt, state, layout.spec)
 
-    def several(
-        carry: Carry, each: list[StepInputs], step: Callable[[Carry, StepInputs], Any]
-    ) -> tuple[Carry, list[Tensor], list[PyTree]]:
-        values: list[Tensor] = []
-        aux: list[PyTree] = []
-        for reads in each:
-            carry, losses, more = step(carry, reads)
-            values += losses
-            aux += more
-        return carry, values, aux
 
-    def many_again(
-        carry: Carry, each: list[StepInputs]
-    ) -> tuple[Carry, list[Tensor], list[PyTree]]:
-        shared = (each[0].outer, dict(each[0].hyper))
-        inputs = (carry.tensors, carry.state, *shared, [reads.batch for reads in each])
+def _read_hyper(opt: Optimizer, hyper: dict[str, Any], layout: ParamLayout) -> dict[str, Any]:
+    settings = read_settings(opt, hyper, layout.movable(), layout.spec, layout.first)
+    return {name: select(value, layout.first) for name, value in settings.items()}
 
-        def run(given: Any, build: bool) -> tuple[Carry, list[Tensor], list[PyTree]]:
-            tensors, state, outer, hyper, batches = given
-            step = again if build else lambda carry, reads: one(carry, reads, False)
-            return several(
-                Carry(tensors, state), [StepInputs(outer, hyper, batch) for batch in batches], step
-            )
 
-        return recomputed(run, inputs)
-
-    def stored(carry: Carry, reads: StepInputs) -> tuple[Carry, list[Tensor], list[PyTree]]:
-        new, losses, aux = one(carry, reads, create)
-        return new, losses if create else [loss.detach() for loss in losses], aux
-
-    # Inside of torch.func nobody can see what a step reads from outside, or put back what it wrote.
-    if not create or memory == "store" or transforms():
-        return lambda carry, each: several(carry, each, stored)
+def _segments(step: InnerStep, memory: Memory, *, create_graph: bool) -> tuple[Run, int]:
+    """Return a function that runs some steps, and how many it is to run at a time."""
+    # Inside torch.func a tensor from outside cannot be seen, nor memory that is written put back.
+    if not create_graph or memory == "store" or transforms():
+        return partial(_stored, step, create_graph=create_graph), 1
     if memory == "recompute":
-        return lambda carry, each: several(carry, each, again)
-    return many_again
+        return partial(recomputed, step), 1
+    return partial(recomputed, partial(_nested, step)), int(memory)
 
 
-def _ordinary(tree: PyTree) -> PyTree:
-    """Return a tree without tensors of inference mode, of which autograd can keep none."""
-    leaves, spec = pytree.flatten(tree)
-    return pytree.unflatten(
-        spec,
-        [x.clone() if isinstance(x, Tensor) and x.is_inference() else x for x in leaves],
-    )
+def _stored(step: InnerStep, carry: Carry, inputs: Inputs, *, create_graph: bool) -> Outputs:
+    carry, losses, aux = step(carry, inputs, create_graph=create_graph)
+    losses = losses if create_graph else _detached(losses)
+    return Outputs(carry, losses, _detached(aux) if step.has_aux else aux)
 
 
-def _constant(tree: PyTree) -> PyTree:
-    leaves, spec = pytree.flatten(tree)
-    return pytree.unflatten(
-        spec, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    )
+def _nested(step: InnerStep, carry: Carry, inputs: Inputs, *, create_graph: bool) -> Outputs:
+    """Run the steps of a segment; to differentiate them, each is recomputed once more."""
+    run = partial(recomputed, step) if create_graph else partial(step, create_graph=False)
+    return _loop(run, carry, inputs, 1)
 
 
-def _steps_kept(memory: object) -> int:
-    if memory in ("store", "recompute"):
-        return 1
-    if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
-        return memory
-    raise StructureError(
-        message("memory", "'store', 'recompute' or a positive int", repr(memory), "memory='store'")
-    )
+def _loop(run: Run, carry: Carry, inputs: Inputs, size: int) -> Outputs:
+    """Run all steps, some at a time."""
+    losses: list[Tensor] = []
+    aux: list[PyTree] = []
+    for begin in range(0, len(inputs.batches), size):
+        part = inputs._replace(batches=inputs.batches[begin : begin + size])
+        carry, more_losses, more_aux = run(carry, part)
+        losses += more_losses
+        aux += more_aux
+    return Outputs(carry, losses, aux)
 
 
-def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
-    if isinstance(batches, Tensor | str | Mapping) or not isinstance(batches, Iterable):
-        raise StructureError(
-            message(
-                "batches",
-                "a list with the data of each step",
-                describe(batches),
-                "list(batches.unbind()), or [batch] * steps",
-            )
-        )
-    data, versions = [], []
-    for batch in batches:
-        data.append(batch)
-        versions += [(x, x._version) for x in pytree.flatten(batch)[0] if _is_counted(x)]
-    if any(x._version != version for x, version in versions):
-        raise StructureError(
-            message(
-                "batches",
-                "data that stays as it is: all of it is read before the first step",
-                "a tensor that the iterator writes the data of several steps on",
-                "(batch.clone() for batch in batches)",
-            )
-        )
-    if not data:
-        raise StructureError(
-            message("batches", "the data of at least one step", "none", "[batch] * steps")
-        )
-    return data
-
-
-def _is_counted(leaf: object) -> bool:
-    """Return whether torch counts how often a leaf has been written on."""
-    return isinstance(leaf, Tensor) and not leaf.is_inference()
-
-
-def _for_variables(value: Any, name: str, given: Variables) -> Any:
-    """Return a hyper-parameter for the list of variables: a tree as a list."""
-    if name == "betas" and isinstance(value, tuple | list):
-        return tuple(_for_variables(one, f"{name}[{i}]", given) for i, one in enumerate(value))
-    _, spec = pytree.flatten(value)
-    if spec.is_leaf():
-        return value
-    spread = pytree.broadcast_prefix(
-        value, name, pytree.unflatten(given.spec, given.leaves)[0], "params"
-    )
-    return [spread[given.slots.index(slot)] for slot in range(len(given.tensors))]
-
-
-def _state_of_variables(given: Variables, state: State, opt: Optimizer) -> dict[str, list[Any]]:
-    opt.check_state(state)
-    columns = {name: _leaves_of(state[name], given, name) for name in opt.entries}
-    return {
-        name: [column[given.slots.index(slot)] for slot in range(len(given.tensors))]
-        for name, column in columns.items()
-    }
-
-
-def _leaves_of(tree: PyTree, given: Variables, name: str) -> list[Any]:
-    """Return what stands in a tree at the leaves of params."""
-    (params,) = pytree.unflatten(given.spec, given.leaves)
-    return pytree.flatten_up_to(pytree.flatten(params)[1], "params", tree, f"state[{name!r}]")
-
-
-def _to_tree(given: Variables, column: list[Any], others: list[Any]) -> PyTree:
-    """Return the tree of params, with the new value of each variable, and other leaves as given."""
-    placed = [
-        other if slot is None else column[slot]
-        for slot, other in zip(given.slots, others, strict=True)
-    ]
-    return pytree.unflatten(given.spec, placed)[0]
+def _detached(tree: PyTree) -> PyTree:
+    tensors, close = open_tensors(tree)
+    return close([tensor.detach() for tensor in tensors])

@@ -91,7 +91,7 @@ class Reachability:
         if id(variable) in self._inside_checkpoints(index):
             return _INSIDE
         if variable.grad_fn is not None and (
-            graph.has_another_history(variable)
+            graph.has_rebuilt_history(variable)
             or graph.was_used_before_change(variable, self.graphs.nodes[index])
         ):
             return _CHANGED

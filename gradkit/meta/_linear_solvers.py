@@ -1,4 +1,4 @@
-"""Solvers of linear systems that are known by their products alone."""
+"""Solvers of linear systems that are known by their products alone, on lists of tensors."""
 
 from __future__ import annotations
 
@@ -8,24 +8,14 @@ from typing import TypeAlias
 from torch import Tensor
 
 from gradkit import tree
-from gradkit._core.pytree import PyTree
 
-# A linear map, and a right-hand side; the solution.
-Solve: TypeAlias = Callable[[Callable[[PyTree], PyTree], PyTree], PyTree]
-
-
-def linear_solver(solve: str | Solve, maxiter: int, tol: float) -> Solve:
-    """Return the caller's own solver, or the one that goes by a name: "cg", or "neumann"."""
-    if not isinstance(solve, str):
-        return solve
-    if solve == "cg":
-        return lambda product, v: _conjugate_gradients(product, v, maxiter, tol)
-    return lambda product, v: _neumann(product, v, maxiter, tol)
+# Multiplies a vector, given as a list of tensors, by the matrix.
+Product: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 
 
-def _conjugate_gradients(
-    product: Callable[[PyTree], PyTree], v: PyTree, maxiter: int, tol: float
-) -> PyTree:
+def conjugate_gradients(
+    product: Product, v: list[Tensor], maxiter: int, tol: float
+) -> list[Tensor]:
     """Solve a positive definite system: Hestenes and Stiefel 1952, section 3."""
     x, r = tree.scale(v, 0.0), v
     p, rr = r, tree.dot(r, r)
@@ -39,10 +29,10 @@ def _conjugate_gradients(
         r = tree.sub(r, tree.scale(hp, step))
         rr, before = tree.dot(r, r), rr
         p = tree.add(r, tree.scale(p, rr / before))
-    return x
+    return list(x)
 
 
-def _neumann(product: Callable[[PyTree], PyTree], v: PyTree, maxiter: int, tol: float) -> PyTree:
+def neumann(product: Product, v: list[Tensor], maxiter: int, tol: float) -> list[Tensor]:
     """Sum (1 - a H)^k a v, where a is one over the largest eigenvalue."""
     step = 1 / _largest_eigenvalue(product, v)
     x, r = tree.scale(v, 0.0), v
@@ -52,14 +42,13 @@ def _neumann(product: Callable[[PyTree], PyTree], v: PyTree, maxiter: int, tol: 
             break
         x = tree.add(x, tree.scale(r, step))
         r = tree.sub(v, product(x))
-    return x
+    return list(x)
 
 
-def _largest_eigenvalue(product: Callable[[PyTree], PyTree], v: PyTree, rounds: int = 20) -> Tensor:
-    """Estimate it by power iteration, from above."""
+def _largest_eigenvalue(product: Product, v: list[Tensor], rounds: int = 20) -> Tensor:
+    """Estimate the largest eigenvalue by power iteration, from above."""
     value = tree.global_norm(v)
     for _ in range(rounds):
-        v = tree.scale(v, 1 / tree.global_norm(v))
-        v = product(v)
+        v = product(tree.scale(v, 1 / tree.global_norm(v)))
         value = tree.global_norm(v)
     return value * 1.1

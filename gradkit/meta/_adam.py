@@ -1,0 +1,176 @@
+"""Adam and AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradkit.meta import _foreach
+from gradkit.meta._foreach import Factor, Tensors
+from gradkit.meta._hyperparams import Hyper
+from gradkit.meta._optimizer import Columns, Optimizer, optimizer_function
+from gradkit.meta._rules import (
+    ascent_as_descent,
+    descend,
+    divide_by_root,
+    refuse_complex,
+    with_weight_decay,
+)
+
+
+@optimizer_function
+def adam(
+    lr: Hyper = 1e-3,
+    *,
+    betas: tuple[Hyper, Hyper] = (0.9, 0.999),
+    eps: Hyper = 1e-8,
+    weight_decay: Hyper = 0.0,
+    amsgrad: bool = False,
+    maximize: bool = False,
+) -> Optimizer:
+    """Return Adam as a pure optimizer.
+
+    Example:
+        >>> import torch, gradkit
+        >>> opt = gradkit.meta.adam(lr=0.1)
+        >>> w = torch.tensor([1.0])
+        >>> w, state = opt.step(w, torch.tensor([2.0]), opt.init(w))
+        >>> w, state["step"]
+        (tensor([0.9000]), 1)
+
+    Args:
+        lr: The learning rate; it and every other number may be a tensor or a tree, as in `sgd`.
+        betas: The decays of the averages of the gradient and of its square.
+        eps: Added to the square root of the second average.
+        weight_decay: This times the parameter is added to the gradient.
+        amsgrad: Divide by the largest second average so far.
+        maximize: Ascend instead of descend.
+
+    Returns:
+        An `Optimizer` whose values are those of `torch.optim.Adam`. Where a second average is
+        exactly 0 (a dead unit), the derivative of the update is taken as 0; torch's own
+        `differentiable=True` gives nan.
+
+    Raises:
+        OptionError: There is no such hyper-parameter, or a flag is not a bool.
+
+    Source:
+        Kingma and Ba 2015, "Adam: A Method for Stochastic Optimization", algorithm 1,
+        https://arxiv.org/abs/1412.6980; `torch.optim.Adam`
+    """
+    hyper = {
+        "lr": lr,
+        "betas": betas,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "maximize": maximize,
+    }
+    return _make("adam", hyper, amsgrad=amsgrad, decoupled=False)
+
+
+@optimizer_function
+def adamw(
+    lr: Hyper = 1e-3,
+    *,
+    betas: tuple[Hyper, Hyper] = (0.9, 0.999),
+    eps: Hyper = 1e-8,
+    weight_decay: Hyper = 1e-2,
+    amsgrad: bool = False,
+    maximize: bool = False,
+) -> Optimizer:
+    """Return AdamW, Adam with decoupled weight decay, as a pure optimizer.
+
+    Example:
+        >>> import torch, gradkit
+        >>> opt = gradkit.meta.adamw(lr=0.1, weight_decay=0.5)
+        >>> w = torch.tensor([1.0])
+        >>> opt.step(w, torch.tensor([0.0]), opt.init(w))[0]
+        tensor([0.9500])
+
+    Args:
+        lr: As in `adam`.
+        betas: As in `adam`.
+        eps: As in `adam`.
+        weight_decay: `lr` times this times the parameter is subtracted from the parameter.
+        amsgrad: As in `adam`.
+        maximize: As in `adam`.
+
+    Returns:
+        An `Optimizer` whose values are those of `torch.optim.AdamW`; derivatives as in `adam`.
+
+    Raises:
+        OptionError: There is no such hyper-parameter, or a flag is not a bool.
+
+    Source:
+        Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2,
+        https://arxiv.org/abs/1711.05101; `torch.optim.AdamW`
+    """
+    hyper = {
+        "lr": lr,
+        "betas": betas,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "maximize": maximize,
+    }
+    return _make("adamw", hyper, amsgrad=amsgrad, decoupled=True)
+
+
+def _make(name: str, hyper: dict[str, Any], *, amsgrad: bool, decoupled: bool) -> Optimizer:
+    entries: dict[str, Callable[[Tensor], Any]] = {
+        "step": lambda leaf: 0,
+        "exp_avg": torch.zeros_like,
+        "exp_avg_sq": torch.zeros_like,
+    }
+    if amsgrad:
+        entries["max_exp_avg_sq"] = torch.zeros_like
+    rule = partial(_adam, name, amsgrad, decoupled)
+    return Optimizer(name, {**hyper, "amsgrad": amsgrad}, entries, rule)
+
+
+def _adam(
+    name: str,
+    amsgrad: bool,
+    decoupled: bool,
+    params: Tensors,
+    grads: Tensors,
+    state: Columns,
+    hyper: Mapping[str, Any],
+) -> tuple[Tensors, Columns]:
+    refuse_complex(name, params)
+    if decoupled:
+        params, grads = _shrunk(params, hyper), ascent_as_descent(grads, hyper)
+    else:
+        grads = with_weight_decay(params, grads, hyper)
+    beta, beta_sq = hyper["betas"]
+    steps = [step + 1 for step in state["step"]]
+    means = _foreach.moving_average(state["exp_avg"], grads, beta)
+    squares = _foreach.moving_average(state["exp_avg_sq"], _foreach.mul(grads, grads), beta_sq)
+    new: Columns = {"step": steps, "exp_avg": means, "exp_avg_sq": squares}
+    if amsgrad:
+        squares = list(map(torch.maximum, state["max_exp_avg_sq"], squares))
+        new["max_exp_avg_sq"] = squares
+    first, second = _bias_correction(beta, steps), _bias_correction(beta_sq, steps)
+    roots = _foreach.scale(_foreach.sqrt(squares), _foreach.power(second, -0.5))
+    direction = divide_by_root(means, _foreach.add_scalar(roots, hyper["eps"]), squares)
+    rate = _foreach.product(hyper["lr"], _foreach.power(first, -1.0))
+    return descend(params, direction, rate), new
+
+
+def _shrunk(params: Tensors, hyper: Mapping[str, Any]) -> Tensors:
+    """Return params after decoupled weight decay."""
+    if _foreach.is_zero(hyper["weight_decay"]):
+        return params
+    return descend(params, params, _foreach.product(hyper["lr"], hyper["weight_decay"]))
+
+
+def _bias_correction(beta: Factor, steps: Sequence[int]) -> Factor:
+    """Return 1 - beta ** step."""
+    # The step is an int: the float32 that torch counts in costs 1 - beta ** t several digits.
+    if not isinstance(beta, list) and len(set(steps)) == 1:
+        return 1 - beta ** steps[0]
+    betas = _foreach.per_tensor(beta, len(steps))
+    return [1 - b**step for b, step in zip(betas, steps, strict=True)]
