@@ -12,19 +12,9 @@ from gradkit._autograd import engine
 from gradkit._checks import unsupported
 from gradkit._core import graph
 from gradkit._core.ownership import PLAIN_TYPES, empty_for, zeros_for
-from gradkit._core.warn import level_of_the_caller, warn_fallback
+from gradkit._core.warn import level_of_the_caller as level_of_the_caller
+from gradkit._core.warn import warn_fallback
 from gradkit.errors import GradkitError
-
-__all__ = [
-    "JacobianBuffer",
-    "Passes",
-    "batched",
-    "choose",
-    "level_of_the_caller",
-    "losses_to_batch",
-    "one_hot",
-    "sequential",
-]
 
 # What the engine's batched mode gets wrong, or cannot do [G1, G6].
 _UNBATCHABLE = {
