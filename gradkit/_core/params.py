@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
 from dataclasses import dataclass
 from functools import partial
+from numbers import Number
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -143,19 +144,20 @@ def _finder(tensors: list[Tensor]) -> Callable[[Tensor], int]:
     return lambda leaf: seen.setdefault(id(leaf), len(tensors))
 
 
-def _is_variable(leaf: object, where: Callable[[], str]) -> bool:
+def require_tensor(leaf: object, where: Callable[[], str]) -> Tensor:
+    """Return a leaf of params that is a tensor with a shape, or raise."""
     if not isinstance(leaf, Tensor):
         kinds = "a tensor, a module, an iterator of tensors, an optimizer or None"
         raise LeafTypeError(message(where(), kinds, describe(leaf), _advice_for_a_param(leaf)))
-    if nn.parameter.is_lazy(leaf):
-        raise LeafTypeError(
-            message(
-                where(),
-                "a parameter with a shape",
-                "one of a lazy module that has not run yet",
-                "run one forward pass first",
-            )
-        )
+    if not torch.compiler.is_compiling() and nn.parameter.is_lazy(leaf):
+        got = "one of a lazy module that has not run yet"
+        fix = "run one forward pass first"
+        raise LeafTypeError(message(where(), "a parameter with a shape", got, fix))
+    return leaf
+
+
+def _is_variable(leaf: object, where: Callable[[], str]) -> bool:
+    leaf = require_tensor(leaf, where)
     if leaf.requires_grad:
         return True
     # A quantized module has integer parameters that the caller did not pick.
@@ -179,7 +181,9 @@ def _advice_for_a_param(leaf: object) -> str:
         return "list(params): a set has no order"
     if callable(leaf):
         return "call it: model.parameters(), not model.parameters"
-    return "pass a tensor that requires grad"
+    if isinstance(leaf, Number):
+        return "torch.tensor(value), or leave it out"
+    return "pass a tensor, or put None in its place"
 
 
 def why_empty(tree: PyTree) -> tuple[str, str]:

@@ -13,7 +13,13 @@ from torch.optim import Optimizer
 
 from gradkit._core import pytree
 from gradkit._core.ownership import grad_dtype
-from gradkit._core.params import Params, expand_params, why_empty, with_variables
+from gradkit._core.params import (
+    Params,
+    expand_params,
+    require_tensor,
+    why_empty,
+    with_variables,
+)
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, StructureError, UnreachedParamError, describe, message
 from gradkit.func._results import copied, owned, zeros
@@ -169,18 +175,7 @@ def _path(index: int, spec: Structure, positions: tuple[int, ...], root: str | N
 
 
 def _is_variable(leaf: object, where: Callable[[], str]) -> bool:
-    if not isinstance(leaf, Tensor):
-        kinds = "a tensor, a module, an iterator of tensors, an optimizer or None"
-        raise LeafTypeError(message(where(), kinds, describe(leaf), _advice(leaf)))
-    if not torch.compiler.is_compiling() and nn.parameter.is_lazy(leaf):
-        raise LeafTypeError(
-            message(
-                where(),
-                "a parameter with a shape",
-                "one of a lazy module that has not run yet",
-                "run one forward pass first",
-            )
-        )
+    leaf = require_tensor(leaf, where)
     if isinstance(leaf, nn.Parameter) and not leaf.requires_grad:
         return False
     if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
@@ -193,12 +188,6 @@ def _is_variable(leaf: object, where: Callable[[], str]) -> bool:
             "pass it as an argument that argnums does not name: integers have no gradient",
         )
     )
-
-
-def _advice(leaf: object) -> str:
-    if isinstance(leaf, bool | int | float | complex):
-        return "torch.tensor(value), or name other arguments with argnums"
-    return "put a tensor or None in its place, or pass it as another argument"
 
 
 def _grad_dtype(tensor: Tensor) -> torch.dtype:

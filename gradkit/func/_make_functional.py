@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from gradkit._checks import checkpoints
+from gradkit._core.params import require_tensor
 from gradkit._core.wrapped_modules import refuse_distributed
 from gradkit._state.module import attributes_put_back
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
@@ -65,7 +67,8 @@ def make_functional(
     refuse_distributed(module, lambda: "module")
     params: Named = dict(module.named_parameters())
     own_buffers: Named = dict(module.named_buffers())
-    _refuse_lazy({**params, **own_buffers})
+    for name, tensor in {**params, **own_buffers}.items():
+        require_tensor(tensor, partial("module.{}".format, name))
     _refuse_writing(module)
     names, buffer_names = list(params), list(own_buffers)
     first_name = {id(buffer): name for name, buffer in reversed(own_buffers.items())}
@@ -117,19 +120,6 @@ def _refuse_different_buffers(tensors: Named, second_names: Mapping[str, str]) -
                     f"one buffer under both its names, {first!r} and {name!r}",
                     "two: the forward pass has assigned one of them",
                     "write on the buffer in place, or register two buffers",
-                )
-            )
-
-
-def _refuse_lazy(tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if nn.parameter.is_lazy(tensor):
-            raise LeafTypeError(
-                message(
-                    f"module.{name}",
-                    "a tensor with a shape",
-                    "one of a lazy module that has not run yet",
-                    "run one forward pass first",
                 )
             )
 
