@@ -102,7 +102,7 @@ class InnerStep:
         out = differentiate(loss_fn, variables, {}, run, has_aux=True, scalar=True)
         grads: Grads = [None] * len(tensors)
         for index, grad in zip(reached, out.grads[0], strict=True):
-            grads[index] = grad if create_graph else grad.detach()
+            grads[index] = grad if create_graph or grad is None else grad.detach()
         loss = out.values[0]
         return loss if create_graph else loss.detach(), grads, out.aux
 

@@ -28,7 +28,7 @@ class ParamLayout:
 
     spec: Structure
     leaves: list[Any]
-    slots: list[int | None]
+    slots: Sequence[int | None]
     first: list[int]
     variables: Variables
 
