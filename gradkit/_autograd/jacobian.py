@@ -13,10 +13,6 @@ from gradkit._core import functions
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph, largest_tensor
 from gradkit._core.ownership import PLAIN_TYPES, empty_for, zeros_for
-<<<<<<< HEAD
-=======
-from gradkit._core.warn import level_of_the_caller as level_of_the_caller
->>>>>>> func
 from gradkit._core.warn import warn_fallback
 from gradkit.errors import GradkitError
 

@@ -157,17 +157,17 @@ def _minimize(
 
 
 def _linear_solver(
-    solve: str | TreeSolver, layout: ParamLayout, maxiter: int, tol: float
+    method: str | TreeSolver, layout: ParamLayout, maxiter: int, tol: float
 ) -> LinearSolver:
     """Return the chosen solver, on lists of the variables."""
-    if callable(solve):
-        return partial(_solve_by_trees, solve, layout)
-    method = conjugate_gradients if solve == "cg" else neumann
-    return lambda product, v: method(product, v, maxiter, tol)
+    if callable(method):
+        return partial(_solve_by_trees, method, layout)
+    solver = conjugate_gradients if method == "cg" else neumann
+    return lambda product, v: solver(product, v, maxiter, tol)
 
 
 def _solve_by_trees(
-    solve: TreeSolver, layout: ParamLayout, product: Product, v: list[Tensor]
+    linear_solver: TreeSolver, layout: ParamLayout, product: Product, v: list[Tensor]
 ) -> list[Tensor]:
     """Run the caller's solver, on trees like params that are zero where it is fixed."""
     fixed = [None if leaf is None else torch.zeros_like(leaf) for leaf in layout.leaves]
@@ -176,7 +176,7 @@ def _solve_by_trees(
         return layout.tree(product(_read_direction(layout, u, "matvec(u)")), fixed)
 
     # Clones: the solver may change its arguments in place.
-    u = solve(tree_product, layout.tree([x.clone() for x in v], fixed))
+    u = linear_solver(tree_product, layout.tree([x.clone() for x in v], fixed))
     return _read_direction(layout, u, "solve(matvec, v)")
 
 
