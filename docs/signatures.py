@@ -37,8 +37,9 @@ def find(name: str) -> object:
 
 def written(parameter: inspect.Parameter) -> str:
     """Return one parameter as it stands in a `def`, without its type."""
-    star = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    text = star.get(parameter.kind, "") + parameter.name
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    star = next((star for kind, star in stars.items() if kind is parameter.kind), "")
+    text = star + parameter.name
     if parameter.default is inspect.Parameter.empty:
         return text
     default = parameter.default

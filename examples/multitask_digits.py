@@ -108,7 +108,7 @@ class Snapshot:
 
 
 def measure(step: int, model: MultiTask, data: Batch) -> Snapshot:
-    """Measure the conflicts in the trunk. It changes nothing, as the comparison of weights shows."""
+    """Measure the conflicts in the trunk. It changes no weight."""
     with gradkit.safe_retain(model, "trunk") as kept:
         losses = multitask_losses(model, data)
         grads = gradkit.per_loss_grads(losses, model.trunk)
@@ -271,10 +271,8 @@ def draw(history: gradkit.report.History, path: Path) -> None:
     """Save a picture of the norms and the cosines over training."""
     figure = blank_figure(9, 7)
     upper, lower = figure.subplots(2, sharex=True)
-    history.plot(upper, what="norms").set_title(
-        "Norm of each loss's gradient at the trunk", loc="left"
-    )
-    history.plot(lower).set_title("Cosine between two losses' gradients at the trunk", loc="left")
+    history.plot(upper, what="norms").set_title("Norm of each loss's gradient", loc="left")
+    history.plot(lower).set_title("Cosine between two losses' gradients", loc="left")
     save(figure, path)
 
 

@@ -84,7 +84,7 @@ def fresh_model(device: torch.device) -> nn.Module:
     """Return the network at its start, the same in every process."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        # Not batch norm: it mixes the samples of a batch, so that a gradient of one sample does not exist.
+        # Not batch norm: it mixes the samples of a batch, so none has a separate gradient.
         return nn.Sequential(
             nn.Conv2d(1, 16, kernel_size=3, padding=1),
             nn.GroupNorm(4, 16),
@@ -152,9 +152,7 @@ class Size:
     epochs: int
     images: int
     looped: int  # images whose norms a loop confirms
-    precision: (
-        float  # the least share of mislabelled images among the first N, if N are mislabelled
-    )
+    precision: float  # the least, among as many images as are mislabelled
 
 
 FULL = Size(epochs=20, images=1347, looped=32, precision=0.5)
