@@ -376,11 +376,11 @@ IDLE = "not run"
 LOCAL = "right, this rank's"
 
 ROWS: dict[str, Callable[[Setting], Any]] = {
-    "`dist.value_and_grads`, `dist.per_loss_grads`": dist_calls,
+    "`distributed.value_and_grads`, `distributed.per_loss_grads`": dist_calls,
     "`value_and_grads`, `per_loss_grads`": plain_calls,
     "`per_loss_grads` of a vector": rows,
     "`create_graph=True`": second_order,
-    "`dist.all_reduce`": reduced_by_hand,
+    "`distributed.all_reduce`": reduced_by_hand,
     "`combine`, `add_grads_(..., hooks=True)`": handed_over,
     "`combine` with TorchJD's UPGrad": by_upgrad,
     "`step_`": steps,
@@ -394,17 +394,17 @@ ROWS: dict[str, Callable[[Setting], Any]] = {
     "`tree`: numbers, `to_matrix`, `gram`": numbers,
     "`report.conflicts`": conflicting,
     "`func`": functional,
-    "`meta`, then `dist.all_reduce`": meta_step,
+    "`meta`, then `distributed.all_reduce`": meta_step,
     "a compiled module": compiled,
     "`torch.autocast`": autocast,
 }
 
 TABLE: dict[str, tuple[str, str, str, str]] = {
-    "`dist.value_and_grads`, `dist.per_loss_grads`": (OK, OK, OTHER, OTHER),
+    "`distributed.value_and_grads`, `distributed.per_loss_grads`": (OK, OK, OTHER, OTHER),
     "`value_and_grads`, `per_loss_grads`": (NO, NO, OK, OK),
     "`per_loss_grads` of a vector": (OK, OK, OK, TORCH),
     "`create_graph=True`": (OK, NO, OK, OK),
-    "`dist.all_reduce`": (OK, NO, NO, NO),
+    "`distributed.all_reduce`": (OK, NO, NO, NO),
     "`combine`, `add_grads_(..., hooks=True)`": (OK, OK, OK, OK),
     "`combine` with TorchJD's UPGrad": (OK, OK, OK, OK),
     "`step_`": (OK, OK, OK, OK),
@@ -418,7 +418,7 @@ TABLE: dict[str, tuple[str, str, str, str]] = {
     "`tree`: numbers, `to_matrix`, `gram`": (OK, OK, OK, OK),
     "`report.conflicts`": (OK, OK, OK, OK),
     "`func`": (NO, NO, NO, OK),
-    "`meta`, then `dist.all_reduce`": (OK, IDLE, IDLE, IDLE),
+    "`meta`, then `distributed.all_reduce`": (OK, IDLE, IDLE, IDLE),
     "a compiled module": (OK, OK, OK, OK),
     "`torch.autocast`": (OK, OK, OK, OK),
 }
