@@ -365,8 +365,8 @@ def draw_curves(axes: Axes, outcome: Experiment) -> None:
     """Draw the accuracy over steps, each with the step size that is best after the last step."""
     steps = range(LONGEST + 1)
     for name, color in COLORS.items():
-        found = (one for one in outcome.starts if one.name == name)
-        one = max(found, key=lambda one: one.means[LONGEST].item())
+        candidates = (one for one in outcome.starts if one.name == name)
+        one = max(candidates, key=lambda one: one.means[LONGEST].item())
         margins = 1.96 * one.accuracies.std(0) / math.sqrt(len(one.accuracies))
         low, high = (one.means - margins).cpu(), (one.means + margins).cpu()
         axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)

@@ -215,7 +215,7 @@ def rate_difference(data: Split) -> float:
 
 @dataclass(frozen=True)
 class Learned:
-    """The hyper-parameters that a method has found.
+    """The hyper-parameters that a method has learned.
 
     Attributes:
         name: What it is called.
@@ -327,8 +327,8 @@ def grids(data: Split, decays: int, rates: int) -> list[Grid]:
         return error(weights, data.validation), error(weights, data.test)
 
     pairs = (log_decays.repeat_interleave(rates), log_rates.repeat(decays))
-    losses, tests = (found.reshape(decays, rates) for found in vmap(after_steps)(*pairs))
-    exact = [found[:, None] for found in vmap(minimum)(log_decays)]
+    losses, tests = (part.reshape(decays, rates) for part in vmap(after_steps)(*pairs))
+    exact = [part[:, None] for part in vmap(minimum)(log_decays)]
     return [
         Grid("grid, unrolled", log_decays.exp(), log_rates.exp(), losses, tests),
         Grid("grid, at minimum", log_decays.exp(), log_rates[:1].exp(), *exact),
@@ -362,7 +362,7 @@ class Outcome:
 
     agreements: list[Agreement]
     rate_difference: float
-    found: list[Learned]
+    learned: list[Learned]
     grids: list[Grid]
 
 
@@ -391,17 +391,20 @@ def failed_checks(outcome: Outcome, size: Size) -> list[str]:
         for name, difference, most in differences
         if not difference <= most
     ]
-    for found, grid in ((outcome.found[0], outcome.grids[0]), (outcome.found[1], outcome.grids[1])):
+    for learned, grid in (
+        (outcome.learned[0], outcome.grids[0]),
+        (outcome.learned[1], outcome.grids[1]),
+    ):
         least = grid.losses[grid.best].item()
-        if not found.losses[-1] <= least * (1 + size.worse):
+        if not learned.losses[-1] <= least * (1 + size.worse):
             failed.append(
-                f"{found.name}: the validation loss is {found.losses[-1]:.4f}, and the grid's "
+                f"{learned.name}: the validation loss is {learned.losses[-1]:.4f}, and the grid's "
                 f"{least:.4f}"
             )
     failed += [
-        f"{found.name}: the validation loss did not become less"
-        for found in outcome.found
-        if not found.losses[-1] < found.losses[0]
+        f"{learned.name}: the validation loss did not become less"
+        for learned in outcome.learned
+        if not learned.losses[-1] < learned.losses[0]
     ]
     return failed
 
@@ -423,16 +426,18 @@ def agreement_table(outcome: Outcome) -> Table:
     return table
 
 
-def found_table(outcome: Outcome) -> Table:
-    """Return what was learned, and what the grid search has found."""
+def learned_table(outcome: Outcome) -> Table:
+    """Return what was learned, and the best of each grid search."""
     table = Table(title="Mean squared error, the target's variance being 1")
     table.add_column("")
     for heading in ("weight\ndecay", "learning\nrate", "validation", "test", "models\ntrained"):
         table.add_column(heading, justify="right")
-    for found in outcome.found:
-        rate = "" if found.rate is None else f"{found.rate:.3g}"
-        losses = f"{found.losses[-1]:.4f}", f"{found.test:.4f}"
-        table.add_row(found.name, f"{found.decays[-1]:.3g}", rate, *losses, str(found.trained))
+    for learned in outcome.learned:
+        rate = "" if learned.rate is None else f"{learned.rate:.3g}"
+        losses = f"{learned.losses[-1]:.4f}", f"{learned.test:.4f}"
+        table.add_row(
+            learned.name, f"{learned.decays[-1]:.3g}", rate, *losses, str(learned.trained)
+        )
     table.add_section()
     for grid in outcome.grids:
         row, column = grid.best
@@ -451,18 +456,20 @@ def draw(outcome: Outcome, path: Path) -> None:
     """Save a picture of the losses over meta-steps, and of the grid's curves."""
     figure = blank_figure(11, 4.5)
     left, right = figure.subplots(1, 2, sharey=True)
-    for found, color in zip(outcome.found, COLORS, strict=True):
-        left.plot(found.losses, color=color, label=found.name, linewidth=2)
+    for learned, color in zip(outcome.learned, COLORS, strict=True):
+        left.plot(learned.losses, color=color, label=learned.name, linewidth=2)
     for grid, color in zip(outcome.grids, COLORS, strict=False):
         # Over weight decay, with the best learning rate for each.
         curve = grid.losses.nan_to_num(torch.inf).amin(1).cpu()
         left.axhline(curve.min().item(), color=color, linestyle=":", label=f"best of {grid.name}")
         right.plot(grid.decays.cpu(), curve, color=color, linestyle=":", label=grid.name)
-    for found, color in zip(outcome.found[:2], COLORS, strict=False):
-        right.plot(found.decays, found.losses, color=color, alpha=0.6, label=f"{found.name}, path")
-        right.plot(found.decays[-1], found.losses[-1], "o", color=color)
-    highest = 1.05 * max(found.losses[0] for found in outcome.found[1:])
-    lowest = 0.97 * min(min(found.losses) for found in outcome.found)
+    for learned, color in zip(outcome.learned[:2], COLORS, strict=False):
+        right.plot(
+            learned.decays, learned.losses, color=color, alpha=0.6, label=f"{learned.name}, path"
+        )
+        right.plot(learned.decays[-1], learned.losses[-1], "o", color=color)
+    highest = 1.05 * max(learned.losses[0] for learned in outcome.learned[1:])
+    lowest = 0.97 * min(min(learned.losses) for learned in outcome.learned)
     left.set(xlabel="meta-steps", ylabel="validation loss", ylim=(lowest, highest))
     right.set(xscale="log", xlabel="weight decay")
     tidy(left, "Learned")
@@ -479,7 +486,7 @@ def main(argv: list[str] | None = None) -> int:
     picture = options.output / "learn_hyperparams.png"
     draw(outcome, picture)
 
-    console.print(agreement_table(outcome), found_table(outcome), sep="\n")
+    console.print(agreement_table(outcome), learned_table(outcome), sep="\n")
     failed = failed_checks(outcome, size)
     summary = "the hypergradients are correct, and lead to the minimum of the grid"
     return conclude(console, picture, failed, summary)

@@ -142,7 +142,7 @@ def error(weights: Any, _: Any, points: Points) -> Tensor:
 
 def inner_optimizer(params: Params) -> gradkit.meta.Optimizer:
     """Return gradient descent with the learned step sizes, or the fixed one."""
-    # A tree with a tensor of each weight's shape: every number has a step size of its own.
+    # A tree with a tensor of each weight's shape: a step size for every number.
     return gradkit.meta.sgd(lr=params.get("step sizes", STEP_SIZE))
 
 
