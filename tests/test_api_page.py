@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import sys
@@ -14,17 +15,19 @@ import gradkit
 
 DOCS = Path(gradkit.__file__).resolve().parent.parent / "docs"
 sys.path.append(str(DOCS))
+signatures = importlib.import_module("signatures")
 
-from signatures import MODULES, PAGE, entries, find, module_of, signature, updated  # noqa: E402
-
-TEXT = PAGE.read_text(encoding="utf-8")
-SHOWN = entries(TEXT)
+TEXT = signatures.PAGE.read_text(encoding="utf-8")
+SHOWN = signatures.entries(TEXT)
 
 
 def public_names() -> set[str]:
     """Return the full names in `__all__`; those of `dotgrad` and `errors` once, not at the top."""
-    modules = {f"gradkit.{name}" if name else "gradkit": module_of(name) for name in MODULES}
-    elsewhere = {*gradkit.dotgrad.__all__, *gradkit.errors.__all__, *MODULES}
+    modules = {
+        f"gradkit.{name}" if name else "gradkit": signatures.module_of(name)
+        for name in signatures.MODULES
+    }
+    elsewhere = {*gradkit.dotgrad.__all__, *gradkit.errors.__all__, *signatures.MODULES}
     return {
         f"{path}.{name}"
         for path, module in modules.items()
@@ -42,23 +45,25 @@ def test_every_public_name_has_an_entry(device: torch.device) -> None:
 
 def test_every_entry_exists(device: torch.device) -> None:
     for name in re.findall(r"(?m)^### `([\w.]+)`$", TEXT):
-        find(name)
+        signatures.find(name)
 
 
 def test_every_function_shows_its_signature(device: torch.device) -> None:
-    functions = {name for name in public_names() if inspect.isfunction(find(name))}
+    functions = {name for name in public_names() if inspect.isfunction(signatures.find(name))}
     assert functions <= set(SHOWN)
 
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_the_signature_is_that_of_the_package(device: torch.device, name: str) -> None:
-    assert SHOWN[name] == signature(name), "bring it up to date: python docs/signatures.py"
+    assert SHOWN[name] == signatures.signature(name), (
+        "bring it up to date: python docs/signatures.py"
+    )
 
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_the_text_of_a_signature_has_every_parameter(device: torch.device, name: str) -> None:
     """Read without the code that writes it: names, order, defaults."""
-    parameters = inspect.signature(find(name)).parameters.values()  # type: ignore[arg-type]
+    parameters = inspect.signature(signatures.find(name)).parameters.values()  # type: ignore[arg-type]
     inside = SHOWN[name].partition("(")[2].rpartition(")")[0]
     parsed = re.findall(r"(\*{0,2}\w+)(?:=(\([^)]*\)|[^,]+))?(?:,|$)", inside)
     found = [(text.lstrip("*"), default.strip('"')) for text, default in parsed]
@@ -73,4 +78,4 @@ def test_the_text_of_a_signature_has_every_parameter(device: torch.device, name:
 def test_a_stale_page_is_brought_up_to_date(device: torch.device) -> None:
     stale = TEXT.replace("combine(per_loss, aggregator, *, losses=None)", "combine(per_loss)")
     assert stale != TEXT
-    assert updated(stale) == updated(TEXT)
+    assert signatures.updated(stale) == signatures.updated(TEXT)

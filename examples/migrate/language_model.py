@@ -91,9 +91,8 @@ def load(device: torch.device, steps: int, time: int = 32, batch: int = 32) -> t
     text = "".join(inspect.getsource(module) for module in (argparse, inspect, textwrap))
     index = {character: i for i, character in enumerate(sorted(set(text)))}
     stream = torch.tensor([index[character] for character in text], device=device)
-    columns = (
-        stream[: len(stream) // batch * batch].view(batch, -1).t()
-    )  # each continues in the next window
+    # Each column continues in the next window.
+    columns = stream[: len(stream) // batch * batch].view(batch, -1).t()
     starts = range(0, len(columns) - time - 1, time)
     windows = [(columns[i : i + time], columns[i + 1 : i + time + 1]) for i in starts]
     return [windows[i % len(windows)] for i in range(steps)], len(index)
