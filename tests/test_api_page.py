@@ -63,7 +63,7 @@ def test_the_signature_is_that_of_the_package(device: torch.device, name: str) -
 @pytest.mark.parametrize("name", SHOWN)
 def test_the_text_of_a_signature_has_every_parameter(device: torch.device, name: str) -> None:
     """Read without the code that writes it: names, order, defaults."""
-    parameters = inspect.signature(signatures.find(name)).parameters.values()  # type: ignore[arg-type]
+    parameters = inspect.signature(signatures.find(name)).parameters.values()
     inside = SHOWN[name].partition("(")[2].rpartition(")")[0]
     parsed = re.findall(r"(\*{0,2}\w+)(?:=(\([^)]*\)|[^,]+))?(?:,|$)", inside)
     found = [(text.lstrip("*"), default.strip('"')) for text, default in parsed]
