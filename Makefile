@@ -38,4 +38,9 @@ $(VENV)/bench: $(VENV)/ready
 	touch $@
 
 clean:
-	rm -rf $(VENV) docs/_build docs/_pictures .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+# The pictures in docs/pictures, from full runs of the examples: a few minutes.
+.PHONY: pictures
+pictures: $(VENV)/ready
+	$(BIN)/python docs/pictures.py

@@ -1,4 +1,4 @@
-"""What the examples have in common, and what is not about gradients: options, pictures, the end."""
+"""What the examples share that is not about gradients: options, pictures, exit status."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def options_of(doc: str | None) -> argparse.ArgumentParser:
 
 
 def progress_on(console: Console) -> Progress:
-    """Return progress bars; a task's field `told` is what stands behind its bar."""
+    """Return progress bars; a task's field `status` is the text behind its bar."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=16),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        TextColumn("[dim]{task.fields[told]}"),
+        TextColumn("[dim]{task.fields[status]}"),
         console=console,
     )
 
@@ -44,7 +44,7 @@ def blank_figure(width: float, height: float) -> Figure:
 
 
 def tidy(axes: Axes, title: str, **legend: Any) -> None:
-    """Title the axes, and take away what is no data."""
+    """Title the axes, and remove decoration."""
     axes.set_title(title, loc="left", fontweight="bold")
     axes.legend(frameon=False, **{"fontsize": "small"} | legend)
     axes.spines[["top", "right"]].set_visible(False)
@@ -52,16 +52,16 @@ def tidy(axes: Axes, title: str, **legend: Any) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Save a picture, in a folder that need not exist yet."""
+    """Save a picture; its folder is created if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
-def conclude(console: Console, picture: Path, broken: Sequence[str], kept: str) -> int:
-    """Tell where the picture is and which promises were broken; return the exit status."""
+def conclude(console: Console, picture: Path, failed: Sequence[str], summary: str) -> int:
+    """Print where the picture is and which checks failed; return the exit status."""
     console.print(f"picture         {picture}", markup=False, highlight=False, soft_wrap=True)
-    for promise in broken:
-        Console(stderr=True).print(f"[bold red]FAILED[/] {promise}", soft_wrap=True)
-    if not broken:
-        console.print(f"[bold green]OK[/] {kept}", soft_wrap=True)
-    return 1 if broken else 0
+    for check in failed:
+        Console(stderr=True).print(f"[bold red]FAILED[/] {check}", soft_wrap=True)
+    if not failed:
+        console.print(f"[bold green]OK[/] {summary}", soft_wrap=True)
+    return 1 if failed else 0

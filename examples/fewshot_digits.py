@@ -1,17 +1,17 @@
-"""Telling apart digits of which only five were ever seen.
+"""Classifying digits after five examples of each.
 
-A small network learns to learn on scikit-learn's handwritten digits from 0 to 6. Then it gets five
-images each of 7, 8 and 9, which it has never met, takes three steps of gradient descent on them,
-and has to sort others. Every image lies somewhere on a larger canvas, so that comparing pixels does
-not get far: what has to be brought along is what makes two digits alike. Three ways to start:
+A small network is meta-trained on scikit-learn's handwritten digits from 0 to 6. Then it gets five
+images each of 7, 8 and 9, which it has not seen before, takes three steps of gradient descent on
+them, and classifies other images of these digits. Every image is placed at random on a larger
+canvas, so that comparing pixels is not enough. Three initializations are compared:
 
 - MAML: initial weights that were learned by differentiating through the three steps.
-- pretrained: an ordinary classifier of the digits from 0 to 6, its last layer new; it has seen as
-  many images.
-- random: no training at all before the five images.
+- pretrained: a classifier of the digits from 0 to 6 with a new last layer, trained on the same
+  number of images.
+- random: no training before the five images.
 
-MAML has the step size that it was trained with; the other two are tried with several. All are also
-given ten steps, for which MAML was not trained.
+MAML uses the step size that it was trained with; the other two are tried with several. All are also
+evaluated after ten steps, for which MAML was not trained.
 
     python examples/fewshot_digits.py [--smoke] [--device cuda] [--output folder]
 
@@ -68,7 +68,7 @@ class Examples(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What is shown, and what is asked. With a first dimension, of many tasks."""
+    """The support and query images. A batch of tasks has a first dimension more."""
 
     support: Examples
     query: Examples
@@ -104,7 +104,7 @@ def draw_tasks(
         ])
         for _ in range(count)
     ])  # [count, WAYS, each, 1, CANVAS, CANVAS]
-    # What a class is called depends on the task: there is nothing to know by heart.
+    # The label of a digit depends on the task, so that it cannot be memorized.
     classes = torch.arange(WAYS, device=images.device)[:, None].expand(count, WAYS, each)
     support = Examples(images[:, :, :SHOTS].flatten(1, 2), classes[:, :, :SHOTS].flatten(1))
     query = Examples(images[:, :, SHOTS:].flatten(1, 2), classes[:, :, SHOTS:].flatten(1))
@@ -117,7 +117,7 @@ def draw_images(images: Tensor, count: int, generator: torch.Generator) -> Tenso
     return images[rows, torch.randint(images.shape[1], (count,), generator=generator)]
 
 
-# --- The network, and what is done with it -------------------------------------------------------
+# --- The network, and how it is trained ----------------------------------------------------------
 
 
 def network(classes: int) -> nn.Module:
@@ -145,16 +145,16 @@ class Learner:
         )
 
     def logits(self, weights: Any, images: Tensor) -> Tensor:
-        """Return what the network with these weights makes of images."""
+        """Return the logits of the network with these weights."""
         out: Tensor = self._call(weights, self._buffers, images)[0]
         return out
 
     def loss(self, weights: Any, _: Any, examples: Examples) -> Tensor:
-        """Return the cross-entropy. Nothing but the weights is adapted or learned in it."""
+        """Return the cross-entropy. It has no outer variables."""
         return functional.cross_entropy(self.logits(weights, examples.images), examples.classes)
 
     def meta_loss(self, weights: Any, task: Task) -> Tensor:
-        """Return the loss on what is asked, after some steps on what is shown."""
+        """Return the loss on the query images, after some steps on the support images."""
         opt = gradkit.meta.sgd(lr=STEP_SIZE)
         adapted = gradkit.meta.unroll(self.loss, weights, [task.support] * STEPS, opt)
         return self.loss(adapted.params, (), task.query)
@@ -168,7 +168,7 @@ class Learner:
             return self.loss(weights, (), task.support), right.float().mean()
 
         def of_one(task: Task) -> Tensor:
-            # The aux of a step is seen before it is taken: one step more shows all.
+            # The aux of a step is computed before the step: one more shows all.
             batches = [task] * (LONGEST + 1)
             opt = gradkit.meta.sgd(lr=step_size)
             run = gradkit.meta.unroll(loss_and_accuracy, weights, batches, opt, has_aux=True)
@@ -185,7 +185,7 @@ def meta_train(
     weights = {name: w.detach().clone().requires_grad_() for name, w in learner.start.items()}
     optimizer = Adam(weights.values(), lr=META_LEARNING_RATE)
     generator = torch.Generator().manual_seed(SEED)
-    bar = progress.add_task("MAML", total=iterations, told="")
+    bar = progress.add_task("MAML", total=iterations, status="")
     values = []
     for _ in range(iterations):
         tasks = draw_tasks(by_digit, TRAIN_DIGITS, TASKS_AT_A_TIME, QUERIES, generator)
@@ -193,8 +193,8 @@ def meta_train(
         gradkit.step_(optimizer, weights, grads)
         values.append(value.item())
         recent = values[-20:]
-        told = f"meta-loss {sum(recent) / len(recent):.3f}"
-        progress.update(bar, advance=1, told=told)
+        status = f"meta-loss {sum(recent) / len(recent):.3f}"
+        progress.update(bar, advance=1, status=status)
     return weights
 
 
@@ -213,14 +213,14 @@ def pretrain(
     ])
     # As many images as the meta-training sees.
     batches = iterations * TASKS_AT_A_TIME * WAYS * (SHOTS + QUERIES) // BATCH
-    bar = progress.add_task("pretrained", total=batches, told="")
+    bar = progress.add_task("pretrained", total=batches, status="")
     for _ in range(batches):
         rows = torch.randint(len(images), (BATCH,), generator=generator)
         places = torch.randint(images.shape[1], (BATCH,), generator=generator)
         loss = functional.cross_entropy(model(images[rows, places]), classes[rows])
         _, grads = gradkit.value_and_grads(loss, model)
         gradkit.step_(optimizer, model, grads)
-        progress.update(bar, advance=1, told=f"loss {loss.item():.3f}")
+        progress.update(bar, advance=1, status=f"loss {loss.item():.3f}")
     trained = {name: weight.detach() for name, weight in model.named_parameters()}
     # The last layer has other classes: it starts with zeros, which prefer none of them.
     return {
@@ -238,12 +238,12 @@ def nearest_neighbour(tasks: Task) -> Tensor:
     return right.float().mean(1)
 
 
-# --- The run, and what it promises ---------------------------------------------------------------
+# --- The run, and its checks ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Size:
-    """How long to train, on how many tasks to test, and what must come out."""
+    """How long to train, on how many tasks to test, and the thresholds of the checks."""
 
     iterations: int
     tests: int
@@ -258,7 +258,7 @@ SMOKE = Size(iterations=20, tests=10, queries=5, gain=0.0, lead=-1.0)
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a start did: its accuracies `[tasks, LONGEST + 1]`, with this step size."""
+    """The accuracies `[tasks, LONGEST + 1]` from one initialization, with this step size."""
 
     name: str
     step_size: float
@@ -272,7 +272,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What came out of a run."""
+    """The results of a run."""
 
     starts: list[Outcome]  # MAML first
     neighbour: Tensor  # accuracies `[tasks]` without a network
@@ -282,7 +282,7 @@ class Experiment:
 
 
 def experiment(size: Size, device: torch.device, console: Console) -> Experiment:
-    """Train, and test every start on the same tasks of new digits."""
+    """Train, and test every initialization on the same tasks of new digits."""
     by_digit = load(device)
     generator = torch.Generator().manual_seed(SEED + 1)
     tests = draw_tasks(by_digit, TEST_DIGITS, size.tests, size.queries, generator)
@@ -295,7 +295,7 @@ def experiment(size: Size, device: torch.device, console: Console) -> Experiment
             *(("pretrained", pretrained, step_size) for step_size in STEP_SIZES),
             *(("random", learner.start, step_size) for step_size in STEP_SIZES),
         ]
-        bar = progress.add_task("testing", total=len(starts), told="")
+        bar = progress.add_task("testing", total=len(starts), status="")
         outcomes = [
             Outcome(name, step_size, learner.accuracies(weights, tests, step_size))
             for name, weights, step_size in progress.track(starts, task_id=bar)
@@ -303,25 +303,25 @@ def experiment(size: Size, device: torch.device, console: Console) -> Experiment
     return Experiment(outcomes, nearest_neighbour(tests), learner, learned, tests)
 
 
-def broken_promises(outcome: Experiment, size: Size) -> list[str]:
-    """Return one message for each promise that this run did not keep."""
-    broken = []
+def failed_checks(outcome: Experiment, size: Size) -> list[str]:
+    """Return one message for each check that failed."""
+    failed = []
     maml, *others = outcome.starts
     after = maml.means[STEPS].item()
     gain = after - maml.means[0].item()
     # Not `<=`, which NaN would pass.
     if not gain > size.gain:
-        broken.append(f"{STEPS} steps add {gain:.1%} to MAML's accuracy, not above {size.gain:.0%}")
+        failed.append(f"{STEPS} steps add {gain:.1%} to MAML's accuracy, not above {size.gain:.0%}")
     rivals = {f"{o.name}, step size {o.step_size:g},": o.means[: STEPS + 1].max() for o in others}
     rivals["nearest neighbour"] = outcome.neighbour.mean()
     for name, best in rivals.items():
         lead = after - best.item()
         if not lead > size.lead:
-            broken.append(f"MAML leads {name} by {lead:.1%} of accuracy, not above {size.lead:.0%}")
-    return broken
+            failed.append(f"MAML leads {name} by {lead:.1%} of accuracy, not above {size.lead:.0%}")
+    return failed
 
 
-# --- Telling and drawing -------------------------------------------------------------------------
+# --- Tables and pictures -------------------------------------------------------------------------
 
 
 COLORS = {"MAML": "#0072b2", "pretrained": "#d55e00", "random": "#009e73"}
@@ -334,7 +334,7 @@ def interval(accuracies: Tensor) -> str:
 
 
 def accuracy_table(outcome: Experiment) -> Table:
-    """Return the accuracy from each start, after some steps."""
+    """Return the accuracy from each initialization, after some steps."""
     digits = ", ".join(map(str, TEST_DIGITS))
     count = len(outcome.neighbour)
     table = Table(title=f"Accuracy in % on {count} tasks of the new digits {digits}")
@@ -362,11 +362,11 @@ def draw(outcome: Experiment, path: Path) -> None:
 
 
 def draw_curves(axes: Axes, outcome: Experiment) -> None:
-    """Draw the accuracy over steps from every start, with what is best after the longest."""
+    """Draw the accuracy over steps, each with the step size that is best after the last step."""
     steps = range(LONGEST + 1)
     for name, color in COLORS.items():
-        found = (one for one in outcome.starts if one.name == name)
-        one = max(found, key=lambda one: one.means[LONGEST].item())
+        candidates = (one for one in outcome.starts if one.name == name)
+        one = max(candidates, key=lambda one: one.means[LONGEST].item())
         margins = 1.96 * one.accuracies.std(0) / math.sqrt(len(one.accuracies))
         low, high = (one.means - margins).cpu(), (one.means + margins).cpu()
         axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
@@ -377,11 +377,11 @@ def draw_curves(axes: Axes, outcome: Experiment) -> None:
     axes.axhline(1 / WAYS, color="dimgray", linestyle=":", label="chance")
     axes.axvline(STEPS, color="dimgray", linewidth=0.5)
     axes.set(xlabel="inner steps", ylabel="accuracy", ylim=(0.25, 1))
-    tidy(axes, "Accuracy on digits never met", loc="upper right")
+    tidy(axes, "Accuracy on new digits", loc="upper right")
 
 
 def draw_task(figure: SubFigure, outcome: Experiment) -> None:
-    """Draw what is shown in the first task, and some of what is asked, with MAML's answers."""
+    """Draw the first task: the support images, and some query images with MAML's answers."""
     support, query = (
         Examples(examples.images[0], examples.classes[0]) for examples in outcome.tests
     )
@@ -409,7 +409,7 @@ def draw_task(figure: SubFigure, outcome: Experiment) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demo, and return the exit status: 0 if it kept every promise."""
+    """Run the demo, and return the exit status: 0 if every check passed."""
     options = options_of(__doc__).parse_args(argv)
     size = SMOKE if options.smoke else FULL
     console = Console()
@@ -418,9 +418,9 @@ def main(argv: list[str] | None = None) -> int:
     draw(outcome, picture)
 
     console.print(accuracy_table(outcome))
-    broken = broken_promises(outcome, size)
-    kept = "three steps from the learned start are worth more than from others"
-    return conclude(console, picture, broken, kept)
+    failed = failed_checks(outcome, size)
+    summary = "three steps from the learned initialization beat those from the others"
+    return conclude(console, picture, failed, summary)
 
 
 if __name__ == "__main__":

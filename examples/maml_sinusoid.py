@@ -1,16 +1,15 @@
-"""Learning to learn sine waves from ten points.
+"""Fitting a new sine wave from ten points.
 
-A network is to follow a sine wave that it has never seen, given ten points of it and one step of
-gradient descent. It can if the weights that it starts from have been learned for that purpose: the
-error after the step is differentiated through the step. Three ways to do it, on the benchmark of
-Finn et al.:
+A network fits a sine wave that it has not seen before, given ten points and one step of gradient
+descent. It can if its initial weights were learned for that purpose: the error after the step is
+differentiated through the step. Three methods, on the benchmark of Finn et al.:
 
-- MAML learns the initial weights, by the gradient through the step, second derivatives and all.
-- FOMAML learns them too, but takes the inner gradient for a constant.
-- Meta-SGD learns the step size of every weight besides; one that has become negative stays so.
+- MAML learns the initial weights with the gradient through the step, second derivatives included.
+- FOMAML learns them too, but treats the inner gradient as a constant.
+- Meta-SGD also learns a step size for every weight; step sizes may become negative.
 
-All were trained for one step. How they fare after more is in the table: the step sizes of Meta-SGD
-are so large that one step goes all the way, and many more overshoot.
+All are trained for one step. The table also has the errors after more steps: Meta-SGD's step sizes
+are so large that further steps overshoot.
 
     python examples/maml_sinusoid.py [--smoke] [--iterations n] [--device cuda] [--output folder]
 
@@ -82,19 +81,19 @@ def draw_tasks(count: int, queries: int, generator: torch.Generator, device: tor
     return Task(support, query)
 
 
-# --- The inner loop, and three ways to learn where it starts -------------------------------------
+# --- The inner loop, and three methods to learn its initial weights ------------------------------
 
 Params: TypeAlias = dict[str, Any]  # what is meta-learned: trees of tensors by name
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to meta-learn.
+    """A meta-learning method.
 
     Attributes:
-        name: What it is called.
-        color: What it is drawn in.
-        first_order: Take the inner gradients for constants.
+        name: Its name.
+        color: Its color in the picture.
+        first_order: Treat the inner gradients as constants.
         learns_step_sizes: Learn the step size of every weight, too.
     """
 
@@ -104,7 +103,7 @@ class Method:
     learns_step_sizes: bool = False
 
     def start(self, model: nn.Module, device: torch.device) -> Params:
-        """Return what is meta-learned, before it is."""
+        """Return what is meta-learned, before training."""
         weights = dict(model.to(device).named_parameters())
         if not self.learns_step_sizes:
             return {"weights": weights}
@@ -129,7 +128,7 @@ def network() -> nn.Module:
 
 
 def predicted(weights: Any, x: Tensor) -> Tensor:
-    """Return what the network with these weights makes of x."""
+    """Return the output of the network with these weights."""
     # Written out, because on a network this small `make_functional` costs more than the network.
     x = functional.linear(x, weights["0.weight"], weights["0.bias"]).relu()
     x = functional.linear(x, weights["2.weight"], weights["2.bias"]).relu()
@@ -137,13 +136,13 @@ def predicted(weights: Any, x: Tensor) -> Tensor:
 
 
 def error(weights: Any, _: Any, points: Points) -> Tensor:
-    """Return the mean squared error. Nothing but the weights is adapted or learned in it."""
+    """Return the mean squared error. It has no outer variables."""
     return functional.mse_loss(predicted(weights, points.x), points.y)
 
 
 def inner_optimizer(params: Params) -> gradkit.meta.Optimizer:
     """Return gradient descent with the learned step sizes, or the fixed one."""
-    # A tree with a tensor of each weight's shape: every number has a step size of its own.
+    # A tree with a tensor of each weight's shape: a step size for every number.
     return gradkit.meta.sgd(lr=params.get("step sizes", STEP_SIZE))
 
 
@@ -167,8 +166,8 @@ def meta_train(
 
     params = method.start(network(), device)
     optimizer = Adam([w for tree in params.values() for w in tree.values()], lr=META_LEARNING_RATE)
-    generator = torch.Generator().manual_seed(SEED)  # every method meets the same tasks
-    bar = progress.add_task(method.name, total=size.iterations, told="")
+    generator = torch.Generator().manual_seed(SEED)  # every method sees the same tasks
+    bar = progress.add_task(method.name, total=size.iterations, status="")
     values = []
     for _ in range(size.iterations):
         tasks = draw_tasks(TASKS_AT_A_TIME, SHOTS, generator, device)
@@ -176,8 +175,8 @@ def meta_train(
         gradkit.step_(optimizer, params, grads)
         values.append(value.item())
         recent = values[-100:]
-        told = f"error after one step {sum(recent) / len(recent):.2f}"
-        progress.update(bar, advance=1, told=told)
+        status = f"error after one step {sum(recent) / len(recent):.2f}"
+        progress.update(bar, advance=1, status=status)
     return params, values
 
 
@@ -192,7 +191,7 @@ def errors_by_step(params: Params, tasks: Task) -> Tensor:
         return error(weights, (), task.support), error(weights, (), task.query)
 
     def of_one(task: Task) -> Tensor:
-        # What the loss returns as aux is seen before the step is taken: one step more shows all.
+        # The aux of a step is computed before the step: one more shows all.
         batches = [task] * (LONGEST + 1)
         run = gradkit.meta.unroll(
             seen_and_unseen, params["weights"], batches, inner_optimizer(params), has_aux=True
@@ -214,16 +213,16 @@ def diverged(errors: Tensor) -> float:
     return (~(errors <= DIVERGED)).double().mean().item()
 
 
-# --- The run, and what it promises ---------------------------------------------------------------
+# --- The run, and its checks ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Size:
-    """How long to train, on how many tasks to test, and what must come out."""
+    """How long to train, on how many tasks to test, and the thresholds of the checks."""
 
     iterations: int
     tests: int
-    one_step: float  # the most that may be left of the error after one step, for every method
+    one_step: float  # the largest share of the error left after one step, for every method
     ten_steps: float  # and after ten, where the step size is fixed
 
 
@@ -233,7 +232,7 @@ SMOKE = Size(iterations=150, tests=200, one_step=1.0, ten_steps=1.0)
 
 @dataclass(frozen=True)
 class Learned:
-    """What came of a method: its meta-losses, and its errors on the test tasks by step."""
+    """What a method has learned: its meta-losses, and its errors on the test tasks by step."""
 
     method: Method
     params: Params
@@ -252,9 +251,9 @@ def experiment(size: Size, device: torch.device, console: Console) -> list[Learn
     return outcomes
 
 
-def broken_promises(outcomes: Sequence[Learned], size: Size) -> list[str]:
-    """Return one message for each promise that this run did not keep."""
-    broken = []
+def failed_checks(outcomes: Sequence[Learned], size: Size) -> list[str]:
+    """Return one message for each check that failed."""
+    failed = []
     for one in outcomes:
         most = {1: size.one_step}
         if not one.method.learns_step_sizes:
@@ -264,14 +263,14 @@ def broken_promises(outcomes: Sequence[Learned], size: Size) -> list[str]:
             left = (means[step] / means[0]).item()
             # Not `>=`, which NaN would pass.
             if not left < limit:
-                broken.append(
+                failed.append(
                     f"{one.method.name} leaves {left:.0%} of the error after {step} step(s), "
                     f"not less than {limit:.0%}"
                 )
-    return broken
+    return failed
 
 
-# --- Telling and drawing -------------------------------------------------------------------------
+# --- Tables and pictures -------------------------------------------------------------------------
 
 
 def errors_table(outcomes: Sequence[Learned]) -> Table:
@@ -289,7 +288,7 @@ def errors_table(outcomes: Sequence[Learned]) -> Table:
 
 
 def cell(errors: Tensor) -> str:
-    """Return mean and confidence interval, or that there is no use in them."""
+    """Return mean and confidence interval, or how often it diverges."""
     share = diverged(errors)
     if share > 0.01:
         return f"[red]diverges on {share:.0%}"
@@ -298,7 +297,7 @@ def cell(errors: Tensor) -> str:
 
 
 def setting_table(size: Size) -> Table:
-    """Return what the published curve was made with, and what this run was."""
+    """Return the published setting, and that of this run."""
     table = Table(title="The setting")
     for heading in ("", "published", "here"):
         table.add_column(heading)
@@ -330,12 +329,12 @@ def draw(outcomes: Sequence[Learned], path: Path) -> None:
 
 
 def draw_errors(axes: Axes, one: Learned) -> None:
-    """Draw the mean error by step, as far as it is one, and its confidence interval."""
-    kept = [step for step in range(LONGEST + 1) if diverged(one.errors[:, step]) <= 0.01]
-    means, margins = zip(*(mean_and_margin(one.errors[:, step]) for step in kept), strict=True)
-    name = one.method.name if len(kept) > LONGEST else f"{one.method.name} (then diverges)"
+    """Draw the mean error by step, until it diverges, and its confidence interval."""
+    steps = [step for step in range(LONGEST + 1) if diverged(one.errors[:, step]) <= 0.01]
+    means, margins = zip(*(mean_and_margin(one.errors[:, step]) for step in steps), strict=True)
+    name = one.method.name if len(steps) > LONGEST else f"{one.method.name} (then diverges)"
     axes.errorbar(
-        kept, means, yerr=margins, color=one.method.color, label=name, marker="o", capsize=3
+        steps, means, yerr=margins, color=one.method.color, label=name, marker="o", capsize=3
     )
 
 
@@ -360,7 +359,7 @@ def draw_fit(axes: Axes, one: Learned) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demo, and return the exit status: 0 if it kept every promise."""
+    """Run the demo, and return the exit status: 0 if every check passed."""
     parser = options_of(__doc__)
     parser.add_argument("--iterations", type=int, help=f"default: {FULL.iterations}")
     options = parser.parse_args(argv)
@@ -373,8 +372,8 @@ def main(argv: list[str] | None = None) -> int:
     draw(outcomes, picture)
 
     console.print(errors_table(outcomes), setting_table(size), sep="\n")
-    broken = broken_promises(outcomes, size)
-    return conclude(console, picture, broken, "every method adapts to new waves")
+    failed = failed_checks(outcomes, size)
+    return conclude(console, picture, failed, "every method adapts to new waves")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""The tasks of multitask_digits, without conflict between them, on several processes.
+"""The tasks of multitask_digits with PCGrad, on several processes.
 
-Three losses share a trunk, and their gradients disagree: a step that helps one hurts another.
-PCGrad takes from each gradient what conflicts with the others. Which conflicts there are is a
-matter of the whole batch, not of the share of it that a process has. So under data parallelism the
-gradient of each loss is averaged over the processes first, and combined then. To average what each
-process has combined would be another method.
+Three losses share a trunk, and their gradients conflict: a step that helps one hurts another.
+PCGrad removes from each gradient what conflicts with the others. The conflicts are those of the
+whole batch, not of one process's shard. So under data parallelism the gradient of each loss is
+averaged over the processes first, and then combined. Averaging what each process has combined would
+be another method.
 
-The result must be that of one process that is given all shares: its weights but for the rounding of
+The result must be that of one process on the whole batch: the same weights up to the rounding of
 double precision, and the same bits on all processes.
 
     torchrun --nproc-per-node 2 examples/multitask_ddp.py [--aggregator upgrad] [--smoke]
@@ -32,9 +32,9 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-# Before there is a group. Its functions have the group that there is as a default argument, and if
-# DDP imports it then, the group and its threads outlive destroy_process_group(). A thread that lets
-# go of a tensor while the interpreter ends aborts the process. See docs/several_processes.md.
+# Imported before a group exists: its functions hold the current group as a default argument. If
+# DDP imports it later, the group and its threads outlive destroy_process_group(), and a thread that
+# frees a tensor while the interpreter exits aborts the process. See docs/several_processes.md.
 import torch.distributed.nn.functional  # noqa: F401
 from _script import conclude, options_of, progress_on
 from multitask_digits import (
@@ -42,7 +42,7 @@ from multitask_digits import (
     WEIGHTS,
     Batch,
     MultiTask,
-    Sight,
+    Snapshot,
     accuracies,
     draw,
     fresh_model,
@@ -62,7 +62,7 @@ from torch.optim import Adam, Optimizer
 import gradkit
 
 BATCH = 60  # images, of all processes together: a number that 2, 3, 4, 5 and 6 divide
-LOOK_EVERY = 10  # steps, in the table and the picture
+RECORD_EVERY = 10  # steps, in the table and the picture
 TOLERANCE = 1e-9  # of the weights against those of one process, relatively
 
 PerLoss: TypeAlias = dict[str, dict[str, Tensor | None]]  # gradients by loss and parameter
@@ -73,7 +73,7 @@ Aggregator: TypeAlias = Callable[[Tensor], Tensor]  # from [losses, n] to [n]
 
 
 def pcgrad(matrix: Tensor) -> Tensor:
-    """Return the sum of the rows, each without what conflicts with the other ones."""
+    """Return the sum of the rows, each without its conflicts with the others."""
     projected = []
     for index, row in enumerate(matrix):
         # The paper draws the order of the others at random. Then every process would have to draw
@@ -102,17 +102,17 @@ AGGREGATORS: dict[str, Callable[[], Aggregator]] = {"pcgrad": lambda: pcgrad, "u
 
 
 def weighted_losses(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return the three losses in the units in which they are to be weighed up."""
+    """Return the three losses times their weights."""
     return {name: WEIGHTS[name] * loss for name, loss in multitask_losses(model, batch).items()}
 
 
 def shared_step(
     model: nn.Module, optimizer: Optimizer, batch: Batch, aggregator: Aggregator
 ) -> PerLoss:
-    """Take one step of a replicated model, with a process's share of the batch."""
-    share = Batch(*(part[dist.get_rank() :: dist.get_world_size()] for part in batch))
-    # One collective for all losses: what comes back is the same on all processes.
-    per_loss: PerLoss = gradkit.distributed.per_loss_grads(weighted_losses(model, share), model)
+    """Take one step of a replicated model, with this process's shard of the batch."""
+    shard = Batch(*(part[dist.get_rank() :: dist.get_world_size()] for part in batch))
+    # One collective for all losses; the result is the same on all processes.
+    per_loss: PerLoss = gradkit.distributed.per_loss_grads(weighted_losses(model, shard), model)
     optimizer.zero_grad()
     gradkit.add_grads_(model, gradkit.combine(per_loss, aggregator), hooks=True)
     optimizer.step()
@@ -128,13 +128,13 @@ def lone_step(
     return per_loss
 
 
-def look(step: int, per_loss: PerLoss) -> Sight:
-    """Measure how the losses pull at the trunk, which all of them have in common."""
+def measure(step: int, per_loss: PerLoss) -> Snapshot:
+    """Measure the conflicts in the trunk, which all losses share."""
     trunk = {
         loss: {name: grad for name, grad in grads.items() if "trunk" in name}
         for loss, grads in per_loss.items()
     }
-    return Sight(step, gradkit.report.conflicts(trunk))
+    return Snapshot(step, gradkit.report.conflicts(trunk))
 
 
 # --- Training ------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ Step: TypeAlias = Callable[[nn.Module, Optimizer, Batch, Aggregator], PerLoss]
 
 @dataclass(frozen=True)
 class Size:
-    """How long to train, on how much, and what must come out."""
+    """How long to train, on how much, and the thresholds of the checks."""
 
     epochs: int
     images: int
@@ -162,31 +162,31 @@ def train(
     aggregator: Aggregator,
     progress: Progress,
     name: str,
-) -> list[Sight]:
-    """Train a model in place, and return what was seen at every step."""
+) -> list[Snapshot]:
+    """Train a model in place, and return the conflicts at every step."""
     optimizer = Adam(model.parameters(), lr=LEARNING_RATE)
-    task = progress.add_task(name, total=len(batches), told="")
-    sights = []
+    task = progress.add_task(name, total=len(batches), status="")
+    snapshots = []
     for index, batch in enumerate(batches):
-        sights.append(look(index, step(model, optimizer, batch, aggregator)))
-        pairs = len(sights[-1].found.conflicting)
-        progress.update(task, advance=1, told=f"{pairs} of 3 pairs in conflict")
-    return sights
+        snapshots.append(measure(index, step(model, optimizer, batch, aggregator)))
+        pairs = len(snapshots[-1].conflicts.conflicting)
+        progress.update(task, advance=1, status=f"{pairs} of 3 pairs in conflict")
+    return snapshots
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of a run.
+    """The results of a run.
 
     Attributes:
-        sights: How the losses pulled, by step.
-        accuracy: The shares of the test set that the classifying heads get right.
-        apart: The processes whose weights are others than this one's, by a bit at least.
-        difference: The largest difference of a weight from that of one process alone, relatively to
-            the largest weight.
+        snapshots: The conflicts, by step.
+        accuracy: The test accuracies of the classifying heads.
+        apart: The processes whose weights differ from this one's in at least one bit.
+        difference: The largest difference from the weights of a single process, relative to the
+            largest weight.
     """
 
-    sights: list[Sight]
+    snapshots: list[Snapshot]
     accuracy: dict[str, float]
     apart: list[int]
     difference: float
@@ -194,14 +194,14 @@ class Outcome:
     @property
     def conflicts(self) -> dict[tuple[str, str], float]:
         """The share of the steps at which two losses were in conflict, by pair."""
-        every = record(self.sights).cosines
+        every = record(self.snapshots).cosines
         return {pair: sum(c < 0 for c in cosines) / len(cosines) for pair, cosines in every.items()}
 
 
 def experiment(
     size: Size, device: torch.device, aggregator: Aggregator, console: Console
 ) -> Outcome:
-    """Train on all processes together and, in every one, on all of their batches alone."""
+    """Train on all processes together and, for comparison, in each process on the whole batch."""
     data, test = (in_double(part) for part in load(size.images, device))
     batches = shuffled(data, size.epochs, BATCH)
     model = fresh_model(device).double()
@@ -210,17 +210,17 @@ def experiment(
     replica = DistributedDataParallel(model)
     count = dist.get_world_size()
     with progress_on(console) as progress:
-        sights = train(replica, batches, shared_step, aggregator, progress, f"{count} processes")
+        snapshots = train(replica, batches, shared_step, aggregator, progress, f"{count} processes")
         train(alone, batches, lone_step, aggregator, progress, "one alone")
-    return Outcome(sights, accuracies(model, test), apart(model), difference(model, alone))
+    return Outcome(snapshots, accuracies(model, test), apart(model), difference(model, alone))
 
 
 def in_double(data: Batch) -> Batch:
-    """Return the same images in double precision, in which rounding hides no mistake."""
+    """Return the same images in double precision, where rounding cannot hide a mistake."""
     return Batch(data.images.double(), data.digits)
 
 
-# --- What the demo promises ----------------------------------------------------------------------
+# --- The checks ----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -235,35 +235,35 @@ def apart(model: MultiTask) -> list[int]:
 
 @torch.no_grad()
 def difference(model: MultiTask, alone: MultiTask) -> float:
-    """Return the largest difference of two weights, relatively to the largest weight."""
+    """Return the largest difference of two weights, relative to the largest weight."""
     ours, theirs = (parameters_to_vector(one.parameters()) for one in (model, alone))
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
-def broken_promises(outcome: Outcome, size: Size) -> list[str]:
-    """Return one message for each promise that this run did not keep."""
-    broken = []
+def failed_checks(outcome: Outcome, size: Size) -> list[str]:
+    """Return one message for each check that failed."""
+    failed = []
     if outcome.apart:
         processes = ", ".join(map(str, outcome.apart))
-        broken.append(f"process {dist.get_rank()} has other weights than {processes}")
+        failed.append(f"process {dist.get_rank()} has other weights than {processes}")
     # Not `>`, which NaN would pass.
     if not outcome.difference <= TOLERANCE:
-        broken.append(f"the weights differ by {outcome.difference:.1e} from those of one process")
+        failed.append(f"the weights differ by {outcome.difference:.1e} from those of one process")
     accuracy = outcome.accuracy["digit"]
     if accuracy <= size.accuracy:
-        broken.append(
+        failed.append(
             f"the digit head's test accuracy is {accuracy:.1%}, not above {size.accuracy:.0%}"
         )
-    return broken
+    return failed
 
 
-# --- Telling, and several processes --------------------------------------------------------------
+# --- Tables, and several processes ---------------------------------------------------------------
 
 
 def result_table(outcome: Outcome) -> Table:
-    """Return what came out, a line each."""
+    """Return the results, one line each."""
     shares = (f"{a} and {b} {share:.0%}" for (a, b), share in outcome.conflicts.items())
-    steps, tests = len(outcome.sights), outcome.accuracy.items()
+    steps, tests = len(outcome.snapshots), outcome.accuracy.items()
     table = Table.grid(padding=(0, 2))
     table.add_row("conflict", f"{', '.join(shares)} of {steps} steps")
     table.add_row("one process", f"largest relative difference {outcome.difference:.1e}")
@@ -272,16 +272,16 @@ def result_table(outcome: Outcome) -> Table:
 
 
 def own_device(kind: torch.device) -> torch.device:
-    """Return where this process computes: on a GPU of its own, as far as there are so many."""
+    """Return where this process computes: a separate GPU, if there are enough."""
     if kind.type != "cuda":
         return kind
-    place = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
-    torch.cuda.set_device(place)
-    return torch.device(kind.type, place)
+    index = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device(kind.type, index)
 
 
 def backend_for(device: torch.device) -> str:
-    """Return NCCL where every process has a GPU of its own, as it asks for; else gloo."""
+    """Return NCCL if every process has a separate GPU, which it needs; else gloo."""
     enough = device.type == "cuda" and torch.cuda.device_count() >= int(
         os.environ["LOCAL_WORLD_SIZE"]
     )
@@ -290,7 +290,7 @@ def backend_for(device: torch.device) -> str:
 
 def with_torchrun(argv: Sequence[str]) -> int:
     """Start this script again as two processes, and return the exit status."""
-    print("not started by torchrun: it is called now, for two processes on this machine")
+    print("not started by torchrun: starting it now, with two processes on this machine")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.call(
         [sys.executable, *torchrun, __file__, *argv], env={"OMP_NUM_THREADS": "1"} | os.environ
@@ -298,7 +298,7 @@ def with_torchrun(argv: Sequence[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demo, and return the exit status: 0 if it kept every promise."""
+    """Run the demo, and return the exit status: 0 if every check passed."""
     parser = options_of(__doc__)
     parser.add_argument("--aggregator", choices=AGGREGATORS, default="pcgrad")
     options = parser.parse_args(argv)
@@ -309,23 +309,23 @@ def main(argv: list[str] | None = None) -> int:
     dist.init_process_group(backend_for(device))
     try:
         if BATCH % dist.get_world_size():
-            parser.error(f"{BATCH} images are not to be shared out among {dist.get_world_size()}")
+            parser.error(f"{BATCH} images cannot be divided among {dist.get_world_size()}")
         is_first = dist.get_rank() == 0
         console = Console(quiet=not is_first)
-        # When it returns, no DDP module is left: none may outlive the group.
+        # No DDP module may outlive the group: when this returns, none is left.
         outcome = experiment(size, device, AGGREGATORS[options.aggregator](), console)
-        broken = broken_promises(outcome, size)
+        failed = failed_checks(outcome, size)
     finally:
         dist.destroy_process_group()
     if not is_first:
-        return 1 if broken else 0
+        return 1 if failed else 0
     picture = options.output / "multitask_ddp.png"
-    history = record(outcome.sights[::LOOK_EVERY])
+    history = record(outcome.snapshots[:: 1 if options.smoke else RECORD_EVERY])
     draw(history, picture)
 
-    console.print("How the losses pull at the trunk", history, result_table(outcome), sep="\n")
-    kept = "the weights are those of one process, and the same bits in all"
-    return conclude(console, picture, broken, kept)
+    console.print("Gradients of the losses at the trunk", history, result_table(outcome), sep="\n")
+    summary = "the weights are those of one process, and the same bits in all processes"
+    return conclude(console, picture, failed, summary)
 
 
 if __name__ == "__main__":

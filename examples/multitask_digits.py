@@ -2,8 +2,8 @@
 
 A network learns three tasks on scikit-learn's handwritten digits: which digit it is, whether it is
 odd, and the image itself. It is trained twice from the same start on the same batches, by the usual
-`zero_grad`, `backward`, `step` and by `gradkit.value_and_grads`. The final weights must be equal
-bit for bit, although the second loop also looks at the gradients of every loss by itself.
+`zero_grad`, `backward`, `step` and with `gradkit.value_and_grads`. The final weights must be equal
+bit for bit, although the second loop also measures the gradients of each loss.
 
     python examples/multitask_digits.py [--smoke] [--device cuda] [--output folder]
 """
@@ -55,7 +55,7 @@ class MultiTask(nn.Module):
         })
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        """Return what each head makes of the trunk's features."""
+        """Return the output of each head."""
         features = self.trunk(images)
         return {name: head(features) for name, head in self.heads.items()}
 
@@ -71,7 +71,7 @@ def multitask_losses(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     }
 
 
-# --- The two training steps, and what gradkit sees beside them -----------------------------------
+# --- The two training steps, and the measurement of conflicts ------------------------------------
 
 
 def usual_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> dict[str, Tensor]:
@@ -89,33 +89,33 @@ def usual_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> dict[str
 
 
 def gradkit_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> dict[str, Tensor]:
-    """Take one step with gradients that are a value like any other."""
+    """Take one step with gradients that are returned."""
     losses = multitask_losses(model, batch)
     values, grads = gradkit.value_and_grads(losses, model, weights=WEIGHTS)
     for name, parameter in model.named_parameters():
-        parameter.grad = grads[name]  # ours to give away: it shares memory with nothing
+        parameter.grad = grads[name]  # no copy needed: it shares memory with nothing
     optimizer.step()
     return values
 
 
 @dataclass(frozen=True)
-class Sight:
-    """The gradients of the three losses at one moment of the training, before they are weighted."""
+class Snapshot:
+    """The unweighted gradients of the three losses at one step of the training."""
 
     step: int
-    found: gradkit.report.Conflicts  # on the trunk's parameters
+    conflicts: gradkit.report.Conflicts  # on the trunk's parameters
     at_output: dict[str, float] = field(default_factory=dict)  # norms at the trunk's output
 
 
-def look(step: int, model: MultiTask, data: Batch) -> Sight:
-    """Measure how the losses pull at the trunk. It changes nothing: the weights will prove it."""
+def measure(step: int, model: MultiTask, data: Batch) -> Snapshot:
+    """Measure the conflicts in the trunk. It changes no weight."""
     with gradkit.safe_retain(model, "trunk") as kept:
         losses = multitask_losses(model, data)
         grads = gradkit.per_loss_grads(losses, model.trunk)
     at_output = zip(losses, kept.passes["trunk"], strict=True)
-    return Sight(
+    return Snapshot(
         step,
-        found=gradkit.report.conflicts(grads),
+        conflicts=gradkit.report.conflicts(grads),
         at_output={name: gradkit.tree.global_norm(grad).item() for name, grad in at_output},
     )
 
@@ -123,21 +123,21 @@ def look(step: int, model: MultiTask, data: Batch) -> Sight:
 # --- Training ------------------------------------------------------------------------------------
 
 Step: TypeAlias = Callable[[nn.Module, Optimizer, Batch], dict[str, Tensor]]
-OpMonitor: TypeAlias = Callable[[int, MultiTask], None]
+Callback: TypeAlias = Callable[[int, MultiTask], None]
 
 
 @dataclass(frozen=True)
 class Size:
-    """How long to train, on how much, how often to look, and what must come out."""
+    """How long to train, on how much, how often to measure, and the thresholds of the checks."""
 
     epochs: int
     images: int
-    look_every: int
+    measure_every: int
     accuracy: float  # what the digit head must exceed on the test set
 
 
-FULL = Size(epochs=40, images=1347, look_every=10, accuracy=0.95)
-SMOKE = Size(epochs=2, images=256, look_every=2, accuracy=-1.0)
+FULL = Size(epochs=40, images=1347, measure_every=10, accuracy=0.95)
+SMOKE = Size(epochs=2, images=256, measure_every=2, accuracy=-1.0)
 
 
 def load(images: int, device: torch.device) -> tuple[Batch, Batch]:
@@ -176,40 +176,40 @@ def train(
     step: Step,
     progress: Progress,
     name: str,
-    watch: OpMonitor = lambda *_: None,
+    callback: Callback = lambda *_: None,
 ) -> MultiTask:
     """Return a copy of `start`, trained on the batches in their order."""
     model = deepcopy(start)
     optimizer = Adam(model.parameters(), lr=LEARNING_RATE)
-    task = progress.add_task(name, total=len(batches), told="")
+    task = progress.add_task(name, total=len(batches), status="")
     for index, batch in enumerate(batches):
-        watch(index, model)
+        callback(index, model)
         values = step(model, optimizer, batch)
         losses = "  ".join(f"{loss} {value.item():.3f}" for loss, value in values.items())
-        progress.update(task, advance=1, told=losses)
-    watch(len(batches), model)
+        progress.update(task, advance=1, status=losses)
+    callback(len(batches), model)
     return model
 
 
 def train_both(
     data: Batch, size: Size, console: Console
-) -> tuple[MultiTask, MultiTask, list[Sight]]:
-    """Return the model of the usual loop, the one of gradkit, and what was seen on the way."""
+) -> tuple[MultiTask, MultiTask, list[Snapshot]]:
+    """Return the model of the usual loop, that of gradkit, and the conflicts during training."""
     start = fresh_model(data.images.device)
     batches = shuffled(data, size.epochs)
-    sights: list[Sight] = []
+    snapshots: list[Snapshot] = []
 
-    def watch(index: int, model: MultiTask) -> None:
-        if index % size.look_every == 0:
-            sights.append(look(index, model, data))
+    def callback(index: int, model: MultiTask) -> None:
+        if index % size.measure_every == 0:
+            snapshots.append(measure(index, model, data))
 
     with progress_on(console) as progress:
         usual = train(start, batches, usual_step, progress, "usual")
-        ours = train(start, batches, gradkit_step, progress, "gradkit", watch)
-    return usual, ours, sights
+        ours = train(start, batches, gradkit_step, progress, "gradkit", callback)
+    return usual, ours, snapshots
 
 
-# --- What the demo promises ----------------------------------------------------------------------
+# --- The checks ----------------------------------------------------------------------------------
 
 
 def differing_weights(a: nn.Module, b: nn.Module) -> list[str]:
@@ -225,7 +225,7 @@ def differing_weights(a: nn.Module, b: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def accuracies(model: MultiTask, test: Batch) -> dict[str, float]:
-    """Return the share of the test set that each of the two classifying heads gets right."""
+    """Return the test accuracy of each of the two classifying heads."""
     outputs = model(test.images)
     right = {
         "digit": outputs["digit"].argmax(1) == test.digits,
@@ -234,36 +234,36 @@ def accuracies(model: MultiTask, test: Batch) -> dict[str, float]:
     return {name: hits.double().mean().item() for name, hits in right.items()}
 
 
-def broken_promises(differing: Sequence[str], accuracy: float, least: float) -> list[str]:
-    """Return one message for each promise that this run did not keep."""
-    broken = []
+def failed_checks(differing: Sequence[str], accuracy: float, least: float) -> list[str]:
+    """Return one message for each check that failed."""
+    failed = []
     if differing:
-        broken.append(f"the weights of the two runs differ in {', '.join(differing)}")
+        failed.append(f"the weights of the two runs differ in {', '.join(differing)}")
     if accuracy <= least:
-        broken.append(f"the digit head's test accuracy is {accuracy:.1%}, not above {least:.0%}")
-    return broken
+        failed.append(f"the digit head's test accuracy is {accuracy:.1%}, not above {least:.0%}")
+    return failed
 
 
-# --- Telling and drawing -------------------------------------------------------------------------
+# --- Tables and pictures -------------------------------------------------------------------------
 
 
-def record(sights: Sequence[Sight]) -> gradkit.report.History:
-    """Return what was seen, as a record that prints and plots."""
+def record(snapshots: Sequence[Snapshot]) -> gradkit.report.History:
+    """Return the conflicts as a record that prints and plots."""
     history = gradkit.report.History()
-    for sight in sights:
-        history.add_(sight.step, sight.found)
+    for snapshot in snapshots:
+        history.add_(snapshot.step, snapshot.conflicts)
     return history
 
 
-def result_table(model: nn.Module, accuracy: dict[str, float], last: Sight) -> Table:
-    """Return what came out, a line each."""
+def result_table(model: nn.Module, accuracy: dict[str, float], last: Snapshot) -> Table:
+    """Return the results, one line each."""
     weights = list(model.parameters())
     count = sum(weight.numel() for weight in weights)
-    seen = ", ".join(f"{name} {norm:.4f}" for name, norm in last.at_output.items())
+    norms = ", ".join(f"{name} {norm:.4f}" for name, norm in last.at_output.items())
     table = Table.grid(padding=(0, 2))
     table.add_row("weights", f"{len(weights)} tensors, {count:,} numbers, compared bit for bit")
     table.add_row("test accuracy", ", ".join(f"{n} {share:.1%}" for n, share in accuracy.items()))
-    table.add_row("trunk's output", f"norms by safe_retain: {seen}")
+    table.add_row("trunk's output", f"norms by safe_retain: {norms}")
     return table
 
 
@@ -271,27 +271,27 @@ def draw(history: gradkit.report.History, path: Path) -> None:
     """Save a picture of the norms and the cosines over training."""
     figure = blank_figure(9, 7)
     upper, lower = figure.subplots(2, sharex=True)
-    history.plot(upper, what="norms").set_title("How strongly each loss pulls", loc="left")
-    history.plot(lower).set_title("How far the losses agree", loc="left")
+    history.plot(upper, what="norms").set_title("Norm of each loss's gradient", loc="left")
+    history.plot(lower).set_title("Cosine between two losses' gradients", loc="left")
     save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demo, and return the exit status: 0 if it kept every promise."""
+    """Run the demo, and return the exit status: 0 if every check passed."""
     options = options_of(__doc__).parse_args(argv)
     size = SMOKE if options.smoke else FULL
     console = Console()
     data, test = load(size.images, options.device)
-    usual, ours, sights = train_both(data, size, console)
+    usual, ours, snapshots = train_both(data, size, console)
     accuracy = accuracies(ours, test)
     picture = options.output / "multitask_digits.png"
-    history = record(sights)
+    history = record(snapshots)
     draw(history, picture)
 
-    console.print("How the losses pull at the trunk", history, sep="\n")
-    console.print(result_table(ours, accuracy, sights[-1]))
-    broken = broken_promises(differing_weights(usual, ours), accuracy["digit"], size.accuracy)
-    return conclude(console, picture, broken, "the weights of the two runs are equal bit for bit")
+    console.print("Gradients of the losses at the trunk", history, sep="\n")
+    console.print(result_table(ours, accuracy, snapshots[-1]))
+    failed = failed_checks(differing_weights(usual, ours), accuracy["digit"], size.accuracy)
+    return conclude(console, picture, failed, "the weights of the two runs are equal bit for bit")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
-"""Which labels are wrong? Ask the gradient of every sample.
+"""Finding wrong labels by the gradient of each sample.
 
-A small network learns scikit-learn's handwritten digits, of which 2 % carry a wrong label. After
-every epoch the gradient of each training image by itself says how hard it pulls at the weights.
-Images whose label contradicts what all the others teach pull the hardest, until the network has
-learned them by heart; so the images are ranked by the norm of their gradient, averaged over the
-epochs, and the first ones are looked at.
+A small network is trained on scikit-learn's handwritten digits, of which 2 % have a wrong label.
+Images whose label contradicts the others have large gradients until the network has memorized them.
+So after every epoch the gradient of each training image is computed, and the images are ranked by
+its norm, averaged over the epochs.
 
     python examples/per_sample_digits.py [--smoke] [--device cuda] [--output folder]
 
 Source: the GraNd score of Paul et al. 2021, "Deep Learning on a Data Diet: Finding Important
 Examples Early in Training", https://arxiv.org/abs/2107.07075. There the mean is over networks that
-start differently; here it is over the epochs of one.
+start differently; here it is over the epochs of one training.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class Data(NamedTuple):
     """Images of shape `[N, 1, 8, 8]` with values from 0 to 1, and their labels of shape `[N]`."""
 
     images: Tensor
-    given: Tensor  # what the network is told
-    true: Tensor  # what it never sees
+    given: Tensor  # what the network is trained on
+    true: Tensor  # not used in training
 
     @property
     def flipped(self) -> Tensor:
@@ -76,7 +75,7 @@ def flip(digits: Tensor) -> Tensor:
     count = round(FLIPPED * len(digits))
     rows = torch.randperm(len(digits), generator=generator)[:count]
     labels = digits.clone()
-    # From 1 to 9 further round the ten classes, so that none comes back to itself.
+    # From 1 to 9 further round the ten classes, so that every one of them changes.
     labels[rows] = (labels[rows] + torch.randint(1, 10, (count,), generator=generator)) % 10
     return labels
 
@@ -85,7 +84,7 @@ def fresh_model(device: torch.device) -> nn.Module:
     """Return the network at its start, the same in every process."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        # Not batch norm: it mixes the samples of a batch, so that none has a gradient of its own.
+        # Not batch norm: it mixes the samples of a batch, so none has a separate gradient.
         return nn.Sequential(
             nn.Conv2d(1, 16, kernel_size=3, padding=1),
             nn.GroupNorm(4, 16),
@@ -99,11 +98,11 @@ def fresh_model(device: torch.device) -> nn.Module:
         ).to(device)
 
 
-# --- The gradient of every sample, at once and one by one ----------------------------------------
+# --- The gradient of every sample, batched and in a loop -----------------------------------------
 
 
 def sample_norms(model: nn.Module, data: Data) -> tuple[Tensor, Tensor]:
-    """Return the norm of the gradient of each image by all weights, and its loss, each `[N]`."""
+    """Return the norm of each image's gradient, and its loss, each `[N]`."""
     call, params, buffers = gradkit.func.make_functional(model)
 
     def loss_of_one(
@@ -111,7 +110,7 @@ def sample_norms(model: nn.Module, data: Data) -> tuple[Tensor, Tensor]:
     ) -> tuple[Tensor, Tensor]:
         logits, _ = call(params, buffers, image[None])
         loss = functional.cross_entropy(logits, label[None])
-        return loss, loss  # once to differentiate, once to look at
+        return loss, loss  # one to differentiate, one to return
 
     grads_of_each = gradkit.func.per_sample_grads(loss_of_one, has_aux=True)
     grads, losses = grads_of_each(params, data.images, data.given)
@@ -135,7 +134,7 @@ def looped_norms(model: nn.Module, data: Data) -> Tensor:
 
 def difference_from_loop(model: nn.Module, data: Data, count: int) -> float:
     """Return the largest relative difference between the two, on the first images."""
-    # In double precision, where what rounding leaves cannot hide a mistake.
+    # In double precision, where rounding cannot hide a mistake.
     exact = deepcopy(model).double()
     few = Data(data.images[:count].double(), data.given[:count], data.true[:count])
     norms, _ = sample_norms(exact, few)
@@ -143,17 +142,17 @@ def difference_from_loop(model: nn.Module, data: Data, count: int) -> float:
     return ((norms - expected).abs() / expected).max().item()
 
 
-# --- Training, and a look at every sample after each epoch ---------------------------------------
+# --- Training, and the gradients of all samples after each epoch ---------------------------------
 
 
 @dataclass(frozen=True)
 class Size:
-    """How long to train, on how much, how much to check, and what must come out."""
+    """How long to train, on how much, how much to check, and the thresholds of the checks."""
 
     epochs: int
     images: int
     looped: int  # images whose norms a loop confirms
-    precision: float  # what must be exceeded among as many images as are mislabelled
+    precision: float  # the least, among as many images as are mislabelled
 
 
 FULL = Size(epochs=20, images=1347, looped=32, precision=0.5)
@@ -181,25 +180,25 @@ def train(
     generator = torch.Generator().manual_seed(SEED + 1)
     norms, losses = [], []
     with progress_on(console) as progress:
-        task = progress.add_task("epoch", total=epochs, told="")
+        task = progress.add_task("epoch", total=epochs, status="")
         for _ in range(epochs):
             train_epoch(model, optimizer, data, generator)
             norm, loss = sample_norms(model, data)
             norms.append(norm)
             losses.append(loss)
-            told = f"mean loss {loss.mean().item():.3f}  mean norm {norm.mean().item():.2f}"
-            progress.update(task, advance=1, told=told)
+            status = f"mean loss {loss.mean().item():.3f}  mean norm {norm.mean().item():.2f}"
+            progress.update(task, advance=1, status=status)
     return norms, losses
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of a run.
+    """The results of a run.
 
     Attributes:
         data: The training set.
         scores: By name a score `[N]`, the larger the more suspicious.
-        accuracy: The share of the test set that the network gets right.
+        accuracy: The test accuracy.
         difference: The largest relative difference of a norm from the loop.
     """
 
@@ -233,33 +232,33 @@ def experiment(size: Size, device: torch.device, console: Console) -> Outcome:
     )
 
 
-# --- What the demo promises ----------------------------------------------------------------------
+# --- The checks ----------------------------------------------------------------------------------
 
 
-def found(scores: Tensor, flipped: Tensor, k: int) -> int:
+def mislabelled(scores: Tensor, flipped: Tensor, k: int) -> int:
     """Return how many of the k largest scores are of mislabelled images."""
     return int(flipped[scores.topk(k).indices].sum())
 
 
-def broken_promises(outcome: Outcome, size: Size) -> list[str]:
-    """Return one message for each promise that this run did not keep."""
-    broken = []
+def failed_checks(outcome: Outcome, size: Size) -> list[str]:
+    """Return one message for each check that failed."""
+    failed = []
     # Not `>`, which NaN would pass.
     if not outcome.difference <= TOLERANCE:
-        broken.append(f"a norm differs from the loop's by {outcome.difference:.1e}, relatively")
+        failed.append(f"a norm differs from the loop's by {outcome.difference:.1e}, relatively")
     flipped = outcome.data.flipped
     count = int(flipped.sum())
-    precision = found(outcome.norms, flipped, count) / count
+    precision = mislabelled(outcome.norms, flipped, count) / count
     if not precision > size.precision:
-        broken.append(f"precision at {count} is {precision:.1%}, not above {size.precision:.0%}")
-    return broken
+        failed.append(f"precision at {count} is {precision:.1%}, not above {size.precision:.0%}")
+    return failed
 
 
-# --- Telling and drawing -------------------------------------------------------------------------
+# --- Tables and pictures -------------------------------------------------------------------------
 
 
 def precision_table(outcome: Outcome) -> Table:
-    """Return how many of the first k are mislabelled, by score, and how many of all that is."""
+    """Return precision and recall among the first k images, by score."""
     flipped = outcome.data.flipped
     count = int(flipped.sum())
     table = Table(title=f"How many of the first k are mislabelled ({count} of {len(flipped)} are)")
@@ -269,17 +268,17 @@ def precision_table(outcome: Outcome) -> Table:
     for k in sorted({5, 10, 20, count, 2 * count}):
         table.add_row(
             str(k),
-            *(f"{found(scores, flipped, k) / k:.0%}" for scores in outcome.scores.values()),
+            *(f"{mislabelled(scores, flipped, k) / k:.0%}" for scores in outcome.scores.values()),
             f"{count / len(flipped):.0%}",
-            f"{found(outcome.norms, flipped, k) / count:.0%}",
+            f"{mislabelled(outcome.norms, flipped, k) / count:.0%}",
             style="bold" if k == count else None,
         )
     return table
 
 
 def result_table(outcome: Outcome, size: Size) -> Table:
-    """Return what came out, a line each."""
-    hits = found(outcome.norms, outcome.data.flipped, SHOWN)
+    """Return the results, one line each."""
+    hits = mislabelled(outcome.norms, outcome.data.flipped, SHOWN)
     difference = f"largest relative difference {outcome.difference:.1e}"
     table = Table.grid(padding=(0, 2))
     table.add_row("largest norms", f"{hits} of the first {SHOWN} are mislabelled")
@@ -312,7 +311,7 @@ def show(axes: Axes, data: Data, index: int, norm: float) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demo, and return the exit status: 0 if it kept every promise."""
+    """Run the demo, and return the exit status: 0 if every check passed."""
     options = options_of(__doc__).parse_args(argv)
     size = SMOKE if options.smoke else FULL
     console = Console()
@@ -321,9 +320,9 @@ def main(argv: list[str] | None = None) -> int:
     draw(outcome, picture)
 
     console.print(precision_table(outcome), result_table(outcome, size), sep="\n")
-    broken = broken_promises(outcome, size)
-    kept = "the norms are those of a loop, and find the wrong labels"
-    return conclude(console, picture, broken, kept)
+    failed = failed_checks(outcome, size)
+    summary = "the norms equal those of a loop, and find the wrong labels"
+    return conclude(console, picture, failed, summary)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The demos keep their promises, and would notice if they did not."""
+"""The demos pass their checks, and would notice if they did not."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ def batch(device):
     return demo.Batch(data.images[:64], data.digits[:64])
 
 
-def test_smoke_run_keeps_its_promises(device, tmp_path, capsys):
+def test_smoke_run_passes_its_checks(device, tmp_path, capsys):
     assert smoke(device, tmp_path / "new" / "folder") == 0
 
     picture = tmp_path / "new" / "folder" / "multitask_digits.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
-    told = capsys.readouterr()
-    assert str(picture) in told.out
-    assert "equal bit for bit" in told.out
-    assert "test accuracy" in told.out
-    assert "safe_retain" in told.out
-    assert told.err == ""
+    printed = capsys.readouterr()
+    assert str(picture) in printed.out
+    assert "equal bit for bit" in printed.out
+    assert "test accuracy" in printed.out
+    assert "safe_retain" in printed.out
+    assert printed.err == ""
 
 
 def test_run_in_which_one_weight_moves_by_one_ulp_fails(device, tmp_path, capsys, monkeypatch):
@@ -83,9 +83,9 @@ def test_run_in_which_one_weight_moves_by_one_ulp_fails(device, tmp_path, capsys
 
     monkeypatch.setattr(demo, "gradkit_step", nudged_step)
     assert smoke(device, tmp_path) == 1
-    told = capsys.readouterr()
-    assert "heads.image.bias" in told.err
-    assert "equal bit for bit" not in told.out
+    printed = capsys.readouterr()
+    assert "heads.image.bias" in printed.err
+    assert "equal bit for bit" not in printed.out
 
 
 def test_run_below_the_accuracy_fails(device, tmp_path, capsys, monkeypatch):
@@ -96,8 +96,8 @@ def test_run_below_the_accuracy_fails(device, tmp_path, capsys, monkeypatch):
 
 def test_full_run_demands_the_accuracy(device):
     assert demo.FULL.accuracy == 0.95
-    assert demo.broken_promises([], 0.95, demo.FULL.accuracy)
-    assert not demo.broken_promises([], 0.951, demo.FULL.accuracy)
+    assert demo.failed_checks([], 0.95, demo.FULL.accuracy)
+    assert not demo.failed_checks([], 0.951, demo.FULL.accuracy)
 
 
 @pytest.mark.parametrize("name", ["trunk.0.weight", "trunk.2.bias", "heads.parity.bias"])
@@ -134,7 +134,7 @@ def test_both_steps_leave_the_same_bits(device, batch):
 
 def test_looking_tells_the_truth_and_changes_nothing(device, batch):
     model = demo.fresh_model(device)
-    sight = demo.look(7, model, batch)
+    snapshot = demo.measure(7, model, batch)
     assert demo.differing_weights(model, demo.fresh_model(device)) == []
     assert all(weight.grad is None for weight in model.parameters())
 
@@ -150,13 +150,13 @@ def test_looking_tells_the_truth_and_changes_nothing(device, batch):
         flat[name] = torch.cat([grad.flatten() for grad in grads])
         at_output[name] = output.norm().item()
 
-    assert sight.step == 7
-    assert sight.found.norms == pytest.approx({
+    assert snapshot.step == 7
+    assert snapshot.conflicts.norms == pytest.approx({
         name: grad.norm().item() for name, grad in flat.items()
     })
-    assert sight.at_output == pytest.approx(at_output)
+    assert snapshot.at_output == pytest.approx(at_output)
     for a, b in combinations(demo.WEIGHTS, 2):
-        cosine = sight.found.cosine(a, b)
+        cosine = snapshot.conflicts.cosine(a, b)
         expected = torch.nn.functional.cosine_similarity(flat[a], flat[b], dim=0).item()
         assert cosine == pytest.approx(expected, abs=1e-5)
 
@@ -200,21 +200,21 @@ def test_smoke_run_finds_the_wrong_labels(device, tmp_path, capsys):
 
     picture = tmp_path / "new" / "folder" / "per_sample_digits.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
-    told = capsys.readouterr()
-    assert str(picture) in told.out
-    assert "find the wrong labels" in told.out
-    assert "of the first 10 are mislabelled" in told.out
-    assert "test accuracy" in told.out
-    assert told.err == ""
+    printed = capsys.readouterr()
+    assert str(picture) in printed.out
+    assert "find the wrong labels" in printed.out
+    assert "of the first 10 are mislabelled" in printed.out
+    assert "test accuracy" in printed.out
+    assert printed.err == ""
 
 
 def test_wrong_labels_stand_far_in_front(device, outcome):
     count = int(outcome.data.flipped.sum())
     chance = count / len(outcome.data.flipped)
-    precision = digits.found(outcome.norms, outcome.data.flipped, count) / count
+    precision = digits.mislabelled(outcome.norms, outcome.data.flipped, count) / count
     assert chance == digits.FLIPPED
     assert precision > 20 * chance
-    assert digits.broken_promises(outcome, digits.SMOKE) == []
+    assert digits.failed_checks(outcome, digits.SMOKE) == []
     assert digits.FULL.precision > 20 * chance
 
 
@@ -228,7 +228,7 @@ def test_table_tells_what_was_found(device, outcome):
     flipped = outcome.data.flipped
     assert [row[0] for row in rows] == [5, 10, 20]  # 10 are flipped
     for k, *precisions, chance, recall in rows:
-        hits = [digits.found(scores, flipped, int(k)) for scores in outcome.scores.values()]
+        hits = [digits.mislabelled(scores, flipped, int(k)) for scores in outcome.scores.values()]
         assert precisions == pytest.approx([100 * count / k for count in hits], abs=0.5)
         assert chance == 2
         assert recall == pytest.approx(100 * hits[0] / 10, abs=0.5)
@@ -237,7 +237,7 @@ def test_table_tells_what_was_found(device, outcome):
 def test_counting_on_paper(device):
     scores = torch.tensor([0.1, 5.0, 3.0, 4.0, 0.2], device=device)
     flipped = torch.tensor([True, True, False, True, False], device=device)
-    assert [digits.found(scores, flipped, k) for k in range(1, 6)] == [1, 2, 2, 2, 3]
+    assert [digits.mislabelled(scores, flipped, k) for k in range(1, 6)] == [1, 2, 2, 2, 3]
 
 
 @pytest.mark.parametrize("images", [500, 1347])
@@ -289,9 +289,9 @@ def test_run_with_norms_that_no_loop_gives_fails(device, tmp_path, capsys, monke
     monkeypatch.setattr(digits, "sample_norms", wrong)
     monkeypatch.setattr(digits, "SMOKE", digits.Size(1, 500, 2, precision=-1.0))
     assert smoke_per_sample(device, tmp_path) == 1
-    told = capsys.readouterr()
-    assert "a norm differs from the loop's" in told.err
-    assert "find the wrong labels" not in told.out
+    printed = capsys.readouterr()
+    assert "a norm differs from the loop's" in printed.err
+    assert "find the wrong labels" not in printed.out
 
 
 def test_run_that_finds_too_few_fails(device, tmp_path, capsys, monkeypatch):
@@ -305,13 +305,13 @@ def test_run_that_finds_too_few_fails(device, tmp_path, capsys, monkeypatch):
 
 def test_smoke_run_adapts_to_new_waves(device, tmp_path, capsys):
     assert maml.main(["--smoke", "--device", str(device), "--output", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     picture = tmp_path / "maml_sinusoid.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert str(picture) in told.replace("\n", "")
+    assert str(picture) in printed.replace("\n", "")
     for method in ("MAML", "FOMAML", "Meta-SGD"):
-        assert method in told
-    assert "adapts to new waves" in told
+        assert method in printed
+    assert "adapts to new waves" in printed
 
 
 def test_waves_are_those_of_the_paper(device):
@@ -371,7 +371,7 @@ def test_run_that_does_not_adapt_fails(device, left):
     errors = torch.ones(5, maml.LONGEST + 1, device=device)
     errors[:, 1] = left
     outcomes = [maml.Learned(maml.METHODS[2], {}, [], errors)]
-    assert "Meta-SGD leaves" in maml.broken_promises(outcomes, maml.FULL)[0]
+    assert "Meta-SGD leaves" in maml.failed_checks(outcomes, maml.FULL)[0]
 
 
 # --- fewshot_digits ------------------------------------------------------------------------------
@@ -379,13 +379,13 @@ def test_run_that_does_not_adapt_fails(device, left):
 
 def test_smoke_run_sorts_new_digits(device, tmp_path, capsys):
     assert fewshot.main(["--smoke", "--device", str(device), "--output", str(tmp_path)]) == 0
-    told = capsys.readouterr()
+    printed = capsys.readouterr()
     picture = tmp_path / "fewshot_digits.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert str(picture) in told.out
+    assert str(picture) in printed.out
     for start in ("MAML", "pretrained", "random", "nearest"):
-        assert start in told.out
-    assert told.err == ""
+        assert start in printed.out
+    assert printed.err == ""
 
 
 def test_tasks_are_of_different_images_with_names_of_their_own(device):
@@ -442,7 +442,7 @@ def test_start_that_is_no_better_fails(device, after):
         {},
         None,
     )
-    gain, lead, neighbour = fewshot.broken_promises(outcome, fewshot.FULL)
+    gain, lead, neighbour = fewshot.failed_checks(outcome, fewshot.FULL)
     assert "3 steps add" in gain
     assert "MAML leads random" in lead
     assert "MAML leads nearest neighbour" in neighbour
@@ -458,12 +458,12 @@ def patients(device):
 
 def test_smoke_run_gets_the_hypergradients_right(device, tmp_path, capsys):
     assert hyperparams.main(["--smoke", "--device", str(device), "--output", str(tmp_path)]) == 0
-    told = capsys.readouterr()
+    printed = capsys.readouterr()
     picture = tmp_path / "learn_hyperparams.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert str(picture) in told.out
-    assert "the hypergradients are right" in told.out
-    assert told.err == ""
+    assert str(picture) in printed.out
+    assert "the hypergradients are correct" in printed.out
+    assert printed.err == ""
 
 
 def test_patients_are_in_one_part_each_and_standardized(patients):
@@ -489,7 +489,7 @@ def test_hypergradient_that_is_wrong_fails(device, patients, way, factor):
     right = {"unrolled": 1e-12, "implicit": 1e-10, "rate": 1e-9}
     wrong = {**right, way: abs(factor - 1) * 10}
     grid = hyperparams.Grid("grid", *torch.ones(2, 1), torch.ones(1, 1), torch.ones(1, 1))
-    found = hyperparams.PassResult("found", [1.0, 0.5], None, [1.0, 0.5], 1.0, 2)
+    found = hyperparams.Learned("found", [1.0, 0.5], None, [1.0, 0.5], 1.0, 2)
 
     def broken(differences):
         outcome = hyperparams.Outcome(
@@ -498,7 +498,7 @@ def test_hypergradient_that_is_wrong_fails(device, patients, way, factor):
             [found] * 3,
             [grid] * 2,
         )
-        return hyperparams.broken_promises(outcome, hyperparams.FULL)
+        return hyperparams.failed_checks(outcome, hyperparams.FULL)
 
     assert broken(right) == []
     assert len(broken(wrong)) == 1
@@ -507,10 +507,10 @@ def test_hypergradient_that_is_wrong_fails(device, patients, way, factor):
 
 def test_learning_that_is_worse_than_the_grid_fails(device):
     grid = hyperparams.Grid("grid", *torch.ones(2, 1), torch.full((1, 1), 0.5), torch.ones(1, 1))
-    found = hyperparams.PassResult("found", [1.0, 0.5], None, [1.0, 0.51], 1.0, 2)
+    found = hyperparams.Learned("found", [1.0, 0.5], None, [1.0, 0.51], 1.0, 2)
     agreement = hyperparams.Agreement(9, 0.0, 0.0)
     outcome = hyperparams.Outcome([agreement], 0.0, [found] * 3, [grid] * 2)
-    first, second = hyperparams.broken_promises(outcome, hyperparams.FULL)
+    first, second = hyperparams.failed_checks(outcome, hyperparams.FULL)
     assert first == second == "found: the validation loss is 0.5100, and the grid's 0.5000"
 
 
@@ -609,8 +609,8 @@ def check_processes_apart(device):
     found = ddp.apart(model)
     assert found == [other for other in range(2) if other != rank]
     outcome = ddp.Outcome([], {"digit": 0.9}, found, torch.nan)
-    assert len(ddp.broken_promises(outcome, ddp.FULL)) == 3
-    assert ddp.broken_promises(ddp.Outcome([], {"digit": 0.96}, [], 1e-12), ddp.FULL) == []
+    assert len(ddp.failed_checks(outcome, ddp.FULL)) == 3
+    assert ddp.failed_checks(ddp.Outcome([], {"digit": 0.96}, [], 1e-12), ddp.FULL) == []
 
 
 def test_processes_that_come_apart_are_seen(two, device):

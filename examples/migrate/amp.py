@@ -80,13 +80,13 @@ def train(
         nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Flatten(),
         nn.Linear(256, 10),
     ).to(device)  # fmt: skip
-    # People start at 2**16 and grow every 2000 steps; here some must overflow within seconds.
+    # torch's defaults are 2**16 and 2000 steps; here some steps must overflow within seconds.
     scaler = GradScaler(device.type, init_scale=2.0**24, growth_interval=15)
     return model, [scaler.get_scale(), *loop(model, scaler, batches)]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train both ways, and return the exit status: 0 if all weights are equal."""
+    """Train with both loops, and return the exit status: 0 if all weights are equal."""
     options = parse(__doc__, argv)
     batches, (images, digits) = load(options.device, epochs=1 if options.smoke else 8)
     with reproducible():
@@ -99,8 +99,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     with torch.no_grad():
         accuracy = (ours(images).argmax(1) == digits).float().mean().item()
-    told = f"{skipped} of {len(batches)} steps skipped by both, test accuracy {accuracy:.1%}"
-    return verdict(theirs, ours, f"amp: {told}")
+    result = f"{skipped} of {len(batches)} steps skipped by both, test accuracy {accuracy:.1%}"
+    return verdict(theirs, ours, f"amp: {result}")
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def train(loop: Loop, batches: Sequence[Batch], device: torch.device) -> tuple[n
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train both ways, and return the exit status: 0 if all weights are equal."""
+    """Train with both loops, and return the exit status: 0 if all weights are equal."""
     options = parse(__doc__, argv)
     data, (images, digits) = load(options.device)
     batches = shuffled(data, epochs=1 if options.smoke else 15)

@@ -111,7 +111,7 @@ def train(loop: Loop, batches: Sequence[Tensor], device: torch.device) -> tuple[
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train both ways, and return the exit status: 0 if all weights are equal."""
+    """Train with both loops, and return the exit status: 0 if all weights are equal."""
     options = parse(__doc__, argv)
     batches = load(options.device, epochs=1 if options.smoke else 30)
     theirs, _ = train(legacy, batches, options.device)

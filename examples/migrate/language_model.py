@@ -35,7 +35,7 @@ Loop: TypeAlias = Callable[["LanguageModel", Sequence[Window]], list[float]]
 
 
 class LanguageModel(nn.Module):
-    """Logits of the next character; one matrix reads characters and writes them."""
+    """Logits of the next character; the embedding and the output layer share a matrix."""
 
     def __init__(self, characters: int, width: int) -> None:
         super().__init__()
@@ -91,7 +91,8 @@ def load(device: torch.device, steps: int, time: int = 32, batch: int = 32) -> t
     text = "".join(inspect.getsource(module) for module in (argparse, inspect, textwrap))
     index = {character: i for i, character in enumerate(sorted(set(text)))}
     stream = torch.tensor([index[character] for character in text], device=device)
-    columns = stream[: len(stream) // batch * batch].view(batch, -1).t()  # each reads on by itself
+    # Each column continues in the next window.
+    columns = stream[: len(stream) // batch * batch].view(batch, -1).t()
     starts = range(0, len(columns) - time - 1, time)
     windows = [(columns[i : i + time], columns[i + 1 : i + time + 1]) for i in starts]
     return [windows[i % len(windows)] for i in range(steps)], len(index)
@@ -107,7 +108,7 @@ def train(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train both ways, and return the exit status: 0 if all weights are equal."""
+    """Train with both loops, and return the exit status: 0 if all weights are equal."""
     options = parse(__doc__, argv)
     windows, characters = load(options.device, steps=20 if options.smoke else 400)
     with reproducible():

@@ -1,4 +1,4 @@
-"""Ridge regression by LBFGS, an optimizer that calls a closure for as many gradients as it likes.
+"""Ridge regression by LBFGS, an optimizer that calls a closure for several gradients in one step.
 
     python examples/migrate/lbfgs.py [--smoke] [--device cuda]
 
@@ -59,11 +59,11 @@ def functional(model: nn.Linear, x: Tensor, y: Tensor, steps: int) -> float:
     def closure() -> Tensor:
         loss = objective(model, x, y)
         value, grads = gradkit.value_and_grads(loss, model)
-        gradkit.write_grads_(model, grads)  # LBFGS reads .grad, and nothing else
+        gradkit.write_grads_(model, grads)  # LBFGS reads .grad only
         return value
 
     for _ in range(steps):
-        with gradkit.capture_grads(model) as captured:  # keeps .grad out of the rest of the program
+        with gradkit.capture_grads(model) as captured:  # restores .grad
             optimizer.step(closure)  # type: ignore[no-untyped-call]
     return gradkit.tree.global_norm(captured.grads).item()
 
@@ -83,7 +83,7 @@ def train(loop: Loop, x: Tensor, y: Tensor, steps: int) -> tuple[nn.Linear, floa
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Fit both ways, and return the exit status: 0 if all weights are equal, and right."""
+    """Fit with both loops, and return the exit status: 0 if all weights are equal, and correct."""
     options = parse(__doc__, argv)
     x, y = load(options.device)
     steps = 5 if options.smoke else 20

@@ -1,4 +1,4 @@
-"""What the five scripts share: their options, the comparison, and the line at the end."""
+"""What the five scripts share: options, the comparison, and the last line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def parse(description: str | None, argv: Sequence[str] | None) -> argparse.Names
 
 @contextmanager
 def reproducible() -> Iterator[None]:
-    """Leave out cuDNN, whose convolutions and LSTMs may add up in another order in each run."""
+    """Disable cuDNN, whose convolutions and LSTMs may sum in another order in each run."""
     with torch.backends.cudnn.flags(enabled=False):
         yield
 

@@ -224,13 +224,13 @@ def in_a_batch(name: str, gives: Any, right: Any, show: Show) -> Row:
     return Row(
         f"`grad` of a sum over `vmap(grad(f))`, where `f` has a `{name}` with a weight",
         gives, right,
-        "`func.value_and_grads`", show, REFUSED, "with the outer derivative inside of the `vmap`",
+        "`func.value_and_grads`", show, REFUSED, "with the outer derivative inside the `vmap`",
     )  # fmt: skip
 
 
 def third(name: str, gives: Any, right: Any, show: Show) -> Row:
     return Row(
-        f"a third derivative through `{name}`, by `torch.autograd.grad`", gives, right,
+        f"a third derivative through `{name}`, with `torch.autograd.grad`", gives, right,
         "`value_and_grads(..., create_graph=True)`", show, REFUSED, "with the norm written out",
     )  # fmt: skip
 
@@ -282,8 +282,8 @@ ROWS = [
         )
     ),
     Row(
-        "a second derivative of `f(w) + w**2` at 1, by `torch.autograd.grad`, where `f` is a cube "
-        "whose backward is `once_differentiable`",
+        "a second derivative of `f(w) + w**2` at 1, with `torch.autograd.grad`, where `f` is a "
+        "cube whose backward is `once_differentiable`",
         [2.0], [8.0], "`value_and_grads(..., create_graph=True)`", second_of_once_differentiable,
         REFUSED, "with a backward that can be differentiated",
     ),

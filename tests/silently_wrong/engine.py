@@ -199,16 +199,16 @@ def rows_of_other_losses(device: torch.device) -> Case:
 
 ROWS = [
     Row(
-        "`grad(3 * y, (y, w))`, where `y = 2 * w` has a hook `g * 100`: by `y`",
+        "`grad(3 * y, (y, w))`, where `y = 2 * w` has a hook `g * 100`: with respect to `y`",
         [3.0], [300.0], "`value_and_grads`", hook_on_an_input,
     ),
     Row(
-        "`grad(loss, (y, w))`, where `y = f(w)`, and the backward of `f` writes on its cotangent: "
-        "by `y`",
+        "`grad(loss, (y, w))`, where `y = f(w)`, and the backward of `f` changes its cotangent in "
+        "place: with respect to `y`",
         [21.0], [3.0], "`value_and_grads`", backward_that_writes_on_a_non_leaf,
     ),
     Row(
-        "`grad(a + f(w), (a, w))` with that `f`: by `a`",
+        "`grad(a + f(w), (a, w))` with that `f`: with respect to `a`",
         [7.0], [1.0], "`value_and_grads`", backward_that_writes_on_a_sibling,
     ),
     Row(
@@ -228,7 +228,7 @@ ROWS = [
         [0.0], [5.0], "`value_and_grads(..., weights=seed)`", result_is_the_seed,
     ),
     Row(
-        "`grad(3 * y, (w, y))` after `y.retain_grad()`: `y.grad`, which nobody asked for",
+        "`grad(3 * y, (w, y))` after `y.retain_grad()`: `y.grad`, which was not requested",
         [3.0], None, "`value_and_grads`", retained_grad_is_written,
     ),
     Row(

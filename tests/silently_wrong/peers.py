@@ -208,8 +208,10 @@ def weight_used_outside_in_backpack(device: torch.device) -> Case:
 
 REFUSED = gradkit.UnsupportedGraphError
 CHECKPOINTED = "two inner steps of a module with a checkpoint inside: the meta-gradient"
-OUTSIDE = "`layer(x) * layer.weight`, squared: the gradients of two samples by the weight"
-RECOMPUTE = '`memory="recompute"` in its place'
+OUTSIDE = (
+    "`layer(x) * layer.weight`, squared: the gradients of two samples with respect to the weight"
+)
+RECOMPUTE = '`memory="recompute"` instead'
 ROWS = [
     Row(
         "`jac([w.sum(), w.sqrt().sum()], [w])` at `w = [0, 1]`: the first row",
@@ -227,7 +229,7 @@ ROWS = [
         "with `use_reentrant=False`", by="TorchJD",
     ),
     Row(
-        "`jac(3 * y, [w, y])`, where `y = 2 * w` has a hook `g * 100`: by `y`",
+        "`jac(3 * y, [w, y])`, where `y = 2 * w` has a hook `g * 100`: with respect to `y`",
         [3.0], [300.0], "`per_loss_grads`", hook_in_torchjd, by="TorchJD",
     ),
     Row(
@@ -240,7 +242,7 @@ ROWS = [
         by="TorchOpt",
     ),
     Row(
-        "a step of Adam where one of two gradients is 0: by a scale of the gradients",
+        "a step of Adam where one of two gradients is 0: with respect to a scale of the gradients",
         float("nan"), -0.05, "`meta.adam`", a_dead_unit_in_torchopt, by="TorchOpt",
     ),
     Row(

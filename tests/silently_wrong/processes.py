@@ -284,16 +284,16 @@ ROWS = [
     Row(
         "`grad(loss, list(ddp.parameters()))`",
         [2.0], [10.0], "`value_and_grads(loss, ddp)`", shown(ddp_and_autograd_grad), REFUSED,
-        "`dist.value_and_grads(loss, ddp)`",
+        "`distributed.value_and_grads(loss, ddp)`",
     ),
     Row(
         "`loss_1.backward(retain_graph=True)` and `loss_2.backward()`, after one forward pass of "
         "DDP: `.grad`",
         [11.0], [12.0], "`per_loss_grads(losses, ddp)`", shown(ddp_and_two_passes), REFUSED,
-        "`dist.per_loss_grads(losses, ddp)`",
+        "`distributed.per_loss_grads(losses, ddp)`",
     ),
     Row(
-        "`backward(params, grads)`, of a loss that went by `ddp.module`: `.grad`",
+        "`backward(params, grads)`, of a loss computed with `ddp.module`: `.grad`",
         [2.0], [10.0], "`add_grads_(ddp, grads, hooks=True)`", shown(ddp_passed_by_and_handed_over),
     ),
     Row(
@@ -305,11 +305,11 @@ ROWS = [
     Row(
         "`grad(loss, params, materialize_grads=True)` of a `fully_shard` module",
         [0.0, 0.0], [10.0, 10.0], "`value_and_grads(loss, model)`", shown(fsdp_and_autograd_grad),
-        REFUSED, "`dist.value_and_grads(loss, model)`",
+        REFUSED, "`distributed.value_and_grads(loss, model)`",
     ),
     Row(
         "`loss.backward(inputs=params)` of a `fully_shard` module: `.grad`",
         None, [10.0, 10.0], "`backward_(loss, params)`", shown(fsdp_and_backward_inputs), REFUSED,
-        "`dist.value_and_grads(loss, model)`",
+        "`distributed.value_and_grads(loss, model)`",
     ),
 ]  # fmt: skip

@@ -61,7 +61,7 @@ ROWS = [
     ),
     Row(
         "`view = base[:1]` with a hook, `base.mul_(5)`, `(3 * view).backward()`: what the hook "
-        "hears",
+        "gets",
         None, [15.0], "`safe_retain`", view_whose_base_changed, gradkit.UnsupportedGraphError,
     ),
 ]  # fmt: skip

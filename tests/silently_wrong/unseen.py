@@ -71,7 +71,7 @@ def retained_grad_inside(device: torch.device) -> Case:
 REFUSED = "`UnsupportedGraphError`"
 ROWS = [
     Row(
-        "`w.data.add_(1)` after the loss `w * w` at 1: by `w`",
+        "`w.data.add_(1)` after the loss `w * w` at 1: with respect to `w`",
         [4.0], [2.0], "`value_and_grads`", value_changed_behind_autograd, same=True,
     ),
     Row(
@@ -88,16 +88,16 @@ ROWS = [
         same=True,
     ),
     Row(
-        "`grad(3 * y, w)`, where somebody called `retain_grad()` on `y`: `y.grad`",
+        "`grad(3 * y, w)`, after `y.retain_grad()`: `y.grad`",
         [3.0], None, "`value_and_grads(loss, w)`", retained_grad_inside, same=True,
     ),
     Row(
-        "`grad(loss, list(ddp.parameters()))`, the parameters given by themselves",
+        "`grad(loss, list(ddp.parameters()))`, bare parameters",
         [2.0], [10.0], "`value_and_grads(loss, list(ddp.parameters()))`",
         shown(parameters_of_ddp), same=True,
     ),
     Row(
-        "`backward(params, grads)`, of a loss that went by `ddp.module`: `.grad`",
+        "`backward(params, grads)`, of a loss computed with `ddp.module`: `.grad`",
         [2.0], [10.0], "`add_grads_(params, grads, hooks=True)`", shown(ddp_passed_by), same=True,
     ),
 ]  # fmt: skip

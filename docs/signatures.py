@@ -1,0 +1,87 @@
+"""The signatures that `api.md` writes out: `python docs/signatures.py` brings them up to date.
+
+The blocks stay readable on a repository page, where autodoc does not run; `tests/test_api_page.py`
+compares them with `inspect.signature`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+PAGE = Path(__file__).with_name("api.md")
+MODULES = ("", "func", "meta", "tree", "dotgrad", "report", "distributed", "errors")
+WIDTH = 88
+
+# A heading that names a call, and the block below it; what follows the arrow is written by hand.
+ENTRY = re.compile(
+    r"(?m)^### `(?P<name>[\w.]+)`\n\n```text\n(?P<call>[^`]*?)(?P<arrow> -> [^`]*)?\n```$"
+)
+
+
+def module_of(name: str) -> object:
+    """Return `gradkit`, or one of its modules."""
+    return importlib.import_module(f"gradkit.{name}" if name else "gradkit")
+
+
+def find(name: str) -> object:
+    """Return what a full name, such as `gradkit.meta.Optimizer.init`, stands for."""
+    parts = name.split(".")[1:]
+    value = module_of("")
+    for i, part in enumerate(parts):
+        value = module_of(part) if i == 0 and part in MODULES else getattr(value, part)
+    return value
+
+
+def written(parameter: inspect.Parameter) -> str:
+    """Return one parameter as it stands in a `def`, without its type."""
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    star = next((star for kind, star in stars.items() if kind is parameter.kind), "")
+    text = star + parameter.name
+    if parameter.default is inspect.Parameter.empty:
+        return text
+    default = parameter.default
+    return f'{text}="{default}"' if isinstance(default, str) else f"{text}={default!r}"
+
+
+def signature(name: str) -> str:
+    """Return a call with its parameters and their defaults, over several lines if it is long."""
+    parameters = list(inspect.signature(find(name)).parameters.values())  # type: ignore[arg-type]
+    texts: list[str] = []
+    for parameter in parameters:
+        if parameter.name == "self":
+            continue
+        keyword = parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        if keyword and not any(text.startswith("*") for text in texts):
+            texts.append("*")
+        texts.append(written(parameter))
+    line = f"{name}({', '.join(texts)})"
+    if len(line) <= WIDTH:
+        return line
+    lines = [""]
+    for text in texts:
+        if len(lines[-1]) + len(text) + 6 > WIDTH:
+            lines.append("")
+        lines[-1] += f"{text}, "
+    return f"{name}(\n" + "".join(f"    {line.rstrip()}\n" for line in lines) + ")"
+
+
+def entries(text: str) -> dict[str, str]:
+    """Return the signature that a page shows for each name that heads a section."""
+    return {match["name"]: match["call"] for match in ENTRY.finditer(text)}
+
+
+def updated(text: str) -> str:
+    """Return the page with the signatures that the package has."""
+
+    def block(match: re.Match[str]) -> str:
+        name, arrow = match["name"], match["arrow"] or ""
+        return f"### `{name}`\n\n```text\n{signature(name)}{arrow}\n```"
+
+    return ENTRY.sub(block, text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
