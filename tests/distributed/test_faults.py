@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import gradkit
 from tests.processes import Ranks, ranks
-from tests.test_dist_ddp import batch, losses_of, wrapped
+from tests.distributed.test_ddp import batch, losses_of, wrapped
 
 TIMEOUT = 4.0  # seconds, of the groups below
 GRACE = 10.0  # that a busy machine may need besides

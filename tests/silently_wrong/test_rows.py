@@ -21,7 +21,7 @@ from tests.silently_wrong import SECTIONS, table
 from tests.silently_wrong import processes as two
 from tests.silently_wrong._row import VERSIONS, Case, Row
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "silently_wrong.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "silently_wrong.md"
 ROWS = [row for rows in SECTIONS.values() for row in rows]
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 

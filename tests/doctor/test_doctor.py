@@ -22,7 +22,7 @@ from gradkit._doctor._confusions import CONFUSIONS
 from gradkit._doctor._examine import EXTRAS, Finding, all_devices, examine
 from gradkit.retain import RetainedGrads
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def findings(device: torch.device) -> list[Finding]:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradkit
 from tests.processes import Ranks
-from tests.test_dist_reduce import counted
+from tests.distributed.test_all_reduce import counted
 
 
 class Heads(nn.Module):

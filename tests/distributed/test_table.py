@@ -32,7 +32,7 @@ from gradkit import tree
 from gradkit._core import pytree
 from tests.processes import Ranks
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "several_processes.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "several_processes.md"
 F64 = torch.float64
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 pytest.importorskip("sklearn")
 
-FOLDER = Path(__file__).parents[1] / "examples" / "migrate"
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "migrate"
 SCRIPTS = ["amp", "classifier", "gan", "language_model", "lbfgs"]
 GRADKIT = {
     "amp": {"value_and_grads", "step_"},

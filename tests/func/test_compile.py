@@ -44,7 +44,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning"),
 ]
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 F64 = torch.float64
 # A call, and what makes its arguments from a seed: of the same shapes, and other tensors each time.
 Make: TypeAlias = Callable[[int], tuple[Any, ...]]

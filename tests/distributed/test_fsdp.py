@@ -17,7 +17,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import gradkit
 from tests.processes import Ranks
-from tests.test_dist_ddp import Heads, batch, losses_of
+from tests.distributed.test_ddp import Heads, batch, losses_of
 
 
 def sharded(device: torch.device, *, parts: bool = True, mesh_shape: Any = None, **how: Any) -> Any:

@@ -23,7 +23,7 @@ import gradkit
 for extra in ("sklearn", "rich", "matplotlib"):
     pytest.importorskip(extra)
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def load_example(name: str) -> ModuleType:
