@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PATIENCE = 120  # seconds until a rank that does not answer counts as hanging
-TIMEOUT = 20  # seconds until a collective in which a rank is missing fails
+PATIENCE = 240  # seconds until a rank that does not answer counts as hanging
+TIMEOUT = 60  # seconds until a collective in which a rank is missing fails
 
 
 class Ranks:
@@ -89,8 +89,10 @@ class Ranks:
     def stop(self) -> None:
         """End all processes, whatever they do."""
         for process in self.processes:
-            process.kill()
+            process.terminate()  # at which coverage writes down what it has seen
         for process in self.processes:
+            process.join(5)
+            process.kill()
             process.join()
         self._folder.cleanup()
 

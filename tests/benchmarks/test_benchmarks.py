@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -38,6 +40,11 @@ from tests.processes import Ranks
 Quick: TypeAlias = tuple[list[Row], Path]
 
 
+def others_are_slow(ways: Mapping[str, object], *libraries: str) -> list[Any]:
+    """Return the ways to parametrize a test by; those of other tools are in the slow tier."""
+    return [pytest.param(way, marks=pytest.mark.slow if way in libraries else ()) for way in ways]
+
+
 def busy(steps: int) -> Side:
     def run(_: object) -> int:
         total = 0
@@ -48,6 +55,17 @@ def busy(steps: int) -> Side:
     return Side(lambda: None, run)
 
 
+@pytest.fixture
+def _processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the clock that other processes do not move."""
+    monkeypatch.setattr("benchmarks.harness.time.perf_counter_ns", time.thread_time_ns)
+
+
+def whole_table(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark what needs every row: one worker measures them all, once."""
+    return pytest.mark.slow(pytest.mark.xdist_group("the table")(test))
+
+
 @pytest.fixture(scope="module")
 def quick(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Quick:
     folder = tmp_path_factory.mktemp("results")
@@ -55,6 +73,7 @@ def quick(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Qui
     return rows, folder
 
 
+@pytest.mark.usefixtures("_processor_time")
 def test_twice_the_work_takes_twice_the_time(device: torch.device) -> None:
     timings = measure(
         {"one": busy(20_000), "two": busy(40_000)}, device, Effort(most=15, seconds=0)
@@ -63,6 +82,7 @@ def test_twice_the_work_takes_twice_the_time(device: torch.device) -> None:
     assert len(timings["one"].samples) == len(timings["two"].samples) == 15
 
 
+@pytest.mark.usefixtures("_processor_time")
 def test_inputs_are_fresh_and_not_timed(device: torch.device) -> None:
     built: list[object] = []
 
@@ -169,7 +189,7 @@ def test_both_ways_to_differentiate_heads_agree(device: torch.device) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # the libraries make torch warn of their hooks
-@pytest.mark.parametrize("name", samplers.PEERS)
+@pytest.mark.parametrize("name", others_are_slow(samplers.PEERS, "Opacus", "BackPACK"))
 @pytest.mark.parametrize("kind", ["dense", "convolutional", "pooled"])
 def test_all_ways_to_differentiate_samples_agree(
     name: str, kind: str, device: torch.device
@@ -237,7 +257,9 @@ def test_all_ways_to_combine_gradients_agree(device: torch.device) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # the libraries are older than what they import
-@pytest.mark.parametrize("way", unrollers.WAYS)
+@pytest.mark.parametrize(
+    "way", others_are_slow(unrollers.WAYS, unrollers.HIGHER, unrollers.TORCHOPT)
+)
 @pytest.mark.parametrize("kind", ["dense", "encoder"])
 def test_all_ways_through_an_inner_loop_agree(way: str, kind: str, device: torch.device) -> None:
     task = (
@@ -282,6 +304,7 @@ def test_both_ways_over_tasks_agree(device: torch.device) -> None:
     assert tasks.agree(tasks.Sines(4, 3, device))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # TorchOpt is older than what it imports
 def test_both_ways_to_step_agree(device: torch.device) -> None:
     pytest.importorskip("torchopt")
@@ -344,6 +367,7 @@ def test_a_peer_that_cannot_run_is_shown(
     assert peer.problem == "RuntimeError: not on this machine"
 
 
+@whole_table
 def test_every_row_has_a_ratio_or_says_why_not(quick: Quick) -> None:
     rows, _ = quick
     assert rows
@@ -354,6 +378,7 @@ def test_every_row_has_a_ratio_or_says_why_not(quick: Quick) -> None:
         assert row.verdict.startswith(("met", "missed by", "shown", "not run: ")), row.verdict
 
 
+@whole_table
 def test_every_target_has_its_rows(quick: Quick) -> None:
     rows, _ = quick
     said = "\n".join(f"{row.what} | {row.against}" for row in rows)
@@ -400,6 +425,7 @@ def test_every_target_has_its_rows(quick: Quick) -> None:
         assert part in said, part
 
 
+@whole_table
 def test_the_table_is_written_for_programs(quick: Quick, device: torch.device) -> None:
     rows, folder = quick
     (path,) = folder.glob("*.json")
@@ -411,6 +437,7 @@ def test_the_table_is_written_for_programs(quick: Quick, device: torch.device) -
     assert {"ratio", "spread", "want", "met", "verdict", "details"} <= set(written["rows"][0])
 
 
+@whole_table
 def test_the_picture_of_growth_is_written(quick: Quick) -> None:
     pytest.importorskip("matplotlib")
     _, folder = quick
@@ -418,6 +445,7 @@ def test_the_picture_of_growth_is_written(quick: Quick) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@whole_table
 def test_the_plain_table_holds_every_row(quick: Quick) -> None:
     rows, _ = quick
     lines = report.plain(rows).splitlines()
@@ -425,6 +453,7 @@ def test_the_plain_table_holds_every_row(quick: Quick) -> None:
     assert len(lines) == 2 + len(rows)
 
 
+@whole_table
 def test_the_table_in_colour_holds_every_row(
     quick: Quick, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

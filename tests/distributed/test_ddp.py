@@ -14,8 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import gradkit
-from tests.processes import Ranks
 from tests.distributed.test_all_reduce import counted
+from tests.processes import Ranks
 
 
 class Heads(nn.Module):

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 import gradkit
-from tests.processes import Ranks
 from tests.distributed.test_ddp import Heads, batch, losses_of
+from tests.processes import Ranks
 
 
 def sharded(device: torch.device, *, parts: bool = True, mesh_shape: Any = None, **how: Any) -> Any:

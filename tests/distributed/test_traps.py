@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -198,22 +197,21 @@ def test_sparse_gradients_are_added_to_what_is_there(two: Ranks, device: torch.d
     two.run(check_add_sparse)
 
 
-def check_bad_grads_on_one_rank(device: torch.device) -> float:
+def check_bad_grads_on_one_rank(device: torch.device) -> str:
     model = DistributedDataParallel(linear(device))
     good = {name: torch.ones_like(param) for name, param in model.named_parameters()}
-    start = time.monotonic()
     error: type[Exception] = gradkit.CollectiveError
     if dist.get_rank() == 1:
         good["module.bias"] = torch.ones(7, device=device)
         error = gradkit.StructureError
-    with pytest.raises(error):
+    with pytest.raises(error) as raised:
         gradkit.add_grads_(model, good, hooks=True)
     assert all(param.grad is None for param in model.parameters())
-    return time.monotonic() - start
+    return str(raised.value)
 
 
 def test_bad_gradients_on_one_rank_are_not_waited_for(two: Ranks, device: torch.device) -> None:
-    assert max(two.run(check_bad_grads_on_one_rank)) < 15
+    assert not any("timeout" in text for text in two.run(check_bad_grads_on_one_rank))
 
 
 # --- all_reduce ----------------------------------------------------------------------------------
@@ -344,18 +342,18 @@ def test_replicas_that_are_not_reduced_are_refused(two: Ranks, device: torch.dev
     two.run(check_all_reduce_off)
 
 
-def check_bad_input_in_a_mesh(device: torch.device) -> float:
+def check_bad_input_in_a_mesh(device: torch.device) -> str:
     model = sharded(device, (2, 2))
     loss: Any = model(inputs(device)).sum()
-    start = time.monotonic()
     mistaken = dist.get_rank() == 3
-    with pytest.raises(gradkit.LeafTypeError if mistaken else gradkit.CollectiveError):
+    error = gradkit.LeafTypeError if mistaken else gradkit.CollectiveError
+    with pytest.raises(error) as raised:
         gradkit.distributed.value_and_grads(loss.item() if mistaken else loss, model)
-    return time.monotonic() - start
+    return str(raised.value)
 
 
 def test_all_of_a_mesh_hear_of_an_error(four: Ranks, device: torch.device) -> None:
-    assert max(four.run(check_bad_input_in_a_mesh)) < 15
+    assert not any("timeout" in text for text in four.run(check_bad_input_in_a_mesh))
 
 
 def check_bad_weights_on_one_rank(device: torch.device) -> None:

@@ -13,12 +13,14 @@ from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, mse_loss
 
 import gradkit
+from tests.processes import Ranks
 
 for extra in ("sklearn", "rich", "matplotlib"):
     pytest.importorskip(extra)
@@ -55,12 +57,15 @@ def nudge(weight: torch.Tensor) -> None:
 
 
 @pytest.fixture
-def batch(device):
+def batch(device: torch.device) -> Any:
     data, _ = demo.load(256, device)
     return demo.Batch(data.images[:64], data.digits[:64])
 
 
-def test_smoke_run_keeps_its_promises(device, tmp_path, capsys):
+@pytest.mark.slow
+def test_smoke_run_keeps_its_promises(
+    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert smoke(device, tmp_path / "new" / "folder") == 0
 
     picture = tmp_path / "new" / "folder" / "multitask_digits.png"
@@ -73,10 +78,15 @@ def test_smoke_run_keeps_its_promises(device, tmp_path, capsys):
     assert told.err == ""
 
 
-def test_run_in_which_one_weight_moves_by_one_ulp_fails(device, tmp_path, capsys, monkeypatch):
+def test_run_in_which_one_weight_moves_by_one_ulp_fails(
+    device: torch.device,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     step = demo.gradkit_step
 
-    def nudged_step(model, optimizer, batch):
+    def nudged_step(model: Any, optimizer: Any, batch: Any) -> Any:
         values = step(model, optimizer, batch)
         nudge(model.heads["image"].bias)
         return values
@@ -88,20 +98,25 @@ def test_run_in_which_one_weight_moves_by_one_ulp_fails(device, tmp_path, capsys
     assert "equal bit for bit" not in told.out
 
 
-def test_run_below_the_accuracy_fails(device, tmp_path, capsys, monkeypatch):
+def test_run_below_the_accuracy_fails(
+    device: torch.device,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(demo, "SMOKE", demo.Size(1, 256, 2, accuracy=0.95))
     assert smoke(device, tmp_path) == 1
     assert "not above 95%" in capsys.readouterr().err
 
 
-def test_full_run_demands_the_accuracy(device):
+def test_full_run_demands_the_accuracy(device: torch.device) -> None:
     assert demo.FULL.accuracy == 0.95
     assert demo.broken_promises([], 0.95, demo.FULL.accuracy)
     assert not demo.broken_promises([], 0.951, demo.FULL.accuracy)
 
 
 @pytest.mark.parametrize("name", ["trunk.0.weight", "trunk.2.bias", "heads.parity.bias"])
-def test_comparison_sees_one_ulp(device, name):
+def test_comparison_sees_one_ulp(device: torch.device, name: str) -> None:
     model = demo.fresh_model(device)
     other = deepcopy(model)
     assert demo.differing_weights(model, other) == []
@@ -109,7 +124,7 @@ def test_comparison_sees_one_ulp(device, name):
     assert demo.differing_weights(model, other) == [name]
 
 
-def test_comparison_sees_the_sign_of_zero(device):
+def test_comparison_sees_the_sign_of_zero(device: torch.device) -> None:
     model = demo.fresh_model(device)
     torch.nn.init.zeros_(model.heads["digit"].bias)
     other = deepcopy(model)
@@ -118,7 +133,7 @@ def test_comparison_sees_the_sign_of_zero(device):
     assert demo.differing_weights(model, other) == ["heads.digit.bias"]
 
 
-def test_both_steps_leave_the_same_bits(device, batch):
+def test_both_steps_leave_the_same_bits(device: torch.device, batch: Any) -> None:
     models = [demo.fresh_model(device) for _ in range(2)]
     steps = [demo.usual_step, demo.gradkit_step]
     values = [
@@ -132,7 +147,7 @@ def test_both_steps_leave_the_same_bits(device, batch):
         assert torch.equal(usual.grad, ours.grad)
 
 
-def test_looking_tells_the_truth_and_changes_nothing(device, batch):
+def test_looking_tells_the_truth_and_changes_nothing(device: torch.device, batch: Any) -> None:
     model = demo.fresh_model(device)
     sight = demo.look(7, model, batch)
     assert demo.differing_weights(model, demo.fresh_model(device)) == []
@@ -161,7 +176,7 @@ def test_looking_tells_the_truth_and_changes_nothing(device, batch):
         assert cosine == pytest.approx(expected, abs=1e-5)
 
 
-def test_start_and_batches_are_the_same_every_time(device, batch):
+def test_start_and_batches_are_the_same_every_time(device: torch.device, batch: Any) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
     first = demo.fresh_model(device), demo.shuffled(batch, epochs=2, batch_size=16)
@@ -184,18 +199,21 @@ def smoke_per_sample(device: torch.device, folder: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def outcome(device):
+def outcome(device: torch.device) -> Any:
     return digits.experiment(digits.SMOKE, device, digits.Console(quiet=True))
 
 
-def as_text(table: digits.Table) -> str:
+def as_text(table: Any) -> str:
     console = digits.Console(width=120)
     with console.capture() as captured:
         console.print(table)
     return captured.get()
 
 
-def test_smoke_run_finds_the_wrong_labels(device, tmp_path, capsys):
+@pytest.mark.slow
+def test_smoke_run_finds_the_wrong_labels(
+    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert smoke_per_sample(device, tmp_path / "new" / "folder") == 0
 
     picture = tmp_path / "new" / "folder" / "per_sample_digits.png"
@@ -208,7 +226,7 @@ def test_smoke_run_finds_the_wrong_labels(device, tmp_path, capsys):
     assert told.err == ""
 
 
-def test_wrong_labels_stand_far_in_front(device, outcome):
+def test_wrong_labels_stand_far_in_front(device: torch.device, outcome: Any) -> None:
     count = int(outcome.data.flipped.sum())
     chance = count / len(outcome.data.flipped)
     precision = digits.found(outcome.norms, outcome.data.flipped, count) / count
@@ -218,7 +236,7 @@ def test_wrong_labels_stand_far_in_front(device, outcome):
     assert digits.FULL.precision > 20 * chance
 
 
-def test_table_tells_what_was_found(device, outcome):
+def test_table_tells_what_was_found(device: torch.device, outcome: Any) -> None:
     assert all(scores.isfinite().all() for scores in outcome.scores.values())
     rows = [
         [float(cell) for cell in re.findall(r"(\S+?)%? +[│]", line)]
@@ -234,14 +252,14 @@ def test_table_tells_what_was_found(device, outcome):
         assert recall == pytest.approx(100 * hits[0] / 10, abs=0.5)
 
 
-def test_counting_on_paper(device):
+def test_counting_on_paper(device: torch.device) -> None:
     scores = torch.tensor([0.1, 5.0, 3.0, 4.0, 0.2], device=device)
     flipped = torch.tensor([True, True, False, True, False], device=device)
     assert [digits.found(scores, flipped, k) for k in range(1, 6)] == [1, 2, 2, 2, 3]
 
 
 @pytest.mark.parametrize("images", [500, 1347])
-def test_two_percent_of_the_labels_are_wrong(device, images):
+def test_two_percent_of_the_labels_are_wrong(device: torch.device, images: int) -> None:
     data, test = digits.load(images, device)
     assert data.flipped.sum() == round(0.02 * images)
     assert not test.flipped.any()
@@ -249,7 +267,7 @@ def test_two_percent_of_the_labels_are_wrong(device, images):
     assert len(set((data.given - data.true)[data.flipped].tolist())) > 2  # not to one class on
 
 
-def test_labels_and_start_are_the_same_every_time(device):
+def test_labels_and_start_are_the_same_every_time(device: torch.device) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
     first = digits.load(500, device)[0], digits.fresh_model(device)
@@ -260,7 +278,7 @@ def test_labels_and_start_are_the_same_every_time(device):
     assert demo.differing_weights(first[1], second[1]) == []
 
 
-def test_norms_are_of_the_gradients_and_change_nothing(device):
+def test_norms_are_of_the_gradients_and_change_nothing(device: torch.device) -> None:
     model = digits.fresh_model(device).double()
     data, _ = digits.load(500, device)
     few = digits.Data(data.images[:5].double(), data.given[:5], data.true[:5])
@@ -279,10 +297,16 @@ def test_norms_are_of_the_gradients_and_change_nothing(device):
 
 
 @pytest.mark.parametrize("factor", [1 + 1e-8, torch.nan])
-def test_run_with_norms_that_no_loop_gives_fails(device, tmp_path, capsys, monkeypatch, factor):
+def test_run_with_norms_that_no_loop_gives_fails(
+    device: torch.device,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    factor: float,
+) -> None:
     right = digits.sample_norms
 
-    def wrong(model, data):
+    def wrong(model: Any, data: Any) -> Any:
         norms, losses = right(model, data)
         return norms * factor, losses
 
@@ -294,7 +318,12 @@ def test_run_with_norms_that_no_loop_gives_fails(device, tmp_path, capsys, monke
     assert "find the wrong labels" not in told.out
 
 
-def test_run_that_finds_too_few_fails(device, tmp_path, capsys, monkeypatch):
+def test_run_that_finds_too_few_fails(
+    device: torch.device,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(digits, "SMOKE", digits.Size(1, 500, 2, precision=1.0))
     assert smoke_per_sample(device, tmp_path) == 1
     assert "not above 100%" in capsys.readouterr().err
@@ -303,7 +332,10 @@ def test_run_that_finds_too_few_fails(device, tmp_path, capsys, monkeypatch):
 # --- maml_sinusoid -------------------------------------------------------------------------------
 
 
-def test_smoke_run_adapts_to_new_waves(device, tmp_path, capsys):
+@pytest.mark.slow
+def test_smoke_run_adapts_to_new_waves(
+    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert maml.main(["--smoke", "--device", str(device), "--output", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     picture = tmp_path / "maml_sinusoid.png"
@@ -314,7 +346,7 @@ def test_smoke_run_adapts_to_new_waves(device, tmp_path, capsys):
     assert "adapts to new waves" in told
 
 
-def test_waves_are_those_of_the_paper(device):
+def test_waves_are_those_of_the_paper(device: torch.device) -> None:
     tasks = maml.draw_tasks(500, 7, torch.Generator().manual_seed(0), device)
     assert tasks.support.x.shape == (500, 10, 1)
     assert tasks.query.y.shape == (500, 7, 1)
@@ -322,7 +354,7 @@ def test_waves_are_those_of_the_paper(device):
     assert 4.5 < tasks.support.y.abs().max() <= 5
 
 
-def test_errors_by_step_are_those_of_plain_gradient_descent(device):
+def test_errors_by_step_are_those_of_plain_gradient_descent(device: torch.device) -> None:
     tasks = maml.draw_tasks(3, 8, torch.Generator().manual_seed(0), device)
     params = maml.METHODS[0].start(maml.network(), device)
     errors = maml.errors_by_step(params, tasks)
@@ -338,13 +370,13 @@ def test_errors_by_step_are_those_of_plain_gradient_descent(device):
             optimizer.step()
 
 
-def test_first_order_leaves_the_second_derivatives_out(device):
+def test_first_order_leaves_the_second_derivatives_out(device: torch.device) -> None:
     tasks = maml.draw_tasks(4, 10, torch.Generator().manual_seed(0), device)
     params = maml.METHODS[0].start(maml.network(), device)
     grads = {}
     for first_order in (False, True):
 
-        def meta_loss(params, task, first_order=first_order):
+        def meta_loss(params: Any, task: Any, first_order: bool = first_order) -> Any:
             weights = maml.adapted(params, task.support, 1, first_order=first_order)
             return maml.error(weights, (), task.query)
 
@@ -359,7 +391,7 @@ def test_first_order_leaves_the_second_derivatives_out(device):
     assert not gradkit.tree.allclose(grads[False]["weights"], expected, rtol=1e-2, atol=1e-3)
 
 
-def test_divergence_is_told_and_not_averaged(device):
+def test_divergence_is_told_and_not_averaged(device: torch.device) -> None:
     errors = torch.tensor([1.0, 2.0, torch.nan, torch.inf, 26.0], device=device)
     assert maml.diverged(errors) == pytest.approx(3 / 5)
     assert "diverges on 60%" in maml.cell(errors)
@@ -367,7 +399,7 @@ def test_divergence_is_told_and_not_averaged(device):
 
 
 @pytest.mark.parametrize("left", [1.0, torch.nan])
-def test_run_that_does_not_adapt_fails(device, left):
+def test_run_that_does_not_adapt_fails(device: torch.device, left: float) -> None:
     errors = torch.ones(5, maml.LONGEST + 1, device=device)
     errors[:, 1] = left
     outcomes = [maml.Learned(maml.METHODS[2], {}, [], errors)]
@@ -377,7 +409,10 @@ def test_run_that_does_not_adapt_fails(device, left):
 # --- fewshot_digits ------------------------------------------------------------------------------
 
 
-def test_smoke_run_sorts_new_digits(device, tmp_path, capsys):
+@pytest.mark.slow
+def test_smoke_run_sorts_new_digits(
+    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert fewshot.main(["--smoke", "--device", str(device), "--output", str(tmp_path)]) == 0
     told = capsys.readouterr()
     picture = tmp_path / "fewshot_digits.png"
@@ -388,7 +423,7 @@ def test_smoke_run_sorts_new_digits(device, tmp_path, capsys):
     assert told.err == ""
 
 
-def test_tasks_are_of_different_images_with_names_of_their_own(device):
+def test_tasks_are_of_different_images_with_names_of_their_own(device: torch.device) -> None:
     assert not set(fewshot.TRAIN_DIGITS) & set(fewshot.TEST_DIGITS)
     # Images that tell what they are: the digit, and a number of their own.
     by_digit = [
@@ -411,7 +446,7 @@ def test_tasks_are_of_different_images_with_names_of_their_own(device):
     assert len(orders) > 1
 
 
-def test_images_lie_at_every_place(device):
+def test_images_lie_at_every_place(device: torch.device) -> None:
     by_digit = fewshot.load(device)
     assert sum(map(len, by_digit)) == 1797
     places = by_digit[3][0]
@@ -419,7 +454,7 @@ def test_images_lie_at_every_place(device):
     torch.testing.assert_close(places.sum((1, 2, 3)), places[0].sum().expand(25))
 
 
-def test_pretraining_leaves_the_last_layer_to_the_task(device):
+def test_pretraining_leaves_the_last_layer_to_the_task(device: torch.device) -> None:
     learner = fewshot.Learner(device)
     with fewshot.Progress(console=fewshot.Console(quiet=True)) as progress:
         weights = fewshot.pretrain(learner, fewshot.load(device), 2, progress)
@@ -431,7 +466,7 @@ def test_pretraining_leaves_the_last_layer_to_the_task(device):
 
 
 @pytest.mark.parametrize("after", [0.34, torch.nan])
-def test_start_that_is_no_better_fails(device, after):
+def test_start_that_is_no_better_fails(device: torch.device, after: float) -> None:
     learned = torch.full((4, fewshot.LONGEST + 1), 1 / 3, device=device)
     learned[:, fewshot.STEPS] = after
     other = torch.full_like(learned, 0.3)
@@ -452,11 +487,14 @@ def test_start_that_is_no_better_fails(device, after):
 
 
 @pytest.fixture(scope="module")
-def patients(device):
+def patients(device: torch.device) -> Any:
     return hyperparams.load(device)
 
 
-def test_smoke_run_gets_the_hypergradients_right(device, tmp_path, capsys):
+@pytest.mark.slow
+def test_smoke_run_gets_the_hypergradients_right(
+    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert hyperparams.main(["--smoke", "--device", str(device), "--output", str(tmp_path)]) == 0
     told = capsys.readouterr()
     picture = tmp_path / "learn_hyperparams.png"
@@ -466,7 +504,7 @@ def test_smoke_run_gets_the_hypergradients_right(device, tmp_path, capsys):
     assert told.err == ""
 
 
-def test_patients_are_in_one_part_each_and_standardized(patients):
+def test_patients_are_in_one_part_each_and_standardized(patients: Any) -> None:
     assert [len(part.y) for part in patients] == [120, 161, 161]
     rows = torch.cat([part.x for part in patients])
     assert len(torch.unique(rows, dim=0)) == 442
@@ -474,7 +512,7 @@ def test_patients_are_in_one_part_each_and_standardized(patients):
     torch.testing.assert_close(patients.train.x.std(0), torch.ones_like(rows[0]))
 
 
-def test_closed_form_is_where_the_inner_loss_is_least(device, patients):
+def test_closed_form_is_where_the_inner_loss_is_least(device: torch.device, patients: Any) -> None:
     hyper = hyperparams.hyper_at(0.3, 0.1, device)
     weights = hyperparams.ridge(hyper, patients.train).detach().requires_grad_()
     loss = hyperparams.inner_loss(weights, hyper, patients.train)
@@ -485,13 +523,15 @@ def test_closed_form_is_where_the_inner_loss_is_least(device, patients):
 
 @pytest.mark.parametrize("factor", [1 + 1e-6, torch.nan])
 @pytest.mark.parametrize("way", ["unrolled", "implicit", "rate"])
-def test_hypergradient_that_is_wrong_fails(device, patients, way, factor):
+def test_hypergradient_that_is_wrong_fails(
+    device: torch.device, patients: Any, way: str, factor: float
+) -> None:
     right = {"unrolled": 1e-12, "implicit": 1e-10, "rate": 1e-9}
     wrong = {**right, way: abs(factor - 1) * 10}
     grid = hyperparams.Grid("grid", *torch.ones(2, 1), torch.ones(1, 1), torch.ones(1, 1))
     found = hyperparams.PassResult("found", [1.0, 0.5], None, [1.0, 0.5], 1.0, 2)
 
-    def broken(differences):
+    def broken(differences: dict[str, float]) -> Any:
         outcome = hyperparams.Outcome(
             [hyperparams.Agreement(9, differences["unrolled"], differences["implicit"])],
             differences["rate"],
@@ -505,7 +545,7 @@ def test_hypergradient_that_is_wrong_fails(device, patients, way, factor):
     assert "is off by" in broken(wrong)[0]
 
 
-def test_learning_that_is_worse_than_the_grid_fails(device):
+def test_learning_that_is_worse_than_the_grid_fails(device: torch.device) -> None:
     grid = hyperparams.Grid("grid", *torch.ones(2, 1), torch.full((1, 1), 0.5), torch.ones(1, 1))
     found = hyperparams.PassResult("found", [1.0, 0.5], None, [1.0, 0.51], 1.0, 2)
     agreement = hyperparams.Agreement(9, 0.0, 0.0)
@@ -528,7 +568,7 @@ def run_script(*command: str | Path) -> subprocess.CompletedProcess[str]:
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=600)
     finally:
         left = True
         try:
@@ -542,8 +582,11 @@ def run_script(*command: str | Path) -> subprocess.CompletedProcess[str]:
 THREE = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "python"])
-def test_processes_reach_the_weights_of_one(device, tmp_path, launcher):
+def test_processes_reach_the_weights_of_one(
+    device: torch.device, tmp_path: Path, launcher: str
+) -> None:
     by_torchrun = launcher == "torchrun"
     aggregator = "pcgrad" if by_torchrun or not find_spec("torchjd") else "upgrad"
     script = [*(THREE if by_torchrun else ()), EXAMPLES / "multitask_ddp.py", "--smoke"]
@@ -578,7 +621,8 @@ sys.exit(status)
 """
 
 
-def test_no_thread_of_the_group_outlives_it(device, tmp_path):
+@pytest.mark.slow
+def test_no_thread_of_the_group_outlives_it(device: torch.device, tmp_path: Path) -> None:
     """One that lets go of a tensor while the interpreter ends aborts the process."""
     script = tmp_path / "watched.py"
     script.write_text(f"import sys\nsys.path.insert(0, {str(EXAMPLES)!r})\n{WATCHED}")
@@ -587,7 +631,7 @@ def test_no_thread_of_the_group_outlives_it(device, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_pcgrad_takes_away_what_conflicts(device):
+def test_pcgrad_takes_away_what_conflicts(device: torch.device) -> None:
     a, b, c = torch.randn(3, 9, device=device, dtype=torch.float64)
     b = b - (1 + a @ b) / (a @ a) * a  # in conflict with a
     c = c - (a @ c) / (a @ a) * a  # in none
@@ -598,7 +642,7 @@ def test_pcgrad_takes_away_what_conflicts(device):
     torch.testing.assert_close(ddp.pcgrad(torch.stack([a, c])), a + c)
 
 
-def check_processes_apart(device):
+def check_processes_apart(device: torch.device) -> None:
     rank = torch.distributed.get_rank()
     model = ddp.fresh_model(device).double()
     assert ddp.apart(model) == []
@@ -613,5 +657,5 @@ def check_processes_apart(device):
     assert ddp.broken_promises(ddp.Outcome([], {"digit": 0.96}, [], 1e-12), ddp.FULL) == []
 
 
-def test_processes_that_come_apart_are_seen(two, device):
+def test_processes_that_come_apart_are_seen(two: Ranks, device: torch.device) -> None:
     two.run(check_processes_apart)

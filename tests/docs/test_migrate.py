@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 
 pytest.importorskip("sklearn")
 
+Load: TypeAlias = Callable[[str], Any]
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "migrate"
 SCRIPTS = ["amp", "classifier", "gan", "language_model", "lbfgs"]
 GRADKIT = {
@@ -27,7 +30,7 @@ GRADKIT = {
 
 
 @pytest.fixture
-def load(monkeypatch):
+def load(monkeypatch: pytest.MonkeyPatch) -> Load:
     """Return what imports a module as the scripts do: from their own folder."""
     monkeypatch.syspath_prepend(FOLDER)
     return importlib.import_module
@@ -40,13 +43,15 @@ def nudge(weight: torch.Tensor) -> None:
         last.copy_(torch.nextafter(last, torch.full_like(last, torch.inf)))
 
 
-def after(script: ModuleType, monkeypatch: pytest.MonkeyPatch, do) -> list[list[nn.Module]]:
+def after(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, do: Callable[[list[nn.Module]], object]
+) -> list[list[nn.Module]]:
     """Let `do` run on the models after the functional loop; return the models of each loop."""
     seen: list[list[nn.Module]] = []
     for name in ("legacy", "functional"):
         loop = getattr(script, name)
 
-        def wrapped(*args, loop=loop, name=name):
+        def wrapped(*args: Any, loop: Any = loop, name: str = name) -> Any:
             models = [arg for arg in args if isinstance(arg, nn.Module)]
             seen.append([deepcopy(model) for model in models])
             result = loop(*args)
@@ -59,7 +64,7 @@ def after(script: ModuleType, monkeypatch: pytest.MonkeyPatch, do) -> list[list[
     return seen
 
 
-def calls(function) -> set[str]:
+def calls(function: Callable[..., Any]) -> set[str]:
     """Return the names that a function takes from gradkit."""
     names = (
         ast.unparse(node.func)
@@ -71,12 +76,18 @@ def calls(function) -> set[str]:
     return {name for name in found if "(" not in name}
 
 
-def test_every_script_is_tried(device):
+def test_every_script_is_tried(device: torch.device) -> None:
     assert sorted(p.stem for p in FOLDER.glob("*.py")) == sorted([*SCRIPTS, "side_by_side"])
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_weights_are_equal_bit_for_bit(device, name, load, capsys, monkeypatch):
+def test_weights_are_equal_bit_for_bit(
+    device: torch.device,
+    name: str,
+    load: Load,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     script, bits = load(name), load("side_by_side")
     seen = after(script, monkeypatch, lambda models: None)
     assert script.main(["--smoke", "--device", str(device)]) == 0
@@ -97,7 +108,9 @@ def test_weights_are_equal_bit_for_bit(device, name, load, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_only_the_legacy_loop_leaves_grads(device, name, load, monkeypatch):
+def test_only_the_legacy_loop_leaves_grads(
+    device: torch.device, name: str, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = load(name)
     seen = after(script, monkeypatch, lambda models: None)
     script.main(["--smoke", "--device", str(device)])
@@ -107,11 +120,17 @@ def test_only_the_legacy_loop_leaves_grads(device, name, load, monkeypatch):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_one_ulp_in_one_weight_fails(device, name, load, capsys, monkeypatch):
+def test_one_ulp_in_one_weight_fails(
+    device: torch.device,
+    name: str,
+    load: Load,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     script = load(name)
-    last = []
+    last: list[str] = []
 
-    def nudge_the_last(models):
+    def nudge_the_last(models: list[nn.Module]) -> None:
         last.append(list(dict(models[-1].named_parameters()))[-1])
         nudge(models[-1].get_parameter(last[0]))
 
@@ -124,7 +143,9 @@ def test_one_ulp_in_one_weight_fails(device, name, load, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_legacy_loop_trains_without_gradkit(device, name, load):
+def test_the_legacy_loop_trains_without_gradkit(
+    device: torch.device, name: str, load: Load
+) -> None:
     script = load(name)
     assert calls(script.functional) == GRADKIT[name]
     # Only to look at the last gradient, after the training.
@@ -132,10 +153,15 @@ def test_the_legacy_loop_trains_without_gradkit(device, name, load):
     assert calls(script.legacy) == looks
 
 
-def test_amp_without_an_overflow_fails(device, load, capsys, monkeypatch):
+def test_amp_without_an_overflow_fails(
+    device: torch.device,
+    load: Load,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     script = load("amp")
 
-    def calm(device, **_):
+    def calm(device: torch.device, **_: Any) -> Any:
         return torch.amp.GradScaler(device, init_scale=2.0**24, enabled=False)
 
     monkeypatch.setattr(script, "GradScaler", calm)
@@ -143,7 +169,7 @@ def test_amp_without_an_overflow_fails(device, load, capsys, monkeypatch):
     assert "skipped 0 of" in capsys.readouterr().err
 
 
-def test_comparison_sees_one_ulp_and_the_sign_of_zero(device, load):
+def test_comparison_sees_one_ulp_and_the_sign_of_zero(device: torch.device, load: Load) -> None:
     bits = load("side_by_side")
     model = nn.Linear(3, 2).to(device)
     nn.init.zeros_(model.bias)

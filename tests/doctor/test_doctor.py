@@ -358,10 +358,11 @@ def test_an_error_is_told_by_its_class_and_its_words(device: torch.device) -> No
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=600
     )
 
 
+@pytest.mark.processes
 def test_it_runs_as_a_module(device: torch.device) -> None:
     done = run("-m", "gradkit", "--json", "--device", str(device))
     assert done.returncode == 0, done.stderr
@@ -369,6 +370,7 @@ def test_it_runs_as_a_module(device: torch.device) -> None:
     assert json.loads(done.stdout)["equal"] is True
 
 
+@pytest.mark.processes
 def test_it_runs_as_a_module_without_rich(device: torch.device) -> None:
     block = "import sys, runpy; sys.modules['rich'] = None; sys.argv[1:] = ['--device', 'cpu'];"
     done = run("-c", f"{block} runpy.run_module('gradkit', run_name='__main__')")

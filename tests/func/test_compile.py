@@ -48,6 +48,10 @@ ROOT = Path(__file__).resolve().parents[2]
 F64 = torch.float64
 # A call, and what makes its arguments from a seed: of the same shapes, and other tensors each time.
 Make: TypeAlias = Callable[[int], tuple[Any, ...]]
+BACKENDS = [
+    "aot_eager",
+    pytest.param("inductor", marks=pytest.mark.slow),
+]  # a C++ compiler: seconds
 
 
 @pytest.fixture(autouse=True)
@@ -206,13 +210,14 @@ def test_a_call_is_one_graph(device: torch.device, name: str) -> None:
 BY_INDUCTOR = ("value_and_grads", "per_loss_grads", "chunks of samples", "hvp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_INDUCTOR)
 def test_a_call_by_inductor(device: torch.device, name: str) -> None:
     call, make = functional_module(nn.Linear(3, 2).to(device, F64))
     assert_compiles(calls(call)[name], make, backend="inductor")
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_batch_norm_in_train_mode(device: torch.device, backend: str) -> None:
     """Its new statistics come out of the graph, and the module's own stay as they are."""
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).to(device, F64)
@@ -328,13 +333,7 @@ def equal_gradients(p: Any) -> dict[str, Tensor]:
     return {"one": loss, "two": loss}
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "aot_eager",
-        "inductor",
-    ],
-)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_equal_gradients_have_memory_of_their_own(device: torch.device, backend: str) -> None:
 
     def make(_: int) -> tuple[Any, ...]:
@@ -773,6 +772,7 @@ BY_INDUCTOR_OUTSIDE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", BY_INDUCTOR_OUTSIDE)
 def test_the_default_backend_outside(device: torch.device, row: str) -> None:
     s, uncompiled = setting(device), setting(device)

@@ -445,21 +445,20 @@ def chain(device: torch.device, length: int) -> Tensor:
 
 
 def least(function: Any, *args: Any) -> float:
+    """Return the least processor time of some calls: other processes do not lengthen it."""
     times = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.thread_time()
         function(*args)
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     return min(times)
 
 
 def test_the_time_is_linear_in_the_graph(device: torch.device) -> None:
-    """Against a walk of the same graph, which is linear; the factor is 10, here with room."""
+    """A graph ten times as long takes ten times as long, and not a hundred times."""
     w = leaf(device)
-    for length in (1_000, 10_000):
-        loss = chain(device, length)
-        plain = least(graph_of.nodes_below, [loss])
-        assert least(explain, [loss], w) < 60 * plain + 0.005
+    short, long = (least(explain, [chain(device, length)], w) for length in (2_000, 20_000))
+    assert long < 40 * short
 
 
 def test_the_time_is_linear_in_the_params(device: torch.device) -> None:
@@ -540,6 +539,7 @@ def test_a_result_cannot_be_changed(device: torch.device) -> None:
         explain(w.sum(), w).nodes = 3
 
 
+@pytest.mark.processes
 def test_the_package_is_imported_on_first_use(device: torch.device) -> None:
     code = (
         "import sys, gradkit; assert 'gradkit.report' not in sys.modules;"

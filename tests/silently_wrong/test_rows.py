@@ -23,7 +23,22 @@ from tests.silently_wrong._row import VERSIONS, Case, Row
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "silently_wrong.md"
 ROWS = [row for rows in SECTIONS.values() for row in rows]
-every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+ALWAYS_HERE = {"torch", "TorchJD"}  # the other libraries: `make test-slow` installs them
+of_two_processes = pytest.mark.xdist_group("silently wrong in two processes")
+
+
+def marks(row: Row) -> list[pytest.MarkDecorator]:
+    """Return what is said of the tests of a row."""
+    if row.by not in ALWAYS_HERE:
+        return [pytest.mark.slow]
+    if row.id in {trial.__name__ for trial in two.TRIALS}:
+        return [pytest.mark.processes, of_two_processes]
+    return []
+
+
+every_row = pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.id, marks=marks(row)) for row in ROWS]
+)
 
 
 def verify(row: Row, case: Case) -> None:
@@ -138,6 +153,8 @@ def test_a_value_is_compared_to_the_digits_of_the_page(device: torch.device) -> 
         assert not row.close(expected, got)
 
 
+@of_two_processes
+@pytest.mark.processes
 def test_no_process_is_left(device: torch.device) -> None:
     others = multiprocessing.active_children()  # those of the fixtures stay
     two.run()
