@@ -40,7 +40,7 @@ def processes_of(item: pytest.Item) -> list[str]:
     """Return the fixture whose processes a test uses, if it uses one."""
     names = getattr(item, "fixturenames", ())
     if "several" in names:
-        size = item.callspec.params["several"]
+        size = getattr(item, "callspec").params["several"]  # noqa: B009
         return [name for name, count in SIZES.items() if count == size]
     return [name for name in SIZES if name in names]
 
@@ -58,7 +58,8 @@ def _a_group_stays_until_the_next_one_goes() -> Iterator[None]:
     A group is freed by the last that has it. If that is a DDP module, it waits for the threads, and
     holds the interpreter's lock, for which a thread may be waiting: for ever.
     """
-    destroy, kept = dist.destroy_process_group, []
+    destroy = dist.destroy_process_group
+    kept: list[dist.ProcessGroup | None] = []
 
     def destroy_later(group: dist.ProcessGroup | None = None) -> None:
         last = group or dist.group.WORLD

@@ -17,6 +17,8 @@ from tests.helpers import assert_same_bits, same_bits, unchanged
 class Saves(torch.autograd.Function):
     """A square that saves a tensor of its own making, so that its life can be watched."""
 
+    last: weakref.ref[Tensor]
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         own = x * 2

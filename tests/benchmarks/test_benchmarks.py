@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
+import gradkit
 from benchmarks import (
     combining,
     compiling,
@@ -210,7 +211,7 @@ def test_a_peer_with_other_gradients_is_shown(
 ) -> None:
     def off(task: models.Classifier) -> Side:
         right = samplers.gradkits(task)
-        return Side(right.build, lambda batch: {k: 2 * g for k, g in right.run(batch).items()})
+        return Side(right.build, lambda batch: gradkit.tree.scale(right.run(batch), 2))
 
     monkeypatch.setitem(samplers.PEERS, "off", off)
     found = samplers.peer("off", models.dense_classifier(4, 2, 3, device))
@@ -249,7 +250,7 @@ def test_all_ways_to_combine_gradients_agree(device: torch.device) -> None:
     found: list[torch.Tensor] = []
     for side in combining.sides(task).values():
         torch.manual_seed(0)
-        result = side.run(side.build())
+        result: Any = side.run(side.build())
         leaves = result.values() if isinstance(result, dict) else result
         found.append(torch.cat([leaf.flatten() for leaf in leaves]))
     for other in found[1:]:
@@ -277,7 +278,7 @@ def test_a_way_with_other_meta_gradients_is_shown(
 ) -> None:
     def off(task: loops.Loop) -> Side:
         right = unrollers.plain(task)
-        return Side(right.build, lambda course: [(1 + 1e-6) * g for g in right.run(course)])
+        return Side(right.build, lambda course: gradkit.tree.scale(right.run(course), 1 + 1e-6))
 
     monkeypatch.setitem(unrollers.WAYS, unrollers.STORE, off)
     task = loops.dense(4, 2, 2, 3, device)

@@ -58,8 +58,10 @@ def check_random_tree(device: torch.device, plan: list[Any], op: str) -> None:
             assert result[name] is None
         elif size == 2:  # a + b and b + a are the same bits
             torch.testing.assert_close(result[name], expected, rtol=0, atol=0)
-        else:
-            torch.testing.assert_close(result[name], expected)
+        else:  # in an order that is gloo's: each addition rounds, in both sums
+            terms = [tree[name].abs().double() for tree in trees if tree[name] is not None]
+            room = 2 * size * torch.finfo(expected.dtype).eps * sum(terms)
+            assert ((result[name] - expected).abs().double() <= room).all()
         if leaf is not None and expected is not None:
             assert result[name].stride() == leaf.stride()
     storages = [leaf.untyped_storage().data_ptr() for leaf in result.values() if leaf is not None]
@@ -123,7 +125,8 @@ def check_tied_empty_and_nested(device: torch.device) -> None:
     tied["a"][0].zero_()
     assert tied["b"][0].tolist() == [mean, mean]
     assert tied["b"][1] is None
-    for empty in ({}, [], (), {"a": {}}):
+    empties: list[Any] = [{}, [], (), {"a": {}}]
+    for empty in empties:
         assert gradkit.distributed.all_reduce(empty) == empty
     assert gradkit.distributed.all_reduce(None) is None
     assert gradkit.distributed.all_reduce(w).tolist() == [mean, mean]
@@ -280,7 +283,10 @@ def test_a_graph_on_some_ranks_only_is_refused(two: Ranks, device: torch.device,
 def check_refused(device: torch.device, case: str, error: str, words: list[str]) -> None:
     """One case of bad input: the same error on all ranks, and the group works on."""
     rank = dist.get_rank()
-    ours = {"w": torch.ones(2, device=device), "b": torch.zeros((), device=device)}
+    ours: dict[str, Any] = {
+        "w": torch.ones(2, device=device),
+        "b": torch.zeros((), device=device),
+    }
     how: dict[str, Any] = {}
     if rank == 1 or case in ("integers", "a number", "a graph", "op"):
         match case:
@@ -301,11 +307,11 @@ def check_refused(device: torch.device, case: str, error: str, words: list[str])
             case "integers":
                 ours["w"] = torch.ones(2, device=device, dtype=torch.int64)
             case "a number":
-                ours["b"] = 1.0  # type: ignore[assignment]
+                ours["b"] = 1.0
             case "a graph":
                 ours["w"] = torch.ones(2, device=device, requires_grad=True) * 2
             case "a failure":
-                ours["w"] = "no tensor"  # type: ignore[assignment]
+                ours["w"] = "no tensor"
     expected = getattr(gradkit, error)
     if case == "a failure" and rank == 1:
         expected = gradkit.LeafTypeError

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -194,7 +195,7 @@ def powersgd(module: DistributedDataParallel) -> None:
 HOOKS: dict[str, Any] = {
     "allreduce": lambda m: m.register_comm_hook(None, default_hooks.allreduce_hook),
     "fp16": lambda m: m.register_comm_hook(None, default_hooks.fp16_compress_hook),
-    "built in": lambda m: m._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS),
+    "built in": lambda m: m._register_builtin_comm_hook(BuiltinCommHookType.FP16_COMPRESS),
     "PowerSGD": powersgd,
 }
 
@@ -390,7 +391,7 @@ def check_handed_over_with_none(device: torch.device) -> None:
     model = wrapped(device)
     before = torch.full_like(model.module.heads["b"].bias, 7.0)
     model.module.heads["b"].bias.grad = before
-    grads = {name: None for name, _ in model.named_parameters()}
+    grads: dict[str, Tensor | None] = {name: None for name, _ in model.named_parameters()}
     grads["module.trunk.0.bias"] = torch.ones(16, device=device)
     grads["module.heads.a.bias"] = torch.ones(2, device=device) if rank == 0 else None
     seen: list[Tensor] = []
@@ -531,7 +532,8 @@ def check_other_refusals(device: torch.device) -> None:
     plain = nn.Linear(5, 1).to(device)
     with pytest.raises(gradkit.LeafTypeError, match=r"module\['plain'\].*Linear"):
         gradkit.distributed.value_and_grads(model(x)["a"].sum(), {"ddp": model, "plain": plain})
-    for nothing in ([], {}):
+    empties: list[Any] = [[], {}]
+    for nothing in empties:
         with pytest.raises(gradkit.StructureError, match="empty"):
             gradkit.distributed.value_and_grads(model(x)["a"].sum(), nothing)
     with pytest.raises(gradkit.LeafTypeError, match="module"):

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 import gradkit
 from tests.distributed.test_ddp import batch, losses_of, wrapped
-from tests.processes import PATIENCE, Ranks, ranks
+from tests.processes import PATIENCE, Ranks, forking, ranks
 
+pytestmark = pytest.mark.processes
 TIMEOUT = 10.0 * PATIENCE  # seconds, of the groups below: who waits so long counts as hanging
 SOON = timedelta(seconds=4)
 
@@ -60,7 +61,7 @@ def make(call: str, losses: Any, model: Any) -> None:
 
 @pytest.mark.parametrize("call", ["all_reduce", "per_loss_grads", "add_grads_"])
 def test_a_rank_that_does_not_come(device: torch.device, call: str) -> None:
-    with ranks(2, device, TIMEOUT) as two:
+    with ranks(2, device, TIMEOUT, forking()) as two:
         outcomes = two.outcomes(raise_before, call)
         assert outcomes[1][0] == "raised"
         assert "UserError" in outcomes[1][1]
@@ -86,12 +87,12 @@ def raise_inside(device: torch.device) -> None:
             return all_reduce(*args, **options)
 
         dist.all_reduce = waiting_less
-        with pytest.raises(gradkit.CollectiveError, match=r"gradkit\.dist\.all_reduce"):
+        with pytest.raises(gradkit.CollectiveError, match=r"gradkit\.distributed\.all_reduce"):
             gradkit.distributed.all_reduce(torch.ones(2, device=device))
 
 
 def test_a_rank_that_raises_inside_of_the_collective(device: torch.device) -> None:
-    with ranks(2, device, TIMEOUT) as two:
+    with ranks(2, device, TIMEOUT, forking()) as two:
         assert [kind for kind, _ in two.outcomes(raise_inside)] == ["returned"] * 2
     assert_gone(two)
 
@@ -112,7 +113,7 @@ def die(device: torch.device, inside: bool) -> str:
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_rank_that_is_killed(device: torch.device, inside: bool) -> None:
-    with ranks(4, device, TIMEOUT) as four:
+    with ranks(4, device, TIMEOUT, forking()) as four:
         outcomes = four.outcomes(die, inside)
         assert [kind for kind, _ in outcomes] == ["returned"] * 3 + ["died"]
         for _, text in outcomes[:3]:
@@ -134,5 +135,5 @@ def hold_the_hand(device: torch.device) -> str:
 
 
 def test_bad_input_on_one_rank_is_not_waited_for(device: torch.device) -> None:
-    with ranks(2, device, TIMEOUT) as two:
+    with ranks(2, device, TIMEOUT, forking()) as two:
         assert two.run(hold_the_hand) == ["CollectiveError", "LeafTypeError"]

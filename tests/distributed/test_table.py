@@ -542,7 +542,7 @@ def check_partial(device: torch.device) -> None:
     for call in (lambda g: tree.dot(g, g).item(), lambda g: tree.global_norm(g).item()):
         assert call([partial]) == pytest.approx(call([total]))
     assert bool(tree.dot([partial], [-partial]) < 0)
-    param = nn.Parameter(distribute_tensor(torch.zeros_like(total), mesh, [Replicate()]))
+    param: Any = nn.Parameter(distribute_tensor(torch.zeros_like(total), mesh, [Replicate()]))
     gradkit.step_(torch.optim.SGD([param], lr=1.0), [param], [partial])
     assert torch.equal(param.detach().full_tensor(), -total)
     combined = gradkit.combine([[partial], [partial]], lambda matrix: matrix.mean(0))
@@ -603,7 +603,7 @@ def test_clipped_steps_of_an_fsdp_module(several: Ranks, device: torch.device) -
 
 def check_gathered(device: torch.device) -> None:
     """Between forward and backward the parameters are plain, and no node tells of fully_shard."""
-    model = fully_shard(fresh_net(device))
+    model: Any = fully_shard(fresh_net(device))
     shards = list(model.parameters())
     optimizer = torch.optim.SGD(shards, lr=0.1)
     x = torch.randn(2, 8, device=device, dtype=F64)

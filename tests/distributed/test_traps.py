@@ -68,7 +68,9 @@ def test_what_ddp_reduces_whatever_it_was_told_to_ignore(two: Ranks, device: tor
 
 
 def check_ddp_refusals(device: torch.device) -> None:
-    from torch.distributed.optim import _apply_optimizer_in_backward as apply_in_backward
+    from torch.distributed.optim.apply_optimizer_in_backward import (
+        _apply_optimizer_in_backward as apply_in_backward,
+    )
 
     x = inputs(device)
     model = mlp(device)

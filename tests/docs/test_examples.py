@@ -155,7 +155,7 @@ def test_looking_tells_the_truth_and_changes_nothing(device: torch.device, batch
 
     flat, at_output = {}, {}
     for name in demo.WEIGHTS:
-        seen = []
+        seen: list[torch.Tensor] = []
         hook = model.trunk.register_forward_hook(
             lambda _m, _i, output, seen=seen: seen.append(output)
         )
@@ -436,7 +436,7 @@ def test_tasks_are_of_different_images_with_names_of_their_own(device: torch.dev
     for index in range(6):
         shown, asked = (part.images[index].flatten().tolist() for part in tasks)
         assert len({*shown, *asked}) == fewshot.WAYS * (fewshot.SHOTS + 4)
-        names = {}
+        names: dict[int, float] = {}
         for part, images in zip(tasks, (shown, asked), strict=True):
             for image, name in zip(images, part.classes[index].tolist(), strict=True):
                 assert names.setdefault(name, image // 100) == image // 100

@@ -128,7 +128,7 @@ def test_a_gradkit_that_is_wrong_is_seen_in_every_row(
     def more(tree: Any) -> Any:
         return gradkit.tree.map(lambda g: g + 1, tree)
 
-    kept = RetainedGrads.grads
+    kept: Any = RetainedGrads.grads
     monkeypatch.setattr(
         gradkit,
         "value_and_grads",

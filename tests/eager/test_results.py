@@ -301,7 +301,12 @@ def test_the_mode_around_the_call_makes_no_difference(device: torch.device, mode
 def test_tensor_hooks_fire_and_accumulation_hooks_do_not(device: torch.device) -> None:
     w = torch.ones(2, device=device, requires_grad=True)
     log: list[str] = []
-    w.register_hook(lambda grad: log.append("tensor") or grad * 10)
+
+    def hook(grad: Tensor) -> Tensor:
+        log.append("tensor")
+        return grad * 10
+
+    w.register_hook(hook)
     w.register_post_accumulate_grad_hook(lambda p: log.append("accumulated"))
     _, grad = gradkit.value_and_grads((w * 2).sum(), w)
     assert grad.tolist() == [20, 20]

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -412,10 +413,14 @@ def normed(w: Tensor, x: Tensor) -> Tensor:
     return functional.layer_norm(x * w, (3,), w).square().sum()
 
 
+def squared_samples(loss: Callable[..., Tensor], w: Tensor, x: Tensor) -> Tensor:
+    return func.per_sample_grads(loss)(w, x).square().sum()
+
+
 KNOWN_BUGS: dict[str, Callable[..., Any]] = {
     "cdist": func.per_sample_grads(lambda w, x: torch.cdist(w[None], x[None]).sum()),
     "roll": func.per_sample_grads(lambda w, x: torch.roll(w.sum() * x.sum(), 1)),
-    "layer_norm": grad(lambda w, x: func.per_sample_grads(normed)(w, x).square().sum()),
+    "layer_norm": grad(partial(squared_samples, normed)),
     "batch_norm": func.per_sample_grads(
         lambda w, x: functional.batch_norm((x * w)[None], None, None, training=True).sum()
     ),

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import optree
 import pytest
@@ -29,6 +29,12 @@ LR = 0.1
 class Counts(nn.Module):
     """Has buffers that are assigned and written on, and keeps what it sees in containers."""
 
+    steps: Tensor
+    mean: Tensor
+    grown: Tensor
+    absent: Tensor
+    seen: Tensor | None
+
     def __init__(self, *, fail: bool = False) -> None:
         super().__init__()
         self.inner = nn.Linear(3, 3)
@@ -36,7 +42,8 @@ class Counts(nn.Module):
         self.register_buffer("mean", torch.zeros(3), persistent=False)
         self.register_buffer("grown", torch.zeros(0))
         self.register_buffer("absent", None)
-        self.fail, self.seen, self.all_seen = fail, None, []
+        self.fail, self.seen = fail, None
+        self.all_seen: list[Tensor] = []
         self.cache: dict[str, Tensor] = {}
         self.shapes: set[torch.Size] = set()
 
@@ -142,7 +149,8 @@ def places(module: nn.Module) -> list[Any]:
 def pure(module: nn.Module, *trees: Any) -> Iterator[None]:
     """Assert that a block changes no bit or version of module or trees, and moves no tensor."""
     before = places(module)
-    leaves = [t for t in optree.tree_leaves(trees) if isinstance(t, Tensor)]
+    flat: list[Any] = optree.tree_leaves(cast(Any, trees))
+    leaves = [t for t in flat if isinstance(t, Tensor)]
     try:
         with unchanged(*module.parameters(), *module.buffers(), *leaves):
             yield
@@ -517,7 +525,7 @@ def test_a_module_that_writes_on_its_parameters_is_refused_or_right(
     x = torch.arange(5, device=device)
     x = x if isinstance(module[0], nn.Embedding) else x.float()
     expected = copy.deepcopy(module)(x)
-    params = dict(module.named_parameters())
+    params: dict[str, Tensor] = dict(module.named_parameters())
     params = params if own else {name: p.detach().clone() for name, p in params.items()}
     with suppress(gradkit.UnsupportedGraphError), pure(module, params, x):
         call, _, buffers = make_functional(module)

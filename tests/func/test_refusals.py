@@ -88,8 +88,8 @@ BAD_LOSSES: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
         "setup_context",
     ),
 }
-NORM = nn.BatchNorm1d(2)
-OUTSIDE = torch.tensor(2.0, requires_grad=True) * 3
+NORM: nn.Module = nn.BatchNorm1d(2)
+OUTSIDE: Tensor = torch.tensor(2.0, requires_grad=True) * 3
 
 
 @every_call

@@ -178,7 +178,7 @@ def layers() -> Iterator[tuple[str, Build, list[Make]]]:
         *("ReLU", "Sigmoid", "Tanh", "GELU", "SELU", "ELU", "LeakyReLU", "LogSigmoid", "PReLU"),
         *("SiLU", "Mish", "Softplus", "Hardtanh", "Hardswish"),
     ):
-        yield name, lambda name=name: after(getattr(nn, name)()), [real(3)]
+        yield name, partial(lambda name: after(getattr(nn, name)()), name), [real(3)]
     for n in (1, 2, 3):
         for name in ("MaxPool", "AvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool"):
             conv, pool = getattr(nn, f"Conv{n}d"), getattr(nn, f"{name}{n}d")

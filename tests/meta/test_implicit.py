@@ -170,7 +170,8 @@ def test_a_deep_equilibrium_layer(device: torch.device) -> None:
 def test_trees_of_parameters_and_outer_variables(device: torch.device) -> None:
     make = lambda *s: torch.randn(s, dtype=D, device=device, requires_grad=True)  # noqa: E731
     params = {"a": make(2), "b": [make(), None]}
-    outer = {"x": make(2), "y": (make(), make(3)), "still": make().detach(), "n": 2, "none": None}
+    xs, ys = make(2), (make(), make(3))
+    outer = {"x": xs, "y": ys, "still": make().detach(), "n": 2, "none": None}
 
     def solver(p: Any, o: Any) -> Any:
         assert not any(t.requires_grad for t in (p["a"], p["b"][0], o["x"], *o["y"]))
@@ -183,10 +184,10 @@ def test_trees_of_parameters_and_outer_variables(device: torch.device) -> None:
     def solver_of(o: Any) -> Any:
         return {"a": o["x"] ** 3 * o["still"], "b": [o["y"][0].sin() * o["n"], None]}
 
-    world = World(params["a"], params["b"][0], outer["x"], *outer["y"])
+    world = World(params["a"], params["b"][0], xs, *ys)
     found = meta.implicit(solver, loss)(params, outer)
     assert found["b"][1] is None
-    by = [params["a"], params["b"][0], outer["x"], *outer["y"]]
+    by = [params["a"], params["b"][0], xs, *ys]
     total = found["a"].sum() + found["b"][0] ** 2
     got = torch.autograd.grad(total, by, allow_unused=True, retain_graph=True)
     aim = solver_of(outer)

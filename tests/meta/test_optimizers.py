@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import optree
 import pytest
@@ -44,7 +44,7 @@ def slopes(tensors: list[Tensor], step: int = 0) -> list[Tensor]:
     return [(t - i - 0.1 * step) + 0.2 * t**3 + torch.cos(shared) for i, t in enumerate(tensors, 1)]
 
 
-def height(tensors: list[Tensor]) -> Tensor:
+def height(tensors: list[Tensor]) -> Any:
     return sum(((i + 1.3) * t).sin().sum() + (t**2).sum() for i, t in enumerate(tensors))
 
 
@@ -84,7 +84,11 @@ COMMON = [
     {"lr": 0.05, "weight_decay": 0.1},
     {"lr": 0.05, "maximize": True, "weight_decay": 0.1},
 ]
-ADAM = [*COMMON, {"lr": 0.1, "amsgrad": True}, {"lr": 0.1, "betas": (0.5, 0.7), "eps": 1e-3}]
+ADAM: list[dict[str, Any]] = [
+    *COMMON,
+    {"lr": 0.1, "amsgrad": True},
+    {"lr": 0.1, "betas": (0.5, 0.7), "eps": 1e-3},
+]
 CASES: dict[Any, list[dict[str, Any]]] = {
     optim.SGD: [
         *COMMON,
@@ -336,7 +340,7 @@ def test_meta_gradients_by_every_hyper_parameter(
             return height(leaves(ours(getattr(meta, name)(0.3, **constant), params, 3, **given)[0]))
         return height(leaves(ours(getattr(meta, name)(**given, **constant), params, 3)[0]))
 
-    flat = [t.requires_grad_() for t in optree.tree_leaves(tree)]
+    flat = [t.requires_grad_() for t in cast(list[Tensor], optree.tree_leaves(tree))]
     assert len(flat) == (3 if form in FORMS else 1) * (len(tree) + ("betas" in tree))
     assert gradcheck(after, flat, eps=1e-6, atol=1e-6, rtol=1e-6)
     assert all(g.any() for g in torch.autograd.grad(after(*flat), flat))
@@ -359,7 +363,7 @@ def test_meta_gradients_by_weights_gradients_and_state(
         now = list(parts)
         for place, tensor in zip(floats, flat[3:], strict=True):
             now[place] = tensor
-        state = optree.tree_unflatten(spec, now)
+        state: Any = optree.tree_unflatten(spec, now)
         for t in range(steps):
             grads = [scale * g for g in slopes(leaves(params), t)]
             params, state = opt.step(params, like(params, grads), state)
@@ -453,7 +457,7 @@ def test_steps_under_torch_func(device: torch.device, cls: Any) -> None:
     expected = torch.autograd.grad(after(eager), leaves(eager))
     assert_close(func_grad(lambda *t: after(like(params, t)), (0, 1, 2))(*leaves(params)), expected)
     along = [torch.randn_like(t) for t in leaves(params)]
-    _, tangent = jvp(lambda *t: after(like(params, t)), tuple(leaves(params)), tuple(along))
+    tangent = jvp(lambda *t: after(like(params, t)), tuple(leaves(params)), tuple(along))[1]
     torch.testing.assert_close(
         tangent, sum((g * v).sum() for g, v in zip(expected, along, strict=True))
     )

@@ -127,7 +127,8 @@ class OnceCubedForTransforms(OnceCubed):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
+    def forward(*args: Any) -> Tensor:
+        (x,) = args
         return x**3
 
     @staticmethod
@@ -177,7 +178,7 @@ def test_params_that_stand_in_outer_too(
 ) -> None:
     """The inner gradient is by params alone: an anchor is a constant of the step."""
     w = tensor(2.0, device=device)
-    hooked = []
+    hooked: list[Any] = []
     w.register_hook(hooked.append)
     adapted = meta.unroll(
         lambda p, o, b: (p * o["w"] * o["more"]).sum(), w, [0, 0], meta.sgd(0.1),
@@ -245,6 +246,8 @@ def test_dropout_and_captured_tensors_inside_of_torch_func(
 
 class Writer(nn.Module):
     """Writes on a buffer in a way of its own, and computes with it."""
+
+    count: Tensor
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -361,7 +364,8 @@ def test_a_loop_that_diverges_diverges(device: torch.device, memory: Any, value:
 @pytest.mark.parametrize("params", ["lone", "tree"])
 def test_betas_in_a_list(device: torch.device, params: str) -> None:
     w = tensor(1.0, device=device)
-    given, loss = (w, lambda p, o, b: (p**2).sum())
+    given: Any = w
+    loss: Any = lambda p, o, b: (p**2).sum()  # noqa: E731
     if params == "tree":
         given, loss = {"w": w}, lambda p, o, b: (p["w"] ** 2).sum()
     one, two = (

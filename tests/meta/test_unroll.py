@@ -163,7 +163,7 @@ def test_the_meta_gradient_has_a_derivative(device: torch.device, memory: Any) -
     def loss(w: Tensor, scale: Tensor, x: Tensor) -> Tensor:
         return scale.exp() * (x @ w).sin().square().sum() + (w**4).sum()
 
-    def after(w: Tensor, scale: Tensor, rate: Tensor, memory: Any = memory) -> Tensor:
+    def after(w: Any, scale: Any, rate: Any, memory: Any = memory) -> Any:
         opt = meta.sgd(lr=rate.sigmoid() * 0.1, momentum=0.9)
         return height(meta.unroll(loss, w, [x] * 3, opt, outer=scale, memory=memory))
 
@@ -171,10 +171,10 @@ def test_the_meta_gradient_has_a_derivative(device: torch.device, memory: Any) -
     first = gradients(after(*by), by)
     assert_close(gradients(after(*by), by, create_graph=True), first)
     assert gradgradcheck(after, by, eps=1e-6, atol=1e-5, rtol=1e-5)
-    third = [
-        gradients(sum((g**2).sum() for g in gradients(after(*by, m), by, create_graph=True)), by)
-        for m in (memory, "store")
-    ]
+    third = []
+    for m in (memory, "store"):
+        second: Any = gradients(after(w, scale, rate, m), by, create_graph=True)
+        third.append(gradients(sum((g**2).sum() for g in second), by))
     assert_close(*third)
 
 
@@ -214,7 +214,7 @@ def test_random_numbers_are_drawn_once(device: torch.device, memory: Any) -> Non
     p = Problem(device)
 
     def loss(params: Any, outer: Any, batch: Any) -> Tensor:
-        kept = functional.dropout(p.params["w"].new_ones(4), 0.5)
+        kept = functional.dropout(params["w"].new_ones(4), 0.5)
         params = {**params, "w": params["w"] * kept * torch.rand(4).to(kept)}
         return p.loss(params, outer, batch)
 
@@ -265,6 +265,8 @@ def _view(buffer: Tensor, by: float) -> None:
 
 class Counter(nn.Module):
     """Its output depends on what it writes on, if it reads it."""
+
+    count: Tensor
 
     def __init__(self, write: Callable[..., None] | None, *, reads: bool = True) -> None:
         super().__init__()
@@ -596,7 +598,7 @@ def test_inside_of_torch_func(device: torch.device, memory: Any) -> None:
     assert_close([got[0], got[1].sum(0)], expected)
     with pytest.raises(gradkit.UnsupportedGraphError, match="inside of the vmap"):
         vmap(after, in_dims=(0, None))(*by)  # whose gradient is silently wrong for some [V1]
-    _, along = jvp(after, (starts[0], scale), (starts[1], scale))
+    along = jvp(after, (starts[0], scale), (starts[1], scale))[1]
     slopes = func_grad(after, (0, 1))(starts[0], scale)
     torch.testing.assert_close(along, slopes[0] @ starts[1] + slopes[1] * scale)
 
@@ -659,7 +661,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     def loss(w: Tensor, _: Any, x: Tensor) -> Tensor:
         return ((w - x) ** 2).sum()
 
-    def refused(error: Any, text: str, fn: Any = loss, batches: Any = (1.0,), **more: Any):
+    def refused(error: Any, text: str, fn: Any = loss, batches: Any = (1.0,), **more: Any) -> None:
         given = {"params": w, "opt": opt, **more}
         params, by = given.pop("params"), given.pop("opt")
         with unchanged(w), pytest.raises(error, match=text):
@@ -675,7 +677,8 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     refused(structure, r"^batches: .*stays as it is", batches=rewritten)
     for memory in ("keep", 0, -1, True, 1.5, None, [2]):
         refused(structure, r"^memory: expected 'store', 'recompute'", memory=memory)
-    for state in ({}, None or [], {"step": w}, meta.adam().init(w)):
+    states: list[Any] = [{}, [], {"step": w}, meta.adam().init(w)]
+    for state in states:
         refused(structure, r"^state", state=state)
     refused(structure, r"^state\['momentum_buffer'\]", state=opt.init([w, w]), params=[w])
     refused(structure, r"loss_fn: .*has_aux=True", has_aux=True)
@@ -685,7 +688,8 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     refused(structure, r"^betas: ", never, opt=meta.adam(betas=0.9))
     refused(gradkit.LeafTypeError, r"^eps of params", never, opt=meta.adam(eps=None))
     unreached = gradkit.UnreachedParamError
-    for params in (None, {}, [None], nn.Parameter(w.detach(), requires_grad=False)):
+    unreachable: list[Any] = [None, {}, [None], nn.Parameter(w.detach(), requires_grad=False)]
+    for params in unreachable:
         refused(unreached, r"differentiate by", params=params)
     refused(gradkit.LeafTypeError, r"^params\['w'\]", params={"w": "w"})
     refused(gradkit.LeafTypeError, r"^params", params=torch.ones(2, dtype=torch.int64))

@@ -203,7 +203,12 @@ def test_a_hook_that_runs_for_each_loss(device: torch.device) -> None:
 def test_a_hook_that_counts_is_no_matter_of_torch_func(device: torch.device) -> None:
     calls: list[Tensor] = []
     p = torch.ones(3, device=device, requires_grad=True)
-    p.register_hook(lambda grad: calls.append(grad) or grad * len(calls))
+
+    def counted(grad: Tensor) -> Tensor:
+        calls.append(grad)
+        return grad * len(calls)
+
+    p.register_hook(counted)
     why = reasons(compare(lambda p: (2 * p).sum(), p), GRAD)["param"]
     assert why.startswith("loss_fn or a hook differs from run to run")
 
@@ -362,7 +367,7 @@ def test_a_generator_of_torch(device: torch.device, x: Tensor) -> None:
         return mean_square(model, x + torch.randn(x.shape, generator=given).to(x))
 
     own, given = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
-    model = Noisy(3, 2).to(device)
+    model: Any = Noisy(3, 2).to(device)
     model.own = own
     before = [own.get_state(), given.get_state()]
     found = compare(loss_fn, model, x, given)
@@ -563,7 +568,7 @@ def test_what_a_forward_pass_puts_into_a_cache(device: torch.device, x: Tensor) 
             self.cache["out"] = out = super().forward(x)
             return out
 
-    model = Caching(3, 2).to(device)
+    model: Any = Caching(3, 2).to(device)
     model.cache = {}
     assert compare(mean_square, model, x).same
     assert not model.cache

@@ -111,7 +111,8 @@ def test_nan_and_inf_touch_no_other_loss(device: torch.device) -> None:
     assert found.norms["c"] == math.inf
     assert math.isnan(found.cosine("a", "b"))
     assert math.isnan(found.cosine("c", "d"))
-    assert found.conflicting == (("a", "d", pytest.approx(-1.0)),)
+    expected: Any = (("a", "d", pytest.approx(-1.0)),)
+    assert found.conflicting == expected
     assert found.share == 1.0
 
 
@@ -220,14 +221,14 @@ def test_the_picture_is_the_matrix(device: torch.device) -> None:
 
 @pytest.fixture
 def history(device: torch.device) -> History:
-    record = conflicts.History()
+    record = History()
     for step in range(0, 50, 5):
         record.add_(step, conflicts(rows(device, [1.0, 0.0], [step - 20.0, 1.0])))
     return record
 
 
 def test_the_record_is_what_was_found(device: torch.device, history: History) -> None:
-    assert conflicts.History is History
+    assert getattr(conflicts, "History") is History  # noqa: B009
     assert history.steps == list(range(0, 50, 5))
     for place, step in enumerate(history.steps):
         found = conflicts(rows(device, [1.0, 0.0], [step - 20.0, 1.0]))
@@ -321,5 +322,6 @@ def test_a_cosine_close_to_zero_keeps_its_sign_and_size(device: torch.device) ->
 def test_a_result_is_frozen(device: torch.device) -> None:
     found = conflicts(rows(device, [1.0]))
     assert isinstance(found, Conflicts)
+    frozen: Any = found
     with pytest.raises(AttributeError):
-        found.share = 1.0
+        frozen.share = 1.0

@@ -90,8 +90,8 @@ def test_the_parts_are_a_partition_of_the_graph(device: torch.device, program: P
         if sum(one is loss for one in graph.losses) == 1:
             assert found.losses[name].own == len(mine - graph_of.nodes_below(others))
     for part in found.parts:
-        for below in part.below:
-            assert set(part.losses) < set(found.parts[below].losses)
+        for index in part.below:
+            assert set(part.losses) < set(found.parts[index].losses)
     placed = [param for part in found.parts for param in part.params]
     assert sorted(placed) == sorted(name for name, losses in found.params.items() if losses)
 
@@ -535,8 +535,9 @@ def test_a_missing_extra_is_named(device: torch.device, monkeypatch: pytest.Monk
 
 def test_a_result_cannot_be_changed(device: torch.device) -> None:
     w = leaf(device, 2)
+    result: Any = explain(w.sum(), w)
     with pytest.raises(FrozenInstanceError):
-        explain(w.sum(), w).nodes = 3
+        result.nodes = 3
 
 
 @pytest.mark.processes
