@@ -6,8 +6,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # One worker for each core; tests that share processes stay on one worker (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
-# What starts processes or compiles is left out, and Hypothesis draws a few cases of each law.
-FAST := -m 'not slow and not processes' --hypothesis-profile fast \
+# What is long, starts processes or compiles is left out; Hypothesis draws a few cases of each law.
+FAST := -m 'not slow and not long and not processes' --hypothesis-profile fast \
 	$(addprefix --ignore=tests/,docs benchmarks distributed silently_wrong func/test_compile.py)
 
 .PHONY: demo test test-fast test-slow coverage check bench docs clean

@@ -75,6 +75,7 @@ def test_walk_leaves_and_reach(device: torch.device) -> None:
     assert graph.largest_tensor(nodes) == 4
 
 
+@pytest.mark.long
 def test_a_deep_graph_needs_no_recursion(device: torch.device) -> None:
     w = torch.ones((), device=device, requires_grad=True)
     y = w

@@ -113,6 +113,7 @@ def test_a_scaled_loss_gives_scaled_gradients(device: torch.device) -> None:
     assert torch.equal(grad, 16 * w.detach())
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_an_aot_compiled_forward_in_sequential_mode(device: torch.device) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)

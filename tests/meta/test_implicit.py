@@ -117,6 +117,7 @@ def split(v: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: part.view_as(p) for (n, p), part in zip(like.items(), parts, strict=True)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("solve", ["cg", "neumann"])
 def test_logistic_regression_is_what_differences_say(device: torch.device, solve: Any) -> None:
     x = torch.randn(12, 3, dtype=D, device=device, requires_grad=True)

@@ -310,6 +310,7 @@ FORMS: dict[str, Callable[[float, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "override"),
     [("one scalar", True), *((form, False) for form in ("one scalar", *FORMS))],
@@ -346,6 +347,7 @@ def test_meta_gradients_by_every_hyper_parameter(
     assert all(g.any() for g in torch.autograd.grad(after(*flat), flat))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [1, 3])
 @every_class
 def test_meta_gradients_by_weights_gradients_and_state(
@@ -399,6 +401,7 @@ def test_the_first_momentum_step_keeps_its_gradient(device: torch.device, steps:
     assert abs(theirs - right) > 0.05 * abs(right)
 
 
+@pytest.mark.long
 @every_case
 def test_a_dead_unit_leaves_meta_gradients_finite_and_right(
     device: torch.device, cls: Any, hyper: dict[str, Any]

@@ -53,6 +53,7 @@ def written_out(x: Tensor, shape: tuple[int, ...], weight: Tensor, bias: Tensor)
     return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + bias
 
 
+@pytest.mark.long
 @every_memory
 @pytest.mark.parametrize("first_order", [False, True])
 @pytest.mark.parametrize("norm", [functional.layer_norm, written_out])

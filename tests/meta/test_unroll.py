@@ -143,6 +143,7 @@ def test_it_is_the_plain_loop(device: torch.device, memory: Any, name: str) -> N
     world.assert_unchanged()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_meta_gradients_are_those_of_differences(device: torch.device, name: str) -> None:
     p = Problem(device)
@@ -155,6 +156,7 @@ def test_meta_gradients_are_those_of_differences(device: torch.device, name: str
     assert gradcheck(after, p.learned(), eps=1e-6, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.long
 @each_way
 def test_the_meta_gradient_has_a_derivative(device: torch.device, memory: Any) -> None:
     w, scale, rate = (random(device, *shape, learned=True) for shape in ((2,), (), ()))
@@ -178,6 +180,7 @@ def test_the_meta_gradient_has_a_derivative(device: torch.device, memory: Any) -
     assert_close(*third)
 
 
+@pytest.mark.long
 @each_way
 def test_the_state_goes_on_from_call_to_call(device: torch.device, memory: Any) -> None:
     for name in ("sgd", "adam", "NAdam"):
@@ -626,6 +629,7 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
+@pytest.mark.long
 def test_memory_by_step(device: torch.device) -> None:
     w = random(device, 32, 32, learned=True)
     x = random(device, 400, 32)

@@ -454,6 +454,7 @@ def least(function: Any, *args: Any) -> float:
     return min(times)
 
 
+@pytest.mark.long
 def test_the_time_is_linear_in_the_graph(device: torch.device) -> None:
     """A graph ten times as long takes ten times as long, and not a hundred times."""
     w = leaf(device)
@@ -461,6 +462,7 @@ def test_the_time_is_linear_in_the_graph(device: torch.device) -> None:
     assert long < 40 * short
 
 
+@pytest.mark.long
 def test_the_time_is_linear_in_the_params(device: torch.device) -> None:
     few, many = ([leaf(device) for _ in range(count)] for count in (300, 3_000))
     losses = [sum(params) for params in (few, many)]
