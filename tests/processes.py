@@ -82,8 +82,8 @@ class Ranks:
             # For the tests that follow: their messages could meet what this one has left behind.
             self.stop()
             self._start()
-            texts = "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
-            raise AssertionError(f"{len(failed)} of {self.size} ranks failed\n{texts}")
+            lines = "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
+            raise AssertionError(f"{len(failed)} of {self.size} ranks failed\n{lines}")
         return [value for _, value in answers]
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[tuple[str, Any]]:

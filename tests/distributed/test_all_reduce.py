@@ -283,10 +283,7 @@ def test_a_graph_on_some_ranks_only_is_refused(two: Ranks, device: torch.device,
 def check_refused(device: torch.device, case: str, error: str, words: list[str]) -> None:
     """One case of bad input: the same error on all ranks, and the group works on."""
     rank = dist.get_rank()
-    ours: dict[str, Any] = {
-        "w": torch.ones(2, device=device),
-        "b": torch.zeros((), device=device),
-    }
+    ours = {"w": torch.ones(2, device=device), "b": torch.zeros((), device=device)}
     how: dict[str, Any] = {}
     if rank == 1 or case in ("integers", "a number", "a graph", "op"):
         match case:

@@ -1,4 +1,4 @@
-"""Ranks that raise, or are killed: the others end with an error, and no process stays."""
+"""Ranks that raise or are killed: the others raise in time, and no process is left."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def wait_less() -> None:
 
 
 def raise_before(device: torch.device, call: str) -> None:
-    """The last rank raises, and never comes; it is alive, and its connections are open."""
+    """The last rank raises before the call; it is alive, and its connections are open."""
     model = wrapped(device)
     losses = losses_of(model(batch(device)))
     dist.barrier()
@@ -60,7 +60,7 @@ def make(call: str, losses: Any, model: Any) -> None:
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "per_loss_grads", "add_grads_"])
-def test_a_rank_that_does_not_come(device: torch.device, call: str) -> None:
+def test_a_rank_that_does_not_make_the_call(device: torch.device, call: str) -> None:
     with ranks(2, device, TIMEOUT, forking()) as two:
         outcomes = two.outcomes(raise_before, call)
         assert outcomes[1][0] == "raised"
@@ -125,8 +125,8 @@ def assert_gone(group: Ranks) -> None:
     assert not any(process.is_alive() for process in group.processes)
 
 
-def hold_the_hand(device: torch.device) -> str:
-    """A rank that refuses its input ends the call on all at once, long before the timeout."""
+def check_bad_leaf_on_one_rank(device: torch.device) -> str:
+    """If one rank refuses its input, all raise at once, long before the timeout."""
     with pytest.raises((gradkit.CollectiveError, gradkit.LeafTypeError)) as raised:
         gradkit.distributed.all_reduce(
             "no tensor" if dist.get_rank() else torch.ones(2, device=device)
@@ -136,4 +136,4 @@ def hold_the_hand(device: torch.device) -> str:
 
 def test_bad_input_on_one_rank_is_not_waited_for(device: torch.device) -> None:
     with ranks(2, device, TIMEOUT, forking()) as two:
-        assert two.run(hold_the_hand) == ["CollectiveError", "LeafTypeError"]
+        assert two.run(check_bad_leaf_on_one_rank) == ["CollectiveError", "LeafTypeError"]

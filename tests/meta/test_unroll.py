@@ -681,8 +681,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     refused(structure, r"^batches: .*stays as it is", batches=rewritten)
     for memory in ("keep", 0, -1, True, 1.5, None, [2]):
         refused(structure, r"^memory: expected 'store', 'recompute'", memory=memory)
-    states: list[Any] = [{}, [], {"step": w}, meta.adam().init(w)]
-    for state in states:
+    for state in ({}, None or [], {"step": w}, meta.adam().init(w)):
         refused(structure, r"^state", state=state)
     refused(structure, r"^state\['momentum_buffer'\]", state=opt.init([w, w]), params=[w])
     refused(structure, r"loss_fn: .*has_aux=True", has_aux=True)
@@ -692,8 +691,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     refused(structure, r"^betas: ", never, opt=meta.adam(betas=0.9))
     refused(gradkit.LeafTypeError, r"^eps of params", never, opt=meta.adam(eps=None))
     unreached = gradkit.UnreachedParamError
-    unreachable: list[Any] = [None, {}, [None], nn.Parameter(w.detach(), requires_grad=False)]
-    for params in unreachable:
+    for params in (None, {}, [None], nn.Parameter(w.detach(), requires_grad=False)):
         refused(unreached, r"differentiate by", params=params)
     refused(gradkit.LeafTypeError, r"^params\['w'\]", params={"w": "w"})
     refused(gradkit.LeafTypeError, r"^params", params=torch.ones(2, dtype=torch.int64))

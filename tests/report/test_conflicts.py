@@ -228,7 +228,6 @@ def history(device: torch.device) -> History:
 
 
 def test_the_record_is_what_was_found(device: torch.device, history: History) -> None:
-    assert getattr(conflicts, "History") is History  # noqa: B009
     assert history.steps == list(range(0, 50, 5))
     for place, step in enumerate(history.steps):
         found = conflicts(rows(device, [1.0, 0.0], [step - 20.0, 1.0]))
