@@ -4,13 +4,32 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check bench docs clean
+# One worker for each core; tests that share processes stay on one worker (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
+# What is long, starts processes or compiles is left out; Hypothesis draws a few cases of each law.
+FAST := -m 'not slow and not long and not processes' --hypothesis-profile fast \
+	$(addprefix --ignore=tests/,docs benchmarks distributed silently_wrong func/test_compile.py)
+
+.PHONY: demo test test-fast test-slow coverage check bench docs clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/multitask_digits.py
 
+# Everything but the slow tier.
 test: $(VENV)/ready
-	$(BIN)/python -m pytest
+	$(PYTEST) -m 'not slow'
+
+# For work in between: under a minute.
+test-fast: $(VENV)/ready
+	$(PYTEST) $(FAST)
+
+# The examples in full, other tools, sweeps.
+test-slow: $(VENV)/bench
+	$(PYTEST) -m slow
+
+# Branches of gradkit that `make test` does not take, those in processes that it starts included.
+coverage: $(VENV)/ready
+	$(PYTEST) -m 'not slow' --cov --cov-report term-missing:skip-covered
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -39,6 +58,7 @@ $(VENV)/bench: $(VENV)/ready
 
 clean:
 	rm -rf $(VENV) docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -f .coverage .coverage.*
 
 # The pictures in docs/pictures, from full runs of the examples: a few minutes.
 .PHONY: pictures

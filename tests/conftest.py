@@ -20,9 +20,29 @@ settings.register_profile(
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+settings.register_profile("fast", settings.get_profile("gradkit"), max_examples=6)
 settings.load_profile("gradkit")
 
+SIZES = {"two": 2, "four": 4}  # the fixtures whose processes stay, and how many they are
+
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests that share processes together: one worker starts them, and no other."""
+    for item in items:
+        for name in processes_of(item):
+            item.add_marker(pytest.mark.processes)
+            item.add_marker(pytest.mark.xdist_group(name))
+
+
+def processes_of(item: pytest.Item) -> list[str]:
+    """Return the fixture whose processes a test uses, if it uses one."""
+    names = getattr(item, "fixturenames", ())
+    if "several" in names:
+        size = getattr(item, "callspec").params["several"]  # noqa: B009
+        return [name for name, count in SIZES.items() if count == size]
+    return [name for name in SIZES if name in names]
 
 
 @pytest.fixture(scope="session", params=DEVICES)
@@ -38,7 +58,8 @@ def _a_group_stays_until_the_next_one_goes() -> Iterator[None]:
     A group is freed by the last that has it. If that is a DDP module, it waits for the threads, and
     holds the interpreter's lock, for which a thread may be waiting: for ever.
     """
-    destroy, kept = dist.destroy_process_group, []
+    destroy = dist.destroy_process_group
+    kept: list[dist.ProcessGroup | None] = []
 
     def destroy_later(group: dist.ProcessGroup | None = None) -> None:
         last = group or dist.group.WORLD
@@ -69,8 +90,9 @@ def four(device: torch.device) -> Iterator[Ranks]:
         yield group
 
 
-@pytest.fixture(params=[2, 4])
+@pytest.fixture(params=SIZES.values())
 def several(request: pytest.FixtureRequest) -> Ranks:
     """Two processes, and four."""
-    group: Ranks = request.getfixturevalue({2: "two", 4: "four"}[request.param])
+    (name,) = (name for name, count in SIZES.items() if count == request.param)
+    group: Ranks = request.getfixturevalue(name)
     return group

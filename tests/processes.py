@@ -18,21 +18,43 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PATIENCE = 120  # seconds until a rank that does not answer counts as hanging
-TIMEOUT = 20  # seconds until a collective in which a rank is missing fails
+PATIENCE = 240  # seconds until a rank that does not answer counts as hanging
+TIMEOUT = 60  # seconds until a collective in which a rank is missing fails
+
+
+# What a server has imported once, so that the processes it forks need not: seconds for each.
+PRELOADED = [
+    "pytest", "hypothesis", "torch._dynamo", "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel", "gradkit.distributed",
+]  # fmt: skip
+
+
+def forking() -> Any:
+    """Return the context of processes that start at once; the seed of `hash` is one for all."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 class Ranks:
     """The processes of one group; its functions are called with the device, and arguments."""
 
-    def __init__(self, size: int, device: torch.device, timeout: float = TIMEOUT) -> None:
+    def __init__(
+        self,
+        size: int,
+        device: torch.device,
+        timeout: float = TIMEOUT,
+        context: Any = None,
+    ) -> None:
         self.size = size
         self._options = str(device.type), timeout
+        # As a user's ranks: each is a process from its start, with a seed of `hash` of its own.
+        self._context = context or mp.get_context("spawn")
         self._start()
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        context = mp.get_context("spawn")
+        context = self._context
         pairs = [context.Pipe() for _ in range(self.size)]
         self._connections = [ours for ours, _ in pairs]
         rendezvous = f"file://{Path(self._folder.name) / 'rendezvous'}"
@@ -89,16 +111,20 @@ class Ranks:
     def stop(self) -> None:
         """Kill all processes."""
         for process in self.processes:
-            process.kill()
+            process.terminate()  # at which coverage writes down what it has seen
         for process in self.processes:
+            process.join(5)
+            process.kill()
             process.join()
         self._folder.cleanup()
 
 
 @contextlib.contextmanager
-def ranks(size: int, device: torch.device, timeout: float = TIMEOUT) -> Iterator[Ranks]:
+def ranks(
+    size: int, device: torch.device, timeout: float = TIMEOUT, context: Any = None
+) -> Iterator[Ranks]:
     """Start processes for the block."""
-    group = Ranks(size, device, timeout)
+    group = Ranks(size, device, timeout, context)
     try:
         yield group
     finally:

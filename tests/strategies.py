@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from torch import Tensor
 from tests.helpers import Halve, Scribble
 
 SIZE = 3
+Fresh: TypeAlias = Callable[..., Tensor]
 
 OPS = (
     "add", "mul", "sub", "tanh", "matmul", "transpose", "slice", "split", "unbind", "stack",
@@ -103,7 +105,7 @@ def times(factor: float) -> Callable[[Tensor | None], Tensor | None]:
     return lambda grad: None if grad is None else grad * factor
 
 
-def _apply(op: str, a: Tensor, b: Tensor, fresh, kept: list[Tensor]) -> Tensor:
+def _apply(op: str, a: Tensor, b: Tensor, fresh: Fresh, kept: list[Tensor]) -> Tensor:
     match op:
         case "add":
             return a + b
@@ -165,7 +167,7 @@ def _apply(op: str, a: Tensor, b: Tensor, fresh, kept: list[Tensor]) -> Tensor:
     raise AssertionError(op)
 
 
-def _reduce(reduction: str, value: Tensor, fresh) -> Tensor:
+def _reduce(reduction: str, value: Tensor, fresh: Fresh) -> Tensor:
     match reduction:
         case "sum":
             return value.sum()

@@ -99,6 +99,7 @@ def test_every_public_function_is_documented(device: torch.device) -> None:
             assert section in doc, f"{function.__name__} has no {section}"
 
 
+@pytest.mark.processes
 def test_importing_brings_torch_and_optree_and_nothing_else(device: torch.device) -> None:
     code = (
         "import sys, torch, optree; before = set(sys.modules); import gradkit;"

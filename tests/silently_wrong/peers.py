@@ -187,7 +187,8 @@ def _per_sample(module: nn.Module, x: Tensor) -> tuple[Tensor, Callable[[], Tens
 
 def weight_used_outside_in_opacus(device: torch.device) -> Case:
     opacus = pytest.importorskip("opacus")
-    module, x = UsedTwice().to(device), torch.tensor([[1.0], [2.0]], device=device)
+    module: Any = UsedTwice().to(device)
+    x = torch.tensor([[1.0], [2.0]], device=device)
     right, ours = _per_sample(module, x)
     wrapped = opacus.GradSampleModule(module, loss_reduction="sum")
     wrapped(x.requires_grad_()).square().sum().backward()
@@ -197,7 +198,8 @@ def weight_used_outside_in_opacus(device: torch.device) -> Case:
 def weight_used_outside_in_backpack(device: torch.device) -> Case:
     backpack = pytest.importorskip("backpack")
     extensions = pytest.importorskip("backpack.extensions")
-    module, x = UsedTwice().to(device), torch.tensor([[1.0], [2.0]], device=device)
+    module: Any = UsedTwice().to(device)
+    x = torch.tensor([[1.0], [2.0]], device=device)
     right, ours = _per_sample(module, x)
     backpack.extend(module.layer)
     loss = backpack.extend(nn.MSELoss(reduction="sum"))

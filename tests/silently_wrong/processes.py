@@ -22,14 +22,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, multiprocessing, nn
+from torch import Tensor, nn
 from torch.autograd import grad
+from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 import gradkit
+from tests.processes import forking
 from tests.silently_wrong._row import Case, Row, nothing
 
-SECONDS = 60
+SECONDS = 240  # until the processes count as hanging
 Trial = Callable[[Tensor], Case]
 
 
@@ -156,7 +158,8 @@ def sharded() -> nn.Module:
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Sequential(linear(2))
     fully_shard(model[0], mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def fsdp_and_autograd_grad(x: Tensor) -> Case:
@@ -247,7 +250,10 @@ def seen() -> Any:
 def run() -> dict[str, Any]:
     """Run all trials, in two processes that are gone afterwards."""
     with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.spawn(work, (folder,), nprocs=2, join=False, daemon=True)
+        forking()  # says what is imported before
+        context = start_processes(
+            work, (folder,), nprocs=2, join=False, daemon=True, start_method="forkserver"
+        )
         try:
             end = time.monotonic() + SECONDS
             while not context.join(timeout=1):

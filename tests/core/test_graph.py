@@ -1,0 +1,119 @@
+"""Reading the graph: the shortcut that saves the walk, and the parts that laws do not reach."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import gradkit
+from gradkit._autograd import graph_release
+from gradkit._core import functions, graph, ownership
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+def test_a_living_custom_function_is_noticed_and_a_dead_one_is_not(device: torch.device) -> None:
+    w = torch.randn(3, device=device, requires_grad=True)
+    gc.collect()  # what earlier tests have left in cycles
+    assert not functions.custom_functions_alive()
+    for make in (
+        lambda: Twice.apply(w),
+        lambda: (Twice.apply(w * 2) * 3).sum(),
+        lambda: checkpoint(lambda x: x * 2, w, use_reentrant=True),
+    ):
+        held = make()
+        assert functions.custom_functions_alive()
+        del held
+        assert not functions.custom_functions_alive()
+
+    class Fresh(Twice):
+        pass
+
+    held = Fresh.apply(w)
+    assert functions.custom_functions_alive()
+    del held
+
+
+def test_without_exact_reference_counts_every_graph_is_walked(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    functions._free_threaded.cache_clear()
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    assert functions.custom_functions_alive()
+    w = torch.randn(3, device=device, requires_grad=True)
+    assert torch.equal(gradkit.value_and_grads((w * w).sum(), w)[1], 2 * w.detach())
+    functions._free_threaded.cache_clear()
+
+
+def test_walk_leaves_and_reach(device: torch.device) -> None:
+    w, v = (torch.randn(4, device=device, requires_grad=True) for _ in range(2))
+    left, right = (w * 1).split(2)
+    loss = (left * 3).sum()
+    below = graph.Subgraph([loss])
+    assert below.leaves.keys() == {id(w)}
+    assert [below.reaches(t) for t in (w, v, left, right, loss)] == [True, False, True, False, True]
+    leading = below.leading_to([left])
+    assert {node.name() for node in leading} == {"SumBackward0", "MulBackward0"}
+    assert graph.largest_tensor(below.nodes) == 4
+
+
+def test_a_view_walks_each_part_once(device: torch.device) -> None:
+    w = torch.randn(4, device=device, requires_grad=True)
+    trunk = w.exp()
+    losses = [trunk.sum(), trunk.prod(), torch.zeros((), device=device)]
+    view = graph.GraphView(losses)
+    assert view.below([0, 1]) is view.below((0, 1))
+    assert view.below([0]).nodes | view.below([1]).nodes == view.below([0, 1]).nodes
+    assert not view.below([2]).nodes
+    stop = {graph.edge(trunk).node}
+    assert graph.Subgraph(losses[:1], stop).nodes == {graph.edge(losses[0]).node, *stop}
+
+
+def test_a_deep_graph_needs_no_recursion(device: torch.device) -> None:
+    w = torch.ones((), device=device, requires_grad=True)
+    y = w
+    for _ in range(20_000):
+        y = y * 1.0
+    losses = [y, y * 2]
+    assert gradkit.per_loss_grads(losses, w, unused="error") == [1, 2]
+
+
+def test_releasing_a_node_twice_does_nothing(device: torch.device) -> None:
+    w = torch.randn(3, device=device, requires_grad=True)
+    y = Twice.apply((w * w).exp())
+    nodes = graph.nodes_below([y.sum()])
+    for _ in range(2):
+        graph_release.release(nodes)
+    with pytest.raises(gradkit.FreedGraphError, match="earlier gradkit call"):
+        torch.autograd.grad(y.sum(), w)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0, 2), (2, 3)])
+def test_memory_for_a_gradient(device: torch.device, shape: tuple[int, ...]) -> None:
+    p = torch.randn(shape, device=device)
+    for leading in ((), (4,), (2, 0), (3, 2)):
+        made = ownership.empty_for(p, torch.float64, leading)
+        assert made.shape == leading + shape
+        assert made.dtype == torch.float64
+        if made.numel():
+            assert made.is_contiguous() or not p.is_contiguous()
+    transposed = torch.randn(3, 2, device=device).t()
+    assert ownership.empty_for(transposed, torch.float32, (5,)).stride() == (
+        6,
+        *transposed.stride(),
+    )

@@ -1,0 +1,149 @@
+"""What the documents say is so: every Python block runs, and so does every docstring example.
+
+The blocks of a page share a namespace, in order. They run on the CPU.
+"""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from sybil import Document
+from sybil.evaluators.python import PythonEvaluator
+from sybil.parsers.markdown import CodeBlockParser
+
+import gradkit
+
+pytestmark = pytest.mark.usefixtures("device")
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+ROOMS = sorted((ROOT / "gradkit").rglob("*.py"))
+
+# What may stand behind the three backticks. Only "python" runs; a "{...}" is a directive of MyST.
+LANGUAGES = {"python", "diff", "text", "console", "bash", "toml", "svg"}
+DIRECTIVES = {"{eval-rst}", "{toctree}"}
+
+
+def page_id(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def fences(path: Path) -> list[str]:
+    """Return what stands behind the opening fence of every block; written without sybil."""
+    found: list[str] = []
+    closing = ""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        fence = re.match(r"[\s>]*(`{3,}|~{3,})(.*)", line)
+        if fence is None:
+            continue
+        if not closing:
+            closing = fence[1]
+            found.append(fence[2].strip())
+        elif fence[1].startswith(closing) and not fence[2].strip():
+            closing = ""
+    assert not closing, f"{page_id(path)}: a block is not closed"
+    return found
+
+
+def parse(path: Path) -> Document:
+    return Document.parse(str(path), CodeBlockParser("python", PythonEvaluator()))
+
+
+def leave_process_group() -> None:
+    """End what a page has not come to the end of, which the next one would find."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page_id)
+def test_python_blocks_run(path: Path) -> None:
+    document = parse(path)
+    try:
+        for example in document:
+            example.evaluate()
+    finally:
+        # A class registered as a tree node keeps its module, and the graphs in it, alive.
+        document.namespace.clear()
+        leave_process_group()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page_id)
+def test_no_block_is_skipped(path: Path) -> None:
+    kinds = fences(path)
+    assert set(kinds) <= LANGUAGES | DIRECTIVES
+    assert len(list(parse(path))) == kinds.count("python")
+
+
+def test_pages_have_blocks() -> None:
+    assert sum(fences(path).count("python") for path in PAGES) > 50
+
+
+def error_sections() -> dict[str, str]:
+    """Return the sections of the page of errors that are headed by a literal message."""
+    text = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    sections = re.split(r"(?m)^### (.*)$", text)[1:]
+    return dict(zip(sections[::2], sections[1::2], strict=True))
+
+
+def expected_messages(block: str) -> list[str]:
+    """Return what a block gives as `match=`, without the escapes of a regular expression."""
+    return [
+        ast.literal_eval(node.value).replace("\\", "")
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.keyword) and node.arg == "match"
+    ]
+
+
+@pytest.mark.parametrize("heading", error_sections())
+def test_error_headings_are_what_is_raised(heading: str) -> None:
+    """Each is a text that a block below it gets, so that a search for that text ends there."""
+    literal = re.fullmatch("`(.*)`", heading)
+    assert literal is not None
+    blocks = re.findall(r"(?s)```python\n(.*?)```", error_sections()[heading])
+    texts = [text for block in blocks for text in expected_messages(block)]
+    assert any(literal[1] in text for text in texts)
+
+
+def examples() -> list[doctest.DocTest]:
+    """Return the example of every docstring in the package, read from the sources."""
+    parser = doctest.DocTestParser()
+    found: list[doctest.DocTest] = []
+    for path in ROOMS:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                continue
+            text = ast.get_docstring(node)
+            if text and ">>>" in text:
+                name = f"{path.stem}.{getattr(node, 'name', '__doc__')}"
+                line = node.body[0].lineno - 1
+                found.append(parser.get_doctest(text, {}, name, str(path), line))
+    return found
+
+
+@pytest.mark.parametrize("example", examples(), ids=lambda example: example.name)
+def test_docstring_examples_run(example: doctest.DocTest) -> None:
+    report: list[str] = []
+    result = doctest.DocTestRunner().run(example, out=report.append)
+    leave_process_group()
+    assert result.failed == 0, "".join(report)
+
+
+def public_functions() -> list[object]:
+    names = [(gradkit, name) for name in gradkit.__all__]
+    names += [(gradkit.tree, name) for name in gradkit.tree.__all__]
+    return [value for room, name in names if inspect.isfunction(value := getattr(room, name))]
+
+
+@pytest.mark.parametrize("function", public_functions(), ids=lambda function: function.__name__)
+def test_public_functions_have_an_example(function: object) -> None:
+    assert ">>>" in (inspect.getdoc(function) or "")

@@ -1,0 +1,233 @@
+"""hvp: both modes, against torch.autograd.functional.hvp and dense Hessians."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import gradkit
+from gradkit import func
+from tests.helpers import World, assert_owned, assert_same_bits
+from tests.strategies import HOOKLESS, Program, build, programs
+
+MODES = ("forward-over-reverse", "reverse-over-reverse")
+both_modes = pytest.mark.parametrize("mode", MODES)
+TWICE_DIFFERENTIABLE = tuple(op for op in HOOKLESS if op != "halve")
+
+
+@both_modes
+@given(program=programs(ops=TWICE_DIFFERENTIABLE, leaf_hooks=False))
+def test_a_product_is_that_of_torch(device: torch.device, mode: Any, program: Program) -> None:
+    dtype = torch.float64
+    leaves = [leaf.detach() for leaf in build(program, device, dtype).leaves]
+    along = [torch.randn_like(leaf) for leaf in leaves]
+
+    def total(*leaves: Tensor) -> Any:
+        return sum(loss.sum() for loss in build(program, device, dtype, leaves).losses)
+
+    _, expected = torch.autograd.functional.hvp(total, tuple(leaves), tuple(along))
+    world = World(*leaves, *along)
+    try:
+        grads, products = func.hvp(
+            lambda *leaves: build(program, device, dtype, leaves).losses,
+            tuple(leaves),
+            tuple(along),
+            mode=mode,
+        )
+    except gradkit.DetachedLossError:
+        assert not any(p.any() for p in expected)
+        return
+    _, first = func.value_and_grads(lambda t: build(program, device, dtype, t).losses)(leaves)
+    torch.testing.assert_close(list(grads), first, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(products, expected, rtol=1e-9, atol=1e-9)
+    assert_owned([*grads, *products], [*leaves, *leaves])
+    world.assert_unchanged()
+
+
+@both_modes
+def test_a_product_is_that_of_the_dense_hessian(device: torch.device, mode: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model.to(device)
+    call, params, buffers = func.make_functional(model)
+    x = torch.randn(5, 3, dtype=torch.float64, device=device)
+    y = torch.randint(2, (5,), device=device)
+    along = {name: torch.randn_like(p) for name, p in params.items()}
+
+    def loss(p: Any) -> Tensor:
+        return functional.cross_entropy(call(p, buffers, x)[0], y)
+
+    names, shapes = list(params), [p.shape for p in params.values()]
+
+    def of_vector(flat: Tensor) -> Tensor:
+        parts = flat.split([shape.numel() for shape in shapes])
+        return loss({n: p.view(s) for n, p, s in zip(names, parts, shapes, strict=True)})
+
+    flat = torch.cat([p.detach().flatten() for p in params.values()])
+    dense = torch.autograd.functional.hessian(of_vector, flat)
+    direction = torch.cat([v.flatten() for v in along.values()])
+    _, products = func.hvp(loss, params, along, mode=mode)
+    assert list(products) == names
+    torch.testing.assert_close(
+        torch.cat([p.flatten() for p in products.values()]), dense @ direction
+    )
+
+
+@both_modes
+def test_the_primals_are_positional_arguments_or_one_tree(device: torch.device, mode: Any) -> None:
+    a, b = torch.tensor([1.0, 2.0], device=device), torch.tensor(3.0, device=device)
+    grads, products = func.hvp(
+        lambda a, tree: (a**2 * tree["b"]).sum(),
+        (a, OrderedDict(b=b, none=None)),
+        (torch.ones_like(a), OrderedDict(b=None, none=None)),
+        mode=mode,
+    )
+    assert_same_bits(
+        [grads[0], grads[1]["b"], products[0], products[1]["b"]],
+        [2 * a * b, (a**2).sum(), 2 * b.expand(2), (2 * a).sum()],
+    )
+    assert grads[1]["none"] is None
+    alone = func.hvp(lambda a: (a**3).sum(), a, a, mode=mode)
+    assert_same_bits(alone, [3 * a**2, 6 * a * a])
+    listed = func.hvp(lambda t: (t[0] ** 3).sum(), [a], [a], mode=mode)
+    assert isinstance(listed[1], list)
+
+
+@both_modes
+def test_several_losses_are_added(device: torch.device, mode: Any) -> None:
+    a = torch.tensor([1.0, 2.0], device=device)
+    _, product = func.hvp(lambda a: {"x": (a**2).sum(), "y": [(a**3).sum()]}, a, a, mode=mode)
+    torch.testing.assert_close(product, 2 * a + 6 * a * a)
+
+
+@both_modes
+def test_tied_and_frozen(device: torch.device, mode: Any) -> None:
+    w = torch.tensor([1.0, 2.0], device=device)
+    frozen = nn.Parameter(torch.ones(2, device=device), requires_grad=False)
+    v = torch.tensor([1.0, -1.0], device=device)
+    tree, along = {"a": w, "b": w, "f": frozen}, {"a": v, "b": v.clone(), "f": None}
+    grads, products = func.hvp(
+        lambda t: (t["a"] ** 2 * t["b"] * t["f"]).sum(), tree, along, mode=mode
+    )
+    assert_same_bits([grads["a"], grads["b"]], [3 * w**2] * 2)
+    torch.testing.assert_close([products["a"], products["b"]], [6 * w * v] * 2)
+    assert not grads["f"].any()
+    assert not products["f"].any()
+    with pytest.raises(gradkit.StructureError, match=r"tangents\['b'\].*same tensor"):
+        func.hvp(lambda t: (t["a"] * t["b"]).sum(), tree, {**along, "b": -v}, mode=mode)
+
+
+@both_modes
+@pytest.mark.parametrize("causal", [False, True])
+def test_fused_attention_is_replaced_by_its_formula(
+    device: torch.device, mode: Any, causal: bool
+) -> None:
+    q = torch.randn(1, 2, 4, 8, device=device)
+    v = torch.randn_like(q)
+
+    def loss(q: Tensor) -> Tensor:
+        out = functional.scaled_dot_product_attention(q, q * 2, q.sin(), is_causal=causal)
+        return out.square().sum()
+
+    _, product = func.hvp(loss, q, v, mode=mode)
+    with sdpa_kernel(SDPBackend.MATH):
+        _, expected = torch.autograd.functional.hvp(loss, q, v)
+    torch.testing.assert_close(product, expected, rtol=1e-4, atol=1e-4)
+
+
+@both_modes
+def test_a_transformer_layer(device: torch.device, mode: Any) -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double().to(device)
+    call, params, buffers = func.make_functional(model)
+    x = torch.randn(2, 3, 8, dtype=torch.float64, device=device)
+    along = {name: torch.randn_like(p) for name, p in params.items()}
+    _, products = func.hvp(
+        lambda p: call(p, buffers, x)[0].square().sum(), params, along, mode=mode
+    )
+    with sdpa_kernel(SDPBackend.MATH):
+        grads = torch.autograd.grad(
+            model(x).square().sum(), list(model.parameters()), create_graph=True
+        )
+        inner = sum((g * v).sum() for g, v in zip(grads, along.values(), strict=True))
+        expected = torch.autograd.grad(inner, list(model.parameters()))
+    torch.testing.assert_close(list(products.values()), list(expected))
+
+
+def test_without_hvp_fused_attention_says_so(device: torch.device) -> None:
+    """torch refuses by itself, loudly: nothing to guard [I8]."""
+    q = torch.randn(1, 2, 4, 8, device=device)
+
+    def first(q: Tensor) -> Tensor:
+        return func.value_and_grads(
+            lambda q: functional.scaled_dot_product_attention(q, q, q).square().sum()
+        )(q)[1]
+
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(RuntimeError):
+        torch.func.jvp(first, (q,), (q,))
+
+
+@both_modes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_number_times_a_scalar_keeps_its_dtype(
+    device: torch.device, mode: Any, dtype: torch.dtype
+) -> None:
+    w = torch.tensor(1.5, dtype=dtype, device=device)
+    _, product = func.hvp(lambda w: ((w * 2.0 + 1e-3) ** 3).sum(), w, w, mode=mode)
+    assert product.dtype == dtype
+
+
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_networks(device: torch.device, cell: Any) -> None:
+    model = cell(2, 3, batch_first=True).double().to(device)
+    call, params, buffers = func.make_functional(model)
+    x = torch.randn(2, 4, 2, dtype=torch.float64, device=device)
+    along = {name: torch.randn_like(p) for name, p in params.items()}
+
+    def loss(p: Any) -> Tensor:
+        return call(p, buffers, x)[0][0].square().sum()
+
+    eps = 1e-6
+    ahead, behind = (
+        func.value_and_grads(loss)({n: p.detach() + s * along[n] for n, p in params.items()})[1]
+        for s in (eps, -eps)
+    )
+    for mode in MODES:
+        _, products = func.hvp(loss, params, along, mode=mode)
+        for name in params:
+            difference = (ahead[name] - behind[name]) / (2 * eps)
+            torch.testing.assert_close(products[name], difference, rtol=1e-5, atol=1e-7)
+
+
+def test_two_threads_at_a_time(device: torch.device) -> None:
+    """torch's levels of forward mode, and its choice of attention, are those of the process."""
+    w = torch.tensor([1.0, 2.0], device=device)
+    flags = torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled
+    before = [flag() for flag in flags]
+
+    def run(_: int) -> Tensor:
+        return func.hvp(lambda w: (w**3).sum(), w, torch.ones_like(w))[1]
+
+    with ThreadPoolExecutor(2) as pool:
+        for product in pool.map(run, range(200)):
+            assert_same_bits([product], [6 * w])
+    assert [flag() for flag in flags] == before
+
+
+def test_a_named_tuple_is_one_tree(device: torch.device) -> None:
+    w = torch.tensor([1.0, 2.0], device=device)
+    pair = Pair(w, w + 1)
+    grads, products = func.hvp(lambda p: (p.a**2 * p.b).sum(), pair, Pair(w, None))
+    assert isinstance(products, Pair)
+    assert_same_bits([grads.b, products.b], [w**2, 2 * w * w])
+
+
+class Pair(NamedTuple):
+    a: Tensor
+    b: Tensor | None

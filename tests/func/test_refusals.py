@@ -1,0 +1,286 @@
+"""What gradkit.func refuses, and that nothing has changed then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gradkit
+from gradkit import func
+from tests.helpers import Halve, unchanged
+
+
+def never(*args: Any) -> Any:
+    raise AssertionError("the function has run")
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "value_and_grads": lambda fn, tree: func.value_and_grads(fn)(tree),
+    "per_loss_grads": lambda fn, tree: func.per_loss_grads(fn)(tree),
+    "per_sample_grads": lambda fn, tree: func.per_sample_grads(fn)(tree, torch.ones(2)),
+    "hvp": lambda fn, tree: func.hvp(fn, tree, tree),
+}
+every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+
+
+BAD_LEAVES: dict[str, tuple[Any, type[Exception], str]] = {
+    "a module without parameters": (
+        nn.Tanh(),
+        gradkit.UnreachedParamError,
+        "a module without parameters",
+    ),
+    "a lazy module": (
+        nn.LazyLinear(1),
+        gradkit.LeafTypeError,
+        r"(?s)\['weight'\].*forward pass first",
+    ),
+    "an iterator read through": (iter(()), gradkit.UnreachedParamError, "read only once"),
+    "a number": ([1.0], gradkit.LeafTypeError, r"(args\[0\]|primals)\[0\]"),
+    "an array of integers": (
+        {"a": torch.ones(1, dtype=torch.long)},
+        gradkit.LeafTypeError,
+        r"(args\[0\]|primals)\['a'\].*int64",
+    ),
+    "nothing": ({}, gradkit.UnreachedParamError, "a tensor to differentiate"),
+    "None": ([None], gradkit.UnreachedParamError, "a tensor to differentiate"),
+    "frozen": (
+        [nn.Parameter(torch.ones(1), requires_grad=False)],
+        gradkit.UnreachedParamError,
+        "frozen",
+    ),
+}
+
+
+@every_call
+@pytest.mark.parametrize("case", BAD_LEAVES)
+def test_bad_leaves(device: torch.device, call: Callable[..., Any], case: str) -> None:
+    tree, error, text = BAD_LEAVES[case]
+    with pytest.raises(error, match=text):
+        call(never, tree)
+
+
+BAD_LOSSES: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
+    "a float": (lambda w: {"x": 1.0}, gradkit.LeafTypeError, r"losses\['x'\]"),
+    "None": (lambda w: None, gradkit.LeafTypeError, "losses"),
+    "complex": (lambda w: (w * 1j).sum(), gradkit.LeafTypeError, "complex64"),
+    "integer": (lambda w: w.sum().long(), gradkit.LeafTypeError, "int64"),
+    "empty": (lambda w: {}, gradkit.StructureError, "losses"),
+    "constant": (lambda w: torch.ones(()), gradkit.DetachedLossError, "argnums"),
+    "detached": (lambda w: [w.detach().sum()], gradkit.DetachedLossError, r"losses\[0\]"),
+    "of a closure": (lambda w: OUTSIDE.sum(), gradkit.DetachedLossError, "make_functional"),
+    "from outside": (lambda w: OUTSIDE, gradkit.DetachedLossError, "losses"),
+    "backward": (lambda w: (w.sum().backward(), w.sum())[1], gradkit.UnsupportedGraphError, "nest"),
+    "batch norm from outside": (
+        lambda w: NORM(w[None].expand(3, 2)).sum(),
+        gradkit.UnsupportedGraphError,
+        "make_functional",
+    ),
+    "requires_grad_": (
+        lambda w: w.detach().requires_grad_().sum(),
+        gradkit.UnsupportedGraphError,
+        "requires_grad_",
+    ),
+    "a checkpoint": (
+        lambda w: checkpoint(lambda w: (w**2).sum(), w, use_reentrant=False),
+        gradkit.UnsupportedGraphError,
+        "checkpoint",
+    ),
+    "a Function with ctx": (
+        lambda w: Halve.apply(w, w).sum(),
+        gradkit.UnsupportedGraphError,
+        "setup_context",
+    ),
+}
+NORM: nn.Module = nn.BatchNorm1d(2)
+OUTSIDE: Tensor = torch.tensor(2.0, requires_grad=True) * 3
+
+
+@every_call
+@pytest.mark.parametrize("case", BAD_LOSSES)
+def test_bad_losses(device: torch.device, call: Callable[..., Any], case: str) -> None:
+    fn, error, text = BAD_LOSSES[case]
+    w = torch.ones(2, requires_grad=True)
+    w.grad = torch.ones(2)
+    with unchanged(w), pytest.raises(error, match=text):
+        call(lambda w, *_: fn(w), w)
+    assert torch._C._functorch.maybe_current_level() is None
+    assert torch.overrides._get_current_function_mode() is None
+    assert OUTSIDE.grad_fn is not None
+
+
+@every_call
+@pytest.mark.parametrize(
+    ("fn", "text"),
+    [
+        (lambda w: (w.sum(), 0.5), r"(?s)losses\[1\].*float 0.5.*has_aux=True"),
+        (lambda w: (w.sum(), {"n": 3}), r"(?s)losses\[1\]\['n'\].*has_aux=True"),
+        (lambda w: (w.sum(), w.argmax()), r"(?s)losses\[1\].*int64.*has_aux=True"),
+        (lambda w: w.sum, r"(?s)losses: .*call it, and return the loss"),
+        (lambda w: NORM, r"(?s)losses: .*a BatchNorm1d.*return the loss"),
+    ],
+)
+def test_what_is_returned_by_mistake(
+    device: torch.device, call: Callable[..., Any], fn: Callable[[Tensor], Any], text: str
+) -> None:
+    w = torch.ones(2, requires_grad=True)
+    with unchanged(w), pytest.raises(gradkit.LeafTypeError, match=text):
+        call(lambda w, *_: fn(w), w)
+
+
+def test_options_are_checked_when_the_function_is_made(device: torch.device) -> None:
+    for make, options in (
+        (func.value_and_grads, {"unused": "zero"}),
+        (func.value_and_grads, {"unused": None}),
+        (func.value_and_grads, {"has_aux": 1}),
+        (func.per_loss_grads, {"unused": "zero"}),
+        (func.per_loss_grads, {"strategy": "parallel"}),
+        (func.per_loss_grads, {"strategy": True}),
+        (func.per_loss_grads, {"has_aux": "yes"}),
+        (func.per_sample_grads, {"unused": ""}),
+        (func.per_sample_grads, {"randomness": "none"}),
+        (func.per_sample_grads, {"has_aux": None}),
+    ):
+        name = next(iter(options))
+        with pytest.raises(gradkit.OptionError, match=rf"^{name}: expected .*got .*\n.*{name}="):
+            make(never, **options)
+
+
+def test_a_wrapped_module_is_refused(device: torch.device) -> None:
+    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    with pytest.raises(
+        gradkit.UnsupportedGraphError, match=r"args\[0\]: .*DistributedDataParallel"
+    ):
+        func.value_and_grads(never)(wrapped)
+
+
+def test_layers_that_are_not_registered_are_named(device: torch.device) -> None:
+    for call in CALLS.values():
+        with pytest.raises(gradkit.UnreachedParamError, match=r"(?s)module.layers.*ModuleList"):
+            call(never, Hidden())
+
+
+class Hidden(nn.Module):
+    """A module whose layers are in a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(1, 1)]
+
+
+@pytest.mark.parametrize("name", ["value_and_grads", "per_sample_grads", "hvp"])
+def test_a_loss_of_several_elements(device: torch.device, name: str) -> None:
+    with pytest.raises(gradkit.NotScalarLossError, match=r"losses\[1\].*shape \(2,\)"):
+        CALLS[name](lambda w, *_: (w.sum(), w), torch.ones(2))
+
+
+def test_the_graph_of_a_loss_from_outside_survives(device: torch.device) -> None:
+    w = torch.ones(2, device=device, requires_grad=True)
+    outside = (w**2).sum()
+    (values, grads) = func.value_and_grads(lambda v: {"a": outside, "b": v.sum()})(w)
+    assert values["a"] == 2
+    assert not values["a"].requires_grad
+    assert (grads == 1).all()
+    outside.backward()
+    assert (w.grad == 2).all()
+
+
+@pytest.mark.parametrize("argnums", [1, -2, (0, 0), (), (0, 1), True, "0", [0], 0.0])
+def test_bad_argnums(device: torch.device, argnums: Any) -> None:
+    for call in (func.value_and_grads, func.per_loss_grads):
+        with pytest.raises(gradkit.StructureError, match="argnums"):
+            call(never, argnums)(torch.ones(2, device=device))
+    with pytest.raises(gradkit.StructureError, match="argnums"):
+        func.value_and_grads(never)(w=torch.ones(2, device=device))
+
+
+def test_bad_weights(device: torch.device) -> None:
+    w = torch.ones(2, device=device)
+
+    def fn(w: Tensor) -> Any:
+        return {"a": w.sum(), "b": w.sum()}
+
+    with pytest.raises(gradkit.StructureError, match="weights"):
+        func.value_and_grads(fn, weights={"a": 1.0})(w)
+    with pytest.raises(gradkit.LeafTypeError, match=r"losses\['b'\]"):
+        func.value_and_grads(fn, weights={"a": 1.0, "b": "x"})(w)
+
+
+@pytest.mark.parametrize("returned", [lambda w: w.sum(), lambda w: (w.sum(), 1, 2)])
+def test_without_the_aux_it_promised(device: torch.device, returned: Any) -> None:
+    w = torch.ones(2, device=device)
+    for call in (func.value_and_grads, func.per_loss_grads):
+        with pytest.raises(gradkit.StructureError, match="has_aux"):
+            call(returned, has_aux=True)(w)
+    with pytest.raises(gradkit.StructureError, match="has_aux"):
+        func.per_sample_grads(lambda w, x: returned(w * x), has_aux=True)(w, w)
+
+
+@pytest.mark.parametrize("chunk", [0, -1, 1.5, "2", True])
+def test_bad_chunk_size(device: torch.device, chunk: Any) -> None:
+    for call in (func.per_loss_grads, func.per_sample_grads):
+        with pytest.raises(gradkit.OptionError, match=r"^chunk_size"):
+            call(never, chunk_size=chunk)
+
+
+def test_bad_tangents(device: torch.device) -> None:
+    w = torch.ones(2, device=device)
+    cases = {
+        "tangents": ({"b": w}, gradkit.StructureError),
+        "shape": ({"a": torch.ones(3, device=device)}, gradkit.StructureError),
+        "float64": ({"a": w.double()}, gradkit.StructureError),
+        "a tensor or None": ({"a": 1.0}, gradkit.LeafTypeError),
+    }
+    for text, (tangents, error) in cases.items():
+        with pytest.raises(error, match=text):
+            func.hvp(never, {"a": w}, tangents)
+    with pytest.raises(gradkit.OptionError, match="mode"):
+        func.hvp(never, w, w, mode="reverse-over-forward")
+    with pytest.raises(gradkit.LeafTypeError, match="view_as_real"):
+        func.hvp(never, w + 1j, w + 1j)
+
+
+class Opaque:
+    """A container that optree does not know."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+def test_containers_that_nobody_can_look_into(device: torch.device) -> None:
+    w, x = torch.ones(2, device=device), torch.ones(3, 2, device=device)
+    for batch in (Opaque(x), np.ones((3, 2))):
+        with pytest.raises(gradkit.LeafTypeError, match=r"args\[2\].*no tree that optree knows"):
+            func.per_sample_grads(never)(w, x, batch)
+    with pytest.raises(gradkit.StructureError, match="keyword argument"):
+        func.per_sample_grads(never)(w, x, y=x)
+    with pytest.raises(gradkit.LeafTypeError, match=r"aux\['h'\].*no tree that optree knows"):
+        func.value_and_grads(lambda w: (w.sum(), {"h": Opaque(w * 2)}), has_aux=True)(w)
+    assert torch._C._functorch.maybe_current_level() is None
+
+
+def test_one_tensor_with_two_batch_dimensions(device: torch.device) -> None:
+    w = torch.arange(9.0, device=device).reshape(3, 3)
+    for dims in ((0, 1), (0, None)):
+        with pytest.raises(gradkit.StructureError, match="one tensor in two places"):
+            func.per_sample_grads(never, (0, 1), in_dims=dims)(w, w)
+    grads = func.per_sample_grads(lambda a, b: (a * b).sum(), (0, 1), in_dims=(0, 1))(w, w.clone())
+    torch.testing.assert_close(grads, (w.T, w))
+
+
+def test_without_a_forward_derivative_the_other_mode_is_named(device: torch.device) -> None:
+    x = torch.rand(1, 1, 3, 3, device=device)
+    grid = torch.rand(1, 2, 2, 2, device=device)
+
+    def loss(x: Tensor) -> Tensor:
+        return nn.functional.grid_sample(x, grid, align_corners=False).square().sum()
+
+    with pytest.raises(gradkit.UnsupportedGraphError, match="reverse-over-reverse"):
+        func.hvp(loss, x, x)
+    func.hvp(loss, x, x, mode="reverse-over-reverse")

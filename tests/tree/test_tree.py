@@ -1,0 +1,502 @@
+"""gradkit.tree and combine: None is zero, nothing is changed, equal to torch's arithmetic."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gradkit
+from gradkit import tree
+from tests.helpers import same_bits, unchanged
+
+SHAPES = {"w": (2, 3), "b": (3,), "s": ()}
+
+
+@st.composite
+def trees(draw: st.DrawFn, count: int, none: bool = True) -> list[dict[str, Tensor | None]]:
+    """Several trees of one structure, any leaf of which may be None."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    found = []
+    for _ in range(count):
+        leaves: dict[str, Tensor | None] = {}
+        for name, shape in SHAPES.items():
+            leaf = torch.randn(shape, generator=generator, dtype=torch.float64)
+            leaves[name] = None if none and draw(st.booleans()) else leaf
+        found.append(leaves)
+    return found
+
+
+def dense(grads: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    zeros = {k: torch.zeros(s, dtype=torch.float64) for k, s in SHAPES.items()}
+    return {k: zeros[k] if v is None else v for k, v in grads.items()}
+
+
+def to(device: torch.device, *many: dict[str, Tensor | None]) -> list[dict[str, Tensor | None]]:
+    return [{k: None if v is None else v.to(device) for k, v in one.items()} for one in many]
+
+
+def vector(grads: dict[str, Tensor | None]) -> Tensor:
+    return torch.cat([
+        leaf.cpu().reshape(-1)
+        for leaf in dense({k: None if v is None else v.cpu() for k, v in grads.items()}).values()
+    ])
+
+
+@given(pair=trees(2))
+def test_none_is_an_exact_zero_everywhere(device: torch.device, pair: Any) -> None:
+    a, b = to(device, *pair)
+    tensors = [x for one in (a, b) for x in one.values() if x is not None]
+    with unchanged(*tensors):
+        results = {
+            "add": (tree.add(a, b), vector(a) + vector(b)),
+            "sub": (tree.sub(a, b), vector(a) - vector(b)),
+            "scale": (tree.scale(a, 2.5), vector(a) * 2.5),
+            "map": (tree.map(torch.mul, a, b), vector(a) * vector(b)),
+            "sum": (tree.weighted_sum([a, b], [2.0, -1.0]), 2 * vector(a) - vector(b)),
+        }
+        torch.testing.assert_close(tree.dot(a, b).cpu().double(), vector(a) @ vector(b))
+        torch.testing.assert_close(tree.global_norm(a).cpu().double(), vector(a).norm())
+        cosine = torch.nn.functional.cosine_similarity(vector(a), vector(b), dim=0)
+        torch.testing.assert_close(tree.cosine(a, b).cpu().double(), cosine)
+    for name, (result, expected) in results.items():
+        torch.testing.assert_close(vector(result), expected, msg=name)
+        for key, leaf in result.items():
+            absent = a[key] is None and (name == "scale" or b[key] is None)
+            assert (leaf is None) == absent, "zeros take no memory"
+            for tensor in tensors:
+                assert leaf is None or leaf.data_ptr() != tensor.data_ptr()
+
+
+@given(many=trees(3))
+def test_stack_and_unstack(device: torch.device, many: Any) -> None:
+    many = to(device, *many)
+    stacked = tree.stack(many)
+    for key in SHAPES:
+        if all(one[key] is None for one in many):
+            assert stacked[key] is None
+        else:
+            assert stacked[key].shape == (3, *SHAPES[key])
+    if any(leaf is not None for leaf in stacked.values()):
+        for back, one in zip(tree.unstack(stacked), many, strict=True):
+            assert tree.allclose(back, one, rtol=0, atol=0)
+
+
+@given(many=trees(4))
+def test_matrix_and_gram(device: torch.device, many: Any) -> None:
+    per_loss = dict(zip("dcba", to(device, *many), strict=True))
+    matrix, unravel = tree.to_matrix(per_loss)
+    rows = torch.stack([vector(one) for one in per_loss.values()])
+    present = [k for k in SHAPES if any(one[k] is not None for one in many)]
+    assert matrix.shape == (4, sum(torch.Size(SHAPES[k]).numel() for k in present))
+    torch.testing.assert_close(tree.gram(per_loss).cpu().double(), rows @ rows.T)
+    torch.testing.assert_close(matrix @ matrix.T, tree.gram(per_loss))
+    back = unravel(matrix.sum(0)) if present else dict.fromkeys(SHAPES)
+    torch.testing.assert_close(vector(back), rows.sum(0))
+    assert {k for k, leaf in back.items() if leaf is not None} == set(present)
+
+
+def test_gram_in_blocks_of_columns(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    per_loss = [
+        {"w": torch.randn(37, device=device), "v": None},
+        {"w": None, "v": None},
+        {"w": torch.randn(37, device=device), "v": torch.randn(5, device=device)},
+    ]
+    whole = tree.gram(per_loss)
+    monkeypatch.setattr("gradkit.tree._gram._COLUMNS_AT_A_TIME", 7)
+    torch.testing.assert_close(tree.gram(per_loss), whole)
+
+
+def test_the_order_of_keys_and_matching_by_key(device: torch.device) -> None:
+    a = {"z": torch.ones(2, device=device), "a": torch.zeros(2, device=device)}
+    b = {"a": torch.full((2,), 5.0, device=device), "z": None}
+    assert list(tree.add(a, b)) == ["z", "a"]
+    assert tree.add(a, b)["a"].tolist() == [5, 5]
+    assert isinstance(tree.scale(OrderedDict(a), 2), OrderedDict)
+
+
+@pytest.mark.parametrize("fn", [tree.add, tree.sub, tree.dot, tree.cosine, tree.allclose])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"w": None},
+        {"w": torch.ones(2), "c": None},
+        [torch.ones(2)],
+        {"w": torch.ones(3), "b": None},
+    ],
+)  # fmt: skip
+def test_trees_that_do_not_match_are_refused(device: torch.device, fn: Any, other: Any) -> None:
+    a = {"w": torch.ones(2), "b": torch.ones(1)}
+    with pytest.raises(gradkit.StructureError):
+        fn(a, other)
+
+
+def test_weighted_sum_adds_in_order_as_backward_does(device: torch.device) -> None:
+    w = torch.randn(50, device=device, requires_grad=True)
+    losses = {"z": (w * 1e4).sin().sum(), "a": (w * w).exp().sum(), "m": w.cos().sum()}
+    for loss in losses.values():
+        loss.backward(retain_graph=True)
+    summed = tree.weighted_sum(gradkit.per_loss_grads(losses, w))
+    assert same_bits(summed, w.grad)
+
+
+def test_weights_by_tree_tensor_and_prefix(device: torch.device) -> None:
+    rows = [torch.tensor([1.0, 2.0], device=device), torch.tensor([3.0, 4.0], device=device)]
+    per_loss = {"b": [rows[0]], "a": [rows[1]]}
+    for weights in (
+        {"a": 10, "b": 1},
+        {"b": torch.tensor(1.0), "a": 10.0},
+        torch.tensor([1.0, 10.0], device=device),
+    ):
+        assert tree.weighted_sum(per_loss, weights)[0].tolist() == [31, 42]
+        assert gradkit.combine(per_loss, weights)[0].tolist() == [31, 42]
+    assert tree.weighted_sum(per_loss, 2.0)[0].tolist() == [8, 12]
+    with pytest.raises(gradkit.StructureError, match="weights"):
+        tree.weighted_sum(per_loss, {"a": 1.0})
+    with pytest.raises(gradkit.StructureError, match="2 weights"):
+        tree.weighted_sum(per_loss, torch.ones(3, device=device))
+
+
+def test_a_deeper_tree_of_losses_and_losses_that_are_no_scalars(device: torch.device) -> None:
+    w = torch.randn(3, device=device, requires_grad=True)
+    losses = {"task": [w.sum(), (w * w).sum()], "rows": w * 2}
+    per_loss = gradkit.per_loss_grads(losses, {"w": w})
+    matrix, unravel = tree.to_matrix(per_loss, losses=losses)
+    expected = torch.cat([torch.ones(1, 3), 2 * w.detach().cpu()[None], 2 * torch.eye(3)]).to(
+        device
+    )
+    assert torch.equal(matrix, expected)
+    torch.testing.assert_close(tree.gram(per_loss, losses=losses), expected @ expected.T)
+    assert torch.equal(unravel(matrix[1])["w"], 2 * w.detach())
+    summed = tree.weighted_sum(
+        per_loss, {"task": 1.0, "rows": torch.tensor([1.0, 0.0, 3.0])}, losses=losses
+    )
+    torch.testing.assert_close(
+        summed["w"], 1 + 2 * w.detach() + torch.tensor([2.0, 0.0, 6.0], device=device)
+    )
+    with pytest.raises(gradkit.StructureError):
+        tree.to_matrix(per_loss)
+    lone = gradkit.per_loss_grads(w * 3, {"w": w})
+    assert torch.equal(tree.to_matrix(lone, losses=w)[0], 3 * torch.eye(3, device=device))
+
+
+def test_combine_with_an_aggregator(device: torch.device) -> None:
+    per_loss = {
+        "a": {"w": torch.ones(2, device=device), "b": None, "u": None},
+        "b": {
+            "w": torch.full((2,), 3.0, device=device),
+            "b": torch.ones((), device=device, dtype=torch.bfloat16),
+            "u": None,
+        },
+    }
+    combined = gradkit.combine(per_loss, lambda matrix: matrix.sum(0))
+    assert combined["w"].tolist() == [4, 4]
+    assert combined["b"].dtype == torch.bfloat16
+    assert combined["u"] is None
+    for bad in (lambda m: m, lambda m: m.sum(), lambda m: "no"):
+        with pytest.raises(gradkit.StructureError, match="aggregator"):
+            gradkit.combine(per_loss, bad)
+
+
+def test_combine_with_torchjd(device: torch.device) -> None:
+    aggregation = pytest.importorskip("torchjd.aggregation")
+    w = torch.randn(4, device=device, requires_grad=True)
+    losses = {"a": (w * w).sum(), "b": (w - 1).abs().sum()}
+    per_loss = gradkit.per_loss_grads(losses, {"w": w})
+    matrix, _ = tree.to_matrix(per_loss)
+    for aggregator in (aggregation.Mean(), aggregation.UPGrad()):
+        combined = gradkit.combine(per_loss, aggregator)
+        torch.testing.assert_close(combined["w"], aggregator(matrix))
+
+
+def test_clip_by_global_norm_is_clip_grad_norm_(device: torch.device) -> None:
+    for dtypes in ([torch.float32] * 3, [torch.bfloat16] * 3, [torch.float32, torch.bfloat16] * 2):
+        params = [
+            nn.Parameter(torch.zeros(i + 1, device=device, dtype=d)) for i, d in enumerate(dtypes)
+        ]
+        grads = {i: torch.randn_like(p) for i, p in enumerate(params)}
+        for max_norm in (0.1, 1e6):
+            for i, p in enumerate(params):
+                p.grad = grads[i].clone()
+            norm = nn.utils.clip_grad_norm_(params, max_norm)
+            clipped, before = tree.clip_by_global_norm(grads, max_norm)
+            assert same_bits(before, norm)
+            assert same_bits(tree.global_norm(grads), norm)
+            for i, p in enumerate(params):
+                assert same_bits(clipped[i], p.grad)
+    assert tree.clip_by_global_norm({"a": None}, 1.0) == ({"a": None}, torch.zeros(()))
+
+
+def test_sparse_leaves(device: torch.device) -> None:
+    index = torch.tensor([[0, 0, 2]], device=device)
+    sparse = torch.sparse_coo_tensor(
+        index, torch.ones(3, 2, device=device), (4, 2), check_invariants=True
+    )
+    full = torch.ones(4, 2, device=device)
+    assert tree.add(sparse, sparse).is_sparse
+    for a, b in ((sparse, full), (full, sparse), (sparse, sparse), (sparse, None)):
+        dense_b = None if b is None else b.to_dense()
+        assert tree.allclose(tree.add(a, b), tree.add(a.to_dense(), dense_b))
+        assert tree.allclose(tree.sub(a, b), tree.sub(a.to_dense(), dense_b))
+        torch.testing.assert_close(tree.dot(a, b), tree.dot(a.to_dense(), dense_b))
+    torch.testing.assert_close(tree.global_norm([sparse]), sparse.to_dense().norm())
+    torch.testing.assert_close(tree.scale(sparse, 2.0).to_dense(), 2 * sparse.to_dense())
+    assert tree.stack([sparse, full]).shape == (2, 4, 2)
+
+
+def test_complex_leaves(device: torch.device) -> None:
+    z = torch.randn(3, device=device, dtype=torch.complex64)
+    v = torch.randn(3, device=device, dtype=torch.complex64)
+    torch.testing.assert_close(tree.dot(z, v), torch.vdot(z, v).real)
+    torch.testing.assert_close(tree.dot(z, z).sqrt(), tree.global_norm(z))
+    matrix, unravel = tree.to_matrix([z, v])
+    assert matrix.shape == (2, 6)
+    assert torch.equal(unravel(matrix[1]), v)
+    torch.testing.assert_close(tree.gram([z, v.conj()])[0, 1], torch.vdot(z, v.conj()).real)
+
+
+def test_small_and_large_gradients_keep_their_angle(device: torch.device) -> None:
+    """The product of two squared norms would underflow, and the cosine be zero."""
+    a = torch.tensor([3e-15, 4e-15], device=device)
+    torch.testing.assert_close(tree.cosine(a, 2 * a), torch.ones((), device=device))
+    b = torch.tensor([3e17, 4e17], device=device)
+    torch.testing.assert_close(tree.cosine(b, -b), -torch.ones((), device=device))
+
+
+def test_low_precision_is_summed_in_float32(device: torch.device) -> None:
+    ones = {
+        "w": torch.ones(1000, device=device, dtype=torch.bfloat16),
+        "v": torch.ones(1, device=device, dtype=torch.bfloat16),
+    }
+    assert tree.dot(ones, ones).item() == 1001
+
+
+def test_differentiable_under_create_graph(device: torch.device) -> None:
+    w = torch.randn(3, device=device, dtype=torch.float64, requires_grad=True)
+
+    def penalty(w: Tensor) -> Tensor:
+        _, grads = gradkit.value_and_grads(
+            {"a": (w**3).sum()}, {"w": w, "n": None}, create_graph=True
+        )
+        rows = gradkit.per_loss_grads([(w**2).sum(), (w**4).sum()], [w], create_graph=True)
+        return (
+            tree.global_norm(grads) ** 2
+            + tree.dot(grads, grads)
+            + tree.cosine(*rows)
+            + tree.gram(rows).sum()
+            + tree.to_matrix(rows)[0].sum()
+            + tree.global_norm(tree.clip_by_global_norm(grads, 0.5)[0])
+            + tree.clip_by_global_norm(grads, 0.5)[1]
+            + tree.weighted_sum(rows)[0].sum()
+        )
+
+    assert torch.autograd.gradcheck(penalty, w)
+    zero = torch.zeros(3, device=device, requires_grad=True)
+    tree.cosine({"w": zero * 1}, {"w": zero + 1}).backward()
+    assert zero.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("fn", [tree.global_norm, lambda t: tree.scale(t, 2), tree.unstack])
+@pytest.mark.parametrize("leaf", [1.0, "x", nn.Linear])
+def test_what_is_no_gradient_is_refused(device: torch.device, fn: Any, leaf: Any) -> None:
+    with pytest.raises(gradkit.LeafTypeError, match=r"tree\['w'\]"):
+        fn({"w": leaf})
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"a": torch.tensor([1.0, 2.0, 3.0]), "b": 1.0},
+        {"a": None, "b": 1.0},
+        {"a": "x", "b": 1.0},
+        {"a": 1j, "b": 1.0},
+        torch.tensor([[1.0], [2.0]]),
+    ],
+)
+def test_weights_that_are_no_numbers_are_refused(device: torch.device, weights: Any) -> None:
+    per_loss = {k: {"w": torch.ones(3, device=device)} for k in "ab"}
+    with pytest.raises(gradkit.GradkitError, match="weights"):
+        tree.weighted_sum(per_loss, weights)
+
+
+def test_autocast_around_changes_nothing(device: torch.device) -> None:
+    rows = [{"w": torch.ones(1000, device=device) * x} for x in (1.01, 1.0, 0.3)]
+    gram, dot = tree.gram(rows), tree.dot(rows[0], rows[1])
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert same_bits(tree.gram(rows), gram)
+        assert same_bits(tree.dot(rows[0], rows[1]), dot)
+
+
+def test_gram_is_symmetric_to_the_bit(device: torch.device) -> None:
+    gram = tree.gram([torch.randn(1000, device=device) for _ in range(5)])
+    assert torch.equal(gram, gram.T)
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-12, 1.0, 1e20, 1e30])
+def test_the_cosine_at_any_scale(device: torch.device, size: float) -> None:
+    x = torch.full((3,), size, device=device)
+    torch.testing.assert_close(tree.cosine(x, x), torch.ones((), device=device))
+    torch.testing.assert_close(tree.cosine([x, None], [-x, None]), -torch.ones((), device=device))
+    assert tree.cosine(x, torch.zeros_like(x)) == 0
+    assert tree.cosine(torch.zeros_like(x), x * float("nan")).isnan()
+    assert tree.cosine(x, x * float("nan")).isnan()
+
+
+def test_leaves_of_two_dtypes(device: torch.device) -> None:
+    a, b = torch.ones(2, device=device), torch.ones(2, device=device, dtype=torch.float64)
+    assert tree.dot(a, b).dtype == torch.float64
+    torch.testing.assert_close(tree.cosine(a, b), torch.ones_like(b[0]))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: tree.unstack({"w": torch.tensor(1.0)}),
+        lambda t: tree.to_matrix([t, t])[1](torch.ones(5)),
+        lambda t: tree.gram(torch.ones(0, 3), losses=torch.ones(0)),
+    ],
+)
+def test_wrong_shapes_are_refused_by_name(device: torch.device, call: Any) -> None:
+    with pytest.raises(gradkit.StructureError):
+        call({"w": torch.ones(3, device=device)})
+
+
+def test_rows_of_a_sparse_vector_loss(device: torch.device) -> None:
+    table = nn.Embedding(4, 2, sparse=True).to(device)
+    loss = table(torch.tensor([0, 2, 2], device=device)).sum(1)
+    per_loss = gradkit.per_loss_grads(loss, table, retain_graph=True)
+    matrix, _ = tree.to_matrix(per_loss, losses=loss)
+    torch.testing.assert_close(tree.gram(per_loss, losses=loss), matrix @ matrix.T)
+
+
+def test_inside_of_transforms(device: torch.device) -> None:
+    tree = {"w": torch.randn(3, 2, device=device), "b": torch.randn(3, device=device), "n": None}
+    rows = gradkit.tree.unstack(tree)
+    for fn in (
+        gradkit.tree.global_norm,
+        lambda t: gradkit.tree.dot(t, t),
+        lambda t: gradkit.tree.cosine(t, gradkit.tree.map(torch.sin, t)),
+        lambda t: gradkit.tree.global_norm(gradkit.tree.scale(t, 2.0)),
+        lambda t: gradkit.tree.clip_by_global_norm(t, 0.5)[0]["w"].sum(),
+    ):
+        each = torch.stack([fn(row) for row in rows])
+        given = {name: leaf for name, leaf in tree.items() if leaf is not None}
+        torch.testing.assert_close(torch.vmap(fn)(given), each)
+        along = {name: torch.ones_like(leaf) for name, leaf in rows[0].items() if leaf is not None}
+        row = {name: leaf for name, leaf in rows[0].items() if leaf is not None}
+        ahead = torch.func.jvp(fn, (row,), (along,))[1]
+        grads = torch.func.grad(fn)(row)
+        # torch's own tangent of a 0-dim tensor times a number is float64.
+        torch.testing.assert_close(ahead.float(), sum(g.sum() for g in grads.values()))
+
+
+# --- modules, iterators and optimizers stand for tensors
+
+
+def test_a_module_stands_for_its_parameters(device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).to(device)
+    named = dict(model.named_parameters())
+    grads = {name: torch.randn_like(p) for name, p in named.items()}
+    with unchanged(*named.values()):
+        zeros = tree.map(torch.zeros_like, model)
+        assert list(zeros) == list(named)
+        assert not any(zero.any() for zero in zeros.values())
+        for one, other in ((model, grads), (grads, model), (dict(reversed(grads.items())), model)):
+            wanted = tree.add(*(named if x is model else x for x in (one, other)))
+            got = tree.add(one, other)
+            assert list(got) == list(wanted)
+            assert all(same_bits(got[name], wanted[name]) for name in wanted)
+        assert same_bits(tree.dot(model, grads), tree.dot(named, grads))
+        assert same_bits(tree.global_norm(model), tree.global_norm(named))
+        assert tree.allclose(model, named, rtol=0, atol=0)
+        nested = tree.scale({"G": model, "D": [model[0].weight]}, 2.0)
+        assert same_bits(nested["G"]["0.weight"], nested["D"][0])
+        stacked = tree.stack([model, model])
+        assert stacked["0.bias"].shape == (2, 2)
+        matrix, _ = tree.to_matrix([model, model])
+        assert matrix.shape == (2, sum(p.numel() for p in model.parameters()))
+
+
+def test_iterators_and_optimizers_stand_for_tuples(device: torch.device) -> None:
+    model = nn.Linear(3, 2).to(device)
+    params = tuple(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    for params_of in (model.parameters(), optimizer, dict(model.named_parameters()).values()):
+        halves = tree.scale(params_of, 0.5)
+        assert isinstance(halves, tuple)
+        assert all(same_bits(x, p * 0.5) for x, p in zip(halves, params, strict=True))
+    rows = tree.stack({"w": p} for p in (params[0], params[0]))
+    assert rows["w"].shape == (2, 2, 3)
+    per_loss = [{"w": torch.ones(2, device=device)}] * 3
+    assert torch.equal(tree.weighted_sum(iter(per_loss))["w"], torch.full((2,), 3.0, device=device))
+    assert tree.gram(iter(per_loss)).shape == (3, 3)
+
+
+# --- options
+
+
+@pytest.mark.parametrize("max_norm", [None, -1.0, float("nan"), True, "1", 1j, [1.0]])
+def test_a_max_norm_that_is_none_is_refused(device: torch.device, max_norm: Any) -> None:
+    grads = {"w": torch.ones(3, device=device)}
+    with unchanged(grads["w"]), pytest.raises(gradkit.OptionError, match=r"max_norm.*\n.*1\.0"):
+        tree.clip_by_global_norm(grads, max_norm)
+
+
+def test_a_max_norm_of_zero_inf_and_of_a_tensor(device: torch.device) -> None:
+    grads = {"w": torch.full((4,), 2.0, device=device)}
+    clipped, norm = tree.clip_by_global_norm(grads, 0)
+    assert norm == 4
+    assert norm.dim() == 0
+    assert not clipped["w"].any()
+    clipped, _ = tree.clip_by_global_norm(grads, float("inf"))
+    assert same_bits(clipped["w"], grads["w"])
+    limit = torch.tensor(1.0, device=device, requires_grad=True)
+    clipped, _ = tree.clip_by_global_norm(grads, limit)
+    clipped["w"].sum().backward()
+    torch.testing.assert_close(limit.grad, torch.tensor(2.0, device=device))
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda t: tree.scale(t, torch.ones(2)), "factor"),
+        (lambda t: tree.scale(t, 1j), "factor"),
+        (lambda t: tree.scale(t, True), "factor"),
+        (lambda t: tree.scale(t, None), "factor"),
+        (lambda t: tree.clip_by_global_norm(t, torch.ones(2)), "max_norm"),
+        (lambda t: tree.allclose(t, t, rtol=-1.0), "rtol"),
+        (lambda t: tree.allclose(t, t, atol="0"), "atol"),
+        (lambda t: tree.allclose(t, t, equal_nan=1), "equal_nan"),
+        (lambda t: tree.map(t, torch.neg), "fn"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(device: torch.device, call: Any, name: str) -> None:
+    with pytest.raises(gradkit.OptionError, match=f"^{name}: expected"):
+        call({"w": torch.ones(3, device=device)})
+
+
+@pytest.mark.parametrize("trees", [{"a": 1}, torch.ones(2, 3), 3, []])
+def test_stack_takes_several_trees(device: torch.device, trees: Any) -> None:
+    with pytest.raises(gradkit.StructureError, match="trees: expected"):
+        tree.stack(trees)
+
+
+def test_another_shape_is_named_in_both_trees(device: torch.device) -> None:
+    a, b = ({"w": [torch.ones(n, device=device)]} for n in (2, 3))
+    with pytest.raises(
+        gradkit.StructureError, match=r"^b\['w'\]\[0\]: .*a\['w'\]\[0\], \(2,\), got"
+    ):
+        tree.add(a, b)
+    with pytest.raises(gradkit.StructureError, match=r"^trees\[1\]\['w'\]\[0\]: expected"):
+        tree.stack([a, b])
+    with pytest.raises(gradkit.LeafTypeError, match=r"^rest\[0\]\['w'\]\[0\]"):
+        tree.map(torch.add, a, {"w": [1.0]})
+    with pytest.raises(gradkit.StructureError, match=r"per_loss\['y'\]\['w'\]\[0\].*one shape"):
+        tree.gram({"x": a, "y": b})
+    with pytest.raises(gradkit.StructureError, match=r"per_loss\['w'\]\[0\].*one shape .*\(5, 2\)"):
+        tree.gram(a | {"w": [torch.ones(4, 2, device=device)]}, losses=torch.ones(5, device=device))
