@@ -304,11 +304,11 @@ def check_refused(device: torch.device, case: str, error: str, words: list[str])
             case "integers":
                 ours["w"] = torch.ones(2, device=device, dtype=torch.int64)
             case "a number":
-                ours["b"] = 1.0
+                ours["b"] = 1.0  # type: ignore[assignment]
             case "a graph":
                 ours["w"] = torch.ones(2, device=device, requires_grad=True) * 2
             case "a failure":
-                ours["w"] = "no tensor"
+                ours["w"] = "no tensor"  # type: ignore[assignment]
     expected = getattr(gradkit, error)
     if case == "a failure" and rank == 1:
         expected = gradkit.LeafTypeError

@@ -1,0 +1,252 @@
+"""The rooms keep to themselves: what is done in one place is done nowhere else, read by `ast`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import gradkit
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "gradkit"
+SOURCES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+TESTS = {
+    path: ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.glob("tests/**/test_*.py")
+}
+LONGEST = 400  # lines of a file
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+# What stands for a term of the field's, and is none itself. (`target` is one in a user's program.)
+FORBIDDEN = {
+    "target", "wanted", "found", "live", "further", "brought", "told", "place",
+    "Found", "Share", "Kept", "Work", "Offer", "Reads", "Watch", "Trap", "Judge", "Lab", "Ran",
+    "spread", "matching_leaves", "open_up", "settle", "came_to", "one_for_all",
+    "_chance", "_held", "_keeping", "_ways", "_stack", "_uncompiled", "_lifetime", "_rows",
+}  # fmt: skip
+ENGINE = {"torch.autograd.grad", "torch.autograd.backward"}
+ENGINE_PRIVATE = {"_autograd_grad", "_engine_run_backward", "run_backward"}
+
+
+def room(path: Path) -> str:
+    """Return the folder of the package that a file is in; a file beside the folders is its own."""
+    return path.relative_to(PACKAGE).parts[0]
+
+
+def at(path: Path, node: ast.stmt | ast.expr, text: str) -> str:
+    return f"{path.relative_to(ROOT)}:{node.lineno}: {text}"
+
+
+def listed(lines: list[str]) -> str:
+    return "\n".join(sorted(set(lines)))
+
+
+def torch_names(tree: ast.Module) -> dict[str, str]:
+    """Return what each name that a file imports from torch stands for."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                full = alias.name if alias.asname else alias.name.split(".")[0]
+                names[alias.asname or full] = full
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return {name: full for name, full in names.items() if full.split(".")[0] == "torch"}
+
+
+def dotted(node: ast.expr) -> str | None:
+    """Return `a.b.c` for such a chain, and None for any other expression."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (before := dotted(node.value)):
+        return f"{before}.{node.attr}"
+    return None
+
+
+def used_of_torch(path: Path) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
+    """Yield every name of torch that a file imports or uses, in full."""
+    names = torch_names(SOURCES[path])
+    for node in ast.walk(SOURCES[path]):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names if alias.name[:5] == "torch")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            yield from ((node, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Name | ast.Attribute) and (text := dotted(node)):
+            first, _, rest = text.partition(".")
+            if first in names:
+                yield node, f"{names[first]}.{rest}" if rest else names[first]
+
+
+def test_torch_s_engine_is_called_in_one_room(device: torch.device) -> None:
+    broken = []
+    for path, tree in SOURCES.items():
+        if room(path) in {"_autograd", "_doctor"}:  # the second are programs of users
+            continue
+        broken += [at(path, node, name) for node, name in used_of_torch(path) if name in ENGINE]
+        for part in ast.walk(tree):
+            last = getattr(part, "id", getattr(part, "attr", ""))
+            if isinstance(part, ast.expr) and last in ENGINE_PRIVATE and room(path) != "_compat":
+                broken.append(at(path, part, last))
+            called = part.func if isinstance(part, ast.Call) else None
+            if isinstance(called, ast.Attribute) and called.attr == "backward":
+                broken.append(at(path, called, ".backward("))
+    assert not broken, listed(broken)
+
+
+def assigned(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.Assign):
+        return node.targets
+    if isinstance(node, ast.AugAssign | ast.AnnAssign):
+        return [node.target]
+    return node.targets if isinstance(node, ast.Delete) else []
+
+
+def test_dot_grad_is_written_in_one_room(device: torch.device) -> None:
+    broken = [
+        at(path, part, ".grad =")
+        for path, tree in SOURCES.items()
+        if room(path) not in {"_state", "_doctor"}
+        for node in ast.walk(tree)
+        for target in assigned(node)
+        for part in ast.walk(target)
+        if isinstance(part, ast.Attribute) and part.attr == "grad" and not is_read(part)
+    ]
+    assert not broken, listed(broken)
+
+
+def is_read(node: ast.Attribute) -> bool:
+    return isinstance(node.ctx, ast.Load)
+
+
+def test_optree_is_imported_in_one_file(device: torch.device) -> None:
+    broken = []
+    for path, tree in SOURCES.items():
+        for node in ast.walk(tree):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                modules = [node.module or ""]
+            if any(module.split(".")[0] == "optree" for module in modules):
+                broken.append(path.relative_to(PACKAGE).as_posix())
+    assert set(broken) == {"_core/pytree.py"}
+
+
+def is_private(component: str) -> bool:
+    public = component.startswith(("__", "_foreach_"))
+    return component.startswith("_") and not public
+
+
+def test_private_names_of_torch_are_used_in_one_room(device: torch.device) -> None:
+    broken = [
+        at(path, node, name)
+        for path in SOURCES
+        if room(path) != "_compat"
+        for node, name in used_of_torch(path)
+        if any(map(is_private, name.split(".")))
+    ]
+    assert not broken, listed(broken)
+
+
+def test_no_file_is_long(device: torch.device) -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+    long = {str(p.relative_to(ROOT)): n for p, n in lengths.items() if n > LONGEST}
+    assert long == {}
+
+
+def public_objects() -> set[tuple[str, str]]:
+    """Return the module and the name of every function and class that users import."""
+    modules = [gradkit, *(getattr(gradkit, name) for name in gradkit.__all__)]
+    objects = [
+        getattr(module, name)
+        for module in modules
+        if inspect.ismodule(module)
+        for name in module.__all__
+    ]
+    return {
+        (value.__module__, value.__qualname__)
+        for value in objects
+        if inspect.isfunction(value) or inspect.isclass(value)
+    }
+
+
+def functions(body: list[ast.stmt], inside: tuple[str, ...] = ()) -> Iterator[tuple[str, Function]]:
+    """Yield every function, and its name with that of the class or function around it."""
+    for node in body:
+        if isinstance(node, ast.ClassDef | Function):
+            name = (*inside, node.name)
+            if isinstance(node, Function):
+                yield ".".join(name), node
+            yield from functions(node.body, name)
+
+
+def is_public(path: Path, name: str, public: set[tuple[str, str]]) -> bool:
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    owner, _, last = name.rpartition(".")
+    if last.startswith("_") and not last.startswith("__"):
+        return False
+    hidden = any(part.startswith("_") and part != "__main__" for part in module.split("."))
+    return not hidden or (module, name) in public or (module, owner) in public
+
+
+def test_private_functions_are_documented_in_a_line(device: torch.device) -> None:
+    public = public_objects()
+    broken = [
+        at(path, node, name)
+        for path, tree in SOURCES.items()
+        for name, node in functions(tree.body)
+        if not is_public(path, name, public) and "\nArgs:\n" in (ast.get_docstring(node) or "")
+    ]
+    assert not broken, listed(broken)
+
+
+def test_names_are_the_field_s(device: torch.device) -> None:
+    broken = []
+    for path, tree in SOURCES.items():
+        for node in ast.walk(tree):
+            name = getattr(node, "id", getattr(node, "attr", getattr(node, "name", None)))
+            if isinstance(node, ast.arg):
+                name = node.arg
+            if name == "target" and room(path) == "_doctor":
+                continue
+            if name in FORBIDDEN and isinstance(node, ast.stmt | ast.expr | ast.arg):
+                broken.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
+    assert not broken, listed(broken)
+
+
+def test_tests_stand_in_the_rooms_that_they_try(device: torch.device) -> None:
+    rooms = {path.stem.strip("_") for path in PACKAGE.iterdir() if path.name != "__pycache__"}
+    folders = {path.relative_to(ROOT / "tests").parts[0] for path in TESTS}
+    beside = {"docs", "benchmarks", "silently_wrong", "test_public.py", "test_house.py"}
+    assert folders - rooms - beside == set()
+
+
+def takes_device(tree: ast.Module, node: Function) -> bool:
+    named = {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
+    marks = [part for part in tree.body if isinstance(part, ast.Assign)]
+    of_module = "usefixtures('device')" in " ".join(map(ast.unparse, marks))
+    return of_module or bool(named & fixtures_with_device(tree))
+
+
+def fixtures_with_device(tree: ast.Module) -> set[str]:
+    """Return the arguments that bring a device: itself, and the fixtures of a file that take it."""
+    names = {"device"}
+    for node in tree.body:
+        if isinstance(node, Function) and {a.arg for a in node.args.args} & names:
+            names.add(node.name)
+    return names
+
+
+@pytest.mark.parametrize("path", sorted(TESTS), ids=lambda path: path.stem)
+def test_every_test_takes_the_device(device: torch.device, path: Path) -> None:
+    tree = TESTS[path]
+    without = [
+        node.name
+        for node in tree.body
+        if isinstance(node, Function) and not takes_device(tree, node)
+        if node.name.startswith("test_")
+    ]
+    assert without == []
