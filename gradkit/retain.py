@@ -14,7 +14,8 @@ from torch.autograd.graph import GradientEdge
 from gradkit._autograd.observers import observing
 from gradkit._compat.autograd import current_pass
 from gradkit._compat.dynamo import disable_compile
-from gradkit._compat.transforms import is_wrapped, transforms
+from gradkit._compat.functorch import is_transform_tensor
+from gradkit._compat.transforms import transforms
 from gradkit._core import graph, hooks, pytree
 from gradkit._core.leaf import plus
 from gradkit._core.ownership import copy_for
@@ -63,7 +64,7 @@ def _require_graph(tensor: object, where: Callable[[], str]) -> None:
     if not isinstance(tensor, Tensor):
         do = "pass tensors; for the outputs of a module, safe_retain(model, ['name'])"
         raise LeafTypeError(message(where(), "a tensor", describe(tensor), do))
-    if is_wrapped(tensor) or transforms():
+    if is_transform_tensor(tensor) or transforms():
         raise UnsupportedGraphError(
             message(
                 where(),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -23,20 +22,6 @@ from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 
 Runner: TypeAlias = Callable[..., PassRunner]
-
-
-def leave_inference_mode() -> AbstractContextManager[object]:
-    """Leave inference mode: a gradient made in it could not take part in autograd later [E6]."""
-    return _left_inference_mode() if torch.is_inference_mode_enabled() else _NOTHING_TO_LEAVE
-
-
-_NOTHING_TO_LEAVE = nullcontext()
-
-
-@contextmanager
-def _left_inference_mode() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 @dataclass(frozen=True, slots=True)

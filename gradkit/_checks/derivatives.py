@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, Function, once_differentiable
 
-from gradkit._compat.transforms import is_gradtracking
+from gradkit._compat.functorch import is_differentiated_tensor
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
 from gradkit.errors import UnsupportedGraphError, message
@@ -81,7 +81,7 @@ _WRAPPER_CODE = once_differentiable(lambda ctx: None).__code__
 def refuse_inside_transforms(call: Call) -> None:
     """Raise if a transform of torch.func would take the gradients of a call for constants."""
     for index, output in enumerate(call.outputs):
-        if is_gradtracking(output):
+        if is_differentiated_tensor(output):
             raise UnsupportedGraphError(
                 message(
                     call.losses.path(index),

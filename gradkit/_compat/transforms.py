@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -14,14 +11,6 @@ _read = torch._C._functorch.get_interpreter_stack
 # The transforms whose value is a derivative.
 DERIVATIVES = frozenset({"Grad", "Jvp"})
 BATCH = "Vmap"
-
-
-# Whether a tensor is one that torch.func's grad, vjp or jvp records.
-is_gradtracking: Callable[[Tensor], bool] = torch._C._functorch.is_gradtrackingtensor
-
-
-# Whether a tensor belongs to a level of torch.func: grad, vjp, jvp or vmap.
-is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def transforms() -> tuple[str, ...]:
@@ -39,13 +28,6 @@ vars(transforms)["_dynamo_marked_constant"] = True
 def differentiated() -> bool:
     """Return whether a transform around this call differentiates what it returns."""
     return not DERIVATIVES.isdisjoint(transforms())
-
-
-def ordinary_mode() -> AbstractContextManager[object]:
-    """Leave inference mode: a gradient made in it could not take part in autograd later [E6]."""
-    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
-        return nullcontext()
-    return torch.inference_mode(False)
 
 
 def detached(tensor: Tensor) -> Tensor:
@@ -66,8 +48,3 @@ def is_dual(tensor: Tensor) -> bool:
     if forward_ad._current_level < 0:
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
-
-
-def is_tracked(tensor: Tensor) -> bool:
-    """Return whether a derivative transform of torch.func tracks a tensor. Run on torch 2.13."""
-    return bool(torch._C._functorch.is_gradtrackingtensor(tensor))

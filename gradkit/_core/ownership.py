@@ -9,13 +9,14 @@ reads the use counts of storages, so that a gradient that is owned already is no
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from gradkit._compat.autograd import storage_use_count, tensor_use_count
 
 # A tensor of these types is one storage; a subclass may have several, or none.
 PLAIN_TYPES = {Tensor, torch.nn.Parameter}
@@ -23,9 +24,6 @@ PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 _storages = torch.Tensor.untyped_storage
 _address = attrgetter("_cdata")
 _base = attrgetter("_base")
-_uses = torch._C._storage_Use_Count
-# Counts owners in C++, too. Versions of torch without it: references from Python only.
-_tensor_uses: Callable[[Any], int] = getattr(torch.Tensor, "_use_count", sys.getrefcount)
 _is_contiguous = torch.Tensor.is_contiguous
 _stride = torch.Tensor.stride
 _is_zero_tensor = torch.Tensor._is_zerotensor
@@ -55,7 +53,7 @@ def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
             and 0 not in chain.from_iterable(map(_stride, grads))
             and not any(map(_is_zero_tensor, grads))
         )
-        uses = list(map(_uses, map(_address, map(_storages, grads))))
+        uses = list(map(storage_use_count, map(_address, map(_storages, grads))))
     except (RuntimeError, NotImplementedError, TypeError):
         return range(len(grads))  # sparse, or a wrapper without a storage: always copied
     references = list(map(sys.getrefcount, grads))
@@ -95,7 +93,7 @@ def _only_views_share(grads: list[Tensor], uses: list[int]) -> bool:
     bases = list(map(_base, views))
     if type(None) in set(map(type, bases)):
         return False  # not a view, but a result of detach(), which shares memory, too
-    return set(map(_tensor_uses, bases)) == {_BASE_UNSHARED}
+    return set(map(tensor_use_count, bases)) == {_BASE_UNSHARED}
 
 
 def copy_for(grad: Tensor, param: Tensor) -> Tensor:
@@ -151,7 +149,7 @@ def grad_dtype(param: Tensor) -> torch.dtype:
 # The counts of a tensor that nothing else refers to, read in the same way as above.
 _lone, _view = [torch.empty(2)], [torch.empty(2)[:1]]
 _UNSHARED = next(map(sys.getrefcount, _lone))
-_STORAGE_UNSHARED = next(map(_uses, map(_address, map(_storages, _lone))))
-_VIEW_UNSHARED = next(map(_uses, map(_address, map(_storages, _view))))
-_BASE_UNSHARED = next(map(_tensor_uses, map(_base, _view)))
+_STORAGE_UNSHARED = next(map(storage_use_count, map(_address, map(_storages, _lone))))
+_VIEW_UNSHARED = next(map(storage_use_count, map(_address, map(_storages, _view))))
+_BASE_UNSHARED = next(map(tensor_use_count, map(_base, _view)))
 del _lone, _view

@@ -11,7 +11,6 @@ from gradkit._autograd.passes import (
     PassResult,
     finish,
     finish_separate,
-    leave_inference_mode,
     run_jointly,
     run_separately,
 )
@@ -19,6 +18,7 @@ from gradkit._checks.reachability import require_reached
 from gradkit._compat import fsdp
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
+from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.options import Strategy, Unused, check_batching, check_pass_options
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from gradkit._autograd.accumulate import accumulate_through_engine
-from gradkit._autograd.passes import leave_inference_mode
 from gradkit._compat.dynamo import disable_compile
+from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.options import check_bool
 from gradkit._core.pytree import PyTree
 from gradkit._state import dot_grad

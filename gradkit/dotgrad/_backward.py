@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from gradkit._autograd.passes import leave_inference_mode, values_of, weigh
+from gradkit._autograd.passes import values_of, weigh
 from gradkit._autograd.runner import PassRunner
 from gradkit._checks.call import check_backward, check_backward_to_leaves
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core.call import Call, Pass
+from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.losses import read_losses, read_weights, require_graph
 from gradkit._core.options import check_pass_options
 from gradkit._core.params import NO_PARAMS, read_params

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from gradkit._autograd.passes import leave_inference_mode
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
+from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit._state import dot_grad

@@ -6,9 +6,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from gradkit._autograd.passes import leave_inference_mode
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
+from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.options import UNUSED, check_option
 from gradkit._core.ownership import zeros_for
 from gradkit._core.pytree import PyTree

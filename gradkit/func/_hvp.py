@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.func import jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gradkit._compat.transforms import detached, ordinary_mode
+from gradkit._compat.transforms import detached
 from gradkit._core import pytree
+from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.options import check_option
 from gradkit._core.pytree import PyTree
 from gradkit.errors import LeafTypeError, StructureError, describe, message
@@ -83,7 +84,7 @@ def hvp(
         pairs = zip(result.grads[0], here.variables, strict=True)
         return tuple(torch.zeros_like(x) if grad is None else grad for grad, x in pairs)
 
-    with _one_at_a_time(), ordinary_mode(), sdpa_kernel(SDPBackend.MATH):
+    with _one_at_a_time(), leave_inference_mode(record=True), sdpa_kernel(SDPBackend.MATH):
         point, along = (tuple(map(detached, x)) for x in (arguments.variables, directions))
         if mode == "forward-over-reverse":
             grads, products = named_errors(

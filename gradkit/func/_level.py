@@ -18,8 +18,9 @@ from gradkit._autograd import transform_pass
 from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._checks.op_monitor import OpMonitor
 from gradkit._compat import functorch
-from gradkit._compat.transforms import detached, differentiated, ordinary_mode
+from gradkit._compat.transforms import detached, differentiated
 from gradkit._core.graph import Subgraph
+from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.losses import Losses, read_losses
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import DetachedLossError, message
@@ -133,7 +134,7 @@ def differentiate(
         outside.extend((losses.spec, put_grads_back, put_aux_back))
         return losses.leaves[0], (losses.leaves, grads, tensors_of_aux)
 
-    with ordinary_mode():
+    with leave_inference_mode(record=True):
         values, flat, tensors_of_aux = _enter(inside, list(map(detached, arguments.variables)))
         values = copied([detached(value) for value in values])
     spec, put_grads_back, put_aux_back = outside

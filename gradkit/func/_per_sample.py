@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from gradkit._checks.op_monitor import OpMonitor
-from gradkit._compat.transforms import detached, ordinary_mode, transforms
+from gradkit._compat.transforms import detached, transforms
+from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.options import UNUSED, Unused, check_bool, check_chunk_size, check_option
 from gradkit._core.pytree import PyTree
 from gradkit.func._arguments import ArgNums, Arguments, read_arguments
@@ -101,7 +102,7 @@ def per_sample_grads(
             return grads, tensors_of_aux
 
         first = arguments.at(batch.first_sample())
-        with ordinary_mode():
+        with leave_inference_mode(record=True):
             tensors = [detached(tensor) for tensor in batch.tensors]
             samples = SampleBatch(of_sample, tensors, batch.dims, batch.size)
             if _at_once(chunk_size, batch.size):

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradkit._compat.transforms import differentiated, is_dual, is_tracked, transforms
+from gradkit._compat.functorch import is_differentiated_tensor
+from gradkit._compat.transforms import differentiated, is_dual, transforms
 from gradkit._core import pytree
 from gradkit.errors import GradkitError, UnsupportedOptimizerError, describe, message
 from gradkit.meta._adam import adam, adamw
@@ -183,5 +184,5 @@ def _check_hyper(name: str, hyper: Mapping[str, Any]) -> None:
 
 def _is_learned(value: object) -> bool:
     return isinstance(value, Tensor) and (
-        value.requires_grad or is_tracked(value) or is_dual(value)
+        value.requires_grad or is_differentiated_tensor(value) or is_dual(value)
     )

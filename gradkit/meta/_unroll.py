@@ -10,7 +10,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit._compat.transforms import differentiated, is_dual, ordinary_mode, transforms
+from gradkit._compat.transforms import differentiated, is_dual, transforms
+from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.options import check_bool, is_positive_int
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, UnsupportedGraphError, message
@@ -121,7 +122,7 @@ def unroll(
     _check_options(memory, first_order=first_order, has_aux=has_aux)
     enabled = torch.is_grad_enabled()
     create_graph = enabled and not first_order
-    with ordinary_mode(), torch.set_grad_enabled(enabled):
+    with leave_inference_mode(record=True), torch.set_grad_enabled(enabled):
         data = read_batches(batches)
         step = InnerStep(loss_fn, read_layout(params), opt, grad_transform, has_aux)
         layout = step.layout

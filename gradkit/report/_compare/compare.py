@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from gradkit._checks.reachability import refuse_no_variables
-from gradkit._compat.transforms import ordinary_mode, transforms
+from gradkit._compat.transforms import transforms
 from gradkit._core.call import Call, Pass
 from gradkit._core.devices import available_devices
+from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.errors import (
     OptionError,
@@ -104,7 +105,7 @@ def compare(
     """
     _require_no_transform()
     second_device = _read_device(device, other)
-    with ordinary_mode():
+    with leave_inference_mode(record=True):
         step = read_step(loss_fn, params, args)
         second = _second(step, other, second_device)
         runner = Runner(step)

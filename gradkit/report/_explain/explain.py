@@ -8,8 +8,8 @@ from functools import partial
 from torch import Tensor, nn
 
 from gradkit._checks import unsupported
-from gradkit._compat.transforms import ordinary_mode
 from gradkit._core import pytree
+from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.losses import read_losses
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
@@ -56,7 +56,7 @@ def explain(losses: PyTree, params: PyTree) -> Explanation:
         The nodes and edges are those of `torch.autograd.graph.Node`,
         https://pytorch.org/docs/stable/autograd.html
     """
-    with ordinary_mode():
+    with leave_inference_mode(record=True):
         wrappers = _wrappers(params)
         loss_leaves, opened = (
             read_losses(losses, scalar=False),
