@@ -712,7 +712,7 @@ def test_trees_that_do_not_fit_are_refused(device: torch.device, make: Any) -> N
         with unchanged(p), pytest.raises(error, match=text):
             opt.step(*args, **hyper)
 
-    refused(r"^grads: expected the structure of params", params, {"a": p}, state)
+    refused(r"^grads: expected the keys of params", params, {"a": p}, state)
     refused(r"^grads: expected", params, {"a": p, "b": (p,)}, state)
     refused(r"grads\['b'\]\[0\].*\(3, 2\)", params, {"a": p, "b": [p[0]]}, state)
     refused(r"grads\['a'\].*float", params, {**grads, "a": 1.0}, state, error=gradkit.LeafTypeError)
