@@ -721,7 +721,7 @@ def test_trees_that_do_not_fit_are_refused(device: torch.device, make: Any) -> N
     refused(r"(?s)^state: .*init", params, grads, None)
     refused(r"(?s)^state: .*init", params, grads, meta.from_torch(optim.NAdam).init(params))
     refused(r"^state\['", params, grads, opt.init([p]))
-    refused(r"^lr: expected the structure", params, grads, state, lr={"a": 0.1})
+    refused(r"^lr: expected the keys of params", params, grads, state, lr={"a": 0.1})
     for value in ({"a": "fast", "b": 0.1}, {"a": 0.1, "b": [None]}):
         refused(r"lr.*params\['", params, grads, state, error=gradkit.LeafTypeError, lr=value)
     for shape in ((2, 2), (5, 3, 2), (7,)):
