@@ -63,13 +63,8 @@ def per_loss_grads(
         has gradients of shape `S + tensor.shape`, as `torch.func.jacrev` orders them.
 
     Raises:
-        DetachedLossError: No loss depends on the arguments (not noticed under torch.compile).
-        LeafTypeError: A leaf of an argument or of the losses is no tensor that has a gradient.
         OptionError: `unused`, `strategy` or `chunk_size` has no such value.
-        StructureError: `argnums` or what `fn` returned does not fit.
-        UnreachedParamError: The arguments hold nothing to differentiate; or a loss does not reach a
-            tensor, with `unused="error"`.
-        UnsupportedGraphError: torch.func cannot enter what `fn` does, or gets it silently wrong.
+        GradkitError: As in `value_and_grads`, but a loss may have any number of elements.
 
     Source:
         `torch.func.jacrev`, https://pytorch.org/docs/stable/func.api.html
@@ -84,7 +79,11 @@ def per_loss_grads(
         arguments = read_arguments(args, argnums)
 
         def run(losses: Losses, passes: Passes) -> list[list[Tensor | None]]:
-            batch = _losses_to_batch(strategy, chunk_size, losses.leaves, passes)
+            batch = jacobian.losses_to_batch(
+                strategy or _default_strategy(losses.leaves, chunk_size),
+                losses.leaves,
+                lambda _: passes.monitor.why_not_batched(),
+            )
             last = max(i for i, loss in enumerate(losses.leaves) if passes.depends(loss))
             return [
                 _jacobian(loss, passes, chunk_size, batch=batch[index], retain=index < last)
@@ -102,13 +101,10 @@ def per_loss_grads(
     return call
 
 
-def _losses_to_batch(
-    strategy: str | None, chunk_size: int | None, losses: list[Tensor], passes: Passes
-) -> list[bool]:
-    if strategy is None and all(loss.numel() == 1 for loss in losses):
-        return [False] * len(losses)  # nobody has asked for batches, so no warning
-    chosen = strategy or ("sequential" if chunk_size is None else "batched")
-    return jacobian.losses_to_batch(chosen, losses, lambda _: passes.monitor.why_not_batched())
+def _default_strategy(losses: list[Tensor], chunk_size: int | None) -> Strategy:
+    # Where there is nothing to batch nobody has asked for it, and no warning is due.
+    several = any(loss.numel() != 1 for loss in losses)
+    return "batched" if several and chunk_size is not None else "sequential"
 
 
 def _jacobian(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from gradkit._core import pytree
-from gradkit._core.losses import Losses, read_weights
 from gradkit._core.options import UNUSED, Unused, check_bool, check_option
 from gradkit._core.pytree import PyTree
 from gradkit.func._arguments import ArgNums, read_arguments
-from gradkit.func._level import Passes, differentiate
+from gradkit.func._level import differentiate, gradient_of_the_sum
 from gradkit.func._results import check_unused_can_be_known
 
 
@@ -85,26 +82,10 @@ def value_and_grads(
     def call(*args: Any, **kwargs: Any) -> Any:
         check_unused_can_be_known(unused)
         arguments = read_arguments(args, argnums)
-
-        def run(losses: Losses, passes: Passes) -> list[list[Tensor | None]]:
-            seeds = _seeds(losses, weights)
-            return [passes.grads(losses.leaves, seeds, passes.variables, retain=False)]
-
+        run = partial(gradient_of_the_sum, weights=weights)
         result = differentiate(fn, arguments, kwargs, run, has_aux=has_aux, scalar=True)
         values = pytree.unflatten(result.spec, result.values)
         grads = arguments.finish(result.grads[0], unused)
         return ((values, result.aux), grads) if has_aux else (values, grads)
 
     return call
-
-
-def _seeds(losses: Losses, weights: PyTree) -> Sequence[Tensor | None]:
-    by_loss = read_weights(weights, losses)
-    if by_loss is None:
-        return [None] * len(losses.leaves)
-    return [
-        weight.reshape(loss.shape).to(loss).clone()  # a gradient may be its cotangent itself
-        if isinstance(weight, Tensor)
-        else torch.full_like(loss, float(weight))
-        for weight, loss in zip(by_loss, losses.leaves, strict=True)
-    ]
