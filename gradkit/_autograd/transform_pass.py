@@ -32,7 +32,7 @@ def run(
 
 def run_batch(
     run_one: Callable[..., tuple[list[Tensor | None], list[Tensor]]],
-    batched: Sequence[Tensor],
+    *batched: Tensor,
     **options: Any,
 ) -> tuple[list[Tensor | None], list[Tensor]]:
     """Vmap a function that returns gradients, some of them None, and other tensors."""

@@ -25,7 +25,7 @@ _NAMES: dict[Any, str] = {
 } | {torch.autograd.grad: _BACKWARD_PASS, autograd_grad: _BACKWARD_PASS}
 _FUNCTIONAL = {functional.batch_norm, functional.instance_norm}
 # An operator called as torch.ops.aten.add, or with its overload.
-_OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
+_OPERATOR, _OVERLOAD = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
 
 
 class OpMonitor(TorchFunctionMode):
@@ -51,13 +51,13 @@ class OpMonitor(TorchFunctionMode):
     ) -> Any:
         """Run the operation, unless it has a known bug here."""
         name = _NAMES.get(func)
-        if name is None and isinstance(func, _OPERATORS):
+        if name is None and isinstance(func, (_OVERLOAD, _OPERATOR)):
             name = _name_of_operator(func)
         if name == _BACKWARD_PASS:
             self.check()
         elif name is not None:
-            functional = func in _FUNCTIONAL
-            self._note(name, OpCall(args, kwargs or {}, functional, transforms(), self._outer))
+            is_functional = func in _FUNCTIONAL
+            self._note(name, OpCall(args, kwargs or {}, is_functional, transforms(), self._outer))
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _note(self, name: str, call: OpCall) -> None:
@@ -104,7 +104,7 @@ class OpMonitor(TorchFunctionMode):
 
 def _name_of_operator(func: Any) -> str | None:
     """Return the name of a buggy operator that was called as torch.ops.aten.name."""
-    packet = getattr(func, "overloadpacket", func)
+    packet = func.overloadpacket if isinstance(func, _OVERLOAD) else func
     name = ALIASES.get(packet.__name__, packet.__name__)
     return name if name in KNOWN_BUGS else None
 

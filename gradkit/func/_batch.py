@@ -69,7 +69,7 @@ class Batch:
         vmap = partial(transform_pass.run_batch, fn, in_dims=self.dims, randomness=randomness)
         traced = transforms() or torch.compiler.is_compiling()
         if chunk_size is None or chunk_size >= self.size or traced:
-            return vmap(tensors, chunk_size=chunk_size)
+            return vmap(*tensors, chunk_size=chunk_size)
         # One chunk is in memory beside the results. torch's own chunks are joined at the end, which
         # takes the memory of the results twice, and draw other numbers for each chunk on CUDA where
         # they are to be the same.
@@ -82,7 +82,7 @@ class Batch:
                 rng.restore(rng_states)
             pairs = zip(tensors, self.dims, strict=True)
             chunk = [tensor.narrow(dim, start, count) for tensor, dim in pairs]
-            grads, aux = vmap(chunk)
+            grads, aux = vmap(*chunk)
             if not results:
                 results = [
                     None if grad is None else empty_for(variable, grad.dtype, (self.size,))

@@ -79,7 +79,7 @@ def hvp(
 
     def grads_at(*tensors: Tensor) -> tuple[Tensor, ...]:
         here = arguments.at(arguments.with_variables(tensors))
-        result = differentiate(fn, here, {}, gradient_of_the_sum, has_aux=False, scalar=True)
+        result = differentiate(fn, here, {}, gradient_of_the_sum, has_aux=False)
         pairs = zip(result.grads[0], here.variables, strict=True)
         return tuple(torch.zeros_like(x) if grad is None else grad for grad, x in pairs)
 

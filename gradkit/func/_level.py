@@ -27,6 +27,7 @@ from gradkit.func._arguments import Arguments
 from gradkit.func._results import cast_to, copied, split_aux, tensors_of
 
 R = TypeVar("R")
+_MAKE_FUNCTIONAL = "call, params, buffers = gradkit.func.make_functional(module)"
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Passes:
         def run_one(seed: Tensor) -> tuple[list[Tensor | None], list[Tensor]]:
             return self.grads([output], [seed], variables, retain=True), []
 
-        return transform_pass.run_batch(run_one, [seeds])[0]
+        return transform_pass.run_batch(run_one, seeds)[0]
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,12 @@ def differentiate(
     run: Callable[[Losses, Passes], Sequence[Sequence[Tensor | None]]],
     *,
     has_aux: bool,
-    scalar: bool,
-    monitor: OpMonitor | None = None,
+    scalar: bool = True,
+    per_sample: bool = False,
 ) -> LevelResult:
     """Call a function in a new level, and `run` passes from its losses; without the outer graph."""
     differentiable = differentiated()
-    op_monitor = OpMonitor() if monitor is None else monitor
+    monitor = OpMonitor(per_sample=per_sample)
     outside: list[Any] = []
 
     def inside(*tensors: Tensor) -> tuple[Tensor, Any]:
@@ -103,14 +104,14 @@ def differentiate(
             if tensor.dtype != dtype:
                 tensor.grad_dtype = dtype  # not of the result alone: of the sum over the uses [B1]
         level = None if torch.compiler.is_compiling() else current_level()
-        with op_monitor:
+        with monitor:
             returned = fn(*arguments.with_variables(tensors), **kwargs)
             tree, aux = split_aux(returned) if has_aux else (returned, None)
         losses = read_losses(tree, scalar=scalar, returned=True, may_be_aux=not has_aux)
-        passes = Passes(list(tensors), level, differentiable, op_monitor)
+        passes = Passes(list(tensors), level, differentiable, monitor)
         if not any(map(passes.depends, losses.leaves)):
             raise DetachedLossError(_independent(losses))
-        op_monitor.check()
+        monitor.check()
         grads, put_grads_back = tensors_of([list(part) for part in run(losses, passes)])
         tensors_of_aux, put_aux_back = tensors_of(aux)
         outside.extend((losses.spec, put_grads_back, put_aux_back))
@@ -155,10 +156,7 @@ def _independent(losses: Losses) -> str:
         "one that does not depend on them: fn uses a module, or tensors, from outside, or cuts "
         "the path (detach(), .data, .item(), no_grad)"
     )
-    fix = (
-        "compute it from fn's own arguments: call, params, buffers = "
-        "gradkit.func.make_functional(module)"
-    )
+    fix = f"compute it from fn's own arguments: {_MAKE_FUNCTIONAL}"
     return message(losses.first_paths(), expected, got, fix)
 
 
@@ -177,6 +175,7 @@ def named_errors(run: Callable[[], R]) -> R:
 
 
 _DIFFERENTIABLE = "what torch.func can differentiate"
+_EAGERLY = "compute the losses eagerly: gradkit.value_and_grads(losses, params)"
 _AUTOGRAD_CALL = (
     _DIFFERENTIABLE,
     "a call of backward(), retain_grad() or requires_grad_(), or of torch.autograd.functional",
@@ -192,21 +191,19 @@ _KNOWN = {
     "saved tensor hooks": (
         _DIFFERENTIABLE,
         "saved-tensor hooks: a checkpoint, or save_on_cpu",
-        "leave them out, or compute the losses eagerly: gradkit.value_and_grads(losses, params)",
+        f"leave them out, or {_EAGERLY}",
     ),
     "backward() called inside a functorch transform": _AUTOGRAD_CALL,
     "inside of a function being transformed by a functorch transform": _AUTOGRAD_CALL,
     "would mutate a captured Tensor": (
         _DIFFERENTIABLE,
         "an in-place operation on a tensor from outside: batch norm in train mode, say",
-        "call, params, buffers = gradkit.func.make_functional(module), and return the new buffers "
-        "as aux",
+        f"{_MAKE_FUNCTIONAL}, and return the new buffers as aux",
     ),
     "setup_context": (
         _DIFFERENTIABLE,
         "an autograd.Function whose forward takes ctx, or a full backward hook of a module",
-        "give the Function a setup_context staticmethod; or compute the losses eagerly: "
-        "gradkit.value_and_grads(losses, params)",
+        f"give the Function a setup_context staticmethod; or {_EAGERLY}",
     ),
     "randomness error mode": (
         'no random operation, with randomness="error"',

@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from gradkit._checks.op_monitor import OpMonitor
 from gradkit._compat.transforms import detached
 from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.options import UNUSED, Unused, check_bool, check_chunk_size, check_option
@@ -87,9 +86,9 @@ def per_sample_grads(
 
         def of_sample(*tensors: Tensor) -> tuple[list[Tensor | None], list[Tensor]]:
             sample = arguments.at(batch.with_tensors(tensors))
-            monitor = OpMonitor(per_sample=True)
-            run, options = gradient_of_the_sum, {"has_aux": has_aux, "scalar": True}
-            result = differentiate(fn, sample, kwargs, run, monitor=monitor, **options)
+            result = differentiate(
+                fn, sample, kwargs, gradient_of_the_sum, has_aux=has_aux, per_sample=True
+            )
             tensors_of_aux, put_back = tensors_of(result.aux)
             constants[:] = [put_back]
             return result.grads[0], tensors_of_aux
