@@ -14,8 +14,7 @@ from torch.autograd.graph import GradientEdge
 from gradkit._autograd.observers import observing
 from gradkit._compat.autograd import current_pass
 from gradkit._compat.dynamo import disable_compile
-from gradkit._compat.functorch import is_transform_tensor
-from gradkit._compat.transforms import transforms
+from gradkit._compat.transforms import is_transform_tensor, transforms
 from gradkit._core import graph, hooks, pytree
 from gradkit._core.leaf import plus
 from gradkit._core.ownership import copy_for

@@ -58,45 +58,55 @@ class Passes(Protocol):
 
 
 class JacobianBuffer:
-    """Gathers the gradients of a loss, element by element, without a second copy of them all."""
+    """The gradients of a loss, element by element, without a second copy of them all."""
 
-    def __init__(self, loss: Tensor, variables: list[Tensor], *, in_place: bool) -> None:
-        self._shape = tuple(loss.shape)
-        self._total = loss.numel()
-        self._variables = variables
-        self._in_place = in_place
-        # For each variable: its gradients, a view of them by rows, and where the next row goes.
+    def __init__(self, passes: Passes, loss: Tensor, variables: list[Tensor]) -> None:
+        self._passes, self._loss, self._variables = passes, loss, variables
+        # For each variable: the result, a view of it by elements, and where the next one goes; or
+        # the parts to join, of gradients that cannot be copied into a buffer.
         self._buffers: list[Tensor | None] = [None] * len(variables)
-        self._by_row: list[Tensor | None] = [None] * len(variables)
+        self._by_element: list[Tensor | None] = [None] * len(variables)
         self._filled = [0] * len(variables)
         self._parts: list[list[tuple[int, Tensor]]] = [[] for _ in variables]
 
-    def put(self, start: int, stop: int, grads: Sequence[Tensor | None]) -> None:
-        """Store the stacked gradients of the elements from `start` to `stop`."""
+    def run_one(self, element: int, *, retain: bool) -> None:
+        """Run the pass of one element."""
+        seed = one_hot(self._loss, element, element + 1)[0]
+        grads = self._passes.grads([self._loss], [seed], self._variables, retain=retain)
+        self._put(element, element + 1, [None if g is None else g.unsqueeze(0) for g in grads])
+
+    def run_batch(self, start: int, stop: int) -> None:
+        """Run the vmapped pass of the elements from `start` to `stop`, and keep the graph."""
+        seeds = one_hot(self._loss, start, stop)
+        self._put(start, stop, self._passes.batched_grads(self._loss, seeds, self._variables))
+
+    def _put(self, start: int, stop: int, grads: Sequence[Tensor | None]) -> None:
+        in_place = not self._passes.create_graph
         for index, grad in enumerate(grads):
             if grad is None:
-                continue  # a structural zero, or a row that a custom Function left out
-            if self._in_place and _is_plain(grad) and _is_plain(self._variables[index]):
-                self._rows(index, grad, start)[start:stop].copy_(grad)
+                continue  # a structural zero, or an element that a custom Function left out
+            if in_place and _is_plain(grad) and _is_plain(self._variables[index]):
+                elements = self._elements(index, grad.dtype)
+                elements[self._filled[index] : start].zero_()  # those left out
+                elements[start:stop].copy_(grad)
                 self._filled[index] = stop
             else:
                 self._parts[index].append((start, grad))
 
-    def _rows(self, index: int, grad: Tensor, start: int) -> Tensor:
-        rows = self._by_row[index]
-        if rows is None:
+    def _elements(self, index: int, dtype: torch.dtype) -> Tensor:
+        elements = self._by_element[index]
+        if elements is None:
             variable = self._variables[index]
-            buffer = empty_for(variable, grad.dtype, self._shape)
-            rows = buffer.view(self._total, *variable.shape)
-            self._buffers[index], self._by_row[index] = buffer, rows
-        rows[self._filled[index] : start].zero_()  # rows that were left out
-        return rows
+            buffer = empty_for(variable, dtype, tuple(self._loss.shape))
+            elements = buffer.view(self._loss.numel(), *variable.shape)
+            self._buffers[index], self._by_element[index] = buffer, elements
+        return elements
 
     def result(self) -> list[Tensor | None]:
         """Return for each variable a tensor of shape `loss.shape + variable.shape`, or None."""
-        for rows, filled in zip(self._by_row, self._filled, strict=True):
-            if rows is not None:
-                rows[filled:].zero_()
+        for elements, filled in zip(self._by_element, self._filled, strict=True):
+            if elements is not None:
+                elements[filled:].zero_()
         return [
             self._joined(parts) if parts else buffer
             for parts, buffer in zip(self._parts, self._buffers, strict=True)
@@ -106,18 +116,15 @@ class JacobianBuffer:
         first = parts[0][1]
         tensors: list[Tensor] = []
         filled = 0
-        for start, part in parts:
-            tensors += _zero_rows(first, start - filled)
-            tensors.append(part)
-            filled = start + part.shape[0]
-        joined = torch.cat([*tensors, *_zero_rows(first, self._total - filled)])
-        if len(self._shape) == 1:
-            return joined
-        return joined.reshape(*self._shape, *first.shape[1:])
-
-
-def _zero_rows(like: Tensor, count: int) -> list[Tensor]:
-    return [torch.zeros_like(like.narrow(0, 0, 1))] * count if count else []
+        for start, part in [*parts, (self._loss.numel(), None)]:
+            if start > filled:  # those left out
+                tensors += [torch.zeros_like(first.narrow(0, 0, 1))] * (start - filled)
+            if part is not None:
+                tensors.append(part)
+                filled = start + part.shape[0]
+        joined = torch.cat(tensors)
+        shape = self._loss.shape
+        return joined if len(shape) == 1 else joined.reshape(*shape, *first.shape[1:])
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -132,10 +139,9 @@ def sequential(
         return passes.grads([loss], [None], variables, retain=retain)
     if loss.numel() == 0:
         return _empty(loss, variables)
-    buffer = JacobianBuffer(loss, variables, in_place=not passes.create_graph)
-    for row in range(loss.numel()):
-        keep = retain or row + 1 < loss.numel()
-        _put_row(buffer, passes, loss, variables, row, retain=keep)
+    buffer = JacobianBuffer(passes, loss, variables)
+    for element in range(loss.numel()):
+        buffer.run_one(element, retain=retain or element + 1 < loss.numel())
     return buffer.result()
 
 
@@ -148,45 +154,24 @@ def _empty(loss: Tensor, variables: list[Tensor]) -> list[Tensor | None]:
 
 
 def batched(
-    passes: Passes,
-    loss: Tensor,
-    variables: list[Tensor],
-    *,
-    retain: bool,
-    chunk_size: int | None,
+    passes: Passes, loss: Tensor, variables: list[Tensor], *, retain: bool, chunk_size: int | None
 ) -> list[Tensor | None]:
     """Return what `sequential` does, to rounding, in vmapped passes."""
-    buffer = JacobianBuffer(loss, variables, in_place=not passes.create_graph)
+    buffer = JacobianBuffer(passes, loss, variables)
     # Vmapped passes keep the graph, so that `sequential` can follow a failure: the last element
     # has its own pass if the graph is to be freed.
     last = loss.numel() if retain else loss.numel() - 1
     try:
         for start in range(0, last, chunk_size or last):
-            stop = min(start + (chunk_size or last), last)
-            seeds = one_hot(loss, start, stop)
-            buffer.put(start, stop, passes.batched_grads(loss, seeds, variables))
+            buffer.run_batch(start, min(start + (chunk_size or last), last))
     except RuntimeError as error:
         if torch.compiler.is_compiling() or isinstance(error, GradkitError):
             raise
         _warn(f"the batched pass failed ({type(error).__name__}: {error})")
         return sequential(passes, loss, variables, retain=retain)
     if not retain:
-        _put_row(buffer, passes, loss, variables, last, retain=False)
+        buffer.run_one(last, retain=False)
     return buffer.result()
-
-
-def _put_row(
-    buffer: JacobianBuffer,
-    passes: Passes,
-    loss: Tensor,
-    variables: list[Tensor],
-    row: int,
-    *,
-    retain: bool,
-) -> None:
-    seed = one_hot(loss, row, row + 1)[0]
-    grads = passes.grads([loss], [seed], variables, retain=retain)
-    buffer.put(row, row + 1, [None if grad is None else grad.unsqueeze(0) for grad in grads])
 
 
 def one_hot(loss: Tensor, start: int, stop: int) -> Tensor:

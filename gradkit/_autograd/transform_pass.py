@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
-from gradkit._compat import functorch
+from gradkit._autograd.inner_pass import inner_grads
+from gradkit._compat.transforms import autograd_grad, compiled_autograd_disabled
 
 
 def run(
@@ -20,38 +22,27 @@ def run(
     create: bool,
 ) -> list[Tensor | None]:
     """Return each variable's gradient, or None if unreached (zeros while torch.compile traces)."""
+    cotangents = [seed for seed in seeds if seed is not None] or None  # all of them, or none
+    options = {"retain_graph": retain, "create_graph": create}
     if torch.compiler.is_compiling():
-        cotangents = [seed for seed in seeds if seed is not None]  # all of them, or none
-        return list(
-            functorch.autograd_grad(
-                outputs, variables, cotangents or None, retain_graph=retain, create_graph=create
-            )
-        )
-    if not outputs:
-        return [None] * len(variables)
-    with functorch.compiled_autograd_disabled():
-        return list(
-            torch.autograd.grad(
-                outputs,
-                variables,
-                seeds,
-                retain_graph=retain,
-                create_graph=create,
-                allow_unused=True,
-            )
-        )
+        return list(autograd_grad(outputs, variables, cotangents, **options))
+    with compiled_autograd_disabled():
+        return inner_grads(outputs, variables, cotangents, **options)
 
 
 def run_batch(
-    run_one: Callable[[Tensor], list[Tensor | None]], seeds: Tensor
-) -> list[Tensor | None]:
-    """Return stacked gradients from one vmapped pass over a batch of cotangents."""
+    run_one: Callable[..., tuple[list[Tensor | None], list[Tensor]]],
+    *batched: Tensor,
+    **options: Any,
+) -> tuple[list[Tensor | None], list[Tensor]]:
+    """Vmap a function that returns gradients, some of them None, and other tensors."""
     reached: list[bool] = []
 
-    def present(seed: Tensor) -> list[Tensor]:
-        grads = run_one(seed)
+    def present(*tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        grads, others = run_one(*tensors)
         reached[:] = [grad is not None for grad in grads]
-        return [grad for grad in grads if grad is not None]  # vmap returns tensors only
+        return [grad for grad in grads if grad is not None], others  # vmap returns tensors only
 
-    stacked = iter(vmap(present)(seeds))
-    return [next(stacked) if there else None for there in reached]
+    grads, others = vmap(present, **options)(*batched)
+    stacked = iter(grads)
+    return [next(stacked) if there else None for there in reached], list(others)

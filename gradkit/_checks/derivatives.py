@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, Function, once_differentiable
 
-from gradkit._compat.functorch import is_differentiated_tensor
+from gradkit._compat.transforms import is_differentiated_tensor
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
 from gradkit.errors import UnsupportedGraphError, message

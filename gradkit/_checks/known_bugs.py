@@ -7,57 +7,29 @@ has mended one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from gradkit._compat.transforms import BATCH, DERIVATIVES
+from gradkit._compat.transforms import BATCH, DERIVATIVES, FORWARD
 
 Stack: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class OpCall:
-    """A call of an operation, and the transforms around it.
-
-    Attributes:
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        functional: It is the function of torch.nn.functional, whose arguments have another order.
-        stack: The transforms around it, from the outermost.
-        outer: Those of them around the monitor.
-    """
+    """A call of an operation, and the transforms around it."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    functional: bool
-    stack: Stack
-    outer: Stack
+    functional: bool  # of torch.nn.functional, whose arguments have another order
+    stack: Stack  # the transforms around it, from the outermost
+    outer: Stack  # those of them around the monitor
 
     def argument(self, position: int, name: str) -> Any:
         """Return an argument, None if it was left out."""
         return self.args[position] if len(self.args) > position else self.kwargs.get(name)
-
-    def batched(self) -> bool:
-        """Return whether it runs in a vmap."""
-        return BATCH in self.stack
-
-    def batched_and_differentiated(self) -> bool:
-        """Return whether it runs in a vmap that is differentiated."""
-        return differentiated_around(self.stack, BATCH)
-
-    def forward(self) -> bool:
-        """Return whether a forward-mode derivative is taken of it."""
-        return "Jvp" in self.stack
-
-    def forward_and_differentiated(self) -> bool:
-        """Return whether a forward-mode derivative is taken, and differentiated."""
-        return differentiated_around(self.stack, "Jvp")
-
-    def third(self) -> bool:
-        """Return whether a third derivative is taken of it."""
-        return sum(kind in DERIVATIVES for kind in self.stack) > 2
 
     def differentiated_outside(self) -> bool:
         """Return whether a batched backward pass through the monitored function is possible."""
@@ -75,51 +47,35 @@ Condition: TypeAlias = Callable[[OpCall], bool]
 
 @dataclass(frozen=True)
 class KnownBug:
-    """What torch gets wrong about an operation.
-
-    Attributes:
-        what: What is wrong, for the error.
-        fix: What to write in its place.
-        wrong_now: Whether the call is wrong already, or will be with the transforms around it.
-        wrong_batched: A batched backward pass through it is wrong.
-        wrong_derivative: Whether the derivative of a batched backward pass through it is wrong.
-        concerns: Which calls of the operation have the bug.
-    """
+    """What torch gets wrong about an operation."""
 
     what: str
-    fix: str
-    wrong_now: Condition
-    wrong_batched: bool = False
-    wrong_derivative: Condition = lambda call: False
-    concerns: Condition = lambda call: True
+    fix: str  # what to write in its place
+    wrong_now: Condition  # the call is wrong, or will be with the transforms around it
+    wrong_batched: bool = False  # a batched backward pass through it is wrong
+    wrong_derivative: Condition = lambda call: False  # so is the derivative of such a pass
+    concerns: Condition = lambda call: True  # which calls of the operation have the bug
 
 
-def _is_weighted(call: OpCall) -> bool:
-    return call.argument(3 if call.functional else 1, "weight") is not None
-
-
-def _is_training(call: OpCall) -> bool:
-    return bool(call.argument(5, "training"))
-
-
-def _norm_is_wrong(call: OpCall) -> bool:
-    return call.forward_and_differentiated() or call.third()
-
-
-_NORM = (
+_NORM = KnownBug(
     "a derivative of a batched gradient, grad(vmap(grad(f))), or a third derivative, or one of a "
-    "jvp, is silently wrong"
+    "jvp, is silently wrong",
+    "take every derivative inside of the vmap, two at most; or use group_norm or rms_norm",
+    lambda call: (
+        differentiated_around(call.stack, FORWARD)
+        or sum(kind in DERIVATIVES for kind in call.stack) > 2
+    ),
+    wrong_derivative=lambda call: call.argument(3 if call.functional else 1, "weight") is not None,
 )
-_NORM_FIX = "take every derivative inside of the vmap, two at most; or use group_norm or rms_norm"
 _DETERMINANT = KnownBug(
     "the derivative of its jvp is silently wrong",
     "take the jvp of the gradient: hvp(f, primals, tangents)",
-    OpCall.forward_and_differentiated,
+    lambda call: differentiated_around(call.stack, FORWARD),
 )
 _FORWARD = KnownBug(
     "its forward-mode derivative is silently wrong",
     'hvp(..., mode="reverse-over-reverse"), and grad or jacrev in place of jvp or jacfwd',
-    OpCall.forward,
+    lambda call: FORWARD in call.stack,
 )
 KNOWN_BUGS: dict[str, KnownBug] = {
     "cdist": KnownBug(
@@ -132,8 +88,8 @@ KNOWN_BUGS: dict[str, KnownBug] = {
         "its derivative is silently wrong",
         "index_put, or torch.where",
         lambda call: (
-            call.batched()
-            or call.forward()
+            BATCH in call.stack
+            or FORWARD in call.stack
             or call.differentiated_outside()
             or call.argument(0, "input").requires_grad
             or call.argument(1, "src").requires_grad
@@ -142,7 +98,7 @@ KNOWN_BUGS: dict[str, KnownBug] = {
     "roll": KnownBug(
         "vmap gets it silently wrong for a tensor without dimensions",
         "leave it out: it moves nothing there",
-        OpCall.batched,
+        lambda call: BATCH in call.stack,
         wrong_batched=True,
         concerns=lambda call: call.argument(0, "input").dim() == 0,
     ),
@@ -156,40 +112,26 @@ KNOWN_BUGS: dict[str, KnownBug] = {
     "index_fill": KnownBug(
         "vmap gets it silently wrong for a value that is a tensor",
         "torch.where, or index_put",
-        OpCall.batched,
+        lambda call: BATCH in call.stack,
         wrong_batched=True,
         concerns=lambda call: isinstance(call.argument(3, "value"), Tensor),
     ),
     "select_scatter": KnownBug(
         "the derivative of its batching rule is silently wrong",
         "torch.where, or index_put; or take the gradient inside the vmap",
-        OpCall.batched_and_differentiated,
+        lambda call: differentiated_around(call.stack, BATCH),
     ),
     "det": _DETERMINANT,
     "slogdet": _DETERMINANT,
     "logdet": _DETERMINANT,
     "cholesky_inverse": _FORWARD,
     "triangular_solve": _FORWARD,
-    "scatter_reduce": KnownBug(
-        _FORWARD.what,
-        _FORWARD.fix,
-        _FORWARD.wrong_now,
-        concerns=lambda call: call.argument(4, "reduce") == "prod",
+    "scatter_reduce": replace(_FORWARD, concerns=lambda call: call.argument(4, "reduce") == "prod"),
+    "layer_norm": replace(
+        _NORM, wrong_derivative=lambda call: call.argument(2, "weight") is not None
     ),
-    "layer_norm": KnownBug(
-        _NORM,
-        _NORM_FIX,
-        _norm_is_wrong,
-        wrong_derivative=lambda call: call.argument(2, "weight") is not None,
-    ),
-    "batch_norm": KnownBug(
-        _NORM,
-        _NORM_FIX,
-        _norm_is_wrong,
-        wrong_derivative=_is_weighted,
-        concerns=_is_training,
-    ),
-    "instance_norm": KnownBug(_NORM, _NORM_FIX, _norm_is_wrong, wrong_derivative=_is_weighted),
+    "batch_norm": replace(_NORM, concerns=lambda call: bool(call.argument(5, "training"))),
+    "instance_norm": _NORM,
 }
 # The same under other names, and torch's operators beneath them.
 ALIASES = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,8 +11,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from gradkit._checks.known_bugs import ALIASES, KNOWN_BUGS, OpCall, differentiated_around
-from gradkit._compat.functorch import autograd_grad
-from gradkit._compat.transforms import BATCH, DERIVATIVES, transforms
+from gradkit._compat.transforms import BATCH, DERIVATIVES, autograd_grad, transforms
 from gradkit.errors import UnsupportedGraphError, message
 
 __all__ = ["KNOWN_BUGS", "OpMonitor"]
@@ -51,35 +50,28 @@ class OpMonitor(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation, unless it has a known bug here."""
-        if func in _NAMES or isinstance(func, (_OVERLOAD, _OPERATOR)):
-            self._note(func, args, kwargs or {})
-        return func(*args, **kwargs) if kwargs else func(*args)
-
-    def _note(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        name = _NAMES.get(func) or _name_of_operator(func)
+        name = _NAMES.get(func)
+        if name is None and isinstance(func, (_OVERLOAD, _OPERATOR)):
+            name = _name_of_operator(func)
         if name == _BACKWARD_PASS:
             self.check()
         elif name is not None:
-            self._check_call(
-                name, OpCall(args, kwargs, func in _FUNCTIONAL, transforms(), self._outer)
-            )
+            is_functional = func in _FUNCTIONAL
+            self._note(name, OpCall(args, kwargs or {}, is_functional, transforms(), self._outer))
+        return func(*args, **kwargs) if kwargs else func(*args)
 
-    def _check_call(self, name: str, call: OpCall) -> None:
+    def _note(self, name: str, call: OpCall) -> None:
         bug = KNOWN_BUGS[name]
         if not bug.concerns(call):
             return
         if name == "batch_norm" and self._per_sample:
-            raise UnsupportedGraphError(
-                message(
-                    "per_sample_grads",
-                    "a function of one sample at a time",
-                    "batch_norm in train mode, which mixes the samples of a batch, so that no "
-                    "sample has a separate gradient",
-                    "module.eval(), or a GroupNorm in its place",
-                )
+            got = (
+                "batch_norm in train mode, which mixes the samples of a batch, so that no "
+                "sample has a separate gradient"
             )
+            expected = "a function of one sample at a time"
+            fix = "module.eval(), or a GroupNorm in its place"
+            raise UnsupportedGraphError(message("per_sample_grads", expected, got, fix))
         if bug.wrong_now(call):
             _raise(name)
         if bug.wrong_batched:
@@ -102,29 +94,22 @@ class OpMonitor(TorchFunctionMode):
             wrong += self._wrong_derivative
         if wrong:
             return f"torch gets it silently wrong for {', '.join(dict.fromkeys(wrong))}"
-        if BATCH in self._outer:
-            return (
-                "in a vmap around the call it would be a batch of batches, for which some rules "
-                "of torch are silently wrong"
-            )
-        return None
+        if BATCH not in self._outer:
+            return None
+        return (
+            "in a vmap around the call it would be a batch of batches, for which some rules of "
+            "torch are silently wrong"
+        )
 
 
 def _name_of_operator(func: Any) -> str | None:
-    """Return the name of an operator that was called as torch.ops.aten.name."""
+    """Return the name of a buggy operator that was called as torch.ops.aten.name."""
     packet = func.overloadpacket if isinstance(func, _OVERLOAD) else func
-    name = packet.__name__
-    name = ALIASES.get(name, name)
+    name = ALIASES.get(packet.__name__, packet.__name__)
     return name if name in KNOWN_BUGS else None
 
 
 def _raise(name: str) -> NoReturn:
     bug = KNOWN_BUGS[name]
-    raise UnsupportedGraphError(
-        message(
-            f"torch.{name}",
-            "an operation whose derivative torch.func gets right here",
-            f"{name}: {bug.what}",
-            bug.fix,
-        )
-    )
+    expected = "an operation whose derivative torch.func gets right here"
+    raise UnsupportedGraphError(message(f"torch.{name}", expected, f"{name}: {bug.what}", bug.fix))

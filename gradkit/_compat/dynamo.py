@@ -23,21 +23,11 @@ def disable_compile(function: F) -> F:
 
     torch.compile would take apart its frames one by one, in seconds and for nothing. What
     `torch.compiler.disable` does, but it would import the compiler, and cost each call a wrapper.
-
-    Args:
-        function: A function that reads or runs the autograd graph.
-
-    Returns:
-        The same function.
     """
     marked: Any = function
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = _REASON
-    _dynamo.set_code_exec_strategy(_code(function), _LEAVE)
-    return function
-
-
-def _code(function: Any) -> CodeType:
-    """Return the code of a function, or of the generator inside a context manager."""
+    # Of a context manager, the code of the generator inside.
     code: CodeType = getattr(function, "__wrapped__", function).__code__
-    return code
+    _dynamo.set_code_exec_strategy(code, _LEAVE)
+    return function

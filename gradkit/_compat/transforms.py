@@ -1,16 +1,27 @@
-"""Which transforms of torch.func are around a call."""
+"""torch.func's transforms: which are around a call, and what they wrap. Run on torch 2.13."""
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
+from torch._functorch.eager_transforms import _autograd_grad
 from torch.autograd import forward_ad
 
-_read = torch._C._functorch.get_interpreter_stack
+_functorch = torch._C._functorch
+_read = _functorch.get_interpreter_stack
 
 # The transforms whose value is a derivative.
 DERIVATIVES = frozenset({"Grad", "Jvp"})
-BATCH = "Vmap"
+BATCH, FORWARD = "Vmap", "Jvp"
+
+# What torch.func's own grad and vjp call; torch.compile traces it as one operation, where it does
+# not trace torch.autograd.grad. Zeros for what is not reached.
+autograd_grad = _autograd_grad
 
 
 def transforms() -> tuple[str, ...]:
@@ -48,3 +59,41 @@ def is_dual(tensor: Tensor) -> bool:
     if forward_ad._current_level < 0:
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def level_of(tensor: Tensor) -> int:
+    """Return the transform level that a tensor belongs to, -1 for none."""
+    return _functorch.maybe_get_level(tensor)
+
+
+def current_level() -> int | None:
+    """Return the number of the innermost transform level."""
+    return _functorch.maybe_current_level()
+
+
+def is_transform_tensor(tensor: Tensor) -> bool:
+    """Return whether a transform has wrapped this tensor."""
+    return _functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_differentiated_tensor(tensor: Tensor) -> bool:
+    """Return whether grad, vjp or jvp has wrapped this tensor."""
+    return _functorch.is_gradtrackingtensor(tensor)
+
+
+def compiled_autograd_disabled() -> AbstractContextManager[Any]:
+    """Leave compiled autograd, which cannot run inside a transform."""
+    # Looked up, not imported: a process that has not imported it has not enabled it.
+    module: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return nullcontext() if module is None else module._disable()
+
+
+def default_unpack_hook() -> object:
+    """Return the unpack hook that saved tensors get at present, if any."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks[1] if hooks else None
+
+
+def checkpoint_frame() -> type:
+    """Return the class of a checkpoint that waits to recompute."""
+    return torch.utils.checkpoint._CheckpointFrame

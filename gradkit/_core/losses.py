@@ -26,16 +26,12 @@ from gradkit.errors import (
 
 # The error, what was expected, and what to do.
 Defect: TypeAlias = tuple[type[GradkitError], str, str]
+_LOSSES_FIRST = "the arguments are (losses, params), in this order: pass the loss first"
 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """The losses of a call.
-
-    Attributes:
-        leaves: The tensors, in the order of the tree.
-        spec: The structure.
-    """
+    """The losses of a call: the tensors, in the order of the tree, and its structure."""
 
     leaves: list[Tensor]
     spec: Structure
@@ -43,6 +39,10 @@ class Losses:
     def path(self, index: int) -> str:
         """Return the path of a loss: `losses['aux']`."""
         return pytree.path(self.spec, index, "losses")
+
+    def first_paths(self) -> str:
+        """Return the paths of the first three losses, for an error that concerns all of them."""
+        return ", ".join(map(self.path, range(min(len(self.leaves), 3))))
 
 
 def read_losses(
@@ -53,11 +53,14 @@ def read_losses(
     if set(map(type, leaves)) - PLAIN_TYPES:
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, nn.Module | Optimizer):
-                raise LeafTypeError(_swapped(leaf, pytree.path(spec, index, "losses"), returned))
+                fix = "return the loss, computed with it" if returned else _LOSSES_FIRST
+                where, got = pytree.path(spec, index, "losses"), f"a {type(leaf).__name__}"
+                raise LeafTypeError(message(where, "a tensor", got, fix))
         leaves, spec = expand_params(tree, "losses")
     losses = Losses(leaves, spec)
     if not leaves:
-        got = "an iterator with nothing left in it" if _is_iterator(tree) else "an empty tree"
+        is_iterator = hasattr(tree, "__next__")
+        got = "an iterator with nothing left in it" if is_iterator else "an empty tree"
         raise StructureError(message("losses", "at least one tensor", got, "pass a loss"))
     for index, loss in enumerate(leaves):
         defect = _defect(loss, scalar, returned)
@@ -67,17 +70,6 @@ def read_losses(
                 fix += "; if this is aux, pass has_aux=True"
             raise error(message(losses.path(index), expected, describe(loss), fix))
     return losses
-
-
-def _is_iterator(tree: object) -> bool:
-    return hasattr(tree, "__next__")
-
-
-def _swapped(leaf: object, where: str, returned: bool) -> str:
-    fix = "return the loss, computed with it"
-    if not returned:
-        fix = "the arguments are (losses, params), in this order: pass the loss first"
-    return message(where, "a tensor", f"a {type(leaf).__name__}", fix)
 
 
 def _defect(loss: Any, scalar: bool, returned: bool) -> Defect | None:
@@ -94,8 +86,7 @@ def _defect(loss: Any, scalar: bool, returned: bool) -> Defect | None:
             "loss.sum() or loss.mean(); or gradkit.per_loss_grads(losses, params) for the gradient "
             "of each element"
         )
-        if isinstance(loss, nn.Parameter):
-            fix = "the arguments are (losses, params), in this order: pass the loss first"
+        fix = _LOSSES_FIRST if isinstance(loss, nn.Parameter) else fix
         return NotScalarLossError, "a loss of exactly one element", fix
     return None
 
@@ -103,42 +94,39 @@ def _defect(loss: Any, scalar: bool, returned: bool) -> Defect | None:
 def _advice_for_no_tensor(loss: object, returned: bool) -> str:
     if isinstance(loss, Real):
         return "pass the tensor itself, before .item() or float()"
-    if callable(loss):
-        if returned:
-            return "call it, and return the loss"
-        return "call it, and pass the loss; or gradkit.func.value_and_grads(fn)(params)"
-    return "pass the tensor"
+    if not callable(loss):
+        return "pass the tensor"
+    if returned:
+        return "call it, and return the loss"
+    return "call it, and pass the loss; or gradkit.func.value_and_grads(fn)(params)"
 
 
 def require_graph(losses: Losses, outputs: Sequence[Tensor]) -> list[int]:
     """Return the indices of the outputs, one for each loss, that carry a graph; raise if none."""
     differentiable = [index for index, output in enumerate(outputs) if output.requires_grad]
     if not differentiable:
-        raise DetachedLossError(
-            message(
-                ", ".join(map(losses.path, range(min(len(outputs), 3)))),
-                "a loss that carries a graph",
-                "only constants: made under no_grad or inference_mode, detached, or from inputs "
-                "none of which requires grad",
-                "compute the loss from the parameters with gradients enabled; gradkit returns "
-                "detached values: pass the loss itself, or get them with create_graph=True",
-            )
+        got = (
+            "only constants: made under no_grad or inference_mode, detached, or from inputs "
+            "none of which requires grad"
         )
+        fix = (
+            "compute the loss from the parameters with gradients enabled; gradkit returns "
+            "detached values: pass the loss itself, or get them with create_graph=True"
+        )
+        where = losses.first_paths()
+        raise DetachedLossError(message(where, "a loss that carries a graph", got, fix))
     return differentiable
 
 
 def params_of_each_loss(losses: Losses, params: PyTree) -> list[PyTree]:
     """Return the part of `params` that stands in the place of each loss."""
     if isinstance(params, nn.Module) and losses.spec.type is not None:
-        raise StructureError(
-            message(
-                "params",
-                "a tree with the structure of losses",
-                f"one module, a {type(params).__name__}",
-                "list(params) for a list of losses; or a dict of the modules, with the keys of the "
-                'losses: {"G": generator, "D": discriminator}',
-            )
+        got = f"one module, a {type(params).__name__}"
+        fix = (
+            "list(params) for a list of losses; or a dict of the modules, with the keys of the "
+            'losses: {"G": generator, "D": discriminator}'
         )
+        raise StructureError(message("params", "a tree with the structure of losses", got, fix))
     return pytree.flatten_up_to(losses.spec, "losses", params, "params")
 
 
@@ -149,25 +137,15 @@ def read_weights(weights: PyTree, losses: Losses) -> list[float | Tensor] | None
     tree = pytree.unflatten(losses.spec, losses.leaves)
     by_loss = pytree.broadcast_prefix(weights, "weights", tree, "losses")
     for index, weight in enumerate(by_loss):
+        fix = "pass a number"
+        fits = isinstance(weight, Real)
         if isinstance(weight, Tensor):
+            fix = "weights=list(weights) for a tensor of several"
+            if losses.spec.type is dict:
+                fix = "weights=dict(zip(losses, weights)) for a tensor of several"
             fits = weight.numel() == 1 and not weight.dtype.is_complex
-        else:
-            fits = isinstance(weight, Real)
         if not fits:
-            raise LeafTypeError(
-                message(
-                    f"the weight of {losses.path(index)}",
-                    "a real number or a real tensor of one element",
-                    describe(weight),
-                    _advice_for_a_weight(weight, losses),
-                )
-            )
+            where = f"the weight of {losses.path(index)}"
+            expected = "a real number or a real tensor of one element"
+            raise LeafTypeError(message(where, expected, describe(weight), fix))
     return cast("list[float | Tensor]", by_loss)
-
-
-def _advice_for_a_weight(weight: object, losses: Losses) -> str:
-    if not isinstance(weight, Tensor):
-        return "pass a number"
-    if losses.spec.type is dict:
-        return "weights=dict(zip(losses, weights)) for a tensor of several"
-    return "weights=list(weights) for a tensor of several"

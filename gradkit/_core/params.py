@@ -13,35 +13,34 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradkit._compat import fsdp
 from gradkit._core import pytree
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.pytree import PyTree, Structure
-from gradkit._core.wrapped_modules import refuse_distributed
-from gradkit.errors import LeafTypeError, StructureError, describe, message
+from gradkit.errors import (
+    LeafTypeError,
+    StructureError,
+    UnsupportedGraphError,
+    describe,
+    message,
+)
 
 _requires_grad, _is_leaf = attrgetter("requires_grad"), attrgetter("is_leaf")
 Copy: TypeAlias = Callable[[list[Any]], Iterable[Any]]
+EXPANDED = (nn.Module, Iterator, ValuesView, Optimizer)  # what stands for its tensors
+DIFFERENTIABLE = "a floating-point or complex tensor"  # what errors say that they expect
 
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """A tree of params, flattened.
+    """A tree of params, flattened."""
 
-    Attributes:
-        leaves: Tensors and None in the order of the tree, with modules and iterators expanded.
-        spec: The structure of the expanded tree, which is that of the gradients.
-        variables: The tensors to differentiate with respect to, each once.
-        slots: For each leaf its index in `variables`; None for a leaf without a gradient.
-        root: The name of the tree in error messages.
-        plain_leaves: Whether all variables are leaf tensors, and none is of a subclass.
-    """
-
-    leaves: list[Any]
-    spec: Structure
-    variables: list[Tensor]
-    slots: Sequence[int | None]
-    root: str
-    plain_leaves: bool
+    leaves: list[Any]  # tensors and None in order, with modules and iterators expanded
+    spec: Structure  # of the expanded tree, and of the gradients
+    variables: list[Tensor]  # what is differentiated with respect to, each tensor once
+    slots: Sequence[int | None]  # for each leaf its index in `variables`, if it is one
+    root: str  # the name of the tree in error messages
+    plain_leaves: bool  # all variables are leaf tensors, and none is of a subclass
 
     @property
     def first_leaf_of_variable(self) -> list[int]:
@@ -56,12 +55,8 @@ class Params:
         """Return for each leaf the value of its variable; `copy` is for further leaves of it."""
         by_leaf = [None if slot is None else values[slot] for slot in self.slots]
         if copy is not None:
-            first = self.first_leaf_of_variable
-            tied = [
-                index
-                for index, slot in enumerate(self.slots)
-                if slot is not None and first[slot] != index and by_leaf[index] is not None
-            ]
+            first = set(self.first_leaf_of_variable)
+            tied = [i for i, value in enumerate(by_leaf) if value is not None and i not in first]
             for index, value in zip(tied, copy([by_leaf[i] for i in tied]), strict=True):
                 by_leaf[index] = value
         return by_leaf
@@ -127,12 +122,12 @@ def with_variables(
         if slot == len(variables):
             variables.append(leaf)
         slots.append(slot)
-    plain_leaves = not torch.compiler.is_compiling() and _are_plain_leaves(variables)
+    plain_leaves = (
+        not torch.compiler.is_compiling()
+        and set(map(type, variables)) <= PLAIN_TYPES
+        and all(map(_is_leaf, variables))
+    )
     return Params(leaves, spec, variables, slots, root, plain_leaves)
-
-
-def _are_plain_leaves(variables: list[Tensor]) -> bool:
-    return set(map(type, variables)) <= PLAIN_TYPES and all(map(_is_leaf, variables))
 
 
 def _finder(tensors: list[Tensor]) -> Callable[[Tensor], int]:
@@ -147,12 +142,13 @@ def _finder(tensors: list[Tensor]) -> Callable[[Tensor], int]:
 def require_tensor(leaf: object, where: Callable[[], str]) -> Tensor:
     """Return a leaf of params that is a tensor with a shape, or raise."""
     if not isinstance(leaf, Tensor):
-        kinds = "a tensor, a module, an iterator of tensors, an optimizer or None"
-        raise LeafTypeError(message(where(), kinds, describe(leaf), _advice_for_a_param(leaf)))
+        expected = "a tensor, a module, an iterator of tensors, an optimizer or None"
+        fix = next(fix for kind, fix in _ADVICE if isinstance(leaf, kind))
+        raise LeafTypeError(message(where(), expected, describe(leaf), fix))
     if not torch.compiler.is_compiling() and nn.parameter.is_lazy(leaf):
         got = "one of a lazy module that has not run yet"
-        fix = "run one forward pass first"
-        raise LeafTypeError(message(where(), "a parameter with a shape", got, fix))
+        expected, fix = "a parameter with a shape", "run one forward pass first"
+        raise LeafTypeError(message(where(), expected, got, fix))
     return leaf
 
 
@@ -163,27 +159,20 @@ def _is_variable(leaf: object, where: Callable[[], str]) -> bool:
     # A quantized module has integer parameters that the caller did not pick.
     if leaf.dtype.is_floating_point or leaf.dtype.is_complex or isinstance(leaf, nn.Parameter):
         return False
-    raise LeafTypeError(
-        message(
-            where(),
-            "a floating-point or complex tensor",
-            describe(leaf),
-            "leave it out, or put None in its place: integers have no gradient; a state_dict() "
-            "holds buffers and detached tensors: pass the module",
-        )
+    fix = (
+        "leave it out, or put None in its place: integers have no gradient; a state_dict() "
+        "holds buffers and detached tensors: pass the module"
     )
+    raise LeafTypeError(message(where(), DIFFERENTIABLE, describe(leaf), fix))
 
 
-def _advice_for_a_param(leaf: object) -> str:
-    if isinstance(leaf, str):
-        return "dict(model.named_parameters()), not its pairs"
-    if isinstance(leaf, set | frozenset):
-        return "list(params): a set has no order"
-    if callable(leaf):
-        return "call it: model.parameters(), not model.parameters"
-    if isinstance(leaf, Number):
-        return "torch.tensor(value), or leave it out"
-    return "pass a tensor, or put None in its place"
+_ADVICE: tuple[tuple[Any, str], ...] = (
+    (str, "dict(model.named_parameters()), not its pairs"),
+    (set | frozenset, "list(params): a set has no order"),
+    (Callable, "call it: model.parameters(), not model.parameters"),
+    (Number, "torch.tensor(value), or leave it out"),
+    (object, "pass a tensor, or put None in its place"),
+)
 
 
 def why_empty(tree: PyTree) -> tuple[str, str]:
@@ -221,23 +210,36 @@ def expand_params(
 ) -> tuple[list[Any], Structure]:
     """Flatten a tree in which every module, iterator and optimizer is replaced by its tensors."""
     leaves, spec = pytree.flatten(tree)
-    expanders = {kind: _expander(kind) for kind in set(map(type, leaves)) - PLAIN_TYPES}
-    if not any(expanders.values()):
+    if not any(issubclass(kind, EXPANDED) for kind in set(map(type, leaves)) - PLAIN_TYPES):
         return leaves, spec
     expanded: list[Any] = []
     for index, leaf in enumerate(leaves):
-        expander = expanders.get(type(leaf))
         if isinstance(leaf, nn.Module) and not allow_distributed:
             refuse_distributed(leaf, partial(pytree.path, spec, index, root))
-        expanded.append(expander(leaf) if expander else leaf)
+        expanded.append(_expanded(leaf))
     return expand_params(pytree.unflatten(spec, expanded), root)
 
 
-def _expander(kind: type) -> Callable[[Any], PyTree] | None:
-    if issubclass(kind, nn.Module):
-        return lambda module: dict(module.named_parameters())
-    if issubclass(kind, (Iterator, ValuesView)):
-        return tuple
-    if issubclass(kind, Optimizer):
-        return lambda opt: tuple(p for group in opt.param_groups for p in group["params"])
-    return None
+def _expanded(leaf: Any) -> PyTree:
+    if isinstance(leaf, nn.Module):
+        return dict(leaf.named_parameters())
+    if isinstance(leaf, Optimizer):
+        return tuple(p for group in leaf.param_groups for p in group["params"])
+    return tuple(leaf) if isinstance(leaf, Iterator | ValuesView) else leaf
+
+
+def refuse_distributed(module: nn.Module, where: Callable[[], str]) -> None:
+    """Raise if a module is wrapped by DistributedDataParallel or FSDP."""
+    sharded = fsdp.module_classes()
+    for part in module.modules():
+        if isinstance(part, nn.parallel.DistributedDataParallel):
+            got = "a DistributedDataParallel module: its gradients would not be reduced"
+        elif isinstance(part, sharded):
+            got = "a module sharded by FSDP: its sharded parameters are not in the graph"
+        else:
+            continue
+        fix = (
+            "gradkit.distributed.value_and_grads(losses, module), or "
+            "gradkit.distributed.per_loss_grads, or loss.backward()"
+        )
+        raise UnsupportedGraphError(message(where(), "a module of this process", got, fix))

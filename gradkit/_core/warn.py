@@ -16,10 +16,8 @@ def warn_fallback(text: str) -> None:
 def level_of_the_caller() -> int:
     """Return the stack level, seen from the function that warns, of the code that called us."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _is_internal(frame.f_globals.get("__name__", "")):
+    while frame.f_globals.get("__name__", "").partition(".")[0] in {"gradkit", "torch"}:
+        if frame.f_back is None:
+            break
         level, frame = level + 1, frame.f_back
     return level
-
-
-def _is_internal(module: str) -> bool:
-    return module.partition(".")[0] in {"gradkit", "torch"}

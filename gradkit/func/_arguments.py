@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, ValuesView
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from gradkit._core import pytree
 from gradkit._core.ownership import grad_dtype
 from gradkit._core.params import (
+    DIFFERENTIABLE,
+    EXPANDED,
     Params,
     expand_params,
     require_tensor,
@@ -29,23 +30,14 @@ ArgNums: TypeAlias = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Arguments:
-    """The positional arguments of a call, and which of them are differentiated.
+    """The positional arguments of a call, and which of them are differentiated."""
 
-    Attributes:
-        args: All of them; the differentiated ones with modules and iterators expanded.
-        positions: The indices of the differentiated ones.
-        single: The caller named one position, not a tuple, so that its tree is the result.
-        params: The tuple of the differentiated ones, flattened.
-        dtypes: The dtype of the gradient of each variable.
-        root: What errors call the one argument; None is `args[0]`.
-    """
-
-    args: tuple[Any, ...]
-    positions: tuple[int, ...]
-    single: bool
-    params: Params
-    dtypes: list[torch.dtype]
-    root: str | None
+    args: tuple[Any, ...]  # all; in the differentiated ones, modules and iterators are expanded
+    positions: tuple[int, ...]  # of the differentiated ones
+    single: bool  # the caller named one position, not a tuple: its tree is the result
+    params: Params  # the tuple of the differentiated ones, flattened
+    dtypes: list[torch.dtype]  # of the gradient of each variable
+    root: str | None  # what errors call the one argument; None is `args[0]`
 
     @property
     def variables(self) -> list[Tensor]:
@@ -54,32 +46,26 @@ class Arguments:
 
     def with_variables(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """Return the arguments, with these tensors in all places of the variables."""
-        args = list(self.args)
         trees = pytree.unflatten(self.params.spec, self.params.with_variables(tensors))
-        for position, arg in zip(self.positions, trees, strict=True):
-            args[position] = arg
-        return tuple(args)
+        return _replaced(self.args, self.positions, trees)
 
     def at(self, args: tuple[Any, ...]) -> Arguments:
         """Return the same variables of other arguments, of the same structure."""
         leaves, _ = pytree.flatten(tuple(args[position] for position in self.positions))
         variables = self.params.per_variable(leaves)
-        return replace(
-            self, args=args, params=replace(self.params, leaves=leaves, variables=variables)
-        )
+        params = replace(self.params, leaves=leaves, variables=variables)
+        return replace(self, args=args, params=params)
 
     def to_tree(
         self, grads: Sequence[Tensor | None], leading: tuple[int, ...] = (), unused: str = "zeros"
     ) -> PyTree:
         """Return gradients as the tree of the differentiated arguments; frozen leaves are zeros."""
-        by_leaf = self.params.per_leaf(grads, copied)
-        if unused != "none":
-            for index, (leaf, slot) in enumerate(
-                zip(self.params.leaves, self.params.slots, strict=True)
-            ):
-                if slot is None and leaf is not None:
-                    by_leaf[index] = zeros(leaf, leading)
-        trees = pytree.unflatten(self.params.spec, by_leaf)
+        params = self.params
+        by_leaf = params.per_leaf(grads, copied)
+        for index, leaf in enumerate(params.leaves):
+            if unused != "none" and leaf is not None and params.slots[index] is None:
+                by_leaf[index] = zeros(leaf, leading)
+        trees = pytree.unflatten(params.spec, by_leaf)
         return trees[0] if self.single else trees
 
     def finish(
@@ -88,22 +74,22 @@ class Arguments:
         """Return the result tree of gradients that this list alone refers to; raise for `error`."""
         unreached = [index for index, grad in enumerate(grads) if grad is None]
         if unused == "error" and unreached:
-            raise UnreachedParamError(self._unreached(unreached[0]))
+            raise UnreachedParamError(self._why_unreached(unreached[0]))
         result = owned(grads, self.variables, leading)
         if unused != "none":
             for index in unreached:
                 result[index] = zeros(self.variables[index], leading)
         return self.to_tree(result, leading, unused)
 
-    def _unreached(self, variable: int) -> str:
+    def _why_unreached(self, variable: int) -> str:
         index = self.params.first_leaf_of_variable[variable]
-        return message(
-            _path(index, self.params.spec, self.positions, self.root),
-            "a path from every loss, with unused='error'",
+        got = (
             "none: the loss was not computed from it, or the path is cut (detach(), .data, "
-            ".item(), no_grad)",
-            "compute the losses from it, or pass it as an argument that argnums does not name",
+            ".item(), no_grad)"
         )
+        fix = "compute the losses from it, or pass it as an argument that argnums does not name"
+        where = _path(index, self.params.spec, self.positions, self.root)
+        return message(where, "a path from every loss, with unused='error'", got, fix)
 
 
 def read_arguments(args: tuple[Any, ...], argnums: ArgNums, root: str | None = None) -> Arguments:
@@ -111,36 +97,35 @@ def read_arguments(args: tuple[Any, ...], argnums: ArgNums, root: str | None = N
     positions = _positions(argnums, len(args))
     given = tuple(args[position] for position in positions)
     leaves, spec = pytree.flatten(given)
-    if any(isinstance(leaf, _EXPANDED) for leaf in leaves):
-        args = _expanded(args, positions, root)
-        leaves, spec = pytree.flatten(tuple(args[position] for position in positions))
+    if any(isinstance(leaf, EXPANDED) for leaf in leaves):
+        names = [root or f"args[{position}]" for position in positions]
+        flat = [expand_params(tree, name) for tree, name in zip(given, names, strict=True)]
+        expanded = tuple(pytree.unflatten(part_spec, part) for part, part_spec in flat)
+        args = _replaced(args, positions, expanded)
+        leaves, spec = pytree.flatten(expanded)
     path = partial(_path, spec=spec, positions=positions, root=root)
     params = with_variables(leaves, spec, root or "args", path, _is_variable)
     if not params.variables:
-        names = root or ", ".join(f"args[{position}]" for position in positions)
-        raise UnreachedParamError(message(names, "a tensor to differentiate", *_why_none(given)))
+        where = root or ", ".join(f"args[{position}]" for position in positions)
+        raise UnreachedParamError(message(where, "a tensor to differentiate", *_why_none(given)))
     dtypes = [_grad_dtype(tensor) for tensor in params.variables]
     return Arguments(args, positions, isinstance(argnums, int), params, dtypes, root)
 
 
-_EXPANDED = (nn.Module, Iterator, ValuesView, Optimizer)
-
-
-def _expanded(
-    args: tuple[Any, ...], positions: tuple[int, ...], root: str | None
+def _replaced(
+    args: tuple[Any, ...], positions: tuple[int, ...], trees: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    expanded = list(args)
-    for position in positions:
-        leaves, spec = expand_params(args[position], root or f"args[{position}]")
-        expanded[position] = pytree.unflatten(spec, leaves)
-    return tuple(expanded)
+    new = list(args)
+    for position, tree in zip(positions, trees, strict=True):
+        new[position] = tree
+    return tuple(new)
 
 
 def _why_none(given: tuple[Any, ...]) -> tuple[str, str]:
-    if len(given) == 1 and isinstance(given[0], nn.Module | Iterator):
-        got, fix = why_empty(given[0])
-        if not isinstance(given[0], nn.Module) or not any(True for _ in given[0].parameters()):
-            return got, fix
+    first = given[0]
+    is_empty_module = isinstance(first, nn.Module) and not list(first.parameters())
+    if len(given) == 1 and (isinstance(first, Iterator) or is_empty_module):
+        return why_empty(first)
     return (
         "none (an empty tree, None, or frozen parameters)",
         "name the arguments with argnums, and leave one parameter unfrozen",
@@ -150,20 +135,14 @@ def _why_none(given: tuple[Any, ...]) -> tuple[str, str]:
 def _positions(argnums: object, count: int) -> tuple[int, ...]:
     numbers = argnums if isinstance(argnums, tuple) else (argnums,)
     if not numbers or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
-        raise StructureError(
-            message("argnums", "an int or a tuple of ints", describe(argnums), "argnums=0")
-        )
+        expected = "an int or a tuple of ints"
+        raise StructureError(message("argnums", expected, describe(argnums), "argnums=0"))
     positions = tuple(n + count if n < 0 else n for n in numbers)
     in_range = all(0 <= position < count for position in positions)
     if not in_range or len(set(positions)) < len(positions):
-        raise StructureError(
-            message(
-                "argnums",
-                f"different positions among the {count} positional arguments of the call",
-                repr(argnums),
-                "pass what is differentiated by position, and name each position once",
-            )
-        )
+        expected = f"different positions among the {count} positional arguments of the call"
+        fix = "pass what is differentiated by position, and name each position once"
+        raise StructureError(message("argnums", expected, repr(argnums), fix))
     return positions
 
 
@@ -180,14 +159,8 @@ def _is_variable(leaf: object, where: Callable[[], str]) -> bool:
         return False
     if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
         return True
-    raise LeafTypeError(
-        message(
-            where(),
-            "a floating-point or complex tensor",
-            describe(leaf),
-            "pass it as an argument that argnums does not name: integers have no gradient",
-        )
-    )
+    fix = "pass it as an argument that argnums does not name: integers have no gradient"
+    raise LeafTypeError(message(where(), DIFFERENTIABLE, describe(leaf), fix))
 
 
 def _grad_dtype(tensor: Tensor) -> torch.dtype:

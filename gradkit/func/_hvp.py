@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from threading import RLock
 from typing import Any, Literal, TypeAlias, cast
 
@@ -19,11 +19,13 @@ from gradkit._core.options import check_option
 from gradkit._core.pytree import PyTree
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 from gradkit.func._arguments import Arguments, read_arguments
-from gradkit.func._level import differentiate, gradient_of_the_sum
+from gradkit.func._level import differentiate, gradient_of_the_sum, named_errors
 from gradkit.func._results import cast_to
-from gradkit.func._torch_func_errors import named_errors
 
 Mode: TypeAlias = Literal["forward-over-reverse", "reverse-over-reverse"]
+
+# torch's levels of forward mode are those of the process, and so is the choice of a kernel.
+_LOCK = RLock()
 
 
 def hvp(
@@ -60,13 +62,10 @@ def hvp(
         `(grads, hv)`, both like `primals`, their leaves as in `value_and_grads`.
 
     Raises:
-        DetachedLossError: No loss depends on the primals (not noticed under torch.compile).
         LeafTypeError: A leaf is no tensor that has a gradient, or complex.
-        NotScalarLossError: A loss has not exactly one element.
         OptionError: There is no such mode.
         StructureError: `tangents` do not match `primals`.
-        UnreachedParamError: There is nothing to differentiate.
-        UnsupportedGraphError: torch.func cannot enter what `fn` does, or gets it silently wrong.
+        GradkitError: As in `value_and_grads`.
 
     Source:
         Pearlmutter 1994, "Fast Exact Multiplication by the Hessian"; its arguments are those of
@@ -80,11 +79,12 @@ def hvp(
 
     def grads_at(*tensors: Tensor) -> tuple[Tensor, ...]:
         here = arguments.at(arguments.with_variables(tensors))
-        result = differentiate(fn, here, {}, gradient_of_the_sum, has_aux=False, scalar=True)
+        result = differentiate(fn, here, {}, gradient_of_the_sum, has_aux=False)
         pairs = zip(result.grads[0], here.variables, strict=True)
         return tuple(torch.zeros_like(x) if grad is None else grad for grad, x in pairs)
 
-    with _one_at_a_time(), leave_inference_mode(record=True), sdpa_kernel(SDPBackend.MATH):
+    one_at_a_time = nullcontext() if torch.compiler.is_compiling() else _LOCK
+    with one_at_a_time, leave_inference_mode(record=True), sdpa_kernel(SDPBackend.MATH):
         point, along = (tuple(map(detached, x)) for x in (arguments.variables, directions))
         if mode == "forward-over-reverse":
             grads, products = named_errors(
@@ -101,14 +101,6 @@ def hvp(
     return results[0], results[1]
 
 
-# torch's levels of forward mode are those of the process, and so is the choice of a kernel.
-_LOCK = RLock()
-
-
-def _one_at_a_time() -> AbstractContextManager[object]:
-    return nullcontext() if torch.compiler.is_compiling() else _LOCK
-
-
 def _directions(arguments: Arguments, primals: PyTree, tangents: PyTree) -> list[Tensor]:
     """Return one direction for each variable."""
     _, spec = pytree.flatten(primals)
@@ -118,35 +110,28 @@ def _directions(arguments: Arguments, primals: PyTree, tangents: PyTree) -> list
         if slot is None:
             continue
         variable = arguments.variables[slot]
-        where = pytree.path(spec, index, "tangents")
         if variable.dtype.is_complex:
             path = pytree.path(spec, index, "primals")
             fix = "differentiate with respect to torch.view_as_real of it"
             raise LeafTypeError(message(path, "a real tensor", describe(variable), fix))
+        where = pytree.path(spec, index, "tangents")
         tangent = torch.zeros_like(variable) if tangent is None else tangent
         _check(tangent, variable, where)
         if not _same(by_variable.setdefault(slot, tangent), tangent):
-            raise StructureError(
-                message(
-                    where,
-                    "the direction that the same tensor has in its first place",
-                    "another one",
-                    "give a tensor the same direction in all its places",
-                )
-            )
+            expected = "the direction that the same tensor has in its first place"
+            fix = "give a tensor the same direction in all its places"
+            raise StructureError(message(where, expected, "another one", fix))
     return [by_variable[slot] for slot in range(len(arguments.variables))]
 
 
 def _check(tangent: object, variable: Tensor, where: str) -> None:
     if not isinstance(tangent, Tensor):
-        raise LeafTypeError(
-            message(where, "a tensor or None", describe(tangent), "torch.zeros_like(primal)")
-        )
+        got, fix = describe(tangent), "torch.zeros_like(primal)"
+        raise LeafTypeError(message(where, "a tensor or None", got, fix))
     here, there = ((x.shape, x.dtype, x.device) for x in (tangent, variable))
     if here != there:
-        raise StructureError(
-            message(where, describe(variable), describe(tangent), "torch.randn_like(primal)")
-        )
+        expected, got = describe(variable), describe(tangent)
+        raise StructureError(message(where, expected, got, "torch.randn_like(primal)"))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""One level of torch.func: a function's losses, and passes from them.
+"""One level of torch.func: a function's losses, passes from them, and the errors of torch.func.
 
 `torch.func.vjp` is entered for the level alone. The passes run inside it, where a pass can start
 from one loss: from outside, the others would need zero cotangents, and 0 * inf is nan.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,46 +17,33 @@ from torch.func import vjp
 from gradkit._autograd import transform_pass
 from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._checks.op_monitor import OpMonitor
-from gradkit._compat import functorch
-from gradkit._compat.transforms import detached, differentiated
+from gradkit._compat.transforms import current_level, detached, differentiated, level_of
 from gradkit._core.graph import Subgraph
 from gradkit._core.inference_mode import leave_inference_mode
-from gradkit._core.losses import Losses, read_losses
+from gradkit._core.losses import Losses, read_losses, read_weights
 from gradkit._core.pytree import PyTree, Structure
-from gradkit.errors import DetachedLossError, message
+from gradkit.errors import DetachedLossError, GradkitError, UnsupportedGraphError, message
 from gradkit.func._arguments import Arguments
-from gradkit.func._aux import split_aux, tensors_of
-from gradkit.func._results import cast_to, copied
-from gradkit.func._torch_func_errors import named_errors
+from gradkit.func._results import cast_to, copied, split_aux, tensors_of
+
+R = TypeVar("R")
+_MAKE_FUNCTIONAL = "call, params, buffers = gradkit.func.make_functional(module)"
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Runs passes inside a level.
+    """Runs passes inside a level."""
 
-    Attributes:
-        variables: The level's tensors to differentiate with respect to.
-        level: Its number; None while torch.compile traces, which cannot tell.
-        differentiable: A transform around the level differentiates its results.
-        monitor: What is known of the operations of the function.
-    """
-
-    variables: list[Tensor]
-    level: int | None
-    differentiable: bool
-    monitor: OpMonitor
-
-    @property
-    def create_graph(self) -> bool:
-        """Whether gradients stay tensors of their level, not to be copied into a buffer."""
-        return True
+    variables: list[Tensor]  # the level's tensors to differentiate with respect to
+    level: int | None  # its number; None while torch.compile traces, which cannot tell
+    differentiable: bool  # a transform around the level differentiates its results
+    monitor: OpMonitor  # what is known of the operations of the function
+    create_graph: bool = True  # gradients stay tensors of their level, for no buffer to copy
 
     def depends(self, output: Tensor) -> bool:
         """Return whether an output was computed from the variables; True while tracing."""
         # A tensor from outside may require grad, too, with a graph outside of the level.
-        return self.level is None or (
-            output.requires_grad and functorch.level_of(output) == self.level
-        )
+        return self.level is None or (output.requires_grad and level_of(output) == self.level)
 
     def grads(
         self,
@@ -72,39 +59,32 @@ class Passes:
         With `create=False` the caller takes them for constants, whatever is around the level.
         """
         pairs = [p for p in zip(outputs, seeds, strict=True) if self.depends(p[0])]
-        roots = [output for output, _ in pairs]
+        roots, cotangents = [output for output, _ in pairs], [seed for _, seed in pairs]
         # Without a graph, the transform around the level would take a gradient for a constant.
         keep = create or self.differentiable
         if (keep if create is None else create) and self.level is not None:
             refuse_wrong_derivative("the loss", variables, Subgraph(roots))
-        return transform_pass.run(
-            roots, [seed for _, seed in pairs], variables, retain=retain, create=keep
-        )
+        return transform_pass.run(roots, cotangents, variables, retain=retain, create=keep)
 
     def batched_grads(
         self, output: Tensor, seeds: Tensor, variables: list[Tensor]
     ) -> list[Tensor | None]:
         """Return stacked gradients for a batch of cotangents, from one vmapped pass."""
-        return transform_pass.run_batch(
-            lambda seed: self.grads([output], [seed], variables, retain=True), seeds
-        )
+
+        def run_one(seed: Tensor) -> tuple[list[Tensor | None], list[Tensor]]:
+            return self.grads([output], [seed], variables, retain=True), []
+
+        return transform_pass.run_batch(run_one, seeds)[0]
 
 
 @dataclass(frozen=True)
 class LevelResult:
-    """The results of a level.
+    """The results of a level."""
 
-    Attributes:
-        values: The losses.
-        grads: The lists of gradients that were asked for, often one for each variable.
-        aux: What the function returned beside the losses.
-        spec: The structure of the losses.
-    """
-
-    values: list[Tensor]
-    grads: list[list[Tensor | None]]
+    values: list[Tensor]  # the losses
+    spec: Structure  # of the losses
+    grads: list[list[Tensor | None]]  # the lists asked for, often one for each variable
     aux: PyTree
-    spec: Structure
 
 
 def differentiate(
@@ -114,31 +94,37 @@ def differentiate(
     run: Callable[[Losses, Passes], Sequence[Sequence[Tensor | None]]],
     *,
     has_aux: bool,
-    scalar: bool,
-    monitor: OpMonitor | None = None,
+    scalar: bool = True,
+    per_sample: bool = False,
 ) -> LevelResult:
     """Call a function in a new level, and `run` passes from its losses; without the outer graph."""
     differentiable = differentiated()
-    op_monitor = OpMonitor() if monitor is None else monitor
+    monitor = OpMonitor(per_sample=per_sample)
     outside: list[Any] = []
 
     def inside(*tensors: Tensor) -> tuple[Tensor, Any]:
-        _set_grad_dtypes(tensors, arguments)
-        level = None if torch.compiler.is_compiling() else functorch.current_level()
-        with op_monitor:
+        for tensor, dtype in zip(tensors, arguments.dtypes, strict=True):
+            if tensor.dtype != dtype:
+                tensor.grad_dtype = dtype  # not of the result alone: of the sum over the uses [B1]
+        level = None if torch.compiler.is_compiling() else current_level()
+        with monitor:
             returned = fn(*arguments.with_variables(tensors), **kwargs)
             tree, aux = split_aux(returned) if has_aux else (returned, None)
         losses = read_losses(tree, scalar=scalar, returned=True, may_be_aux=not has_aux)
-        passes = Passes(list(tensors), level, differentiable, op_monitor)
-        _require_dependence(losses, passes)
-        op_monitor.check()
+        passes = Passes(list(tensors), level, differentiable, monitor)
+        if not any(map(passes.depends, losses.leaves)):
+            raise DetachedLossError(_independent(losses))
+        monitor.check()
         grads, put_grads_back = tensors_of([list(part) for part in run(losses, passes)])
         tensors_of_aux, put_aux_back = tensors_of(aux)
         outside.extend((losses.spec, put_grads_back, put_aux_back))
         return losses.leaves[0], (losses.leaves, grads, tensors_of_aux)
 
     with leave_inference_mode(record=True):
-        values, flat, tensors_of_aux = _enter(inside, list(map(detached, arguments.variables)))
+        point = list(map(detached, arguments.variables))
+        values, flat, tensors_of_aux = named_errors(
+            lambda: vjp(inside, *point, has_aux=True)[2]  # type: ignore[misc]
+        )
         values = copied([detached(value) for value in values])
     spec, put_grads_back, put_aux_back = outside
     grads = put_grads_back(flat)
@@ -146,36 +132,92 @@ def differentiate(
     for index, part in enumerate(grads):
         if len(part) == len(arguments.dtypes):
             grads[index] = cast_to(arguments.dtypes, part)
-    return LevelResult(values, grads, put_aux_back(map(detached, tensors_of_aux)), spec)
+    return LevelResult(values, spec, grads, put_aux_back(map(detached, tensors_of_aux)))
 
 
-def gradient_of_the_sum(losses: Losses, passes: Passes) -> list[list[Tensor | None]]:
-    """Run one pass from all losses together; a `run` for `differentiate`."""
-    seeds = [None] * len(losses.leaves)
+def gradient_of_the_sum(
+    losses: Losses, passes: Passes, weights: PyTree = None
+) -> list[list[Tensor | None]]:
+    """Run one pass from all losses together, with weights; a `run` for `differentiate`."""
+    seeds: list[Tensor | None] = [None] * len(losses.leaves)
+    by_loss = read_weights(weights, losses)
+    if by_loss is not None:
+        pairs = zip(by_loss, losses.leaves, strict=True)
+        seeds = [_cotangent(weight, loss) for weight, loss in pairs]
     return [passes.grads(losses.leaves, seeds, passes.variables, retain=False)]
 
 
-def _enter(inside: Callable[..., Any], tensors: list[Tensor]) -> Any:
-    return named_errors(lambda: vjp(inside, *tensors, has_aux=True)[2])  # type: ignore[misc]
+def _cotangent(weight: float | Tensor, loss: Tensor) -> Tensor:
+    if isinstance(weight, Tensor):
+        return weight.reshape(loss.shape).to(loss).clone()  # a gradient may be its cotangent itself
+    return torch.full_like(loss, float(weight))
 
 
-def _set_grad_dtypes(tensors: Sequence[Tensor], arguments: Arguments) -> None:
-    # Not only the result has this dtype: so has the sum over the uses [B1].
-    for tensor, dtype in zip(tensors, arguments.dtypes, strict=True):
-        if tensor.dtype != dtype:
-            tensor.grad_dtype = dtype
-
-
-def _require_dependence(losses: Losses, passes: Passes) -> None:
-    if any(map(passes.depends, losses.leaves)):
-        return
-    raise DetachedLossError(
-        message(
-            ", ".join(losses.path(index) for index in range(min(len(losses.leaves), 3))),
-            "a loss computed from the arguments that argnums names",
-            "one that does not depend on them: fn uses a module, or tensors, from outside, or cuts "
-            "the path (detach(), .data, .item(), no_grad)",
-            "compute it from fn's own arguments: call, params, buffers = "
-            "gradkit.func.make_functional(module)",
-        )
+def _independent(losses: Losses) -> str:
+    expected = "a loss computed from the arguments that argnums names"
+    got = (
+        "one that does not depend on them: fn uses a module, or tensors, from outside, or cuts "
+        "the path (detach(), .data, .item(), no_grad)"
     )
+    fix = f"compute it from fn's own arguments: {_MAKE_FUNCTIONAL}"
+    return message(losses.first_paths(), expected, got, fix)
+
+
+def named_errors(run: Callable[[], R]) -> R:
+    """Return what `run` returns; errors of torch.func that are known raise with what to do."""
+    if torch.compiler.is_compiling():
+        return run()
+    try:
+        return run()
+    except RuntimeError as error:
+        for text, (expected, got, fix) in _KNOWN.items():
+            if text in str(error) and not isinstance(error, GradkitError):
+                got = got or str(error).partition("\n")[0]
+                raise UnsupportedGraphError(message("fn", expected, got, fix)) from error
+        raise
+
+
+_DIFFERENTIABLE = "what torch.func can differentiate"
+_EAGERLY = "compute the losses eagerly: gradkit.value_and_grads(losses, params)"
+_AUTOGRAD_CALL = (
+    _DIFFERENTIABLE,
+    "a call of backward(), retain_grad() or requires_grad_(), or of torch.autograd.functional",
+    "nest gradkit.func or torch.func calls, and return intermediate values as aux",
+)
+_FORWARD = (
+    "operations that have a forward-mode derivative",
+    "",
+    'hvp(..., mode="reverse-over-reverse"), or vjp in place of jvp',
+)
+# By a part of torch's text: what was expected, what came (torch's text if empty), what to do.
+_KNOWN = {
+    "saved tensor hooks": (
+        _DIFFERENTIABLE,
+        "saved-tensor hooks: a checkpoint, or save_on_cpu",
+        f"leave them out, or {_EAGERLY}",
+    ),
+    "backward() called inside a functorch transform": _AUTOGRAD_CALL,
+    "inside of a function being transformed by a functorch transform": _AUTOGRAD_CALL,
+    "would mutate a captured Tensor": (
+        _DIFFERENTIABLE,
+        "an in-place operation on a tensor from outside: batch norm in train mode, say",
+        f"{_MAKE_FUNCTIONAL}, and return the new buffers as aux",
+    ),
+    "setup_context": (
+        _DIFFERENTIABLE,
+        "an autograd.Function whose forward takes ctx, or a full backward hook of a module",
+        f"give the Function a setup_context staticmethod; or {_EAGERLY}",
+    ),
+    "randomness error mode": (
+        'no random operation, with randomness="error"',
+        "one: dropout, say",
+        'randomness="different" for other numbers in each sample, or "same"',
+    ),
+    "while the running_mean or running_var": (
+        "a function of one sample at a time",
+        "a norm layer that updates its running statistics from a batch",
+        "module.eval(), or track_running_stats=False",
+    ),
+    "forward AD": _FORWARD,
+    "ZeroTensors are immutable": _FORWARD,
+}

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from gradkit._checks import checkpoints
-from gradkit._core.params import require_tensor
-from gradkit._core.wrapped_modules import refuse_distributed
+from gradkit._compat.transforms import transforms
+from gradkit._core.params import refuse_distributed, require_tensor
 from gradkit._state.module import attributes_put_back
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
-from gradkit.func._read_only import ReadOnly
 
 Named: TypeAlias = dict[str, Tensor]
+_WRITES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
+_READS_ONLY = "a module that reads its parameters"
 
 
 def make_functional(
@@ -92,7 +94,9 @@ def make_functional(
         new = {name: t.clone() for name, t in _read(buffers, buffer_names, "buffers").items()}
         both = {**given, **{name: new[first] for name, first in every_name.items()}}
         snapshot = checkpoints.before((given, new, args, kwargs))
-        with attributes_put_back(module), _reading_only(given.values()):
+        # While torch.compile traces, names of operations cannot be asked for: nothing is refused.
+        mode: Any = nullcontext() if torch.compiler.is_compiling() else ReadOnly(given.values())
+        with attributes_put_back(module), mode:
             out = functional_call(module, both, args, kwargs)
         checkpoints.refuse(out, snapshot)
         _refuse_different_buffers(both, second_names)
@@ -102,11 +106,6 @@ def make_functional(
     return call, params, {name: buffer.detach().clone() for name, buffer in own_buffers.items()}
 
 
-def _reading_only(params: Iterable[Tensor]) -> AbstractContextManager[object]:
-    # While torch.compile traces, names of operations cannot be asked for, and nothing is refused.
-    return nullcontext() if torch.compiler.is_compiling() else ReadOnly(params)
-
-
 def _owner(module: nn.Module, name: str) -> nn.Module:
     return module.get_submodule(name.rpartition(".")[0])
 
@@ -114,50 +113,67 @@ def _owner(module: nn.Module, name: str) -> nn.Module:
 def _refuse_different_buffers(tensors: Named, second_names: Mapping[str, str]) -> None:
     for name, first in second_names.items():
         if tensors[name] is not tensors[first]:
-            raise UnsupportedGraphError(
-                message(
-                    f"buffers[{first!r}]",
-                    f"one buffer under both its names, {first!r} and {name!r}",
-                    "two: the forward pass has assigned one of them",
-                    "write on the buffer in place, or register two buffers",
-                )
-            )
+            expected = f"one buffer under both its names, {first!r} and {name!r}"
+            got = "two: the forward pass has assigned one of them"
+            fix = "write on the buffer in place, or register two buffers"
+            raise UnsupportedGraphError(message(f"buffers[{first!r}]", expected, got, fix))
 
 
 def _refuse_writing(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
-            raise UnsupportedGraphError(
-                message(
-                    f"module.{name}".rstrip("."),
-                    "a module that reads its parameters",
-                    "an embedding with max_norm, which writes on its weight in every forward pass",
-                    "max_norm=None, and scale the output",
-                )
-            )
+            where = f"module.{name}".rstrip(".")
+            got = "an embedding with max_norm, which writes on its weight in every forward pass"
+            fix = "max_norm=None, and scale the output"
+            raise UnsupportedGraphError(message(where, _READS_ONLY, got, fix))
 
 
-def _read(tensors: object, names: Iterable[str], root: str) -> Named:
+def _read(tensors: object, names: list[str], root: str) -> Named:
     """Return a dict that a call was given, checked, in the module's order."""
-    names = list(names)
     if not isinstance(tensors, Mapping) or set(tensors) != set(names):
         got = _listed(list(tensors)) if isinstance(tensors, Mapping) else describe(tensors)
-        raise StructureError(
-            message(
-                root,
-                f"the {root} of make_functional, by name: {_listed(names)}",
-                got,
-                f"pass a tensor for each name, and a tied one once: {{**{root}, name: tensor}}",
-            )
-        )
+        expected = f"the {root} of make_functional, by name: {_listed(names)}"
+        fix = f"pass a tensor for each name, and a tied one once: {{**{root}, name: tensor}}"
+        raise StructureError(message(root, expected, got, fix))
     for name in names:
         if not isinstance(tensors[name], Tensor):
-            raise LeafTypeError(
-                message(f"{root}[{name!r}]", "a tensor", describe(tensors[name]), "pass a tensor")
-            )
+            where, got = f"{root}[{name!r}]", describe(tensors[name])
+            raise LeafTypeError(message(where, "a tensor", got, "pass a tensor"))
     return {name: tensors[name] for name in names}
 
 
 def _listed(names: list[Any]) -> str:
     shown = ", ".join(map(repr, names[:6])) or "none"
     return shown + (", ..." if len(names) > 6 else "")
+
+
+class ReadOnly(TorchFunctionMode):
+    """Raises at operations that write on some tensors, also through views, `.data` and detach()."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+        self._ids = set(map(id, self._tensors))
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation, unless it writes."""
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and args and isinstance(args[0], Tensor):
+            writes = name in _WRITES or not name.endswith("__")
+            if writes and name != "requires_grad_" and self._is_protected(args[0]):
+                got = f"one that writes on them in its forward pass, with {name}"
+                fix = "compute a new tensor from the parameter, or write outside of the module"
+                raise UnsupportedGraphError(message("module", _READS_ONLY, got, fix))
+        return func(*args, **(kwargs or {}))
+
+    def _is_protected(self, tensor: Tensor) -> bool:
+        if id(tensor) in self._ids or transforms():  # a transform's tensors show no memory
+            return id(tensor) in self._ids
+        memory = {t.untyped_storage()._cdata for t in self._tensors if t.layout == tensor.layout}
+        return tensor.untyped_storage()._cdata in memory

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
-import torch
 from torch import Tensor
 
-from gradkit._checks.op_monitor import OpMonitor
-from gradkit._compat.transforms import detached, transforms
+from gradkit._compat.transforms import detached
 from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.options import UNUSED, Unused, check_bool, check_chunk_size, check_option
 from gradkit._core.pytree import PyTree
-from gradkit.func._arguments import ArgNums, Arguments, read_arguments
-from gradkit.func._aux import tensors_of
-from gradkit.func._in_dims import read_batch
+from gradkit.func._arguments import ArgNums, read_arguments
+from gradkit.func._batch import read_batch
 from gradkit.func._level import differentiate, gradient_of_the_sum
-from gradkit.func._results import check_unused_can_be_known
-from gradkit.func._sample_batch import SampleBatch
+from gradkit.func._results import check_unused_can_be_known, tensors_of
 
 Randomness: TypeAlias = Literal["error", "same", "different"]
 
@@ -68,16 +64,10 @@ def per_sample_grads(
         position; keyword arguments go to every sample as they are, and may not hold any.
 
     Raises:
-        DetachedLossError: No loss depends on the arguments (not noticed under torch.compile).
-        LeafTypeError: A leaf of an argument or of the losses is no tensor that has a gradient.
-        NotScalarLossError: A loss has not exactly one element.
         OptionError: `chunk_size`, `randomness` or `unused` has no such value.
-        StructureError: `argnums`, `in_dims`, the sizes of the batch or what `fn` returned does not
-            fit.
-        UnreachedParamError: The arguments hold nothing to differentiate; or the loss does not reach
-            a tensor, with `unused="error"`.
-        UnsupportedGraphError: Batch norm in train mode; what torch.func cannot enter, or batches
-            silently wrong.
+        StructureError: `in_dims` or the sizes of the batch do not fit.
+        UnsupportedGraphError: Batch norm in train mode; what vmap gets silently wrong.
+        GradkitError: As in `value_and_grads`.
 
     Source:
         `torch.func.vmap` over `torch.func.grad`,
@@ -96,44 +86,20 @@ def per_sample_grads(
 
         def of_sample(*tensors: Tensor) -> tuple[list[Tensor | None], list[Tensor]]:
             sample = arguments.at(batch.with_tensors(tensors))
-            grads, aux = _differentiate_sample(fn, sample, kwargs, has_aux=has_aux)
-            tensors_of_aux, put_back = tensors_of(aux)
+            result = differentiate(
+                fn, sample, kwargs, gradient_of_the_sum, has_aux=has_aux, per_sample=True
+            )
+            tensors_of_aux, put_back = tensors_of(result.aux)
             constants[:] = [put_back]
-            return grads, tensors_of_aux
+            return result.grads[0], tensors_of_aux
 
         first = arguments.at(batch.first_sample())
         with leave_inference_mode(record=True):
             tensors = [detached(tensor) for tensor in batch.tensors]
-            samples = SampleBatch(of_sample, tensors, batch.dims, batch.size)
-            if _at_once(chunk_size, batch.size):
-                grads, tensors_of_aux = samples.run(randomness, chunk_size)
-            else:
-                grads, tensors_of_aux = samples.run_in_chunks(
-                    randomness, chunk_size or batch.size, first.variables
-                )
+            grads, tensors_of_aux = batch.run(
+                of_sample, tensors, first.variables, randomness, chunk_size
+            )
         result = first.finish(grads, unused, (batch.size,))
         return (result, constants[0](tensors_of_aux)) if has_aux else result
 
     return call
-
-
-def _differentiate_sample(
-    fn: Callable[..., Any], arguments: Arguments, kwargs: dict[str, Any], *, has_aux: bool
-) -> tuple[list[Tensor | None], PyTree]:
-    result = differentiate(
-        fn,
-        arguments,
-        kwargs,
-        gradient_of_the_sum,
-        has_aux=has_aux,
-        scalar=True,
-        monitor=OpMonitor(per_sample=True),
-    )
-    return result.grads[0], result.aux
-
-
-def _at_once(chunk_size: int | None, size: int) -> bool:
-    """Return whether torch's vmap takes the batch; with its chunks where gradkit cannot."""
-    if chunk_size is None or chunk_size >= size:
-        return True
-    return bool(transforms()) or torch.compiler.is_compiling()

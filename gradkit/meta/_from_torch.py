@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradkit._compat.functorch import is_differentiated_tensor
-from gradkit._compat.transforms import differentiated, is_dual, transforms
+from gradkit._compat.transforms import differentiated, is_differentiated_tensor, is_dual, transforms
 from gradkit._core import pytree
 from gradkit.errors import GradkitError, UnsupportedOptimizerError, describe, message
 from gradkit.meta._adam import adam, adamw

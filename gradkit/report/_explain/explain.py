@@ -11,9 +11,8 @@ from gradkit._checks import unsupported
 from gradkit._core import pytree
 from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.losses import read_losses
-from gradkit._core.params import Params, read_params
+from gradkit._core.params import Params, read_params, refuse_distributed
 from gradkit._core.pytree import PyTree
-from gradkit._core.wrapped_modules import refuse_distributed
 from gradkit.errors import UnsupportedGraphError
 from gradkit.report._explain.explanation import Explanation
 from gradkit.report._explain.graphs import Graphs

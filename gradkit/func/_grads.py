@@ -1,0 +1,197 @@
+"""value_and_grads and per_loss_grads of a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from gradkit._autograd import jacobian
+from gradkit._core import pytree
+from gradkit._core.losses import Losses
+from gradkit._core.options import (
+    STRATEGIES,
+    UNUSED,
+    Strategy,
+    Unused,
+    check_bool,
+    check_chunk_size,
+    check_option,
+)
+from gradkit._core.pytree import PyTree
+from gradkit.func._arguments import ArgNums, read_arguments
+from gradkit.func._level import Passes, differentiate, gradient_of_the_sum
+from gradkit.func._results import check_unused_can_be_known
+
+
+def value_and_grads(
+    fn: Callable[..., Any],
+    argnums: ArgNums = 0,
+    *,
+    has_aux: bool = False,
+    weights: PyTree = None,
+    unused: Unused = "zeros",
+) -> Callable[..., Any]:
+    """Return a function that gives the losses of `fn`, and the gradient of their weighted sum.
+
+    What `gradkit.value_and_grads` does for losses that have been computed, bit for bit wherever
+    torch.func computes the same bits (not for an LSTM on the CPU, for one). It may stand inside and
+    around torch.func's transforms and torch.compile.
+
+    Example:
+        >>> import torch, gradkit
+        >>> def loss(params, x):
+        ...     return ((params["w"] * x).sum() - 1).square()
+        >>> value, grads = gradkit.func.value_and_grads(loss)(
+        ...     {"w": torch.ones(2)}, torch.tensor([1.0, 2.0])
+        ... )
+        >>> value, grads
+        (tensor(4.), {'w': tensor([4., 8.])})
+
+    Args:
+        fn: Takes any arguments, and returns a tree of real floating-point losses of one element
+            each; with `has_aux` a pair of that and a tree of anything. It must not change its
+            arguments.
+        argnums: The positional arguments to differentiate with respect to: an int, or a tuple of
+            ints. They are trees of floating-point or complex tensors and None. A module in them
+            stands for `dict(module.named_parameters())`, an iterator for the tuple of its items, an
+            optimizer for the tuple of its parameters, and `fn` is called with these. A tensor in
+            several places of them is one variable. A plain tensor is differentiated whether or not
+            it requires grad; an `nn.Parameter` that does not is frozen.
+        has_aux: Whether `fn` returns something beside the losses.
+        weights: Real numbers or tensors of one element, in a tree that begins that of the losses;
+            None is all ones. They are constants.
+        unused: The result for a tensor that no loss reaches: `"zeros"`, `"none"` (None, also for a
+            frozen parameter), or `"error"`. torch.compile, which cannot tell, takes `"zeros"` only.
+
+    Returns:
+        A function of `fn`'s arguments that returns `(values, grads)`, or `((values, aux), grads)`.
+        `values` has the structure of the losses. `grads` has the structure of the argument, or is a
+        tuple of such trees: each gradient of the shape of its tensor, of its `grad_dtype` or dtype
+        (of its dtype while torch.compile traces, which cannot see the other), laid out like it, a
+        dense zero where it is not reached or frozen. It shares memory with nothing. Nothing carries
+        the caller's graph, unless a torch.func transform around the call differentiates it.
+
+    Raises:
+        DetachedLossError: No loss depends on the arguments (not noticed under torch.compile).
+        LeafTypeError: A leaf of an argument or of the losses is no tensor that has a gradient.
+        NotScalarLossError: A loss has not exactly one element.
+        OptionError: `unused` has no such value.
+        StructureError: `argnums`, `weights` or what `fn` returned does not fit.
+        UnreachedParamError: The arguments hold nothing to differentiate; or no loss reaches a
+            tensor, with `unused="error"`.
+        UnsupportedGraphError: torch.func cannot enter what `fn` does, or gets it silently wrong.
+
+    Source:
+        `torch.func.grad_and_value`, https://pytorch.org/docs/stable/func.api.html; names and
+        argument order follow `jax.value_and_grad`, `values` first.
+    """
+    check_bool("has_aux", has_aux)
+    check_option("unused", unused, UNUSED)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        check_unused_can_be_known(unused)
+        arguments = read_arguments(args, argnums)
+        run = partial(gradient_of_the_sum, weights=weights)
+        result = differentiate(fn, arguments, kwargs, run, has_aux=has_aux)
+        values = pytree.unflatten(result.spec, result.values)
+        grads = arguments.finish(result.grads[0], unused)
+        return ((values, result.aux), grads) if has_aux else (values, grads)
+
+    return call
+
+
+def per_loss_grads(
+    fn: Callable[..., Any],
+    argnums: ArgNums = 0,
+    *,
+    has_aux: bool = False,
+    unused: Unused = "zeros",
+    strategy: Strategy | None = None,
+    chunk_size: int | None = None,
+) -> Callable[..., Any]:
+    """Return a function that gives the gradients of every loss of `fn` separately.
+
+    What `gradkit.per_loss_grads` does for losses that have been computed: a pass starts from one
+    loss alone, so an inf or NaN in one loss reaches no other's gradients.
+
+    Example:
+        >>> import torch, gradkit
+        >>> def losses(w):
+        ...     return {"sum": w.sum(), "squares": w * w}
+        >>> gradkit.func.per_loss_grads(losses)(torch.tensor([1.0, 2.0]))["squares"]
+        tensor([[2., 0.],
+                [0., 4.]])
+
+    Args:
+        fn: As in `value_and_grads`; its losses may have any shape.
+        argnums: As in `value_and_grads`.
+        has_aux: As in `value_and_grads`.
+        unused: As in `value_and_grads`, for each loss.
+        strategy: `"sequential"`: a pass for each element of each loss. `"batched"`: the elements of
+            each loss vmapped, equal to rounding; where torch would get that silently wrong, or
+            fails at it, there is a pass for each, with one `GradkitWarning` that says why. `"auto"`
+            picks by device and size. None is `"batched"` with a `chunk_size`, else `"sequential"`.
+        chunk_size: The largest number of elements in one batched pass; None is all.
+
+    Returns:
+        A function of `fn`'s arguments that returns a tree like the losses, or a pair of that and
+        aux. Each leaf is replaced by what `grads` is in `value_and_grads`, where a loss of shape S
+        has gradients of shape `S + tensor.shape`, as `torch.func.jacrev` orders them.
+
+    Raises:
+        OptionError: `unused`, `strategy` or `chunk_size` has no such value.
+        GradkitError: As in `value_and_grads`, but a loss may have any number of elements.
+
+    Source:
+        `torch.func.jacrev`, https://pytorch.org/docs/stable/func.api.html
+    """
+    check_bool("has_aux", has_aux)
+    check_option("unused", unused, UNUSED)
+    check_option("strategy", strategy, (*STRATEGIES, None))
+    check_chunk_size(chunk_size)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        check_unused_can_be_known(unused)
+        arguments = read_arguments(args, argnums)
+
+        def run(losses: Losses, passes: Passes) -> list[list[Tensor | None]]:
+            batch = jacobian.losses_to_batch(
+                strategy or _default_strategy(losses.leaves, chunk_size),
+                losses.leaves,
+                lambda _: passes.monitor.why_not_batched(),
+            )
+            last = max(i for i, loss in enumerate(losses.leaves) if passes.depends(loss))
+            return [
+                _jacobian(loss, passes, chunk_size, batch=batch[index], retain=index < last)
+                for index, loss in enumerate(losses.leaves)
+            ]
+
+        result = differentiate(fn, arguments, kwargs, run, has_aux=has_aux, scalar=False)
+        trees = [
+            arguments.finish(grads, unused, tuple(loss.shape))
+            for grads, loss in zip(result.grads, result.values, strict=True)
+        ]
+        by_loss = pytree.unflatten(result.spec, trees)
+        return (by_loss, result.aux) if has_aux else by_loss
+
+    return call
+
+
+def _default_strategy(losses: list[Tensor], chunk_size: int | None) -> Strategy:
+    # Where there is nothing to batch nobody has asked for it, and no warning is due.
+    several = any(loss.numel() != 1 for loss in losses)
+    return "batched" if several and chunk_size is not None else "sequential"
+
+
+def _jacobian(
+    loss: Tensor, passes: Passes, chunk_size: int | None, *, batch: bool, retain: bool
+) -> list[Tensor | None]:
+    """Return the gradients of a loss of shape S, each of shape `S + variable.shape`."""
+    if not passes.depends(loss):
+        return [None] * len(passes.variables)
+    if batch:  # the graph goes with the level, so that the last element needs no separate pass
+        return jacobian.batched(passes, loss, passes.variables, retain=True, chunk_size=chunk_size)
+    return jacobian.sequential(passes, loss, passes.variables, retain=retain)
