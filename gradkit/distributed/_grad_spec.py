@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -62,3 +63,7 @@ class GradSpec(NamedTuple):
         kind = str(self.dtype).removeprefix("torch.")
         graph = ", with a graph" if self.graph else ""
         return f"a {kind} tensor of shape {self.shape} on {self.device}{graph}"
+
+
+# Of each gradient over all ranks; None if no rank has one.
+Specs: TypeAlias = Sequence[GradSpec | None]

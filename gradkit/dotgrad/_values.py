@@ -144,7 +144,7 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
 
     with leave_inference_mode(), torch.no_grad():
         if hooks:
-            from gradkit.distributed._accumulate import add_to_replicas  # lazily: a slow import
+            from gradkit.distributed._ddp import add_to_replicas  # lazily: a slow import
 
             accumulate_through_engine(add_to_replicas(params, read_pairs))
             return
