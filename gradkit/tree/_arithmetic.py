@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradkit._compat.transforms import transforms
-from gradkit._core.leaf import common_dtype, inner, plus
+from gradkit._core.leaf import inner, plus, promoted
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, describe, message
 from gradkit.tree._columns import call_on_row, columns
@@ -157,10 +157,7 @@ def dot(a: PyTree, b: PyTree) -> Tensor:
     leaves, _ = columns({"a": a, "b": b})
     products = [inner(x, y) for x, y in zip(*leaves, strict=True)]
     parts = [product for product in products if product is not None]
-    if not parts:
-        return torch.zeros(())
-    dtype = common_dtype(parts)
-    return torch.stack([part.to(parts[0].device, dtype) for part in parts]).sum()
+    return torch.stack(promoted(parts)).sum() if parts else torch.zeros(())
 
 
 def stack(trees: Iterable[PyTree]) -> PyTree:

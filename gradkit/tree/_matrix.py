@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gradkit._core.leaf import common_dtype, from_real_vector, real_vector, width
+from gradkit._core.leaf import from_real_vector, promoted, real_vector, width
 from gradkit._core.pytree import PyTree
 from gradkit.errors import StructureError, describe, message
 from gradkit.tree._columns import Leaf
@@ -71,8 +71,7 @@ def _as_vector(row: Sequence[Leaf], likes: Sequence[tuple[int, Tensor]]) -> Tens
         real_vector(torch.zeros_like(like, layout=torch.strided) if leaf is None else leaf)
         for leaf, like in pairs
     ]
-    dtype = common_dtype(parts)
-    return torch.cat([part.to(parts[0].device, dtype) for part in parts])
+    return torch.cat(promoted(parts))
 
 
 def check_vector(name: str, vector: object, length: int) -> None:
@@ -133,11 +132,10 @@ def _product_of_leaves(rows: PerLossRows) -> Tensor:
 
 def _product(vectors: list[Tensor]) -> Tensor:
     """Return the matrix of inner products, a block of columns at a time."""
-    dtype = common_dtype(vectors)
     blocks = zip(*(torch.split(v, _COLUMNS_AT_A_TIME) for v in vectors), strict=True)
     total: Tensor | None = None
     for columns in blocks:
-        block = torch.stack([column.to(dtype) for column in columns])
+        block = torch.stack(promoted(columns))
         with torch.autocast(block.device.type, enabled=False):  # it would use half precision
             part = block @ block.T
         total = part if total is None else total + part
