@@ -12,18 +12,70 @@ import struct
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from gradkit.distributed._grad_spec import GradSpec, Specs
 from gradkit.distributed._group import Group, collective_errors
 from gradkit.errors import CollectiveError, StructureError, message
 
 _T = TypeVar("_T")
 _FAILED = (0, 0, 0, 0)
 _LONGEST = 200
+
+
+class GradSpec(NamedTuple):
+    """The kind of a gradient."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    graph: bool  # it carries one, which is to go on through the reduction
+    layout: torch.layout
+    dense_dim: int  # the number of dense dimensions of a sparse gradient
+
+    @staticmethod
+    def of(grad: Tensor | None, *, differentiable: bool = False) -> GradSpec | None:
+        """Return the spec of a gradient, None for None."""
+        if grad is None:
+            return None
+        dense_dim = grad.dense_dim() if grad.layout != torch.strided else 0
+        graph = differentiable and grad.requires_grad
+        shape = tuple(grad.shape)
+        return GradSpec(shape, grad.dtype, grad.device.type, graph, grad.layout, dense_dim)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the dense gradient."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+    def local(self, grad: Tensor | None) -> Tensor:
+        """Return a rank's gradient in this layout; zeros for None."""
+        if grad is None:
+            return self._zeros()
+        if self.layout == torch.strided:
+            return grad.to_dense() if grad.is_sparse else grad
+        return grad if grad.is_sparse else grad.to_sparse(len(self.shape) - self.dense_dim)
+
+    def _zeros(self) -> Tensor:
+        # On "cuda" without an index: the device that torch.cuda.set_device has chosen.
+        if self.layout == torch.strided:
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        split = len(self.shape) - self.dense_dim
+        indices = torch.empty(split, 0, dtype=torch.int64, device=self.device)
+        values = torch.empty(0, *self.shape[split:], dtype=self.dtype, device=self.device)
+        return torch.sparse_coo_tensor(indices, values, self.shape, check_invariants=False)
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        graph = ", with a graph" if self.graph else ""
+        return f"a {kind} tensor of shape {self.shape} on {self.device}{graph}"
+
+
+# Of each gradient over all ranks; None if no rank has one.
+Specs: TypeAlias = Sequence[GradSpec | None]
 
 
 class Description(NamedTuple):
@@ -115,10 +167,11 @@ def _common_spec(group: Group, path: str, by_rank: Sequence[GradSpec | None]) ->
         # A backward pass through the reduction waits for all ranks, also for one without a graph.
         if spec is None and not first.graph:
             continue
-        if spec is None or not spec.adds_to(first):
+        if spec is None or spec[:4] != first[:4]:  # sparse ones can be added to dense ones
             expected = f"what rank {by_rank.index(first)} has, {first}"
             _raise_difference(group, path, rank, expected, str(spec))
-    return first if all(spec == first for spec in present) else first.as_dense()
+    alike = all(spec == first for spec in present)
+    return first if alike else first._replace(layout=torch.strided, dense_dim=0)
 
 
 def _require_same_reach(group: Group, path: str, by_rank: Specs) -> None:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradkit._compat import ddp
 from gradkit._core.ownership import empty_for
-from gradkit.distributed._grad_spec import GradSpec, Specs
+from gradkit.distributed._agreement import GradSpec, Specs
 from gradkit.distributed._group import Group, collective_errors
 from gradkit.distributed._reduction import LocalGrads
 from gradkit.errors import UnsupportedGraphError, message

@@ -20,10 +20,9 @@ from gradkit._core.losses import Losses, require_graph
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
 from gradkit._state.dot_grad import replace_grad
-from gradkit.distributed._agreement import Description, agree_or_raise
+from gradkit.distributed._agreement import Description, Specs, agree_or_raise
 from gradkit.distributed._comm_hooks import bucketed_params, check_comm_hooks, reduce_by_hook
 from gradkit.distributed._distributed_call import DistributedCall
-from gradkit.distributed._grad_spec import Specs
 from gradkit.distributed._group import Group, join_group
 from gradkit.distributed._reduction import LocalGrads, agree_on_grads, reduce_grads
 from gradkit.errors import StructureError, UnsupportedGraphError, message

@@ -6,8 +6,7 @@ the `.grad` of the shards [M5, M6].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,9 +23,8 @@ from gradkit._core.graph import GraphView
 from gradkit._core.losses import Losses, require_graph
 from gradkit._core.params import Params, read_params
 from gradkit._state.dot_grad import grads_put_back
-from gradkit.distributed._agreement import Description, agree_or_raise
+from gradkit.distributed._agreement import Description, GradSpec, agree_or_raise
 from gradkit.distributed._distributed_call import DistributedCall
-from gradkit.distributed._grad_spec import GradSpec
 from gradkit.distributed._group import Group, collective_errors, join_group
 from gradkit.errors import UnsupportedGraphError, message
 
@@ -97,7 +95,8 @@ def _make_plan(call: DistributedCall, groups: Sequence[Any]) -> _Plan:
     _check_params(given, managed, create_graph=call.create_graph)
     shards = [managed[id(variable)] for variable in given.variables]
     # A module shows the sharded or the unsharded parameter; the graph holds the unsharded one.
-    in_graph = [id(_in_graph(s)) for s in shards]
+    pairs = [(shard.sharded_param, fsdp.unsharded_param(shard)) for shard in shards]
+    in_graph = [id(sharded if full is None else full) for sharded, full in pairs]
     require_graph(losses, losses.leaves)
     view = GraphView(losses.leaves)
     every = range(len(losses.leaves))
@@ -117,12 +116,6 @@ def _make_plan(call: DistributedCall, groups: Sequence[Any]) -> _Plan:
     )
     _refuse_unreached_or_freed(plan)
     return plan
-
-
-def _in_graph(shard: Any) -> Tensor:
-    param = fsdp.unsharded_param(shard)
-    sharded: Tensor = shard.sharded_param
-    return sharded if param is None else param
 
 
 def _refuse_unreached_or_freed(plan: _Plan) -> None:
@@ -208,27 +201,19 @@ class _ShardedRunner(PassRunner):
         """Run one backward pass; see `PassRunner.grads`."""
         assert self.group is not None
         written = {id(tensor): tensor for tensor in (*self.all_shards, *self.retained(()))}
-        with (
-            grads_put_back(list(written.values())),
-            collective_errors(self.group, backend_only=True),
-            _reset_on_error(self.states),
-        ):
-            # For these variables only: other leaves may have hooks that step an optimizer.
-            self.backward(outputs, seeds, variables, retain=retain)
-            # Copies: the shards of a module are parts of one buffer.
-            return [None if t.grad is None else t.grad.clone() for t in self.shards]
+        restored = grads_put_back(list(written.values()))
+        with restored, collective_errors(self.group, backend_only=True):
+            try:
+                # For these variables only: other leaves may have hooks that step an optimizer.
+                self.backward(outputs, seeds, variables, retain=retain)
+                # Copies: the shards of a module are parts of one buffer.
+                return [None if t.grad is None else t.grad.clone() for t in self.shards]
+            except BaseException:
+                fsdp.reset_iteration(self.states)
+                raise
 
     def batched_grads(
         self, output: Tensor, seeds: Tensor, variables: list[Tensor]
     ) -> list[Tensor | None]:
         """Raise, so that the passes run one by one."""
         raise RuntimeError("fully_shard reduces the gradients of one backward pass at a time")
-
-
-@contextmanager
-def _reset_on_error(states: Sequence[Any]) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        fsdp.reset_iteration(states)
-        raise

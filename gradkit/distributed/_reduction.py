@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradkit._core.ownership import empty_for
-from gradkit.distributed._agreement import Description, agree_or_raise
-from gradkit.distributed._grad_spec import GradSpec, Specs
+from gradkit.distributed._agreement import Description, GradSpec, Specs, agree_or_raise
 from gradkit.distributed._group import Group, collective_errors
 from gradkit.errors import UnsupportedGraphError, message
 
