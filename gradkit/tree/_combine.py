@@ -107,12 +107,12 @@ def _sum_in_groups(
     sums: list[Leaf] = [None] * len(rows.leaves)
     for group in groups:
         pairs = zip(rows.as_vectors(group), weights, strict=True)
-        first, *others = (_times(vector, weight) for vector, weight in pairs)
-        total = first.clone()
-        for scaled in others:
-            total += scaled
+        total: Tensor | None = None
+        for vector, weight in pairs:
+            scaled = _times(vector, weight)
+            total = scaled.clone() if total is None else total.add_(scaled)
         likes = [cast("Tensor", rows.rows[0][leaf]) for leaf in group]
-        parts = torch.split(total, [like.numel() for like in likes])
+        parts = torch.split(cast("Tensor", total), [like.numel() for like in likes])
         for leaf, part, like in zip(group, parts, likes, strict=True):
             sums[leaf] = torch.empty_like(like).copy_(part.view(like.shape))
     return sums

@@ -117,10 +117,10 @@ def _product_of_leaves(rows: PerLossRows) -> Tensor:
     count = len(rows.rows)
     total: Tensor | None = None
     for leaf in rows.leaves:
-        present = [index for index, row in enumerate(rows.rows) if row[leaf] is not None]
+        column = [row[leaf] for row in rows.rows]
+        present = [index for index, x in enumerate(column) if x is not None]
         if not present:
             continue
-        column = [row[leaf] for row in rows.rows]
         part = _product([real_vector(x) for x in column if x is not None])
         if len(present) < count:
             index = torch.tensor(present, device=part.device)
