@@ -19,6 +19,9 @@ from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import GradkitError, LeafTypeError, StructureError, describe, message
 
+_shape, _dtype, _device, _layout, _grad_dtype = map(
+    attrgetter, ("shape", "dtype", "device", "layout", "grad_dtype")
+)
 # Each leaf tensor once, with its gradient.
 Pairs: TypeAlias = list[tuple[Tensor, Tensor | None]]
 
@@ -78,11 +81,6 @@ def _plainly_match(params: Params, grads: list[Any]) -> bool:
     )
 
 
-_shape, _dtype, _device, _layout, _grad_dtype = map(
-    attrgetter, ("shape", "dtype", "device", "layout", "grad_dtype")
-)
-
-
 def _mismatch(leaf: Tensor | None, grad: object) -> tuple[str, str] | None:
     """Return what was expected and what came, if they do not match."""
     if grad is None:
@@ -108,11 +106,9 @@ def _mismatch(leaf: Tensor | None, grad: object) -> tuple[str, str] | None:
 
 
 def _differ(first: Tensor | None, second: Tensor | None) -> bool:
-    if first is None or second is None:
+    if first is second or first is None or second is None:
         return first is not second
-    return first is not second and (
-        first.layout != second.layout or not torch.equal(first.to_dense(), second.to_dense())
-    )
+    return first.layout != second.layout or not torch.equal(first.to_dense(), second.to_dense())
 
 
 def unique(tensors: Iterable[Tensor | None]) -> list[Tensor]:
@@ -149,7 +145,8 @@ def _known_mistake(params: Params, grads: PyTree) -> GradkitError | None:
     if isinstance(grads, Tensor) and grads.requires_grad and not params.spec.is_leaf():
         got = f"a loss: {describe(grads)}"
         return StructureError(message("grads", "a tree of gradients", got, pair))
-    if not isinstance(grads, Tensor | None) and _is_per_loss(params.spec, grads):
+    children = [] if isinstance(grads, Tensor | None) else pytree.children(grads)[0]
+    if children and all(_matches(params.spec, child) for child in children):
         advice = "gradkit.combine(grads, aggregator_or_weights), which makes one gradient of them"
         got = "those of several losses"
         return StructureError(message("grads", "the gradients of one loss", got, advice))
@@ -160,8 +157,3 @@ def _matches(spec: Structure, tree: PyTree) -> bool:
     """Return whether a tree has this structure, with gradients for leaves."""
     leaves, own_spec = pytree.flatten(tree)
     return own_spec == spec and all(isinstance(leaf, Tensor | None) for leaf in leaves)
-
-
-def _is_per_loss(spec: Structure, grads: PyTree) -> bool:
-    children, _ = pytree.children(grads)
-    return bool(children) and all(_matches(spec, child) for child in children)
