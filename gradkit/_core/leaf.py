@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -56,12 +57,10 @@ def largest(leaves: Sequence[Tensor | None]) -> Tensor:
     return maximum.to(torch.promote_types(maxima[0].dtype, torch.float32))
 
 
-def common_dtype(parts: Sequence[Tensor]) -> torch.dtype:
-    """Return the dtype that all parts are promoted to: float32 at least."""
-    dtype = torch.float32
-    for part in parts:
-        dtype = torch.promote_types(dtype, part.dtype)
-    return dtype
+def promoted(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts on the device of the first, in their common dtype: float32 at least."""
+    dtype = reduce(torch.promote_types, (part.dtype for part in parts), torch.float32)
+    return [part.to(parts[0].device, dtype) for part in parts]
 
 
 def width(leaf: Tensor) -> int:

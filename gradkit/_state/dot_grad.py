@@ -26,13 +26,8 @@ def accumulate(leaf: Tensor, grad: Tensor) -> None:
         leaf.grad += grad.detach()
 
 
-def clear(leaf: Tensor) -> None:
-    """Set `.grad` to None."""
-    leaf.grad = None
-
-
 def set_grad(leaf: Tensor, grad: Tensor | None) -> None:
-    """Write the `.grad` of a leaf."""
+    """Set `.grad` to this very gradient."""
     leaf.grad = grad
 
 
@@ -44,7 +39,7 @@ def grads_put_back(leaves: Sequence[Tensor]) -> Iterator[None]:
     copies = [None if g is None or g._base is None else g.detach().clone() for g in before]
     try:
         for leaf in leaves:
-            set_grad(leaf, None)
+            leaf.grad = None
         yield
     finally:
         for leaf, grad, copy in zip(leaves, before, copies, strict=True):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradkit._compat.dispatch import TorchDispatchMode
+from gradkit._compat.tensors import TorchDispatchMode
 from gradkit._state import rng, storage_writes
 from gradkit._state.storage_writes import StorageWrites
 from gradkit.errors import UnsupportedGraphError, message

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from gradkit._compat.dispatch import TorchDispatchMode
+from gradkit._compat.tensors import TorchDispatchMode
 
 Snapshots: TypeAlias = list[tuple[torch.UntypedStorage, torch.UntypedStorage]]
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from gradkit.distributed._grad_spec import GradSpec
 from gradkit.distributed._group import Group, collective_errors
 from gradkit.errors import CollectiveError, StructureError, message
 
@@ -26,21 +26,79 @@ _FAILED = (0, 0, 0, 0)
 _LONGEST = 200
 
 
+class GradSpec(NamedTuple):
+    """The kind of a gradient."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    graph: bool  # it carries one, which is to go on through the reduction
+    layout: torch.layout
+    dense_dim: int  # the number of dense dimensions of a sparse gradient
+
+    @staticmethod
+    def of(grad: Tensor | None, *, differentiable: bool = False) -> GradSpec | None:
+        """Return the spec of a gradient, None for None."""
+        if grad is None:
+            return None
+        dense_dim = grad.dense_dim() if grad.layout != torch.strided else 0
+        graph = differentiable and grad.requires_grad
+        shape = tuple(grad.shape)
+        return GradSpec(shape, grad.dtype, grad.device.type, graph, grad.layout, dense_dim)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the dense gradient."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+    def local(self, grad: Tensor | None) -> Tensor:
+        """Return a rank's gradient in this layout; zeros for None."""
+        if grad is None:
+            return self._zeros()
+        if self.layout == torch.strided:
+            return grad.to_dense() if grad.is_sparse else grad
+        return grad if grad.is_sparse else grad.to_sparse(len(self.shape) - self.dense_dim)
+
+    def _zeros(self) -> Tensor:
+        # On "cuda" without an index: the device that torch.cuda.set_device has chosen.
+        if self.layout == torch.strided:
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        split = len(self.shape) - self.dense_dim
+        indices = torch.empty(split, 0, dtype=torch.int64, device=self.device)
+        values = torch.empty(0, *self.shape[split:], dtype=self.dtype, device=self.device)
+        return torch.sparse_coo_tensor(indices, values, self.shape, check_invariants=False)
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        graph = ", with a graph" if self.graph else ""
+        return f"a {kind} tensor of shape {self.shape} on {self.device}{graph}"
+
+
+# Of each gradient over all ranks; None if no rank has one.
+Specs: TypeAlias = Sequence[GradSpec | None]
+
+
+class Description(NamedTuple):
+    """What ranks must have in common, of which they compare the `repr`."""
+
+    structure: tuple[tuple[str, object], ...]  # by name
+    specs: tuple[GradSpec | None, ...]  # of the gradients
+    paths: Callable[[], Iterable[str]]  # of the gradients, or other leaves, for errors
+
+
 def agree_or_raise(
-    group: Group,
-    read: Callable[[], tuple[_T, Hashable]],
-    paths: Callable[[_T], tuple[str, ...]],
-) -> tuple[_T, list[tuple[Any, Any]] | None]:
-    """Return the input, and None, or all ranks' descriptions with paths if these differ."""
-    # `read` returns the checked input and its description, `(names and values, specs)`, of which
-    # the ranks compare the `repr`. Where it raises, all ranks raise.
+    group: Group, read: Callable[[], tuple[_T, Description]], *, same_reach: bool = False
+) -> tuple[_T, Specs]:
+    """Return the checked input of `read`, and the spec of each gradient over all ranks."""
+    # Where `read` raises, all ranks raise. `same_reach`: None on one rank must be None on all.
     try:
         ours, description = read()
     except BaseException:
         with suppress(CollectiveError):
             _exchange(_FAILED, group)
         raise
-    digest = _digest(description)
+    compared = description.structure, description.specs
+    digest = _digest(compared)
     digests = _exchange(digest, group)
     failed = [str(rank) for rank, other in enumerate(digests) if other == _FAILED]
     if failed:
@@ -49,14 +107,23 @@ def agree_or_raise(
         fix = "look for it in the output of that rank"
         raise CollectiveError(message(group.this_rank, expected, got, fix))
     if all(other == digest for other in digests):
-        return ours, None
-    descriptions: list[Any] = [None] * group.size
+        return ours, description.specs
+    by_rank: list[Any] = [None] * group.size
+    paths = list(description.paths())
     with collective_errors(group):
-        dist.all_gather_object(descriptions, (description, paths(ours)), group=group.handle)
-    return ours, descriptions
+        dist.all_gather_object(by_rank, (*compared, paths), group=group.handle)
+    structures, specs, all_paths = zip(*by_rank, strict=True)
+    _require_same_paths(group, all_paths)
+    for name in dict(structures[0]):
+        _require_same(group, name, [dict(structure).get(name) for structure in structures])
+    columns = list(zip(paths, zip(*specs, strict=True), strict=False))
+    common = [_common_spec(group, path, column) for path, column in columns]
+    for path, column in columns if same_reach else ():
+        _require_same_reach(group, path, column)
+    return ours, common
 
 
-def _exchange(digest: Sequence[int], group: Group) -> list[tuple[int, ...]]:
+def _exchange(digest: tuple[int, ...], group: Group) -> list[tuple[int, ...]]:
     ours = torch.tensor(digest, dtype=torch.int64, device=group.device)
     gathered = [torch.empty_like(ours) for _ in range(group.size)]
     with collective_errors(group):
@@ -69,45 +136,21 @@ def _digest(description: Hashable) -> tuple[int, ...]:
     return struct.unpack("<4q", hashlib.sha256(repr(description).encode()).digest())
 
 
-def common_specs(
-    group: Group, descriptions: Sequence[tuple[Any, Any]], path: Callable[[int], str]
-) -> list[GradSpec | None]:
-    """Return the spec of each gradient over all ranks; raise if the ranks' trees do not match."""
-    _require_same_paths(group, [paths for _, paths in descriptions])
-    structures = [dict(structure) for (structure, _), _ in descriptions]
-    for name in structures[0]:
-        _require_same(group, name, [structure.get(name) for structure in structures])
-    columns = zip(*(specs for (_, specs), _ in descriptions), strict=True)
-    return [_common_spec(group, path(index), column) for index, column in enumerate(columns)]
-
-
 def _require_same_paths(group: Group, by_rank: Sequence[Sequence[str]]) -> None:
+    first = by_rank[0]
     for rank, paths in enumerate(by_rank):
-        _require_paths(group, by_rank[0], 0, paths, rank)
-        _require_paths(group, paths, rank, by_rank[0], 0)
-
-
-def _require_paths(
-    group: Group, paths: Sequence[str], rank: int, others: Sequence[str], other: int
-) -> None:
-    missing = [path for path in paths if path not in others]
-    if missing:
-        expected = f"a leaf, which rank {rank} has"
-        raise_difference(group, missing[0], other, expected, "nothing")
+        for owner, ours, other, theirs in ((0, first, rank, paths), (rank, paths, 0, first)):
+            missing = [path for path in ours if path not in theirs]
+            if missing:
+                expected = f"a leaf, which rank {owner} has"
+                _raise_difference(group, missing[0], other, expected, "nothing")
 
 
 def _require_same(group: Group, name: str, by_rank: Sequence[object]) -> None:
     first = by_rank[0]
     for rank, value in enumerate(by_rank):
         if value != first:
-            raise_difference(group, name, rank, f"what rank 0 has, {_text(first)}", _text(value))
-
-
-def raise_difference(group: Group, what: str, rank: int, expected: str, got: str) -> NoReturn:
-    """Raise the error of all ranks for what differs on one of them."""
-    where = f"{what} on rank {rank} of {group.size} in {group.call}"
-    fix = "give every rank the same trees; None stands for a gradient that a rank does not have"
-    raise StructureError(message(where, expected, got, fix))
+            _raise_difference(group, name, rank, f"what rank 0 has, {_text(first)}", _text(value))
 
 
 def _text(value: object) -> str:
@@ -124,7 +167,22 @@ def _common_spec(group: Group, path: str, by_rank: Sequence[GradSpec | None]) ->
         # A backward pass through the reduction waits for all ranks, also for one without a graph.
         if spec is None and not first.graph:
             continue
-        if spec is None or not spec.adds_to(first):
+        if spec is None or spec[:4] != first[:4]:  # sparse ones can be added to dense ones
             expected = f"what rank {by_rank.index(first)} has, {first}"
-            raise_difference(group, path, rank, expected, str(spec))
-    return first if all(spec == first for spec in present) else first.as_dense()
+            _raise_difference(group, path, rank, expected, str(spec))
+    alike = all(spec == first for spec in present)
+    return first if alike else first._replace(layout=torch.strided, dense_dim=0)
+
+
+def _require_same_reach(group: Group, path: str, by_rank: Specs) -> None:
+    first, *others = ("not reached" if spec is None else "reached" for spec in by_rank)
+    for rank, reached in enumerate(others, 1):
+        if reached != first:
+            _raise_difference(group, path, rank, f"{first}, as on rank 0", reached)
+
+
+def _raise_difference(group: Group, what: str, rank: int, expected: str, got: str) -> NoReturn:
+    """Raise the error of all ranks for what differs on one of them."""
+    where = f"{what} on rank {rank} of {group.size} in {group.call}"
+    fix = "give every rank the same trees; None stands for a gradient that a rank does not have"
+    raise StructureError(message(where, expected, got, fix))

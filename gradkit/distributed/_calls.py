@@ -88,15 +88,9 @@ def value_and_grads(
         `torch.nn.parallel.DistributedDataParallel`; `torch.distributed.fsdp.fully_shard`.
     """
     check_pass_options(unused, create_graph, retain_graph)
-    passes = partial(
-        run_jointly,
-        weights=weights,
-        unused="none",
-        create_graph=create_graph,
-        retain_graph=retain_graph,
-    )
+    passes = partial(run_jointly, weights=weights)
     name = "gradkit.distributed.value_and_grads"
-    call = DistributedCall(name, losses, module, passes, True, create_graph, weights)
+    call = DistributedCall(name, losses, module, passes, True, create_graph, retain_graph, weights)
     with leave_inference_mode():
         result, params = _run(call, unused)
         return result.values, finish(result.grads[0], params, unused, create_graph)
@@ -159,16 +153,9 @@ def per_loss_grads(
     """
     check_pass_options(unused, create_graph, retain_graph)
     check_batching(strategy, chunk_size)
-    passes = partial(
-        run_separately,
-        unused="none",
-        create_graph=create_graph,
-        retain_graph=retain_graph,
-        strategy=strategy,
-        chunk_size=chunk_size,
-    )
+    passes = partial(run_separately, strategy=strategy, chunk_size=chunk_size)
     name = "gradkit.distributed.per_loss_grads"
-    call = DistributedCall(name, losses, module, passes, False, create_graph)
+    call = DistributedCall(name, losses, module, passes, False, create_graph, retain_graph)
     with leave_inference_mode():
         result, params = _run(call, unused)
         return finish_separate(result, params, unused)
@@ -193,15 +180,15 @@ def _wrapped_in(tree: PyTree) -> tuple[list[DistributedDataParallel], list[nn.Mo
         replicated = [part for part in parts if isinstance(part, DistributedDataParallel)]
         sharded = [part for part in parts if isinstance(part, fsdp.module_classes())]
         if bool(replicated) == bool(sharded) or (replicas and sharded) or (shards and replicated):
-            raise LeafTypeError(
-                message(
-                    pytree.path(spec, index, "module"),
-                    "a module wrapped in DistributedDataParallel, or by fully_shard, as the others",
-                    "both" if replicated and sharded else describe(leaf),
-                    "pass the wrapped module; for parts of it or your own wrapping, call "
-                    "gradkit.distributed.all_reduce(grads) on what gradkit.value_and_grads returns",
-                )
+            expected = (
+                "a module wrapped in DistributedDataParallel, or by fully_shard, as the others"
             )
+            got = "both" if replicated and sharded else describe(leaf)
+            fix = (
+                "pass the wrapped module; for parts of it or your own wrapping, call "
+                "gradkit.distributed.all_reduce(grads) on what gradkit.value_and_grads returns"
+            )
+            raise LeafTypeError(message(pytree.path(spec, index, "module"), expected, got, fix))
         replicas += replicated
         shards += sharded
     return replicas, shards

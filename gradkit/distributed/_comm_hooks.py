@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NoReturn, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradkit._compat import ddp
 from gradkit._core.ownership import empty_for
-from gradkit.distributed._grad_spec import GradSpec
+from gradkit.distributed._agreement import GradSpec, Specs
 from gradkit.distributed._group import Group, collective_errors
 from gradkit.distributed._reduction import LocalGrads
 from gradkit.errors import UnsupportedGraphError, message
@@ -51,10 +51,7 @@ def bucketed_params(module: DistributedDataParallel) -> set[int]:
 
 
 def reduce_by_hook(
-    group: Group,
-    module: DistributedDataParallel,
-    local: LocalGrads,
-    specs: Sequence[GradSpec | None],
+    group: Group, module: DistributedDataParallel, local: LocalGrads, specs: Specs
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield index and mean of each gradient that a module's hook reduces, loss by loss."""
     bucketed = bucketed_params(module)
@@ -72,7 +69,7 @@ def _reduce_row(
     module: DistributedDataParallel,
     row: Sequence[int],
     local: LocalGrads,
-    specs: Sequence[GradSpec | None],
+    specs: Specs,
 ) -> list[Tensor]:
     """Return the means of the gradients of one loss, which stand at the indices of the row."""
     params = [cast("Tensor", local.likes[index]) for index in row]
@@ -83,8 +80,9 @@ def _reduce_row(
     # A hook takes one gradient for each parameter: that of one element of the loss.
     for element in range(torch.Size(loss_shape).numel()):
         grads = {
-            id(param): _element(local.grads[index], param, element)
+            id(param): grad.view(-1, *param.shape)[element]
             for index, param in zip(row, params, strict=True)
+            if (grad := local.grads[index]) is not None
         }
         reduced = _run_hook(group, module, grads)
         for param, mean in zip(params, means, strict=True):
@@ -92,30 +90,24 @@ def _reduce_row(
     return means
 
 
-def _element(grads: Tensor | None, param: Tensor, element: int) -> Tensor | None:
-    return None if grads is None else grads.view(-1, *param.shape)[element]
-
-
 def _run_hook(
-    group: Group, module: DistributedDataParallel, grads: Mapping[int, Tensor | None]
+    group: Group, module: DistributedDataParallel, grads: Mapping[int, Tensor]
 ) -> dict[int, Tensor]:
-    """Return the means of gradients by parameter id; None counts as zero."""
+    """Return the means of gradients by parameter id; one that is not there counts as zero."""
     reduced: dict[int, Tensor] = {}
     with torch.no_grad(), collective_errors(group, backend_only=True):
         for bucket in ddp.zero_buckets(module):
             views = dict(zip(map(id, bucket.parameters()), bucket.gradients(), strict=True))
-            for key, view in views.items():
-                grad = grads.get(key)
-                if grad is not None and grad.dtype != view.dtype:
-                    _refuse_cast(grad, view)
-                if grad is not None:
-                    view.copy_(grad)
+            for key in views.keys() & grads.keys():
+                _fill(views[key], grads[key])
             bucket.buffer().copy_(ddp.run_comm_hook(module, bucket))
             reduced |= views
     return reduced
 
 
-def _refuse_cast(grad: Tensor, view: Tensor) -> NoReturn:
-    expected = f"gradients in {view.dtype}, as when it was wrapped, for its communication hook"
-    fix = "call .to(), .double(), ... before DistributedDataParallel(module)"
-    raise UnsupportedGraphError(message("the module", expected, str(grad.dtype), fix))
+def _fill(view: Tensor, grad: Tensor) -> None:
+    if grad.dtype != view.dtype:
+        expected = f"gradients in {view.dtype}, as when it was wrapped, for its communication hook"
+        fix = "call .to(), .double(), ... before DistributedDataParallel(module)"
+        raise UnsupportedGraphError(message("the module", expected, str(grad.dtype), fix))
+    view.copy_(grad)

@@ -1,11 +1,13 @@
-"""The passes for DistributedDataParallel: local gradients, then their mean over the ranks."""
+"""Modules that DistributedDataParallel replicates: local gradients, then their means."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradkit._autograd.passes import PassResult
@@ -13,23 +15,26 @@ from gradkit._checks import unsupported
 from gradkit._checks.reachability import refuse_stale
 from gradkit._compat import ddp
 from gradkit._core import graph, pytree
+from gradkit._core.leaf import plus
 from gradkit._core.losses import Losses, require_graph
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
-from gradkit.distributed._agreement import agree_or_raise, common_specs
-from gradkit.distributed._comm_hooks import check_comm_hooks
+from gradkit._state.dot_grad import replace_grad
+from gradkit.distributed._agreement import Description, Specs, agree_or_raise
+from gradkit.distributed._comm_hooks import bucketed_params, check_comm_hooks, reduce_by_hook
 from gradkit.distributed._distributed_call import DistributedCall
-from gradkit.distributed._group import Group
-from gradkit.distributed._reduction import LocalGrads, agree_on_grads
-from gradkit.distributed._replicas import join_replicas, reduce_replicas, reduced_params
-from gradkit.errors import UnsupportedGraphError, message
+from gradkit.distributed._group import Group, join_group
+from gradkit.distributed._reduction import LocalGrads, agree_on_grads, reduce_grads
+from gradkit.errors import StructureError, UnsupportedGraphError, message
 
-_Replicas = Sequence[DistributedDataParallel]
+_Replicas: TypeAlias = Sequence[DistributedDataParallel]
+# Leaf tensors, each with the gradient that is added to its `.grad`.
+_Pairs: TypeAlias = list[tuple[Tensor, Tensor | None]]
 
 
 def run(call: DistributedCall, modules: _Replicas) -> tuple[PassResult, Params]:
     """Return the passes' result, reduced over the ranks, and the params."""
-    group = join_replicas(modules, call.name)
+    group = _join(modules, call.name)
     losses, params = _read_on_all_ranks(group, call, modules)
     results: list[PassResult] = []
 
@@ -44,15 +49,14 @@ def run(call: DistributedCall, modules: _Replicas) -> tuple[PassResult, Params]:
         return LocalGrads(grads, likes, call.structure(losses, params), path)
 
     local, specs = agree_on_grads(group, local_grads, differentiable=call.create_graph)
-    reduced = reduce_replicas(group, modules, local, specs)
-    ignored = _ignored_params(modules)
-    # DDP leaves the gradients of parameters that it ignores local, as `.backward()` does.
-    grads = [
-        mine if id(param) in ignored else mean
-        for mine, param, mean in zip(local.grads, local.likes, reduced, strict=True)
-    ]
+    reduced = _reduce(group, modules, local, specs)
+    if any(module.parameters_to_ignore for module in modules):
+        # DDP leaves the gradients of parameters that it ignores local, as `.backward()` does.
+        replicated = _reduced_params(modules)
+        columns = zip(local.grads, local.likes, reduced, strict=True)
+        reduced = [mean if id(param) in replicated else mine for mine, param, mean in columns]
     width = len(params.variables)
-    rows = [grads[start : start + width] for start in range(0, len(grads), width)]
+    rows = [reduced[start : start + width] for start in range(0, len(reduced), width)]
     return replace(results[0], grads=rows), params
 
 
@@ -61,37 +65,22 @@ def _read_on_all_ranks(
 ) -> tuple[Losses, Params]:
     """Return the losses and params, checked before any rank runs a pass."""
 
-    def read() -> tuple[tuple[Losses, Params], tuple[object, ...]]:
+    def read() -> tuple[tuple[Losses, Params], Description]:
         losses, params = call.read_losses(), read_params(call.module, allow_distributed=True)
         require_graph(losses, losses.leaves)
-        if not _are_replicas(call.module, modules):
-            _refuse_unreplicated(params, modules)
+        _refuse_unreplicated(params, modules)
         _refuse_static_graph(losses)
         several = not call.joint and sum(loss.numel() for loss in losses.leaves) > 1
         check_comm_hooks(modules, create_graph=call.create_graph, several=several)
-        return (losses, params), (call.structure(losses, params), ())
 
-    def paths(inputs: tuple[Losses, Params]) -> tuple[str, ...]:
-        losses, params = inputs
-        of_losses = [] if call.joint else list(map(losses.path, range(len(losses.leaves))))
-        return (*of_losses, *map(params.path, range(len(params.variables))))
+        def paths() -> list[str]:
+            of_losses = [] if call.joint else list(map(losses.path, range(len(losses.leaves))))
+            return [*of_losses, *map(params.path, range(len(params.variables)))]
 
-    inputs, descriptions = agree_or_raise(group, read, paths)
-    if descriptions is not None:
-        common_specs(group, descriptions, str)
+        return (losses, params), Description(call.structure(losses, params), (), paths)
+
+    inputs, _ = agree_or_raise(group, read)
     return inputs
-
-
-def _ignored_params(modules: _Replicas) -> set[int]:
-    if not any(module.parameters_to_ignore for module in modules):
-        return set()
-    reduced = {id(param) for module in modules for param in reduced_params(module)}
-    return {id(param) for module in modules for param in module.parameters()} - reduced
-
-
-def _are_replicas(tree: PyTree, modules: _Replicas) -> bool:
-    leaves, _ = pytree.flatten(tree)
-    return {id(leaf) for leaf in leaves} <= {id(module) for module in modules}
 
 
 def _refuse_unreplicated(params: Params, modules: _Replicas) -> None:
@@ -110,3 +99,102 @@ def _refuse_static_graph(losses: Losses) -> None:
         for node in graph.nodes_below([loss]) if loss.requires_grad else ():
             if type(node).__name__ == ddp.SINK and ddp.sink_is_static(node):
                 unsupported.refuse_nodes({type(node)}, losses.path(index))
+
+
+def add_to_replicas(params: PyTree, read_pairs: Callable[[], _Pairs]) -> _Pairs:
+    """Add to `.grad` of replicated modules in `params`, reduced; return the other pairs."""
+    leaves, _ = pytree.flatten(params)
+    roots = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
+    parts = {id(part): part for root in roots for part in root.modules()}.values()
+    modules = [part for part in parts if isinstance(part, DistributedDataParallel)]
+    if not modules:
+        return read_pairs()
+    # Not through DDP's reducers: they reduce once after each forward pass, and otherwise silently
+    # leave the gradients local [M2].
+    if not all(module.require_backward_grad_sync for module in modules):
+        expected = "a DistributedDataParallel module that reduces"
+        got = "one inside of no_sync(), whose gradients would not be synchronized"
+        fix = "make the call outside of it, or without hooks=True"
+        raise UnsupportedGraphError(message("params", expected, got, fix))
+    group = _join(modules, "gradkit.add_grads_")
+    replicated = _reduced_params(modules)
+    ours: _Pairs = []
+    others: _Pairs = []
+
+    def totals() -> LocalGrads:
+        for pair in read_pairs():
+            (ours if id(pair[0]) in replicated else others).append(pair)
+        leaves, grads = [leaf for leaf, _ in ours], [grad for _, grad in ours]
+        check_comm_hooks(modules, [*grads, *(leaf.grad for leaf in leaves)])
+        sums = [None if grad is None else plus(leaf.grad, grad) for leaf, grad in ours]
+        structure = (("the call", "add_grads_"), ("params", len(ours)))
+        return LocalGrads(sums, leaves, structure, lambda index: f"grads, tensor {index}")
+
+    local, specs = agree_on_grads(group, totals)
+    # A rank without a gradient adds its `.grad`; where no rank has one, `.grad` stays.
+    pairs = zip(ours, local.grads, strict=True)
+    sums = [leaf.grad if total is None else total for (leaf, _), total in pairs]
+    reduced = _reduce(group, modules, replace(local, grads=sums), specs)
+    for (leaf, _), mean in zip(ours, reduced, strict=True):
+        if mean is not None:
+            replace_grad(leaf, mean)
+    return others
+
+
+def _join(modules: _Replicas, call: str) -> Group:
+    """Return the one group over which modules are replicated."""
+    for module in modules:
+        _check_reducible(module)
+    handle = modules[0].process_group
+    if any(module.process_group is not handle for module in modules):
+        expected, fix = "modules of one process group", "make a call for each group"
+        raise StructureError(message(call, expected, "several", fix))
+    return join_group(handle, call)
+
+
+def _check_reducible(module: DistributedDataParallel) -> None:
+    """Raise if gradients cannot be reduced outside of the module's own backward passes [M4]."""
+    wrapped = "a DistributedDataParallel module"
+    if module.static_graph:
+        expected, got = f"{wrapped} without static_graph", "one with static_graph=True"
+        fix = "leave static_graph out: with it, a functional pass ends all later reduction"
+    elif ddp.is_joining(module):
+        expected, got = f"{wrapped} outside of join()", "one inside of it"
+        fix = "give all ranks as many inputs: a rank that has joined takes no part in this call"
+    elif module.mixed_precision is not None:
+        expected, got = f"{wrapped} without mixed_precision", "one with it"
+        fix = "use torch.autocast in the forward pass"
+    elif ddp.delays_all_reduce(module):
+        expected, got = wrapped, "one with delay_all_reduce_named_params"
+        fix = "leave it out: a hook reduces these parameters, also in a functional pass"
+    else:
+        return
+    raise UnsupportedGraphError(message("the module", expected, got, fix))
+
+
+def _reduced_params(modules: _Replicas) -> set[int]:
+    """Return the ids of the trained parameters of modules, without those that DDP ignores."""
+    # Names as DDP reads them: at the root they begin with a dot. DDP reduces a tied parameter
+    # unless all of its names are ignored.
+    return {
+        id(param)
+        for module in modules
+        for path, part in module.module.named_modules()
+        for name, param in part.named_parameters(recurse=False)
+        if param.requires_grad and f"{path}.{name}" not in module.parameters_to_ignore
+    }
+
+
+def _reduce(
+    group: Group, modules: _Replicas, local: LocalGrads, specs: Specs
+) -> list[Tensor | None]:
+    """Return the means over the ranks, by the modules' communication hooks where they have one."""
+    hooked = [module for module in modules if ddp.has_comm_hook(module)]
+    by_hook = {key for module in hooked for key in bucketed_params(module)}
+    pairs = zip(local.likes, specs, strict=True)
+    plain = [None if id(param) in by_hook else spec for param, spec in pairs]
+    reduced = reduce_grads(group, local, plain, 1 / group.size)
+    for module in hooked:
+        for index, grad in reduce_by_hook(group, module, local, specs):
+            reduced[index] = grad
+    return reduced

@@ -19,9 +19,10 @@ class DistributedCall:
     name: str
     losses: PyTree
     module: PyTree
-    passes: Callable[..., PassResult]  # run_jointly or run_separately, with the caller's options
+    passes: Callable[..., PassResult]  # run_jointly or run_separately, with their own options
     joint: bool  # one pass for the weighted sum of all losses; else passes for each loss
     create_graph: bool
+    retain_graph: bool | None
     weights: PyTree = None
 
     def read_losses(self) -> Losses:
@@ -32,7 +33,8 @@ class DistributedCall:
 
     def run(self, losses: Losses, params: Params, **options: Any) -> PassResult:
         """Run the passes: one for all losses, or for every loss, constants included."""
-        result = self.passes(losses, params, **options)
+        options |= {"create_graph": self.create_graph, "retain_graph": self.retain_graph}
+        result = self.passes(losses, params, unused="none", **options)
         return result if self.joint else result.with_constants(params)
 
     def structure(self, losses: Losses, params: Params) -> tuple[tuple[str, object], ...]:

@@ -1,9 +1,12 @@
-"""The passes for fully_shard: its own backward passes, with every `.grad` restored."""
+"""The passes for `fully_shard`: its own backward passes, with every `.grad` restored.
+
+The graph holds the unsharded parameters; FSDP's backward hooks reduce-scatter their gradients into
+the `.grad` of the shards [M5, M6].
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,14 +15,17 @@ from torch import Tensor, nn
 
 from gradkit._autograd.passes import PassResult
 from gradkit._autograd.runner import PassRunner
+from gradkit._checks.freed import refuse_freed
+from gradkit._checks.reachability import refuse_nothing_reached
 from gradkit._compat import fsdp
-from gradkit._core.call import Pass
-from gradkit._core.params import Params
+from gradkit._core.call import Call, Pass
+from gradkit._core.graph import GraphView
+from gradkit._core.losses import Losses, require_graph
+from gradkit._core.params import Params, read_params
 from gradkit._state.dot_grad import grads_put_back
-from gradkit.distributed._agreement import agree_or_raise
+from gradkit.distributed._agreement import Description, GradSpec, agree_or_raise
 from gradkit.distributed._distributed_call import DistributedCall
 from gradkit.distributed._group import Group, collective_errors, join_group
-from gradkit.distributed._sharded_plan import ShardedPlan, make_plan, refuse_difference
 from gradkit.errors import UnsupportedGraphError, message
 
 
@@ -30,7 +36,7 @@ def run(call: DistributedCall, modules: Sequence[nn.Module]) -> tuple[PassResult
     groups = fsdp.groups_of(states)
     shards = [shard.sharded_param for shard in fsdp.shards_of(groups)]
     ranks = [join_group(handle, call.name) for handle in _handles(shards)]
-    plan = _agree_on_plan(ranks, lambda: make_plan(call, groups))
+    plan = _agree_on_plan(ranks, lambda: _make_plan(call, groups))
 
     runner = partial(
         _ShardedRunner, shards=plan.shards, all_shards=shards, group=ranks[0], states=states
@@ -57,12 +63,108 @@ def _handles(shards: Sequence[Any]) -> list[Any]:
     return [mesh.get_group(dim) for mesh in meshes.values() for dim in range(mesh.ndim)]
 
 
-def _agree_on_plan(ranks: Sequence[Group], make: Callable[[], ShardedPlan]) -> ShardedPlan:
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The passes of a call on this rank, checked before any rank runs one."""
+
+    call: DistributedCall
+    losses: Losses
+    params: Params  # whose variables are the sharded parameters
+    unsharded: Params  # whose variables are the unsharded parameters in the graph
+    shards: list[Tensor]  # the sharded parameters of those, whose `.grad` a pass writes
+    columns: list[int | None]  # of `params` in `unsharded`; None if no loss reaches the parameter
+    reached: list[list[bool]]  # by loss (one row in a joint pass) and variable of `params`
+
+    def description(self) -> Description:
+        """Return what must be the same on all ranks."""
+        specs = [
+            GradSpec.of(param) if is_reached else None
+            for row in self.reached
+            for param, is_reached in zip(self.params.variables, row, strict=True)
+        ]
+        path = partial(self.call.grad_path, self.losses, self.params)
+        structure = self.call.structure(self.losses, self.params)
+        return Description(structure, tuple(specs), partial(map, path, range(len(specs))))
+
+
+def _make_plan(call: DistributedCall, groups: Sequence[Any]) -> _Plan:
+    """Return the plan of a call, checked on this rank."""
+    _refuse_unsynchronized(groups)
+    managed = {id(p): s for s in fsdp.shards_of(groups) for p in fsdp.module_params(s)}
+    losses, given = call.read_losses(), read_params(call.module, allow_distributed=True)
+    _check_params(given, managed, create_graph=call.create_graph)
+    shards = [managed[id(variable)] for variable in given.variables]
+    # A module shows the sharded or the unsharded parameter; the graph holds the unsharded one.
+    pairs = [(shard.sharded_param, fsdp.unsharded_param(shard)) for shard in shards]
+    in_graph = [id(sharded if full is None else full) for sharded, full in pairs]
+    require_graph(losses, losses.leaves)
+    view = GraphView(losses.leaves)
+    every = range(len(losses.leaves))
+    leaves = view.below(every).leaves
+    unsharded = [leaves[key] for key in in_graph if key in leaves]
+    columns = {id(leaf): index for index, leaf in enumerate(unsharded)}
+    groups_of_losses = [every] if call.joint else [[index] for index in every]
+    below = [view.below(group).leaves for group in groups_of_losses]
+    plan = _Plan(
+        call,
+        losses,
+        replace(given, variables=[shard.sharded_param for shard in shards]),
+        replace(given, variables=unsharded, plain_leaves=True),
+        [managed[id(leaf)].sharded_param for leaf in unsharded],
+        [columns.get(key) for key in in_graph],
+        [[key in reached for key in in_graph] for reached in below],
+    )
+    _refuse_unreached_or_freed(plan)
+    return plan
+
+
+def _refuse_unreached_or_freed(plan: _Plan) -> None:
+    losses = plan.losses
+    with_graph = [index for index, loss in enumerate(losses.leaves) if loss.requires_grad]
+    if with_graph and set(plan.columns) == {None}:
+        refuse_nothing_reached(Call(losses, losses.leaves, [Pass(with_graph, plan.params)]))
+    passes = [Pass([index], plan.unsharded) for index in with_graph]
+    refuse_freed(Call(losses, losses.leaves, passes), thorough=True)
+
+
+def _check_params(given: Params, managed: Mapping[int, Any], *, create_graph: bool) -> None:
+    """Raise if `fully_shard` would not reduce the gradients of these parameters."""
+    if create_graph:
+        fix = "leave it out: a backward pass of fully_shard has no graph"
+        raise UnsupportedGraphError(message("create_graph", "False for fully_shard", "True", fix))
+    for index, variable in enumerate(given.variables):
+        shard = managed.get(id(variable))
+        if shard is None:
+            got = "one that it does not manage, whose gradient would not be synchronized"
+            fix = "call fully_shard on the module that has it, or freeze it"
+        elif shard.sharded_param._post_accumulate_grad_hooks:
+            got = "one with a hook that runs after accumulation"
+            fix = "remove register_post_accumulate_grad_hook, or use loss.backward()"
+        else:
+            continue
+        expected = "a parameter that fully_shard reduces"
+        raise UnsupportedGraphError(message(given.path(index), expected, got, fix))
+
+
+def _refuse_unsynchronized(groups: Sequence[Any]) -> None:
+    """Raise if a backward pass would not reduce, or would reduce gradients of earlier passes."""
+    if not all(map(fsdp.synchronizes, groups)):
+        got = "one with gradient synchronization off"
+        fix = "call set_requires_gradient_sync(True) before; the gradients of calls can be added up"
+    elif any(map(fsdp.has_unreduced_grads, groups)):
+        got = "one with gradients of earlier backward passes that are not reduced yet"
+        fix = "take the gradients before them, or after the backward pass that reduces"
+    else:
+        return
+    raise UnsupportedGraphError(message("module", "a sharded module that reduces", got, fix))
+
+
+def _agree_on_plan(ranks: Sequence[Group], make: Callable[[], _Plan]) -> _Plan:
     """Return the plan, agreed on in the groups of all mesh dimensions; if one raises, all raise."""
     errors: list[Exception] = []
-    plans: list[ShardedPlan] = []
+    plans: list[_Plan] = []
 
-    def read() -> tuple[ShardedPlan, tuple[object, ...]]:
+    def read() -> tuple[_Plan, Description]:
         if errors:
             raise errors[0]
         if not plans:
@@ -71,9 +173,7 @@ def _agree_on_plan(ranks: Sequence[Group], make: Callable[[], ShardedPlan]) -> S
 
     for group in ranks:
         try:
-            plan, descriptions = agree_or_raise(group, read, ShardedPlan.paths)
-            if descriptions is not None:
-                refuse_difference(group, descriptions, plan)
+            agree_or_raise(group, read, same_reach=True)
         except Exception as error:  # raised below: the other groups must take part first
             errors.append(error)
     if errors:
@@ -101,27 +201,19 @@ class _ShardedRunner(PassRunner):
         """Run one backward pass; see `PassRunner.grads`."""
         assert self.group is not None
         written = {id(tensor): tensor for tensor in (*self.all_shards, *self.retained(()))}
-        with (
-            grads_put_back(list(written.values())),
-            collective_errors(self.group, backend_only=True),
-            _reset_on_error(self.states),
-        ):
-            # For these variables only: other leaves may have hooks that step an optimizer.
-            self.backward(outputs, seeds, variables, retain=retain)
-            # Copies: the shards of a module are parts of one buffer.
-            return [None if t.grad is None else t.grad.clone() for t in self.shards]
+        restored = grads_put_back(list(written.values()))
+        with restored, collective_errors(self.group, backend_only=True):
+            try:
+                # For these variables only: other leaves may have hooks that step an optimizer.
+                self.backward(outputs, seeds, variables, retain=retain)
+                # Copies: the shards of a module are parts of one buffer.
+                return [None if t.grad is None else t.grad.clone() for t in self.shards]
+            except BaseException:
+                fsdp.reset_iteration(self.states)
+                raise
 
     def batched_grads(
         self, output: Tensor, seeds: Tensor, variables: list[Tensor]
     ) -> list[Tensor | None]:
         """Raise, so that the passes run one by one."""
         raise RuntimeError("fully_shard reduces the gradients of one backward pass at a time")
-
-
-@contextmanager
-def _reset_on_error(states: Sequence[Any]) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        fsdp.reset_iteration(states)
-        raise

@@ -51,7 +51,9 @@ def collective_errors(group: Group, *, backend_only: bool = False) -> Iterator[N
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, GradkitError) or (backend_only and not _is_of_backend(error)):
+        # gloo raises plain RuntimeErrors.
+        of_backend = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if isinstance(error, GradkitError) or (backend_only and not of_backend):
             raise
         expected = "every rank of the group to take part, within the group's timeout"
         reason = str(error).partition("\n")[0]
@@ -61,8 +63,3 @@ def collective_errors(group: Group, *, backend_only: bool = False) -> Iterator[N
         )
         got = f"{type(error).__name__}: {reason}"
         raise CollectiveError(message(group.this_rank, expected, got, fix)) from error
-
-
-def _is_of_backend(error: RuntimeError) -> bool:
-    # gloo raises plain RuntimeErrors.
-    return isinstance(error, dist.DistError) or "gloo" in str(error)

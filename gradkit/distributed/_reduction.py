@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gradkit._core.ownership import empty_for
-from gradkit.distributed._agreement import agree_or_raise, common_specs
-from gradkit.distributed._grad_spec import GradSpec
+from gradkit.distributed._agreement import Description, GradSpec, Specs, agree_or_raise
 from gradkit.distributed._group import Group, collective_errors
 from gradkit.errors import UnsupportedGraphError, message
 
 # The default of DistributedDataParallel: enough that latency does not count, and little memory
 # beside the gradients themselves.
 BUCKET_BYTES = 25 * 2**20
-
-# Of each gradient over all ranks; None if no rank has one.
-Specs: TypeAlias = list[GradSpec | None]
+_SUMMED_IF_SPARSE = (torch.float32, torch.float64, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,47 +31,37 @@ class LocalGrads:
     structure: tuple[tuple[str, object], ...]  # what else ranks must have in common, by name
     path: Callable[[int], str]  # of a gradient, for errors
 
-    def paths(self) -> tuple[str, ...]:
-        """Return the paths of all gradients."""
-        return tuple(map(self.path, range(len(self.grads))))
-
 
 def agree_on_grads(
     group: Group, compute: Callable[[], LocalGrads], *, differentiable: bool = False
 ) -> tuple[LocalGrads, Specs]:
     """Return what `compute` returns, and the spec of each gradient over all ranks."""
 
-    def read() -> tuple[tuple[LocalGrads, Specs], tuple[object, ...]]:
+    def read() -> tuple[LocalGrads, Description]:
         local = compute()
         for index, grad in enumerate(local.grads):
-            _refuse_sparse(grad, local, index)
-        specs = [GradSpec.of(grad, differentiable=differentiable) for grad in local.grads]
-        return (local, specs), (local.structure, tuple(specs))
+            if grad is not None and grad.layout != torch.strided:
+                _check_sparse(grad, local, index)
+        specs = tuple(GradSpec.of(grad, differentiable=differentiable) for grad in local.grads)
+        paths = partial(map, local.path, range(len(specs)))
+        return local, Description(local.structure, specs, paths)
 
-    (local, specs), descriptions = agree_or_raise(group, read, lambda ours: ours[0].paths())
-    if descriptions is None:
-        return local, specs
-    return local, common_specs(group, descriptions, local.path)
-
-
-def _refuse_sparse(grad: Tensor | None, local: LocalGrads, index: int) -> None:
-    """Raise if a gradient is sparse, and gloo would not sum it, or not rightly."""
-    if grad is None or grad.layout == torch.strided:
-        return
-    if grad.layout == torch.sparse_coo and grad.device.type == "cpu" and grad.dtype in _SUMMED:
-        return
-    expected = "a dense gradient, or a sparse_coo one of real numbers on the CPU"
-    kind = str(grad.dtype).removeprefix("torch.")
-    got = f"one of layout {grad.layout}, {kind}, on {grad.device}"
-    fix = "grad.to_dense(), or torch.nn.Embedding(..., sparse=False)"
-    raise UnsupportedGraphError(message(local.path(index), expected, got, fix))
+    return agree_or_raise(group, read)
 
 
-_SUMMED = (torch.float32, torch.float64, torch.bfloat16)
+def _check_sparse(grad: Tensor, local: LocalGrads, index: int) -> None:
+    """Raise if gloo would not sum a sparse gradient, or not rightly."""
+    summed = grad.layout == torch.sparse_coo and grad.dtype in _SUMMED_IF_SPARSE
+    if not summed or grad.device.type != "cpu":
+        expected = "a dense gradient, or a sparse_coo one of real numbers on the CPU"
+        kind = str(grad.dtype).removeprefix("torch.")
+        got = f"one of layout {grad.layout}, {kind}, on {grad.device}"
+        fix = "grad.to_dense(), or torch.nn.Embedding(..., sparse=False)"
+        raise UnsupportedGraphError(message(local.path(index), expected, got, fix))
 
 
 def reduce_grads(
-    group: Group, local: LocalGrads, specs: Sequence[GradSpec | None], scale: float | None
+    group: Group, local: LocalGrads, specs: Specs, scale: float | None
 ) -> list[Tensor | None]:
     """Return the sums of scaled gradients over the ranks; None where `specs` has None."""
     reduced: list[Tensor | None] = [None] * len(specs)
@@ -81,11 +69,11 @@ def reduce_grads(
         grads = [spec.local(local.grads[index]) for index, spec in bucket]
         first = bucket[0][1]
         if first.layout != torch.strided:
-            sums = [_sum_sparse(group, grads[0], scale)]
+            sums = [_sum_(group, grads[0].detach().coalesce().clone(), scale)]
         elif first.graph:
             sums = _sum_with_graph(group, grads, scale)
         else:
-            sums = _sum(group, grads, [local.likes[index] for index, _ in bucket], scale)
+            sums = _sum_dense(group, grads, [local.likes[index] for index, _ in bucket], scale)
         for (index, _), grad in zip(bucket, sums, strict=True):
             reduced[index] = grad
     return reduced
@@ -111,14 +99,19 @@ def _buckets(specs: Sequence[GradSpec | None]) -> Iterator[list[tuple[int, GradS
         yield bucket
 
 
-def _sum(
+def _sum_(group: Group, tensor: Tensor, scale: float | None = None) -> Tensor:
+    """Return the tensor, scaled and summed over the ranks in place."""
+    if scale is not None:
+        tensor *= scale
+    with collective_errors(group):
+        dist.all_reduce(tensor, group=group.handle)
+    return tensor
+
+
+def _sum_dense(
     group: Group, grads: Sequence[Tensor], likes: Sequence[Tensor | None], scale: float | None
 ) -> list[Tensor]:
-    flat = torch.cat([grad.detach().reshape(-1) for grad in grads])
-    if scale is not None:
-        flat *= scale
-    with collective_errors(group):
-        dist.all_reduce(flat, group=group.handle)
+    flat = _sum_(group, torch.cat([grad.detach().reshape(-1) for grad in grads]), scale)
     parts = torch.split(flat, [grad.numel() for grad in grads])
     return [
         _empty_result(grad, like).copy_(part.view(grad.shape))
@@ -131,15 +124,6 @@ def _empty_result(grad: Tensor, like: Tensor | None) -> Tensor:
         return torch.empty_like(grad, memory_format=torch.contiguous_format, requires_grad=False)
     leading = tuple(grad.shape[: grad.dim() - like.dim()])
     return empty_for(like, grad.dtype, leading, grad.device)
-
-
-def _sum_sparse(group: Group, grad: Tensor, scale: float | None) -> Tensor:
-    reduced = grad.detach().coalesce().clone()
-    if scale is not None:
-        reduced *= scale
-    with collective_errors(group):
-        dist.all_reduce(reduced, group=group.handle)
-    return reduced
 
 
 @torch.enable_grad()  # also where the caller has disabled it: the graph would be cut
@@ -160,10 +144,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        reduced = tensor.clone(memory_format=torch.contiguous_format)
-        with collective_errors(group):
-            dist.all_reduce(reduced, group=group.handle)
-        return reduced
+        return _sum_(group, tensor.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:

@@ -67,19 +67,16 @@ def backward_(
         flat = read_losses(losses, scalar=True)
         outputs, seeds = weigh(flat, read_weights(weights, flat))
         group = require_graph(flat, outputs)
-        variables = None
+        opened = NO_PARAMS if params is None else read_params(params)
+        call = Call(flat, outputs, [Pass(group, opened)], create_graph=create_graph)
         if params is None:
-            call = Call(flat, outputs, [Pass(group, NO_PARAMS)], create_graph=create_graph)
             check_backward_to_leaves(call)
         else:
-            flat_params = read_params(params)
-            call = Call(flat, outputs, [Pass(group, flat_params)], create_graph=create_graph)
             check_backward(call)
-            variables = flat_params.variables
         PassRunner(call).backward(
             [outputs[index] for index in group],
             [seeds[index] for index in group],
-            variables,
+            None if params is None else opened.variables,
             retain=create_graph if retain_graph is None else retain_graph,
         )
         return values_of(flat, create_graph)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 from torch import Tensor
 
@@ -62,13 +63,11 @@ def capture_grads(params: PyTree) -> Iterator[Captured]:
     with grads_put_back(leaves):
         yield captured
         grads += [_without_base(leaf.grad) for leaf in leaves]
-    _own(grads, leaves)
-    by_leaf = {id(leaf): grad for leaf, grad in zip(leaves, grads, strict=True)}
-    del grads
+    by_leaf = {id(leaf): _owned([grads.pop()], leaf) for leaf in reversed(leaves)}
     placed: list[Tensor | None] = []
     for leaf in opened.leaves:
         grad = None if leaf is None else by_leaf[id(leaf)]
-        tied = grad is not None and any(grad is other for other in placed)
+        tied = any(grad is other for other in placed)
         placed.append(grad.clone() if tied and grad is not None else grad)
     captured.grads = pytree.unflatten(opened.spec, placed)
 
@@ -78,13 +77,8 @@ def _without_base(grad: Tensor | None) -> Tensor | None:
     return grad if grad is None or grad._base is None else grad.clone()
 
 
-def _own(grads: list[Tensor | None], leaves: list[Tensor]) -> None:
-    """Copy the gradients that something else refers to; those with a graph stay as they are."""
-    for index, leaf in enumerate(leaves):
-        grad = grads[index]
-        if grad is not None and not grad.requires_grad:
-            grads[index] = None
-            only = [grad]
-            del grad
-            own(only, [leaf])
-            grads[index] = only.pop()
+def _owned(only: list[Tensor | None], leaf: Tensor) -> Tensor | None:
+    """Return a gradient, copied if something else than this list refers to it; not its graph."""
+    if only[0] is not None and not only[0].requires_grad:
+        own(cast("list[Tensor]", only), [leaf])
+    return only[0]

@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gradkit._checks.sharding import refuse_gathered
 from gradkit._compat.dtensor import is_dtensor
 from gradkit._core import pytree
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import Params, read_params
-from gradkit._core.pytree import PyTree
-from gradkit.dotgrad._mistakes import known_mistake, refuse_state_dict
+from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import GradkitError, LeafTypeError, StructureError, describe, message
 
+_shape, _dtype, _device, _layout, _grad_dtype = map(
+    attrgetter, ("shape", "dtype", "device", "layout", "grad_dtype")
+)
 # Each leaf tensor once, with its gradient.
 Pairs: TypeAlias = list[tuple[Tensor, Tensor | None]]
 
 
-def match(params: PyTree, grads: PyTree) -> Pairs:
-    """Return each leaf tensor once with its gradient, after all checks."""
-    return match_leaves(read_leaves(params), grads)
+def read_leaves(params: PyTree) -> Params:
+    """Open and check a tree of params whose `.grad` is read or written."""
+    refuse_state_dict(params, "params")
+    opened = read_params(params, allow_distributed=True)
+    for index, leaf in enumerate(opened.leaves):
+        if leaf is not None and not leaf.is_leaf:
+            where = pytree.path(opened.spec, index, "params")
+            got = f"{describe(leaf)} that was computed from others"
+            advice = "use value_and_grads or safe_retain for the gradients of intermediate values"
+            raise LeafTypeError(message(where, "a leaf tensor, which has a .grad", got, advice))
+    refuse_gathered(opened)
+    return opened
 
 
-def match_leaves(params: Params, grads: PyTree) -> Pairs:
+def match(params: Params, grads: PyTree) -> Pairs:
     """Return each leaf tensor once with its gradient, after all checks."""
     refuse_state_dict(grads, "grads")
     try:
         return _matched(params, grads)
     except GradkitError as error:
-        raise (known_mistake(params, grads) or error) from None
+        raise (_known_mistake(params, grads) or error) from None
 
 
 def _matched(params: Params, grads: PyTree) -> Pairs:
@@ -43,8 +56,8 @@ def _matched(params: Params, grads: PyTree) -> Pairs:
     pairs: dict[int, tuple[Tensor, Tensor | None]] = {}
     for index, (leaf, grad) in enumerate(zip(params.leaves, by_leaf, strict=True)):
         mismatch = _mismatch(leaf, grad)
-        if mismatch is None and leaf is not None and id(leaf) in pairs:
-            mismatch = _tie_mismatch(pairs[id(leaf)][1], grad)
+        if mismatch is None and id(leaf) in pairs and _differ(pairs[id(leaf)][1], grad):
+            mismatch = "the gradient that the same tensor has in another place", "a different one"
         if mismatch is not None:
             where = pytree.path(params.spec, index, "grads")
             error = StructureError if isinstance(grad, Tensor | None) else LeafTypeError
@@ -68,11 +81,6 @@ def _plainly_match(params: Params, grads: list[Any]) -> bool:
     )
 
 
-_shape, _dtype, _device, _layout, _grad_dtype = map(
-    attrgetter, ("shape", "dtype", "device", "layout", "grad_dtype")
-)
-
-
 def _mismatch(leaf: Tensor | None, grad: object) -> tuple[str, str] | None:
     """Return what was expected and what came, if they do not match."""
     if grad is None:
@@ -86,45 +94,66 @@ def _mismatch(leaf: Tensor | None, grad: object) -> tuple[str, str] | None:
     alike = (
         grad.shape == leaf.shape
         and grad.device == leaf.device
-        and (dtype is None or grad.dtype == dtype)
+        and dtype in (None, grad.dtype)
         and is_dtensor(grad) == is_dtensor(leaf)
     )
     if not alike:
-        return f"the gradient of {describe(leaf)}" + _in_dtype(leaf), describe(grad)
+        in_dtype = "" if dtype in (None, leaf.dtype) else f", in {dtype}"
+        return f"the gradient of {describe(leaf)}{in_dtype}", describe(grad)
     if grad.layout not in (leaf.layout, torch.strided, torch.sparse_coo):
         return f"a gradient of layout {leaf.layout}, strided or sparse_coo", f"{grad.layout}"
     return None
 
 
-def _in_dtype(leaf: Tensor) -> str:
-    return "" if leaf.grad_dtype in (None, leaf.dtype) else f", in {leaf.grad_dtype}"
-
-
-def _tie_mismatch(first: Tensor | None, second: Tensor | None) -> tuple[str, str] | None:
-    if first is second or (
-        first is not None
-        and second is not None
-        and first.layout == second.layout
-        and torch.equal(first.to_dense(), second.to_dense())
-    ):
-        return None
-    return "the gradient that the same tensor has in another place", "a different one"
-
-
-def read_leaves(params: PyTree) -> Params:
-    """Open and check a tree of params whose `.grad` is read or written."""
-    refuse_state_dict(params, "params")
-    opened = read_params(params, allow_distributed=True)
-    for index, leaf in enumerate(opened.leaves):
-        if leaf is not None and not leaf.is_leaf:
-            where = pytree.path(opened.spec, index, "params")
-            got = f"{describe(leaf)} that was computed from others"
-            advice = "use value_and_grads or safe_retain for the gradients of intermediate values"
-            raise LeafTypeError(message(where, "a leaf tensor, which has a .grad", got, advice))
-    refuse_gathered(opened)
-    return opened
+def _differ(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is second or first is None or second is None:
+        return first is not second
+    return first.layout != second.layout or not torch.equal(first.to_dense(), second.to_dense())
 
 
 def unique(tensors: Iterable[Tensor | None]) -> list[Tensor]:
     """Return the tensors, each once, without None."""
     return list({id(t): t for t in tensors if t is not None}.values())
+
+
+def refuse_state_dict(tree: PyTree, root: str) -> None:
+    """Raise if a tree is a module's state_dict, whose tensors are copies without `.grad`."""
+    if not isinstance(tree, OrderedDict) or not hasattr(tree, "_metadata"):
+        return
+    if any(isinstance(value, nn.Parameter) for value in tree.values()):
+        return  # state_dict(keep_vars=True): the parameters themselves
+    expected = "gradients" if root == "grads" else "parameters"
+    got = "a state_dict(), whose tensors are the detached values of parameters and buffers"
+    advice = "value, grads = gradkit.value_and_grads(loss, model)"
+    if root == "params":
+        advice = "pass the module itself, or dict(model.named_parameters())"
+    raise LeafTypeError(message(root, expected, got, advice))
+
+
+def _known_mistake(params: Params, grads: PyTree) -> GradkitError | None:
+    """Return the error for gradients that do not match, if it is known what they are instead."""
+    pair = "value, grads = gradkit.value_and_grads(losses, params)"
+    if type(grads) is tuple and len(grads) == 2 and _matches(params.spec, grads[1]):
+        got = "a pair (values, gradients) that was not unpacked"
+        return StructureError(message("grads", "a tree of gradients", got, pair))
+    leaves, _ = pytree.flatten(grads)
+    for leaf in leaves:
+        if isinstance(leaf, nn.Module | Optimizer | nn.Parameter):
+            advice = "pass params before grads: (params, grads), or step_(optimizer, params, grads)"
+            got = f"params: {describe(leaf)}"
+            return LeafTypeError(message("grads", "gradients", got, advice))
+    if isinstance(grads, Tensor) and grads.requires_grad and not params.spec.is_leaf():
+        got = f"a loss: {describe(grads)}"
+        return StructureError(message("grads", "a tree of gradients", got, pair))
+    children = [] if isinstance(grads, Tensor | None) else pytree.children(grads)[0]
+    if children and all(_matches(params.spec, child) for child in children):
+        advice = "gradkit.combine(grads, aggregator_or_weights), which makes one gradient of them"
+        got = "those of several losses"
+        return StructureError(message("grads", "the gradients of one loss", got, advice))
+    return None
+
+
+def _matches(spec: Structure, tree: PyTree) -> bool:
+    """Return whether a tree has this structure, with gradients for leaves."""
+    leaves, own_spec = pytree.flatten(tree)
+    return own_spec == spec and all(isinstance(leaf, Tensor | None) for leaf in leaves)

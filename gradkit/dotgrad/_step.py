@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
@@ -15,15 +16,8 @@ from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit._state import dot_grad
-from gradkit._state.dot_grad import grads_put_back
-from gradkit.dotgrad._matching import Pairs, match_leaves, read_leaves, unique
-from gradkit.dotgrad._mistakes import check_step_arguments
-from gradkit.errors import (
-    StructureError,
-    UnsupportedOptimizerError,
-    describe,
-    message,
-)
+from gradkit.dotgrad._matching import Pairs, match, read_leaves, unique
+from gradkit.errors import OptionError, StructureError, UnsupportedOptimizerError, describe, message
 
 
 @disable_compile
@@ -62,16 +56,15 @@ def step_(
         UnsupportedOptimizerError: `optimizer` is not an optimizer, or its `step` needs a closure,
             as that of LBFGS does.
     """
-    check_step_arguments(optimizer, params, grads, scaler)
-    _refuse_closure(optimizer)
+    _check_arguments(optimizer, params, grads, scaler)
     opened = read_leaves(params)
-    pairs = match_leaves(opened, grads)
+    pairs = match(opened, grads)
     own_params = unique(p for group in optimizer.param_groups for p in group["params"])
     _refuse_foreign(opened, pairs, own_params)
     if scaler is not None and all(grad is None for _, grad in pairs):
-        advice = "skip the step, and scaler.update()"
-        raise StructureError(message("grads", "a gradient to unscale", "None everywhere", advice))
-    with grads_put_back(own_params):
+        fix = "skip the step, and scaler.update()"
+        raise StructureError(message("grads", "a gradient to unscale", "None everywhere", fix))
+    with dot_grad.grads_put_back(own_params):
         with leave_inference_mode():
             for leaf, grad in pairs:
                 dot_grad.write(leaf, grad)
@@ -81,13 +74,25 @@ def step_(
             scaler.step(optimizer)
 
 
-def _refuse_closure(optimizer: Optimizer) -> None:
+def _check_arguments(optimizer: Any, params: PyTree, grads: PyTree, scaler: object) -> None:
+    """Raise if the optimizer is not one that steps, or the scaler is not a GradScaler."""
+    if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
+        fix = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
+        if isinstance(params, Optimizer) or isinstance(grads, Optimizer):
+            fix = "pass the optimizer first: gradkit.step_(optimizer, params, grads)"
+        elif hasattr(optimizer, "optimizer"):
+            fix = "pass the optimizer itself, and call the scheduler's step() as before"
+        expected, got = "a torch.optim.Optimizer", describe(optimizer)
+        raise UnsupportedOptimizerError(message("optimizer", expected, got, fix))
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        expected, fix = "a torch.amp.GradScaler or None", "scaler=torch.amp.GradScaler()"
+        raise OptionError(message("scaler", expected, describe(scaler), fix))
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         expected = "one whose step() takes gradients as they are"
         got = f"{type(optimizer).__name__}, whose step needs a closure that computes them anew"
-        advice = "with capture_grads(params): optimizer.step(closure)"
-        raise UnsupportedOptimizerError(message("optimizer", expected, got, advice))
+        fix = "with capture_grads(params): optimizer.step(closure)"
+        raise UnsupportedOptimizerError(message("optimizer", expected, got, fix))
 
 
 def _refuse_foreign(params: Params, pairs: Pairs, own_params: Iterable[Tensor]) -> None:

@@ -9,13 +9,10 @@ DTensors stay DTensors in sums. A number or a matrix made of them is a plain ten
 of their ranks: all ranks make the call, and the leaves are gathered one after the other.
 """
 
-from gradkit.tree._allclose import allclose
-from gradkit.tree._arithmetic import add, dot, map, scale, sub
-from gradkit.tree._gram import gram
-from gradkit.tree._matrix import to_matrix
-from gradkit.tree._norms import clip_by_global_norm, cosine, global_norm
-from gradkit.tree._stacking import stack, unstack
-from gradkit.tree._weighted_sum import weighted_sum
+from gradkit.tree._arithmetic import add, dot, map, scale, stack, sub, unstack
+from gradkit.tree._combine import weighted_sum
+from gradkit.tree._matrix import gram, to_matrix
+from gradkit.tree._norms import allclose, clip_by_global_norm, cosine, global_norm
 
 __all__ = [
     "add",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -13,61 +13,48 @@ from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 
-Columns: TypeAlias = list[list[Tensor | None]]
+Leaf: TypeAlias = Tensor | None
 Unflatten: TypeAlias = Callable[[Sequence[Any]], PyTree]
 
 
-def columns(**trees: PyTree) -> tuple[Columns, Unflatten]:
+def columns(trees: Mapping[str, PyTree]) -> tuple[list[list[Leaf]], Unflatten]:
     """Return the leaves of each tree, in the order of the first, and how to build such a tree."""
-    return columns_of(list(trees.values()), list(trees))
-
-
-def columns_of(trees: Sequence[PyTree], names: Sequence[str]) -> tuple[Columns, Unflatten]:
-    """Return the `columns` of trees with these names in error messages."""
-    leaves, spec = open_tree(trees[0])
-    opened = [leaves]
-    for index, tree in enumerate(trees[1:], 1):
-        opened.append(leaves_like(spec, tree, names.__getitem__, index))
+    names = list(trees)
+    opened, spec = open_alike(list(trees.values()), names.__getitem__)
     for index, row in enumerate(zip(*opened, strict=True)):
         _check_row(row, names, spec, index)
     return opened, spec.unflatten
 
 
-def open_tree(tree: PyTree) -> tuple[list[Any], Structure]:
-    """Flatten a tree; a module in it stands for its parameters, an iterator for its items."""
-    return expand_params(tree, "tree", allow_distributed=True)
-
-
-def leaves_like(spec: Structure, tree: PyTree, name: Callable[[int], str], index: int) -> list[Any]:
-    """Return the leaves of tree `index` in the order of `spec`, the structure of tree 0."""
-    leaves, own_spec = open_tree(tree)
-    if own_spec == spec:
-        return leaves
-    opened = pytree.unflatten(own_spec, leaves)
-    return pytree.flatten_up_to(spec, name(0), opened, name(index))
+def open_alike(
+    trees: Sequence[PyTree], name: Callable[[int], str]
+) -> tuple[list[list[Any]], Structure]:
+    """Return the leaves of each tree in the order of the first, and the structure of that."""
+    # A module in a tree stands for its parameters, an iterator for its items.
+    opened = [expand_params(tree, "tree", allow_distributed=True) for tree in trees]
+    leaves, spec = opened[0]
+    columns = [leaves]
+    for index, (own_leaves, own_spec) in enumerate(opened[1:], 1):
+        if own_spec != spec:
+            tree = pytree.unflatten(own_spec, own_leaves)
+            own_leaves = pytree.flatten_up_to(spec, name(0), tree, name(index))
+        columns.append(own_leaves)
+    return columns, spec
 
 
 def _check_row(row: Sequence[Any], names: Sequence[str], spec: Structure, index: int) -> None:
-    first: int | None = None
-    for position, leaf in enumerate(row):
-        if leaf is None:
-            continue
+    present = [(name, leaf) for name, leaf in zip(names, row, strict=True) if leaf is not None]
+    for name, leaf in present:
         if not isinstance(leaf, Tensor):
-            advice = "pass a tree of gradients, as gradkit's calls return it"
-            where = pytree.path(spec, index, names[position])
-            raise LeafTypeError(message(where, "a tensor or None", describe(leaf), advice))
-        if first is None:
-            first = position
-        elif leaf.shape != row[first].shape:
-            raise StructureError(
-                message(
-                    pytree.path(spec, index, names[position]),
-                    f"the shape of {pytree.path(spec, index, names[first])}, "
-                    f"{tuple(row[first].shape)}",
-                    f"{tuple(leaf.shape)}",
-                    "pass gradients of the same parameters",
-                )
-            )
+            where = pytree.path(spec, index, name)
+            fix = "pass a tree of gradients, as gradkit's calls return it"
+            raise LeafTypeError(message(where, "a tensor or None", describe(leaf), fix))
+        first_name, first = present[0]
+        if leaf.shape != first.shape:
+            where, got = pytree.path(spec, index, name), f"{tuple(leaf.shape)}"
+            expected = f"the shape of {pytree.path(spec, index, first_name)}, {tuple(first.shape)}"
+            fix = "pass gradients of the same parameters"
+            raise StructureError(message(where, expected, got, fix))
 
 
 def call_on_row(fn: Callable[..., Any], row: Sequence[Tensor | None]) -> Any:

@@ -1,8 +1,6 @@
-"""Norms of trees of gradients, and what is made of them."""
+"""Norms of trees of gradients, and what is made of them; whether trees are equal."""
 
 from __future__ import annotations
-
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -10,10 +8,10 @@ from torch import Tensor
 from gradkit._compat.dtensor import full_tensor, is_dtensor
 from gradkit._compat.transforms import transforms
 from gradkit._core.leaf import largest, stored
+from gradkit._core.options import check_bool
 from gradkit._core.pytree import PyTree
-from gradkit.tree._arithmetic import dot, scale
-from gradkit.tree._columns import columns
-from gradkit.tree._numbers import check_nonnegative
+from gradkit.tree._arithmetic import check_number, dot, scale
+from gradkit.tree._columns import call_on_row, columns
 
 
 def global_norm(tree: PyTree) -> Tensor:
@@ -36,7 +34,7 @@ def global_norm(tree: PyTree) -> Tensor:
     Source:
         `torch.nn.utils.get_total_norm`, the norm that `clip_grad_norm_` computes.
     """
-    (leaves,), _ = columns(tree=tree)
+    (leaves,), _ = columns({"tree": tree})
     dense = [stored(leaf) for leaf in leaves if leaf is not None]
     if not dense:
         return torch.zeros(())
@@ -46,7 +44,8 @@ def global_norm(tree: PyTree) -> Tensor:
     if not mixed and not transforms() and not any(leaf.requires_grad for leaf in dense):
         return full_tensor(torch.nn.utils.get_total_norm(dense))
     norms = [full_tensor(torch.linalg.vector_norm(leaf)).to(dense[0].device) for leaf in dense]
-    return cast("Tensor", torch.linalg.vector_norm(torch.stack(norms)))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
 
 
 def clip_by_global_norm(grads: PyTree, max_norm: float | Tensor) -> tuple[PyTree, Tensor]:
@@ -75,12 +74,11 @@ def clip_by_global_norm(grads: PyTree, max_norm: float | Tensor) -> tuple[PyTree
         `torch.nn.utils.clip_grad_norm_`; Pascanu et al. 2013, "On the difficulty of training
         recurrent neural networks", algorithm 1, https://arxiv.org/abs/1211.5063
     """
-    advice = "gradkit.tree.clip_by_global_norm(grads, 1.0), or leave the call out"
-    check_nonnegative("max_norm", max_norm, advice)
-    (leaves,), unflatten = columns(grads=grads)
+    fix = "gradkit.tree.clip_by_global_norm(grads, 1.0), or leave the call out"
+    check_number("max_norm", max_norm, fix, nonnegative=True)
+    (leaves,), unflatten = columns({"grads": grads})
     norm = global_norm(leaves)
-    clipped = scale(leaves, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return unflatten(clipped), norm
+    return unflatten(scale(leaves, (max_norm / (norm + 1e-6)).clamp(max=1.0))), norm
 
 
 def cosine(a: PyTree, b: PyTree) -> Tensor:
@@ -102,13 +100,13 @@ def cosine(a: PyTree, b: PyTree) -> Tensor:
         LeafTypeError: A leaf is not a tensor.
         StructureError: The trees do not match.
     """
-    (left, right), _ = columns(a=a, b=b)
-    maxima = largest(left), largest(right)
+    leaves, _ = columns({"a": a, "b": b})
+    maxima = [largest(column) for column in leaves]
     is_zero = (maxima[0] == 0) | (maxima[1] == 0)
     # Divided by the largest entry, since squares of gradients leave the range of float32.
     a, b = (
-        scale(x, 1 / torch.where(is_zero, 1.0, maximum))
-        for x, maximum in zip((left, right), maxima, strict=True)
+        scale(column, 1 / torch.where(is_zero, 1.0, maximum))
+        for column, maximum in zip(leaves, maxima, strict=True)
     )
     product = dot(a, b)
     # The square root of zero has no derivative: it must not be in the graph at all.
@@ -116,3 +114,45 @@ def cosine(a: PyTree, b: PyTree) -> Tensor:
     squares = [torch.where(is_zero, one, dot(x, x)) for x in (a, b)]
     cosine = (product / squares[0].sqrt() / squares[1].sqrt()).clamp(-1, 1)
     return torch.where(is_zero & ~product.isnan(), torch.zeros_like(cosine), cosine)
+
+
+def allclose(
+    a: PyTree, b: PyTree, *, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
+) -> bool:
+    """Return whether two trees are equal up to rounding; None is close to zeros.
+
+    Example:
+        >>> import torch, gradkit
+        >>> gradkit.tree.allclose({"w": torch.zeros(2)}, {"w": None})
+        True
+
+    Args:
+        a: A tree of tensors or None.
+        b: A tree of the same structure.
+        rtol: The relative tolerance, of `b`.
+        atol: The absolute tolerance.
+        equal_nan: Whether NaN equals NaN.
+
+    Returns:
+        True if every leaf is.
+
+    Raises:
+        LeafTypeError: A leaf is not a tensor.
+        OptionError: A tolerance is not a number of at least 0, or `equal_nan` is not a bool.
+        StructureError: The trees do not match.
+
+    Source:
+        `torch.allclose`.
+    """
+    check_number("rtol", rtol, "rtol=1e-05", nonnegative=True)
+    check_number("atol", atol, "atol=1e-08", nonnegative=True)
+    check_bool("equal_nan", equal_nan)
+
+    def close(x: Tensor, y: Tensor) -> bool:
+        x, y = full_tensor(x).to_dense(), full_tensor(y).to_dense()
+        return torch.allclose(x, y, rtol=rtol, atol=atol, equal_nan=equal_nan)
+
+    leaves, _ = columns({"a": a, "b": b})
+    # All leaves, also after one that is not close: gathering DTensors is a collective.
+    results = [call_on_row(close, row) for row in zip(*leaves, strict=True)]
+    return all(result is not False for result in results)

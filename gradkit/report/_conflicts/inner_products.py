@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradkit._core.leaf import largest
-from gradkit.tree._gram import gram
+from gradkit.tree._matrix import gram
 from gradkit.tree._per_loss import PerLossRows
 
 # Within these, squares of float32 and their sums are far from its limits.

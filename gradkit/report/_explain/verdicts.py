@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradkit._checks import sharding
-from gradkit._compat.torch_function import without_torch_function
+from gradkit._compat.tensors import without_torch_function
 from gradkit._core import graph
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit.errors import describe
