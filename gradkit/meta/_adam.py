@@ -13,13 +13,6 @@ from gradkit.meta import _foreach
 from gradkit.meta._foreach import Factor, Tensors
 from gradkit.meta._hyperparams import Hyper
 from gradkit.meta._optimizer import Columns, Optimizer, optimizer_function
-from gradkit.meta._rules import (
-    ascent_as_descent,
-    descend,
-    divide_by_root,
-    refuse_complex,
-    with_weight_decay,
-)
 
 
 @optimizer_function
@@ -62,14 +55,8 @@ def adam(
         Kingma and Ba 2015, "Adam: A Method for Stochastic Optimization", algorithm 1,
         https://arxiv.org/abs/1412.6980; `torch.optim.Adam`
     """
-    hyper = {
-        "lr": lr,
-        "betas": betas,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "maximize": maximize,
-    }
-    return _make("adam", hyper, amsgrad=amsgrad, decoupled=False)
+    hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return _make("adam", {**hyper, "maximize": maximize, "amsgrad": amsgrad})
 
 
 @optimizer_function
@@ -109,62 +96,45 @@ def adamw(
         Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2,
         https://arxiv.org/abs/1711.05101; `torch.optim.AdamW`
     """
-    hyper = {
-        "lr": lr,
-        "betas": betas,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "maximize": maximize,
-    }
-    return _make("adamw", hyper, amsgrad=amsgrad, decoupled=True)
+    hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return _make("adamw", {**hyper, "maximize": maximize, "amsgrad": amsgrad})
 
 
-def _make(name: str, hyper: dict[str, Any], *, amsgrad: bool, decoupled: bool) -> Optimizer:
+def _make(name: str, hyper: dict[str, Any]) -> Optimizer:
     entries: dict[str, Callable[[Tensor], Any]] = {
         "step": lambda leaf: 0,
         "exp_avg": torch.zeros_like,
         "exp_avg_sq": torch.zeros_like,
     }
-    if amsgrad:
+    if hyper["amsgrad"]:
         entries["max_exp_avg_sq"] = torch.zeros_like
-    rule = partial(_adam, name, amsgrad, decoupled)
-    return Optimizer(name, {**hyper, "amsgrad": amsgrad}, entries, rule)
+    return Optimizer(name, hyper, entries, partial(_adam, name))
 
 
 def _adam(
-    name: str,
-    amsgrad: bool,
-    decoupled: bool,
-    params: Tensors,
-    grads: Tensors,
-    state: Columns,
-    hyper: Mapping[str, Any],
+    name: str, params: Tensors, grads: Tensors, state: Columns, hyper: Mapping[str, Any]
 ) -> tuple[Tensors, Columns]:
-    refuse_complex(name, params)
-    if decoupled:
-        params, grads = _shrunk(params, hyper), ascent_as_descent(grads, hyper)
+    _foreach.refuse_complex(name, params)
+    if name == "adamw":
+        if not _foreach.is_zero(hyper["weight_decay"]):
+            shrinkage = _foreach.product(hyper["lr"], hyper["weight_decay"])
+            params = _foreach.descend(params, params, shrinkage)
+        grads = _foreach.ascent_as_descent(grads, hyper)
     else:
-        grads = with_weight_decay(params, grads, hyper)
+        grads = _foreach.with_weight_decay(params, grads, hyper)
     beta, beta_sq = hyper["betas"]
     steps = [step + 1 for step in state["step"]]
     means = _foreach.moving_average(state["exp_avg"], grads, beta)
     squares = _foreach.moving_average(state["exp_avg_sq"], _foreach.mul(grads, grads), beta_sq)
     new: Columns = {"step": steps, "exp_avg": means, "exp_avg_sq": squares}
-    if amsgrad:
+    if "max_exp_avg_sq" in state:
         squares = list(map(torch.maximum, state["max_exp_avg_sq"], squares))
         new["max_exp_avg_sq"] = squares
     first, second = _bias_correction(beta, steps), _bias_correction(beta_sq, steps)
     roots = _foreach.scale(_foreach.sqrt(squares), _foreach.power(second, -0.5))
-    direction = divide_by_root(means, _foreach.add_scalar(roots, hyper["eps"]), squares)
+    direction = _foreach.divide_by_root(means, _foreach.add_scalar(roots, hyper["eps"]), squares)
     rate = _foreach.product(hyper["lr"], _foreach.power(first, -1.0))
-    return descend(params, direction, rate), new
-
-
-def _shrunk(params: Tensors, hyper: Mapping[str, Any]) -> Tensors:
-    """Return params after decoupled weight decay."""
-    if _foreach.is_zero(hyper["weight_decay"]):
-        return params
-    return descend(params, params, _foreach.product(hyper["lr"], hyper["weight_decay"]))
+    return _foreach.descend(params, direction, rate), new
 
 
 def _bias_correction(beta: Factor, steps: Sequence[int]) -> Factor:

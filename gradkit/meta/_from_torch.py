@@ -12,7 +12,6 @@ from torch import Tensor
 
 from gradkit._compat.functorch import is_differentiated_tensor
 from gradkit._compat.transforms import differentiated, is_dual, transforms
-from gradkit._core import pytree
 from gradkit.errors import GradkitError, UnsupportedOptimizerError, describe, message
 from gradkit.meta._adam import adam, adamw
 from gradkit.meta._foreach import Tensors
@@ -21,6 +20,7 @@ from gradkit.meta._optimizer import Columns, Optimizer
 from gradkit.meta._rmsprop import rmsprop
 from gradkit.meta._sgd import sgd
 from gradkit.meta._torch_step import OptimizerClass, torch_step
+from gradkit.meta._trees import open_tensors
 
 _REIMPLEMENTED: Mapping[type, Callable[..., Optimizer]] = {
     torch.optim.SGD: sgd,
@@ -110,15 +110,11 @@ def _rule(
     states = state["torch"]
     differentiable = _needs_graph((params, grads, states, dict(hyper)))
     if differentiable and not is_differentiable:
-        raise UnsupportedOptimizerError(
-            message(
-                name,
-                "an optimizer that torch can differentiate",
-                "one without differentiable=True, or a subclass of SGD, whose first step torch "
-                "cuts off; and gradients that require grad",
-                "call it under torch.no_grad(), or use another optimizer",
-            )
-        )
+        expected = "an optimizer that torch can differentiate"
+        got = "one without differentiable=True, or a subclass of SGD, whose first step torch "
+        got += "cuts off; and gradients that require grad"
+        fix = "call it under torch.no_grad(), or use another optimizer"
+        raise UnsupportedOptimizerError(message(name, expected, got, fix))
     try:
         new, after = torch_step(
             optimizer, params, grads, states, hyper, differentiable=differentiable
@@ -126,21 +122,16 @@ def _rule(
     except (RuntimeError, IndexError) as error:
         if not transforms() or isinstance(error, GradkitError):
             raise
-        raise UnsupportedOptimizerError(
-            message(
-                name,
-                "an optimizer that runs inside torch.func's transforms",
-                f"one that does not: {str(error).partition(chr(10))[0]}",
-                "use sgd, adam, adamw or rmsprop",
-            )
-        ) from error
+        expected = "an optimizer that runs inside torch.func's transforms"
+        got = f"one that does not: {str(error).partition(chr(10))[0]}"
+        fix = "use sgd, adam, adamw or rmsprop"
+        raise UnsupportedOptimizerError(message(name, expected, got, fix)) from error
     return new, {"torch": after}
 
 
 def _needs_graph(inputs: Any) -> bool:
     return torch.is_grad_enabled() and (
-        differentiated()
-        or any(isinstance(x, Tensor) and x.requires_grad for x in pytree.flatten(inputs)[0])
+        differentiated() or any(x.requires_grad for x in open_tensors(inputs)[0])
     )
 
 
@@ -148,38 +139,27 @@ def _check_class(optimizer: object) -> None:
     is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
     name = optimizer.__name__ if isinstance(optimizer, type) else ""
     if not is_class or name in _REFUSED:
-        raise UnsupportedOptimizerError(
-            message(
-                "optimizer",
-                "a class of torch.optim that is a function of gradients",
-                f"{name}: {_REFUSED[name]}" if is_class else describe(optimizer),
-                "torch.optim.Adam, say: the class, not an instance",
-            )
-        )
+        expected = "a class of torch.optim that is a function of gradients"
+        got = f"{name}: {_REFUSED[name]}" if is_class else describe(optimizer)
+        fix = "torch.optim.Adam, say: the class, not an instance"
+        raise UnsupportedOptimizerError(message("optimizer", expected, got, fix))
 
 
 def _check_hyper(name: str, hyper: Mapping[str, Any]) -> None:
     for key, value in hyper.items():
+        where = f"{key} of {name}"
         if isinstance(value, Mapping | list):
-            raise UnsupportedOptimizerError(
-                message(
-                    f"{key} of {name}",
-                    "one value for all leaves",
-                    "a tree of several",
-                    "use sgd, adam, adamw or rmsprop, which take one for each leaf",
-                )
-            )
+            expected, got = "one value for all leaves", "a tree of several"
+            fix = "use sgd, adam, adamw or rmsprop, which take one for each leaf"
+            raise UnsupportedOptimizerError(message(where, expected, got, fix))
         values = value if isinstance(value, tuple) else (value,)
         learned = [value for value in values if _is_learned(value)]
         if learned and key not in _DIFFERENTIABLE.get(name, ()):
-            raise UnsupportedOptimizerError(
-                message(
-                    f"{key} of {name}",
-                    "a number: torch drops the gradient of this hyper-parameter, or gets it wrong",
-                    describe(learned[0]),
-                    "pass a number, or use sgd, adam, adamw or rmsprop, which keep every gradient",
-                )
+            expected = (
+                "a number: torch drops the gradient of this hyper-parameter, or gets it wrong"
             )
+            fix = "pass a number, or use sgd, adam, adamw or rmsprop, which keep every gradient"
+            raise UnsupportedOptimizerError(message(where, expected, describe(learned[0]), fix))
 
 
 def _is_learned(value: object) -> bool:

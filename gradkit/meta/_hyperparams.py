@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -37,23 +36,22 @@ def read_hyperparams(
     moving: Collection[int],
 ) -> dict[str, Any]:
     """Return by name a flag, a number, or a list with a number or a tensor for each leaf."""
-    read = partial(_read, leaves=leaves, spec=spec, moving=moving)
     settings: dict[str, Any] = {}
     for name, value in hyper.items():
         if name in flags:
             check_bool(name, value)
             settings[name] = value
         elif name == "betas":
-            _check_pair(value)
-            settings[name] = tuple(read(f"betas[{i}]", beta) for i, beta in enumerate(value))
+            if not isinstance(value, tuple | list) or len(value) != 2:
+                raise OptionError(message("betas", "a pair", describe(value), "betas=(0.9, 0.999)"))
+            first, second = value
+            settings[name] = (
+                _read("betas[0]", first, leaves, spec, moving),
+                _read("betas[1]", second, leaves, spec, moving),
+            )
         else:
-            settings[name] = read(name, value)
+            settings[name] = _read(name, value, leaves, spec, moving)
     return settings
-
-
-def _check_pair(betas: object) -> None:
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise OptionError(message("betas", "a pair", describe(betas), "betas=(0.9, 0.999)"))
 
 
 def _read(
@@ -63,44 +61,22 @@ def _read(
         return float(value)
     values = pytree.broadcast_prefix(value, name, pytree.unflatten(spec, leaves), "params")
     for index, (leaf, number) in enumerate(zip(leaves, values, strict=True)):
-        if leaf is not None:
-            where = partial(pytree.path, spec, index, f"{name} of params")
-            _check_number(number, name, where)
-            if index in moving:
-                _check_shape(number, leaf, where)
+        if leaf is None or _is_number(number):
+            continue
+        where = f"{name} of params"
+        if not isinstance(number, Tensor):
+            expected, fix = "a number or a tensor", f"{name}=0.1, or a tree like params"
+            where = pytree.path(spec, index, where)
+            raise LeafTypeError(message(where, expected, describe(number), fix))
+        if index in moving and number.numel() != 1 and number.shape != leaf.shape:
+            expected = f"one number, or a tensor of shape {tuple(leaf.shape)}"
+            where, fix = pytree.path(spec, index, where), "torch.full_like(leaf, 0.1)"
+            raise StructureError(message(where, expected, describe(number), fix))
     return values
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not _is_bool(value)
-
-
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _check_number(value: object, name: str, where: Callable[[], str]) -> None:
-    if not isinstance(value, Tensor) and not _is_number(value):
-        raise LeafTypeError(
-            message(
-                where(),
-                "a number or a tensor",
-                describe(value),
-                f"{name}=0.1, or a tree like params",
-            )
-        )
-
-
-def _check_shape(value: float | Tensor, leaf: Tensor, where: Callable[[], str]) -> None:
-    if isinstance(value, Tensor) and value.numel() != 1 and value.shape != leaf.shape:
-        raise StructureError(
-            message(
-                where(),
-                f"one number, or a tensor of shape {tuple(leaf.shape)}",
-                describe(value),
-                "torch.full_like(leaf, 0.1)",
-            )
-        )
+    return value is not True and value is not False and isinstance(value, Real)
 
 
 def select(value: Any, indices: Sequence[int]) -> Any:

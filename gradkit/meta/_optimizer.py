@@ -108,14 +108,9 @@ def initial_state(opt: Optimizer, leaves: Sequence[Any]) -> Columns:
 def read_state(opt: Optimizer, state: object, spec: Structure) -> Columns:
     """Open and check a state."""
     if not isinstance(state, Mapping) or set(state) != set(opt.entries):
-        raise StructureError(
-            message(
-                "state",
-                f"a state of {opt.name}, with {', '.join(opt.entries) or 'no entries'}",
-                str(list(state)) if isinstance(state, Mapping) else describe(state),
-                "state = opt.init(params)",
-            )
-        )
+        expected = f"a state of {opt.name}, with {', '.join(opt.entries) or 'no entries'}"
+        got = str(list(state)) if isinstance(state, Mapping) else describe(state)
+        raise StructureError(message("state", expected, got, "state = opt.init(params)"))
     return {
         name: pytree.flatten_up_to(spec, "params", state[name], f"state[{name!r}]")
         for name in opt.entries
@@ -159,13 +154,10 @@ def update(
     for i, index in enumerate(moving):
         after[index] = new[i].to(tensors[index].dtype)
         for name, column in columns.items():
-            column[index] = _not_given(entries[name][i], given)
+            entry = entries[name][i]
+            is_given = isinstance(entry, Tensor) and id(entry) in given
+            column[index] = entry.clone() if is_given else entry
     return after, columns
-
-
-def _not_given(entry: Any, given: set[int]) -> Any:
-    """Return an entry of a state, copied if it is a tensor that the step was given."""
-    return entry.clone() if isinstance(entry, Tensor) and id(entry) in given else entry
 
 
 def check_grads(leaves: Sequence[Any], grads: Sequence[Any], spec: Structure, root: str) -> None:
@@ -174,25 +166,19 @@ def check_grads(leaves: Sequence[Any], grads: Sequence[Any], spec: Structure, ro
         if grad is None:
             continue
         if not isinstance(leaf, Tensor) or not isinstance(grad, Tensor):
-            name, wrong = (root, grad) if isinstance(leaf, Tensor) else ("params", leaf)
-            where = pytree.path(spec, index, name)
-            raise LeafTypeError(
-                message(where, "a tensor or None", describe(wrong), "pass a tensor")
-            )
-        if not leaf.is_floating_point() and not leaf.is_complex():
-            where = pytree.path(spec, index, "params")
-            raise LeafTypeError(
-                message(where, "a floating-point tensor", describe(leaf), "give None as grad")
-            )
-        if grad.shape != leaf.shape:
-            raise StructureError(
-                message(
-                    pytree.path(spec, index, root),
-                    f"a gradient of shape {tuple(leaf.shape)}",
-                    describe(grad),
-                    "pass the gradient with respect to this parameter",
-                )
-            )
+            name, got = (root, grad) if isinstance(leaf, Tensor) else ("params", leaf)
+            expected, fix = "a tensor or None", "pass a tensor"
+        elif not leaf.is_floating_point() and not leaf.is_complex():
+            name, got = "params", leaf
+            expected, fix = "a floating-point tensor", "give None as grad"
+        elif grad.shape != leaf.shape:
+            expected = f"a gradient of shape {tuple(leaf.shape)}"
+            fix = "pass the gradient with respect to this parameter"
+            where = pytree.path(spec, index, root)
+            raise StructureError(message(where, expected, describe(grad), fix))
+        else:
+            continue
+        raise LeafTypeError(message(pytree.path(spec, index, name), expected, describe(got), fix))
 
 
 F = TypeVar("F", bound=Callable[..., Optimizer])

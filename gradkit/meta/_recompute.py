@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any, Protocol, cast
 
 import torch
@@ -14,7 +15,7 @@ from gradkit._core.graph import Subgraph, edge
 from gradkit._state.recompute import RecomputeState
 from gradkit.errors import UnsupportedGraphError, message
 from gradkit.meta._inner_step import Carry, Inputs, Outputs
-from gradkit.meta._layout import open_tensors
+from gradkit.meta._trees import open_tensors
 
 
 class Steps(Protocol):
@@ -71,46 +72,32 @@ class _Segment:
         self, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor | None]:
         """Run the steps a second time, and a backward pass through them."""
-        indices = [index for index, need in enumerate(needed) if need]
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad(), self._state.second_run():
             if create_graph:
                 # Views: the pass ends at these steps, and does not go on through those before.
                 inputs = [t.view_as(t) if t.requires_grad else t for t in tensors]
             else:
-                inputs = [t.detach() for t in tensors]
-                for index in indices:
-                    inputs[index].requires_grad_()
-            variables = [inputs[index] for index in indices]
+                pairs = zip(tensors, needed, strict=True)
+                inputs = [t.detach().requires_grad_(need) for t, need in pairs]
+            variables = list(compress(inputs, needed))
             outputs = self._flat_run(inputs, create_graph=True)
             self._state.check_outputs(outputs, "loss_fn")
             if create_graph:
-                _refuse_wrong_derivative(outputs, variables)
-            reached = inner_grads(outputs, variables, cotangents, create_graph=create_graph)
-        grads: list[Tensor | None] = [None] * len(tensors)
-        for index, grad in zip(indices, reached, strict=True):
-            grads[index] = grad
-        return grads
-
-
-def _refuse_wrong_derivative(outputs: Sequence[Tensor], variables: Sequence[Tensor]) -> None:
-    stop = {edge(variable).node for variable in variables}
-    refuse_wrong_derivative("loss_fn", variables, Subgraph(outputs, stop))
+                stop = {edge(variable).node for variable in variables}
+                refuse_wrong_derivative("loss_fn", variables, Subgraph(outputs, stop))
+            reached = iter(inner_grads(outputs, variables, cotangents, create_graph=create_graph))
+        return [next(reached) if need else None for need in needed]
 
 
 def _refuse_captured(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """Raise if the steps used a tensor that requires grad and is not among their inputs."""
     if Subgraph(outputs).leaves.keys() - set(map(id, inputs)):
-        raise UnsupportedGraphError(
-            message(
-                "loss_fn",
-                "a function of its arguments, where its steps are recomputed",
-                "one that uses a tensor from outside that requires grad: its gradient would be "
-                "lost",
-                'pass it in outer, not inside a module: unroll(..., outer={"name": tensor}); or '
-                'memory="store"',
-            )
-        )
+        expected = "a function of its arguments, where its steps are recomputed"
+        got = "one that uses a tensor from outside that requires grad: its gradient would be lost"
+        fix = 'pass it in outer, not inside a module: unroll(..., outer={"name": tensor}); or '
+        fix += 'memory="store"'
+        raise UnsupportedGraphError(message("loss_fn", expected, got, fix))
 
 
 class _Recomputed(torch.autograd.Function):

@@ -12,7 +12,6 @@ from gradkit.meta import _foreach
 from gradkit.meta._foreach import Tensors
 from gradkit.meta._hyperparams import Hyper
 from gradkit.meta._optimizer import Columns, Optimizer, optimizer_function
-from gradkit.meta._rules import descend, divide_by_root, refuse_complex, with_weight_decay
 
 
 @optimizer_function
@@ -54,15 +53,8 @@ def rmsprop(
         Tieleman and Hinton 2012, "Lecture 6.5: rmsprop"; Graves 2013 for `centered`,
         https://arxiv.org/abs/1308.0850; `torch.optim.RMSprop`
     """
-    hyper = {
-        "lr": lr,
-        "alpha": alpha,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "momentum": momentum,
-        "centered": centered,
-        "maximize": maximize,
-    }
+    hyper = {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay}
+    hyper |= {"momentum": momentum, "centered": centered, "maximize": maximize}
     entries: dict[str, Callable[[Tensor], Any]] = {
         "square_avg": torch.zeros_like,
         "grad_avg": torch.zeros_like if centered else lambda leaf: None,
@@ -74,8 +66,8 @@ def rmsprop(
 def _rmsprop(
     params: Tensors, grads: Tensors, state: Columns, hyper: Mapping[str, Any]
 ) -> tuple[Tensors, Columns]:
-    refuse_complex("rmsprop", params)
-    grads = with_weight_decay(params, grads, hyper)
+    _foreach.refuse_complex("rmsprop", params)
+    grads = _foreach.with_weight_decay(params, grads, hyper)
     alpha, momentum = hyper["alpha"], hyper["momentum"]
     squares = _foreach.moving_average(state["square_avg"], _foreach.mul(grads, grads), alpha)
     means, variances = state["grad_avg"], squares
@@ -83,8 +75,8 @@ def _rmsprop(
         means = _foreach.moving_average(means, grads, alpha)
         variances = _foreach.add(squares, _foreach.mul(means, means), -1.0)
     roots = _foreach.add_scalar(_foreach.sqrt(variances), hyper["eps"])
-    direction, buffers = divide_by_root(grads, roots, variances), state["momentum_buffer"]
+    direction, buffers = _foreach.divide_by_root(grads, roots, variances), state["momentum_buffer"]
     if not _foreach.is_zero(momentum):
         direction = buffers = _foreach.add(direction, buffers, momentum)
     new: Columns = {"square_avg": squares, "grad_avg": means, "momentum_buffer": buffers}
-    return descend(params, direction, hyper["lr"]), new
+    return _foreach.descend(params, direction, hyper["lr"]), new
