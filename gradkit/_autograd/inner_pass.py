@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,29 +26,21 @@ def inner_grads(
     ]
     if not pairs or not inputs:
         return [None] * len(inputs)
-    grads = torch.autograd.grad(
-        [output for output, _ in pairs],
-        inputs,
-        [seed for _, seed in pairs],
-        create_graph=create_graph,
-        retain_graph=retain_graph,
-        allow_unused=True,
-    )
-    return list(grads)
+    roots, seeds = zip(*pairs, strict=True)
+    options: dict[str, Any] = {
+        "create_graph": create_graph,
+        "retain_graph": retain_graph,
+        "allow_unused": True,
+    }
+    return list(torch.autograd.grad(roots, inputs, seeds, **options))
 
 
 def inner_grads_or_zeros(
     outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
     cotangents: Sequence[Tensor | None] | None = None,
-    *,
-    create_graph: bool = False,
-    retain_graph: bool | None = None,
+    **options: bool,
 ) -> list[Tensor]:
     """Return what `inner_grads` does, with zeros where an input is not reached."""
-    grads = inner_grads(
-        outputs, inputs, cotangents, create_graph=create_graph, retain_graph=retain_graph
-    )
-    return [
-        torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, grads, strict=True)
-    ]
+    pairs = zip(inputs, inner_grads(outputs, inputs, cotangents, **options), strict=True)
+    return [torch.zeros_like(x) if grad is None else grad for x, grad in pairs]

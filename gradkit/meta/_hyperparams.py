@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from numbers import Real
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from gradkit._core import pytree
-from gradkit._core.options import check_bool
 from gradkit._core.pytree import Structure
 from gradkit.errors import LeafTypeError, OptionError, StructureError, describe, message
 
@@ -28,35 +27,15 @@ def check_names(owner: str, hyper: Iterable[str], known: Iterable[str], fix: str
             )
 
 
-def read_hyperparams(
-    hyper: Mapping[str, Hyper],
-    flags: Collection[str],
-    leaves: Sequence[Any],
-    spec: Structure,
-    moving: Collection[int],
-) -> dict[str, Any]:
-    """Return by name a flag, a number, or a list with a number or a tensor for each leaf."""
-    settings: dict[str, Any] = {}
-    for name, value in hyper.items():
-        if name in flags:
-            check_bool(name, value)
-            settings[name] = value
-        elif name == "betas":
-            if not isinstance(value, tuple | list) or len(value) != 2:
-                raise OptionError(message("betas", "a pair", describe(value), "betas=(0.9, 0.999)"))
-            first, second = value
-            settings[name] = (
-                _read("betas[0]", first, leaves, spec, moving),
-                _read("betas[1]", second, leaves, spec, moving),
-            )
-        else:
-            settings[name] = _read(name, value, leaves, spec, moving)
-    return settings
-
-
-def _read(
+def read_hyperparam(
     name: str, value: Hyper, leaves: Sequence[Any], spec: Structure, moving: Collection[int]
-) -> float | list[Any]:
+) -> Any:
+    """Return a number, or a list with a number or a tensor for each leaf; of `betas`, a pair."""
+    if name == "betas":
+        if not isinstance(value, tuple | list) or len(value) != 2:
+            raise OptionError(message("betas", "a pair", describe(value), "betas=(0.9, 0.999)"))
+        named = zip(("betas[0]", "betas[1]"), value, strict=True)
+        return tuple(read_hyperparam(one, beta, leaves, spec, moving) for one, beta in named)
     if _is_number(value):
         return float(value)
     values = pytree.broadcast_prefix(value, name, pytree.unflatten(spec, leaves), "params")

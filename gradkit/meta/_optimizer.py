@@ -17,7 +17,7 @@ from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 from gradkit.meta._foreach import Tensors
-from gradkit.meta._hyperparams import Hyper, as_factor, check_names, read_hyperparams, select
+from gradkit.meta._hyperparams import Hyper, as_factor, check_names, read_hyperparam, select
 
 State: TypeAlias = dict[str, PyTree]
 # The state of a list of tensors: by name of the entry, a value for each tensor.
@@ -125,10 +125,14 @@ def read_settings(
     moving: Sequence[int],
 ) -> dict[str, Any]:
     """Open and check hyper-parameters: those that are trees become lists like `leaves`."""
-    if opt.scalar_hyperparams:
-        return dict(hyper)
-    flags = {name for name, value in opt.hyper.items() if isinstance(value, bool)}
-    return read_hyperparams(hyper, flags, leaves, spec, set(moving))
+    settings = dict(hyper)
+    if not opt.scalar_hyperparams:
+        for name, value in hyper.items():
+            if isinstance(opt.hyper[name], bool):
+                check_bool(name, value)
+            else:
+                settings[name] = read_hyperparam(name, value, leaves, spec, moving)
+    return settings
 
 
 def update(

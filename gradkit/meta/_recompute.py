@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import Any, Protocol, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -17,39 +17,33 @@ from gradkit.errors import UnsupportedGraphError, message
 from gradkit.meta._inner_step import Carry, Inputs, Outputs
 from gradkit.meta._trees import open_tensors
 
-
-class Steps(Protocol):
-    """Some steps, with a graph or without."""
-
-    def __call__(self, carry: Carry, inputs: Inputs, *, create_graph: bool) -> Outputs:
-        """Run the steps."""
+# Runs some steps: (carry, inputs, *, create_graph).
+Steps: TypeAlias = Callable[..., Outputs]
 
 
 def recomputed(run: Steps, carry: Carry, inputs: Inputs) -> Outputs:
     """Run steps without keeping their graph; gradients flow to the carry and the inputs."""
     tensors, close = open_tensors((carry, inputs))
-
-    def run_flat(flat: Sequence[Tensor], *, create_graph: bool) -> Outputs:
-        return run(*close(flat), create_graph=create_graph)
-
-    segment = _Segment(run_flat, len(carry.tensors), tensors)
+    segment = _Segment(run, close, len(carry.tensors), tensors)
     outputs = _Recomputed.apply(segment, *tensors)  # type: ignore[no-untyped-call]
-    return cast("Outputs", segment.close(outputs))
+    return cast("Outputs", segment.close_outputs(outputs))
 
 
 class _Segment:
     """Some steps as a function of a list of tensors, the variables first, that runs twice."""
 
     def __init__(
-        self, run: Callable[..., Outputs], variables: int, tensors: Sequence[Tensor]
+        self, run: Steps, close: Callable[..., Any], variables: int, tensors: list[Tensor]
     ) -> None:
         self._run = run
+        self._close = close
         self._variables = variables
         self._state = RecomputeState(tensors)
-        self.close: Callable[[Sequence[Tensor]], Any]
+        self.close_outputs: Callable[[Sequence[Tensor]], Any]
 
     def _flat_run(self, tensors: Sequence[Tensor], *, create_graph: bool) -> list[Tensor]:
-        outputs, self.close = open_tensors(self._run(tensors, create_graph=create_graph))
+        run = self._run(*self._close(tensors), create_graph=create_graph)
+        outputs, self.close_outputs = open_tensors(run)
         return outputs
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
