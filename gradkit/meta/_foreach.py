@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from gradkit._compat.transforms import transforms
-from gradkit.errors import LeafTypeError, message
 
 Tensors: TypeAlias = list[Tensor]
 # A hyper-parameter of the tensors in a list: a number, or one number or tensor for each of them.
@@ -81,17 +80,6 @@ def safe_sqrt(x: Tensor) -> Tensor:
     return torch.where(is_zero, torch.zeros_like(x), torch.where(is_zero, 1.0, x).sqrt())
 
 
-def divide_by_root(numerators: Tensors, denominators: Tensors, squares: Tensors) -> Tensors:
-    """Return the quotients, whose derivative is taken as 0 where the square is 0."""
-    quotients = div(numerators, denominators)
-    return [
-        torch.where(square == 0, quotient.detach(), quotient)
-        if quotient.requires_grad or transforms()
-        else quotient
-        for quotient, square in zip(quotients, squares, strict=True)
-    ]
-
-
 def one_minus(factor: Factor) -> Factor:
     """Return 1 - factor."""
     return [1 - f for f in factor] if isinstance(factor, list) else 1 - factor
@@ -129,11 +117,3 @@ def with_weight_decay(params: Tensors, grads: Tensors, hyper: Mapping[str, Any])
 def descend(params: Tensors, direction: Tensors, lr: Factor) -> Tensors:
     """Return params - lr * direction."""
     return add(params, direction, product(lr, -1.0))
-
-
-def refuse_complex(name: str, params: Tensors) -> None:
-    """Raise if an optimizer that squares gradients is given complex parameters."""
-    if any(param.is_complex() for param in params):
-        expected = f"real tensors, because {name} squares the gradients"
-        fix = "torch.view_as_real(tensor), or sgd"
-        raise LeafTypeError(message("params", expected, "a complex one", fix))

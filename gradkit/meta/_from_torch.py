@@ -16,11 +16,9 @@ from gradkit._compat.functorch import is_differentiated_tensor
 from gradkit._compat.transforms import differentiated, is_dual, transforms
 from gradkit._state.dot_grad import set_grad
 from gradkit.errors import GradkitError, UnsupportedOptimizerError, describe, message
-from gradkit.meta._adam import adam, adamw
+from gradkit.meta._adaptive import adam, adamw, rmsprop
 from gradkit.meta._foreach import Tensors, safe_sqrt
-from gradkit.meta._hyperparams import check_names
-from gradkit.meta._optimizer import Columns, Optimizer
-from gradkit.meta._rmsprop import rmsprop
+from gradkit.meta._optimizer import Columns, Optimizer, check_names
 from gradkit.meta._sgd import sgd
 from gradkit.meta._trees import open_tensors
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from gradkit.errors import OptionError, describe, message
 from gradkit.meta import _foreach
 from gradkit.meta._foreach import Factor, Tensors
-from gradkit.meta._hyperparams import Hyper, select
-from gradkit.meta._optimizer import Columns, Optimizer, optimizer_function
+from gradkit.meta._optimizer import Columns, Hyper, Optimizer, optimizer_function, select
 
 
 @optimizer_function

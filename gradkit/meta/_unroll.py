@@ -15,7 +15,6 @@ from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.options import check_bool, is_positive_int
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
-from gradkit.meta._hyperparams import select
 from gradkit.meta._inner_step import Carry, InnerStep, Inputs, Outputs
 from gradkit.meta._optimizer import (
     Optimizer,
@@ -23,6 +22,7 @@ from gradkit.meta._optimizer import (
     initial_state,
     read_settings,
     read_state,
+    select,
 )
 from gradkit.meta._recompute import recomputed
 from gradkit.meta._trees import InnerParams, open_tensors, read_inner_params

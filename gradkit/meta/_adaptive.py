@@ -1,4 +1,4 @@
-"""Adam and AdamW."""
+"""Optimizers that divide by the root of squared gradients: Adam, AdamW and RMSprop."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradkit._compat.transforms import transforms
+from gradkit.errors import LeafTypeError, message
 from gradkit.meta import _foreach
 from gradkit.meta._foreach import Factor, Tensors
-from gradkit.meta._hyperparams import Hyper
-from gradkit.meta._optimizer import Columns, Optimizer, optimizer_function
+from gradkit.meta._optimizer import Columns, Hyper, Optimizer, optimizer_function
 
 
 @optimizer_function
@@ -114,7 +115,7 @@ def _make(name: str, hyper: dict[str, Any]) -> Optimizer:
 def _adam(
     name: str, params: Tensors, grads: Tensors, state: Columns, hyper: Mapping[str, Any]
 ) -> tuple[Tensors, Columns]:
-    _foreach.refuse_complex(name, params)
+    _refuse_complex(name, params)
     if name == "adamw":
         if not _foreach.is_zero(hyper["weight_decay"]):
             shrinkage = _foreach.product(hyper["lr"], hyper["weight_decay"])
@@ -132,7 +133,7 @@ def _adam(
         new["max_exp_avg_sq"] = squares
     first, second = _bias_correction(beta, steps), _bias_correction(beta_sq, steps)
     roots = _foreach.scale(_foreach.sqrt(squares), _foreach.power(second, -0.5))
-    direction = _foreach.divide_by_root(means, _foreach.add_scalar(roots, hyper["eps"]), squares)
+    direction = _divide_by_root(means, _foreach.add_scalar(roots, hyper["eps"]), squares)
     rate = _foreach.product(hyper["lr"], _foreach.power(first, -1.0))
     return _foreach.descend(params, direction, rate), new
 
@@ -144,3 +145,90 @@ def _bias_correction(beta: Factor, steps: Sequence[int]) -> Factor:
         return 1 - beta ** steps[0]
     betas = _foreach.per_tensor(beta, len(steps))
     return [1 - b**step for b, step in zip(betas, steps, strict=True)]
+
+
+@optimizer_function
+def rmsprop(
+    lr: Hyper = 1e-2,
+    *,
+    alpha: Hyper = 0.99,
+    eps: Hyper = 1e-8,
+    weight_decay: Hyper = 0.0,
+    momentum: Hyper = 0.0,
+    centered: bool = False,
+    maximize: bool = False,
+) -> Optimizer:
+    """Return RMSprop as a pure optimizer.
+
+    Example:
+        >>> import torch, gradkit
+        >>> opt = gradkit.meta.rmsprop(lr=0.1, alpha=0.75)
+        >>> w = torch.tensor([1.0])
+        >>> opt.step(w, torch.tensor([2.0]), opt.init(w))[0]
+        tensor([0.8000])
+
+    Args:
+        lr: The learning rate; it and every other number may be a tensor or a tree, as in `sgd`.
+        alpha: The decay of the average of the squared gradient.
+        eps: Added to its square root.
+        weight_decay: This times the parameter is added to the gradient.
+        momentum: The decay of the momentum buffer.
+        centered: Subtract the square of the average gradient.
+        maximize: Ascend instead of descend.
+
+    Returns:
+        An `Optimizer` whose values are those of `torch.optim.RMSprop`; derivatives as in `adam`.
+
+    Raises:
+        OptionError: There is no such hyper-parameter, or a flag is not a bool.
+
+    Source:
+        Tieleman and Hinton 2012, "Lecture 6.5: rmsprop"; Graves 2013 for `centered`,
+        https://arxiv.org/abs/1308.0850; `torch.optim.RMSprop`
+    """
+    hyper = {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay}
+    hyper |= {"momentum": momentum, "centered": centered, "maximize": maximize}
+    entries: dict[str, Callable[[Tensor], Any]] = {
+        "square_avg": torch.zeros_like,
+        "grad_avg": torch.zeros_like if centered else lambda leaf: None,
+        "momentum_buffer": torch.zeros_like,
+    }
+    return Optimizer("rmsprop", hyper, entries, _rmsprop)
+
+
+def _rmsprop(
+    params: Tensors, grads: Tensors, state: Columns, hyper: Mapping[str, Any]
+) -> tuple[Tensors, Columns]:
+    _refuse_complex("rmsprop", params)
+    grads = _foreach.with_weight_decay(params, grads, hyper)
+    alpha, momentum = hyper["alpha"], hyper["momentum"]
+    squares = _foreach.moving_average(state["square_avg"], _foreach.mul(grads, grads), alpha)
+    means, variances = state["grad_avg"], squares
+    if hyper["centered"]:
+        means = _foreach.moving_average(means, grads, alpha)
+        variances = _foreach.add(squares, _foreach.mul(means, means), -1.0)
+    roots = _foreach.add_scalar(_foreach.sqrt(variances), hyper["eps"])
+    direction, buffers = _divide_by_root(grads, roots, variances), state["momentum_buffer"]
+    if not _foreach.is_zero(momentum):
+        direction = buffers = _foreach.add(direction, buffers, momentum)
+    new: Columns = {"square_avg": squares, "grad_avg": means, "momentum_buffer": buffers}
+    return _foreach.descend(params, direction, hyper["lr"]), new
+
+
+def _divide_by_root(numerators: Tensors, denominators: Tensors, squares: Tensors) -> Tensors:
+    """Return the quotients, whose derivative is taken as 0 where the square is 0."""
+    quotients = _foreach.div(numerators, denominators)
+    return [
+        torch.where(square == 0, quotient.detach(), quotient)
+        if quotient.requires_grad or transforms()
+        else quotient
+        for quotient, square in zip(quotients, squares, strict=True)
+    ]
+
+
+def _refuse_complex(name: str, params: Tensors) -> None:
+    """Raise if an optimizer that squares gradients is given complex parameters."""
+    if any(param.is_complex() for param in params):
+        expected = f"real tensors, because {name} squares the gradients"
+        fix = "torch.view_as_real(tensor), or sgd"
+        raise LeafTypeError(message("params", expected, "a complex one", fix))
