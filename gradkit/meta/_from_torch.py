@@ -40,7 +40,7 @@ _REFUSED = {
 _DIFFERENTIABLE = {"NAdam": {"lr", "momentum_decay"}, "RAdam": {"lr"}}
 
 # What only the constructor reads, to make the first state.
-_CONSTRUCTOR_ONLY = ("initial_accumulator_value",)
+_CONSTRUCTOR_ONLY = {"initial_accumulator_value"}
 
 
 def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
@@ -207,16 +207,15 @@ def _temporary(
 ) -> torch.optim.Optimizer:
     known = inspect.signature(optimizer).parameters
     flags = {"foreach": False, "differentiable": differentiable}
-    constants = {key: _number(hyper[key]) for key in _CONSTRUCTOR_ONLY if key in hyper}
-    constants |= {key: flag for key, flag in flags.items() if key in known}
+    constants: dict[str, Any] = {key: flag for key, flag in flags.items() if key in known}
+    for key in hyper.keys() & _CONSTRUCTOR_ONLY:
+        value = hyper[key]
+        is_number = isinstance(value, Tensor) and value.numel() == 1
+        constants[key] = value.item() if is_number else value
     opt = optimizer(params, **constants)
     # The rest is put in afterwards: the constructor looks at the values of numbers.
     opt.param_groups[0].update(hyper)
     return opt
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _copy(value: Tensor, zero: Tensor, is_counter: bool) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, TypeAlias
 
@@ -24,21 +25,15 @@ Product: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 LinearSolver: TypeAlias = Callable[[Product, list[Tensor]], list[Tensor]]
 
 
+@dataclass
 class OptimalityCondition:
     """d inner_loss / d params = 0, where the loss is a function of two lists of tensors."""
 
-    def __init__(
-        self,
-        inner_loss: Callable[[list[Tensor], list[Tensor]], Tensor],
-        linear_solver: LinearSolver,
-        tol: float,
-        damping: float,
-    ) -> None:
-        self._inner_loss = inner_loss
-        self._linear_solver = linear_solver
-        self._tol = tol
-        self._damping = damping
-        self._state: RecomputeState
+    inner_loss: Callable[[list[Tensor], list[Tensor]], Tensor]
+    linear_solver: LinearSolver
+    tol: float
+    damping: float
+    _state: RecomputeState = field(init=False)
 
     def attach(self, minimum: list[Tensor], outer: list[Tensor]) -> list[Tensor]:
         """Return the minimum, depending on the outer variables."""
@@ -54,7 +49,7 @@ class OptimalityCondition:
         return list(_AtMinimum.apply(self, len(minimum), *minimum, *outer))  # type: ignore[no-untyped-call]
 
     def _loss(self, at: list[Tensor], by: list[Tensor]) -> Tensor:
-        loss, _ = read_loss(self._inner_loss(at, by), "inner_loss")
+        loss, _ = read_loss(self.inner_loss(at, by), "inner_loss")
         _check_graph(loss, at, by)
         return loss
 
@@ -75,10 +70,10 @@ class OptimalityCondition:
 
         def product(u: list[Tensor]) -> list[Tensor]:
             hu = inner_grads_or_zeros(slope, at, u, retain_graph=True)
-            return tree.add(hu, tree.scale(u, self._damping)) if self._damping else hu
+            return tree.add(hu, tree.scale(u, self.damping)) if self.damping else hu
 
         v = list(cotangents)
-        u = self._linear_solver(product, v)
+        u = self.linear_solver(product, v)
         self._warn_if_inexact(tree.sub(v, product(u)), v)
         reached = iter(inner_grads(slope, list(compress(by, needed)), [-x for x in u]))
         return [next(reached) if need else None for need in needed]
@@ -86,11 +81,11 @@ class OptimalityCondition:
     def _warn_if_inexact(self, left: list[Tensor], v: list[Tensor]) -> None:
         size = tree.global_norm(v)
         residual = float(tree.global_norm(left) / size) if size > 0 else 0.0
-        enough = max(self._tol, 100 * torch.finfo(size.dtype).eps)
+        enough = max(self.tol, 100 * torch.finfo(size.dtype).eps)
         if not residual <= enough:
             warnings.warn(
                 "gradkit.meta.implicit: the linear solve came to a relative residual of "
-                f"{residual:.2e}, not to tol={self._tol:g}: the gradient is as inexact. Raise "
+                f"{residual:.2e}, not to tol={self.tol:g}: the gradient is as inexact. Raise "
                 "maxiter, add damping, or use another solve.",
                 GradkitWarning,
                 stacklevel=level_of_the_caller(),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, TypeAlias, cast
 
@@ -24,42 +25,40 @@ Steps: TypeAlias = Callable[..., Outputs]
 def recomputed(run: Steps, carry: Carry, inputs: Inputs) -> Outputs:
     """Run steps without keeping their graph; gradients flow to the carry and the inputs."""
     tensors, close = open_tensors((carry, inputs))
-    segment = _Segment(run, close, len(carry.tensors), tensors)
+    segment = _Segment(run, close, len(carry.tensors), RecomputeState(tensors))
     outputs = _Recomputed.apply(segment, *tensors)  # type: ignore[no-untyped-call]
     return cast("Outputs", segment.close_outputs(outputs))
 
 
+@dataclass
 class _Segment:
     """Some steps as a function of a list of tensors, the variables first, that runs twice."""
 
-    def __init__(
-        self, run: Steps, close: Callable[..., Any], variables: int, tensors: list[Tensor]
-    ) -> None:
-        self._run = run
-        self._close = close
-        self._variables = variables
-        self._state = RecomputeState(tensors)
-        self.close_outputs: Callable[[Sequence[Tensor]], Any]
+    run: Steps
+    close: Callable[[Iterable[Tensor]], Any]
+    variables: int  # the number of them
+    state: RecomputeState
+    close_outputs: Callable[[Iterable[Tensor]], Any] = field(init=False)
 
     def _flat_run(self, tensors: Sequence[Tensor], *, create_graph: bool) -> list[Tensor]:
-        run = self._run(*self._close(tensors), create_graph=create_graph)
-        outputs, self.close_outputs = open_tensors(run)
+        steps_done = self.run(*self.close(tensors), create_graph=create_graph)
+        outputs, self.close_outputs = open_tensors(steps_done)
         return outputs
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the steps for their values."""
-        with torch.enable_grad(), self._state.first_run():
+        with torch.enable_grad(), self.state.first_run():
             inputs = [
-                t.detach().requires_grad_(t.requires_grad or index < self._variables)
+                t.detach().requires_grad_(t.requires_grad or index < self.variables)
                 for index, t in enumerate(tensors)
             ]
             outputs = self._flat_run(inputs, create_graph=False)
         try:
             _refuse_captured(outputs, inputs)
         except UnsupportedGraphError:
-            self._state.undo()
+            self.state.undo()
             raise
-        self._state.record_outputs(outputs)
+        self.state.record_outputs(outputs)
         return tuple(x.detach().clone() for x in outputs)
 
     def backward(
@@ -67,7 +66,7 @@ class _Segment:
     ) -> list[Tensor | None]:
         """Run the steps a second time, and a backward pass through them."""
         create_graph = torch.is_grad_enabled()
-        with torch.enable_grad(), self._state.second_run():
+        with torch.enable_grad(), self.state.second_run():
             if create_graph:
                 # Views: the pass ends at these steps, and does not go on through those before.
                 inputs = [t.view_as(t) if t.requires_grad else t for t in tensors]
@@ -76,7 +75,7 @@ class _Segment:
                 inputs = [t.detach().requires_grad_(need) for t, need in pairs]
             variables = list(compress(inputs, needed))
             outputs = self._flat_run(inputs, create_graph=True)
-            self._state.check_outputs(outputs, "loss_fn")
+            self.state.check_outputs(outputs, "loss_fn")
             if create_graph:
                 stop = {edge(variable).node for variable in variables}
                 refuse_wrong_derivative("loss_fn", variables, Subgraph(outputs, stop))
