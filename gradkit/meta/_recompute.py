@@ -45,7 +45,7 @@ class _Segment:
         outputs, self.close_outputs = open_tensors(steps_done)
         return outputs
 
-    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def values(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the steps for their values."""
         with torch.enable_grad(), self.state.first_run():
             inputs = [
@@ -61,7 +61,7 @@ class _Segment:
         self.state.record_outputs(outputs)
         return tuple(x.detach().clone() for x in outputs)
 
-    def backward(
+    def grads(
         self, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor | None]:
         """Run the steps a second time, and a backward pass through them."""
@@ -101,9 +101,9 @@ class _Recomputed(torch.autograd.Function):
         ctx.segment = segment
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        return segment.forward(tensors)
+        return segment.values(tensors)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         needed = ctx.needs_input_grad[1:]
-        return (None, *ctx.segment.backward(ctx.saved_tensors, cotangents, needed))
+        return (None, *ctx.segment.grads(ctx.saved_tensors, cotangents, needed))
