@@ -26,8 +26,8 @@ __all__ = ["per_loss_grads", "simultaneous_grads", "value_and_grads"]
 
 K = TypeVar("K")
 L = TypeVar("L")
-TensorDict: TypeAlias = Mapping[K, Tensor]
-ModuleDict: TypeAlias = Mapping[K, nn.Module]
+Tensors: TypeAlias = Mapping[K, Tensor]
+Modules: TypeAlias = Mapping[K, nn.Module]
 
 
 class _Options(TypedDict, total=False):
@@ -53,11 +53,11 @@ def value_and_grads(
 ) -> tuple[Tensor, dict[str, Tensor]]: ...
 @overload
 def value_and_grads(
-    losses: TensorDict[K], params: nn.Module, *, unused: Filled, **options: Unpack[_Sum]
+    losses: Tensors[K], params: nn.Module, *, unused: Filled, **options: Unpack[_Sum]
 ) -> tuple[dict[K, Tensor], dict[str, Tensor]]: ...
 @overload
 def value_and_grads(
-    losses: Tensor, params: TensorDict[K], *, unused: Filled, **options: Unpack[_Sum]
+    losses: Tensor, params: Tensors[K], *, unused: Filled, **options: Unpack[_Sum]
 ) -> tuple[Tensor, dict[K, Tensor]]: ...
 @overload
 def value_and_grads(
@@ -73,19 +73,11 @@ def value_and_grads(
 ) -> tuple[Tensor, dict[str, Tensor | None]]: ...
 @overload
 def value_and_grads(
-    losses: TensorDict[K],
-    params: nn.Module,
-    *,
-    unused: Unused = ...,
-    **options: Unpack[_Sum],
+    losses: Tensors[K], params: nn.Module, *, unused: Unused = ..., **options: Unpack[_Sum]
 ) -> tuple[dict[K, Tensor], dict[str, Tensor | None]]: ...
 @overload
 def value_and_grads(
-    losses: Tensor,
-    params: TensorDict[K],
-    *,
-    unused: Unused = ...,
-    **options: Unpack[_Sum],
+    losses: Tensor, params: Tensors[K], *, unused: Unused = ..., **options: Unpack[_Sum]
 ) -> tuple[Tensor, dict[K, Tensor | None]]: ...
 @overload
 def value_and_grads(
@@ -93,11 +85,7 @@ def value_and_grads(
 ) -> tuple[Tensor, Tensor | None]: ...
 @overload
 def value_and_grads(
-    losses: Tensor,
-    params: Iterator[Tensor],
-    *,
-    unused: Unused = ...,
-    **options: Unpack[_Sum],
+    losses: Tensor, params: Iterator[Tensor], *, unused: Unused = ..., **options: Unpack[_Sum]
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]: ...
 @overload
 def value_and_grads(
@@ -182,7 +170,7 @@ def per_loss_grads(
 ) -> dict[str, Tensor]: ...
 @overload
 def per_loss_grads(
-    losses: Tensor, params: TensorDict[K], *, unused: Filled, **options: Unpack[_Each]
+    losses: Tensor, params: Tensors[K], *, unused: Filled, **options: Unpack[_Each]
 ) -> dict[K, Tensor]: ...
 @overload
 def per_loss_grads(
@@ -190,23 +178,15 @@ def per_loss_grads(
 ) -> Tensor: ...
 @overload
 def per_loss_grads(
-    losses: TensorDict[L],
-    params: nn.Module,
-    *,
-    unused: Filled,
-    **options: Unpack[_Each],
+    losses: Tensors[L], params: nn.Module, *, unused: Filled, **options: Unpack[_Each]
 ) -> dict[L, dict[str, Tensor]]: ...
 @overload
 def per_loss_grads(
-    losses: TensorDict[L],
-    params: TensorDict[K],
-    *,
-    unused: Filled,
-    **options: Unpack[_Each],
+    losses: Tensors[L], params: Tensors[K], *, unused: Filled, **options: Unpack[_Each]
 ) -> dict[L, dict[K, Tensor]]: ...
 @overload
 def per_loss_grads(
-    losses: TensorDict[L], params: Tensor, *, unused: Filled, **options: Unpack[_Each]
+    losses: Tensors[L], params: Tensor, *, unused: Filled, **options: Unpack[_Each]
 ) -> dict[L, Tensor]: ...
 @overload
 def per_loss_grads(
@@ -214,11 +194,7 @@ def per_loss_grads(
 ) -> dict[str, Tensor | None]: ...
 @overload
 def per_loss_grads(
-    losses: Tensor,
-    params: TensorDict[K],
-    *,
-    unused: Unused = ...,
-    **options: Unpack[_Each],
+    losses: Tensor, params: Tensors[K], *, unused: Unused = ..., **options: Unpack[_Each]
 ) -> dict[K, Tensor | None]: ...
 @overload
 def per_loss_grads(
@@ -226,27 +202,15 @@ def per_loss_grads(
 ) -> Tensor | None: ...
 @overload
 def per_loss_grads(
-    losses: TensorDict[L],
-    params: nn.Module,
-    *,
-    unused: Unused = ...,
-    **options: Unpack[_Each],
+    losses: Tensors[L], params: nn.Module, *, unused: Unused = ..., **options: Unpack[_Each]
 ) -> dict[L, dict[str, Tensor | None]]: ...
 @overload
 def per_loss_grads(
-    losses: TensorDict[L],
-    params: TensorDict[K],
-    *,
-    unused: Unused = ...,
-    **options: Unpack[_Each],
+    losses: Tensors[L], params: Tensors[K], *, unused: Unused = ..., **options: Unpack[_Each]
 ) -> dict[L, dict[K, Tensor | None]]: ...
 @overload
 def per_loss_grads(
-    losses: TensorDict[L],
-    params: Tensor,
-    *,
-    unused: Unused = ...,
-    **options: Unpack[_Each],
+    losses: Tensors[L], params: Tensor, *, unused: Unused = ..., **options: Unpack[_Each]
 ) -> dict[L, Tensor | None]: ...
 @overload
 def per_loss_grads(
@@ -299,13 +263,7 @@ def per_loss_grads(
         constant loss).
 
     Raises:
-        DetachedLossError: No loss carries a graph.
-        FreedGraphError: The graph has been freed by an earlier call.
-        LeafTypeError: A leaf is no tensor that has a gradient.
-        OptionError: An option has no such value.
-        StructureError: A tree is empty.
-        UnreachedParamError: No loss reaches anything, or not everything under `unused="error"`.
-        UnsupportedGraphError: Reentrant checkpoint, DistributedDataParallel, FSDP.
+        GradkitError: As in `value_and_grads`, but for `NotScalarLossError`.
 
     Source:
         `torch.autograd.grad` and its `is_grads_batched`,
@@ -330,35 +288,19 @@ def per_loss_grads(
 
 @overload
 def simultaneous_grads(
-    losses: TensorDict[K],
-    params: ModuleDict[K],
-    *,
-    unused: Filled,
-    **options: Unpack[_Options],
+    losses: Tensors[K], params: Modules[K], *, unused: Filled, **options: Unpack[_Options]
 ) -> dict[K, dict[str, Tensor]]: ...
 @overload
 def simultaneous_grads(
-    losses: TensorDict[K],
-    params: TensorDict[K],
-    *,
-    unused: Filled,
-    **options: Unpack[_Options],
+    losses: Tensors[K], params: Tensors[K], *, unused: Filled, **options: Unpack[_Options]
 ) -> dict[K, Tensor]: ...
 @overload
 def simultaneous_grads(
-    losses: TensorDict[K],
-    params: ModuleDict[K],
-    *,
-    unused: Unused = ...,
-    **options: Unpack[_Options],
+    losses: Tensors[K], params: Modules[K], *, unused: Unused = ..., **options: Unpack[_Options]
 ) -> dict[K, dict[str, Tensor | None]]: ...
 @overload
 def simultaneous_grads(
-    losses: TensorDict[K],
-    params: TensorDict[K],
-    *,
-    unused: Unused = ...,
-    **options: Unpack[_Options],
+    losses: Tensors[K], params: Tensors[K], *, unused: Unused = ..., **options: Unpack[_Options]
 ) -> dict[K, Tensor | None]: ...
 @overload
 def simultaneous_grads(
@@ -397,14 +339,8 @@ def simultaneous_grads(
         A tree like `params`, its leaves as in `value_and_grads`.
 
     Raises:
-        DetachedLossError: No loss carries a graph.
-        FreedGraphError: The graph has been freed by an earlier call.
-        LeafTypeError: A leaf is no tensor that has a gradient.
-        NotScalarLossError: A loss has not exactly one element.
-        OptionError: An option has no such value.
-        StructureError: A tree is empty, or `losses` is no prefix of `params`.
-        UnreachedParamError: Nothing is reached, or not everything under `unused="error"`.
-        UnsupportedGraphError: Reentrant checkpoint, DistributedDataParallel, FSDP.
+        StructureError: `losses` is not a prefix of `params`.
+        GradkitError: As in `value_and_grads`.
 
     Source:
         Balduzzi et al. 2018, "The Mechanics of n-Player Differentiable Games", equation (1),

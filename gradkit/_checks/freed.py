@@ -63,5 +63,5 @@ def losses_freed(losses: Losses) -> Sequence[int]:
     """Return the losses whose graphs hold a freed node; all of them if none is known to."""
     every = range(len(losses.leaves))
     nodes = {index: Subgraph([losses.leaves[index]]).nodes for index in every}
-    found = [index for index in every if any(map(saved_tensors.has_released, nodes[index]))]
-    return found or every
+    freed_losses = [index for index in every if any(map(saved_tensors.has_released, nodes[index]))]
+    return freed_losses or every

@@ -23,3 +23,6 @@ storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 # How many owners a tensor has, torch's own among them; before 2.12, only Python's are counted.
 tensor_use_count: Callable[[Any], int] = getattr(Tensor, "_use_count", sys.getrefcount)
+
+# Whether a tensor stands for zeros without memory of its own, as torch.func makes them.
+is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor

@@ -16,7 +16,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from gradkit._compat.autograd import storage_use_count, tensor_use_count
+from gradkit._compat.autograd import is_zero_tensor, storage_use_count, tensor_use_count
 
 # A tensor of these types is one storage; a subclass may have several, or none.
 PLAIN_TYPES = {Tensor, torch.nn.Parameter}
@@ -26,7 +26,6 @@ _address = attrgetter("_cdata")
 _base = attrgetter("_base")
 _is_contiguous = torch.Tensor.is_contiguous
 _stride = torch.Tensor.stride
-_is_zero_tensor = torch.Tensor._is_zerotensor
 
 
 def own(grads: list[Tensor], params: Sequence[Tensor], leading: tuple[int, ...] = ()) -> None:
@@ -51,7 +50,7 @@ def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
             all(map(_is_contiguous, grads))
             and all(map(_is_contiguous, params))
             and 0 not in chain.from_iterable(map(_stride, grads))
-            and not any(map(_is_zero_tensor, grads))
+            and not any(map(is_zero_tensor, grads))
         )
         uses = list(map(storage_use_count, map(_address, map(_storages, grads))))
     except (RuntimeError, NotImplementedError, TypeError):

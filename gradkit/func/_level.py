@@ -65,17 +65,20 @@ class Passes:
         variables: list[Tensor],
         *,
         retain: bool,
-        create: bool = False,
+        create: bool | None = None,
     ) -> list[Tensor | None]:
-        """Return the gradients of a weighted sum of outputs, from one engine pass."""
+        """Return the gradients of a weighted sum of outputs, from one engine pass.
+
+        With `create=False` the caller takes them for constants, whatever is around the level.
+        """
         pairs = [p for p in zip(outputs, seeds, strict=True) if self.depends(p[0])]
         roots = [output for output, _ in pairs]
         # Without a graph, the transform around the level would take a gradient for a constant.
-        create = create or self.differentiable
-        if create and self.level is not None:
+        keep = create or self.differentiable
+        if (keep if create is None else create) and self.level is not None:
             refuse_wrong_derivative("the loss", variables, Subgraph(roots))
         return transform_pass.run(
-            roots, [seed for _, seed in pairs], variables, retain=retain, create=create
+            roots, [seed for _, seed in pairs], variables, retain=retain, create=keep
         )
 
     def batched_grads(

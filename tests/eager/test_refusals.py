@@ -316,7 +316,9 @@ def test_a_third_derivative_through_a_norm(device: torch.device, norm: str) -> N
 def test_players_in_one_module(device: torch.device, container: type[nn.Module]) -> None:
     """A module stands for one set of parameters, whatever modules it holds."""
     parts = {"G": nn.Linear(2, 1).to(device), "D": nn.Linear(2, 1).to(device)}
-    players = container(parts) if container is nn.ModuleDict else nn.Sequential(*parts.values())
+    players: nn.Module = nn.Sequential(*parts.values())
+    if container is nn.ModuleDict:
+        players = nn.ModuleDict(parts)
     if container is nn.ModuleList:
         players = nn.ModuleList(parts.values())
     x = torch.ones(3, 2, device=device)

@@ -644,7 +644,7 @@ TABLE: dict[str, tuple[str, str, str, str, str]] = {
     '`per_loss_grads`, `strategy="auto"`': (OK, TWICE, OK, NO, NO),
     "`simultaneous_grads`": (OK, TWICE, OK, NO, NO),
     "`safe_retain` of tensors": (OK, OK, OK, NO, NO),
-    "`safe_retain` of modules": (MISLED, MISLED, MISLED, NO, NO),
+    "`safe_retain` of modules": (OK, MISLED, OK, NO, NO),
     "`backward_`": (OK, OK, OK, NO, NO),
     "`capture_grads`": (OK, OK, OK, NO, NO),
     "`read_grads`, `write_grads_`, `add_grads_`, `clear_grads_`": (OK, OK, OK, NO, NO),

@@ -666,7 +666,8 @@ def test_what_does_not_fit_is_refused_before_anything_runs(
 ) -> None:
     here = optree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, args)
     calls: list[Any] = []
-    keywords, error = options.get("keywords", {}), gradkit.StructureError
+    keywords = options.get("keywords", {})
+    error: type[gradkit.GradkitError] = gradkit.StructureError
     options = {key: value for key, value in options.items() if key != "keywords"}
     if {"chunk_size", "randomness"} & options.keys():
         error = gradkit.OptionError
