@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +26,9 @@ def inner_grads(
     if not pairs or not inputs:
         return [None] * len(inputs)
     roots, seeds = zip(*pairs, strict=True)
-    options: dict[str, Any] = {
-        "create_graph": create_graph,
-        "retain_graph": retain_graph,
-        "allow_unused": True,
-    }
-    return list(torch.autograd.grad(roots, inputs, seeds, **options))
+    return list(
+        torch.autograd.grad(roots, inputs, seeds, retain_graph, create_graph, allow_unused=True)
+    )
 
 
 def inner_grads_or_zeros(
