@@ -25,29 +25,18 @@ def inner_grads(
     ]
     if not pairs or not inputs:
         return [None] * len(inputs)
-    grads = torch.autograd.grad(
-        [output for output, _ in pairs],
-        inputs,
-        [seed for _, seed in pairs],
-        create_graph=create_graph,
-        retain_graph=retain_graph,
-        allow_unused=True,
+    roots, seeds = zip(*pairs, strict=True)
+    return list(
+        torch.autograd.grad(roots, inputs, seeds, retain_graph, create_graph, allow_unused=True)
     )
-    return list(grads)
 
 
 def inner_grads_or_zeros(
     outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
     cotangents: Sequence[Tensor | None] | None = None,
-    *,
-    create_graph: bool = False,
-    retain_graph: bool | None = None,
+    **options: bool,
 ) -> list[Tensor]:
     """Return what `inner_grads` does, with zeros where an input is not reached."""
-    grads = inner_grads(
-        outputs, inputs, cotangents, create_graph=create_graph, retain_graph=retain_graph
-    )
-    return [
-        torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, grads, strict=True)
-    ]
+    pairs = zip(inputs, inner_grads(outputs, inputs, cotangents, **options), strict=True)
+    return [torch.zeros_like(x) if grad is None else grad for x, grad in pairs]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from gradkit._compat.tensors import TorchDispatchMode
-from gradkit._state import rng, storage_writes
-from gradkit._state.storage_writes import StorageWrites
+from gradkit._state import rng
 from gradkit.errors import UnsupportedGraphError, message
 
 
@@ -30,7 +30,7 @@ class RecomputeState:
             for device in devices
         ]
         self._kernels = _attention_kernels()
-        self._writes = StorageWrites()
+        self._writes = _StorageWrites()
         self._checksums: list[Tensor] = []
 
     def first_run(self) -> TorchDispatchMode:
@@ -49,25 +49,21 @@ class RecomputeState:
             if first.dtype != second.dtype or not torch.allclose(
                 first, second, rtol=0.0, atol=float(close), equal_nan=True
             ):
-                raise UnsupportedGraphError(
-                    message(
-                        where,
-                        "a function that gives the same when it runs again, in the backward pass",
-                        "another result than before: it reads something that has changed since (a "
-                        "variable of a loop, a module, a list), or draws from its own generator",
-                        'pass what changes in batches or outer; or memory="store"',
-                    )
-                )
+                expected = "a function that gives the same when it runs again, in the backward pass"
+                got = "another result than before: it reads something that has changed since (a "
+                got += "variable of a loop, a module, a list), or draws from its own generator"
+                fix = 'pass what changes in batches or outer; or memory="store"'
+                raise UnsupportedGraphError(message(where, expected, got, fix))
 
     def undo(self) -> None:
         """Put back what the first run changed."""
         rng.restore(self._rng)
-        storage_writes.restore(self._writes.snapshots)
+        _restore(self._writes.snapshots)
 
     @contextmanager
     def second_run(self) -> Iterator[None]:
         """Restore the state of the first run inside the block, and today's after it."""
-        now = storage_writes.current(self._writes.snapshots)
+        now = _current(self._writes.snapshots)
         kernels = _attention_kernels()
         devices = [device.index for device, _ in self._rng if device.type != "cpu"]
         with ExitStack() as stack:
@@ -77,11 +73,11 @@ class RecomputeState:
                 stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype))
             try:
                 _enable_attention_kernels(self._kernels)
-                storage_writes.restore(self._writes.snapshots)
+                _restore(self._writes.snapshots)
                 yield
             finally:
                 _enable_attention_kernels(kernels)
-                storage_writes.restore(now)
+                _restore(now)
 
 
 def _checksums(outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -96,20 +92,94 @@ def _checksum(x: Tensor) -> Tensor:
     return torch.stack([x.sum(), x.abs().sum(), (x * ramp).sum()])
 
 
-def _attention_kernels() -> tuple[bool, ...]:
-    cuda: Any = torch.backends.cuda  # its functions have no types
-    return (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-    )
+_ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 
 
-def _enable_attention_kernels(kernels: tuple[bool, ...]) -> None:
+def _attention_kernels() -> list[bool]:
+    return [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _ATTENTION_KERNELS]
+
+
+def _enable_attention_kernels(kernels: list[bool]) -> None:
     if kernels != _attention_kernels():
-        flash, efficient, math, cudnn = kernels
-        torch.backends.cuda.enable_flash_sdp(flash)
-        torch.backends.cuda.enable_mem_efficient_sdp(efficient)
-        torch.backends.cuda.enable_math_sdp(math)
-        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        for name, enabled in zip(_ATTENTION_KERNELS, kernels, strict=True):
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
+
+
+Snapshots: TypeAlias = list[tuple[torch.UntypedStorage, torch.UntypedStorage]]
+
+
+class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Copies each storage from outside before an operator first writes to it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.snapshots: Snapshots = []
+        # Storages that need no copy: allocated inside, or copied already.
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for index, name in _written_arguments(func):
+            self._snapshot(args[index] if index < len(args) else kwargs.get(name))
+        out = func(*args, **kwargs)
+        if _allocates(func):
+            for result in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(result, Tensor) and result.layout == torch.strided:
+                    self._known.add(result.untyped_storage()._cdata)
+        return out
+
+    def _snapshot(self, written: Any) -> None:
+        for tensor in written if isinstance(written, tuple | list) else (written,):
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._known.add(storage._cdata)
+                    self.snapshots.append((storage, _copy(storage)))
+
+
+def _current(snapshots: Snapshots) -> Snapshots:
+    """Return new snapshots of the same storages."""
+    return [(storage, _copy(storage)) for storage, _ in snapshots]
+
+
+def _restore(snapshots: Snapshots) -> None:
+    """Write the copies back to their storages; version counters do not count it."""
+    for storage, copy in snapshots:
+        storage.copy_(copy)
+
+
+def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    return cast("torch.UntypedStorage", storage.clone())  # type: ignore[no-untyped-call]
+
+
+@cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    """Return the position and name of each argument that an operator writes to."""
+    if func.overloadpacket.__name__ in _MISSING_FROM_SCHEMA:
+        return _MISSING_FROM_SCHEMA[func.overloadpacket.__name__]
+    return [
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+@cache
+def _allocates(func: Any) -> bool:
+    """Return whether the results of an operator are new, and no views of its arguments."""
+    return all(result.alias_info is None for result in func._schema.returns)
+
+
+# Their schemas do not say that the running statistics are written to.
+_STATISTICS = [(3, "running_mean"), (4, "running_var")]
+_MISSING_FROM_SCHEMA: dict[str, list[tuple[int, str]]] = {
+    "native_batch_norm": _STATISTICS,
+    "cudnn_batch_norm": _STATISTICS,
+    "miopen_batch_norm": _STATISTICS,
+}

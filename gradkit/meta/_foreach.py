@@ -6,8 +6,9 @@ factor that is a tensor has to keep its gradient: then it is done tensor by tens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,15 +25,30 @@ def per_tensor(factor: Factor, count: int) -> Sequence[float | Tensor]:
     return factor if isinstance(factor, list) else [factor] * count
 
 
-def _can_use_foreach(*factors: Factor) -> bool:
-    return not transforms() and not any(isinstance(factor, list) for factor in factors)
-
-
 def scale(xs: Tensors, factor: Factor) -> Tensors:
     """Return x * factor."""
-    if _can_use_foreach(factor):
-        return list(torch._foreach_mul(xs, factor))  # type: ignore[arg-type]
-    return [x * f for x, f in zip(xs, per_tensor(factor, len(xs)), strict=True)]
+    return _with_factor(torch._foreach_mul, operator.mul, xs, factor)
+
+
+def add_scalar(xs: Tensors, scalar: Factor) -> Tensors:
+    """Return x + scalar."""
+    return _with_factor(torch._foreach_add, operator.add, xs, scalar)
+
+
+def _with_factor(kernel: Any, op: Callable[..., Tensor], xs: Tensors, factor: Factor) -> Tensors:
+    if isinstance(factor, list) or transforms():
+        return list(map(op, xs, per_tensor(factor, len(xs))))
+    return list(kernel(xs, factor))
+
+
+def mul(xs: Tensors, ys: Tensors) -> Tensors:
+    """Return x * y."""
+    return list(map(operator.mul, xs, ys)) if transforms() else list(torch._foreach_mul(xs, ys))
+
+
+def div(xs: Tensors, ys: Tensors) -> Tensors:
+    """Return x / y."""
+    return list(map(operator.truediv, xs, ys)) if transforms() else list(torch._foreach_div(xs, ys))
 
 
 def add(xs: Tensors, ys: Tensors, alpha: Factor = 1.0) -> Tensors:
@@ -45,27 +61,6 @@ def add(xs: Tensors, ys: Tensors, alpha: Factor = 1.0) -> Tensors:
     return list(torch._foreach_add(xs, ys, alpha=alpha))
 
 
-def mul(xs: Tensors, ys: Tensors) -> Tensors:
-    """Return x * y."""
-    if _can_use_foreach():
-        return list(torch._foreach_mul(xs, ys))
-    return [x * y for x, y in zip(xs, ys, strict=True)]
-
-
-def div(xs: Tensors, ys: Tensors) -> Tensors:
-    """Return x / y."""
-    if _can_use_foreach():
-        return list(torch._foreach_div(xs, ys))
-    return [x / y for x, y in zip(xs, ys, strict=True)]
-
-
-def add_scalar(xs: Tensors, scalar: Factor) -> Tensors:
-    """Return x + scalar."""
-    if _can_use_foreach(scalar):
-        return list(torch._foreach_add(xs, scalar))  # type: ignore[arg-type]
-    return [x + s for x, s in zip(xs, per_tensor(scalar, len(xs)), strict=True)]
-
-
 def moving_average(xs: Tensors, ys: Tensors, decay: Factor) -> Tensors:
     """Return decay * x + (1 - decay) * y."""
     return add(scale(xs, decay), ys, one_minus(decay))
@@ -73,9 +68,9 @@ def moving_average(xs: Tensors, ys: Tensors, decay: Factor) -> Tensors:
 
 def sqrt(xs: Tensors) -> Tensors:
     """Return the square root, whose derivative at 0 is taken as 0."""
-    if _can_use_foreach() and not any(x.requires_grad for x in xs):
-        return list(torch._foreach_sqrt(xs))
-    return [safe_sqrt(x) for x in xs]
+    if transforms() or any(x.requires_grad for x in xs):
+        return [safe_sqrt(x) for x in xs]
+    return list(torch._foreach_sqrt(xs))
 
 
 def safe_sqrt(x: Tensor) -> Tensor:
@@ -95,7 +90,7 @@ def product(a: Factor, b: Factor) -> Factor:
     if not isinstance(a, list) and not isinstance(b, list):
         return a * b
     count = len(a) if isinstance(a, list) else len(b) if isinstance(b, list) else 0
-    return [x * y for x, y in zip(per_tensor(a, count), per_tensor(b, count), strict=True)]
+    return list(map(operator.mul, per_tensor(a, count), per_tensor(b, count)))
 
 
 def power(factor: Factor, exponent: float) -> Factor:
@@ -106,3 +101,19 @@ def power(factor: Factor, exponent: float) -> Factor:
 def is_zero(factor: Factor) -> bool:
     """Return whether a factor is the number 0; never for a tensor, which may have a gradient."""
     return not isinstance(factor, list) and factor == 0
+
+
+def ascent_as_descent(grads: Tensors, hyper: Mapping[str, Any]) -> Tensors:
+    """Return the gradients, negated with `maximize`."""
+    return scale(grads, -1.0) if hyper["maximize"] else grads
+
+
+def with_weight_decay(params: Tensors, grads: Tensors, hyper: Mapping[str, Any]) -> Tensors:
+    """Return the gradients to descend, with the weight decay added."""
+    grads, decay = ascent_as_descent(grads, hyper), hyper["weight_decay"]
+    return grads if is_zero(decay) else add(grads, params, decay)
+
+
+def descend(params: Tensors, direction: Tensors, lr: Factor) -> Tensors:
+    """Return params - lr * direction."""
+    return add(params, direction, product(lr, -1.0))

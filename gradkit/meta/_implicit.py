@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -21,9 +21,14 @@ from gradkit.errors import (
     describe,
     message,
 )
-from gradkit.meta._layout import ParamLayout, open_tensors, read_layout
-from gradkit.meta._linear_solvers import Product, conjugate_gradients, neumann
-from gradkit.meta._optimality import LinearSolver, OptimalityCondition
+from gradkit.meta._optimality import (
+    LinearSolver,
+    OptimalityCondition,
+    Product,
+    conjugate_gradients,
+    neumann,
+)
+from gradkit.meta._trees import InnerParams, open_tensors, read_inner_params
 
 # The caller's: of a linear map and a right-hand side, trees like params; returns the solution.
 TreeSolver = Callable[[Callable[[PyTree], PyTree], PyTree], PyTree]
@@ -87,17 +92,17 @@ def implicit(
     _check_options(solve, maxiter, tol=tol, damping=damping)
 
     def find(params: PyTree, outer: PyTree) -> PyTree:
-        layout = read_layout(params)
+        inner = read_inner_params(params)
         outer_tensors, close_outer = open_tensors(outer)
-        _check_tensors(layout.tensors, outer_tensors)
-        minimum = _minimize(solver, layout, close_outer([x.detach() for x in outer_tensors]))
+        _check_tensors(inner.variables, outer_tensors)
+        minimum = _minimize(solver, inner, close_outer([x.detach() for x in outer_tensors]))
         condition = OptimalityCondition(
-            lambda at, by: inner_loss(layout.tree(at), close_outer(by)),
-            _linear_solver(solve, layout, maxiter, tol),
+            lambda at, by: inner_loss(inner.tree(at), close_outer(by)),
+            _linear_solver(solve, inner, maxiter, tol),
             tol,
             damping,
         )
-        return layout.tree(condition.attach(minimum, outer_tensors))
+        return inner.tree(condition.attach(minimum, outer_tensors))
 
     return find
 
@@ -109,87 +114,68 @@ def _check_options(solve: object, maxiter: object, **numbers: object) -> None:
         raise OptionError(message("maxiter", "a positive int", repr(maxiter), "maxiter=100"))
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise OptionError(
-                message(name, "a number that is not negative", repr(value), f"{name}=1e-6")
-            )
+            expected = "a number that is not negative"
+            raise OptionError(message(name, expected, repr(value), f"{name}=1e-6"))
 
 
 def _check_tensors(params: list[Tensor], outer: list[Tensor]) -> None:
     if transforms() or any(map(is_dual, outer)):
-        raise UnsupportedGraphError(
-            message(
-                "find(params, outer)",
-                "a call outside torch.func's transforms and forward mode",
-                "one inside",
-                "gradkit.value_and_grads(loss(find(params, outer)), outer); or unroll",
-            )
-        )
+        expected = "a call outside torch.func's transforms and forward mode"
+        fix = "gradkit.value_and_grads(loss(find(params, outer)), outer); or unroll"
+        raise UnsupportedGraphError(message("find(params, outer)", expected, "one inside", fix))
     if any(x.is_complex() for x in params):
-        raise LeafTypeError(
-            message("params", "real tensors", "a complex one", "torch.view_as_real(tensor)")
-        )
+        fix = "torch.view_as_real(tensor)"
+        raise LeafTypeError(message("params", "real tensors", "a complex one", fix))
 
 
 def _minimize(
-    inner_solver: Callable[[PyTree, PyTree], PyTree], layout: ParamLayout, outer: PyTree
+    inner_solver: Callable[[PyTree, PyTree], PyTree], params: InnerParams, outer: PyTree
 ) -> list[Tensor]:
     """Return new tensors: the variables at the minimum."""
     # Copies: a solver may change its start in place, as an optimizer does.
-    start = layout.tree([x.detach().clone() for x in layout.tensors])
+    start = params.tree([x.detach().clone() for x in params.variables])
     root = "solver(params, outer)"
-    leaves = pytree.flatten_up_to(layout.spec, "params", inner_solver(start, outer), root)
-    minimum = layout.by_variable(leaves)
-    for slot, leaf in zip(layout.slots, leaves, strict=True):
+    leaves = pytree.flatten_up_to(params.spec, "params", inner_solver(start, outer), root)
+    minimum = params.per_variable(leaves)
+    for slot, leaf in zip(params.slots, leaves, strict=True):
         if slot is None:
             continue
-        shape = layout.tensors[slot].shape
+        shape = params.variables[slot].shape
         fits = isinstance(leaf, Tensor) and leaf.shape == shape
         if not fits or not (leaf is minimum[slot] or torch.equal(leaf, minimum[slot])):
-            raise StructureError(
-                message(
-                    root,
-                    f"one tensor of shape {tuple(shape)} wherever the variable stands",
-                    describe(leaf),
-                    "return params of the same shapes, and tied ones equal",
-                )
-            )
+            expected = f"one tensor of shape {tuple(shape)} wherever the variable stands"
+            fix = "return params of the same shapes, and tied ones equal"
+            raise StructureError(message(root, expected, describe(leaf), fix))
     return [x.detach().clone() for x in minimum]
 
 
 def _linear_solver(
-    method: str | TreeSolver, layout: ParamLayout, maxiter: int, tol: float
+    method: str | TreeSolver, params: InnerParams, maxiter: int, tol: float
 ) -> LinearSolver:
-    """Return the chosen solver, on lists of the variables."""
-    if callable(method):
-        return partial(_solve_by_trees, method, layout)
-    solver = conjugate_gradients if method == "cg" else neumann
-    return lambda product, v: solver(product, v, maxiter, tol)
+    """Return the chosen solver, on lists of the variables; the caller's own is one of trees."""
+    if not callable(method):
+        solver = conjugate_gradients if method == "cg" else neumann
+        return lambda product, v: solver(product, v, maxiter, tol)
+    # Directions are trees like params that are zero where it is fixed.
+    zeros = [None if leaf is None else torch.zeros_like(leaf) for leaf in params.leaves]
+    directions = replace(params, leaves=zeros)
+
+    def solve(product: Product, v: list[Tensor]) -> list[Tensor]:
+        def matvec(u: PyTree) -> PyTree:
+            return directions.tree(product(_read_direction(directions, u, "matvec(u)")))
+
+        # Clones: the solver may change its arguments in place.
+        u = method(matvec, directions.tree([x.clone() for x in v]))
+        return _read_direction(directions, u, "solve(matvec, v)")
+
+    return solve
 
 
-def _solve_by_trees(
-    linear_solver: TreeSolver, layout: ParamLayout, product: Product, v: list[Tensor]
-) -> list[Tensor]:
-    """Run the caller's solver, on trees like params that are zero where it is fixed."""
-    fixed = [None if leaf is None else torch.zeros_like(leaf) for leaf in layout.leaves]
-
-    def tree_product(u: PyTree) -> PyTree:
-        return layout.tree(product(_read_direction(layout, u, "matvec(u)")), fixed)
-
-    # Clones: the solver may change its arguments in place.
-    u = linear_solver(tree_product, layout.tree([x.clone() for x in v], fixed))
-    return _read_direction(layout, u, "solve(matvec, v)")
-
-
-def _read_direction(layout: ParamLayout, tree: PyTree, root: str) -> list[Tensor]:
-    leaves = layout.by_variable(pytree.flatten_up_to(layout.spec, "params", tree, root))
-    for leaf, tensor in zip(leaves, layout.tensors, strict=True):
+def _read_direction(params: InnerParams, tree: PyTree, root: str) -> list[Tensor]:
+    leaves = params.per_variable(pytree.flatten_up_to(params.spec, "params", tree, root))
+    for leaf, tensor in zip(leaves, params.variables, strict=True):
         if not isinstance(leaf, Tensor) or leaf.shape != tensor.shape:
-            raise StructureError(
-                message(
-                    root,
-                    f"a tree like v, with a tensor of shape {tuple(tensor.shape)}",
-                    describe(leaf),
-                    "return the solution u of matvec(u) = v",
-                )
-            )
-    return [leaf.to(tensor.dtype) for leaf, tensor in zip(leaves, layout.tensors, strict=True)]
+            expected = f"a tree like v, with a tensor of shape {tuple(tensor.shape)}"
+            fix = "return the solution u of matvec(u) = v"
+            raise StructureError(message(root, expected, describe(leaf), fix))
+    return [leaf.to(tensor.dtype) for leaf, tensor in zip(leaves, params.variables, strict=True)]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,16 +16,16 @@ from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
 from gradkit._core.functions import custom_functions_alive
 from gradkit._core.graph import Subgraph, edge
-from gradkit._core.losses import Losses, read_losses
+from gradkit._core.losses import Losses
 from gradkit._core.pytree import PyTree
-from gradkit.errors import StructureError, UnreachedParamError, describe, message
+from gradkit.errors import UnreachedParamError, message
 from gradkit.func._level import Passes, differentiate
-from gradkit.meta._layout import ParamLayout
 from gradkit.meta._optimizer import Columns, Optimizer, check_grads, update
+from gradkit.meta._trees import InnerParams, read_loss
 
 Grads = list[Tensor | None]
-# The loss and aux of the variables.
-LossOfVariables = Callable[[list[Tensor]], tuple[Tensor, PyTree]]
+# The loss and aux of a tree of params.
+LossOfParams = Callable[[PyTree], tuple[Tensor, PyTree]]
 
 
 class Carry(NamedTuple):
@@ -57,7 +56,7 @@ class InnerStep:
     """A step of an optimizer on an inner loss."""
 
     loss_fn: Callable[..., Any]
-    layout: ParamLayout
+    params: InnerParams
     opt: Optimizer
     grad_transform: Callable[[PyTree], PyTree] | None
     has_aux: bool
@@ -65,44 +64,53 @@ class InnerStep:
     def __call__(self, carry: Carry, inputs: Inputs, *, create_graph: bool) -> Outputs:
         """Run the step of a single batch; the loss carries the graph of its computation."""
         (batch,) = inputs.batches
-        loss_fn = partial(self._loss, inputs.outer, batch)
-        if transforms():
-            loss, grads, aux = self._functional(loss_fn, carry.tensors, create_graph=create_graph)
-        else:
-            loss, grads, aux = _eager(loss_fn, carry.tensors, create_graph=create_graph)
+
+        def loss_fn(params: PyTree) -> tuple[Tensor, PyTree]:
+            returned = self.loss_fn(params, inputs.outer, batch)
+            return read_loss(returned, "loss_fn", has_aux=self.has_aux)
+
+        differentiated = self._functional if transforms() else self._eager
+        loss, grads, aux = differentiated(loss_fn, carry.tensors, create_graph=create_graph)
         if self.grad_transform is not None:
             grads = self._transformed(self.grad_transform, grads)
         new = update(self.opt, carry.tensors, grads, carry.state, inputs.hyper)
         return Outputs(Carry(*new), [loss], [aux])
 
-    def _loss(self, outer: PyTree, batch: PyTree, tensors: list[Tensor]) -> tuple[Tensor, PyTree]:
-        returned, aux = self.loss_fn(self.layout.tree(tensors), outer, batch), None
-        if self.has_aux:
-            if not isinstance(returned, tuple) or len(returned) != 2:
-                raise StructureError(
-                    message(
-                        "loss_fn",
-                        "(loss, aux), with has_aux=True",
-                        describe(returned),
-                        "return loss, aux",
-                    )
-                )
-            returned, aux = returned
-        (loss,) = read_losses((returned,), scalar=True).leaves
-        return loss.reshape(()), aux
+    def _eager(
+        self, loss_fn: LossOfParams, tensors: list[Tensor], *, create_graph: bool
+    ) -> tuple[Tensor, Grads, PyTree]:
+        with torch.enable_grad():
+            # Views: what outer variables or batches share with params is not params.
+            variables = [
+                t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors
+            ]
+            before = checkpoints.before(variables)
+            loss, aux = loss_fn(self.params.tree(variables))
+            checkpoints.refuse((loss, aux), before)
+            if loss.requires_grad:
+                _check_graph(loss, variables, create_graph=create_graph)
+            grads = inner_grads([loss], variables, create_graph=create_graph)
+        if all(grad is None for grad in grads):
+            expected = "a loss computed from params"
+            got = (
+                "one that does not depend on them: loss_fn uses a module, or tensors, from outside"
+            )
+            fix = "compute it from loss_fn's own argument: call, params, buffers = "
+            fix += "gradkit.func.make_functional(module)"
+            raise UnreachedParamError(message("the inner loss", expected, got, fix))
+        return loss, grads, aux
 
     def _functional(
-        self, loss_fn: LossOfVariables, tensors: list[Tensor], *, create_graph: bool
+        self, loss_fn: LossOfParams, tensors: list[Tensor], *, create_graph: bool
     ) -> tuple[Tensor, Grads, PyTree]:
         def run(losses: Losses, passes: Passes) -> list[Grads]:
-            keep = create_graph or passes.differentiable
-            variables = passes.variables
-            return [
-                passes.grads(losses.leaves, [None], variables, retain=keep, create=create_graph)
-            ]
+            if not create_graph:  # nor for a transform around, which takes the step for constant
+                passes = replace(passes, differentiable=False)
+            options = {"retain": create_graph, "create": create_graph}
+            return [passes.grads(losses.leaves, [None], passes.variables, **options)]
 
-        variables = self.layout.flat_arguments(tensors)
-        out = differentiate(loss_fn, variables, {}, run, has_aux=True, scalar=True)
+        arguments = self.params.arguments.at((self.params.tree(tensors),))
+        out = differentiate(loss_fn, arguments, {}, run, has_aux=True, scalar=True)
         loss, grads = out.values[0], out.grads[0]
         if not create_graph:
             loss = loss.detach()
@@ -110,50 +118,19 @@ class InnerStep:
         return loss, grads, out.aux
 
     def _transformed(self, transform: Callable[[PyTree], PyTree], grads: Grads) -> Grads:
-        layout = self.layout
-        tree = layout.tree(grads, [None] * len(layout.leaves))
-        root = "grad_transform(grads)"
-        leaves = pytree.flatten_up_to(layout.spec, "params", transform(tree), root)
-        pairs = zip(layout.slots, leaves, strict=True)
+        params, root = self.params, "grad_transform(grads)"
+        returned = transform(pytree.unflatten(params.spec, params.per_leaf(grads)))
+        leaves = pytree.flatten_up_to(params.spec, "params", returned, root)
+        pairs = zip(params.slots, leaves, strict=True)
         movable = [None if slot is None else leaf for slot, leaf in pairs]
-        check_grads(layout.leaves, movable, layout.spec, root)
-        return layout.by_variable(movable)
-
-
-def _eager(
-    loss_fn: LossOfVariables, tensors: list[Tensor], *, create_graph: bool
-) -> tuple[Tensor, Grads, PyTree]:
-    with torch.enable_grad():
-        # Views: what outer variables or batches share with params is not params.
-        variables = [
-            t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors
-        ]
-        before = checkpoints.before(variables)
-        loss, aux = loss_fn(variables)
-        checkpoints.refuse((loss, aux), before)
-        _check_graph(loss, variables, create_graph=create_graph)
-        grads = inner_grads([loss], variables, create_graph=create_graph)
-    if all(grad is None for grad in grads):
-        raise UnreachedParamError(_unreached())
-    return loss, grads, aux
+        check_grads(params.leaves, movable, params.spec, root)
+        return params.per_variable(movable)
 
 
 def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -> None:
-    if not loss.requires_grad:
-        raise UnreachedParamError(_unreached())
     # Only this step: a walk through all steps before it would make the loop quadratic.
     below = Subgraph([loss], stop={edge(tensor).node for tensor in variables})
     if custom_functions_alive():
         unsupported.refuse_nodes(map(type, below.nodes.difference(below.stop)), "the inner loss")
     if create_graph:
         refuse_wrong_derivative("the inner loss", variables, below)
-
-
-def _unreached() -> str:
-    return message(
-        "the inner loss",
-        "a loss computed from params",
-        "one that does not depend on them: loss_fn uses a module, or tensors, from outside",
-        "compute it from loss_fn's own argument: call, params, buffers = "
-        "gradkit.func.make_functional(module)",
-    )

@@ -1,9 +1,11 @@
-"""The optimality condition at a minimum, and the gradient through it."""
+"""The optimality condition at a minimum, and the gradient through it by a linear solve."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, TypeAlias
 
 import torch
@@ -13,30 +15,25 @@ from gradkit import tree
 from gradkit._autograd.inner_pass import inner_grads, inner_grads_or_zeros
 from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._core.graph import Subgraph
-from gradkit._core.losses import read_losses
 from gradkit._core.warn import level_of_the_caller
 from gradkit._state.recompute import RecomputeState
 from gradkit.errors import GradkitWarning, UnreachedParamError, UnsupportedGraphError, message
-from gradkit.meta._linear_solvers import Product
+from gradkit.meta._trees import read_loss
 
+# Multiplies a vector, given as a list of tensors, by the matrix.
+Product: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 LinearSolver: TypeAlias = Callable[[Product, list[Tensor]], list[Tensor]]
 
 
+@dataclass
 class OptimalityCondition:
     """d inner_loss / d params = 0, where the loss is a function of two lists of tensors."""
 
-    def __init__(
-        self,
-        inner_loss: Callable[[list[Tensor], list[Tensor]], Tensor],
-        linear_solver: LinearSolver,
-        tol: float,
-        damping: float,
-    ) -> None:
-        self._inner_loss = inner_loss
-        self._linear_solver = linear_solver
-        self._tol = tol
-        self._damping = damping
-        self._state: RecomputeState
+    inner_loss: Callable[[list[Tensor], list[Tensor]], Tensor]
+    linear_solver: LinearSolver
+    tol: float
+    damping: float
+    _state: RecomputeState = field(init=False)
 
     def attach(self, minimum: list[Tensor], outer: list[Tensor]) -> list[Tensor]:
         """Return the minimum, depending on the outer variables."""
@@ -46,16 +43,14 @@ class OptimalityCondition:
         with torch.enable_grad(), self._state.first_run():
             at, by = _as_leaves(minimum), _as_leaves(outer)
             loss = self._loss(at, by)
-        _check_graph(loss, at, by)
         self._state.record_outputs([loss])
         if not any(x.requires_grad for x in outer):
             return minimum
         return list(_AtMinimum.apply(self, len(minimum), *minimum, *outer))  # type: ignore[no-untyped-call]
 
     def _loss(self, at: list[Tensor], by: list[Tensor]) -> Tensor:
-        (loss,) = read_losses((self._inner_loss(at, by),), scalar=True).leaves
-        if not loss.requires_grad:
-            raise UnreachedParamError(_constant_loss())
+        loss, _ = read_loss(self.inner_loss(at, by), "inner_loss")
+        _check_graph(loss, at, by)
         return loss
 
     def outer_grads(
@@ -75,29 +70,22 @@ class OptimalityCondition:
 
         def product(u: list[Tensor]) -> list[Tensor]:
             hu = inner_grads_or_zeros(slope, at, u, retain_graph=True)
-            return tree.add(hu, tree.scale(u, self._damping)) if self._damping else hu
+            return tree.add(hu, tree.scale(u, self.damping)) if self.damping else hu
 
-        u = self._linear_solver(product, list(cotangents))
-        self._warn_if_inexact(product, u, cotangents)
-        indices = [index for index, need in enumerate(needed) if need]
-        reached = inner_grads(slope, [by[index] for index in indices], [-x for x in u])
-        grads: list[Tensor | None] = [None] * len(outer)
-        for index, grad in zip(indices, reached, strict=True):
-            grads[index] = grad
-        return grads
-
-    def _warn_if_inexact(
-        self, product: Product, u: list[Tensor], cotangents: Sequence[Tensor]
-    ) -> None:
         v = list(cotangents)
+        u = self.linear_solver(product, v)
+        self._warn_if_inexact(tree.sub(v, product(u)), v)
+        reached = iter(inner_grads(slope, list(compress(by, needed)), [-x for x in u]))
+        return [next(reached) if need else None for need in needed]
+
+    def _warn_if_inexact(self, left: list[Tensor], v: list[Tensor]) -> None:
         size = tree.global_norm(v)
-        left = tree.global_norm(tree.sub(v, product(u)))
-        residual = float(left / size) if size > 0 else 0.0
-        enough = max(self._tol, 100 * torch.finfo(size.dtype).eps)
+        residual = float(tree.global_norm(left) / size) if size > 0 else 0.0
+        enough = max(self.tol, 100 * torch.finfo(size.dtype).eps)
         if not residual <= enough:
             warnings.warn(
                 "gradkit.meta.implicit: the linear solve came to a relative residual of "
-                f"{residual:.2e}, not to tol={self._tol:g}: the gradient is as inexact. Raise "
+                f"{residual:.2e}, not to tol={self.tol:g}: the gradient is as inexact. Raise "
                 "maxiter, add damping, or use another solve.",
                 GradkitWarning,
                 stacklevel=level_of_the_caller(),
@@ -110,30 +98,17 @@ def _as_leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _check_graph(loss: Tensor, at: list[Tensor], by: list[Tensor]) -> None:
-    below = Subgraph([loss])
+    below = Subgraph([loss] if loss.requires_grad else [])
     refuse_wrong_derivative("inner_loss", at, below)
     reached = below.leaves.keys()
     if reached.isdisjoint(map(id, at)):
-        raise UnreachedParamError(_constant_loss())
+        expected, got = "a loss that depends on params", "one that does not depend on them"
+        fix = "compute it from inner_loss's own arguments"
+        raise UnreachedParamError(message("inner_loss", expected, got, fix))
     if reached - set(map(id, [*at, *by])):
-        raise UnsupportedGraphError(
-            message(
-                "inner_loss",
-                "a function of its arguments",
-                "one that uses a tensor from outside that requires grad: its gradient would be "
-                "lost",
-                'pass it in outer, not inside a module: find(params, {"name": tensor})',
-            )
-        )
-
-
-def _constant_loss() -> str:
-    return message(
-        "inner_loss",
-        "a loss that depends on params",
-        "one that does not depend on them",
-        "compute it from inner_loss's own arguments",
-    )
+        got = "one that uses a tensor from outside that requires grad: its gradient would be lost"
+        fix = 'pass it in outer, not inside a module: find(params, {"name": tensor})'
+        raise UnsupportedGraphError(message("inner_loss", "a function of its arguments", got, fix))
 
 
 class _AtMinimum(torch.autograd.Function):
@@ -150,15 +125,52 @@ class _AtMinimum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         if torch.is_grad_enabled():
-            raise UnsupportedGraphError(
-                message(
-                    "create_graph",
-                    "a first derivative of an implicit gradient",
-                    "one that is to be differentiated again",
-                    "leave out create_graph=True, or use unroll",
-                )
-            )
+            expected = "a first derivative of an implicit gradient"
+            got = "one that is to be differentiated again"
+            fix = "leave out create_graph=True, or use unroll"
+            raise UnsupportedGraphError(message("create_graph", expected, got, fix))
         minimum, outer = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         needed = ctx.needs_input_grad[2 + ctx.count :]
         grads = ctx.condition.outer_grads(minimum, outer, needed, cotangents)
         return (None, None, *[None] * ctx.count, *grads)
+
+
+def conjugate_gradients(
+    product: Product, v: list[Tensor], maxiter: int, tol: float
+) -> list[Tensor]:
+    """Solve a positive definite system: Hestenes and Stiefel 1952, section 3."""
+    x, r = tree.scale(v, 0.0), v
+    p, rr = r, tree.dot(r, r)
+    enough = tol**2 * rr
+    for _ in range(maxiter):
+        if rr <= enough:
+            break
+        hp = product(p)
+        step = rr / tree.dot(p, hp)
+        x = tree.add(x, tree.scale(p, step))
+        r = tree.sub(r, tree.scale(hp, step))
+        rr, before = tree.dot(r, r), rr
+        p = tree.add(r, tree.scale(p, rr / before))
+    return list(x)
+
+
+def neumann(product: Product, v: list[Tensor], maxiter: int, tol: float) -> list[Tensor]:
+    """Sum (1 - a H)^k a v, where a is one over the largest eigenvalue."""
+    step = 1 / _largest_eigenvalue(product, v)
+    x, r = tree.scale(v, 0.0), v
+    enough = tol * tree.global_norm(v)
+    for _ in range(maxiter):
+        if tree.global_norm(r) <= enough:
+            break
+        x = tree.add(x, tree.scale(r, step))
+        r = tree.sub(v, product(x))
+    return list(x)
+
+
+def _largest_eigenvalue(product: Product, v: list[Tensor], rounds: int = 20) -> Tensor:
+    """Estimate the largest eigenvalue by power iteration, from above."""
+    value = tree.global_norm(v)
+    for _ in range(rounds):
+        v = product(tree.scale(v, 1 / tree.global_norm(v)))
+        value = tree.global_norm(v)
+    return value * 1.1

@@ -1,12 +1,13 @@
-"""An optimizer as a pair of pure functions, with a state that is a tree."""
+"""An optimizer as a pair of pure functions, with a state and hyper-parameters that are trees."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
+from numbers import Real
 from typing import Any, TypeAlias, TypeVar, cast
 
 from torch import Tensor
@@ -15,10 +16,11 @@ from gradkit._core import pytree
 from gradkit._core.options import check_bool
 from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree, Structure
-from gradkit.errors import LeafTypeError, StructureError, describe, message
+from gradkit.errors import LeafTypeError, OptionError, StructureError, describe, message
 from gradkit.meta._foreach import Tensors
-from gradkit.meta._hyperparams import Hyper, as_factor, check_names, read_hyperparams, select
 
+# A number, a tensor of one element, or a tree like params with one of these for each leaf.
+Hyper: TypeAlias = Any
 State: TypeAlias = dict[str, PyTree]
 # The state of a list of tensors: by name of the entry, a value for each tensor.
 Columns: TypeAlias = dict[str, list[Any]]
@@ -108,14 +110,9 @@ def initial_state(opt: Optimizer, leaves: Sequence[Any]) -> Columns:
 def read_state(opt: Optimizer, state: object, spec: Structure) -> Columns:
     """Open and check a state."""
     if not isinstance(state, Mapping) or set(state) != set(opt.entries):
-        raise StructureError(
-            message(
-                "state",
-                f"a state of {opt.name}, with {', '.join(opt.entries) or 'no entries'}",
-                str(list(state)) if isinstance(state, Mapping) else describe(state),
-                "state = opt.init(params)",
-            )
-        )
+        expected = f"a state of {opt.name}, with {', '.join(opt.entries) or 'no entries'}"
+        got = str(list(state)) if isinstance(state, Mapping) else describe(state)
+        raise StructureError(message("state", expected, got, "state = opt.init(params)"))
     return {
         name: pytree.flatten_up_to(spec, "params", state[name], f"state[{name!r}]")
         for name in opt.entries
@@ -130,10 +127,45 @@ def read_settings(
     moving: Sequence[int],
 ) -> dict[str, Any]:
     """Open and check hyper-parameters: those that are trees become lists like `leaves`."""
-    if opt.scalar_hyperparams:
-        return dict(hyper)
-    flags = {name for name, value in opt.hyper.items() if isinstance(value, bool)}
-    return read_hyperparams(hyper, flags, leaves, spec, set(moving))
+    settings = dict(hyper)
+    if not opt.scalar_hyperparams:
+        for name, value in hyper.items():
+            if isinstance(opt.hyper[name], bool):
+                check_bool(name, value)
+            else:
+                settings[name] = _read_hyperparam(name, value, leaves, spec, set(moving))
+    return settings
+
+
+def _read_hyperparam(
+    name: str, value: Hyper, leaves: Sequence[Any], spec: Structure, moving: Collection[int]
+) -> Any:
+    """Return a number, or a list with a number or a tensor for each leaf; of `betas`, a pair."""
+    if name == "betas":
+        if not isinstance(value, tuple | list) or len(value) != 2:
+            raise OptionError(message("betas", "a pair", describe(value), "betas=(0.9, 0.999)"))
+        named = zip(("betas[0]", "betas[1]"), value, strict=True)
+        return tuple(_read_hyperparam(one, beta, leaves, spec, moving) for one, beta in named)
+    if _is_number(value):
+        return float(value)
+    values = pytree.broadcast_prefix(value, name, pytree.unflatten(spec, leaves), "params")
+    for index, (leaf, number) in enumerate(zip(leaves, values, strict=True)):
+        if leaf is None or _is_number(number):
+            continue
+        where = f"{name} of params"
+        if not isinstance(number, Tensor):
+            expected, fix = "a number or a tensor", f"{name}=0.1, or a tree like params"
+            where = pytree.path(spec, index, where)
+            raise LeafTypeError(message(where, expected, describe(number), fix))
+        if index in moving and number.numel() != 1 and number.shape != leaf.shape:
+            expected = f"one number, or a tensor of shape {tuple(leaf.shape)}"
+            where, fix = pytree.path(spec, index, where), "torch.full_like(leaf, 0.1)"
+            raise StructureError(message(where, expected, describe(number), fix))
+    return values
+
+
+def _is_number(value: object) -> bool:
+    return value is not True and value is not False and isinstance(value, Real)
 
 
 def update(
@@ -159,13 +191,10 @@ def update(
     for i, index in enumerate(moving):
         after[index] = new[i].to(tensors[index].dtype)
         for name, column in columns.items():
-            column[index] = _not_given(entries[name][i], given)
+            entry = entries[name][i]
+            is_given = isinstance(entry, Tensor) and id(entry) in given
+            column[index] = entry.clone() if is_given else entry
     return after, columns
-
-
-def _not_given(entry: Any, given: set[int]) -> Any:
-    """Return an entry of a state, copied if it is a tensor that the step was given."""
-    return entry.clone() if isinstance(entry, Tensor) and id(entry) in given else entry
 
 
 def check_grads(leaves: Sequence[Any], grads: Sequence[Any], spec: Structure, root: str) -> None:
@@ -174,24 +203,45 @@ def check_grads(leaves: Sequence[Any], grads: Sequence[Any], spec: Structure, ro
         if grad is None:
             continue
         if not isinstance(leaf, Tensor) or not isinstance(grad, Tensor):
-            name, wrong = (root, grad) if isinstance(leaf, Tensor) else ("params", leaf)
-            where = pytree.path(spec, index, name)
-            raise LeafTypeError(
-                message(where, "a tensor or None", describe(wrong), "pass a tensor")
-            )
-        if not leaf.is_floating_point() and not leaf.is_complex():
-            where = pytree.path(spec, index, "params")
-            raise LeafTypeError(
-                message(where, "a floating-point tensor", describe(leaf), "give None as grad")
-            )
-        if grad.shape != leaf.shape:
-            raise StructureError(
-                message(
-                    pytree.path(spec, index, root),
-                    f"a gradient of shape {tuple(leaf.shape)}",
-                    describe(grad),
-                    "pass the gradient with respect to this parameter",
-                )
+            name, got = (root, grad) if isinstance(leaf, Tensor) else ("params", leaf)
+            expected, fix = "a tensor or None", "pass a tensor"
+        elif not leaf.is_floating_point() and not leaf.is_complex():
+            name, got = "params", leaf
+            expected, fix = "a floating-point tensor", "give None as grad"
+        elif grad.shape != leaf.shape:
+            expected = f"a gradient of shape {tuple(leaf.shape)}"
+            fix = "pass the gradient with respect to this parameter"
+            where = pytree.path(spec, index, root)
+            raise StructureError(message(where, expected, describe(grad), fix))
+        else:
+            continue
+        raise LeafTypeError(message(pytree.path(spec, index, name), expected, describe(got), fix))
+
+
+def select(value: Any, indices: Sequence[int]) -> Any:
+    """Return a setting for some of the tensors."""
+    if isinstance(value, tuple):
+        return tuple(select(item, indices) for item in value)
+    return [value[index] for index in indices] if isinstance(value, list) else value
+
+
+def as_factor(value: Any) -> Any:
+    """Return a setting whose tensors of one element do not change the shape of what they scale."""
+    if isinstance(value, tuple):
+        return tuple(map(as_factor, value))
+    if not isinstance(value, list):
+        return value
+    return [x.reshape(()) if isinstance(x, Tensor) and x.numel() == 1 else x for x in value]
+
+
+def check_names(owner: str, hyper: Iterable[str], known: Iterable[str], fix: str) -> None:
+    """Raise if a hyper-parameter is unknown."""
+    names = list(known)
+    for name in hyper:
+        if name not in names:
+            raise OptionError(
+                f"{owner} has no hyperparameter {name!r}; it has {', '.join(names)}.\n"
+                f"  What to do: {fix}"
             )
 
 

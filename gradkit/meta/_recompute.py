@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -14,103 +16,81 @@ from gradkit._core.graph import Subgraph, edge
 from gradkit._state.recompute import RecomputeState
 from gradkit.errors import UnsupportedGraphError, message
 from gradkit.meta._inner_step import Carry, Inputs, Outputs
-from gradkit.meta._layout import open_tensors
+from gradkit.meta._trees import open_tensors
 
-
-class Steps(Protocol):
-    """Some steps, with a graph or without."""
-
-    def __call__(self, carry: Carry, inputs: Inputs, *, create_graph: bool) -> Outputs:
-        """Run the steps."""
+# Runs some steps: (carry, inputs, *, create_graph).
+Steps: TypeAlias = Callable[..., Outputs]
 
 
 def recomputed(run: Steps, carry: Carry, inputs: Inputs) -> Outputs:
     """Run steps without keeping their graph; gradients flow to the carry and the inputs."""
     tensors, close = open_tensors((carry, inputs))
-
-    def run_flat(flat: Sequence[Tensor], *, create_graph: bool) -> Outputs:
-        return run(*close(flat), create_graph=create_graph)
-
-    segment = _Segment(run_flat, len(carry.tensors), tensors)
+    segment = _Segment(run, close, len(carry.tensors), RecomputeState(tensors))
     outputs = _Recomputed.apply(segment, *tensors)  # type: ignore[no-untyped-call]
-    return cast("Outputs", segment.close(outputs))
+    return cast("Outputs", segment.close_outputs(outputs))
 
 
+@dataclass
 class _Segment:
     """Some steps as a function of a list of tensors, the variables first, that runs twice."""
 
-    def __init__(
-        self, run: Callable[..., Outputs], variables: int, tensors: Sequence[Tensor]
-    ) -> None:
-        self._run = run
-        self._variables = variables
-        self._state = RecomputeState(tensors)
-        self.close: Callable[[Sequence[Tensor]], Any]
+    run: Steps
+    close: Callable[[Iterable[Tensor]], Any]
+    variables: int  # the number of them
+    state: RecomputeState
+    close_outputs: Callable[[Iterable[Tensor]], Any] = field(init=False)
 
     def _flat_run(self, tensors: Sequence[Tensor], *, create_graph: bool) -> list[Tensor]:
-        outputs, self.close = open_tensors(self._run(tensors, create_graph=create_graph))
+        steps_done = self.run(*self.close(tensors), create_graph=create_graph)
+        outputs, self.close_outputs = open_tensors(steps_done)
         return outputs
 
-    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def values(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the steps for their values."""
-        with torch.enable_grad(), self._state.first_run():
+        with torch.enable_grad(), self.state.first_run():
             inputs = [
-                t.detach().requires_grad_(t.requires_grad or index < self._variables)
+                t.detach().requires_grad_(t.requires_grad or index < self.variables)
                 for index, t in enumerate(tensors)
             ]
             outputs = self._flat_run(inputs, create_graph=False)
         try:
             _refuse_captured(outputs, inputs)
         except UnsupportedGraphError:
-            self._state.undo()
+            self.state.undo()
             raise
-        self._state.record_outputs(outputs)
+        self.state.record_outputs(outputs)
         return tuple(x.detach().clone() for x in outputs)
 
-    def backward(
+    def grads(
         self, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor | None]:
         """Run the steps a second time, and a backward pass through them."""
-        indices = [index for index, need in enumerate(needed) if need]
         create_graph = torch.is_grad_enabled()
-        with torch.enable_grad(), self._state.second_run():
+        with torch.enable_grad(), self.state.second_run():
             if create_graph:
                 # Views: the pass ends at these steps, and does not go on through those before.
                 inputs = [t.view_as(t) if t.requires_grad else t for t in tensors]
             else:
-                inputs = [t.detach() for t in tensors]
-                for index in indices:
-                    inputs[index].requires_grad_()
-            variables = [inputs[index] for index in indices]
+                pairs = zip(tensors, needed, strict=True)
+                inputs = [t.detach().requires_grad_(need) for t, need in pairs]
+            variables = list(compress(inputs, needed))
             outputs = self._flat_run(inputs, create_graph=True)
-            self._state.check_outputs(outputs, "loss_fn")
+            self.state.check_outputs(outputs, "loss_fn")
             if create_graph:
-                _refuse_wrong_derivative(outputs, variables)
-            reached = inner_grads(outputs, variables, cotangents, create_graph=create_graph)
-        grads: list[Tensor | None] = [None] * len(tensors)
-        for index, grad in zip(indices, reached, strict=True):
-            grads[index] = grad
-        return grads
-
-
-def _refuse_wrong_derivative(outputs: Sequence[Tensor], variables: Sequence[Tensor]) -> None:
-    stop = {edge(variable).node for variable in variables}
-    refuse_wrong_derivative("loss_fn", variables, Subgraph(outputs, stop))
+                stop = {edge(variable).node for variable in variables}
+                refuse_wrong_derivative("loss_fn", variables, Subgraph(outputs, stop))
+            reached = iter(inner_grads(outputs, variables, cotangents, create_graph=create_graph))
+        return [next(reached) if need else None for need in needed]
 
 
 def _refuse_captured(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """Raise if the steps used a tensor that requires grad and is not among their inputs."""
     if Subgraph(outputs).leaves.keys() - set(map(id, inputs)):
-        raise UnsupportedGraphError(
-            message(
-                "loss_fn",
-                "a function of its arguments, where its steps are recomputed",
-                "one that uses a tensor from outside that requires grad: its gradient would be "
-                "lost",
-                'pass it in outer, not inside a module: unroll(..., outer={"name": tensor}); or '
-                'memory="store"',
-            )
-        )
+        expected = "a function of its arguments, where its steps are recomputed"
+        got = "one that uses a tensor from outside that requires grad: its gradient would be lost"
+        fix = 'pass it in outer, not inside a module: unroll(..., outer={"name": tensor}); or '
+        fix += 'memory="store"'
+        raise UnsupportedGraphError(message("loss_fn", expected, got, fix))
 
 
 class _Recomputed(torch.autograd.Function):
@@ -121,9 +101,9 @@ class _Recomputed(torch.autograd.Function):
         ctx.segment = segment
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        return segment.forward(tensors)
+        return segment.values(tensors)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         needed = ctx.needs_input_grad[1:]
-        return (None, *ctx.segment.backward(ctx.saved_tensors, cotangents, needed))
+        return (None, *ctx.segment.grads(ctx.saved_tensors, cotangents, needed))

@@ -10,9 +10,7 @@ from torch import Tensor
 from gradkit.errors import OptionError, describe, message
 from gradkit.meta import _foreach
 from gradkit.meta._foreach import Factor, Tensors
-from gradkit.meta._hyperparams import Hyper, select
-from gradkit.meta._optimizer import Columns, Optimizer, optimizer_function
-from gradkit.meta._rules import descend, with_weight_decay
+from gradkit.meta._optimizer import Columns, Hyper, Optimizer, optimizer_function, select
 
 
 @optimizer_function
@@ -56,37 +54,26 @@ def sgd(
         `torch.optim.SGD`, https://pytorch.org/docs/stable/generated/torch.optim.SGD.html. Its own
         `differentiable=True` loses the gradient through the first momentum step; this keeps it.
     """
-    hyper = {
-        "lr": lr,
-        "momentum": momentum,
-        "dampening": dampening,
-        "weight_decay": weight_decay,
-        "nesterov": nesterov,
-        "maximize": maximize,
-    }
+    hyper = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+    hyper |= {"nesterov": nesterov, "maximize": maximize}
     return Optimizer("sgd", hyper, {"momentum_buffer": lambda leaf: None}, _sgd)
 
 
 def _sgd(
     params: Tensors, grads: Tensors, state: Columns, hyper: Mapping[str, Any]
 ) -> tuple[Tensors, Columns]:
-    momentum, dampening = hyper["momentum"], hyper["dampening"]
-    nesterov = hyper["nesterov"]
+    momentum, dampening, nesterov = hyper["momentum"], hyper["dampening"], hyper["nesterov"]
     if nesterov and (_foreach.is_zero(momentum) or not _foreach.is_zero(dampening)):
-        raise OptionError(
-            message(
-                "nesterov",
-                "a momentum, and no dampening, as in torch.optim.SGD",
-                f"momentum={describe(momentum)}, dampening={describe(dampening)}",
-                "sgd(lr=0.1, momentum=0.9, nesterov=True)",
-            )
-        )
-    grads = with_weight_decay(params, grads, hyper)
+        expected = "a momentum, and no dampening, as in torch.optim.SGD"
+        got = f"momentum={describe(momentum)}, dampening={describe(dampening)}"
+        fix = "sgd(lr=0.1, momentum=0.9, nesterov=True)"
+        raise OptionError(message("nesterov", expected, got, fix))
+    grads = _foreach.with_weight_decay(params, grads, hyper)
     if _foreach.is_zero(momentum):
-        return descend(params, grads, hyper["lr"]), state
+        return _foreach.descend(params, grads, hyper["lr"]), state
     buffers = _momentum(state["momentum_buffer"], grads, momentum, dampening)
     direction = _foreach.add(grads, buffers, momentum) if nesterov else buffers
-    return descend(params, direction, hyper["lr"]), {"momentum_buffer": buffers}
+    return _foreach.descend(params, direction, hyper["lr"]), {"momentum_buffer": buffers}
 
 
 def _momentum(
@@ -97,10 +84,9 @@ def _momentum(
     started = [index for index, buffer in enumerate(buffers) if buffer is not None]
     new = list(grads)
     if started:
-        decayed = _foreach.scale(
-            [buffer for buffer in buffers if buffer is not None], select(momentum, started)
-        )
+        old = [buffer for buffer in buffers if buffer is not None]
         share = _foreach.one_minus(select(dampening, started))
+        decayed = _foreach.scale(old, select(momentum, started))
         sums = _foreach.add(decayed, select(grads, started), share)
         for index, buffer in zip(started, sums, strict=True):
             new[index] = buffer

@@ -5,26 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.func import vmap
 
 from gradkit import tree
 from gradkit._core import pytree
-from gradkit._core.options import is_positive_int
+from gradkit._core.options import check_bool, is_positive_int
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, describe, message
 from gradkit.func import value_and_grads
-from gradkit.meta._layout import read_layout
+from gradkit.meta._trees import open_tensors, read_inner_params, read_loss
 
 
 def mean_value_and_grads(
-    meta_loss_fn: Callable[[PyTree, PyTree], Tensor],
+    meta_loss_fn: Callable[[PyTree, PyTree], Any],
     params: PyTree,
     tasks: PyTree,
     *,
     in_dims: PyTree = 0,
     tasks_at_once: int | None = None,
-) -> tuple[Tensor, PyTree]:
+    has_aux: bool = False,
+) -> tuple[Any, PyTree]:
     """Return the mean meta-loss over a batch of tasks, and the meta-gradient.
 
     Equal, to rounding, to a loop over the tasks. They are vmapped, with every derivative taken
@@ -42,7 +44,8 @@ def mean_value_and_grads(
 
     Args:
         meta_loss_fn: The meta-loss of one task, `meta_loss_fn(params, task)`, one real element;
-            usually an `unroll` and the loss on other data of the task.
+            usually an `unroll` and the loss on other data of the task. With `has_aux` a pair of
+            that and a tree.
         params: The meta-learned parameters: a tree of tensors; a module stands for its named
             parameters.
         tasks: A tree of tensors, the tasks stacked.
@@ -50,45 +53,66 @@ def mean_value_and_grads(
             tensors that all tasks share.
         tasks_at_once: The number of tasks in memory at a time; None is all. It changes the result
             by rounding only.
+        has_aux: Whether `meta_loss_fn` returns `(loss, aux)`.
 
     Returns:
-        A 0-dim tensor, and a tree like `params`, its leaves as in `gradkit.func.value_and_grads`.
+        `(value, grads)`: a 0-dim tensor, and a tree like `params`, its leaves as in
+        `gradkit.func.value_and_grads`. With `has_aux`, `((value, aux), grads)`: the tensors of aux
+        stacked over the tasks, first in their shape; without gradients.
 
     Raises:
         DetachedLossError: The meta-loss does not depend on params.
         LeafTypeError: A leaf, or the meta-loss, is no tensor that has a gradient.
         NotScalarLossError: The meta-loss has not exactly one element.
-        OptionError: `in_dims` or `tasks_at_once` has no such value.
-        StructureError: `in_dims` is no prefix of the tasks, or their sizes differ.
+        OptionError: `in_dims`, `tasks_at_once` or `has_aux` has no such value.
+        StructureError: `in_dims` is no prefix of the tasks, or their sizes differ; or
+            `meta_loss_fn` returned no pair, with `has_aux`.
         UnsupportedGraphError: torch.func cannot enter the meta-loss, or gets it silently wrong.
 
     Source:
         Finn et al. 2017, "Model-Agnostic Meta-Learning", algorithm 1,
         https://arxiv.org/abs/1703.03400
     """
-    _check_tasks_at_once(tasks_at_once)
-    layout = read_layout(params)
+    check_bool("has_aux", has_aux)
+    if tasks_at_once is not None and not is_positive_int(tasks_at_once):
+        expected, got = "a positive int or None", repr(tasks_at_once)
+        raise OptionError(message("tasks_at_once", expected, got, "tasks_at_once=None"))
+    outer = read_inner_params(params)
     parts, dims, close = _read_tasks(tasks, in_dims)
     count = next(part.shape[dim] for part, dim in zip(parts, dims, strict=True) if dim is not None)
     size = tasks_at_once or count
-    grads_of_task = value_and_grads(lambda tensors, task: meta_loss_fn(layout.tree(tensors), task))
+    put_back: list[Callable[[list[Tensor]], PyTree]] = []  # of aux, from the trace of a chunk
 
-    def run(*task: Any) -> tuple[Tensor, list[Tensor]]:
-        value, grads = grads_of_task(layout.tensors, close(task))
-        return value, grads
+    def loss_and_aux(tensors: list[Tensor], task: PyTree) -> tuple[Tensor, PyTree]:
+        returned = meta_loss_fn(outer.tree(tensors), task)
+        return read_loss(returned, "meta_loss_fn", has_aux=has_aux)
+
+    def run(*task: Any) -> tuple[list[Tensor], list[Tensor]]:
+        of_task = value_and_grads(loss_and_aux, has_aux=True)
+        (value, aux), grads = of_task(outer.variables, close(task))
+        tensors_of_aux, close_aux = open_tensors(aux)
+        put_back[:] = [close_aux]
+        return [value, *grads], tensors_of_aux
 
     batched = vmap(run, in_dims=tuple(dims), randomness="different")
     totals: list[Tensor] = []
+    aux_parts: list[list[Tensor]] = []
     for start in range(0, count, size):
         chunk = [
             part if dim is None else part.narrow(dim, start, min(size, count - start))
             for part, dim in zip(parts, dims, strict=True)
         ]
-        values, grads = batched(*chunk)
-        sums = [values.sum(), *(grad.sum(0) for grad in grads)]
+        stacked, tensors_of_aux = batched(*chunk)
+        sums = [one.sum(0) for one in stacked]
         totals = tree.add(totals, sums) if totals else sums
+        aux_parts.append(tensors_of_aux)
     value, *grads = totals
-    return value / count, layout.grads_tree(tree.scale(grads, 1 / count))
+    mean, mean_grads = value / count, outer.arguments.to_tree(tree.scale(grads, 1 / count))
+    if not has_aux:
+        return mean, mean_grads
+    # Copies: what does not depend on the task is one tensor, expanded.
+    aux = put_back[0]([torch.cat(of_chunks) for of_chunks in zip(*aux_parts, strict=True)])
+    return (mean, aux), mean_grads
 
 
 def _read_tasks(
@@ -108,29 +132,13 @@ def _read_tasks(
             raise OptionError(message("in_dims", "ints and None", repr(dim), "in_dims=0"))
         where = pytree.path(spec, index, "tasks")
         if not -part.dim() <= dim < part.dim():
-            raise OptionError(
-                message(
-                    where,
-                    f"a tensor with the task dimension {dim!r}",
-                    describe(part),
-                    "give in_dims, with None for tensors that all tasks share",
-                )
-            )
+            expected = f"a tensor with the task dimension {dim!r}"
+            fix = "give in_dims, with None for tensors that all tasks share"
+            raise OptionError(message(where, expected, describe(part), fix))
         sizes.setdefault(part.shape[dim], where)
     if len(sizes) != 1 or 0 in sizes:
-        raise StructureError(
-            message(
-                "tasks",
-                "tensors with one number of tasks, at least one",
-                " and ".join(f"{size} in {where}" for size, where in sizes.items()) or "none",
-                "stack the tensors of the tasks, and give in_dims, with None for shared tensors",
-            )
-        )
-    return parts, dims, lambda task: pytree.unflatten(spec, task)
-
-
-def _check_tasks_at_once(value: object) -> None:
-    if value is not None and not is_positive_int(value):
-        raise OptionError(
-            message("tasks_at_once", "a positive int or None", repr(value), "tasks_at_once=None")
-        )
+        expected = "tensors with one number of tasks, at least one"
+        got = " and ".join(f"{size} in {where}" for size, where in sizes.items()) or "none"
+        fix = "stack the tensors of the tasks, and give in_dims, with None for shared tensors"
+        raise StructureError(message("tasks", expected, got, fix))
+    return parts, dims, spec.unflatten

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -14,20 +14,18 @@ from gradkit._compat.transforms import differentiated, is_dual, transforms
 from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.options import check_bool, is_positive_int
 from gradkit._core.pytree import PyTree
-from gradkit.errors import OptionError, UnsupportedGraphError, message
-from gradkit.meta._batches import read_batches
-from gradkit.meta._hyperparams import select
+from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.meta._inner_step import Carry, InnerStep, Inputs, Outputs
-from gradkit.meta._layout import ParamLayout, open_tensors, read_layout
 from gradkit.meta._optimizer import (
-    Columns,
     Optimizer,
     State,
     initial_state,
     read_settings,
     read_state,
+    select,
 )
 from gradkit.meta._recompute import recomputed
+from gradkit.meta._trees import InnerParams, open_tensors, read_inner_params
 
 Memory: TypeAlias = Literal["store", "recompute"] | int
 Run: TypeAlias = Callable[[Carry, Inputs], Outputs]
@@ -123,21 +121,27 @@ def unroll(
     enabled = torch.is_grad_enabled()
     create_graph = enabled and not first_order
     with leave_inference_mode(record=True), torch.set_grad_enabled(enabled):
-        data = read_batches(batches)
-        step = InnerStep(loss_fn, read_layout(params), opt, grad_transform, has_aux)
-        layout = step.layout
+        data = _read_batches(batches)
+        inner = read_inner_params(params)
+        step = InnerStep(loss_fn, inner, opt, grad_transform, has_aux)
         tensors, close = open_tensors((outer, data, state, dict(opt.hyper)))
-        _refuse_graphs([*layout.tensors, *tensors])
+        _refuse_graphs([*inner.variables, *tensors])
         outer, data, state, hyper = close(_without_inference(tensors))
-        by_leaf = _read_state(opt, state, layout)
-        columns = {name: layout.by_variable(column) for name, column in by_leaf.items()}
-        carry = Carry(_without_inference(layout.tensors), columns)
-        inputs = Inputs(outer, _read_hyper(opt, hyper, layout), data)
+        if state is None:
+            by_leaf = initial_state(opt, inner.leaves)
+        else:
+            by_leaf = read_state(opt, state, inner.spec)
+        columns = {name: inner.per_variable(column) for name, column in by_leaf.items()}
+        carry = Carry(_without_inference(inner.variables), columns)
+        inputs = Inputs(outer, _read_hyper(opt, hyper, inner), data)
         run, size = _segments(step, memory, create_graph=create_graph)
         (tensors, columns), losses, aux = _loop(run, carry, inputs, size)
-        states = {name: layout.tree(column, by_leaf[name]) for name, column in columns.items()}
+        states = {
+            name: replace(inner, leaves=by_leaf[name]).tree(column)
+            for name, column in columns.items()
+        }
         aux = _detached(aux) if has_aux else []
-        return Adapted(layout.tree(tensors), states, torch.stack(losses), aux)
+        return Adapted(inner.tree(tensors), states, torch.stack(losses), aux)
 
 
 def _check_options(memory: object, *, first_order: object, has_aux: object) -> None:
@@ -148,27 +152,41 @@ def _check_options(memory: object, *, first_order: object, has_aux: object) -> N
     check_bool("has_aux", has_aux)
 
 
+def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
+    """Return the data of each step, read before the first."""
+    if isinstance(batches, Tensor | str | Mapping) or not isinstance(batches, Iterable):
+        fix = "list(batches.unbind()), or [batch] * steps"
+        expected = "a list with the data of each step"
+        raise StructureError(message("batches", expected, describe(batches), fix))
+    data, versions = [], []
+    for batch in batches:
+        data.append(batch)
+        # torch counts no in-place changes of what was made in inference mode.
+        counted = (x for x in open_tensors(batch)[0] if not x.is_inference())
+        versions += [(x, x._version) for x in counted]
+    if any(x._version != version for x, version in versions):
+        expected = "data that stays as it is: all of it is read before the first step"
+        got = "a tensor that the iterator overwrites with the data of several steps"
+        fix = "(batch.clone() for batch in batches)"
+        raise StructureError(message("batches", expected, got, fix))
+    if not data:
+        expected = "the data of at least one step"
+        raise StructureError(message("batches", expected, "none", "[batch] * steps"))
+    return data
+
+
 def _refuse_graphs(tensors: list[Tensor]) -> None:
     """Raise if the steps would be cut from the graph of a tensor."""
     if not transforms() and any(map(is_dual, tensors)):
-        raise UnsupportedGraphError(
-            message(
-                "unroll",
-                "ordinary tensors, or those of torch.func.jvp",
-                "dual tensors of torch.autograd.forward_ad",
-                "torch.func.jvp(f, primals, tangents)",
-            )
-        )
+        expected = "ordinary tensors, or those of torch.func.jvp"
+        got = "dual tensors of torch.autograd.forward_ad"
+        fix = "torch.func.jvp(f, primals, tangents)"
+        raise UnsupportedGraphError(message("unroll", expected, got, fix))
     batched_only = bool(transforms()) and not differentiated()
     if batched_only and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise UnsupportedGraphError(
-            message(
-                "unroll",
-                "a derivative inside the vmap",
-                "a vmap around tensors that require grad, whose gradient would be taken outside",
-                "gradkit.meta.mean_value_and_grads(meta_loss, params, tasks); or torch.no_grad()",
-            )
-        )
+        got = "a vmap around tensors that require grad, whose gradient would be taken outside"
+        fix = "gradkit.meta.mean_value_and_grads(meta_loss, params, tasks); or torch.no_grad()"
+        raise UnsupportedGraphError(message("unroll", "a derivative inside the vmap", got, fix))
 
 
 def _without_inference(tensors: list[Tensor]) -> list[Tensor]:
@@ -176,15 +194,10 @@ def _without_inference(tensors: list[Tensor]) -> list[Tensor]:
     return [x.clone() if x.is_inference() else x for x in tensors]
 
 
-def _read_state(opt: Optimizer, state: State | None, layout: ParamLayout) -> Columns:
-    if state is None:
-        return initial_state(opt, layout.leaves)
-    return read_state(opt, state, layout.spec)
-
-
-def _read_hyper(opt: Optimizer, hyper: dict[str, Any], layout: ParamLayout) -> dict[str, Any]:
-    settings = read_settings(opt, hyper, layout.movable(), layout.spec, layout.first)
-    return {name: select(value, layout.first) for name, value in settings.items()}
+def _read_hyper(opt: Optimizer, hyper: dict[str, Any], params: InnerParams) -> dict[str, Any]:
+    first, movable = params.first_leaf_of_variable, params.per_leaf(params.variables)
+    settings = read_settings(opt, hyper, movable, params.spec, first)
+    return {name: select(value, first) for name, value in settings.items()}
 
 
 def _segments(step: InnerStep, memory: Memory, *, create_graph: bool) -> tuple[Run, int]:
@@ -199,8 +212,7 @@ def _segments(step: InnerStep, memory: Memory, *, create_graph: bool) -> tuple[R
 
 def _stored(step: InnerStep, carry: Carry, inputs: Inputs, *, create_graph: bool) -> Outputs:
     carry, losses, aux = step(carry, inputs, create_graph=create_graph)
-    losses = losses if create_graph else _detached(losses)
-    return Outputs(carry, losses, _detached(aux) if step.has_aux else aux)
+    return Outputs(carry, losses if create_graph else _detached(losses), _detached(aux))
 
 
 def _nested(step: InnerStep, carry: Carry, inputs: Inputs, *, create_graph: bool) -> Outputs:

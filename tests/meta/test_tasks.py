@@ -208,6 +208,31 @@ def test_in_dims_tell_where_the_tasks_are(device: torch.device) -> None:
     assert_close((value, grads), (mean, slope), 1e-13)
 
 
+@pytest.mark.parametrize("at_once", [None, 1, 3])
+def test_aux_is_that_of_a_loop_over_tasks(device: torch.device, at_once: Any) -> None:
+    meta_loss, params, tasks = make("mlp", device)
+
+    def with_aux(params: Any, task: Any) -> Any:
+        aux = {"y": task["y"], "rate": params["rate"], "label": "mlp", "none": None}
+        return meta_loss(params, task), [aux, task["test"].sum(0), params["0.bias"] * 2]
+
+    plain = meta.mean_value_and_grads(meta_loss, params, tasks, tasks_at_once=at_once)
+    with unchanged(*params.values(), *tasks.values()):
+        (value, aux), grads = meta.mean_value_and_grads(
+            with_aux, params, tasks, tasks_at_once=at_once, has_aux=True
+        )
+    assert_same_bits([value, *grads.values()], [plain[0], *plain[1].values()])
+    each = [with_aux(params, task_of(tasks, i))[1] for i in range(TASKS)]
+    assert aux[0]["label"] == "mlp"
+    assert aux[0]["none"] is None
+    got = [aux[0]["y"], aux[0]["rate"], aux[1], aux[2]]
+    loop = [[one[0]["y"], one[0]["rate"], one[1], one[2]] for one in each]
+    expected = [torch.stack(of_tasks) for of_tasks in zip(*loop, strict=True)]
+    for ours, theirs in zip(got, expected, strict=True):
+        assert_close(ours, theirs, 1e-13)
+    assert_owned(got, expected)
+
+
 def test_trees_of_parameters(device: torch.device) -> None:
     w = torch.randn(3, device=device, dtype=D)
     frozen = nn.Parameter(torch.ones(3, device=device, dtype=D), requires_grad=False)
@@ -300,6 +325,12 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     refused(wrong, r"^in_dims: ", {"x": x}, in_dims={"y": 0})
     for at_once in (0, -1, True, 1.5, "all"):
         refused(option, r"^tasks_at_once: ", {"x": x}, tasks_at_once=at_once)
+    refused(option, r"^has_aux: ", {"x": x}, has_aux=1)
+    refused(wrong, r"^meta_loss_fn: .*has_aux=True", {"x": x}, has_aux=True)
+    pair = lambda w, t: ((w * t["x"]).sum(), {"n": 1})  # noqa: E731
+    refused(gradkit.LeafTypeError, r"if this is aux, pass has_aux=True", {"x": x}, pair)
+    two = lambda w, t: ((w * t["x"]).sum(), w.sum())  # noqa: E731
+    refused(gradkit.NotScalarLossError, r"^meta_loss_fn: .*2 losses", {"x": x}, two)
     refused(gradkit.NotScalarLossError, r"losses", {"x": x}, lambda w, t: w * t["x"])
     refused(gradkit.LeafTypeError, r"losses", {"x": x}, lambda w, t: 1.0)
     refused(gradkit.DetachedLossError, r"losses", {"x": x}, lambda w, t: t["x"].sum())

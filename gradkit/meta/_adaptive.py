@@ -1,0 +1,234 @@
+"""Optimizers that divide by the root of squared gradients: Adam, AdamW and RMSprop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradkit._compat.transforms import transforms
+from gradkit.errors import LeafTypeError, message
+from gradkit.meta import _foreach
+from gradkit.meta._foreach import Factor, Tensors
+from gradkit.meta._optimizer import Columns, Hyper, Optimizer, optimizer_function
+
+
+@optimizer_function
+def adam(
+    lr: Hyper = 1e-3,
+    *,
+    betas: tuple[Hyper, Hyper] = (0.9, 0.999),
+    eps: Hyper = 1e-8,
+    weight_decay: Hyper = 0.0,
+    amsgrad: bool = False,
+    maximize: bool = False,
+) -> Optimizer:
+    """Return Adam as a pure optimizer.
+
+    Example:
+        >>> import torch, gradkit
+        >>> opt = gradkit.meta.adam(lr=0.1)
+        >>> w = torch.tensor([1.0])
+        >>> w, state = opt.step(w, torch.tensor([2.0]), opt.init(w))
+        >>> w, state["step"]
+        (tensor([0.9000]), 1)
+
+    Args:
+        lr: The learning rate; it and every other number may be a tensor or a tree, as in `sgd`.
+        betas: The decays of the averages of the gradient and of its square.
+        eps: Added to the square root of the second average.
+        weight_decay: This times the parameter is added to the gradient.
+        amsgrad: Divide by the largest second average so far.
+        maximize: Ascend instead of descend.
+
+    Returns:
+        An `Optimizer` whose values are those of `torch.optim.Adam`. Where a second average is
+        exactly 0 (a dead unit), the derivative of the update is taken as 0; torch's own
+        `differentiable=True` gives nan.
+
+    Raises:
+        OptionError: There is no such hyper-parameter, or a flag is not a bool.
+
+    Source:
+        Kingma and Ba 2015, "Adam: A Method for Stochastic Optimization", algorithm 1,
+        https://arxiv.org/abs/1412.6980; `torch.optim.Adam`
+    """
+    hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return _make("adam", {**hyper, "maximize": maximize, "amsgrad": amsgrad})
+
+
+@optimizer_function
+def adamw(
+    lr: Hyper = 1e-3,
+    *,
+    betas: tuple[Hyper, Hyper] = (0.9, 0.999),
+    eps: Hyper = 1e-8,
+    weight_decay: Hyper = 1e-2,
+    amsgrad: bool = False,
+    maximize: bool = False,
+) -> Optimizer:
+    """Return AdamW, Adam with decoupled weight decay, as a pure optimizer.
+
+    Example:
+        >>> import torch, gradkit
+        >>> opt = gradkit.meta.adamw(lr=0.1, weight_decay=0.5)
+        >>> w = torch.tensor([1.0])
+        >>> opt.step(w, torch.tensor([0.0]), opt.init(w))[0]
+        tensor([0.9500])
+
+    Args:
+        lr: As in `adam`.
+        betas: As in `adam`.
+        eps: As in `adam`.
+        weight_decay: `lr` times this times the parameter is subtracted from the parameter.
+        amsgrad: As in `adam`.
+        maximize: As in `adam`.
+
+    Returns:
+        An `Optimizer` whose values are those of `torch.optim.AdamW`; derivatives as in `adam`.
+
+    Raises:
+        OptionError: There is no such hyper-parameter, or a flag is not a bool.
+
+    Source:
+        Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2,
+        https://arxiv.org/abs/1711.05101; `torch.optim.AdamW`
+    """
+    hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return _make("adamw", {**hyper, "maximize": maximize, "amsgrad": amsgrad})
+
+
+def _make(name: str, hyper: dict[str, Any]) -> Optimizer:
+    entries: dict[str, Callable[[Tensor], Any]] = {
+        "step": lambda leaf: 0,
+        "exp_avg": torch.zeros_like,
+        "exp_avg_sq": torch.zeros_like,
+    }
+    if hyper["amsgrad"]:
+        entries["max_exp_avg_sq"] = torch.zeros_like
+    return Optimizer(name, hyper, entries, partial(_adam, name))
+
+
+def _adam(
+    name: str, params: Tensors, grads: Tensors, state: Columns, hyper: Mapping[str, Any]
+) -> tuple[Tensors, Columns]:
+    _refuse_complex(name, params)
+    if name == "adamw":
+        if not _foreach.is_zero(hyper["weight_decay"]):
+            shrinkage = _foreach.product(hyper["lr"], hyper["weight_decay"])
+            params = _foreach.descend(params, params, shrinkage)
+        grads = _foreach.ascent_as_descent(grads, hyper)
+    else:
+        grads = _foreach.with_weight_decay(params, grads, hyper)
+    beta, beta_sq = hyper["betas"]
+    steps = [step + 1 for step in state["step"]]
+    means = _foreach.moving_average(state["exp_avg"], grads, beta)
+    squares = _foreach.moving_average(state["exp_avg_sq"], _foreach.mul(grads, grads), beta_sq)
+    new: Columns = {"step": steps, "exp_avg": means, "exp_avg_sq": squares}
+    if "max_exp_avg_sq" in state:
+        squares = list(map(torch.maximum, state["max_exp_avg_sq"], squares))
+        new["max_exp_avg_sq"] = squares
+    first, second = _bias_correction(beta, steps), _bias_correction(beta_sq, steps)
+    roots = _foreach.scale(_foreach.sqrt(squares), _foreach.power(second, -0.5))
+    direction = _divide_by_root(means, _foreach.add_scalar(roots, hyper["eps"]), squares)
+    rate = _foreach.product(hyper["lr"], _foreach.power(first, -1.0))
+    return _foreach.descend(params, direction, rate), new
+
+
+def _bias_correction(beta: Factor, steps: Sequence[int]) -> Factor:
+    """Return 1 - beta ** step."""
+    # The step is an int: the float32 that torch counts in costs 1 - beta ** t several digits.
+    if not isinstance(beta, list) and len(set(steps)) == 1:
+        return 1 - beta ** steps[0]
+    betas = _foreach.per_tensor(beta, len(steps))
+    return [1 - b**step for b, step in zip(betas, steps, strict=True)]
+
+
+@optimizer_function
+def rmsprop(
+    lr: Hyper = 1e-2,
+    *,
+    alpha: Hyper = 0.99,
+    eps: Hyper = 1e-8,
+    weight_decay: Hyper = 0.0,
+    momentum: Hyper = 0.0,
+    centered: bool = False,
+    maximize: bool = False,
+) -> Optimizer:
+    """Return RMSprop as a pure optimizer.
+
+    Example:
+        >>> import torch, gradkit
+        >>> opt = gradkit.meta.rmsprop(lr=0.1, alpha=0.75)
+        >>> w = torch.tensor([1.0])
+        >>> opt.step(w, torch.tensor([2.0]), opt.init(w))[0]
+        tensor([0.8000])
+
+    Args:
+        lr: The learning rate; it and every other number may be a tensor or a tree, as in `sgd`.
+        alpha: The decay of the average of the squared gradient.
+        eps: Added to its square root.
+        weight_decay: This times the parameter is added to the gradient.
+        momentum: The decay of the momentum buffer.
+        centered: Subtract the square of the average gradient.
+        maximize: Ascend instead of descend.
+
+    Returns:
+        An `Optimizer` whose values are those of `torch.optim.RMSprop`; derivatives as in `adam`.
+
+    Raises:
+        OptionError: There is no such hyper-parameter, or a flag is not a bool.
+
+    Source:
+        Tieleman and Hinton 2012, "Lecture 6.5: rmsprop"; Graves 2013 for `centered`,
+        https://arxiv.org/abs/1308.0850; `torch.optim.RMSprop`
+    """
+    hyper = {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay}
+    hyper |= {"momentum": momentum, "centered": centered, "maximize": maximize}
+    entries: dict[str, Callable[[Tensor], Any]] = {
+        "square_avg": torch.zeros_like,
+        "grad_avg": torch.zeros_like if centered else lambda leaf: None,
+        "momentum_buffer": torch.zeros_like,
+    }
+    return Optimizer("rmsprop", hyper, entries, _rmsprop)
+
+
+def _rmsprop(
+    params: Tensors, grads: Tensors, state: Columns, hyper: Mapping[str, Any]
+) -> tuple[Tensors, Columns]:
+    _refuse_complex("rmsprop", params)
+    grads = _foreach.with_weight_decay(params, grads, hyper)
+    alpha, momentum = hyper["alpha"], hyper["momentum"]
+    squares = _foreach.moving_average(state["square_avg"], _foreach.mul(grads, grads), alpha)
+    means, variances = state["grad_avg"], squares
+    if hyper["centered"]:
+        means = _foreach.moving_average(means, grads, alpha)
+        variances = _foreach.add(squares, _foreach.mul(means, means), -1.0)
+    roots = _foreach.add_scalar(_foreach.sqrt(variances), hyper["eps"])
+    direction, buffers = _divide_by_root(grads, roots, variances), state["momentum_buffer"]
+    if not _foreach.is_zero(momentum):
+        direction = buffers = _foreach.add(direction, buffers, momentum)
+    new: Columns = {"square_avg": squares, "grad_avg": means, "momentum_buffer": buffers}
+    return _foreach.descend(params, direction, hyper["lr"]), new
+
+
+def _divide_by_root(numerators: Tensors, denominators: Tensors, squares: Tensors) -> Tensors:
+    """Return the quotients, whose derivative is taken as 0 where the square is 0."""
+    quotients = _foreach.div(numerators, denominators)
+    return [
+        torch.where(square == 0, quotient.detach(), quotient)
+        if quotient.requires_grad or transforms()
+        else quotient
+        for quotient, square in zip(quotients, squares, strict=True)
+    ]
+
+
+def _refuse_complex(name: str, params: Tensors) -> None:
+    """Raise if an optimizer that squares gradients is given complex parameters."""
+    if any(param.is_complex() for param in params):
+        expected = f"real tensors, because {name} squares the gradients"
+        fix = "torch.view_as_real(tensor), or sgd"
+        raise LeafTypeError(message("params", expected, "a complex one", fix))

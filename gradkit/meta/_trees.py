@@ -1,0 +1,67 @@
+"""The trees of a call, opened once into flat lists: params, a returned loss, tensors anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gradkit._core import pytree
+from gradkit._core.losses import read_losses
+from gradkit._core.params import Params, expand_params
+from gradkit._core.pytree import PyTree
+from gradkit.errors import NotScalarLossError, StructureError, describe, message
+from gradkit.func._arguments import Arguments, read_arguments
+
+
+@dataclass(frozen=True, slots=True)
+class InnerParams(Params):
+    """Params whose variables an inner computation adapts; frozen parameters stay as they are."""
+
+    arguments: Arguments  # the same variables, of a function of one argument
+
+    def tree(self, tensors: Sequence[Tensor]) -> PyTree:
+        """Return params with these tensors in all places of the variables."""
+        return pytree.unflatten(self.spec, self.with_variables(tensors))
+
+
+def read_inner_params(tree: PyTree) -> InnerParams:
+    """Open and check params."""
+    leaves, spec = expand_params(tree, "params")
+    arguments = read_arguments((pytree.unflatten(spec, leaves),), 0, "params")
+    flat = arguments.params
+    return InnerParams(
+        leaves, spec, flat.variables, flat.slots, "params", flat.plain_leaves, arguments
+    )
+
+
+def read_loss(returned: PyTree, fn: str, *, has_aux: bool = False) -> tuple[Tensor, PyTree]:
+    """Return the one loss, as a 0-dim tensor, and the aux that a function of the caller's gave."""
+    aux = None
+    if has_aux:
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            expected, got = "(loss, aux), with has_aux=True", describe(returned)
+            raise StructureError(message(fn, expected, got, "return loss, aux"))
+        returned, aux = returned
+    losses = read_losses(returned, scalar=True, returned=True, may_be_aux=not has_aux).leaves
+    if len(losses) != 1:
+        fix = "return their sum; or if this is (loss, aux), pass has_aux=True"
+        raise NotScalarLossError(message(fn, "one loss", f"{len(losses)} losses", fix))
+    return losses[0].reshape(()), aux
+
+
+_TENSOR = object()
+
+
+def open_tensors(tree: PyTree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], PyTree]]:
+    """Return the tensors of a tree, and a function that puts others in their places."""
+    leaves, spec = pytree.flatten(tree)
+    # Without the tensors: the function must not keep them alive.
+    constants = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def close(tensors: Iterable[Tensor]) -> PyTree:
+        rest = iter(tensors)
+        return pytree.unflatten(spec, [next(rest) if c is _TENSOR else c for c in constants])
+
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], close
