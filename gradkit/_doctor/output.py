@@ -17,16 +17,25 @@ WIDTH = 110
 
 def as_json(examination: Examination) -> str:
     """Return the examination as JSON, indented."""
-    return json.dumps(
-        {
-            "versions": examination.versions,
-            "devices": examination.devices,
-            "extras": examination.extras,
-            "rows": [_row(finding) for finding in examination.findings],
-            "equal": examination.equal,
-        },
-        indent=2,
-    )
+    values = {
+        "versions": examination.versions,
+        "devices": examination.devices,
+        "extras": examination.extras,
+        "rows": [_row(finding) for finding in examination.findings],
+        "equal": examination.equal,
+    }
+    return json.dumps(values, indent=2)
+
+
+def _row(finding: Finding) -> dict[str, Any]:
+    return {
+        "device": finding.device,
+        "number": finding.number,
+        "title": finding.title,
+        **asdict(finding.observation),
+        "error": finding.error,
+        "equal": finding.equal,
+    }
 
 
 def show(examination: Examination) -> None:
@@ -59,27 +68,12 @@ def as_text(examination: Examination) -> str:
     return "\n".join([*lines, "", _summary(examination)])
 
 
-def _row(finding: Finding) -> dict[str, Any]:
-    checks = asdict(finding.observation)
-    return {
-        "device": finding.device,
-        "number": finding.number,
-        "title": finding.title,
-        "torch": checks["torch"],
-        "gradkit": checks["gradkit"],
-        "error": finding.error,
-        "equal": finding.equal,
-    }
-
-
 def _head(examination: Examination) -> str:
     lines = [f"{name:9} {version}" for name, version in examination.versions.items()]
     lines += [f"{'device':9} {device}: {name}" for device, name in examination.devices.items()]
     for extra, packages in examination.extras.items():
-        installed = ", ".join(
-            f"{name} {version or 'missing'}" for name, version in packages.items()
-        )
-        lines.append(f"{'extra':9} {extra}: {installed}")
+        installed = [f"{name} {version or 'missing'}" for name, version in packages.items()]
+        lines.append(f"{'extra':9} {extra}: {', '.join(installed)}")
     return "\n".join(lines)
 
 
@@ -96,14 +90,12 @@ def _lines(checks: list[Check]) -> list[str]:
 
 
 def _status(finding: Finding) -> str:
+    if finding.equal:
+        return "as expected"
     if finding.error is not None:
         return f"MISMATCH: it raised {finding.error}"
-    wrong = [
-        name
-        for name, equal in (("torch", finding.torch_equal), ("gradkit", finding.gradkit_equal))
-        if not equal
-    ]
-    return f"MISMATCH: {', '.join(wrong)}" if wrong else "as expected"
+    both = {"torch": finding.torch_equal, "gradkit": finding.gradkit_equal}
+    return f"MISMATCH: {', '.join(name for name, equal in both.items() if not equal)}"
 
 
 def _summary(examination: Examination) -> str:
@@ -121,12 +113,9 @@ def _table(examination: Examination, device: str) -> Any:
     for heading in ("", "What people say", "What torch does here", "What gradkit gives", "Result"):
         table.add_column(heading, overflow="fold")
     for finding in _of(examination, device):
-        cells = [
-            str(finding.number),
-            finding.title,
-            "\n".join(_lines(finding.observation.torch)),
-            "\n".join(_lines(finding.observation.gradkit)),
-        ]
+        columns = finding.observation.torch, finding.observation.gradkit
+        shown = ["\n".join(_lines(checks)) for checks in columns]
+        cells = map(Text, [str(finding.number), finding.title, *shown])
         status = Text(_status(finding), style="green" if finding.equal else "bold red")
-        table.add_row(*map(Text, cells), status)
+        table.add_row(*cells, status)
     return table

@@ -11,8 +11,7 @@ from gradkit.report._compare.comparison import Comparison, Difference
 from gradkit.report._conflicts.conflicts import Conflicts, conflicts
 from gradkit.report._conflicts.history import History
 from gradkit.report._explain.explain import explain
-from gradkit.report._explain.explanation import Explanation
-from gradkit.report._explain.records import LossGraph, Part, Verdict
+from gradkit.report._explain.explanation import Explanation, LossGraph, Part, Verdict
 
 __all__ = [
     "Comparison",

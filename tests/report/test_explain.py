@@ -303,7 +303,7 @@ def test_a_module_in_ddp(device: torch.device, gloo: None) -> None:
     layer = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
     found = explain(layer(torch.randn(2, 3)).sum(), layer)
     assert set(statuses(found)["loss"].values()) == {"reached"}
-    assert "not reduced" in found.notes[0]
+    assert "not be reduced" in found.notes[0]
 
 
 @pytest.fixture

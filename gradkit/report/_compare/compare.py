@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,18 +15,11 @@ from gradkit._core.call import Call, Pass
 from gradkit._core.devices import available_devices
 from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.pytree import PyTree
-from gradkit.errors import (
-    OptionError,
-    StructureError,
-    UnsupportedGraphError,
-    describe,
-    message,
-)
+from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.report._compare.comparison import Comparison, Difference
-from gradkit.report._compare.distance import distance
+from gradkit.report._compare.distance import distance, same_bits
 from gradkit.report._compare.methods import BACKWARD, FUNC, GRAD, PER_LOSS, RunResult
-from gradkit.report._compare.models import differs, model_reason
-from gradkit.report._compare.reasons import reason
+from gradkit.report._compare.reasons import model_reason, reason
 from gradkit.report._compare.runner import Runner
 from gradkit.report._compare.step import Step, moved, read_step
 from gradkit.report._view.names import listed
@@ -37,6 +31,10 @@ _DRAWS = (
 _WRITES_GRAD = (
     "loss_fn itself writes .grad (it calls .backward(), say), and .backward() added to that: let "
     "it return the losses, and leave out the rest of the step."
+)
+_POST_HOOKS = (
+    "post-accumulate-grad hooks, which only .backward() runs, were left out: often they step an "
+    "optimizer."
 )
 
 
@@ -122,9 +120,8 @@ def compare(
         }
         for name, another in second.items():
             results[name] = another.run(BACKWARD)
-            differences[name] = _differences(
-                runner, results[name], partial(model_reason, runner, another)
-            )
+            why = partial(model_reason, runner, another)
+            differences[name] = _differences(runner, results[name], why)
         return Comparison(
             called=step.called,
             values={name: run.values for name, run in results.items() if not run.refused},
@@ -135,8 +132,7 @@ def compare(
 
 
 def _require_no_transform() -> None:
-    active = transforms()
-    if active:
+    if active := transforms():
         expected = "a call outside of torch.func's transforms"
         got = f"one inside of {listed(active)}, in which .backward() cannot run"
         fix = "call it outside of the transformed function"
@@ -155,8 +151,7 @@ def _read_device(device: torch.device | str | None, other: PyTree) -> torch.devi
         torch.zeros((), device=checked).item()
     except Exception as error:  # what torch raises depends on the kind of device
         names = [repr(str(available)) for available in available_devices()]
-        allowed = " or ".join(["None", *names])
-        fix = f"device={names[-1]}"
+        allowed, fix = " or ".join(["None", *names]), f"device={names[-1]}"
         raise OptionError(message("device", allowed, repr(device), fix)) from error
     return checked
 
@@ -173,22 +168,20 @@ def _second(step: Step, other: PyTree, device: torch.device | None) -> dict[str,
         return {f"on {device}": Runner(moved(step, device))}
     second = read_step(step.fn, other, step.args)
     devices = [leaf.device for leaf in second.params.leaves if leaf is not None]
-    args = moved(step, devices[0]).args if devices else step.args
-    second = read_step(step.fn, second.tree, args)
-    if second.names != step.names or _shapes(second) != _shapes(step):
-        expected = f"the names and shapes of params, {_described(step)}"
+    if devices:
+        second = replace(second, args=moved(step, devices[0]).args)
+    shapes, other_shapes = _shapes(step), _shapes(second)
+    if other_shapes != shapes:
+        expected = f"the names and shapes of params, {listed(shapes)}"
         fix = "pass a model of the same architecture"
-        raise StructureError(message("other", expected, _described(second), fix))
+        raise StructureError(message("other", expected, listed(other_shapes), fix))
     return {"other": Runner(second)}
 
 
-def _described(step: Step) -> str:
-    pairs = zip(step.names, _shapes(step), strict=True)
-    return listed([name if shape is None else f"{name} {tuple(shape)}" for name, shape in pairs])
-
-
-def _shapes(step: Step) -> list[torch.Size | None]:
-    return [None if leaf is None else leaf.shape for leaf in step.params.leaves]
+def _shapes(step: Step) -> list[str]:
+    """Return the names of the leaves, each with its shape."""
+    pairs = zip(step.names, step.params.leaves, strict=True)
+    return [name if leaf is None else f"{name} {tuple(leaf.shape)}" for name, leaf in pairs]
 
 
 def _differences(
@@ -197,27 +190,19 @@ def _differences(
     base = runner.run(BACKWARD)
     differences = {}
     for index, name in enumerate(runner.step.names):
-        if runner.leaves[index] is None:
-            continue
-        if differs(base, result, index):
-            gap, ulps = distance(base.grads[index], result.grads[index])
-            differences[name] = Difference(False, gap, ulps, why(index))
-        else:
+        if runner.leaves[index] is not None:
+            pair = base.grads[index], result.grads[index]
             differences[name] = Difference(True, 0.0, 0.0)
+            if not same_bits(*pair):
+                differences[name] = Difference(False, *distance(*pair), why(index))
     return differences
 
 
 def _notes(runner: Runner) -> tuple[str, ...]:
     notes = [_DRAWS] if runner.forward.draws else []
     notes += [_WRITES_GRAD] if runner.forward.writes_grad else []
-    hooked = [
-        name
-        for name, leaf in zip(runner.step.names, runner.leaves, strict=True)
-        if leaf is not None and leaf._post_accumulate_grad_hooks
-    ]
+    leaves = zip(runner.step.names, runner.leaves, strict=True)
+    hooked = [name for name, leaf in leaves if getattr(leaf, "_post_accumulate_grad_hooks", None)]
     if hooked:
-        notes.append(
-            f"{listed(hooked)}: post-accumulate-grad hooks, which only .backward() runs, were left "
-            "out: often they step an optimizer."
-        )
+        notes.append(f"{listed(hooked)}: {_POST_HOOKS}")
     return tuple(notes)

@@ -56,14 +56,7 @@ class Comparison(Report):
         return all(d.same for leaves in self.differences.values() for d in leaves.values())
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw the largest difference of every leaf that differs, for each method.
-
-        Args:
-            ax: Axes of matplotlib; None makes a figure.
-
-        Returns:
-            The axes.
-        """
+        """Draw the largest differences, where leaves differ, on `ax` or a new figure."""
         gaps = {
             method: {name: d.absolute for name, d in leaves.items() if not d.same}
             for method, leaves in self.differences.items()
@@ -76,26 +69,25 @@ class Comparison(Report):
         return [n for n in names if not all(d[n].same for d in self.differences.values())]
 
     def _blocks(self) -> Sequence[Block]:
-        count = len(next(iter(self.differences.values()), {}))
         refused = [f"{method} cannot be compared: {why}" for method, why in self.refused.items()]
         if not self.differences:
             title = f"{self.called}: nothing can be compared with .backward()"
             return [title, *refused, *self.notes]
-        title = f"{self.called}: .backward() against {listed(list(self.differences))}: " + (
-            f"the same bits in {plural(count, 'param')}"
-            if self.same
-            else f"{len(self.differing())} of {plural(count, 'param')} differ"
-        )
+        params = plural(len(next(iter(self.differences.values()))), "param")
+        result = f"{len(self.differing())} of {params} differ"
+        if self.same:
+            result = f"the same bits in {params}"
+        title = f"{self.called}: .backward() against {listed(list(self.differences))}: {result}"
         return [title, self._table(), *self._reasons(), *refused, *self.notes]
 
     def _table(self) -> Table:
-        names = list(next(iter(self.differences.values()), {}))
+        names = list(next(iter(self.differences.values())))
         kinds = [tuple(leaves[name] for leaves in self.differences.values()) for name in names]
         rows = [
-            (label, str(len(members)), *map(_cell, kinds[members[0]]))
+            [label, str(len(members)), *map(_cell, kinds[members[0]])]
             for label, members in folded(names, kinds)
         ]
-        return Table(("param", "count", *self.differences), tuple(rows))
+        return Table(["param", "count", *self.differences], rows)
 
     def _reasons(self) -> list[str]:
         names: dict[tuple[str, str], list[str]] = {}

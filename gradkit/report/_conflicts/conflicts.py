@@ -15,7 +15,7 @@ from gradkit._core.options import check_option
 from gradkit._core.pytree import PyTree
 from gradkit.report._conflicts.inner_products import Products, products_of
 from gradkit.report._view.charts import cosine_text, draw_cosines
-from gradkit.report._view.names import listed, plural, prefixes
+from gradkit.report._view.names import plural, prefixes
 from gradkit.report._view.rendering import Block, Report, Styled, Table
 from gradkit.tree._per_loss import PerLossRows, read_rows
 
@@ -52,28 +52,21 @@ class Conflicts(Report):
         return float(self.cosines[self.losses.index(a), self.losses.index(b)])
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw the cosines as a matrix of colours: red pairs conflict.
-
-        Args:
-            ax: Axes of matplotlib; None makes a figure.
-
-        Returns:
-            The axes.
-        """
+        """Draw the cosines as colours, red for conflicts, on `ax` of matplotlib or a new figure."""
         return draw_cosines(self.norms, self.cosines, ax)
 
     def _blocks(self) -> Sequence[Block]:
-        blocks: list[Block] = [self._table(), self._summary()]
-        return [*blocks, self._module_table()] if self.modules else blocks
+        tables = [self._module_table()] if self.modules else []
+        return [self._loss_table(), self._summary(), *tables]
 
-    def _table(self) -> Table:
+    def _loss_table(self) -> Table:
         # A matrix of many losses cannot be read; the sentence below names the worst pairs.
         across = self.losses if len(self.losses) <= _MAX_COLUMNS else ()
         rows = []
         for name in self.losses:
-            cosines = (_cell(self.cosine(name, other)) for other in across)
-            rows.append((name, f"{self.norms[name]:.4g}", *cosines))
-        return Table(("loss", "norm", *across), tuple(rows))
+            cells = (cosine_cell(self.cosine(name, other)) for other in across)
+            rows.append([name, f"{self.norms[name]:.4g}", *cells])
+        return Table(["loss", "norm", *across], rows)
 
     def _summary(self) -> str:
         if not self.conflicting:
@@ -86,18 +79,21 @@ class Conflicts(Report):
         )
 
     def _module_table(self) -> Table:
-        rows = []
+        losses, rows = self.losses[:_MAX_COLUMNS], []
         for name, inside in self.modules.items():
-            a, b, cosine = inside.conflicting[0] if inside.conflicting else ("", "", 0.0)
-            norms = (f"{inside.norms[loss]:.4g}" for loss in self.losses[:_MAX_COLUMNS])
-            worst = (listed([a, b]), _cell(cosine)) if a else ("", "")
-            rows.append((name, *norms, f"{inside.share:.0%}", *worst))
-        norms_of = (f"norm {loss}" for loss in self.losses[:_MAX_COLUMNS])
-        return Table(("module", *norms_of, "conflicts", "most opposed", "cosine"), tuple(rows))
+            norms = [f"{inside.norms[loss]:.4g}" for loss in losses]
+            worst = ["", ""]
+            if inside.conflicting:
+                a, b, cosine = inside.conflicting[0]
+                worst = [f"{a} and {b}", cosine_cell(cosine)]
+            rows.append([name, *norms, f"{inside.share:.0%}", *worst])
+        norms_of = [f"norm {loss}" for loss in losses]
+        return Table(["module", *norms_of, "conflicts", "most opposed", "cosine"], rows)
 
 
-def _cell(cosine: float) -> str:
-    return Styled(cosine_text(cosine), "bad" if cosine < 0 else "")
+def cosine_cell(cosine: float, style: str = "") -> str:
+    """Return a table cell with a cosine, which is bad if it is negative, else of this style."""
+    return Styled(cosine_text(cosine), "bad" if cosine < 0 else style)
 
 
 def conflicts(
@@ -143,12 +139,12 @@ def conflicts(
     names = _names(per_loss, losses)
     leaves = [leaf for leaf in rows.leaves if rows.example(leaf) is not None]
     groups = _by_module(rows, leaves) if by else {"": leaves}
-    products = {prefix: products_of(rows, group) for prefix, group in groups.items() if group}
+    products = {module: products_of(rows, group) for module, group in groups.items() if group}
     by_module = {}
     for module in filter(None, groups):
         below = [p for name, p in products.items() if f"{name}.".startswith(f"{module}.")]
-        by_module[module] = _measure(names, Products.total(below, len(names)))
-    return _measure(names, Products.total(list(products.values()), len(names)), by_module)
+        by_module[module] = _measure(names, below, {})
+    return _measure(names, list(products.values()), by_module)
 
 
 def _names(per_loss: PyTree, losses: PyTree) -> tuple[str, ...]:
@@ -176,8 +172,9 @@ def _by_module(rows: PerLossRows, leaves: Sequence[int]) -> dict[str, list[int]]
 
 
 def _measure(
-    names: tuple[str, ...], products: Products, modules: dict[str, Conflicts] | None = None
+    names: tuple[str, ...], parts: Sequence[Products], modules: dict[str, Conflicts]
 ) -> Conflicts:
+    products = Products.total(parts, len(names))
     norms, cosines = products.norms(), products.cosines()
     has_angle = (norms > 0) & norms.isfinite()
     i, j = torch.triu_indices(len(names), len(names), 1)
@@ -191,5 +188,5 @@ def _measure(
         cosines=cosines,
         conflicting=tuple((names[a], names[b], cosine) for cosine, a, b in worst),
         share=len(worst) / max(1, int(has_cosine.sum())),
-        modules=modules or {},
+        modules=modules,
     )

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal
 
 from gradkit._core.options import check_option
 from gradkit.errors import StructureError, message
-from gradkit.report._conflicts.conflicts import Conflicts
-from gradkit.report._view.charts import cosine_text, draw_history, mean
-from gradkit.report._view.rendering import Block, Report, Styled, Table
+from gradkit.report._conflicts.conflicts import Conflicts, cosine_cell
+from gradkit.report._view.charts import draw_history, mean
+from gradkit.report._view.rendering import Block, Report, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,14 +73,12 @@ class History(Report):
     ) -> Axes:
         """Draw the record over the steps: thin lines as measured, thick lines the mean of five.
 
-        Values that are not finite are left out of the mean.
-
         Args:
             ax: Axes of matplotlib; None makes a figure.
             what: The cosines of all pairs, or the norms of all losses.
 
         Returns:
-            The axes.
+            The axes. Values that are not finite are left out of the mean.
 
         Raises:
             OptionError: `what` has no such value.
@@ -99,24 +97,18 @@ class History(Report):
         norms = {
             name: [f"{values[row]:.3g}" for row in rows] for name, values in self.norms.items()
         }
+        # Of many pairs, those with the lowest mean cosine.
+        worst = sorted(self.cosines, key=lambda pair: mean(self.cosines[pair]))[:_MAX_COLUMNS]
         cosines = {
-            f"{a} · {b}": [_cell(self.cosines[a, b][row]) for row in rows]
-            for a, b in self._most_opposed()
+            " · ".join(pair): [cosine_cell(values[row], "good") for row in rows]
+            for pair, values in self.cosines.items()
+            if pair in worst
         }
         shares = {"conflict": [f"{self.shares[row]:.0%}" for row in rows]}
-        tables: list[Block] = [_table(steps, norms), _table(steps, cosines | shares)]
         left = len(self.cosines) - len(cosines)
-        return [*tables, f"{left} more pairs are in .cosines."] if left else tables
-
-    def _most_opposed(self) -> list[tuple[str, str]]:
-        """Return the pairs that get a column: of many, those with the lowest mean cosine."""
-        worst = sorted(self.cosines, key=lambda pair: mean(self.cosines[pair]))[:_MAX_COLUMNS]
-        return [pair for pair in self.cosines if pair in worst]
+        more = [f"{left} more pairs are in .cosines."] if left else []
+        return [_table(steps, norms), _table(steps, cosines | shares), *more]
 
 
 def _table(steps: list[str], columns: dict[str, list[str]]) -> Table:
-    return Table(("step", *columns), tuple(zip(steps, *columns.values(), strict=True)))
-
-
-def _cell(cosine: float) -> str:
-    return Styled(cosine_text(cosine), "bad" if cosine < 0 else "good")
+    return Table(["step", *columns], list(zip(steps, *columns.values(), strict=True)))

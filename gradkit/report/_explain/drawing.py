@@ -7,13 +7,14 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeAlias
 
-from gradkit.report._explain.records import LossGraph, Part
-from gradkit.report._view.extras import axes_or_new
+from gradkit.report._view.charts import axes_or_new
 from gradkit.report._view.names import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.text import Text
+
+    from gradkit.report._explain.explanation import Explanation, Part
 
 Position: TypeAlias = tuple[float, float]
 Names: TypeAlias = Mapping[tuple[str, ...], Sequence[str]]
@@ -26,19 +27,19 @@ _MAX_LINES = 4
 _MAX_INCHES = 80.0  # matplotlib cannot save many more pixels
 
 
-def draw_parts(
-    losses: Mapping[str, LossGraph], parts: Sequence[Part], names: Names, ax: Axes | None
-) -> Axes:
+def draw_parts(explanation: Explanation, names: Names, ax: Axes | None) -> Axes:
     """Draw losses and parts; `names` has, for each set of losses, the params that it reaches."""
-    rows = _rows(parts)
+    losses, parts = explanation.losses, explanation.parts
+    rows = _layers(parts)
     width = max(len(losses), *map(len, rows), 1)
     bottom = -_ROW_HEIGHT * (len(rows) + (() in names))
-    size = (max(5.0, 2.2 * width), 2.0 + 1.5 * len(rows))
-    ax = axes_or_new(ax, (min(size[0], _MAX_INCHES), min(size[1], _MAX_INCHES)))
+    inches = min(max(5.0, 2.2 * width), _MAX_INCHES), min(2.0 + 1.5 * len(rows), _MAX_INCHES)
+    ax = axes_or_new(ax, inches)
     columns = {name: float(x) for x, name in enumerate(losses)}
-    boxes = {}
-    for index, position in _positions(rows, parts, columns).items():
-        boxes[index] = _draw_part(ax, parts[index], position, names.get(parts[index].losses, ()))
+    boxes = {
+        index: _draw_part(ax, parts[index], position, names.get(parts[index].losses, ()))
+        for index, position in _positions(rows, parts, columns).items()
+    }
     for name, graph in losses.items():
         label = f"{name}\n(constant)" if graph.part is None else name
         box = _box(ax, (columns[name], 0.0), label, _LOSS)
@@ -55,16 +56,15 @@ def draw_parts(
     return ax
 
 
-def _rows(parts: Sequence[Part]) -> list[list[int]]:
+def _layers(parts: Sequence[Part]) -> list[list[int]]:
     """Put every part into a row below those that lead into it."""
     depth = [0] * len(parts)
     # Parts are in the order of how many losses share them, and lead into parts of more.
     for index, part in enumerate(parts):
         for below in part.below:
             depth[below] = max(depth[below], depth[index] + 1)
-    return [
-        [i for i, d in enumerate(depth) if d == row] for row in range(max(depth, default=-1) + 1)
-    ]
+    rows = range(max(depth, default=-1) + 1)
+    return [[i for i, d in enumerate(depth) if d == row] for row in rows]
 
 
 def _positions(
@@ -99,7 +99,6 @@ def _box(ax: Axes, position: Position, text: str, colour: str) -> Text:
 
 
 def _arrow(ax: Axes, start: Text, end: Text) -> None:
-    line = {"arrowstyle": "->", "color": _EDGE, "shrinkA": 0, "shrinkB": 0}
-    ends = {"patchA": start.get_bbox_patch(), "patchB": end.get_bbox_patch()}
-    arrow = {**line, **ends}
+    arrow = {"arrowstyle": "->", "color": _EDGE, "shrinkA": 0, "shrinkB": 0}
+    arrow |= {"patchA": start.get_bbox_patch(), "patchB": end.get_bbox_patch()}
     ax.annotate("", xy=end.get_position(), xytext=start.get_position(), arrowprops=arrow, zorder=1)

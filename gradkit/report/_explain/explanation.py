@@ -4,23 +4,72 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from gradkit.report._explain.drawing import draw_parts
-from gradkit.report._explain.records import LossGraph, Part, Verdict
 from gradkit.report._view.names import folded, listed, plural
 from gradkit.report._view.rendering import Block, Report, Styled, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_STYLES = {
-    "reached": "good",
-    "frozen": "quiet",
-    "constant loss": "quiet",
-    "not in the graph": "quiet",
-}
+Status: TypeAlias = Literal[
+    "reached", "frozen", "constant loss", "not in the graph", "reentrant checkpoint", "sharded",
+    "moved", "changed in place",
+]  # fmt: skip
+_QUIET = ("frozen", "constant loss", "not in the graph")
 _MAX_COLUMNS = 8
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a gradient of one loss arrives at one parameter.
+
+    Attributes:
+        status: `"reached"`, or why not: `"frozen"`, `"constant loss"`, `"not in the graph"`,
+            `"reentrant checkpoint"`, `"sharded"`, `"moved"` (moved or cast since) or
+            `"changed in place"`.
+        why: The reason in a sentence; empty if it is reached.
+    """
+
+    status: Status
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class LossGraph:
+    """The graph of one loss.
+
+    Attributes:
+        nodes: The number of its nodes. Those that accumulate into leaf tensors are not counted.
+        own: How many of them no other loss's graph has.
+        part: The index, in `parts`, of the part that it starts in; None for a constant.
+        ends: Where its graph ends, if it reaches none of the params; else empty.
+        notes: What prevents its differentiation, a sentence each.
+    """
+
+    nodes: int
+    own: int
+    part: int | None
+    ends: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the graphs: the nodes that exactly these losses reach. One loss: its head.
+
+    Attributes:
+        losses: The names of the losses.
+        nodes: The number of nodes.
+        params: The params that exactly these losses reach.
+        below: The indices of the parts that it leads into.
+    """
+
+    losses: tuple[str, ...]
+    nodes: int
+    params: tuple[str, ...]
+    below: tuple[int, ...]
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,23 +100,12 @@ class Explanation(Report):
     suggestion: str = ""
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw losses, the parts of their graphs, and the parameters below each part.
-
-        Args:
-            ax: Axes of matplotlib; None makes a figure.
-
-        Returns:
-            The axes.
-        """
-        return draw_parts(self.losses, self.parts, self._names_by_losses(), ax)
-
-    def _names_by_losses(self) -> dict[tuple[str, ...], list[str]]:
-        """Return for every set of losses the params that exactly these reach, in few names."""
+        """Draw losses, parts of graphs and their params on `ax` of matplotlib or a new figure."""
         params = list(self.params)
-        names: dict[tuple[str, ...], list[str]] = {}
+        names: dict[tuple[str, ...], list[str]] = {}  # by the losses that reach them
         for label, members in folded(params, list(self.params.values())):
             names.setdefault(self.params[params[members[0]]], []).append(label)
-        return names
+        return draw_parts(self, names, ax)
 
     def _blocks(self) -> Sequence[Block]:
         return [
@@ -79,17 +117,12 @@ class Explanation(Report):
         ]
 
     def _loss_table(self) -> Table:
-        rows = [
-            (
-                name,
-                f"{graph.nodes:,}",
-                f"{graph.own:,}",
-                f"{graph.nodes - graph.own:,}",
-                f"{sum(v.status == 'reached' for v in self.verdicts[name].values()):,}",
-            )
-            for name, graph in self.losses.items()
-        ]
-        return Table(("loss", "nodes", "own", "shared", "reaches"), tuple(rows))
+        rows = []
+        for name, graph in self.losses.items():
+            reached = sum(v.status == "reached" for v in self.verdicts[name].values())
+            counts = (graph.nodes, graph.own, graph.nodes - graph.own, reached)
+            rows.append([name, *(f"{count:,}" for count in counts)])
+        return Table(["loss", "nodes", "own", "shared", "reaches"], rows)
 
     def _reach_tables(self) -> list[Table]:
         names, losses = list(self.params), list(self.losses)
@@ -97,17 +130,13 @@ class Explanation(Report):
         groups = folded(names, kinds)
         tables = []
         for start in range(0, len(losses), _MAX_COLUMNS):
-            some = losses[start : start + _MAX_COLUMNS]
+            columns = slice(start, start + _MAX_COLUMNS)
             rows = [
-                (label, str(len(members)), *(self._cell(loss, names[members[0]]) for loss in some))
+                [label, str(len(members)), *map(_cell, kinds[members[0]][columns])]
                 for label, members in groups
             ]
-            tables.append(Table(("param", "count", *some), tuple(rows)))
+            tables.append(Table(["param", "count", *losses[columns]], rows))
         return tables
-
-    def _cell(self, loss: str, param: str) -> str:
-        status = self.verdicts[loss][param].status
-        return Styled(status, _STYLES.get(status, "bad"))
 
     def _sentences(self) -> list[str]:
         return [
@@ -142,3 +171,9 @@ class Explanation(Report):
             for label, members in folded(names, kinds)
             if (some := kinds[members[0]])
         ])
+
+
+def _cell(verdict: Verdict) -> str:
+    status = verdict.status
+    style = "quiet" if status in _QUIET else "good" if status == "reached" else "bad"
+    return Styled(status, style)

@@ -13,32 +13,18 @@ from gradkit._core.graph import Subgraph, edge, is_leaf_node
 
 
 class Graphs:
-    """The graph of each of several losses; that of a constant is empty. Sets of losses are masks.
-
-    Attributes:
-        losses: The losses.
-    """
+    """The graph of each loss, empty for a constant; sets of losses are masks."""
 
     def __init__(self, losses: Sequence[Tensor]) -> None:
         self.losses = losses
-        self._graphs = [Subgraph([loss]) for loss in losses]
-
-    @property
-    def nodes(self) -> list[set[Node]]:
-        """The nodes of each loss's graph."""
-        return [graph.nodes for graph in self._graphs]
-
-    @property
-    def leaves(self) -> list[dict[int, Tensor]]:
-        """The leaf tensors, by id, of each loss's graph."""
-        return [graph.leaves for graph in self._graphs]
+        self.each = [Subgraph([loss]) for loss in losses]
 
     @cached_property
     def reached_by(self) -> dict[Node, int]:
         """The losses that reach each node."""
         masks: dict[Node, int] = {}
-        for index, nodes in enumerate(self.nodes):
-            for node in nodes:
+        for index, graph in enumerate(self.each):
+            for node in graph.nodes:
                 masks[node] = masks.get(node, 0) | 1 << index
         return masks
 
@@ -51,40 +37,26 @@ class Graphs:
                 counts[mask] = counts.get(mask, 0) + 1
         return counts
 
-    @cached_property
-    def released(self) -> set[Node]:
-        """The nodes that an earlier pass has freed."""
-        return set(filter(saved_tensors.has_released, self.reached_by))
-
-    def count(self, index: int) -> int:
-        """Return the number of operations in the graph of a loss."""
-        return sum(count for mask, count in self.operations.items() if mask >> index & 1)
-
-    def kinds(self, index: int) -> set[type]:
-        """Return the types of the nodes in the graph of a loss."""
-        return self._graphs[index].kinds
-
-    def entry(self, index: int) -> int | None:
+    def entry(self, loss: Tensor) -> int | None:
         """Return the losses that reach the node in which a loss starts; None for a constant."""
-        loss = self.losses[index]
         return self.reached_by[edge(loss).node] if loss.requires_grad else None
 
-    def reaches(self, index: int, variable: Tensor) -> bool:
-        """Return whether a gradient of a loss can arrive at a tensor that requires grad."""
-        return self._graphs[index].reaches(variable)
-
-    def meets_released(self, index: int, variables: Sequence[Tensor]) -> bool:
-        """Return whether a pass from a loss to some tensors would execute a freed node."""
-        graph = self._graphs[index]
-        if self.released.isdisjoint(graph.nodes):
-            return False
-        return not self.released.isdisjoint(graph.leading_to(variables))
-
-    def steps(self) -> dict[int, set[int]]:
+    def leads_to(self) -> dict[int, set[int]]:
         """Return, for each set of losses, the sets into whose nodes its nodes lead."""
-        steps: dict[int, set[int]] = {}
+        below: dict[int, set[int]] = {}
         for node, mask in self.reached_by.items():
             for child, _ in node.next_functions:
                 if child is not None and self.reached_by[child] != mask:
-                    steps.setdefault(mask, set()).add(self.reached_by[child])
-        return steps
+                    below.setdefault(mask, set()).add(self.reached_by[child])
+        return below
+
+    @cached_property
+    def _released(self) -> set[Node]:
+        """The nodes that an earlier pass has freed."""
+        return set(filter(saved_tensors.has_released, self.reached_by))
+
+    def meets_released(self, graph: Subgraph, variables: Sequence[Tensor]) -> bool:
+        """Return whether a pass through a graph to some tensors would execute a freed node."""
+        if self._released.isdisjoint(graph.nodes):
+            return False
+        return not self._released.isdisjoint(graph.leading_to(variables))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from itertools import chain
 
 
 def folded(names: Sequence[str], kinds: Sequence[Hashable]) -> list[tuple[str, list[int]]]:
@@ -22,11 +21,10 @@ def folded(names: Sequence[str], kinds: Sequence[Hashable]) -> list[tuple[str, l
             is_last = len(parts[member]) == depth + 1
             label = names[member] if is_last else f"{prefix}{parts[member][depth]}."
             children.setdefault((label, is_last), []).append(member)
-        groups = [
-            [(label, below)] if is_last else fold(label, below)
-            for (label, is_last), below in children.items()
-        ]
-        return list(chain.from_iterable(groups))
+        groups: list[tuple[str, list[int]]] = []
+        for (label, is_last), below in children.items():
+            groups += [(label, below)] if is_last else fold(label, below)
+        return groups
 
     return fold("", list(range(len(names))))
 
