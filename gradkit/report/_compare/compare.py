@@ -18,11 +18,10 @@ from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.report._compare.comparison import Comparison, Difference
 from gradkit.report._compare.distance import distance, same_bits
-from gradkit.report._compare.methods import BACKWARD, FUNC, GRAD, PER_LOSS, RunResult
 from gradkit.report._compare.reasons import model_reason, reason
-from gradkit.report._compare.runner import Runner
+from gradkit.report._compare.runner import BACKWARD, FUNC, GRAD, PER_LOSS, Runner, RunResult
 from gradkit.report._compare.step import Step, moved, read_step
-from gradkit.report._view.names import listed
+from gradkit.report._view.rendering import listed
 
 _DRAWS = (
     "loss_fn draws random numbers (dropout, say). Every run started from the same random state; in "

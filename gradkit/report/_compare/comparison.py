@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradkit.report._view.charts import draw_differences
-from gradkit.report._view.names import folded, listed, plural
-from gradkit.report._view.rendering import Block, Report, Styled, Table
+from gradkit.report._view.rendering import Block, Report, Styled, Table, folded, listed, plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,8 +10,18 @@ from torch import Tensor
 
 from gradkit._core.graph import Subgraph
 from gradkit.report._compare.distance import distance, is_close, is_zero, same_bits
-from gradkit.report._compare.methods import BACKWARD, FUNC, GRAD, PER_LOSS
-from gradkit.report._compare.runner import CACHE, DROPOUT, GRAD_DTYPE, HOOKS, STALE, Runner
+from gradkit.report._compare.runner import (
+    BACKWARD,
+    CACHE,
+    DROPOUT,
+    FUNC,
+    GRAD,
+    GRAD_DTYPE,
+    HOOKS,
+    PER_LOSS,
+    STALE,
+    Runner,
+)
 
 _FROZEN = "frozen: torch.func differentiates with respect to whatever it is given"
 _NONE = "None against zero: no loss reaches it, which torch.func fills with zeros"

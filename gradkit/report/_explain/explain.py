@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from operator import or_
 
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from gradkit._checks import unsupported
-from gradkit._core import pytree
-from gradkit._core.graph import Subgraph
+from gradkit._core import pytree, saved_tensors
+from gradkit._core.graph import Subgraph, edge, is_leaf_node
 from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.losses import read_losses
 from gradkit._core.params import Params, read_params
@@ -18,9 +19,8 @@ from gradkit._core.pytree import PyTree
 from gradkit._core.wrapped_modules import refuse_distributed
 from gradkit.errors import UnsupportedGraphError, describe
 from gradkit.report._explain.explanation import Explanation, LossGraph, Part
-from gradkit.report._explain.graphs import Graphs
 from gradkit.report._explain.verdicts import Reachability
-from gradkit.report._view.names import listed
+from gradkit.report._view.rendering import listed
 
 
 def explain(losses: PyTree, params: PyTree) -> Explanation:
@@ -64,7 +64,7 @@ def explain(losses: PyTree, params: PyTree) -> Explanation:
         names = pytree.labels(read.spec, "loss")
         labels = zip(pytree.labels(opened.spec, "param"), opened.leaves, strict=True)
         tensors = {label: leaf for label, leaf in labels if leaf is not None}
-        graphs = Graphs(read.leaves)
+        graphs = _Graphs(read.leaves)
         sharded = {id(p) for module, _ in wrappers for p in module.parameters()}
         verdicts = {}
         for name, graph in zip(names, graphs.each, strict=True):
@@ -117,7 +117,7 @@ def _tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, ...], ...]:
 
 
 def _loss_graph(
-    name: str, index: int, graphs: Graphs, part: int | None, params: Params
+    name: str, index: int, graphs: _Graphs, part: int | None, params: Params
 ) -> LossGraph:
     graph, bit = graphs.each[index], 1 << index
     notes = [
@@ -157,7 +157,7 @@ def _end(name: str, graph: Subgraph, params: Params) -> str:
 
 
 def _parts(
-    graphs: Graphs, names: Sequence[str], reached_by: dict[str, tuple[str, ...]]
+    graphs: _Graphs, names: Sequence[str], reached_by: dict[str, tuple[str, ...]]
 ) -> tuple[tuple[Part, ...], list[int | None]]:
     """Return the parts of the graphs, and for each loss the index of the part it starts in."""
     bit = {name: 1 << index for index, name in enumerate(names)}
@@ -186,7 +186,7 @@ def _members(mask: int, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for index, name in enumerate(names) if mask >> index & 1)
 
 
-def _suggestion(graphs: Graphs, names: Sequence[str]) -> str:
+def _suggestion(graphs: _Graphs, names: Sequence[str]) -> str:
     shared = reduce(or_, (mask for mask in graphs.operations if mask & mask - 1), 0)
     if not shared:
         return ""
@@ -198,3 +198,53 @@ def _suggestion(graphs: Graphs, names: Sequence[str]) -> str:
     if any(loss.numel() != 1 for loss in graphs.losses):
         return text
     return f"{text}; gradkit.value_and_grads(losses, params) gives those of the sum, in one pass"
+
+
+class _Graphs:
+    """The graph of each loss, empty for a constant; sets of losses are masks."""
+
+    def __init__(self, losses: Sequence[Tensor]) -> None:
+        self.losses = losses
+        self.each = [Subgraph([loss]) for loss in losses]
+
+    @cached_property
+    def reached_by(self) -> dict[Node, int]:
+        """The losses that reach each node."""
+        masks: dict[Node, int] = {}
+        for index, graph in enumerate(self.each):
+            for node in graph.nodes:
+                masks[node] = masks.get(node, 0) | 1 << index
+        return masks
+
+    @cached_property
+    def operations(self) -> dict[int, int]:
+        """For each set of losses, the number of nodes that exactly these reach."""
+        counts: dict[int, int] = {}
+        for node, mask in self.reached_by.items():
+            if not is_leaf_node(node):
+                counts[mask] = counts.get(mask, 0) + 1
+        return counts
+
+    def entry(self, loss: Tensor) -> int | None:
+        """Return the losses that reach the node in which a loss starts; None for a constant."""
+        return self.reached_by[edge(loss).node] if loss.requires_grad else None
+
+    def leads_to(self) -> dict[int, set[int]]:
+        """Return, for each set of losses, the sets into whose nodes its nodes lead."""
+        below: dict[int, set[int]] = {}
+        for node, mask in self.reached_by.items():
+            for child, _ in node.next_functions:
+                if child is not None and self.reached_by[child] != mask:
+                    below.setdefault(mask, set()).add(self.reached_by[child])
+        return below
+
+    @cached_property
+    def _released(self) -> set[Node]:
+        """The nodes that an earlier pass has freed."""
+        return set(filter(saved_tensors.has_released, self.reached_by))
+
+    def meets_released(self, graph: Subgraph, variables: Sequence[Tensor]) -> bool:
+        """Return whether a pass through a graph to some tensors would execute a freed node."""
+        if self._released.isdisjoint(graph.nodes):
+            return False
+        return not self._released.isdisjoint(graph.leading_to(variables))
