@@ -17,10 +17,7 @@ Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | 
 
 @dataclass(frozen=True)
 class Check:
-    """A value, the expected one, and whether they are equal.
-
-    Both are copies without tensors, which nothing that runs later can change.
-    """
+    """A value and the expected one, as copies without tensors, and whether they are equal."""
 
     what: str
     got: Plain

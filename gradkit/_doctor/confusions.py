@@ -22,7 +22,8 @@ from torch import Tensor, autograd
 import gradkit
 from gradkit._doctor.checks import Observation, error_of, leaf
 
-Program: TypeAlias = Callable[[torch.device, Observation], None]
+# A program gets a leaf tensor w = [1, 2].
+Program: TypeAlias = Callable[[Tensor, Observation], None]
 
 _FREED = "Trying to backward through the graph a second time"
 _UNUSED = "appears to not have been used in the graph"
@@ -35,12 +36,6 @@ class Confusion:
     title: str
     program: Program
 
-    def run(self, device: torch.device) -> Observation:
-        """Run the program on a device."""
-        observation = Observation([], [])
-        self.program(device, observation)
-        return observation
-
 
 CONFUSIONS: list[Confusion] = []  # in the order of the page
 
@@ -50,8 +45,8 @@ def _confusion(title: str) -> Callable[[Program], None]:
 
 
 @_confusion('"The second backward changes w.grad, even if the loss does not use w"')
-def _other_losses(device: torch.device, seen: Observation) -> None:
-    w, v = leaf(device, 1, 2), leaf(device, 3, 4)
+def _other_losses(w: Tensor, seen: Observation) -> None:
+    v = leaf(w.device, 3, 4)
     (w * w).sum().backward()
     (v * v).sum().backward()
     seen.in_torch("w.grad after a loss of w, and one of v", w.grad, 2 * w)
@@ -64,8 +59,8 @@ def _other_losses(device: torch.device, seen: Observation) -> None:
 
 
 @_confusion('"autograd.grad of a loss that does not use w gives a zero gradient"')
-def _unused(device: torch.device, seen: Observation) -> None:
-    w, v = leaf(device, 1, 2), leaf(device, 3, 4)
+def _unused(w: Tensor, seen: Observation) -> None:
+    v = leaf(w.device, 3, 4)
     loss = (v * v).sum()
     error = error_of(lambda: autograd.grad(loss, [v, w]), _UNUSED)
     seen.in_torch("autograd.grad", error, f"RuntimeError: {_UNUSED}")
@@ -82,8 +77,7 @@ def _unused(device: torch.device, seen: Observation) -> None:
 
 
 @_confusion('"After backward(), autograd.grad can be called on the same graph"')
-def _freed(device: torch.device, seen: Observation) -> None:
-    w = leaf(device, 1, 2)
+def _freed(w: Tensor, seen: Observation) -> None:
     square, cube = (w * w).sum(), (w * w * w).sum()
     square.backward()
     cube.backward()
@@ -98,8 +92,8 @@ def _freed(device: torch.device, seen: Observation) -> None:
 
 
 @_confusion('"backward() and autograd.grad use different graphs, or different numerics"')
-def _same_engine(device: torch.device, seen: Observation) -> None:
-    w = torch.linspace(-2, 2, 101, dtype=torch.float32, device=device).requires_grad_()
+def _same_engine(w: Tensor, seen: Observation) -> None:
+    w = torch.linspace(-2, 2, 101, dtype=torch.float32, device=w.device).requires_grad_()
 
     def losses() -> list[Tensor]:
         h = w.tanh()
@@ -122,8 +116,7 @@ def _same_engine(device: torch.device, seen: Observation) -> None:
 
 
 @_confusion('"autograd.grad does not accumulate correctly for a shared parameter"')
-def _shared(device: torch.device, seen: Observation) -> None:
-    w = leaf(device, 1, 2)
+def _shared(w: Tensor, seen: Observation) -> None:
     first, second = (w * w).sum(), (3 * w).sum()
     each = [autograd.grad(loss, w, retain_graph=True)[0] for loss in (first, second)]
     seen.in_torch("autograd.grad of each", each, [2 * w, torch.full_like(w, 3)])
@@ -137,8 +130,7 @@ def _shared(device: torch.device, seen: Observation) -> None:
 
 
 @_confusion("Forgetting zero_grad()")
-def _zero_grad(device: torch.device, seen: Observation) -> None:
-    w = leaf(device, 1, 2)
+def _zero_grad(w: Tensor, seen: Observation) -> None:
     (w * w).sum().backward()
     (w * w).sum().backward()
     seen.in_torch("w.grad after two equal steps", w.grad, 4 * w)
@@ -150,8 +142,7 @@ def _zero_grad(device: torch.device, seen: Observation) -> None:
 
 
 @_confusion('"retain_grad() keeps a branch from overwriting the gradient of another"')
-def _branches(device: torch.device, seen: Observation) -> None:
-    w = leaf(device, 1, 2)
+def _branches(w: Tensor, seen: Observation) -> None:
     h = w * 2
     (h.sum() + (h * h).sum()).backward()
     seen.in_torch("w.grad without retain_grad()", w.grad, 2 + 8 * w)
@@ -171,8 +162,7 @@ def _branches(device: torch.device, seen: Observation) -> None:
 
 
 @_confusion('"retain_grad() must stand before the tensor is used"')
-def _position(device: torch.device, seen: Observation) -> None:
-    w = leaf(device, 1, 2)
+def _position(w: Tensor, seen: Observation) -> None:
     h = w * 2
     loss = (h * h).sum()
     h.retain_grad()
@@ -191,9 +181,9 @@ def _position(device: torch.device, seen: Observation) -> None:
     with gradkit.safe_retain(h) as retained:
         gradkit.value_and_grads(loss, w)
     seen.in_gradkit("after the use", retained.grads, 2 * h)
-    error = error_of(lambda: _change_below_a_view(w * 2), "changed in place")
-    expected = "UnsupportedGraphError: changed in place"
-    seen.in_gradkit("where it would be lost", error, expected)
+    text = "changed in place"
+    error = error_of(lambda: _change_below_a_view(w * 2), text)
+    seen.in_gradkit("where it would be lost", error, f"UnsupportedGraphError: {text}")
 
 
 def _change_below_a_view(h: Tensor) -> None:
@@ -203,8 +193,7 @@ def _change_below_a_view(h: Tensor) -> None:
 
 
 @_confusion('"Without retain_grad(), y.grad raises"')
-def _not_a_leaf(device: torch.device, seen: Observation) -> None:
-    w = leaf(device, 1, 2)
+def _not_a_leaf(w: Tensor, seen: Observation) -> None:
     y = w * 2
     y.sum().backward()
     with warnings.catch_warnings(record=True) as caught:
@@ -219,8 +208,7 @@ def _not_a_leaf(device: torch.device, seen: Observation) -> None:
 
 
 @_confusion('"retain_grad() lets you call backward() twice"')
-def _twice(device: torch.device, seen: Observation) -> None:
-    w = leaf(device, 1, 2)
+def _twice(w: Tensor, seen: Observation) -> None:
     h = w * 2
     h.retain_grad()
     loss = (h * h).sum()
@@ -238,8 +226,7 @@ def _twice(device: torch.device, seen: Observation) -> None:
 
 
 @_confusion('"Gradients of several losses need create_graph=True"')
-def _create_graph(device: torch.device, seen: Observation) -> None:
-    w = leaf(device, 1, 2)
+def _create_graph(w: Tensor, seen: Observation) -> None:
     h = w * 2
     first, second = h.sum(), (h * h).sum()
     grads = [*autograd.grad(first, w, retain_graph=True), *autograd.grad(second, w)]
@@ -257,8 +244,7 @@ def _create_graph(device: torch.device, seen: Observation) -> None:
 
 
 @_confusion("A change in place after retain_grad()")
-def _in_place(device: torch.device, seen: Observation) -> None:
-    w = leaf(device, 1, 2)
+def _in_place(w: Tensor, seen: Observation) -> None:
     h = w * 2
     h.retain_grad()
     early = (3 * h).sum()
