@@ -13,7 +13,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -67,8 +66,7 @@ def _unused(w: Tensor, seen: Observation) -> None:
     error = error_of(loss.backward, _FREED)
     seen.in_torch("and then backward()", error, f"RuntimeError: {_FREED}")
     loss, params = (v * v).sum(), {"v": v, "w": w}
-    require_all = partial(gradkit.value_and_grads, loss, params, unused="error")
-    error = error_of(require_all, "params['w']")
+    error = error_of(lambda: gradkit.value_and_grads(loss, params, unused="error"), "params['w']")
     seen.in_gradkit('unused="error"', error, "UnreachedParamError: params['w']")
     _, none = gradkit.value_and_grads(loss, params, retain_graph=True)
     seen.in_gradkit("after that the graph still runs: with respect to w", none["w"], None)

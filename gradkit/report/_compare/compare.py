@@ -61,13 +61,10 @@ def compare(
         'stale .grad: .backward() adds to what is already in .grad'
 
     Args:
-        loss_fn: Called as `loss_fn(params, *args)`, with params as they are given: a module is the
-            module itself, whose parameters torch.func replaces during the call. A function that
-            takes only `(*args)` is called with these; it holds its modules itself, and params are
-            theirs. The result says which. It returns a tree of losses of one element each, and
-            runs several times.
-        params: A tree of leaf tensors, modules, iterators (read once, then a tuple), optimizers
-            (likewise), or None.
+        loss_fn: Called as `loss_fn(params, *args)` with params as given, several times; torch.func
+            replaces a module's parameters during the call. One that takes only `(*args)` holds its
+            modules itself, and params are theirs. It returns a tree of losses of one element each.
+        params: A tree of leaf tensors, modules, None, and iterators or optimizers (as tuples).
         args: Further arguments. Tensors that do not require grad are copied for each run.
         other: A second tree of the same structure: `loss_fn(other, *args)` is compared, too, with
             args on its device.
@@ -75,13 +72,9 @@ def compare(
 
     Returns:
         For each method and leaf the largest difference from `.backward()` and the reason. Several
-        losses are added; `"loss by loss"` is a `.backward()` for each. torch.func gets every
-        leaf as an argument, a tensor in two places twice, as it is in the tree. What torch cannot
-        run is in `refused`.
-
-        Hooks run as usual, except post-accumulate-grad hooks, which no method runs: often they
-        step an optimizer. What loss_fn or hooks do beyond the modules, params and random states is
-        not undone.
+        losses are added; `"loss by loss"` is a `.backward()` for each. torch.func gets a tensor in
+        two places twice. Hooks run, except post-accumulate-grad hooks: often they step an
+        optimizer. What loss_fn or hooks do beyond modules, params and random states is not undone.
 
     Raises:
         DetachedLossError: No loss carries a graph.
@@ -100,7 +93,11 @@ def compare(
         https://pytorch.org/docs/stable/autograd.html and
         https://pytorch.org/docs/stable/func.api.html
     """
-    _require_no_transform()
+    if active := transforms():
+        expected = "a call outside of torch.func's transforms"
+        got = f"one inside of {listed(active)}, in which .backward() cannot run"
+        fix = "call it outside of the transformed function"
+        raise UnsupportedGraphError(message("compare", expected, got, fix))
     second_device = _read_device(device, other)
     with leave_inference_mode(record=True):
         step = read_step(loss_fn, params, args)
@@ -128,14 +125,6 @@ def compare(
             differences=differences,
             notes=_notes(runner),
         )
-
-
-def _require_no_transform() -> None:
-    if active := transforms():
-        expected = "a call outside of torch.func's transforms"
-        got = f"one inside of {listed(active)}, in which .backward() cannot run"
-        fix = "call it outside of the transformed function"
-        raise UnsupportedGraphError(message("compare", expected, got, fix))
 
 
 def _read_device(device: torch.device | str | None, other: PyTree) -> torch.device | None:
