@@ -6,8 +6,7 @@ a frozen dataclass that prints as text, in rich and in a notebook, and has `.plo
 `History` is a record of conflicts over training.
 """
 
-from gradkit.report._compare.compare import compare
-from gradkit.report._compare.comparison import Comparison, Difference
+from gradkit.report._compare.compare import Comparison, Difference, compare
 from gradkit.report._conflicts.conflicts import Conflicts, History, conflicts
 from gradkit.report._explain.explain import explain
 from gradkit.report._explain.explanation import Explanation, LossGraph, Part, Verdict
