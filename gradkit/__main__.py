@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from gradkit._core.devices import available_devices
-from gradkit._doctor.examination import examine
-from gradkit._doctor.output import as_json, show
+from gradkit._doctor.examination import as_json, examine, show
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

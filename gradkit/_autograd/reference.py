@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def backward(losses: Sequence[Tensor]) -> None:
+def accumulate(losses: Sequence[Tensor]) -> None:
     """Accumulate the gradients of the sum of losses into `.grad`, and keep the graph."""
     torch.autograd.backward(losses, retain_graph=True)
 

@@ -14,16 +14,10 @@ from torch import Tensor
 # The types of JSON. Tensors become nested lists, and numbers that are not finite strings.
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 
-# torch's error for a graph that a pass has freed.
-FREED = "Trying to backward through the graph a second time"
-
 
 @dataclass(frozen=True)
 class Check:
-    """A value, the expected one, and whether they are equal.
-
-    Both are copies without tensors, which nothing that runs later can change.
-    """
+    """A value and the expected one, as copies without tensors, and whether they are equal."""
 
     what: str
     got: Plain
@@ -37,6 +31,14 @@ class Observation:
 
     torch: list[Check]
     gradkit: list[Check]
+
+    def in_torch(self, what: str, got: Any, expected: Any) -> None:
+        """Check what torch did."""
+        self.torch.append(check(what, got, expected))
+
+    def in_gradkit(self, what: str, got: Any, expected: Any) -> None:
+        """Check what gradkit returned."""
+        self.gradkit.append(check(what, got, expected))
 
 
 def leaf(device: torch.device, *values: float) -> Tensor:
@@ -94,7 +96,5 @@ def _same(got: Any, expected: Any) -> bool:
     if isinstance(got, list | tuple) and isinstance(expected, list | tuple):
         return len(got) == len(expected) and all(map(_same, got, expected))
     if isinstance(got, dict) and isinstance(expected, dict):
-        return got.keys() == expected.keys() and all(
-            _same(got[key], expected[key]) for key in expected
-        )
+        return got.keys() == expected.keys() and all(_same(got[k], expected[k]) for k in expected)
     return type(got) is type(expected) and bool(got == expected)

@@ -1,19 +1,26 @@
-"""The examination: every confusion on every device, and what is installed."""
+"""The examination: every confusion on every device, what is installed, and both as text."""
 
 from __future__ import annotations
 
+import json
 import platform
+import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
+from shutil import get_terminal_size
+from typing import Any
 
 import torch
 
 import gradkit
-from gradkit._doctor.checks import Observation, first_line
+from gradkit._doctor.checks import Check, Observation, first_line, leaf, text
 from gradkit._doctor.confusions import CONFUSIONS, Confusion
+
+# The five columns of the table need this width; elsewhere plain text is easier to read.
+_WIDTH = 110
 
 # The packages of the extras in pyproject.toml that users install.
 EXTRAS = {
@@ -63,11 +70,21 @@ class Examination:
         """Whether everything was as expected."""
         return all(finding.equal for finding in self.findings)
 
+    def on(self, device: str) -> list[Finding]:
+        """Return the findings on a device."""
+        return [finding for finding in self.findings if finding.device == device]
+
 
 def examine(devices: Sequence[torch.device]) -> Examination:
     """Run every confusion on each of these devices."""
     return Examination(
-        versions=_versions(),
+        versions={
+            "gradkit": gradkit.__version__,
+            "torch": torch.__version__,
+            "optree": _version("optree") or "unknown",
+            "python": platform.python_version(),
+            "system": platform.platform(),
+        },
         devices={str(device): _name(device) for device in devices},
         extras={extra: {name: _version(name) for name in EXTRAS[extra]} for extra in EXTRAS},
         findings=[
@@ -83,20 +100,10 @@ def _run(number: int, confusion: Confusion, device: torch.device) -> Finding:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            observation = confusion.run(device)
+            confusion.program(leaf(device, 1, 2), observation)
     except Exception as raised:  # another version of torch may raise anything, anywhere
-        error = f"{type(raised).__name__}: {first_line(raised)}"
+        error, observation = f"{type(raised).__name__}: {first_line(raised)}", Observation([], [])
     return Finding(str(device), number, confusion.title, observation, error)
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "gradkit": gradkit.__version__,
-        "torch": torch.__version__,
-        "optree": _version("optree") or "unknown",
-        "python": platform.python_version(),
-        "system": platform.platform(),
-    }
 
 
 def _version(package: str) -> str | None:
@@ -110,3 +117,104 @@ def _name(device: torch.device) -> str:
     with suppress(Exception):  # not every kind of device has a name, and a broken one may raise
         return str(torch.get_device_module(device).get_device_name(device))
     return platform.machine() if device.type == "cpu" else device.type
+
+
+def as_json(examination: Examination) -> str:
+    """Return the examination as JSON, indented."""
+    values = {
+        "versions": examination.versions,
+        "devices": examination.devices,
+        "extras": examination.extras,
+        "rows": [_row(finding) for finding in examination.findings],
+        "equal": examination.equal,
+    }
+    return json.dumps(values, indent=2)
+
+
+def _row(finding: Finding) -> dict[str, Any]:
+    return {
+        "device": finding.device,
+        "number": finding.number,
+        "title": finding.title,
+        **asdict(finding.observation),
+        "error": finding.error,
+        "equal": finding.equal,
+    }
+
+
+def show(examination: Examination) -> None:
+    """Print the examination: as a table in a wide terminal if rich is installed, else as text."""
+    columns = get_terminal_size().columns
+    try:
+        from rich.console import Console
+    except ImportError:
+        columns = 0
+    if not sys.stdout.isatty() or columns < _WIDTH:
+        print(as_text(examination))
+        return
+    console = Console(width=columns, highlight=False)
+    console.print(_head(examination), markup=False)
+    for device in examination.devices:
+        console.print(_table(device, examination.on(device)))
+    console.print(_summary(examination), markup=False)
+
+
+def as_text(examination: Examination) -> str:
+    """Return the examination as plain text."""
+    lines = [_head(examination)]
+    for device in examination.devices:
+        lines += ["", f"On {device}"]
+        for finding in examination.on(device):
+            lines += [f"{finding.number:3}. {finding.title}"]
+            lines += [f"       torch    {line}" for line in _lines(finding.observation.torch)]
+            lines += [f"       gradkit  {line}" for line in _lines(finding.observation.gradkit)]
+            lines += [f"       {_status(finding)}"]
+    return "\n".join([*lines, "", _summary(examination)])
+
+
+def _head(examination: Examination) -> str:
+    lines = [f"{name:9} {version}" for name, version in examination.versions.items()]
+    lines += [f"{'device':9} {device}: {name}" for device, name in examination.devices.items()]
+    for extra, packages in examination.extras.items():
+        installed = [f"{name} {version or 'missing'}" for name, version in packages.items()]
+        lines.append(f"{'extra':9} {extra}: {', '.join(installed)}")
+    return "\n".join(lines)
+
+
+def _lines(checks: list[Check]) -> list[str]:
+    return [
+        f"{check.what}: {text(check.got)}"
+        + ("" if check.equal else f" (expected: {text(check.expected)})")
+        for check in checks
+    ]
+
+
+def _status(finding: Finding) -> str:
+    if finding.equal:
+        return "as expected"
+    if finding.error is not None:
+        return f"MISMATCH: it raised {finding.error}"
+    both = {"torch": finding.torch_equal, "gradkit": finding.gradkit_equal}
+    return f"MISMATCH: {', '.join(name for name, equal in both.items() if not equal)}"
+
+
+def _summary(examination: Examination) -> str:
+    equal = [finding.equal for finding in examination.findings]
+    devices = ", ".join(examination.devices)
+    return f"{sum(equal)} of {len(equal)} confusions are as expected, on {devices}"
+
+
+def _table(device: str, findings: list[Finding]) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"On {device}", show_lines=True)
+    for heading in ("", "What people say", "What torch does here", "What gradkit gives", "Result"):
+        table.add_column(heading, overflow="fold")
+    for finding in findings:
+        columns = finding.observation.torch, finding.observation.gradkit
+        shown = ["\n".join(_lines(checks)) for checks in columns]
+        cells = map(Text, [str(finding.number), finding.title, *shown])
+        status = Text(_status(finding), style="green" if finding.equal else "bold red")
+        table.add_row(*cells, status)
+    return table

@@ -6,13 +6,10 @@ a frozen dataclass that prints as text, in rich and in a notebook, and has `.plo
 `History` is a record of conflicts over training.
 """
 
-from gradkit.report._compare.compare import compare
-from gradkit.report._compare.comparison import Comparison, Difference
-from gradkit.report._conflicts.conflicts import Conflicts, conflicts
-from gradkit.report._conflicts.history import History
+from gradkit.report._compare.compare import Comparison, Difference, compare
+from gradkit.report._conflicts.conflicts import Conflicts, History, conflicts
 from gradkit.report._explain.explain import explain
-from gradkit.report._explain.explanation import Explanation
-from gradkit.report._explain.records import LossGraph, Part, Verdict
+from gradkit.report._explain.explanation import Explanation, LossGraph, Part, Verdict
 
 __all__ = [
     "Comparison",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,21 +15,16 @@ from gradkit._core.call import Call, Pass
 from gradkit._core.devices import available_devices
 from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.pytree import PyTree
-from gradkit.errors import (
-    OptionError,
-    StructureError,
-    UnsupportedGraphError,
-    describe,
-    message,
-)
-from gradkit.report._compare.comparison import Comparison, Difference
-from gradkit.report._compare.distance import distance
-from gradkit.report._compare.methods import BACKWARD, FUNC, GRAD, PER_LOSS, RunResult
-from gradkit.report._compare.models import differs, model_reason
-from gradkit.report._compare.reasons import reason
-from gradkit.report._compare.runner import Runner
+from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
+from gradkit.report._compare.distance import distance, same_bits
+from gradkit.report._compare.reasons import model_reason, reason
+from gradkit.report._compare.runner import BACKWARD, FUNC, GRAD, PER_LOSS, Runner, RunResult
 from gradkit.report._compare.step import Step, moved, read_step
-from gradkit.report._view.names import listed
+from gradkit.report._view.charts import draw_differences
+from gradkit.report._view.rendering import Block, Report, Styled, Table, folded, listed, plural
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _DRAWS = (
     "loss_fn draws random numbers (dropout, say). Every run started from the same random state; in "
@@ -38,6 +34,103 @@ _WRITES_GRAD = (
     "loss_fn itself writes .grad (it calls .backward(), say), and .backward() added to that: let "
     "it return the losses, and leave out the rest of the step."
 )
+_POST_HOOKS = (
+    "post-accumulate-grad hooks, which only .backward() runs, were left out: often they step an "
+    "optimizer."
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a method differs from `.backward()` at one leaf.
+
+    Attributes:
+        same: Both gave the same bits, or both None.
+        absolute: The largest absolute difference of an entry, where None is zero.
+        ulps: The largest difference in units in the last place: how many numbers of the coarser of
+            the two dtypes lie between two entries.
+        reason: Why, as far as a check has shown; `"unknown"` otherwise; empty if `same`.
+    """
+
+    same: bool
+    absolute: float
+    ulps: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison(Report):
+    """The same step by several methods, against `.backward()`.
+
+    Attributes:
+        called: How the function was called: `loss_fn(params, *args)` or `loss_fn(*args)`.
+        values: The losses, for each method.
+        refused: For each method that torch cannot run, why.
+        differences: `differences[method][leaf]`, for all methods but `.backward()` and the refused.
+        notes: What holds for all methods, a sentence each.
+    """
+
+    called: str
+    values: dict[str, tuple[float, ...]]
+    refused: dict[str, str]
+    differences: dict[str, dict[str, Difference]]
+    notes: tuple[str, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether all methods that ran gave the same bits at every leaf."""
+        return all(d.same for leaves in self.differences.values() for d in leaves.values())
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw the largest differences, where leaves differ, on `ax` or a new figure."""
+        gaps = {
+            method: {name: d.absolute for name, d in leaves.items() if not d.same}
+            for method, leaves in self.differences.items()
+        }
+        return draw_differences(self.differing(), gaps, ax)
+
+    def differing(self) -> list[str]:
+        """Return the leaves at which some method differs."""
+        names = next(iter(self.differences.values()), {})
+        return [n for n in names if not all(d[n].same for d in self.differences.values())]
+
+    def _blocks(self) -> Sequence[Block]:
+        refused = [f"{method} cannot be compared: {why}" for method, why in self.refused.items()]
+        if not self.differences:
+            title = f"{self.called}: nothing can be compared with .backward()"
+            return [title, *refused, *self.notes]
+        params = plural(len(next(iter(self.differences.values()))), "param")
+        result = f"{len(self.differing())} of {params} differ"
+        if self.same:
+            result = f"the same bits in {params}"
+        title = f"{self.called}: .backward() against {listed(list(self.differences))}: {result}"
+        return [title, self._table(), *self._reasons(), *refused, *self.notes]
+
+    def _table(self) -> Table:
+        names = list(next(iter(self.differences.values())))
+        kinds = [tuple(leaves[name] for leaves in self.differences.values()) for name in names]
+        rows = [
+            [label, str(len(members)), *map(_cell, kinds[members[0]])]
+            for label, members in folded(names, kinds)
+        ]
+        return Table(["param", "count", *self.differences], rows)
+
+    def _reasons(self) -> list[str]:
+        names: dict[tuple[str, str], list[str]] = {}
+        for method, leaves in self.differences.items():
+            for name, difference in leaves.items():
+                if not difference.same:
+                    names.setdefault((method, difference.reason), []).append(name)
+        return [f"{method} ({listed(some)}): {why}" for (method, why), some in names.items()]
+
+
+def _cell(difference: Difference) -> str:
+    if difference.same:
+        return Styled("same", "good")
+    if difference.reason.startswith("None against zero"):
+        return Styled("0, not None", "bad")
+    ulps = f"{difference.ulps:,.0f}" if difference.ulps < 1e6 else f"{difference.ulps:.0e}"
+    return Styled(f"{difference.absolute:.2g} ({ulps} ulp)", "bad")
 
 
 def compare(
@@ -64,13 +157,10 @@ def compare(
         'stale .grad: .backward() adds to what is already in .grad'
 
     Args:
-        loss_fn: Called as `loss_fn(params, *args)`, with params as they are given: a module is the
-            module itself, whose parameters torch.func replaces during the call. A function that
-            takes only `(*args)` is called with these; it holds its modules itself, and params are
-            theirs. The result says which. It returns a tree of losses of one element each, and
-            runs several times.
-        params: A tree of leaf tensors, modules, iterators (read once, then a tuple), optimizers
-            (likewise), or None.
+        loss_fn: Called as `loss_fn(params, *args)` with params as given, several times; torch.func
+            replaces a module's parameters during the call. One that takes only `(*args)` holds its
+            modules itself, and params are theirs. It returns a tree of losses of one element each.
+        params: A tree of leaf tensors, modules, None, and iterators or optimizers (as tuples).
         args: Further arguments. Tensors that do not require grad are copied for each run.
         other: A second tree of the same structure: `loss_fn(other, *args)` is compared, too, with
             args on its device.
@@ -78,13 +168,9 @@ def compare(
 
     Returns:
         For each method and leaf the largest difference from `.backward()` and the reason. Several
-        losses are added; `"loss by loss"` is a `.backward()` for each. torch.func gets every
-        leaf as an argument, a tensor in two places twice, as it is in the tree. What torch cannot
-        run is in `refused`.
-
-        Hooks run as usual, except post-accumulate-grad hooks, which no method runs: often they
-        step an optimizer. What loss_fn or hooks do beyond the modules, params and random states is
-        not undone.
+        losses are added; `"loss by loss"` is a `.backward()` for each. torch.func gets a tensor in
+        two places twice. Hooks run, except post-accumulate-grad hooks: often they step an
+        optimizer. What loss_fn or hooks do beyond modules, params and random states is not undone.
 
     Raises:
         DetachedLossError: No loss carries a graph.
@@ -103,7 +189,11 @@ def compare(
         https://pytorch.org/docs/stable/autograd.html and
         https://pytorch.org/docs/stable/func.api.html
     """
-    _require_no_transform()
+    if active := transforms():
+        expected = "a call outside of torch.func's transforms"
+        got = f"one inside of {listed(active)}, in which .backward() cannot run"
+        fix = "call it outside of the transformed function"
+        raise UnsupportedGraphError(message("compare", expected, got, fix))
     second_device = _read_device(device, other)
     with leave_inference_mode(record=True):
         step = read_step(loss_fn, params, args)
@@ -122,9 +212,8 @@ def compare(
         }
         for name, another in second.items():
             results[name] = another.run(BACKWARD)
-            differences[name] = _differences(
-                runner, results[name], partial(model_reason, runner, another)
-            )
+            why = partial(model_reason, runner, another)
+            differences[name] = _differences(runner, results[name], why)
         return Comparison(
             called=step.called,
             values={name: run.values for name, run in results.items() if not run.refused},
@@ -132,15 +221,6 @@ def compare(
             differences=differences,
             notes=_notes(runner),
         )
-
-
-def _require_no_transform() -> None:
-    active = transforms()
-    if active:
-        expected = "a call outside of torch.func's transforms"
-        got = f"one inside of {listed(active)}, in which .backward() cannot run"
-        fix = "call it outside of the transformed function"
-        raise UnsupportedGraphError(message("compare", expected, got, fix))
 
 
 def _read_device(device: torch.device | str | None, other: PyTree) -> torch.device | None:
@@ -155,8 +235,7 @@ def _read_device(device: torch.device | str | None, other: PyTree) -> torch.devi
         torch.zeros((), device=checked).item()
     except Exception as error:  # what torch raises depends on the kind of device
         names = [repr(str(available)) for available in available_devices()]
-        allowed = " or ".join(["None", *names])
-        fix = f"device={names[-1]}"
+        allowed, fix = " or ".join(["None", *names]), f"device={names[-1]}"
         raise OptionError(message("device", allowed, repr(device), fix)) from error
     return checked
 
@@ -173,22 +252,20 @@ def _second(step: Step, other: PyTree, device: torch.device | None) -> dict[str,
         return {f"on {device}": Runner(moved(step, device))}
     second = read_step(step.fn, other, step.args)
     devices = [leaf.device for leaf in second.params.leaves if leaf is not None]
-    args = moved(step, devices[0]).args if devices else step.args
-    second = read_step(step.fn, second.tree, args)
-    if second.names != step.names or _shapes(second) != _shapes(step):
-        expected = f"the names and shapes of params, {_described(step)}"
+    if devices:
+        second = replace(second, args=moved(step, devices[0]).args)
+    shapes, other_shapes = _shapes(step), _shapes(second)
+    if other_shapes != shapes:
+        expected = f"the names and shapes of params, {listed(shapes)}"
         fix = "pass a model of the same architecture"
-        raise StructureError(message("other", expected, _described(second), fix))
+        raise StructureError(message("other", expected, listed(other_shapes), fix))
     return {"other": Runner(second)}
 
 
-def _described(step: Step) -> str:
-    pairs = zip(step.names, _shapes(step), strict=True)
-    return listed([name if shape is None else f"{name} {tuple(shape)}" for name, shape in pairs])
-
-
-def _shapes(step: Step) -> list[torch.Size | None]:
-    return [None if leaf is None else leaf.shape for leaf in step.params.leaves]
+def _shapes(step: Step) -> list[str]:
+    """Return the names of the leaves, each with its shape."""
+    pairs = zip(step.names, step.params.leaves, strict=True)
+    return [name if leaf is None else f"{name} {tuple(leaf.shape)}" for name, leaf in pairs]
 
 
 def _differences(
@@ -197,27 +274,19 @@ def _differences(
     base = runner.run(BACKWARD)
     differences = {}
     for index, name in enumerate(runner.step.names):
-        if runner.leaves[index] is None:
-            continue
-        if differs(base, result, index):
-            gap, ulps = distance(base.grads[index], result.grads[index])
-            differences[name] = Difference(False, gap, ulps, why(index))
-        else:
+        if runner.leaves[index] is not None:
+            pair = base.grads[index], result.grads[index]
             differences[name] = Difference(True, 0.0, 0.0)
+            if not same_bits(*pair):
+                differences[name] = Difference(False, *distance(*pair), why(index))
     return differences
 
 
 def _notes(runner: Runner) -> tuple[str, ...]:
     notes = [_DRAWS] if runner.forward.draws else []
     notes += [_WRITES_GRAD] if runner.forward.writes_grad else []
-    hooked = [
-        name
-        for name, leaf in zip(runner.step.names, runner.leaves, strict=True)
-        if leaf is not None and leaf._post_accumulate_grad_hooks
-    ]
+    leaves = zip(runner.step.names, runner.leaves, strict=True)
+    hooked = [name for name, leaf in leaves if getattr(leaf, "_post_accumulate_grad_hooks", None)]
     if hooked:
-        notes.append(
-            f"{listed(hooked)}: post-accumulate-grad hooks, which only .backward() runs, were left "
-            "out: often they step an optimizer."
-        )
+        notes.append(f"{listed(hooked)}: {_POST_HOOKS}")
     return tuple(notes)

@@ -77,6 +77,6 @@ def _bits(x: Tensor) -> Tensor:
 def _ulps(x: Tensor, y: Tensor) -> Tensor:
     """Count the numbers between: the bits of floats are ordered as their magnitudes are."""
     left, right = (_bits(t.abs()).long() for t in (x, y))
-    apart = x.signbit() != y.signbit()
     # The sum of two magnitudes of float64 is out of range for integers.
-    return torch.where(apart, left.double() + right.double(), (left - right).abs().double())
+    total, gap = left.double() + right.double(), (left - right).abs().double()
+    return torch.where(x.signbit() != y.signbit(), total, gap)

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gradkit.report._compare.ablations import CACHE, DROPOUT, GRAD_DTYPE, HOOKS, NONE, STALE
-from gradkit.report._compare.distance import is_close, is_zero, same_bits
-from gradkit.report._compare.methods import BACKWARD, FUNC, GRAD, PER_LOSS
-from gradkit.report._compare.runner import Runner
-from gradkit.report._explain.graphs import Graphs
+from gradkit._core.graph import Subgraph
+from gradkit.report._compare.distance import distance, is_close, is_zero, same_bits
+from gradkit.report._compare.runner import (
+    BACKWARD,
+    CACHE,
+    DROPOUT,
+    FUNC,
+    GRAD,
+    GRAD_DTYPE,
+    HOOKS,
+    PER_LOSS,
+    STALE,
+    Runner,
+)
 
 _FROZEN = "frozen: torch.func differentiates with respect to whatever it is given"
 _NONE = "None against zero: no loss reaches it, which torch.func fills with zeros"
@@ -26,7 +35,7 @@ _ROUNDING = (
     "rounding: a joint pass adds the losses in the graph, one pass per loss adds the gradients"
 )
 _FORWARD = "the forward pass gives other numbers there: the losses differ, too"
-CAUSES = {
+_CAUSES = {
     STALE: "stale .grad: .backward() adds to what is already in .grad",
     HOOKS: "a tensor hook on the leaf, which torch.func does not run",
     GRAD_DTYPE: "grad_dtype, which torch.func ignores",
@@ -35,8 +44,8 @@ CAUSES = {
     "precision; under torch.func it casts for each use",
 }
 _HOOKS_PER_LOSS = "a tensor hook on the leaf, which runs for every loss by itself"
-UNKNOWN = "unknown"
-SMALL = "; no larger than rounding can explain"
+_UNKNOWN = "unknown"
+_SMALL = "; no larger than rounding can explain"
 
 
 def reason(runner: Runner, method: str, index: int) -> str:
@@ -57,27 +66,26 @@ class _Difference:
         leaf: Tensor = self.runner.leaves[self.index]
         return leaf
 
-    def backward_grad(self, ablation: frozenset[str] = NONE) -> Tensor | None:
-        return self.runner.run(BACKWARD, ablation).grads[self.index]
-
-    def method_grad(self, ablation: frozenset[str] = NONE) -> Tensor | None:
-        return self.runner.run(self.method, ablation).grads[self.index]
+    def grad(self, method: str, without: Collection[str] = ()) -> Tensor | None:
+        """Return the gradient that a method gives at the leaf, without some causes."""
+        return self.runner.run(method, frozenset(without)).grads[self.index]
 
     def reason(self) -> str:
-        is_small = is_close(self.backward_grad(), self.method_grad())
-        checks: tuple[Callable[[], str], ...] = (
-            self._explained_by_ablation,
-            self._structural,
-            self._tied,
-            lambda: random_reason(self.runner, self.index),
-            lambda: _ROUNDING if self.method == PER_LOSS and is_small else "",
-            self._from_outside,
+        is_small = is_close(self.grad(BACKWARD), self.grad(self.method))
+        shown = (
+            self._explained_by_ablation()
+            or self._structural()
+            or self._tied()
+            or _random(self.runner, self.index)
+            or (_ROUNDING if self.method == PER_LOSS and is_small else "")
+            or self._from_outside()
         )
-        shown = next(filter(None, (check() for check in checks)), "")
+        if shown:
+            return shown
         base, other = self.runner.run(BACKWARD), self.runner.run(self.method)
         # As text, in which nan equals itself.
-        last = UNKNOWN if str(base.values) == str(other.values) else _FORWARD
-        return shown or last + (SMALL if is_small else "")
+        last = _UNKNOWN if str(base.values) == str(other.values) else _FORWARD
+        return last + (_SMALL if is_small else "")
 
     def _explained_by_ablation(self) -> str:
         """Leave out possible causes, one by one and then as few together as are needed."""
@@ -110,9 +118,8 @@ class _Difference:
         """Return the reason if a difference is gone, or small, without these causes."""
         if not causes:
             return ""
-        ablation = frozenset(causes)
-        base, other = self.backward_grad(ablation), self.method_grad(ablation)
-        before, other_before = self.backward_grad(), self.method_grad()
+        base, other = self.grad(BACKWARD, causes), self.grad(self.method, causes)
+        before, other_before = self.grad(BACKWARD), self.grad(self.method)
         text = " and ".join(map(self._text, causes))
         if same_bits(base, other):
             return text
@@ -124,19 +131,18 @@ class _Difference:
         return ""
 
     def _text(self, cause: str) -> str:
-        return _HOOKS_PER_LOSS if (cause, self.method) == (HOOKS, PER_LOSS) else CAUSES[cause]
+        return _HOOKS_PER_LOSS if (cause, self.method) == (HOOKS, PER_LOSS) else _CAUSES[cause]
 
     def _structural(self) -> str:
-        base, other = self.backward_grad(frozenset(self._causes())), self.method_grad()
-        is_func = self.method == FUNC
-        if is_func and not self.leaf.requires_grad and base is None:
-            return self._with_causes(_FROZEN)
-        if is_func and base is None and is_zero(other):
-            return _NONE
+        base, other = self.grad(BACKWARD, self._causes()), self.grad(self.method)
+        if self.method == FUNC and base is None:
+            if not self.leaf.requires_grad:
+                return self._with_causes(_FROZEN)
+            if is_zero(other):
+                return _NONE
         is_checkpointed = id(self.leaf) in self.runner.forward.checkpointed
-        if self.method in (GRAD, FUNC) and is_zero(other) and is_checkpointed:
-            return _CHECKPOINTED
-        return ""
+        is_blind = self.method != PER_LOSS and is_zero(other) and is_checkpointed
+        return _CHECKPOINTED if is_blind else ""
 
     def _tied(self) -> str:
         indices = [i for i, leaf in enumerate(self.runner.leaves) if leaf is self.leaf]
@@ -144,20 +150,16 @@ class _Difference:
             return ""
         grads = self.runner.run(FUNC).grads
         parts = [grad.to_dense() for i in indices if (grad := grads[i]) is not None]
-        whole = self.backward_grad(frozenset(self._causes()))
+        whole = self.grad(BACKWARD, self._causes())
         if not parts or not is_close(torch.stack(parts).sum(0), whole):
             return ""
         return self._with_causes(_TIED)
 
     def _with_causes(self, text: str) -> str:
         """Put before a reason the causes that change what .backward() gives."""
-        base = self.backward_grad()
-        causes = [
-            self._text(cause)
-            for cause in self._causes()
-            if not same_bits(base, self.backward_grad(frozenset({cause})))
-        ]
-        return "; ".join([*causes, text])
+        base = self.grad(BACKWARD)
+        changing = [c for c in self._causes() if not same_bits(base, self.grad(BACKWARD, [c]))]
+        return "; ".join([*map(self._text, changing), text])
 
     def _from_outside(self) -> str:
         """Call the function on copies, and check whether the tensor itself is in the graph."""
@@ -167,11 +169,11 @@ class _Difference:
         with self.runner.isolated():
             named = {name: _copy(p) for name, p in step.container().named_parameters()}
             leaves = [_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in step.leaves]
-            graphs = Graphs(step.losses_at(named, leaves).leaves)
-        return _OUTSIDE if any(id(self.leaf) in leaves for leaves in graphs.leaves) else ""
+            graph = Subgraph(step.losses_at(named, leaves).leaves)
+            return _OUTSIDE if id(self.leaf) in graph.leaves else ""
 
 
-def random_reason(runner: Runner, index: int) -> str:
+def _random(runner: Runner, index: int) -> str:
     """Return the reason for a leaf at which `.backward()` differs from itself; else nothing."""
     first, second = runner.run(BACKWARD).grads[index], runner.repeated.grads[index]
     return "" if same_bits(first, second) else _RANDOM
@@ -179,3 +181,41 @@ def random_reason(runner: Runner, index: int) -> str:
 
 def _copy(leaf: Tensor) -> Tensor:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def model_reason(first: Runner, second: Runner, index: int) -> str:
+    """Return what differs between two models that may explain a difference at a leaf."""
+    leaves, others = first.leaves[index], second.leaves[index]
+    reasons = []
+    if leaves.grad is not None or others.grad is not None:
+        runs = (runner.run(BACKWARD, frozenset({STALE})) for runner in (first, second))
+        if same_bits(*(run.grads[index] for run in runs)):
+            return _CAUSES[STALE]
+        reasons.append(_CAUSES[STALE])
+    reasons += _settings(first, second)
+    if reasons:
+        return ", ".join(reasons)
+    is_small = is_close(*(runner.run(BACKWARD).grads[index] for runner in (first, second)))
+    return _random(first, index) or _UNKNOWN + (_SMALL if is_small else "")
+
+
+def _settings(first: Runner, second: Runner) -> list[str]:
+    """Return what differs in params, buffers, modes, dtypes, devices and random numbers."""
+    pairs = zip(first.leaves, second.leaves, strict=True)
+    leaves = [(a, b) for a, b in pairs if a is not None and b is not None]
+    modules = list(zip(first.step.modules, second.step.modules, strict=False))
+    buffers = [pair for a, b in modules for pair in zip(a.buffers(), b.buffers(), strict=False)]
+    parts = [pair for a, b in modules for pair in zip(a.modules(), b.modules(), strict=False)]
+    is_moved = any(a.device != b.device for a, b in leaves)
+    changed = sum(distance(a, b)[0] != 0 for a, b in leaves)
+    differences = {
+        f"other numbers in {changed} of {len(leaves)} params": changed,
+        "other numbers in buffers": any(not torch.equal(a.cpu(), b.cpu()) for a, b in buffers),
+        "one is in train mode, the other in eval mode": any(
+            a.training != b.training for a, b in parts
+        ),
+        "another dtype": any(a.dtype != b.dtype for a, b in leaves),
+        "another device, which rounds in other places": is_moved,
+        "random numbers, which differ between devices": is_moved and first.forward.draws,
+    }
+    return [text for text, is_different in differences.items() if is_different]

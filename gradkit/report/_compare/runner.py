@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from gradkit._autograd import reference
+from gradkit._core.graph import Subgraph
 from gradkit._core.losses import require_graph
-from gradkit._state.dot_grad import grad_dtypes_put_back, grads_put_back
+from gradkit._state.dot_grad import copy_into_grads, grad_dtypes_put_back, grads_put_back
 from gradkit._state.snapshot import Snapshot
-from gradkit.report._compare import ablations
-from gradkit.report._compare.ablations import NONE, Ablation
-from gradkit.report._compare.methods import BACKWARD, FUNC, METHODS, RunResult
 from gradkit.report._compare.step import Step, tensors_in
 from gradkit.report._explain.closure import captured_by
-from gradkit.report._explain.graphs import Graphs
 from gradkit.report._explain.verdicts import checkpointed_tensors
+
+BACKWARD, GRAD, FUNC, PER_LOSS = ".backward()", "autograd.grad", "torch.func", "loss by loss"
+
+# What a run can leave out, to see whether it is why two methods differ.
+STALE, HOOKS, GRAD_DTYPE, DROPOUT, CACHE = "stale", "hooks", "grad_dtype", "dropout", "cache"
+Ablation: TypeAlias = frozenset[str]
+NONE: Ablation = frozenset()
+
+# The attributes of torch's modules that hold the probability of dropout.
+_DROPOUT_RATES: dict[str, tuple[type, ...]] = {
+    "p": (
+        nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
+        nn.AlphaDropout, nn.FeatureAlphaDropout,
+    ),
+    "dropout": (nn.MultiheadAttention, nn.RNNBase),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a method gave: a gradient or None for each leaf and the losses, or why torch raised."""
+
+    grads: Sequence[Tensor | None]
+    values: tuple[float, ...] = ()
+    refused: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,8 +78,7 @@ class Runner:
         arguments = [t for t in tensors_in(self.step.args) if t.requires_grad]  # others are copied
         attributes = [a for module in modules for m in module.modules() for a in vars(m).values()]
         generators = [v for v in (*captured, *attributes) if isinstance(v, torch.Generator)]
-        tensors = tensors_in((self.step.params.leaves, arguments, modules))
-        return Snapshot(modules, tensors, generators)
+        return Snapshot(modules, tensors_in((self.leaves, arguments, modules)), generators)
 
     @cached_property
     def forward(self) -> ForwardPass:
@@ -65,14 +87,12 @@ class Runner:
             before = self.snapshot.random_states()
             losses = self.step.losses()
             differentiable = require_graph(losses, losses.leaves)
-            graphs = Graphs(losses.leaves)
-            hidden: dict[int, Tensor] = {}
-            for index in differentiable:
-                hidden |= checkpointed_tensors(graphs, index)
+            graph = Subgraph(losses.leaves)
+            checkpointed = checkpointed_tensors(graph).items()
             return ForwardPass(
-                node_types={kind.__name__ for i in differentiable for kind in graphs.kinds(i)},
-                leaves={key: leaf for below in graphs.leaves for key, leaf in below.items()},
-                checkpointed={key: tensor for key, tensor in hidden.items() if tensor.is_leaf},
+                node_types={kind.__name__ for kind in graph.kinds},
+                leaves=graph.leaves,
+                checkpointed={key: tensor for key, tensor in checkpointed if tensor.is_leaf},
                 draws=self.snapshot.random_states() != before,
                 writes_grad=self.snapshot.has_grads(),
                 differentiable=len(differentiable),
@@ -81,7 +101,7 @@ class Runner:
     def run(self, method: str, ablation: Ablation = NONE) -> RunResult:
         """Return what a method gives without what the ablation names."""
         if method == FUNC:  # the rest has no effect on it
-            ablation &= {ablations.DROPOUT}
+            ablation &= {DROPOUT}
         if (method, ablation) not in self._results:
             self._results[method, ablation] = self._run(method, ablation)
         return self._results[method, ablation]
@@ -92,37 +112,120 @@ class Runner:
         return self._run(BACKWARD, NONE)
 
     def _run(self, method: str, ablation: Ablation) -> RunResult:
-        is_func = method == FUNC
-        grads = nullcontext() if is_func else self._accumulating(self.forward, ablation)
-        with self.isolated(ablation), grads:
-            return METHODS[method](self.step)
+        forward = None if method == FUNC else self.forward
+        with self.isolated(ablation), ExitStack() as stack:
+            if forward is not None:
+                self._prepare_leaves(forward, ablation, stack)
+            return _run_step(self.step, method)
 
     @contextmanager
     def isolated(self, ablation: Ablation = NONE) -> Iterator[None]:
-        """Restore the state after a block; post-accumulate-grad hooks do not run in it.
-
-        Often such hooks step an optimizer.
-        """
+        """Restore the state after a block, in which no post-accumulate-grad hooks run."""
         with self.snapshot.restored(), torch.enable_grad(), ExitStack() as stack:
-            tables = [leaf._post_accumulate_grad_hooks for leaf in self.snapshot.leaves]
-            stack.enter_context(ablations.without_hooks(tables))
-            if ablations.DROPOUT in ablation:
-                ablations.drop_nothing(self.snapshot.modules)
-            if ablations.CACHE in ablation:
-                stack.enter_context(ablations.without_autocast_cache())
+            _empty((leaf._post_accumulate_grad_hooks for leaf in self.snapshot.leaves), stack)
+            if DROPOUT in ablation:
+                _set_dropout_to_zero(self.snapshot.modules)
+            if CACHE in ablation:
+                before = torch.is_autocast_cache_enabled()
+                stack.callback(torch.set_autocast_cache_enabled, before)
+                torch.set_autocast_cache_enabled(False)
             yield
 
-    @contextmanager
-    def _accumulating(self, forward: ForwardPass, ablation: Ablation) -> Iterator[None]:
+    def _prepare_leaves(self, forward: ForwardPass, ablation: Ablation, stack: ExitStack) -> None:
         """Let a pass accumulate into `.grad`: of the params from what is stale, else from None."""
-        params = list({id(leaf): leaf for leaf in self.leaves if leaf is not None}.values())
-        others = forward.leaves | forward.checkpointed
-        leaves = list({id(leaf): leaf for leaf in (*params, *others.values())}.values())
-        with grads_put_back(leaves), grad_dtypes_put_back(leaves), ExitStack() as stack:
-            tables: list[Any] = [leaf._post_accumulate_grad_hooks for leaf in leaves]
-            if ablations.HOOKS in ablation:
-                tables += [param._backward_hooks for param in params]
-            stack.enter_context(ablations.without_hooks(tables))
-            stale = [self.snapshot.grads.get(id(p)) for p in params]
-            ablations.prepare_grads(params, stale, ablation)
-            yield
+        by_id = {id(leaf): leaf for leaf in self.leaves if leaf is not None}
+        params = list(by_id.values())
+        leaves = list((by_id | forward.leaves | forward.checkpointed).values())
+        stack.enter_context(grads_put_back(leaves))
+        stack.enter_context(grad_dtypes_put_back(leaves))
+        _empty((leaf._post_accumulate_grad_hooks for leaf in leaves), stack)
+        if HOOKS in ablation:
+            _empty((param._backward_hooks for param in params), stack)
+        if GRAD_DTYPE in ablation:
+            for param in params:
+                param.grad_dtype = param.dtype
+        elif STALE not in ablation:
+            copy_into_grads(params, [self.snapshot.grads.get(key) for key in by_id])
+
+
+def _empty(tables: Iterable[Any], stack: ExitStack) -> None:
+    """Empty tables of hooks, which torch reads in each pass, until the stack is unwound."""
+    for table in filter(None, tables):
+        stack.callback(table.update, dict(table))
+        table.clear()
+
+
+def _set_dropout_to_zero(modules: Iterable[nn.Module]) -> None:
+    for part in (part for module in modules for part in module.modules()):
+        for name, kinds in _DROPOUT_RATES.items():
+            if isinstance(part, kinds):
+                setattr(part, name, 0.0)
+
+
+def _run_step(step: Step, method: str) -> RunResult:
+    """Run a step by a method; all keep the graph, which may share a part with the caller's."""
+    if method == FUNC:
+        return _by_func(step)
+    losses = step.losses()
+    differentiable = [losses.leaves[index] for index in require_graph(losses, losses.leaves)]
+    if method == GRAD:
+        try:
+            by_variable = reference.grad(differentiable, step.params.variables)
+        except RuntimeError as error:
+            return _refused(error)
+        grads = step.params.per_leaf(by_variable)
+    else:
+        passes = [[loss] for loss in differentiable] if method == PER_LOSS else [differentiable]
+        for outputs in passes:
+            reference.accumulate(outputs)
+        grads = [None if leaf is None else leaf.grad for leaf in step.params.leaves]
+    return RunResult(grads, _values(losses.leaves))
+
+
+def _by_func(step: Step) -> RunResult:
+    leaves = step.leaves
+    if not step.takes_params and not all(isinstance(leaf, nn.Module) for leaf in leaves):
+        text = "it needs tensors outside of modules as arguments: loss_fn(params, *args)"
+        return RunResult([], refused=text)
+    in_modules = dict(step.container().named_parameters())
+    given = {str(index): leaf for index, leaf in enumerate(leaves)}
+
+    def total(named: dict[str, Tensor], tensors: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+        losses = step.losses_at(named, list({**given, **tensors}.values())).leaves
+        value = losses[0].reshape(())
+        for loss in losses[1:]:
+            value = value + loss.reshape(())
+        return value, losses
+
+    try:
+        run = reference.func_grads(total, _detached(in_modules), _detached(given))
+    except Exception as error:  # the losses could be computed without torch.func: it is the cause
+        return _refused(error)
+    (by_name, by_index), losses = run
+    by_id = {id(in_modules[name]): grad for name, grad in by_name.items()}
+    grads: list[Tensor | None] = []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, nn.Module):
+            grads += [by_id.get(id(param)) for param in leaf.parameters()]
+        else:
+            grads.append(by_index.get(str(index)))
+    return RunResult(grads, _values(losses))
+
+
+def _detached(leaves: Mapping[str, object]) -> dict[str, Tensor]:
+    """Return the leaves that can be differentiated with respect to, without a graph."""
+    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
+    return {
+        name: tensor.detach()
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() or tensor.is_complex()
+    }
+
+
+def _values(losses: Sequence[Tensor]) -> tuple[float, ...]:
+    return tuple(float(loss.detach()) for loss in losses)
+
+
+def _refused(error: Exception) -> RunResult:
+    line = str(error).strip().partition("\n")[0]
+    return RunResult([], refused=f"{type(error).__name__}: {line}")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence, ValuesView
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -60,9 +63,9 @@ class Step:
         container = self.container()
         # In a transform, only buffers that are made in it can be written on.
         buffers = {name: buffer.clone() for name, buffer in container.named_buffers()}
-        call = (lambda: self.fn(*first, *_copied(self.args)),)
+        call = partial(self.fn, *first, *_copied(self.args))
         with attributes_put_back(container):
-            out = functional_call(container, {**buffers, **named}, call)
+            out = functional_call(container, {**buffers, **named}, (call,))
             return read_losses(out, scalar=True)
 
     def container(self) -> nn.Module:
@@ -79,14 +82,11 @@ class _Container(nn.Module):
         return call()
 
 
-def read_step(fn: Callable[..., PyTree], params: PyTree, args: tuple[Any, ...]) -> Step:
+def read_step(fn: Any, params: PyTree, args: tuple[Any, ...]) -> Step:
     """Check the arguments of `compare`."""
     if not callable(fn):
-        raise StructureError(
-            message(
-                "loss_fn", "a function that computes the losses", describe(fn), "lambda params: ..."
-            )
-        )
+        expected, fix = "a function that computes the losses", "lambda params: ..."
+        raise StructureError(message("loss_fn", expected, describe(fn), fix))
     tree = _without_iterators(params)
     opened = read_params(tree)
     for index, leaf in enumerate(opened.leaves):
@@ -102,18 +102,15 @@ def read_step(fn: Callable[..., PyTree], params: PyTree, args: tuple[Any, ...]) 
 
 def _without_iterators(tree: PyTree) -> PyTree:
     leaves, spec = pytree.flatten(tree)
-    opened = [_opened(leaf) for leaf in leaves]
-    if all(new is old for new, old in zip(opened, leaves, strict=True)):
+    opened = list(leaves)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Iterator | ValuesView):
+            opened[index] = tuple(leaf)
+        elif isinstance(leaf, Optimizer):
+            opened[index] = tuple(p for group in leaf.param_groups for p in group["params"])
+    if all(map(is_, opened, leaves)):
         return tree
     return _without_iterators(pytree.unflatten(spec, opened))
-
-
-def _opened(leaf: Any) -> Any:
-    if isinstance(leaf, Iterator | ValuesView):
-        return tuple(leaf)
-    if isinstance(leaf, Optimizer):
-        return tuple(p for group in leaf.param_groups for p in group["params"])
-    return leaf
 
 
 def _check_args(args: tuple[Any, ...]) -> None:
@@ -143,21 +140,17 @@ def _takes_params(fn: Callable[..., PyTree], tree: PyTree, args: tuple[Any, ...]
         f"a function of (params, *args), {len(args) + 1} arguments; or of (*args), if it holds its "
         "modules itself"
     )
-    raise StructureError(
-        message("loss_fn", expected, f"one of {signature}", "lambda params, x, y: ...")
-    )
+    got, fix = f"one of {signature}", "lambda params, x, y: ..."
+    raise StructureError(message("loss_fn", expected, got, fix))
 
 
 def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Copy the arguments that a function may write on: all but those that require grad."""
     leaves, spec = pytree.flatten(args)
-    copies: tuple[Any, ...] = pytree.unflatten(
-        spec,
-        [
-            leaf.clone() if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
-            for leaf in leaves
-        ],
-    )
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and not leaf.requires_grad:
+            leaves[index] = leaf.clone()
+    copies: tuple[Any, ...] = pytree.unflatten(spec, leaves)
     return copies
 
 
@@ -174,18 +167,12 @@ def tensors_in(tree: PyTree) -> list[Tensor]:
 
 def moved(step: Step, device: torch.device) -> Step:
     """Return the step with copies of its modules and tensors on another device, ties kept."""
-    from copy import deepcopy
-
     memo: dict[int, Any] = {}
     for tensor in tensors_in((step.tree, step.args)):
         if tensor.is_leaf and id(tensor) not in memo:
-            memo[id(tensor)] = _on(tensor, device)
+            there = tensor.detach().to(device, copy=True)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(there, requires_grad=False) if is_parameter else there
+            memo[id(tensor)].requires_grad_(tensor.requires_grad)
     tree, args = deepcopy((step.tree, step.args), memo)
     return read_step(step.fn, tree, args)
-
-
-def _on(tensor: Tensor, device: torch.device) -> Tensor:
-    there = tensor.detach().to(device, copy=True)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(there, requires_grad=tensor.requires_grad)
-    return there.requires_grad_(tensor.requires_grad)

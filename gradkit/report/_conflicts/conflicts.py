@@ -1,10 +1,10 @@
-"""conflicts: which losses have gradients that oppose each other."""
+"""conflicts: which losses have gradients that oppose each other, and their record."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import combinations, product
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -13,16 +13,16 @@ from torch import Tensor
 from gradkit._core import pytree
 from gradkit._core.options import check_option
 from gradkit._core.pytree import PyTree
+from gradkit.errors import StructureError, message
 from gradkit.report._conflicts.inner_products import Products, products_of
-from gradkit.report._view.charts import cosine_text, draw_cosines
-from gradkit.report._view.names import listed, plural, prefixes
-from gradkit.report._view.rendering import Block, Report, Styled, Table
+from gradkit.report._view.charts import cosine_text, draw_cosines, draw_history, mean
+from gradkit.report._view.rendering import Block, Report, Styled, Table, plural, prefixes
 from gradkit.tree._per_loss import PerLossRows, read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MAX_COLUMNS = 8
+_MAX_COLUMNS, _MAX_PAIRS = 8, 6
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -52,28 +52,21 @@ class Conflicts(Report):
         return float(self.cosines[self.losses.index(a), self.losses.index(b)])
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw the cosines as a matrix of colours: red pairs conflict.
-
-        Args:
-            ax: Axes of matplotlib; None makes a figure.
-
-        Returns:
-            The axes.
-        """
+        """Draw the cosines as colours, red for conflicts, on `ax` of matplotlib or a new figure."""
         return draw_cosines(self.norms, self.cosines, ax)
 
     def _blocks(self) -> Sequence[Block]:
-        blocks: list[Block] = [self._table(), self._summary()]
-        return [*blocks, self._module_table()] if self.modules else blocks
+        tables = [self._module_table()] if self.modules else []
+        return [self._loss_table(), self._summary(), *tables]
 
-    def _table(self) -> Table:
+    def _loss_table(self) -> Table:
         # A matrix of many losses cannot be read; the sentence below names the worst pairs.
         across = self.losses if len(self.losses) <= _MAX_COLUMNS else ()
         rows = []
         for name in self.losses:
-            cosines = (_cell(self.cosine(name, other)) for other in across)
-            rows.append((name, f"{self.norms[name]:.4g}", *cosines))
-        return Table(("loss", "norm", *across), tuple(rows))
+            cells = (_cosine_cell(self.cosine(name, other)) for other in across)
+            rows.append([name, f"{self.norms[name]:.4g}", *cells])
+        return Table(["loss", "norm", *across], rows)
 
     def _summary(self) -> str:
         if not self.conflicting:
@@ -86,18 +79,20 @@ class Conflicts(Report):
         )
 
     def _module_table(self) -> Table:
-        rows = []
+        losses, rows = self.losses[:_MAX_COLUMNS], []
         for name, inside in self.modules.items():
-            a, b, cosine = inside.conflicting[0] if inside.conflicting else ("", "", 0.0)
-            norms = (f"{inside.norms[loss]:.4g}" for loss in self.losses[:_MAX_COLUMNS])
-            worst = (listed([a, b]), _cell(cosine)) if a else ("", "")
-            rows.append((name, *norms, f"{inside.share:.0%}", *worst))
-        norms_of = (f"norm {loss}" for loss in self.losses[:_MAX_COLUMNS])
-        return Table(("module", *norms_of, "conflicts", "most opposed", "cosine"), tuple(rows))
+            norms = [f"{inside.norms[loss]:.4g}" for loss in losses]
+            worst = ["", ""]
+            if inside.conflicting:
+                a, b, cosine = inside.conflicting[0]
+                worst = [f"{a} and {b}", _cosine_cell(cosine)]
+            rows.append([name, *norms, f"{inside.share:.0%}", *worst])
+        norms_of = [f"norm {loss}" for loss in losses]
+        return Table(["module", *norms_of, "conflicts", "most opposed", "cosine"], rows)
 
 
-def _cell(cosine: float) -> str:
-    return Styled(cosine_text(cosine), "bad" if cosine < 0 else "")
+def _cosine_cell(cosine: float, style: str = "") -> str:
+    return Styled(cosine_text(cosine), "bad" if cosine < 0 else style)
 
 
 def conflicts(
@@ -143,12 +138,12 @@ def conflicts(
     names = _names(per_loss, losses)
     leaves = [leaf for leaf in rows.leaves if rows.example(leaf) is not None]
     groups = _by_module(rows, leaves) if by else {"": leaves}
-    products = {prefix: products_of(rows, group) for prefix, group in groups.items() if group}
+    products = {module: products_of(rows, group) for module, group in groups.items() if group}
     by_module = {}
     for module in filter(None, groups):
         below = [p for name, p in products.items() if f"{name}.".startswith(f"{module}.")]
-        by_module[module] = _measure(names, Products.total(below, len(names)))
-    return _measure(names, Products.total(list(products.values()), len(names)), by_module)
+        by_module[module] = _measure(names, below, {})
+    return _measure(names, list(products.values()), by_module)
 
 
 def _names(per_loss: PyTree, losses: PyTree) -> tuple[str, ...]:
@@ -176,8 +171,9 @@ def _by_module(rows: PerLossRows, leaves: Sequence[int]) -> dict[str, list[int]]
 
 
 def _measure(
-    names: tuple[str, ...], products: Products, modules: dict[str, Conflicts] | None = None
+    names: tuple[str, ...], parts: Sequence[Products], modules: dict[str, Conflicts]
 ) -> Conflicts:
+    products = Products.total(parts, len(names))
     norms, cosines = products.norms(), products.cosines()
     has_angle = (norms > 0) & norms.isfinite()
     i, j = torch.triu_indices(len(names), len(names), 1)
@@ -191,5 +187,101 @@ def _measure(
         cosines=cosines,
         conflicting=tuple((names[a], names[b], cosine) for cosine, a, b in worst),
         share=len(worst) / max(1, int(has_cosine.sum())),
-        modules=modules or {},
+        modules=modules,
     )
+
+
+class History(Report):
+    """A record of conflicts over training: add results of `conflicts`, then print or plot it.
+
+    Example:
+        >>> import torch, gradkit
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> history = gradkit.report.History()
+        >>> for step in range(3):
+        ...     per_loss = gradkit.per_loss_grads({"up": step * w[0] + w[1], "down": -w[1]}, [w])
+        ...     history.add_(step, gradkit.report.conflicts(per_loss))
+        >>> history.steps, [round(c, 2) for c in history.cosines["up", "down"]]
+        ([0, 1, 2], [-1.0, -0.71, -0.45])
+
+    Attributes:
+        steps: The steps, in the order in which they were added.
+        norms: For each loss the norms of its gradient, one a step.
+        cosines: For each pair of losses the cosines, one a step.
+        shares: The shares of conflicting pairs, one a step.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.norms: dict[str, list[float]] = {}
+        self.cosines: dict[tuple[str, str], list[float]] = {}
+        self.shares: list[float] = []
+
+    def add_(self, step: int, conflicts: Conflicts) -> None:
+        """Add the conflicts of a step of training.
+
+        Args:
+            step: The number of the step.
+            conflicts: What `gradkit.report.conflicts` returned, always for the same losses.
+
+        Raises:
+            StructureError: The losses are not those of the steps before.
+        """
+        if not self.steps:
+            self.norms = {name: [] for name in conflicts.losses}
+            self.cosines = {pair: [] for pair in combinations(conflicts.losses, 2)}
+        if tuple(self.norms) != conflicts.losses:
+            expected = f"the losses of the steps before, {', '.join(self.norms)}"
+            fix = "use one History for each set of losses"
+            raise StructureError(message("conflicts", expected, ", ".join(conflicts.losses), fix))
+        self.steps.append(step)
+        self.shares.append(conflicts.share)
+        for name, norms in self.norms.items():
+            norms.append(conflicts.norms[name])
+        for (a, b), cosines in self.cosines.items():
+            cosines.append(conflicts.cosine(a, b))
+
+    def plot(
+        self, ax: Axes | None = None, *, what: Literal["cosines", "norms"] = "cosines"
+    ) -> Axes:
+        """Draw the record over the steps: thin lines as measured, thick lines the mean of five.
+
+        Args:
+            ax: Axes of matplotlib; None makes a figure.
+            what: The cosines of all pairs, or the norms of all losses.
+
+        Returns:
+            The axes. Values that are not finite are left out of the mean.
+
+        Raises:
+            OptionError: `what` has no such value.
+        """
+        check_option("what", what, ("cosines", "norms"))
+        by_pair = {" · ".join(pair): values for pair, values in self.cosines.items()}
+        return draw_history(self.steps, self.norms if what == "norms" else by_pair, ax, what)
+
+    def _blocks(self) -> Sequence[Block]:
+        if not self.steps:
+            return ["No steps have been added."]
+        last = len(self.steps) - 1
+        # The first, the last, and steps between them at growing distances.
+        rows = [row for row in range(last + 1) if row & (row - 1) == 0 or row == last]
+        steps = [str(self.steps[row]) for row in rows]
+        norms = {
+            name: [f"{values[row]:.3g}" for row in rows] for name, values in self.norms.items()
+        }
+        # Of many pairs, those with the lowest mean cosine.
+        worst = sorted(self.cosines, key=lambda pair: mean(self.cosines[pair]))[:_MAX_PAIRS]
+        cosines = {
+            " · ".join(pair): [_cosine_cell(values[row], "good") for row in rows]
+            for pair, values in self.cosines.items()
+            if pair in worst
+        }
+        shares = {"conflict": [f"{self.shares[row]:.0%}" for row in rows]}
+        left = len(self.cosines) - len(cosines)
+        more = [f"{left} more pairs are in .cosines."] if left else []
+        return [_table(steps, norms), _table(steps, cosines | shares), *more]
+
+
+def _table(steps: list[str], columns: dict[str, list[str]]) -> Table:
+    return Table(["step", *columns], list(zip(steps, *columns.values(), strict=True)))

@@ -55,9 +55,10 @@ class Products:
         return cosines.masked_fill(is_zero[:, None] | is_zero[None, :], 0.0)
 
 
+@torch.no_grad()
 def products_of(rows: PerLossRows, leaves: Sequence[int]) -> Products:
     """Return the inner products of some leaves of the rows, each of which some row has."""
-    picked = [[_plain(row[leaf]) for leaf in leaves] for row in rows.rows]
+    picked = [[row[leaf] for leaf in leaves] for row in rows.rows]
     tops = [float(largest(row)) for row in picked]
     powers = [_power(top) for top in tops]
     scaled = [
@@ -69,15 +70,10 @@ def products_of(rows: PerLossRows, leaves: Sequence[int]) -> Products:
     return Products(matrix, torch.tensor(shown, dtype=torch.float64))
 
 
-def _plain(leaf: Tensor | None) -> Tensor | None:
-    return None if leaf is None else leaf.detach()
-
-
 def _power(top: float) -> int:
     """Return the power of two to take out of a row, of which 0 is none."""
-    if top == 0 or _SMALL <= top <= _LARGE or not top < math.inf:
-        return 0
-    return math.frexp(top)[1]
+    is_kept = top == 0 or _SMALL <= top <= _LARGE or not top < math.inf
+    return 0 if is_kept else math.frexp(top)[1]
 
 
 def _divided(leaf: Tensor, power: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
@@ -33,17 +33,6 @@ def captured_by(function: object) -> list[Captured]:
                 below += _contents(value)
         level = below
     return list(captured.values())
-
-
-def tensors_by_id(captured: Iterable[Captured]) -> dict[int, Tensor]:
-    """Return these tensors, and the parameters of these modules, by their ids."""
-    tensors: list[Tensor] = []
-    for value in captured:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, nn.Module):
-            tensors += value.parameters()
-    return {id(tensor): tensor for tensor in tensors}
 
 
 def _contents(value: object) -> list[Any]:

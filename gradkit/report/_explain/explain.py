@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial, reduce
+from operator import or_
 
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from gradkit._checks import unsupported
-from gradkit._core import pytree
+from gradkit._core import pytree, saved_tensors
+from gradkit._core.graph import Subgraph, edge, is_leaf_node
 from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.losses import read_losses
 from gradkit._core.params import Params, read_params, refuse_distributed
 from gradkit._core.pytree import PyTree
-from gradkit.errors import UnsupportedGraphError
-from gradkit.report._explain.explanation import Explanation
-from gradkit.report._explain.graphs import Graphs
-from gradkit.report._explain.records import LossGraph, Part, Verdict
-from gradkit.report._explain.verdicts import Reachability, graph_end
-from gradkit.report._view.names import listed
+from gradkit.errors import UnsupportedGraphError, describe
+from gradkit.report._explain.explanation import Explanation, LossGraph, Part
+from gradkit.report._explain.verdicts import Reachability
+from gradkit.report._view.rendering import listed
 
 
 def explain(losses: PyTree, params: PyTree) -> Explanation:
@@ -57,23 +58,29 @@ def explain(losses: PyTree, params: PyTree) -> Explanation:
     """
     with leave_inference_mode(record=True):
         wrappers = _wrappers(params)
-        loss_leaves, opened = (
-            read_losses(losses, scalar=False),
-            read_params(params, allow_distributed=True),
-        )
-        names = pytree.labels(loss_leaves.spec, "loss")
-        tensors = _named(opened)
-        graphs = Graphs(loss_leaves.leaves)
-        verdicts = _verdicts(graphs, names, tensors, [module for module, _ in wrappers])
-        reached_by = _reached_by(verdicts)
-        parts, entries = _parts(graphs, names, reached_by)
-        loss_graphs = {
-            name: _loss_graph(name, index, graphs, entries[index], opened)
-            for index, name in enumerate(names)
+        read = read_losses(losses, scalar=False)
+        opened = read_params(params, allow_distributed=True)
+        names = pytree.labels(read.spec, "loss")
+        labels = zip(pytree.labels(opened.spec, "param"), opened.leaves, strict=True)
+        tensors = {label: leaf for label, leaf in labels if leaf is not None}
+        graphs = _Graphs(read.leaves)
+        sharded = {id(p) for module, _ in wrappers for p in module.parameters()}
+        verdicts = {}
+        for name, graph in zip(names, graphs.each, strict=True):
+            reachability = Reachability(graph, sharded)
+            verdicts[name] = {label: reachability.verdict(t) for label, t in tensors.items()}
+        reached_by = {
+            label: tuple(name for name in names if verdicts[name][label].status == "reached")
+            for label in tensors
         }
+        parts, first_parts = _parts(graphs, names, reached_by)
+        loss_graphs = {
+            name: _loss_graph(name, index, graphs, part, opened)
+            for index, (name, part) in enumerate(zip(names, first_parts, strict=True))
+        }
+        is_refused = bool(wrappers) or any(graph.notes for graph in loss_graphs.values())
         statuses = {verdict.status for row in verdicts.values() for verdict in row.values()}
-        unsupported_call = wrappers or any(graph.notes for graph in loss_graphs.values())
-        fits = "reached" in statuses and "changed in place" not in statuses
+        fits = "reached" in statuses and "changed in place" not in statuses and not is_refused
         return Explanation(
             losses=loss_graphs,
             params=reached_by,
@@ -83,14 +90,8 @@ def explain(losses: PyTree, params: PyTree) -> Explanation:
             nodes=sum(graphs.operations.values()),
             shared=sum(count for mask, count in graphs.operations.items() if mask & mask - 1),
             notes=tuple(note for _, note in wrappers),
-            suggestion=_suggestion(graphs, names) if fits and not unsupported_call else "",
+            suggestion=_suggestion(graphs, names) if fits else "",
         )
-
-
-def _named(params: Params) -> dict[str, Tensor]:
-    labels = pytree.labels(params.spec, "param")
-    pairs = zip(labels, params.leaves, strict=True)
-    return {label: leaf for label, leaf in pairs if leaf is not None}
 
 
 def _wrappers(params: PyTree) -> list[tuple[nn.Module, str]]:
@@ -107,29 +108,6 @@ def _wrappers(params: PyTree) -> list[tuple[nn.Module, str]]:
     return wrappers
 
 
-def _verdicts(
-    graphs: Graphs,
-    names: Sequence[str],
-    tensors: Mapping[str, Tensor],
-    wrapped: Sequence[nn.Module],
-) -> dict[str, dict[str, Verdict]]:
-    sharded = {id(p) for module in wrapped for p in module.parameters()}
-    reachability = Reachability(graphs, sharded)
-    return {
-        name: {param: reachability.verdict(index, tensor) for param, tensor in tensors.items()}
-        for index, name in enumerate(names)
-    }
-
-
-def _reached_by(verdicts: dict[str, dict[str, Verdict]]) -> dict[str, tuple[str, ...]]:
-    """Return for every param the losses that reach it."""
-    params = next(iter(verdicts.values()))
-    return {
-        param: tuple(name for name, row in verdicts.items() if row[param].status == "reached")
-        for param in params
-    }
-
-
 def _tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, ...], ...]:
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
@@ -138,78 +116,134 @@ def _tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, ...], ...]:
 
 
 def _loss_graph(
-    name: str, index: int, graphs: Graphs, part: int | None, params: Params
+    name: str, index: int, graphs: _Graphs, part: int | None, params: Params
 ) -> LossGraph:
-    return LossGraph(
-        nodes=graphs.count(index),
-        own=graphs.operations.get(1 << index, 0),
-        part=part,
-        ends="" if _reaches_any(graphs, index, params) else graph_end(name, graphs, index),
-        notes=_notes(graphs, index, params),
-    )
-
-
-def _reaches_any(graphs: Graphs, index: int, params: Params) -> bool:
-    """Return whether a loss reaches a param, also a frozen one; a constant has nothing to reach."""
-    leaves = graphs.leaves[index]
-    return (
-        not graphs.losses[index].requires_grad
-        or any(id(leaf) in leaves for leaf in params.leaves)
-        or any(graphs.reaches(index, variable) for variable in params.variables)
-    )
-
-
-def _notes(graphs: Graphs, index: int, params: Params) -> tuple[str, ...]:
+    graph, bit = graphs.each[index], 1 << index
     notes = [
         f"the other calls raise: expected {expected}, got {got}. What to do: {fix}"
-        for expected, got, fix in unsupported.refused_nodes(graphs.kinds(index))
+        for expected, got, fix in unsupported.refused_nodes(graph.kinds)
     ]
-    if graphs.meets_released(index, params.variables):
+    if graphs.meets_released(graph, params.variables):
         notes.append(
             "its graph has been freed by an earlier pass; compute all gradients in one call, or "
             "pass retain_graph=True to the earlier call"
         )
-    return tuple(notes)
+    return LossGraph(
+        nodes=sum(count for mask, count in graphs.operations.items() if mask & bit),
+        own=graphs.operations.get(bit, 0),
+        part=part,
+        ends=_end(name, graph, params),
+        notes=tuple(notes),
+    )
+
+
+def _end(name: str, graph: Subgraph, params: Params) -> str:
+    """Return where the graph of a loss ends, if it reaches none of the params, or else nothing."""
+    # A frozen param counts as reached; a constant has nothing to reach.
+    if (
+        not graph.roots
+        or any(id(leaf) in graph.leaves for leaf in params.leaves)
+        or any(map(graph.reaches, params.variables))
+    ):
+        return ""
+    text = f"The graph of {name!r} ends before any parameter"
+    leaves = list(graph.leaves.values())
+    if not leaves:
+        return f"{text}."
+    more = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
+    shown = ", ".join(map(describe, leaves[:3]))
+    return f"{text}, at leaf tensors that are not in params: {shown}{more}."
 
 
 def _parts(
-    graphs: Graphs, names: Sequence[str], reached_by: dict[str, tuple[str, ...]]
+    graphs: _Graphs, names: Sequence[str], reached_by: dict[str, tuple[str, ...]]
 ) -> tuple[tuple[Part, ...], list[int | None]]:
     """Return the parts of the graphs, and for each loss the index of the part it starts in."""
     bit = {name: 1 << index for index, name in enumerate(names)}
     params: dict[int, list[str]] = {}
     for param, losses in reached_by.items():
-        params.setdefault(sum(map(bit.__getitem__, losses)), []).append(param)
+        params.setdefault(sum(bit[name] for name in losses), []).append(param)
+    masks = (graphs.operations.keys() | params.keys()) - {0}
     # Heads first, in the order of the losses; then by how many losses share a part.
-    masks = sorted(
-        (graphs.operations.keys() | params.keys()) - {0}, key=lambda mask: (mask.bit_count(), mask)
-    )
-    index_of = {mask: index for index, mask in enumerate(masks)}
-    steps = graphs.steps()
+    order = sorted(masks, key=lambda mask: (mask.bit_count(), mask))
+    index_of = {mask: index for index, mask in enumerate(order)}
+    below = graphs.leads_to()
     parts = tuple(
         Part(
-            losses=tuple(name for name in names if mask & bit[name]),
+            losses=_members(mask, names),
             nodes=graphs.operations.get(mask, 0),
             params=tuple(params.get(mask, ())),
-            below=tuple(sorted(index_of[b] for b in steps.get(mask, ()) if b in index_of)),
+            below=tuple(sorted(index_of[b] for b in below.get(mask, ()) if b in index_of)),
         )
-        for mask in masks
+        for mask in order
     )
-    entries = map(graphs.entry, range(len(names)))
+    entries = map(graphs.entry, graphs.losses)
     return parts, [None if mask is None else index_of.get(mask) for mask in entries]
 
 
-def _suggestion(graphs: Graphs, names: Sequence[str]) -> str:
-    shared = 0
-    for mask in graphs.operations:
-        shared |= mask if mask & mask - 1 else 0
+def _members(mask: int, names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for index, name in enumerate(names) if mask >> index & 1)
+
+
+def _suggestion(graphs: _Graphs, names: Sequence[str]) -> str:
+    shared = reduce(or_, (mask for mask in graphs.operations if mask & mask - 1), 0)
     if not shared:
         return ""
-    sharing = [name for index, name in enumerate(names) if shared >> index & 1]
     text = (
-        f"{listed(sharing)} share part of their graphs. gradkit.per_loss_grads(losses, params) "
-        "gives the gradients of each loss, one pass per loss, in one call"
+        f"{listed(_members(shared, names))} share part of their graphs. "
+        "gradkit.per_loss_grads(losses, params) gives the gradients of each loss, one pass per "
+        "loss, in one call"
     )
     if any(loss.numel() != 1 for loss in graphs.losses):
         return text
     return f"{text}; gradkit.value_and_grads(losses, params) gives those of the sum, in one pass"
+
+
+class _Graphs:
+    """The graph of each loss, empty for a constant; sets of losses are masks."""
+
+    def __init__(self, losses: Sequence[Tensor]) -> None:
+        self.losses = losses
+        self.each = [Subgraph([loss]) for loss in losses]
+
+    @cached_property
+    def reached_by(self) -> dict[Node, int]:
+        """The losses that reach each node."""
+        masks: dict[Node, int] = {}
+        for index, graph in enumerate(self.each):
+            for node in graph.nodes:
+                masks[node] = masks.get(node, 0) | 1 << index
+        return masks
+
+    @cached_property
+    def operations(self) -> dict[int, int]:
+        """For each set of losses, the number of nodes that exactly these reach."""
+        counts: dict[int, int] = {}
+        for node, mask in self.reached_by.items():
+            if not is_leaf_node(node):
+                counts[mask] = counts.get(mask, 0) + 1
+        return counts
+
+    def entry(self, loss: Tensor) -> int | None:
+        """Return the losses that reach the node in which a loss starts; None for a constant."""
+        return self.reached_by[edge(loss).node] if loss.requires_grad else None
+
+    def leads_to(self) -> dict[int, set[int]]:
+        """Return, for each set of losses, the sets into whose nodes its nodes lead."""
+        below: dict[int, set[int]] = {}
+        for node, mask in self.reached_by.items():
+            for child, _ in node.next_functions:
+                if child is not None and self.reached_by[child] != mask:
+                    below.setdefault(mask, set()).add(self.reached_by[child])
+        return below
+
+    @cached_property
+    def _released(self) -> set[Node]:
+        """The nodes that an earlier pass has freed."""
+        return set(filter(saved_tensors.has_released, self.reached_by))
+
+    def meets_released(self, graph: Subgraph, variables: Sequence[Tensor]) -> bool:
+        """Return whether a pass through a graph to some tensors would execute a freed node."""
+        if self._released.isdisjoint(graph.nodes):
+            return False
+        return not self._released.isdisjoint(graph.leading_to(variables))

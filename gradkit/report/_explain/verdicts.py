@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradkit._checks import sharding
 from gradkit._compat.tensors import without_torch_function
-from gradkit._core import graph
+from gradkit._core.graph import Subgraph, edge, has_rebuilt_history, was_used_before_change
 from gradkit._core.ownership import PLAIN_TYPES
-from gradkit.errors import describe
-from gradkit.report._explain.closure import captured_by, tensors_by_id
-from gradkit.report._explain.graphs import Graphs
-from gradkit.report._explain.records import Verdict
+from gradkit.report._explain.closure import captured_by
+from gradkit.report._explain.explanation import Verdict
 
 _CHECKPOINT = "CheckpointFunctionBackward"
 
@@ -59,77 +57,72 @@ _PERHAPS_INSIDE = Verdict(
 )
 
 
-@dataclass
 class Reachability:
-    """Judges whether a loss reaches a tensor; `sharded` are the ids of FSDP's parameters."""
+    """Judges which tensors a loss reaches; `sharded` are the ids of FSDP's parameters."""
 
-    graphs: Graphs
-    sharded: Collection[int] = ()
-    _inside: dict[int, dict[int, Tensor]] = field(default_factory=dict)
-    _memory: dict[int, dict[int, list[range]]] = field(default_factory=dict)
+    def __init__(self, graph: Subgraph, sharded: Collection[int]) -> None:
+        self.graph = graph
+        self.sharded = sharded
 
-    def verdict(self, index: int, variable: Tensor) -> Verdict:
-        """Return whether loss number `index` reaches a tensor, or why not."""
+    def verdict(self, variable: Tensor) -> Verdict:
+        """Return whether the loss reaches a tensor, or why not."""
         if not variable.requires_grad:
-            return self._frozen(index, variable)
-        if not self.graphs.losses[index].requires_grad:
+            if not (variable.is_floating_point() or variable.is_complex()):
+                return _INTEGER
+            return _FROZEN_SINCE if id(variable) in self.graph.leaves else _FROZEN
+        if not self.graph.roots:
             return _CONSTANT
-        if self.graphs.reaches(index, variable):
-            nodes = self.graphs.nodes[index]
-            is_there = variable.grad_fn is not None or _leaf_node(variable) in nodes
-            return _REACHED if is_there else _MOVED
-        return self._unreached(index, variable)
+        if not self.graph.reaches(variable):
+            return self._unreached(variable)
+        is_there = variable.grad_fn is not None or _leaf_node(variable) in self.graph.nodes
+        return _REACHED if is_there else _MOVED
 
-    def _frozen(self, index: int, variable: Tensor) -> Verdict:
-        if not (variable.is_floating_point() or variable.is_complex()):
-            return _INTEGER
-        return _FROZEN_SINCE if id(variable) in self.graphs.leaves[index] else _FROZEN
-
-    def _unreached(self, index: int, variable: Tensor) -> Verdict:
+    def _unreached(self, variable: Tensor) -> Verdict:
         if id(variable) in self.sharded or sharding.may_be_sharded(variable):
             return _SHARDED
-        if id(variable) in self._inside_checkpoints(index):
+        if id(variable) in self._checkpointed:
             return _INSIDE
         if variable.grad_fn is not None and (
-            graph.has_rebuilt_history(variable)
-            or graph.was_used_before_change(variable, self.graphs.nodes[index])
+            has_rebuilt_history(variable) or was_used_before_change(variable, self.graph.nodes)
         ):
             return _CHANGED
-        if self._shares_memory(index, variable):
-            return _SAME_MEMORY
-        has_checkpoint = any(kind.__name__ == _CHECKPOINT for kind in self.graphs.kinds(index))
-        return _PERHAPS_INSIDE if has_checkpoint else _NOT_THERE
-
-    def _inside_checkpoints(self, index: int) -> dict[int, Tensor]:
-        if index not in self._inside:
-            self._inside[index] = checkpointed_tensors(self.graphs, index)
-        return self._inside[index]
-
-    def _shares_memory(self, index: int, variable: Tensor) -> bool:
-        if index not in self._memory:
-            self._memory[index] = {}
-            for leaf in self.graphs.leaves[index].values():
-                storage, span = _memory_of(leaf)
-                self._memory[index].setdefault(storage, []).append(span)
         storage, span = _memory_of(variable)
         # One storage, such as a flat vector of many parameters, may have a part for each.
-        return any(
-            span.start < other.stop and other.start < span.stop
-            for other in self._memory[index].get(storage, ())
-        )
+        spans = self._memory.get(storage, ())
+        if any(span.start < other.stop and other.start < span.stop for other in spans):
+            return _SAME_MEMORY
+        has_checkpoint = any(kind.__name__ == _CHECKPOINT for kind in self.graph.kinds)
+        return _PERHAPS_INSIDE if has_checkpoint else _NOT_THERE
+
+    @cached_property
+    def _checkpointed(self) -> dict[int, Tensor]:
+        return checkpointed_tensors(self.graph)
+
+    @cached_property
+    def _memory(self) -> dict[int, list[range]]:
+        """The spans of bytes of the leaves in the graph, by storage."""
+        spans: dict[int, list[range]] = {}
+        for storage, span in map(_memory_of, self.graph.leaves.values()):
+            spans.setdefault(storage, []).append(span)
+        return spans
 
 
 def _leaf_node(leaf: Tensor) -> Node:
     # torch takes a view to find it, and __torch_function__ would make that another tensor.
     with without_torch_function():
-        return graph.edge(leaf).node
+        return edge(leaf).node
 
 
-def checkpointed_tensors(graphs: Graphs, index: int) -> dict[int, Tensor]:
-    """Return the tensors that the functions of a loss's reentrant checkpoints use, by id."""
-    nodes = [node for node in graphs.nodes[index] if type(node).__name__ == _CHECKPOINT]
-    functions = [cast("Any", node).run_function for node in nodes]
-    return tensors_by_id(captured_by(functions)) if functions else {}
+def checkpointed_tensors(graph: Subgraph) -> dict[int, Tensor]:
+    """Return the tensors that the functions of a graph's reentrant checkpoints use, by id."""
+    nodes = [cast("Any", node) for node in graph.nodes if type(node).__name__ == _CHECKPOINT]
+    tensors: dict[int, Tensor] = {}
+    for value in captured_by([node.run_function for node in nodes]):
+        if isinstance(value, nn.Module):
+            tensors |= {id(param): param for param in value.parameters()}
+        elif isinstance(value, Tensor):
+            tensors[id(value)] = value
+    return tensors
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, range]:
@@ -143,14 +136,3 @@ def _memory_of(tensor: Tensor) -> tuple[int, range]:
     length = 1 + sum((size - 1) * stride for size, stride in steps)
     start, itemsize = tensor.storage_offset(), tensor.element_size()
     return storage, range(start * itemsize, (start + length) * itemsize)
-
-
-def graph_end(name: str, graphs: Graphs, index: int) -> str:
-    """Return where the graph of a loss ends that reaches none of the params."""
-    leaves = list(graphs.leaves[index].values())
-    text = f"The graph of {name!r} ends before any parameter"
-    if not leaves:
-        return f"{text}."
-    more = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
-    shown = ", ".join(map(describe, leaves[:3]))
-    return f"{text}, at leaf tensors that are not in params: {shown}{more}."

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from gradkit.report._view.extras import axes_or_new
+from gradkit.report._view.rendering import import_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,6 +20,14 @@ _STYLES = ("-", "--", ":", "-.")  # for the second, third, ... use of the colour
 _WINDOW = 2  # steps averaged on either side
 _MAX_NUMBERS = 12
 _MAX_ROWS = 40
+
+
+def axes_or_new(ax: Axes | None, size: tuple[float, float]) -> Axes:
+    """Return the caller's axes, or those of a new pyplot figure of this size in inches."""
+    if ax is None:
+        figure = import_extra("matplotlib.pyplot").figure(figsize=size, layout="constrained")
+        ax = figure.subplots()
+    return ax
 
 
 def cosine_text(cosine: float) -> str:
@@ -73,11 +81,7 @@ def draw_history(
         ax.axhline(0, color="black", linewidth=1)
         ax.text(0.99, 0.04, "conflict", transform=ax.transAxes, ha="right", color="dimgray")
         ax.set(ylabel="cosine of two gradients", ylim=(-1, 1))
-    handles = []
-    for index, values in enumerate(lines.values()):
-        cycle, colour = divmod(index, len(_COLOURS))
-        style = _STYLES[cycle % len(_STYLES)]
-        handles.append(_draw_line(ax, steps, values, _COLOURS[colour], style))
+    handles = [_draw_line(ax, steps, values, i) for i, values in enumerate(lines.values())]
     ax.set_xlabel("step")
     if len(steps) == 1:
         ax.set(xlim=(steps[0] - 1, steps[0] + 1), xticks=steps)
@@ -100,12 +104,11 @@ def _scale_norms(ax: Axes, norms: Sequence[float]) -> None:
         ax.set_yscale("log")
 
 
-def _draw_line(
-    ax: Axes, steps: Sequence[int], values: Sequence[float], colour: str, style: str
-) -> Line2D:
-    ends = ((max(i - _WINDOW, 0), i + _WINDOW + 1) for i in range(len(values)))
+def _draw_line(ax: Axes, steps: Sequence[int], values: Sequence[float], index: int) -> Line2D:
+    cycle, colour_index = divmod(index, len(_COLOURS))
+    colour, style = _COLOURS[colour_index], _STYLES[cycle % len(_STYLES)]
     ax.plot(steps, values, color=colour, linewidth=0.8, alpha=0.35)
-    means = [mean(values[start:end]) for start, end in ends]
+    means = [mean(values[max(i - _WINDOW, 0) : i + _WINDOW + 1]) for i in range(len(values))]
     marker = "o" if len(steps) == 1 else ""  # a line through one point cannot be seen
     return ax.plot(steps, means, style, color=colour, linewidth=2, marker=marker)[0]
 
@@ -143,8 +146,7 @@ def _scale_gaps(ax: Axes, gaps: Sequence[float]) -> None:
     """Scale x by powers of ten, and linearly close to zero, for None against zero."""
     sizes = [gap for gap in gaps if gap and math.isfinite(gap)]
     if not sizes:
-        ax.set(xlim=(-0.1, 1))
-        ax.set_xticks([0])
+        ax.set(xlim=(-0.1, 1), xticks=[0])
         return
     low, high = math.floor(math.log10(min(sizes))), math.ceil(math.log10(max(sizes)))
     ax.set_xscale("symlog", linthresh=10.0**low, linscale=0.5)

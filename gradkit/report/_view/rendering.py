@@ -1,14 +1,14 @@
-"""Results as sentences and tables: plain text, rich and HTML."""
+"""Results as sentences and tables, with many names in few lines: plain text, rich and HTML."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from html import escape
+from importlib import import_module
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, TypeAlias
-
-from gradkit.report._view.extras import import_extra
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -34,14 +34,14 @@ class Styled(str):
 class Table:
     """Column names, and rows of cells."""
 
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
     def is_number(self, column: int) -> bool:
         """Return whether a column is all numbers, which are aligned to the right."""
-        cells = [row[column] for row in self.rows]
         # The first column has names, some of which start with a digit.
-        return all(map(str.isdigit if column == 0 else _NUMBER.match, cells))
+        is_number = str.isdigit if column == 0 else _NUMBER.match
+        return all(is_number(row[column]) for row in self.rows)
 
 
 Block: TypeAlias = Table | str
@@ -54,48 +54,46 @@ class Report:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return "\n\n".join(
-            _table_text(b) if isinstance(b, Table) else _wrapped(b) for b in self._blocks()
-        )
+        return "\n\n".join(map(_text, self._blocks()))
 
     __repr__ = __str__
 
     def __rich__(self) -> Group:
-        return _as_rich(self._blocks())
+        import_extra("rich")
+        from rich.console import Group
+        from rich.text import Text
+
+        # As Text, not as markup, which would take "[0]" for a style.
+        blocks = self._blocks()
+        return Group(*(Text(f"{b}\n") if isinstance(b, str) else _rich_table(b) for b in blocks))
 
     def _repr_html_(self) -> str:
         return "\n".join(map(_html, self._blocks()))
 
 
-def _wrapped(text: str) -> str:
-    return fill(
-        text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
+def import_extra(name: str) -> Any:
+    """Import a module of the extra `gradkit[plot]`; an ImportError names the extra."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        text = f"{package} is needed for this, and is not installed: pip install gradkit[plot]"
+        raise ImportError(text) from error
 
 
-def _table_text(table: Table) -> str:
-    rows = [table.columns, *table.rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(table.columns))]
-    right = [table.is_number(column) for column in range(len(table.columns))]
-
-    def line(cells: Iterable[str]) -> str:
-        sides = zip(cells, widths, right, strict=True)
-        return "  ".join(f"{c:>{w}}" if r else f"{c:<{w}}" for c, w, r in sides).rstrip()
-
-    return "\n".join([
-        line(table.columns),
-        line("-" * width for width in widths),
-        *map(line, table.rows),
-    ])
-
-
-def _as_rich(blocks: Sequence[Block]) -> Group:
-    import_extra("rich")
-    from rich.console import Group
-    from rich.text import Text
-
-    # As Text, not as markup, which would take "[0]" for a style.
-    return Group(*(_rich_table(b) if isinstance(b, Table) else Text(f"{b}\n") for b in blocks))
+def _text(block: Block) -> str:
+    if isinstance(block, str):
+        return fill(
+            block, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+    columns = list(zip(block.columns, *block.rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    aligned = [
+        [f"{cell:{'>' if block.is_number(index) else '<'}{width}}" for cell in column]
+        for index, (column, width) in enumerate(zip(columns, widths, strict=True))
+    ]
+    head, *rows = ("  ".join(cells).rstrip() for cells in zip(*aligned, strict=True))
+    return "\n".join([head, "  ".join("-" * width for width in widths), *rows])
 
 
 def _rich_table(table: Table) -> Any:
@@ -112,18 +110,57 @@ def _rich_table(table: Table) -> Any:
 
 
 def _html(block: Block) -> str:
-    from html import escape
-
     if isinstance(block, str):
         return f"<p>{escape(block)}</p>"
     head = "".join(f"<th>{escape(column)}</th>" for column in block.columns)
-    rows = [
-        "".join(f'<td style="{_CSS[_style(cell)]}">{escape(cell)}</td>' for cell in row)
-        for row in block.rows
-    ]
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    body = ""
+    for row in block.rows:
+        cells = (f'<td style="{_CSS[_style(cell)]}">{escape(cell)}</td>' for cell in row)
+        body += f"<tr>{''.join(cells)}</tr>"
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _style(cell: str) -> str:
     return cell.style if isinstance(cell, Styled) else ""
+
+
+def folded(names: Sequence[str], kinds: Sequence[Hashable]) -> list[tuple[str, list[int]]]:
+    """Group dotted names of one kind by their longest prefix: `(label, indices)` of each group."""
+    parts = [name.split(".") for name in names]
+
+    def fold(prefix: str, members: list[int]) -> list[tuple[str, list[int]]]:
+        if len(members) == 1:
+            return [(names[members[0]], members)]
+        if len({kinds[member] for member in members}) == 1:
+            return [(f"{prefix}*", members)]
+        depth = prefix.count(".")
+        children: dict[tuple[str, bool], list[int]] = {}
+        for member in members:
+            # A name that ends at this depth is a group by itself, whatever else starts like it.
+            is_last = len(parts[member]) == depth + 1
+            label = names[member] if is_last else f"{prefix}{parts[member][depth]}."
+            children.setdefault((label, is_last), []).append(member)
+        groups: list[tuple[str, list[int]]] = []
+        for (label, is_last), below in children.items():
+            groups += [(label, below)] if is_last else fold(label, below)
+        return groups
+
+    return fold("", list(range(len(names))))
+
+
+def prefixes(name: str) -> list[str]:
+    """Return the modules that a parameter is in, from the outermost: `a.b.w` gives `a`, `a.b`."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def listed(names: Sequence[str], limit: int = 4) -> str:
+    """Return names as `a, b and c`; of many the first few, and how many more there are."""
+    shown = [*names[:limit], f"{len(names) - limit} more"] if len(names) > limit else list(names)
+    return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun: `1 loss`, `3 losses`."""
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{'' if count == 1 else ending}"
