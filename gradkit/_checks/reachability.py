@@ -141,8 +141,12 @@ def refuse_nothing_reached(call: Call) -> NoReturn:
 def unreached(losses: Losses, passes: Sequence[Pass], variable: int) -> str:
     """Return the message for a variable of the first pass that has any, which no loss reaches."""
     where = next(params.path(variable) for _, params in passes if params.variables)
-    if not any(losses.leaves[index].requires_grad for group, _ in passes for index in group):
+    roots = [losses.leaves[index] for group, _ in passes for index in group]
+    if not any(root.requires_grad for root in roots):
         got, fix = "none: the loss is a constant", "leave it out, or allow it: unused='none'"
+    elif all(root.grad_fn is None for root in roots):
+        got = "none: the losses are leaf tensors, such as parameters"
+        fix = "the arguments are (losses, params), in this order: pass the loss first"
     else:
         got, fix = _CUT, "compute the losses from these very tensors, or leave them out of params"
     return message(where, f"a path from {_names(losses, passes)}", got, fix)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeAlias, cast
@@ -54,6 +54,8 @@ def read_losses(
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, nn.Module | Optimizer):
                 fix = "return the loss, computed with it" if returned else _LOSSES_FIRST
+                if not returned and not any(True for _ in _parameters(leaf)):  # a criterion
+                    fix = "call it, and pass the loss that it returns"
                 where, got = pytree.path(spec, index, "losses"), f"a {type(leaf).__name__}"
                 raise LeafTypeError(message(where, "a tensor", got, fix))
         leaves, spec = expand_params(tree, "losses")
@@ -70,6 +72,10 @@ def read_losses(
                 fix += "; if this is aux, pass has_aux=True"
             raise error(message(losses.path(index), expected, describe(loss), fix))
     return losses
+
+
+def _parameters(leaf: nn.Module | Optimizer) -> Iterator[object]:
+    return leaf.parameters() if isinstance(leaf, nn.Module) else iter(leaf.param_groups)
 
 
 def _defect(loss: Any, scalar: bool, returned: bool) -> Defect | None:
@@ -122,10 +128,11 @@ def params_of_each_loss(losses: Losses, params: PyTree) -> list[PyTree]:
     """Return the part of `params` that stands in the place of each loss."""
     if isinstance(params, nn.Module) and losses.spec.type is not None:
         got = f"one module, a {type(params).__name__}"
-        fix = (
-            "list(params) for a list of losses; or a dict of the modules, with the keys of the "
-            'losses: {"G": generator, "D": discriminator}'
-        )
+        fix = 'a dict of modules with the keys of the losses: {"G": generator, "D": discriminator}'
+        if isinstance(params, nn.ModuleList | nn.Sequential) and losses.spec.type in (list, tuple):
+            fix = f"{losses.spec.type.__name__}(params), which has one module for each loss"
+        elif isinstance(params, nn.ModuleDict) and losses.spec.type is dict:
+            fix = "dict(params.items()), with the keys of the losses"
         raise StructureError(message("params", "a tree with the structure of losses", got, fix))
     return pytree.flatten_up_to(losses.spec, "losses", params, "params")
 

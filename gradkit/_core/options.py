@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
-from gradkit.errors import OptionError, message
+from gradkit.errors import OptionError, describe, message
 
 Unused: TypeAlias = Literal["none", "zeros", "error"]
 # The values of `unused` under which every trainable parameter has a gradient.
@@ -35,6 +35,13 @@ def check_optional_bool(name: str, value: object) -> None:
     """Raise if an option is neither a bool nor None."""
     if value is not None:
         check_option(name, value, (None, False, True))
+
+
+def check_function(value: object) -> None:
+    """Raise if what is to be differentiated is not a function."""
+    if not callable(value):
+        fix = "pass a function; for losses that exist: gradkit.value_and_grads(losses, params)"
+        raise OptionError(message("fn", "a function", describe(value), fix))
 
 
 def check_pass_options(unused: object, create_graph: object, retain_graph: object) -> None:

@@ -182,9 +182,10 @@ def why_empty(tree: PyTree) -> tuple[str, str]:
             "an iterator with nothing left in it: it can be read only once",
             "pass the module, or list(model.parameters())",
         )
-    if not isinstance(tree, nn.Module):
+    modules = [leaf for leaf in pytree.flatten(tree)[0] if isinstance(leaf, nn.Module)]
+    if not modules:
         return "an empty tree", "pass the module, or list(model.parameters())"
-    hidden = _unregistered(tree)
+    hidden = next(filter(None, map(_unregistered, modules)), None)
     if hidden is None:
         return "a module without parameters", "pass the module that the losses were computed with"
     return (
@@ -217,7 +218,9 @@ def expand_params(
         if isinstance(leaf, nn.Module) and not allow_distributed:
             refuse_distributed(leaf, partial(pytree.path, spec, index, root))
         expanded.append(_expanded(leaf))
-    return expand_params(pytree.unflatten(spec, expanded), root)
+    return expand_params(
+        pytree.unflatten(spec, expanded), root, allow_distributed=allow_distributed
+    )
 
 
 def _expanded(leaf: Any) -> PyTree:

@@ -133,9 +133,14 @@ def refuse_state_dict(tree: PyTree, root: str) -> None:
 def _known_mistake(params: Params, grads: PyTree) -> GradkitError | None:
     """Return the error for gradients that do not match, if it is known what they are instead."""
     pair = "value, grads = gradkit.value_and_grads(losses, params)"
-    if type(grads) is tuple and len(grads) == 2 and _matches(params.spec, grads[1]):
-        got = "a pair (values, gradients) that was not unpacked"
-        return StructureError(message("grads", "a tree of gradients", got, pair))
+    if type(grads) is tuple and len(grads) == 2:
+        if _matches(params.spec, grads[1]):
+            got = "a pair (values, gradients) that was not unpacked"
+            return StructureError(message("grads", "a tree of gradients", got, pair))
+        if isinstance(grads[1], Tensor) and _matches(params.spec, grads[0]):
+            got = "a pair (gradients, norm) that was not unpacked"
+            fix = "clipped, norm = gradkit.tree.clip_by_global_norm(grads, max_norm)"
+            return StructureError(message("grads", "a tree of gradients", got, fix))
     leaves, _ = pytree.flatten(grads)
     for leaf in leaves:
         if isinstance(leaf, nn.Module | Optimizer | nn.Parameter):

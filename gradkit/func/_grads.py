@@ -18,6 +18,7 @@ from gradkit._core.options import (
     Unused,
     check_bool,
     check_chunk_size,
+    check_function,
     check_option,
 )
 from gradkit._core.pytree import PyTree
@@ -88,6 +89,7 @@ def value_and_grads(
         `torch.func.grad_and_value`, https://pytorch.org/docs/stable/func.api.html; names and
         argument order follow `jax.value_and_grad`, `values` first.
     """
+    check_function(fn)
     check_bool("has_aux", has_aux)
     check_option("unused", unused, UNUSED)
 
@@ -148,6 +150,7 @@ def per_loss_grads(
     Source:
         `torch.func.jacrev`, https://pytorch.org/docs/stable/func.api.html
     """
+    check_function(fn)
     check_bool("has_aux", has_aux)
     check_option("unused", unused, UNUSED)
     check_option("strategy", strategy, (*STRATEGIES, None))

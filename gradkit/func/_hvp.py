@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gradkit._compat.transforms import detached
 from gradkit._core import pytree
 from gradkit._core.inference_mode import leave_inference_mode
-from gradkit._core.options import check_option
+from gradkit._core.options import check_function, check_option
 from gradkit._core.pytree import PyTree
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 from gradkit.func._arguments import Arguments, read_arguments
@@ -71,6 +71,7 @@ def hvp(
         Pearlmutter 1994, "Fast Exact Multiplication by the Hessian"; its arguments are those of
         `torch.autograd.functional.hvp`, https://pytorch.org/docs/stable/autograd.html
     """
+    check_function(fn)
     check_option("mode", mode, ("forward-over-reverse", "reverse-over-reverse"))
     several = type(primals) is tuple
     args = primals if several else (primals,)

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from gradkit._compat.transforms import detached
 from gradkit._core.inference_mode import leave_inference_mode
-from gradkit._core.options import UNUSED, Unused, check_bool, check_chunk_size, check_option
+from gradkit._core.options import (
+    UNUSED,
+    Unused,
+    check_bool,
+    check_chunk_size,
+    check_function,
+    check_option,
+)
 from gradkit._core.pytree import PyTree
 from gradkit.func._arguments import ArgNums, read_arguments
 from gradkit.func._batch import read_batch
@@ -73,6 +80,7 @@ def per_sample_grads(
         `torch.func.vmap` over `torch.func.grad`,
         https://pytorch.org/tutorials/intermediate/per_sample_grads.html
     """
+    check_function(fn)
     check_bool("has_aux", has_aux)
     check_chunk_size(chunk_size)
     check_option("randomness", randomness, ("error", "same", "different"))

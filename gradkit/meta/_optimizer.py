@@ -10,13 +10,21 @@ from itertools import chain
 from numbers import Real
 from typing import Any, TypeAlias, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from gradkit._core import pytree
 from gradkit._core.options import check_bool
 from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree, Structure
-from gradkit.errors import LeafTypeError, OptionError, StructureError, describe, message
+from gradkit.errors import (
+    LeafTypeError,
+    OptionError,
+    StructureError,
+    UnsupportedOptimizerError,
+    describe,
+    message,
+)
 from gradkit.meta._foreach import Tensors
 
 # A number, a tensor of one element, or a tree like params with one of these for each leaf.
@@ -119,6 +127,9 @@ def read_state(opt: Optimizer, state: object, spec: Structure) -> Columns:
     }
 
 
+_FLAGS = ("nesterov", "maximize", "amsgrad", "centered")
+
+
 def read_settings(
     opt: Optimizer,
     hyper: Mapping[str, Hyper],
@@ -130,7 +141,7 @@ def read_settings(
     settings = dict(hyper)
     if not opt.scalar_hyperparams:
         for name, value in hyper.items():
-            if isinstance(opt.hyper[name], bool):
+            if name in _FLAGS:
                 check_bool(name, value)
             else:
                 settings[name] = _read_hyperparam(name, value, leaves, spec, set(moving))
@@ -166,6 +177,15 @@ def _read_hyperparam(
 
 def _is_number(value: object) -> bool:
     return value is not True and value is not False and isinstance(value, Real)
+
+
+def require_optimizer(opt: object) -> None:
+    """Raise if this is not an optimizer of gradkit.meta."""
+    if not isinstance(opt, Optimizer):
+        expected, fix = "an optimizer of gradkit.meta", "gradkit.meta.sgd(lr=0.1)"
+        if isinstance(opt, torch.optim.Optimizer):
+            fix = f"gradkit.meta.from_torch(torch.optim.{type(opt).__name__}, lr=0.1)"
+        raise UnsupportedOptimizerError(message("opt", expected, describe(opt), fix))
 
 
 def update(

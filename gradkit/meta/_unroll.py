@@ -22,6 +22,7 @@ from gradkit.meta._optimizer import (
     initial_state,
     read_settings,
     read_state,
+    require_optimizer,
     select,
 )
 from gradkit.meta._recompute import recomputed
@@ -111,6 +112,7 @@ def unroll(
         UnsupportedGraphError: A recomputed step uses tensors from outside that require grad; or
             torch would get the derivative of a step silently wrong. In the backward pass, also if
             a recomputed step gives another result than before.
+        UnsupportedOptimizerError: `opt` is not an optimizer of `gradkit.meta`.
 
     Source:
         Finn et al. 2017, "Model-Agnostic Meta-Learning", algorithm 1 and section 5.2 (first order),
@@ -118,6 +120,7 @@ def unroll(
         Memory Cost", https://arxiv.org/abs/1604.06174, for the recomputation.
     """
     _check_options(memory, first_order=first_order, has_aux=has_aux)
+    require_optimizer(opt)
     enabled = torch.is_grad_enabled()
     create_graph = enabled and not first_order
     with leave_inference_mode(record=True), torch.set_grad_enabled(enabled):

@@ -389,9 +389,7 @@ def test_the_players_of_a_game_in_one_module(device: torch.device) -> None:
     players = nn.ModuleList(nn.Linear(2, 1) for _ in range(2)).to(device)
     losses = [player(torch.ones(1, 2, device=device)).sum() for player in players]
     read = read_losses(losses, scalar=True)
-    with pytest.raises(
-        gradkit.StructureError, match=r"(?s)params: .*a ModuleList.*list\(params\).*generator"
-    ):
+    with pytest.raises(gradkit.StructureError, match=r"(?s)params: .*a ModuleList.*list\(params\)"):
         params_of_each_loss(read, players)
     assert params_of_each_loss(read, list(players)) == list(players)
     assert params_of_each_loss(read_losses(losses[0], scalar=True), players) == [players]

@@ -330,3 +330,70 @@ def test_players_in_one_module(device: torch.device, container: type[nn.Module])
         gradkit.simultaneous_grads(losses, players)
     grads = gradkit.simultaneous_grads(losses, list(parts.values()))
     assert all(grad is not None for tree in grads for grad in tree.values())
+
+
+class Hidden(nn.Module):
+    """A module whose layers are in a plain list, in which torch does not look for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(2, 1).to(device)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+
+def mistakes(device: torch.device) -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
+    """Return calls that are mistaken: each with its error, and what its message names."""
+    model, hidden = mlp(device), Hidden(device)
+    x = torch.randn(2, 3, device=device)
+    params = dict(model.named_parameters())
+
+    def loss() -> Tensor:
+        return model(x).sum()
+
+    def clipped_step() -> None:
+        _, grads = gradkit.value_and_grads(loss(), model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        gradkit.step_(optimizer, model, gradkit.tree.clip_by_global_norm(grads, 1.0))
+
+    values, per_loss, func = gradkit.value_and_grads, gradkit.per_loss_grads, gradkit.func
+    return {
+        "criterion": (lambda: values(nn.MSELoss(), model), gradkit.LeafTypeError, "call it"),
+        "module first": (
+            lambda: values(model, loss()), gradkit.LeafTypeError, r"\(losses, params\)"
+        ),
+        "dict first": (
+            lambda: per_loss(params, loss()), gradkit.UnreachedParamError, r"\(losses, params\)"
+        ),
+        "parameters first": (
+            lambda: per_loss(model.parameters(), loss()),
+            gradkit.UnreachedParamError,
+            r"\(losses, params\)",
+        ),
+        "clipped pair": (clipped_step, gradkit.StructureError, r"clipped, norm = "),
+        "layers in a list": (
+            lambda: values(loss(), {"a": hidden}), gradkit.StructureError, r"module\.layers"
+        ),
+        "loss for a function": (
+            lambda: func.value_and_grads(loss()), gradkit.OptionError, r"value_and_grads\(losses"
+        ),
+        "torch's optimizer": (
+            lambda: gradkit.meta.unroll(
+                lambda w, o, b: (w * w).sum(),
+                x,
+                [0],
+                torch.optim.SGD(model.parameters(), lr=0.1),
+            ),
+            gradkit.UnsupportedOptimizerError,
+            r"from_torch\(torch\.optim\.SGD",
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", mistakes(torch.device("cpu")))
+def test_a_mistake_is_named_with_the_call_that_works(device: torch.device, name: str) -> None:
+    call, error, text = mistakes(device)[name]
+    assert issubclass(error, gradkit.GradkitError)
+    with pytest.raises(error, match=text):
+        call()
