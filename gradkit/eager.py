@@ -272,7 +272,10 @@ def per_loss_grads(
     check_pass_options(unused, create_graph, retain_graph)
     check_batching(strategy, chunk_size)
     with leave_inference_mode():
-        flat_losses, flat_params = read_losses(losses, scalar=False), read_params(params)
+        flat_losses, flat_params = (
+            read_losses(losses, scalar=False, with_graph=True),
+            read_params(params),
+        )
         result = run_separately(
             flat_losses,
             flat_params,

@@ -60,8 +60,8 @@ class Passes(Protocol):
 class JacobianBuffer:
     """The gradients of a loss, element by element, without a second copy of them all."""
 
-    def __init__(self, passes: Passes, loss: Tensor, variables: list[Tensor]) -> None:
-        self._passes, self._loss, self._variables = passes, loss, variables
+    def __init__(self, loss: Tensor, variables: list[Tensor]) -> None:
+        self._loss, self._variables = loss, variables
         # For each variable: the result, a view of it by elements, and where the next one goes; or
         # the parts to join, of gradients that cannot be copied into a buffer.
         self._buffers: list[Tensor | None] = [None] * len(variables)
@@ -69,19 +69,21 @@ class JacobianBuffer:
         self._filled = [0] * len(variables)
         self._parts: list[list[tuple[int, Tensor]]] = [[] for _ in variables]
 
-    def run_one(self, element: int, *, retain: bool) -> None:
+    def run_one(self, passes: Passes, element: int, *, retain: bool) -> None:
         """Run the pass of one element."""
         seed = one_hot(self._loss, element, element + 1)[0]
-        grads = self._passes.grads([self._loss], [seed], self._variables, retain=retain)
-        self._put(element, element + 1, [None if g is None else g.unsqueeze(0) for g in grads])
+        grads = passes.grads([self._loss], [seed], self._variables, retain=retain)
+        rows = [None if grad is None else grad.unsqueeze(0) for grad in grads]
+        self._put(element, element + 1, rows, in_place=not passes.create_graph)
 
-    def run_batch(self, start: int, stop: int) -> None:
+    def run_batch(self, passes: Passes, start: int, stop: int) -> None:
         """Run the vmapped pass of the elements from `start` to `stop`, and keep the graph."""
-        seeds = one_hot(self._loss, start, stop)
-        self._put(start, stop, self._passes.batched_grads(self._loss, seeds, self._variables))
+        rows = passes.batched_grads(self._loss, one_hot(self._loss, start, stop), self._variables)
+        self._put(start, stop, rows, in_place=not passes.create_graph)
 
-    def _put(self, start: int, stop: int, grads: Sequence[Tensor | None]) -> None:
-        in_place = not self._passes.create_graph
+    def _put(
+        self, start: int, stop: int, grads: Sequence[Tensor | None], *, in_place: bool
+    ) -> None:
         for index, grad in enumerate(grads):
             if grad is None:
                 continue  # a structural zero, or an element that a custom Function left out
@@ -139,9 +141,9 @@ def sequential(
         return passes.grads([loss], [None], variables, retain=retain)
     if loss.numel() == 0:
         return _empty(loss, variables)
-    buffer = JacobianBuffer(passes, loss, variables)
+    buffer = JacobianBuffer(loss, variables)
     for element in range(loss.numel()):
-        buffer.run_one(element, retain=retain or element + 1 < loss.numel())
+        buffer.run_one(passes, element, retain=retain or element + 1 < loss.numel())
     return buffer.result()
 
 
@@ -157,20 +159,20 @@ def batched(
     passes: Passes, loss: Tensor, variables: list[Tensor], *, retain: bool, chunk_size: int | None
 ) -> list[Tensor | None]:
     """Return what `sequential` does, to rounding, in vmapped passes."""
-    buffer = JacobianBuffer(passes, loss, variables)
+    buffer = JacobianBuffer(loss, variables)
     # Vmapped passes keep the graph, so that `sequential` can follow a failure: the last element
     # has its own pass if the graph is to be freed.
     last = loss.numel() if retain else loss.numel() - 1
     try:
         for start in range(0, last, chunk_size or last):
-            buffer.run_batch(start, min(start + (chunk_size or last), last))
+            buffer.run_batch(passes, start, min(start + (chunk_size or last), last))
     except RuntimeError as error:
         if torch.compiler.is_compiling() or isinstance(error, GradkitError):
             raise
         _warn(f"the batched pass failed ({type(error).__name__}: {error})")
         return sequential(passes, loss, variables, retain=retain)
     if not retain:
-        buffer.run_one(last, retain=False)
+        buffer.run_one(passes, last, retain=False)
     return buffer.result()
 
 

@@ -119,7 +119,7 @@ def run_separately(
     runner: Runner = PassRunner,
 ) -> PassResult:
     """Run the passes for every loss that carries a graph, by itself."""
-    group = require_graph(losses, losses.leaves)
+    group = [index for index, loss in enumerate(losses.leaves) if loss.requires_grad]
     passes = [Pass([index], params) for index in group]
     call = Call(losses, losses.leaves, passes, unused, create_graph)
     if unused == "error":

@@ -46,7 +46,12 @@ class Losses:
 
 
 def read_losses(
-    tree: PyTree, *, scalar: bool, returned: bool = False, may_be_aux: bool = False
+    tree: PyTree,
+    *,
+    scalar: bool,
+    with_graph: bool = False,
+    returned: bool = False,
+    may_be_aux: bool = False,
 ) -> Losses:
     """Check a tree of losses: given by the caller, or `returned` by the caller's function."""
     leaves, spec = pytree.flatten(tree)
@@ -71,6 +76,8 @@ def read_losses(
             if may_be_aux and type(tree) is tuple and len(tree) == 2:
                 fix += "; if this is aux, pass has_aux=True"
             raise error(message(losses.path(index), expected, describe(loss), fix))
+    if with_graph and not any(loss.requires_grad for loss in leaves):
+        raise DetachedLossError(message(losses.first_paths(), *_NO_GRAPH))
     return losses
 
 
@@ -107,20 +114,20 @@ def _advice_for_no_tensor(loss: object, returned: bool) -> str:
     return "call it, and pass the loss; or gradkit.func.value_and_grads(fn)(params)"
 
 
+_NO_GRAPH = (
+    "a loss that carries a graph",
+    "only constants: made under no_grad or inference_mode, detached, or from inputs none of which "
+    "requires grad",
+    "compute the loss from the parameters with gradients enabled; gradkit returns detached values: "
+    "pass the loss itself, or get them with create_graph=True",
+)
+
+
 def require_graph(losses: Losses, outputs: Sequence[Tensor]) -> list[int]:
     """Return the indices of the outputs, one for each loss, that carry a graph; raise if none."""
     differentiable = [index for index, output in enumerate(outputs) if output.requires_grad]
     if not differentiable:
-        got = (
-            "only constants: made under no_grad or inference_mode, detached, or from inputs "
-            "none of which requires grad"
-        )
-        fix = (
-            "compute the loss from the parameters with gradients enabled; gradkit returns "
-            "detached values: pass the loss itself, or get them with create_graph=True"
-        )
-        where = losses.first_paths()
-        raise DetachedLossError(message(where, "a loss that carries a graph", got, fix))
+        raise DetachedLossError(message(losses.first_paths(), *_NO_GRAPH))
     return differentiable
 
 
