@@ -13,7 +13,7 @@ from gradkit._autograd.passes import (
     run_jointly,
     run_separately,
 )
-from gradkit._autograd.players import finish_players, read_players, run_players
+from gradkit._autograd.simultaneous import finish_players, read_players, run_players
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core.inference_mode import leave_inference_mode

@@ -16,7 +16,7 @@ from gradkit._compat.autograd import current_pass
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import is_transform_tensor, transforms
 from gradkit._core import graph, hooks, pytree
-from gradkit._core.leaf import plus
+from gradkit._core.leaf_arithmetic import plus
 from gradkit._core.ownership import copy_for
 from gradkit._core.pytree import PyTree
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message

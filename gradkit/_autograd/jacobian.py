@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradkit._autograd.observers import any_observers
-from gradkit._core import functions
+from gradkit._core import custom_functions
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph, largest_tensor
 from gradkit._core.ownership import PLAIN_TYPES, empty_for, zeros_for
@@ -244,7 +244,7 @@ def _why_not(loss: Tensor, below: Subgraph, variables: list[Tensor]) -> str | No
     for kind in below.kinds:
         if kind.__name__ in _UNBATCHABLE:
             return _UNBATCHABLE[kind.__name__]
-    custom = functions.user_functions(below.kinds)
+    custom = custom_functions.user_functions(below.kinds)
     if custom:
         return f"the backward of {custom[0].__name__.removesuffix('Backward')} may not be batchable"
     if any(getattr(node, "_saved_sparse", False) is True for node in below.nodes):

@@ -13,10 +13,10 @@ from torch import Tensor
 from gradkit._autograd.captures import ArrivalCapture
 from gradkit._autograd.engine import run_backward, run_grad
 from gradkit._autograd.observers import any_observers, observed
-from gradkit._core import functions, hooks
+from gradkit._core import custom_functions, hooks
 from gradkit._core.call import Call
 from gradkit._core.ownership import own
-from gradkit._state.dot_grad import grads_put_back
+from gradkit._state.grad_writes import grads_put_back
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class PassRunner:
         call = self.call
         if call.plain_leaves and not call.may_hold_functions:
             return False
-        return bool(functions.user_functions(call.graph.below(call.differentiated).kinds))
+        return bool(custom_functions.user_functions(call.graph.below(call.differentiated).kinds))
 
     def retained(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the non-leaf tensors whose `.grad` a pass writes, since retain_grad() was called.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from gradkit._checks import derivatives, freed, reachability, sharding, unsupported
+from gradkit._checks import derivatives, freed, reachability, refused_nodes, sharding
 from gradkit._core.call import Call
 
 
@@ -33,11 +33,11 @@ def check_call(call: Call, allowed: Collection[str] = ()) -> None:
 
 
 def _refuse_nodes(call: Call, allowed: Collection[str]) -> None:
-    if not unsupported.refused_nodes(call.graph.below(call.differentiated).kinds, allowed):
+    if not refused_nodes.refused_nodes(call.graph.below(call.differentiated).kinds, allowed):
         return
     for index in call.differentiated:
         kinds = call.graph.below([index]).kinds
-        unsupported.refuse_nodes(kinds, call.losses.path(index), allowed)
+        refused_nodes.refuse_nodes(kinds, call.losses.path(index), allowed)
 
 
 def check_backward(call: Call) -> None:

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradkit._autograd.passes import PassResult
-from gradkit._checks import unsupported
+from gradkit._checks import refused_nodes
 from gradkit._checks.reachability import refuse_stale
 from gradkit._compat import ddp
 from gradkit._core import graph, pytree
-from gradkit._core.leaf import plus
+from gradkit._core.leaf_arithmetic import plus
 from gradkit._core.losses import Losses, require_graph
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
-from gradkit._state.dot_grad import replace_grad
+from gradkit._state.grad_writes import replace_grad
 from gradkit.distributed._agreement import Description, Specs, agree_or_raise
 from gradkit.distributed._comm_hooks import bucketed_params, check_comm_hooks, reduce_by_hook
 from gradkit.distributed._distributed_call import DistributedCall
@@ -98,7 +98,7 @@ def _refuse_static_graph(losses: Losses) -> None:
     for index, loss in enumerate(losses.leaves):
         for node in graph.nodes_below([loss]) if loss.requires_grad else ():
             if type(node).__name__ == ddp.SINK and ddp.sink_is_static(node):
-                unsupported.refuse_nodes({type(node)}, losses.path(index))
+                refused_nodes.refuse_nodes({type(node)}, losses.path(index))
 
 
 def add_to_replicas(params: PyTree, read_pairs: Callable[[], _Pairs]) -> _Pairs:

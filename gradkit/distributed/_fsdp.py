@@ -22,7 +22,7 @@ from gradkit._core.call import Call, Pass
 from gradkit._core.graph import GraphView
 from gradkit._core.losses import Losses, require_graph
 from gradkit._core.params import Params, read_params
-from gradkit._state.dot_grad import grads_put_back
+from gradkit._state.grad_writes import grads_put_back
 from gradkit.distributed._agreement import Description, GradSpec, agree_or_raise
 from gradkit.distributed._distributed_call import DistributedCall
 from gradkit.distributed._group import Group, collective_errors, join_group

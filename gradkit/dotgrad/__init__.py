@@ -5,8 +5,8 @@
 
 from gradkit.dotgrad._backward import backward_
 from gradkit.dotgrad._capture import Captured, capture_grads
+from gradkit.dotgrad._read_write import add_grads_, clear_grads_, read_grads, write_grads_
 from gradkit.dotgrad._step import step_
-from gradkit.dotgrad._values import add_grads_, clear_grads_, read_grads, write_grads_
 
 __all__ = [
     "Captured",

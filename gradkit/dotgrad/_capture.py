@@ -12,7 +12,7 @@ from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
 from gradkit._core.ownership import own
 from gradkit._core.pytree import PyTree
-from gradkit._state.dot_grad import grads_put_back
+from gradkit._state.grad_writes import grads_put_back
 from gradkit.dotgrad._matching import read_leaves, unique
 
 

@@ -15,7 +15,7 @@ from gradkit._core import pytree
 from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
-from gradkit._state import dot_grad
+from gradkit._state import grad_writes
 from gradkit.dotgrad._matching import Pairs, match, read_leaves, unique
 from gradkit.errors import OptionError, StructureError, UnsupportedOptimizerError, describe, message
 
@@ -64,10 +64,10 @@ def step_(
     if scaler is not None and all(grad is None for _, grad in pairs):
         fix = "skip the step, and scaler.update()"
         raise StructureError(message("grads", "a gradient to unscale", "None everywhere", fix))
-    with dot_grad.grads_put_back(own_params):
+    with grad_writes.grads_put_back(own_params):
         with leave_inference_mode():
             for leaf, grad in pairs:
-                dot_grad.write(leaf, grad)
+                grad_writes.write(leaf, grad)
         if scaler is None:
             optimizer.step()
         else:

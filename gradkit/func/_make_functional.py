@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from gradkit._checks import checkpoints
+from gradkit._checks import recomputation
 from gradkit._compat.transforms import transforms
 from gradkit._core.params import refuse_distributed, require_tensor
 from gradkit._state.module import attributes_put_back
@@ -93,12 +93,12 @@ def make_functional(
         # Copies: what the forward pass writes on is new.
         new = {name: t.clone() for name, t in _read(buffers, buffer_names, "buffers").items()}
         both = {**given, **{name: new[first] for name, first in every_name.items()}}
-        snapshot = checkpoints.before((given, new, args, kwargs))
+        snapshot = recomputation.before((given, new, args, kwargs))
         # While torch.compile traces, names of operations cannot be asked for: nothing is refused.
         mode: Any = nullcontext() if torch.compiler.is_compiling() else ReadOnly(given.values())
         with attributes_put_back(module), mode:
             out = functional_call(module, both, args, kwargs)
-        checkpoints.refuse(out, snapshot)
+        recomputation.refuse(out, snapshot)
         _refuse_different_buffers(both, second_names)
         # A buffer that was assigned, and not written on, is in the dictionary.
         return out, {name: both[name] for name in buffer_names}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradkit._compat.transforms import differentiated, is_differentiated_tensor, is_dual, transforms
-from gradkit._state.dot_grad import set_grad
+from gradkit._state.grad_writes import set_grad
 from gradkit.errors import GradkitError, UnsupportedOptimizerError, describe, message
 from gradkit.meta._adaptive import adam, adamw, rmsprop
 from gradkit.meta._foreach import Tensors, safe_sqrt

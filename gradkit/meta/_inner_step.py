@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from gradkit._autograd.inner_pass import inner_grads
-from gradkit._checks import checkpoints, unsupported
+from gradkit._checks import recomputation, refused_nodes
 from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
-from gradkit._core.functions import custom_functions_alive
+from gradkit._core.custom_functions import custom_functions_alive
 from gradkit._core.graph import Subgraph, edge
 from gradkit._core.losses import Losses
 from gradkit._core.pytree import PyTree
@@ -84,9 +84,9 @@ class InnerStep:
             variables = [
                 t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors
             ]
-            before = checkpoints.before(variables)
+            before = recomputation.before(variables)
             loss, aux = loss_fn(self.params.tree(variables))
-            checkpoints.refuse((loss, aux), before)
+            recomputation.refuse((loss, aux), before)
             if loss.requires_grad:
                 _check_graph(loss, variables, create_graph=create_graph)
             grads = inner_grads([loss], variables, create_graph=create_graph)
@@ -131,6 +131,6 @@ def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -
     # Only this step: a walk through all steps before it would make the loop quadratic.
     below = Subgraph([loss], stop={edge(tensor).node for tensor in variables})
     if custom_functions_alive():
-        unsupported.refuse_nodes(map(type, below.nodes.difference(below.stop)), "the inner loss")
+        refused_nodes.refuse_nodes(map(type, below.nodes.difference(below.stop)), "the inner loss")
     if create_graph:
         refuse_wrong_derivative("the inner loss", variables, below)

@@ -16,7 +16,7 @@ from gradkit._autograd.inner_pass import inner_grads, inner_grads_or_zeros
 from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._core.graph import Subgraph
 from gradkit._core.warn import level_of_the_caller
-from gradkit._state.recompute import RecomputeState
+from gradkit._state.recompute_state import RecomputeState
 from gradkit.errors import GradkitWarning, UnreachedParamError, UnsupportedGraphError, message
 from gradkit.meta._trees import read_loss
 

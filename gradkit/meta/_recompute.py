@@ -13,7 +13,7 @@ from torch import Tensor
 from gradkit._autograd.inner_pass import inner_grads
 from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._core.graph import Subgraph, edge
-from gradkit._state.recompute import RecomputeState
+from gradkit._state.recompute_state import RecomputeState
 from gradkit.errors import UnsupportedGraphError, message
 from gradkit.meta._inner_step import Carry, Inputs, Outputs
 from gradkit.meta._trees import open_tensors

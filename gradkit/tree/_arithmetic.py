@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradkit._compat.transforms import transforms
-from gradkit._core.leaf import inner, plus, promoted
+from gradkit._core.leaf_arithmetic import inner, plus, promoted
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, describe, message
 from gradkit.tree._columns import call_on_row, columns

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradkit._core import pytree
-from gradkit._core.leaf import plus
+from gradkit._core.leaf_arithmetic import plus
 from gradkit._core.pytree import PyTree
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 from gradkit.tree._arithmetic import is_real_number

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gradkit._core.leaf import from_real_vector, promoted, real_vector, width
+from gradkit._core.leaf_arithmetic import from_real_vector, promoted, real_vector, width
 from gradkit._core.pytree import PyTree
 from gradkit.errors import StructureError, describe, message
 from gradkit.tree._columns import Leaf

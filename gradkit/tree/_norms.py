@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradkit._compat.dtensor import full_tensor, is_dtensor
 from gradkit._compat.transforms import transforms
-from gradkit._core.leaf import largest, stored
+from gradkit._core.leaf_arithmetic import largest, stored
 from gradkit._core.options import check_bool
 from gradkit._core.pytree import PyTree
 from gradkit.tree._arithmetic import check_number, dot, scale

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradkit._autograd import reference
 from gradkit._core.graph import Subgraph
 from gradkit._core.losses import require_graph
-from gradkit._state.dot_grad import copy_into_grads, grad_dtypes_put_back, grads_put_back
+from gradkit._state.grad_writes import copy_into_grads, grad_dtypes_put_back, grads_put_back
 from gradkit._state.snapshot import Snapshot
 from gradkit.report._compare.step import Step, tensors_in
 from gradkit.report._explain.closure import captured_by

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradkit._core.leaf import largest
+from gradkit._core.leaf_arithmetic import largest
 from gradkit.tree._matrix import gram
 from gradkit.tree._per_loss import PerLossRows
 

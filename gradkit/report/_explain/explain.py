@@ -9,7 +9,7 @@ from operator import or_
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradkit._checks import unsupported
+from gradkit._checks import refused_nodes
 from gradkit._core import pytree, saved_tensors
 from gradkit._core.graph import Subgraph, edge, is_leaf_node
 from gradkit._core.inference_mode import leave_inference_mode
@@ -121,7 +121,7 @@ def _loss_graph(
     graph, bit = graphs.each[index], 1 << index
     notes = [
         f"the other calls raise: expected {expected}, got {got}. What to do: {fix}"
-        for expected, got, fix in unsupported.refused_nodes(graph.kinds)
+        for expected, got, fix in refused_nodes.refused_nodes(graph.kinds)
     ]
     if graphs.meets_released(graph, params.variables):
         notes.append(

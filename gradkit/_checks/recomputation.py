@@ -1,4 +1,4 @@
-"""Non-reentrant checkpoints inside a functional call, which raise.
+"""Non-reentrant checkpoints inside a call whose backward pass would recompute them wrongly.
 
 Their recomputation runs in the backward pass, when the module has its own parameters back, and so
 gives gradients at those, silently [F3].

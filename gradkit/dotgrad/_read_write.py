@@ -14,7 +14,7 @@ from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.options import UNUSED, check_bool, check_option
 from gradkit._core.ownership import zeros_for
 from gradkit._core.pytree import PyTree
-from gradkit._state import dot_grad
+from gradkit._state import grad_writes
 from gradkit.dotgrad._matching import Pairs, match, read_leaves, unique
 from gradkit.errors import UnreachedParamError, UnsupportedGraphError, describe, message
 
@@ -93,7 +93,7 @@ def write_grads_(params: PyTree, grads: PyTree) -> None:
     pairs = match(read_leaves(params), grads)
     with leave_inference_mode():
         for leaf, grad in pairs:
-            dot_grad.write(leaf, grad)
+            grad_writes.write(leaf, grad)
 
 
 @disable_compile
@@ -150,7 +150,7 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
             return
         for leaf, grad in match(read_leaves(params), grads):
             if grad is not None:
-                dot_grad.accumulate(leaf, grad)
+                grad_writes.accumulate(leaf, grad)
 
 
 def _refuse_tensor_hooks(pairs: Pairs) -> None:
@@ -186,4 +186,4 @@ def clear_grads_(params: PyTree) -> None:
         `torch.optim.Optimizer.zero_grad(set_to_none=True)`.
     """
     for leaf in unique(read_leaves(params).leaves):
-        dot_grad.set_grad(leaf, None)
+        grad_writes.set_grad(leaf, None)
