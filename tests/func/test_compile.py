@@ -654,8 +654,15 @@ TABLE: dict[str, tuple[str, str, str, str, str]] = {
     "`tree.to_matrix`, `gram`, `weighted_sum`; `combine`": (OK, OK, OK, OK, OK),
     "`tree.allclose`": (OK, OK, OK, NO, NO),
 }
+SLOW = ("inside", "trace_autograd_ops")  # seconds a cell: `make test-slow`
 CELLS = [
-    pytest.param(row, column, cell, id=f"{row.replace('`', '')}-{column}")
+    pytest.param(
+        row,
+        column,
+        cell,
+        id=f"{row.replace('`', '')}-{column}",
+        marks=pytest.mark.slow if column in SLOW else (),
+    )
     for row, cells in TABLE.items()
     for column, cell in zip(COLUMNS, cells, strict=True)
 ]
