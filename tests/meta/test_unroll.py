@@ -706,3 +706,18 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         refused(unreached, "does not depend", lambda w, _, x, o=other: (o**2).sum(), **options)
     one = meta.unroll(lambda w, _, x: loss(w, _, x).reshape(1, 1), w, [1.0], opt)
     assert one.values.shape == (1,)
+
+
+def test_dual_tensors_of_forward_ad_raise_before_anything_runs(device: torch.device) -> None:
+    w = torch.ones(2, device=device)
+    runs: list[Tensor] = []
+
+    def loss(params: Tensor, outer: Any, batch: Any) -> Tensor:
+        runs.append(params)
+        return (params * params).sum()
+
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(w, torch.ones_like(w))
+        with pytest.raises(gradkit.UnsupportedGraphError, match=r"torch\.func\.jvp"):
+            meta.unroll(loss, dual, [0], meta.sgd(0.1))
+    assert not runs

@@ -358,3 +358,16 @@ def test_a_result_is_frozen(device: torch.device) -> None:
     frozen: Any = found
     with pytest.raises(AttributeError):
         frozen.share = 1.0
+
+
+def test_the_text_has_a_row_for_each_module(device: torch.device) -> None:
+    g = torch.tensor([1.0, 0.0], device=device)
+    per_loss = {
+        "a": {"trunk.w": g, "head.w": g},
+        "b": {"trunk.w": -g, "head.w": g},
+    }
+    text = str(gradkit.report.conflicts(per_loss, by="module"))
+    rows = [line.split() for line in text.splitlines() if line.split()[:1] in (["trunk"], ["head"])]
+    assert [row[0] for row in rows] == ["trunk", "head"]
+    assert "-1" in text
+    assert "a and b" in next(line for line in text.splitlines() if line.startswith("trunk"))

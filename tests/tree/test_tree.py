@@ -500,3 +500,17 @@ def test_another_shape_is_named_in_both_trees(device: torch.device) -> None:
         tree.gram({"x": a, "y": b})
     with pytest.raises(gradkit.StructureError, match=r"per_loss\['w'\]\[0\].*one shape .*\(5, 2\)"):
         tree.gram(a | {"w": [torch.ones(4, 2, device=device)]}, losses=torch.ones(5, device=device))
+
+
+def test_large_and_many_leaves_have_the_products_of_the_matrix(device: torch.device) -> None:
+    """A large leaf is multiplied alone, small ones in groups of bounded size."""
+    sizes = [(1 << 14) + 1, *[1 << 14] * 18, 3]
+    per_loss = [
+        {str(i): torch.randn(n, device=device, dtype=torch.float64) for i, n in enumerate(sizes)}
+        for _ in range(2)
+    ]
+    matrix, _ = gradkit.tree.to_matrix(per_loss)
+    torch.testing.assert_close(gradkit.tree.gram(per_loss), matrix @ matrix.T)
+    total = gradkit.tree.weighted_sum(per_loss, [0.5, 2.0])
+    expected = {key: 0.5 * grad + 2.0 * per_loss[1][key] for key, grad in per_loss[0].items()}
+    assert gradkit.tree.allclose(total, expected)
