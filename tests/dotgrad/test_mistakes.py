@@ -153,3 +153,15 @@ def test_wrong_options_change_nothing(device: torch.device) -> None:
         ):
             call()
     gradkit.backward_(loss)
+
+
+def test_the_gradients_of_a_tuple_of_two_losses_are_no_pair(device: torch.device) -> None:
+    model = nn.Linear(2, 1).to(device)
+    out = model(torch.ones(3, 2, device=device))
+    grads = gradkit.per_loss_grads((out.mean(), out.square().sum()), model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        unchanged(*model.parameters()),
+        pytest.raises(gradkit.StructureError, match="got those of several losses"),
+    ):
+        gradkit.step_(optimizer, model, grads)
