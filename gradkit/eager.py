@@ -9,16 +9,18 @@ from torch import Tensor, nn
 
 from gradkit._autograd.passes import (
     finish,
+    finish_players,
     finish_separate,
+    read_players,
     run_jointly,
+    run_players,
     run_separately,
 )
-from gradkit._autograd.simultaneous import finish_players, read_players, run_players
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.dynamo import disable_compile
-from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.losses import read_losses
 from gradkit._core.options import Filled, Strategy, Unused, check_batching, check_pass_options
+from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import read_params
 from gradkit._core.pytree import PyTree
 

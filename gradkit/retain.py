@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from gradkit._autograd.observers import observing
+from gradkit._autograd.captures import observing
 from gradkit._compat.autograd import current_pass
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import is_transform_tensor, transforms
-from gradkit._core import graph, hooks, pytree
+from gradkit._core import graph, pytree, user_code
 from gradkit._core.leaf_arithmetic import plus
 from gradkit._core.ownership import copy_for
 from gradkit._core.pytree import PyTree
@@ -34,7 +34,7 @@ class _GradRecorder:
         self._where = where
         self._version = tensor._version
         # The hook stays on the node of this version when the tensor is changed in place [L1].
-        self._handle = hooks.listen(tensor, self._record)
+        self._handle = user_code.listen(tensor, self._record)
 
     def _record(self, grad: Tensor | None) -> None:
         if grad is not None:  # None is an undefined gradient [D10]

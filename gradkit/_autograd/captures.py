@@ -1,16 +1,19 @@
-"""Copies of gradients, made as they arrive, where the engine's capture could be another value."""
+"""Extra tensors in a pass: copies of gradients on arrival, and tensors that are observed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from threading import local
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from gradkit._compat.autograd import current_pass
-from gradkit._core import hooks
+from gradkit._core import user_code
 from gradkit._core.ownership import copy_for
 
 
@@ -45,7 +48,7 @@ class ArrivalCapture:
 
     @staticmethod
     def _listen(tensor: Tensor, hook: Callable[[Tensor], Tensor | None], stack: ExitStack) -> None:
-        stack.callback(hooks.listen(tensor, hook).remove)
+        stack.callback(user_code.listen(tensor, hook).remove)
 
     def _store(self, index: int, variable: Tensor, grad: Tensor | None) -> None:
         if grad is not None:
@@ -64,7 +67,7 @@ class ArrivalCapture:
 def _copied_on_arrival(leaves: list[Tensor]) -> Iterator[None]:
     """Make the engine capture a copy of each leaf's gradient."""
     # Into the tables of hooks themselves: a handle for each would take longer than the copy.
-    tables = list(map(hooks.hooks_of, leaves))
+    tables = list(map(user_code.hooks_of, leaves))
     key = object()
     try:
         for table in tables:
@@ -77,3 +80,38 @@ def _copied_on_arrival(leaves: list[Tensor]) -> Iterator[None]:
 
 def _copied(grad: Tensor | None) -> Tensor | None:
     return None if grad is None else grad.clone()  # None is an undefined gradient [D10]
+
+
+class PassObserver(Protocol):
+    """Something that needs the gradients of extra tensors from every pass in this thread."""
+
+    def before_pass(self) -> list[tuple[Tensor, GradientEdge]]:
+        """Return the tensors and the edges where their gradients arrive, or raise."""
+
+
+class _Observers(local):
+    def __init__(self) -> None:
+        self.active: list[PassObserver] = []
+
+
+_observers = _Observers()
+
+
+@contextmanager
+def observing(observer: PassObserver) -> Iterator[None]:
+    """Include the observer's tensors in every pass of this thread inside the block."""
+    _observers.active.append(observer)
+    try:
+        yield
+    finally:
+        _observers.active.remove(observer)
+
+
+def any_observers() -> bool:
+    """Return whether passes of this thread include extra tensors."""
+    return bool(_observers.active)
+
+
+def observed() -> list[tuple[Tensor, GradientEdge]]:
+    """Return the extra tensors and their edges, or raise what an observer raises."""
+    return [pair for observer in _observers.active for pair in observer.before_pass()]

@@ -1,14 +1,16 @@
-"""The calls of torch's engine, with its errors given the names that gradkit has for them."""
+"""The calls of torch's engine, and the names that gradkit has for its errors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
-from gradkit._checks.freed import freed, losses_freed
+from gradkit._checks.graphs import freed, losses_freed
+from gradkit._compat.transforms import autograd_grad, compiled_autograd_disabled
 from gradkit._core.call import Call
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
@@ -87,3 +89,99 @@ def _modified(error: RuntimeError, call: Call) -> str:
         f"one that has changed since: {str(error).partition(' Hint')[0].rstrip('.')}",
         "take the gradients before the optimizer's step, or change a copy",
     )
+
+
+def accumulate_through_engine(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    """Add gradients to the `.grad` of leaf tensors in an engine pass, which calls their hooks."""
+    present = [(leaf, grad.detach()) for leaf, grad in pairs if grad is not None]
+    if present:
+        leaves, grads = zip(*present, strict=True)
+        torch.autograd.backward(leaves, grads)
+
+
+def inner_grads(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None] | None = None,
+    *,
+    create_graph: bool = False,
+    retain_graph: bool | None = None,
+) -> list[Tensor | None]:
+    """Return the gradients of outputs with respect to inputs; outputs without a graph add none."""
+    seeds = [None] * len(outputs) if cotangents is None else cotangents
+    pairs = [
+        (output, seed)
+        for output, seed in zip(outputs, seeds, strict=True)
+        if output.requires_grad and (cotangents is None or seed is not None)
+    ]
+    if not pairs or not inputs:
+        return [None] * len(inputs)
+    roots, seeds = zip(*pairs, strict=True)
+    return list(
+        torch.autograd.grad(roots, inputs, seeds, retain_graph, create_graph, allow_unused=True)
+    )
+
+
+def inner_grads_or_zeros(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None] | None = None,
+    **options: bool,
+) -> list[Tensor]:
+    """Return what `inner_grads` does, with zeros where an input is not reached."""
+    pairs = zip(inputs, inner_grads(outputs, inputs, cotangents, **options), strict=True)
+    return [torch.zeros_like(x) if grad is None else grad for x, grad in pairs]
+
+
+def transform_grads(
+    outputs: Sequence[Tensor],
+    seeds: Sequence[Tensor | None],
+    variables: Sequence[Tensor],
+    *,
+    retain: bool,
+    create: bool,
+) -> list[Tensor | None]:
+    """Return each variable's gradient, or None if unreached (zeros while torch.compile traces)."""
+    cotangents = [seed for seed in seeds if seed is not None] or None  # all of them, or none
+    options = {"retain_graph": retain, "create_graph": create}
+    if torch.compiler.is_compiling():
+        return list(autograd_grad(outputs, variables, cotangents, **options))
+    with compiled_autograd_disabled():
+        return inner_grads(outputs, variables, cotangents, **options)
+
+
+def vmapped_grads(
+    run_one: Callable[..., tuple[list[Tensor | None], list[Tensor]]],
+    *batched: Tensor,
+    **options: Any,
+) -> tuple[list[Tensor | None], list[Tensor]]:
+    """Vmap a function that returns gradients, some of them None, and other tensors."""
+    reached: list[bool] = []
+
+    def present(*tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        grads, others = run_one(*tensors)
+        reached[:] = [grad is not None for grad in grads]
+        return [grad for grad in grads if grad is not None], others  # vmap returns tensors only
+
+    grads, others = vmap(present, **options)(*batched)
+    stacked = iter(grads)
+    return [next(stacked) if there else None for there in reached], list(others)
+
+
+def reference_backward(losses: Sequence[Tensor]) -> None:
+    """Accumulate the gradients of the sum of losses into `.grad`, and keep the graph."""
+    torch.autograd.backward(losses, retain_graph=True)
+
+
+def reference_grad(
+    losses: Sequence[Tensor], variables: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """Return the gradients of the sum of losses, None where it is unused, and keep the graph."""
+    return torch.autograd.grad(losses, variables, retain_graph=True, allow_unused=True)
+
+
+def reference_func_grads(fn: Callable[..., tuple[Tensor, Any]], *args: Any) -> tuple[Any, Any]:
+    """Return the gradients of a function with aux with respect to all arguments, and the aux."""
+    run = torch.func.grad_and_value(fn, argnums=tuple(range(len(args))), has_aux=True)
+    grads, (_, aux) = run(*args)
+    return grads, aux

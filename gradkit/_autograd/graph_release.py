@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit._core import graph, saved_tensors
+from gradkit._core import graph
 from gradkit._core.call import Call
 
 
@@ -81,12 +81,12 @@ def release(nodes: Iterable[Node]) -> None:
     or one kept on another device) cannot have others: it stays until its graph is freed.
     """
     for node in nodes:
-        for name in saved_tensors.saved_names(type(node)):
+        for name in graph.saved_names(type(node)):
             with suppress(RuntimeError):  # a custom Function that has lost its tensors raises here
                 saved = getattr(node, name)
                 for tensor in saved if isinstance(saved, tuple | list) else (saved,):
                     with suppress(RuntimeError):  # it has hooks, is lost already, or is None
-                        tensor.register_hooks(_drop, saved_tensors.raise_freed)
+                        tensor.register_hooks(_drop, graph.raise_freed)
 
 
 def _drop(_: Tensor) -> None:

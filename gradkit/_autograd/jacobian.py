@@ -8,13 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradkit._autograd.observers import any_observers
-from gradkit._core import custom_functions
+from gradkit._autograd.captures import any_observers
+from gradkit._core import user_code
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph, largest_tensor
 from gradkit._core.ownership import PLAIN_TYPES, empty_for, zeros_for
-from gradkit._core.warn import warn_fallback
-from gradkit.errors import GradkitError
+from gradkit.errors import GradkitError, warn_fallback
 
 # What the engine's batched mode gets wrong, or cannot do [G1, G6].
 _UNBATCHABLE = {
@@ -244,7 +243,7 @@ def _why_not(loss: Tensor, below: Subgraph, variables: list[Tensor]) -> str | No
     for kind in below.kinds:
         if kind.__name__ in _UNBATCHABLE:
             return _UNBATCHABLE[kind.__name__]
-    custom = custom_functions.user_functions(below.kinds)
+    custom = user_code.user_functions(below.kinds)
     if custom:
         return f"the backward of {custom[0].__name__.removesuffix('Backward')} may not be batchable"
     if any(getattr(node, "_saved_sparse", False) is True for node in below.nodes):

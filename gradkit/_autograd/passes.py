@@ -1,4 +1,4 @@
-"""The passes of a call: for all losses together, or for each by itself."""
+"""The passes of a call: for all losses together, for each by itself, for the players of a game."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from gradkit._autograd import graph_release, jacobian
-from gradkit._autograd.observers import observed
+from gradkit._autograd.captures import observed
 from gradkit._autograd.runner import PassRunner
-from gradkit._checks.call import check_call
+from gradkit._checks.graphs import check_call
 from gradkit._checks.reachability import refuse_unreached
 from gradkit._core import pytree
 from gradkit._core.call import Call, Grads, Pass
-from gradkit._core.losses import Losses, read_weights, require_graph
+from gradkit._core.losses import Losses, params_of_each_loss, read_weights, require_graph
 from gradkit._core.ownership import zeros_for
-from gradkit._core.params import Params
+from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
 
 Runner: TypeAlias = Callable[..., PassRunner]
@@ -183,3 +183,47 @@ def finish_separate(result: PassResult, params: Params, unused: str) -> PyTree:
         for grads, loss in zip(result.with_constants(params).grads, losses.leaves, strict=True)
     ]
     return pytree.unflatten(losses.spec, trees)
+
+
+@dataclass(frozen=True, slots=True)
+class Players:
+    """Losses, and for each the params that are its own."""
+
+    losses: Losses
+    params: list[Params]
+
+
+def read_players(losses: Losses, params: PyTree) -> Players:
+    """Return the part of a tree of params that stands at the place of each loss."""
+    parts = params_of_each_loss(losses, params)
+    paths = [losses.path(index).replace("losses", "params", 1) for index in range(len(parts))]
+    return Players(losses, list(map(read_params, parts, paths)))
+
+
+def run_players(
+    players: Players, unused: str, create_graph: bool, retain_graph: bool | None
+) -> PassResult:
+    """Run a pass for each loss that carries a graph."""
+    losses = players.losses
+    group = require_graph(losses, losses.leaves)
+    passes = [Pass([index], players.params[index]) for index in group]
+    call = Call(losses, losses.leaves, passes, unused, create_graph)
+    check_call(call)
+    runner = PassRunner(call)
+
+    def differentiate(index: int, variables: list[Tensor], retain: bool) -> Grads:
+        return runner.grads([losses.leaves[index]], [None], variables, retain=retain)
+
+    retain = create_graph if retain_graph is None else retain_graph
+    return PassResult(call, run_in_turn(call, differentiate, retain))
+
+
+def finish_players(result: PassResult, players: Players) -> PyTree:
+    """Return the tree of gradients, of the structure of the params."""
+    call = result.call
+    by_loss = dict(zip(call.differentiated, result.grads, strict=True))
+    trees = [
+        finish(by_loss.get(i, [None] * len(part.variables)), part, call.unused, call.create_graph)
+        for i, part in enumerate(players.params)
+    ]
+    return pytree.unflatten(players.losses.spec, trees)

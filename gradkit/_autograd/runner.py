@@ -10,10 +10,9 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from gradkit._autograd.captures import ArrivalCapture
+from gradkit._autograd.captures import ArrivalCapture, any_observers, observed
 from gradkit._autograd.engine import run_backward, run_grad
-from gradkit._autograd.observers import any_observers, observed
-from gradkit._core import custom_functions, hooks
+from gradkit._core import user_code
 from gradkit._core.call import Call
 from gradkit._core.ownership import own
 from gradkit._state.grad_writes import grads_put_back
@@ -116,12 +115,12 @@ class PassRunner:
     @cached_property
     def copies_on_arrival(self) -> bool:
         """Whether a hook, or a custom Function in the graph, could write on a captured gradient."""
-        if hooks.hooks_registered():
+        if user_code.hooks_registered():
             return True
         call = self.call
         if call.plain_leaves and not call.may_hold_functions:
             return False
-        return bool(custom_functions.user_functions(call.graph.below(call.differentiated).kinds))
+        return bool(user_code.user_functions(call.graph.below(call.differentiated).kinds))
 
     def retained(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the non-leaf tensors whose `.grad` a pass writes, since retain_grad() was called.

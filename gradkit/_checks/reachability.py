@@ -1,4 +1,4 @@
-"""Parameters that a loss does not reach, and why."""
+"""Whether a gradient reaches each variable, and if not, why."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from gradkit._checks import sharding
+from gradkit._compat import distributed
+from gradkit._compat.distributed import is_dtensor
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.graph import Subgraph, edge, has_rebuilt_history, was_used_before_change
 from gradkit._core.losses import Losses
+from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import Params
-from gradkit.errors import UnreachedParamError, describe, message
+from gradkit.errors import UnreachedParamError, UnsupportedGraphError, describe, message
 
 _CUT = (
     "none: the loss was not computed from it, or the path is cut (detach(), .data, .item(), "
@@ -58,7 +60,7 @@ def refuse_doubtful(call: Call) -> None:
             raise UnreachedParamError(_replaced(params, index, "a view of one, made separately"))
         if was_used_before_change(variable, below.nodes):
             raise UnreachedParamError(_replaced(params, index, "a later value of one"))
-        sharding.refuse_unreached_shard(params, index)
+        refuse_unreached_shard(params, index)
 
 
 def _is_view_of_reached(variable: Tensor, below: Subgraph, listed: set[int]) -> bool:
@@ -154,3 +156,52 @@ def unreached(losses: Losses, passes: Sequence[Pass], variable: int) -> str:
 
 def _names(losses: Losses, passes: Sequence[Pass]) -> str:
     return ", ".join(losses.path(index) for group, _ in passes for index in group[:3])
+
+
+def refuse_gathered(params: Params) -> None:
+    """Raise if params are those of a `fully_shard` module between its forward and backward."""
+    gathered = _gathered_params()
+    for index, variable in enumerate(params.variables if gathered else ()):
+        if id(variable) in gathered:
+            raise UnsupportedGraphError(
+                message(
+                    params.path(index),
+                    "a parameter of this process, or a shard of one",
+                    "one that fully_shard has gathered for the backward pass: its gradient would "
+                    "not be reduced, and its .grad is that of no shard",
+                    "gradkit.distributed.value_and_grads(losses, module); or make the call before "
+                    "the forward pass, or after the backward pass",
+                )
+            )
+
+
+def refuse_unreached_shard(params: Params, index: int) -> None:
+    """Raise if an unreached variable is a shard: the graph holds the unsharded parameter."""
+    variable = params.variables[index]
+    if type(variable) not in PLAIN_TYPES and may_be_sharded(variable):
+        raise UnsupportedGraphError(
+            message(
+                params.path(index),
+                "a parameter that the losses reach",
+                "a DTensor that they do not: the parameters of a fully_shard module are not in the "
+                "graph",
+                "call gradkit.distributed.value_and_grads(losses, module)",
+            )
+        )
+
+
+def may_be_sharded(variable: Tensor) -> bool:
+    """Return whether this could be a parameter of a `fully_shard` module."""
+    return is_dtensor(variable) and any(True for _ in distributed.all_states())
+
+
+def _gathered_params() -> set[int]:
+    """Return the ids of the unsharded parameters into which `fully_shard` gathers shards.
+
+    Until the backward pass has ended, a module may show them as its parameters: plain tensors, in a
+    graph that need not hold any node of `fully_shard`. Their gradients are not synchronized [M9].
+    """
+    shards = distributed.shards_of(distributed.groups_of(distributed.all_states()))
+    return {
+        id(param) for shard in shards if (param := distributed.unsharded_param(shard)) is not None
+    }

@@ -20,7 +20,7 @@ from gradkit._compat.transforms import (
     differentiated,
     is_transform_tensor,
 )
-from gradkit._core import graph, pytree, saved_tensors
+from gradkit._core import graph, pytree
 from gradkit._core.pytree import PyTree
 from gradkit.errors import UnsupportedGraphError, message
 
@@ -80,7 +80,7 @@ def _differentiable(tree: PyTree) -> list[Tensor]:
 
 def _recomputes(node: Node, outer: object) -> bool:
     module = checkpoint_frame().__module__
-    for name in saved_tensors.saved_names(type(node)):
+    for name in graph.saved_names(type(node)):
         saved = getattr(node, name)
         for tensor in saved if isinstance(saved, tuple | list) else (saved,):
             hook = getattr(tensor, "unpack_hook", None)

@@ -1,13 +1,16 @@
-"""torch.autograd's private names. Run on torch 2.13."""
+"""torch's private names for autograd and tensors."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
 
 import torch
+import torch._utils
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # The type of the nodes that accumulate the gradient of a leaf tensor.
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -26,3 +29,18 @@ tensor_use_count: Callable[[Any], int] = getattr(Tensor, "_use_count", sys.getre
 
 # Whether a tensor stands for zeros without memory of its own, as torch.func makes them.
 is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
+
+
+__all__ = ["TorchDispatchMode", "flatten_dense", "without_torch_function"]
+
+
+def flatten_dense(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a new vector of the entries of dense tensors of one dtype. Run on torch 2.13."""
+    flat = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+    return cast("Tensor", flat)
+
+
+def without_torch_function() -> AbstractContextManager[object]:
+    """Let no tensor subclass change what torch functions return in a block. Run on torch 2.13."""
+    context: AbstractContextManager[object] = torch._C.DisableTorchFunctionSubclass()
+    return context

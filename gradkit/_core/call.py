@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from gradkit._core import custom_functions
+from gradkit._core import user_code
 from gradkit._core.graph import GraphView
 from gradkit._core.losses import Losses
 from gradkit._core.params import Params
@@ -66,7 +66,7 @@ class Call:
     @cached_property
     def may_hold_functions(self) -> bool:
         """Whether the graph could hold the node of a Python Function."""
-        return custom_functions.custom_functions_alive()
+        return user_code.custom_functions_alive()
 
     @cached_property
     def plain_leaves(self) -> bool:

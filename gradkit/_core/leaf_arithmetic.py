@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from gradkit._compat.dtensor import full_tensor, is_dtensor, sharded_like
+from gradkit._compat.distributed import full_tensor, is_dtensor, sharded_like
 
 
 def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -9,7 +9,8 @@ reads the use counts of storages, so that a gradient that is owned already is no
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from operator import attrgetter
 
@@ -152,3 +153,19 @@ _STORAGE_UNSHARED = next(map(storage_use_count, map(_address, map(_storages, _lo
 _VIEW_UNSHARED = next(map(storage_use_count, map(_address, map(_storages, _view))))
 _BASE_UNSHARED = next(map(tensor_use_count, map(_base, _view)))
 del _lone, _view
+
+
+def leave_inference_mode(*, record: bool = False) -> AbstractContextManager[object]:
+    """Leave inference mode: a gradient made in it could not take part in autograd later [E6].
+
+    With `record`, operations inside are recorded, as a function that is differentiated needs it.
+    """
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    return torch.inference_mode(False) if record else _without_recording()
+
+
+@contextmanager
+def _without_recording() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradkit._compat import fsdp
+from gradkit._compat import distributed
 from gradkit._core import pytree
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.pytree import PyTree, Structure
@@ -233,7 +233,7 @@ def _expanded(leaf: Any) -> PyTree:
 
 def refuse_distributed(module: nn.Module, where: Callable[[], str]) -> None:
     """Raise if a module is wrapped by DistributedDataParallel or FSDP."""
-    sharded = fsdp.module_classes()
+    sharded = distributed.module_classes()
     for part in module.modules():
         if isinstance(part, nn.parallel.DistributedDataParallel):
             got = "a DistributedDataParallel module: its gradients would not be reduced"

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from gradkit._compat.tensors import TorchDispatchMode
+from gradkit._compat.autograd import TorchDispatchMode
 from gradkit._state import rng
 from gradkit.errors import UnsupportedGraphError, message
 

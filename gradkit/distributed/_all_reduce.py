@@ -9,12 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gradkit._compat.dtensor import is_dtensor
+from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import is_dual, transforms
 from gradkit._core import pytree
-from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.options import check_bool, check_option
+from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.distributed._group import join_group
 from gradkit.distributed._reduction import LocalGrads, agree_on_grads, reduce_grads

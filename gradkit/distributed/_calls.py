@@ -15,11 +15,11 @@ from gradkit._autograd.passes import (
     run_separately,
 )
 from gradkit._checks.reachability import require_reached
-from gradkit._compat import fsdp
+from gradkit._compat import distributed
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
-from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.options import Strategy, Unused, check_batching, check_pass_options
+from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit.distributed import _ddp, _fsdp
@@ -85,7 +85,7 @@ def value_and_grads(
             gradient synchronization or with `create_graph`.
 
     Source:
-        `torch.nn.parallel.DistributedDataParallel`; `torch.distributed.fsdp.fully_shard`.
+        `torch.nn.parallel.DistributedDataParallel`; `torch.distributed.distributed.fully_shard`.
     """
     check_pass_options(unused, create_graph, retain_graph)
     passes = partial(run_jointly, weights=weights)
@@ -178,7 +178,7 @@ def _wrapped_in(tree: PyTree) -> tuple[list[DistributedDataParallel], list[nn.Mo
     for index, leaf in enumerate(leaves):
         parts = list(leaf.modules()) if isinstance(leaf, nn.Module) else []
         replicated = [part for part in parts if isinstance(part, DistributedDataParallel)]
-        sharded = [part for part in parts if isinstance(part, fsdp.module_classes())]
+        sharded = [part for part in parts if isinstance(part, distributed.module_classes())]
         if bool(replicated) == bool(sharded) or (replicas and sharded) or (shards and replicated):
             expected = (
                 "a module wrapped in DistributedDataParallel, or by fully_shard, as the others"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradkit._compat import ddp
+from gradkit._compat import distributed
 from gradkit._core.ownership import empty_for
 from gradkit.distributed._agreement import GradSpec, Specs
 from gradkit.distributed._group import Group, collective_errors
@@ -28,8 +28,8 @@ def check_comm_hooks(
     several: bool = False,
 ) -> None:
     """Raise if the modules' hooks cannot reduce these gradients; `several`: for several losses."""
-    hooked = [module for module in modules if ddp.has_comm_hook(module)]
-    hooks = [hook for module in hooked for hook in ddp.comm_hooks(module)]
+    hooked = [module for module in modules if distributed.has_comm_hook(module)]
+    hooks = [hook for module in hooked for hook in distributed.comm_hooks(module)]
     if hooked and create_graph:
         got = "create_graph=True"
     elif hooked and any(grad is not None and grad.layout != torch.strided for grad in grads):
@@ -47,7 +47,9 @@ def check_comm_hooks(
 
 def bucketed_params(module: DistributedDataParallel) -> set[int]:
     """Return the ids of the parameters in the reducer's buckets: those trained when wrapped."""
-    return {id(param) for bucket in ddp.zero_buckets(module) for param in bucket.parameters()}
+    return {
+        id(param) for bucket in distributed.zero_buckets(module) for param in bucket.parameters()
+    }
 
 
 def reduce_by_hook(
@@ -96,11 +98,11 @@ def _run_hook(
     """Return the means of gradients by parameter id; one that is not there counts as zero."""
     reduced: dict[int, Tensor] = {}
     with torch.no_grad(), collective_errors(group, backend_only=True):
-        for bucket in ddp.zero_buckets(module):
+        for bucket in distributed.zero_buckets(module):
             views = dict(zip(map(id, bucket.parameters()), bucket.gradients(), strict=True))
             for key in views.keys() & grads.keys():
                 _fill(views[key], grads[key])
-            bucket.buffer().copy_(ddp.run_comm_hook(module, bucket))
+            bucket.buffer().copy_(distributed.run_comm_hook(module, bucket))
             reduced |= views
     return reduced
 

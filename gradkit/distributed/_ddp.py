@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradkit._autograd.passes import PassResult
-from gradkit._checks import refused_nodes
+from gradkit._checks import graphs
 from gradkit._checks.reachability import refuse_stale
-from gradkit._compat import ddp
+from gradkit._compat import distributed
 from gradkit._core import graph, pytree
 from gradkit._core.leaf_arithmetic import plus
 from gradkit._core.losses import Losses, require_graph
@@ -39,7 +39,7 @@ def run(call: DistributedCall, modules: _Replicas) -> tuple[PassResult, Params]:
     results: list[PassResult] = []
 
     def local_grads() -> LocalGrads:
-        result = call.run(losses, params, allowed=(ddp.SINK,))
+        result = call.run(losses, params, allowed=(distributed.SINK,))
         results.append(result)
         refuse_stale(result.call, result.grads)
         grads = [grad for row in result.grads for grad in row]
@@ -97,8 +97,8 @@ def _refuse_static_graph(losses: Losses) -> None:
     """Raise if a pass would end the reduction of another module, with static_graph [M4]."""
     for index, loss in enumerate(losses.leaves):
         for node in graph.nodes_below([loss]) if loss.requires_grad else ():
-            if type(node).__name__ == ddp.SINK and ddp.sink_is_static(node):
-                refused_nodes.refuse_nodes({type(node)}, losses.path(index))
+            if type(node).__name__ == distributed.SINK and distributed.sink_is_static(node):
+                graphs.refuse_nodes({type(node)}, losses.path(index))
 
 
 def add_to_replicas(params: PyTree, read_pairs: Callable[[], _Pairs]) -> _Pairs:
@@ -158,13 +158,13 @@ def _check_reducible(module: DistributedDataParallel) -> None:
     if module.static_graph:
         expected, got = f"{wrapped} without static_graph", "one with static_graph=True"
         fix = "leave static_graph out: with it, a functional pass ends all later reduction"
-    elif ddp.is_joining(module):
+    elif distributed.is_joining(module):
         expected, got = f"{wrapped} outside of join()", "one inside of it"
         fix = "give all ranks as many inputs: a rank that has joined takes no part in this call"
     elif module.mixed_precision is not None:
         expected, got = f"{wrapped} without mixed_precision", "one with it"
         fix = "use torch.autocast in the forward pass"
-    elif ddp.delays_all_reduce(module):
+    elif distributed.delays_all_reduce(module):
         expected, got = wrapped, "one with delay_all_reduce_named_params"
         fix = "leave it out: a hook reduces these parameters, also in a functional pass"
     else:
@@ -189,7 +189,7 @@ def _reduce(
     group: Group, modules: _Replicas, local: LocalGrads, specs: Specs
 ) -> list[Tensor | None]:
     """Return the means over the ranks, by the modules' communication hooks where they have one."""
-    hooked = [module for module in modules if ddp.has_comm_hook(module)]
+    hooked = [module for module in modules if distributed.has_comm_hook(module)]
     by_hook = {key for module in hooked for key in bucketed_params(module)}
     pairs = zip(local.likes, specs, strict=True)
     plain = [None if id(param) in by_hook else spec for param, spec in pairs]

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from gradkit._autograd.passes import PassResult
 from gradkit._autograd.runner import PassRunner
-from gradkit._checks.freed import refuse_freed
+from gradkit._checks.graphs import refuse_freed
 from gradkit._checks.reachability import refuse_nothing_reached
-from gradkit._compat import fsdp
+from gradkit._compat import distributed
 from gradkit._core.call import Call, Pass
 from gradkit._core.graph import GraphView
 from gradkit._core.losses import Losses, require_graph
@@ -32,16 +32,16 @@ from gradkit.errors import UnsupportedGraphError, message
 def run(call: DistributedCall, modules: Sequence[nn.Module]) -> tuple[PassResult, Params]:
     """Return what FSDP's backward passes leave in `.grad`, and the sharded params."""
     _refuse_former_fsdp(modules)
-    states = fsdp.states_of(modules)
-    groups = fsdp.groups_of(states)
-    shards = [shard.sharded_param for shard in fsdp.shards_of(groups)]
+    states = distributed.states_of(modules)
+    groups = distributed.groups_of(states)
+    shards = [shard.sharded_param for shard in distributed.shards_of(groups)]
     ranks = [join_group(handle, call.name) for handle in _handles(shards)]
     plan = _agree_on_plan(ranks, lambda: _make_plan(call, groups))
 
     runner = partial(
         _ShardedRunner, shards=plan.shards, all_shards=shards, group=ranks[0], states=states
     )
-    allowed = (fsdp.POST_BACKWARD,)
+    allowed = (distributed.POST_BACKWARD,)
     result = call.run(plan.losses, plan.unsharded, allowed=allowed, runner=runner)
     grads = [[None if c is None else row[c] for c in plan.columns] for row in result.grads]
     passes = [Pass(indices, plan.params) for indices, _ in result.call.passes]
@@ -50,8 +50,8 @@ def run(call: DistributedCall, modules: Sequence[nn.Module]) -> tuple[PassResult
 
 def _refuse_former_fsdp(modules: Sequence[nn.Module]) -> None:
     for module in modules:
-        if not fsdp.is_fully_sharded(module):
-            expected = "one that torch.distributed.fsdp.fully_shard was called on"
+        if not distributed.is_fully_sharded(module):
+            expected = "one that torch.distributed.distributed.fully_shard was called on"
             got = f"the {type(module).__name__} of the former FSDP"
             fix = "move to fully_shard, or use loss.backward()"
             raise UnsupportedGraphError(message("module", expected, got, fix))
@@ -90,12 +90,14 @@ class _Plan:
 def _make_plan(call: DistributedCall, groups: Sequence[Any]) -> _Plan:
     """Return the plan of a call, checked on this rank."""
     _refuse_unsynchronized(groups)
-    managed = {id(p): s for s in fsdp.shards_of(groups) for p in fsdp.module_params(s)}
+    managed = {
+        id(p): s for s in distributed.shards_of(groups) for p in distributed.module_params(s)
+    }
     losses, given = call.read_losses(), read_params(call.module, allow_distributed=True)
     _check_params(given, managed, create_graph=call.create_graph)
     shards = [managed[id(variable)] for variable in given.variables]
     # A module shows the sharded or the unsharded parameter; the graph holds the unsharded one.
-    pairs = [(shard.sharded_param, fsdp.unsharded_param(shard)) for shard in shards]
+    pairs = [(shard.sharded_param, distributed.unsharded_param(shard)) for shard in shards]
     in_graph = [id(sharded if full is None else full) for sharded, full in pairs]
     require_graph(losses, losses.leaves)
     view = GraphView(losses.leaves)
@@ -148,10 +150,10 @@ def _check_params(given: Params, managed: Mapping[int, Any], *, create_graph: bo
 
 def _refuse_unsynchronized(groups: Sequence[Any]) -> None:
     """Raise if a backward pass would not reduce, or would reduce gradients of earlier passes."""
-    if not all(map(fsdp.synchronizes, groups)):
+    if not all(map(distributed.synchronizes, groups)):
         got = "one with gradient synchronization off"
         fix = "call set_requires_gradient_sync(True) before; the gradients of calls can be added up"
-    elif any(map(fsdp.has_unreduced_grads, groups)):
+    elif any(map(distributed.has_unreduced_grads, groups)):
         got = "one with gradients of earlier backward passes that are not reduced yet"
         fix = "take the gradients before them, or after the backward pass that reduces"
     else:
@@ -209,7 +211,7 @@ class _ShardedRunner(PassRunner):
                 # Copies: the shards of a module are parts of one buffer.
                 return [None if t.grad is None else t.grad.clone() for t in self.shards]
             except BaseException:
-                fsdp.reset_iteration(self.states)
+                distributed.reset_iteration(self.states)
                 raise
 
     def batched_grads(

@@ -3,8 +3,7 @@
 `gradkit._state` is the only room that writes `.grad`; these calls use it.
 """
 
-from gradkit.dotgrad._backward import backward_
-from gradkit.dotgrad._capture import Captured, capture_grads
+from gradkit.dotgrad._backward import Captured, backward_, capture_grads
 from gradkit.dotgrad._read_write import add_grads_, clear_grads_, read_grads, write_grads_
 from gradkit.dotgrad._step import step_
 

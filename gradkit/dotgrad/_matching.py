@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradkit._checks.sharding import refuse_gathered
-from gradkit._compat.dtensor import is_dtensor
+from gradkit._checks.reachability import refuse_gathered
+from gradkit._compat.distributed import is_dtensor
 from gradkit._core import pytree
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import Params, read_params

@@ -7,12 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradkit._autograd.accumulate import accumulate_through_engine
+from gradkit._autograd.engine import accumulate_through_engine
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
-from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.options import UNUSED, check_bool, check_option
-from gradkit._core.ownership import zeros_for
+from gradkit._core.ownership import leave_inference_mode, zeros_for
 from gradkit._core.pytree import PyTree
 from gradkit._state import grad_writes
 from gradkit.dotgrad._matching import Pairs, match, read_leaves, unique

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
-from gradkit._core.inference_mode import leave_inference_mode
+from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit._state import grad_writes

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit._autograd import transform_pass
+from gradkit._autograd import engine
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
 from gradkit._core.ownership import empty_for
@@ -66,7 +66,7 @@ class Batch:
         chunk_size: int | None,
     ) -> tuple[list[Tensor | None], list[Tensor]]:
         """Return the gradients and aux of all samples, stacked."""
-        vmap = partial(transform_pass.run_batch, fn, in_dims=self.dims, randomness=randomness)
+        vmap = partial(engine.vmapped_grads, fn, in_dims=self.dims, randomness=randomness)
         traced = transforms() or torch.compiler.is_compiling()
         if chunk_size is None or chunk_size >= self.size or traced:
             return vmap(*tensors, chunk_size=chunk_size)

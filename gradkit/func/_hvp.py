@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradkit._compat.transforms import detached
 from gradkit._core import pytree
-from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.options import check_function, check_option
+from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 from gradkit.func._arguments import Arguments, read_arguments

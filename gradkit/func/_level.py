@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
-from gradkit._autograd import transform_pass
+from gradkit._autograd import engine
 from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._checks.op_monitor import OpMonitor
 from gradkit._compat.transforms import current_level, detached, differentiated, level_of
 from gradkit._core.graph import Subgraph
-from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.losses import Losses, read_losses, read_weights
+from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import DetachedLossError, GradkitError, UnsupportedGraphError, message
 from gradkit.func._arguments import Arguments
@@ -64,7 +64,7 @@ class Passes:
         keep = create or self.differentiable
         if (keep if create is None else create) and self.level is not None:
             refuse_wrong_derivative("the loss", variables, Subgraph(roots))
-        return transform_pass.run(roots, cotangents, variables, retain=retain, create=keep)
+        return engine.transform_grads(roots, cotangents, variables, retain=retain, create=keep)
 
     def batched_grads(
         self, output: Tensor, seeds: Tensor, variables: list[Tensor]
@@ -74,7 +74,7 @@ class Passes:
         def run_one(seed: Tensor) -> tuple[list[Tensor | None], list[Tensor]]:
             return self.grads([output], [seed], variables, retain=True), []
 
-        return transform_pass.run_batch(run_one, seeds)[0]
+        return engine.vmapped_grads(run_one, seeds)[0]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor
 
 from gradkit._compat.transforms import detached
-from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.options import (
     UNUSED,
     Unused,
@@ -17,6 +16,7 @@ from gradkit._core.options import (
     check_function,
     check_option,
 )
+from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.func._arguments import ArgNums, read_arguments
 from gradkit.func._batch import read_batch

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradkit._autograd.inner_pass import inner_grads
-from gradkit._checks import recomputation, refused_nodes
+from gradkit._autograd.engine import inner_grads
+from gradkit._checks import graphs, recomputation
 from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
-from gradkit._core.custom_functions import custom_functions_alive
 from gradkit._core.graph import Subgraph, edge
 from gradkit._core.losses import Losses
 from gradkit._core.pytree import PyTree
+from gradkit._core.user_code import custom_functions_alive
 from gradkit.errors import UnreachedParamError, message
 from gradkit.func._level import Passes, differentiate
 from gradkit.meta._optimizer import Columns, Optimizer, check_grads, update
@@ -131,6 +131,6 @@ def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -
     # Only this step: a walk through all steps before it would make the loop quadratic.
     below = Subgraph([loss], stop={edge(tensor).node for tensor in variables})
     if custom_functions_alive():
-        refused_nodes.refuse_nodes(map(type, below.nodes.difference(below.stop)), "the inner loss")
+        graphs.refuse_nodes(map(type, below.nodes.difference(below.stop)), "the inner loss")
     if create_graph:
         refuse_wrong_derivative("the inner loss", variables, below)

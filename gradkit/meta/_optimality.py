@@ -12,12 +12,17 @@ import torch
 from torch import Tensor
 
 from gradkit import tree
-from gradkit._autograd.inner_pass import inner_grads, inner_grads_or_zeros
+from gradkit._autograd.engine import inner_grads, inner_grads_or_zeros
 from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._core.graph import Subgraph
-from gradkit._core.warn import level_of_the_caller
 from gradkit._state.recompute_state import RecomputeState
-from gradkit.errors import GradkitWarning, UnreachedParamError, UnsupportedGraphError, message
+from gradkit.errors import (
+    GradkitWarning,
+    UnreachedParamError,
+    UnsupportedGraphError,
+    level_of_the_caller,
+    message,
+)
 from gradkit.meta._trees import read_loss
 
 # Multiplies a vector, given as a list of tensors, by the matrix.

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from gradkit._autograd.inner_pass import inner_grads
+from gradkit._autograd.engine import inner_grads
 from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._core.graph import Subgraph, edge
 from gradkit._state.recompute_state import RecomputeState

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gradkit._compat.transforms import differentiated, is_dual, transforms
-from gradkit._core.inference_mode import leave_inference_mode
 from gradkit._core.options import check_bool, is_positive_int
+from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.meta._inner_step import Carry, InnerStep, Inputs, Outputs

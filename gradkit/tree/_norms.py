@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradkit._compat.dtensor import full_tensor, is_dtensor
+from gradkit._compat.distributed import full_tensor, is_dtensor
 from gradkit._compat.transforms import transforms
 from gradkit._core.leaf_arithmetic import largest, stored
 from gradkit._core.options import check_bool

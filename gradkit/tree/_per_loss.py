@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from gradkit._compat.tensors import flatten_dense
+from gradkit._compat.autograd import flatten_dense
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
 from gradkit._core.pytree import PyTree

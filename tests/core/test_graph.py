@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradkit
 from gradkit._autograd import graph_release
-from gradkit._core import custom_functions, graph, ownership
+from gradkit._core import graph, ownership, user_code
 
 
 class Twice(torch.autograd.Function):
@@ -30,34 +30,34 @@ class Twice(torch.autograd.Function):
 def test_a_living_custom_function_is_noticed_and_a_dead_one_is_not(device: torch.device) -> None:
     w = torch.randn(3, device=device, requires_grad=True)
     gc.collect()  # what earlier tests have left in cycles
-    assert not custom_functions.custom_functions_alive()
+    assert not user_code.custom_functions_alive()
     for make in (
         lambda: Twice.apply(w),
         lambda: (Twice.apply(w * 2) * 3).sum(),
         lambda: checkpoint(lambda x: x * 2, w, use_reentrant=True),
     ):
         held = make()
-        assert custom_functions.custom_functions_alive()
+        assert user_code.custom_functions_alive()
         del held
-        assert not custom_functions.custom_functions_alive()
+        assert not user_code.custom_functions_alive()
 
     class Fresh(Twice):
         pass
 
     held = Fresh.apply(w)
-    assert custom_functions.custom_functions_alive()
+    assert user_code.custom_functions_alive()
     del held
 
 
 def test_without_exact_reference_counts_every_graph_is_walked(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    custom_functions._free_threaded.cache_clear()
+    user_code._free_threaded.cache_clear()
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
-    assert custom_functions.custom_functions_alive()
+    assert user_code.custom_functions_alive()
     w = torch.randn(3, device=device, requires_grad=True)
     assert torch.equal(gradkit.value_and_grads((w * w).sum(), w)[1], 2 * w.detach())
-    custom_functions._free_threaded.cache_clear()
+    user_code._free_threaded.cache_clear()
 
 
 def test_walk_leaves_and_reach(device: torch.device) -> None:

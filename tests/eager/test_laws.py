@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import gradkit
 from gradkit._autograd.runner import PassRunner
-from gradkit._core import hooks
+from gradkit._core import user_code
 from tests.helpers import World, assert_owned, assert_same_bits
 from tests.strategies import HOOKLESS, OPS, WRITING, Program, build, programs
 
@@ -66,7 +66,7 @@ def test_without_a_hook_in_the_process_nothing_is_different(
     theirs, ours = build(program, device, dtype), build(program, device, dtype)
     torch.autograd.backward(theirs.losses, retain_graph=True)
     expected = [leaf.grad for leaf in theirs.leaves]
-    with patch.object(hooks, "hooks_registered", return_value=False):
+    with patch.object(user_code, "hooks_registered", return_value=False):
         values, grads = gradkit.value_and_grads(ours.losses, ours.leaves, retain_graph=True)
         per_loss = gradkit.per_loss_grads(ours.losses, ours.leaves, retain_graph=True)
     assert_same_bits(grads, expected)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import gradkit
 from gradkit._autograd import captures
-from gradkit._core import hooks, ownership
+from gradkit._core import ownership, user_code
 from tests.helpers import Scribble, assert_owned, assert_same_bits, same_bits, unchanged
 
 
@@ -71,7 +71,7 @@ def test_what_is_ours_already_is_not_copied(
 
     monkeypatch.setattr(captures, "_copied", count)
     monkeypatch.setattr(ownership, "copy_for", count)
-    monkeypatch.setattr(hooks, "hooks_registered", lambda: registered)
+    monkeypatch.setattr(user_code, "hooks_registered", lambda: registered)
     layer = nn.Linear(4, 4).to(device)
     loss = layer(torch.randn(3, 4, device=device)).exp().sum()
     _, grads = gradkit.value_and_grads(loss, layer)

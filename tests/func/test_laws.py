@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import gradkit
 from gradkit import func
-from gradkit._autograd import transform_pass
+from gradkit._autograd import engine
 from tests.helpers import World, assert_owned, assert_same_bits, unchanged
 from tests.strategies import OPS, Program, build, programs
 
@@ -530,13 +530,13 @@ def test_the_size_of_a_batched_pass_is_bounded(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    run = transform_pass.run_batch
+    run = engine.vmapped_grads
 
     def counting(run_one: Any, seeds: Tensor) -> Any:
         sizes.append(len(seeds))
         return run(run_one, seeds)
 
-    monkeypatch.setattr(transform_pass, "run_batch", counting)
+    monkeypatch.setattr(engine, "vmapped_grads", counting)
     w = torch.randn(5, device=device)
     for options, expected in (
         ({}, []),

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gradkit._autograd import reference
+from gradkit._autograd import engine
 from gradkit._core.graph import Subgraph
 from gradkit._core.losses import require_graph
 from gradkit._state.grad_writes import copy_into_grads, grad_dtypes_put_back, grads_put_back
@@ -170,14 +170,14 @@ def _run_step(step: Step, method: str) -> RunResult:
     differentiable = [losses.leaves[index] for index in require_graph(losses, losses.leaves)]
     if method == GRAD:
         try:
-            by_variable = reference.grad(differentiable, step.params.variables)
+            by_variable = engine.reference_grad(differentiable, step.params.variables)
         except RuntimeError as error:
             return _refused(error)
         grads = step.params.per_leaf(by_variable)
     else:
         passes = [[loss] for loss in differentiable] if method == PER_LOSS else [differentiable]
         for outputs in passes:
-            reference.accumulate(outputs)
+            engine.reference_backward(outputs)
         grads = [None if leaf is None else leaf.grad for leaf in step.params.leaves]
     return RunResult(grads, _values(losses.leaves))
 
@@ -198,7 +198,7 @@ def _by_func(step: Step) -> RunResult:
         return value, losses
 
     try:
-        run = reference.func_grads(total, _detached(in_modules), _detached(given))
+        run = engine.reference_func_grads(total, _detached(in_modules), _detached(given))
     except Exception as error:  # the losses could be computed without torch.func: it is the cause
         return _refused(error)
     (by_name, by_index), losses = run

@@ -9,11 +9,11 @@ from operator import or_
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradkit._checks import refused_nodes
-from gradkit._core import pytree, saved_tensors
-from gradkit._core.graph import Subgraph, edge, is_leaf_node
-from gradkit._core.inference_mode import leave_inference_mode
+from gradkit._checks.graphs import refused_nodes
+from gradkit._core import pytree
+from gradkit._core.graph import Subgraph, edge, has_released, is_leaf_node
 from gradkit._core.losses import read_losses
+from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params, read_params, refuse_distributed
 from gradkit._core.pytree import PyTree
 from gradkit.errors import UnsupportedGraphError, describe
@@ -121,7 +121,7 @@ def _loss_graph(
     graph, bit = graphs.each[index], 1 << index
     notes = [
         f"the other calls raise: expected {expected}, got {got}. What to do: {fix}"
-        for expected, got, fix in refused_nodes.refused_nodes(graph.kinds)
+        for expected, got, fix in refused_nodes(graph.kinds)
     ]
     if graphs.meets_released(graph, params.variables):
         notes.append(
@@ -240,7 +240,7 @@ class _Graphs:
     @cached_property
     def _released(self) -> set[Node]:
         """The nodes that an earlier pass has freed."""
-        return set(filter(saved_tensors.has_released, self.reached_by))
+        return set(filter(has_released, self.reached_by))
 
     def meets_released(self, graph: Subgraph, variables: Sequence[Tensor]) -> bool:
         """Return whether a pass through a graph to some tensors would execute a freed node."""

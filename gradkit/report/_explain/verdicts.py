@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradkit._checks import sharding
-from gradkit._compat.tensors import without_torch_function
+from gradkit._checks import reachability
+from gradkit._compat.autograd import without_torch_function
 from gradkit._core.graph import Subgraph, edge, has_rebuilt_history, was_used_before_change
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit.report._explain.closure import captured_by
@@ -78,7 +78,7 @@ class Reachability:
         return _REACHED if is_there else _MOVED
 
     def _unreached(self, variable: Tensor) -> Verdict:
-        if id(variable) in self.sharded or sharding.may_be_sharded(variable):
+        if id(variable) in self.sharded or reachability.may_be_sharded(variable):
             return _SHARDED
         if id(variable) in self._checkpointed:
             return _INSIDE

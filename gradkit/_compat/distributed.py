@@ -1,16 +1,62 @@
-"""Private names of `torch.distributed.fsdp`: states of modules, their groups of sharded parameters.
+"""Private names of torch.distributed: DDP, FSDP, DTensor. Run on torch 2.13.
 
-Modules are looked up, not imported: a process that has not imported FSDP has no such module.
+FSDP and DTensor are looked up, not imported: a process that has not imported them has none.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
 from weakref import ref
 
 from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.nn.parallel import DistributedDataParallel
+
+# The node that a forward pass with static_graph or find_unused_parameters adds. Run on torch 2.13.
+SINK = "_DDPSinkBackward"
+
+
+def sink_is_static(node: Node) -> bool:
+    """Return whether the module that added a `SINK` node has static_graph. Run on torch 2.13."""
+    sink: Any = node
+    return bool(sink.ddp_weakref().static_graph)
+
+
+def is_joining(module: DistributedDataParallel) -> bool:
+    """Return whether a module is inside of its join(). Run on torch 2.13."""
+    return bool(module._join_config.enable)
+
+
+def delays_all_reduce(module: DistributedDataParallel) -> bool:
+    """Return whether a module has delay_all_reduce_named_params. Run on torch 2.13."""
+    return bool(module._delay_all_reduce_params)
+
+
+def comm_hooks(module: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
+    """Return the Python communication hooks of a module, with their states. Run on torch 2.13."""
+    return list(module._comm_hooks)
+
+
+def has_comm_hook(module: DistributedDataParallel) -> bool:
+    """Return whether a module has a communication hook, C++ ones included. Run on torch 2.13."""
+    # Only the log shows the C++ hooks.
+    log: dict[str, object] = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    return bool(module._comm_hooks or log.get("comm_hook"))
+
+
+def zero_buckets(module: DistributedDataParallel) -> list[Any]:
+    """Return the gradient buckets of a module, filled with zeros. Run on torch 2.13."""
+    return list(module.reducer._get_zeros_like_grad_buckets())
+
+
+def run_comm_hook(module: DistributedDataParallel, bucket: Any) -> Tensor:
+    """Return what the communication hook makes of a bucket's buffer. Run on torch 2.13."""
+    reduced: Any = module.reducer._run_comm_hook(bucket).wait()
+    tensor: Tensor = reduced if isinstance(reduced, Tensor) else reduced[0]
+    return tensor
+
 
 # The node that the forward pass of a sharded module adds. Run on torch 2.13.
 POST_BACKWARD = "RegisterPostBackwardFunctionBackward"
@@ -92,3 +138,33 @@ def reset_iteration(states: Iterable[Any]) -> None:
     for state in states:
         if state._is_root and hasattr(state, "_reset_iter_state"):
             state._reset_iter_state()
+
+
+def is_dtensor(leaf: object) -> bool:
+    """Return whether this is a DTensor."""
+    # Looked up, not imported: a process that has not imported it has no such tensor.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(leaf, module.DTensor)
+
+
+def full_tensor(leaf: Tensor) -> Tensor:
+    """Return the whole tensor of a DTensor, which is a collective; any other tensor as it is.
+
+    To `item()` and `bool()`, a DTensor that is still to be summed over its ranks is this rank's
+    part; and the maximum of one with an empty shard fails on that rank while the others wait [M8].
+    """
+    if not is_dtensor(leaf):
+        return leaf
+    sharded: Any = leaf
+    return cast("Tensor", sharded.full_tensor())
+
+
+def sharded_like(leaf: Tensor, like: Any) -> Tensor:
+    """Return a tensor, which is the same on all ranks, with the mesh and shards of a DTensor."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    replicated = [Replicate()] * like.device_mesh.ndim
+    same = DTensor.from_local(leaf, like.device_mesh, replicated, run_check=False)
+    # The leaf is the sum over ranks already: as a partial sum it would count once for each of them.
+    placements = [Replicate() if p.is_partial() else p for p in like.placements]
+    return same.redistribute(placements=placements)

@@ -1,20 +1,58 @@
-"""Custom autograd Functions: whether a graph could hold one."""
+"""Whether code of the user's could run in a pass: hooks, and custom Functions."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
-from typing import Any
+from threading import Lock
+from typing import Any, cast
 from weakref import ref
 
 import torch
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.utils.hooks import RemovableHandle
 
-from gradkit._compat import ddp, fsdp
+from gradkit._compat import distributed
+
+
+def listen(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+    """Register a hook of gradkit's on a tensor, which `hooks_registered` does not count."""
+    with _own_hooks.lock:
+        handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        _own_hooks.count += 1
+    return handle
+
+
+def hooks_of(tensor: Tensor) -> dict[object, Callable[[Tensor], Tensor | None]]:
+    """Return the table of a tensor's hooks, which run in its order."""
+    if tensor._backward_hooks is None:
+        listen(tensor, lambda _: None).remove()
+    return cast("dict[object, Callable[[Tensor], Tensor | None]]", tensor._backward_hooks)
+
+
+def hooks_registered() -> bool:
+    """Return False only if nothing in this process but gradkit has ever registered a hook.
+
+    A hook that changes its gradient in place, g.clamp_(-1, 1), changes every gradient that shares
+    memory with it, and a hook that stores it stores a result. torch numbers the handles of hooks of
+    all kinds; which tensors and modules have them cannot be seen from Python.
+    """
+    return RemovableHandle.next_id > _own_hooks.count
+
+
+class _OwnHooks:
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.count = 0
+
+
+_own_hooks = _OwnHooks()
+
 
 # Functions of torch's own in whose presence a functional gradient is incomplete or local.
-REFUSED = frozenset({"CheckpointFunctionBackward", ddp.SINK, fsdp.POST_BACKWARD})
+REFUSED = frozenset({"CheckpointFunctionBackward", distributed.SINK, distributed.POST_BACKWARD})
 
 
 def custom_functions_alive() -> bool:

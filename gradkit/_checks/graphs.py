@@ -1,0 +1,155 @@
+"""What the graph of an eager call is checked for, before anything has run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from gradkit._checks import derivatives, reachability
+from gradkit._compat import distributed
+from gradkit._core import graph
+from gradkit._core.call import Call
+from gradkit._core.graph import Subgraph
+from gradkit._core.losses import Losses
+from gradkit._core.params import Params
+from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
+
+
+def check_call(call: Call, allowed: Collection[str] = ()) -> None:
+    """Raise if a gradient of the call would be wrong, zero or local.
+
+    `allowed` names kinds of nodes that raise otherwise, and that the caller sees to.
+    """
+    reachability.refuse_no_variables(call)
+    if not allowed:
+        for params in call.params:
+            reachability.refuse_gathered(params)
+    if call.create_graph:
+        derivatives.refuse_wrong_derivatives(call)
+    else:
+        derivatives.refuse_inside_transforms(call)
+    if not call.plain_leaves or call.may_hold_functions:
+        _refuse_nodes_by_loss(call, allowed)
+    if not call.plain_leaves:
+        reachability.refuse_doubtful(call)
+    if call.unused == "error":
+        reachability.refuse_unreached(call)
+    if len(call.differentiated) > 1:
+        # The pass for one loss would free the graph of another. A lone one the engine refuses.
+        refuse_freed(call, thorough=len(call.passes) > 1)
+
+
+def _refuse_nodes_by_loss(call: Call, allowed: Collection[str]) -> None:
+    if not refused_nodes(call.graph.below(call.differentiated).kinds, allowed):
+        return
+    for index in call.differentiated:
+        kinds = call.graph.below([index]).kinds
+        refuse_nodes(kinds, call.losses.path(index), allowed)
+
+
+def check_backward(call: Call) -> None:
+    """Raise if `.backward()` for some params would leave `.grad` wrong, or as it was."""
+    check_call(call)
+    below = call.graph.below(call.differentiated)
+    if not any(below.reaches(variable) for _, _, variable in call.variables()):
+        reachability.refuse_nothing_reached(call)
+
+
+def check_backward_to_leaves(call: Call) -> None:
+    """Raise if `.backward()` for all leaves would leave `.grad` wrong, or as it was."""
+    for index in call.differentiated:
+        refuse_freed_root(call, index)
+        if call.create_graph:
+            below = call.graph.below([index])
+            leaves = list(below.leaves.values())
+            derivatives.refuse_wrong_derivative(call.losses.path(index), leaves, below)
+
+
+def refuse_freed(call: Call, *, thorough: bool) -> None:
+    """Raise if a pass would execute a freed node: any such, or one next to a loss.
+
+    What is freed deeper down shows when a single pass gets there; looking at every node would take
+    as long as a small pass.
+    """
+    if thorough and not _any_freed(call):
+        return
+    for group, params in call.passes:
+        for index in group:
+            root = call.outputs[index]
+            if (thorough or graph.is_freed(root)) and _executes_freed(
+                call.graph.below([index]), params
+            ):
+                raise FreedGraphError(freed(call.losses, [index]))
+
+
+def _any_freed(call: Call) -> bool:
+    """Return whether a pass would execute a freed node, looking once at passes for one params."""
+    groups: dict[int, tuple[Params, list[int]]] = {}
+    for group, params in call.passes:
+        groups.setdefault(id(params), (params, []))[1].extend(group)
+    views = [(call.graph.below(group), params) for params, group in groups.values()]
+    return any(_executes_freed(below, params) for below, params in views)
+
+
+def _executes_freed(below: Subgraph, params: Params) -> bool:
+    return any(map(graph.has_released, below.leading_to(params.variables)))
+
+
+def refuse_freed_root(call: Call, index: int) -> None:
+    """Raise if a loss has been differentiated before."""
+    if graph.is_freed(call.outputs[index]):
+        raise FreedGraphError(freed(call.losses, [index]))
+
+
+def freed(losses: Losses, indices: Iterable[int]) -> str:
+    """Return the message for a second pass through the graph of some losses."""
+    return message(
+        ", ".join(map(losses.path, indices)),
+        "a graph that still holds its saved tensors",
+        "one that an earlier backward() or gradkit call has freed",
+        "ask for all gradients in one call, gradkit.per_loss_grads({'a': loss_a, 'b': loss_b}, "
+        "params), or pass retain_graph=True to the earlier call",
+    )
+
+
+def losses_freed(losses: Losses) -> Sequence[int]:
+    """Return the losses whose graphs hold a freed node; all of them if none is known to."""
+    every = range(len(losses.leaves))
+    nodes = {index: Subgraph([losses.leaves[index]]).nodes for index in every}
+    freed_losses = [index for index in every if any(map(graph.has_released, nodes[index]))]
+    return freed_losses or every
+
+
+# [F1, M4, M5]; the names are those of `user_code.REFUSED`.
+_REASONS = {
+    "CheckpointFunctionBackward": (
+        "a graph without reentrant checkpoints",
+        "one: autograd cannot see the parameters inside, and would leave out their gradient",
+        "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+    ),
+    distributed.SINK: (
+        "the forward pass of a plain module",
+        "one of DistributedDataParallel (static_graph or find_unused_parameters), whose gradients "
+        "would not be synchronized, and whose later backward() would stop reducing",
+        "call gradkit.distributed.value_and_grads(losses, ddp), without static_graph; or run "
+        "distributed.module(...) for the forward",
+    ),
+    distributed.POST_BACKWARD: (
+        "the forward pass of a plain module",
+        "one of a fully_shard module, whose sharded parameters are not in the graph",
+        "call gradkit.distributed.value_and_grads(losses, module)",
+    ),
+}
+
+
+def refuse_nodes(kinds: Iterable[type], where: str, allowed: Collection[str] = ()) -> None:
+    """Raise if a graph holds a node that would make its gradients wrong, but for those allowed."""
+    for reason in refused_nodes(kinds, allowed):
+        raise UnsupportedGraphError(message(where, *reason))
+
+
+def refused_nodes(
+    kinds: Iterable[type], allowed: Collection[str] = ()
+) -> list[tuple[str, str, str]]:
+    """Return (expected, got, what to do) for each kind of node that is refused."""
+    names = {kind.__name__ for kind in kinds} & _REASONS.keys()
+    return [_REASONS[name] for name in sorted(names.difference(allowed))]
