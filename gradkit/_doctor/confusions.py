@@ -24,6 +24,7 @@ from gradkit._doctor.checks import Finding, error_of, leaf
 Program: TypeAlias = Callable[[Tensor, Finding], None]
 
 _FREED = "Trying to backward through the graph a second time"
+_FREED_ERROR = f"RuntimeError: {_FREED}"
 _UNUSED = "appears to not have been used in the graph"
 
 
@@ -61,8 +62,7 @@ def _unused(w: Tensor, seen: Finding) -> None:
     loss = (v * v).sum()
     error = error_of(lambda: autograd.grad(loss, [v, w]), _UNUSED)
     seen.in_torch("autograd.grad", error, f"RuntimeError: {_UNUSED}")
-    error = error_of(loss.backward, _FREED)
-    seen.in_torch("and then backward()", error, f"RuntimeError: {_FREED}")
+    seen.in_torch("and then backward()", error_of(loss.backward, _FREED), _FREED_ERROR)
     loss, params = (v * v).sum(), {"v": v, "w": w}
     error = error_of(lambda: gradkit.value_and_grads(loss, params, unused="error"), "params['w']")
     seen.in_gradkit('unused="error"', error, "UnreachedParamError: params['w']")
@@ -78,7 +78,7 @@ def _freed(w: Tensor, seen: Finding) -> None:
     square.backward()
     cube.backward()
     error = error_of(lambda: autograd.grad(square, w), _FREED)
-    seen.in_torch("autograd.grad after backward()", error, f"RuntimeError: {_FREED}")
+    seen.in_torch("autograd.grad after backward()", error, _FREED_ERROR)
     losses = {"1": (w * w).sum(), "2": (w * w * w).sum()}
     grads = gradkit.per_loss_grads(losses, w)
     seen.in_gradkit("both from one call", grads, {"1": 2 * w, "2": 3 * w * w})
@@ -209,8 +209,7 @@ def _twice(w: Tensor, seen: Finding) -> None:
     h.retain_grad()
     loss = (h * h).sum()
     loss.backward()
-    error = error_of(loss.backward, _FREED)
-    seen.in_torch("backward() twice", error, f"RuntimeError: {_FREED}")
+    seen.in_torch("backward() twice", error_of(loss.backward, _FREED), _FREED_ERROR)
     loss = (w * w).sum()
     loss.backward(retain_graph=True)
     w.grad = None

@@ -41,7 +41,9 @@ def run(call: DistributedCall, modules: Sequence[nn.Module]) -> tuple[PassResult
     states = fsdp.states_of(modules)
     groups = fsdp.groups_of(states)
     shards = [shard.sharded_param for shard in fsdp.shards_of(groups)]
-    ranks = [join_group(handle, call.name) for handle in _handles(shards)]
+    meshes = {id(shard.device_mesh): shard.device_mesh for shard in shards}.values()
+    handles = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+    ranks = [join_group(handle, call.name) for handle in handles]
     plan = _agree_on_plan(ranks, lambda: _make_plan(call, groups))
 
     runner = partial(
@@ -61,12 +63,6 @@ def _refuse_former_fsdp(modules: Sequence[nn.Module]) -> None:
             got = f"the {type(module).__name__} of the former FSDP"
             fix = "move to fully_shard, or use loss.backward()"
             raise UnsupportedGraphError(message("module", expected, got, fix))
-
-
-def _handles(shards: Sequence[Any]) -> list[Any]:
-    """Return the process groups of all dimensions of the shards' meshes."""
-    meshes = {id(shard.device_mesh): shard.device_mesh for shard in shards}
-    return [mesh.get_group(dim) for mesh in meshes.values() for dim in range(mesh.ndim)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,12 +216,15 @@ def _sum_(group: Group, tensor: Tensor, scale: float | None = None) -> Tensor:
 def _sum_dense(
     group: Group, grads: Sequence[Tensor], likes: Sequence[Tensor | None], scale: float | None
 ) -> list[Tensor]:
-    flat = _sum_(group, torch.cat([grad.detach().reshape(-1) for grad in grads]), scale)
-    parts = torch.split(flat, [grad.numel() for grad in grads])
-    return [
-        _empty_result(grad, like).copy_(part.view(grad.shape))
-        for grad, like, part in zip(grads, likes, parts, strict=True)
-    ]
+    sums = _reduce_together([grad.detach() for grad in grads], partial(_sum_, group, scale=scale))
+    return [_empty_result(x, like).copy_(x) for x, like in zip(sums, likes, strict=True)]
+
+
+def _reduce_together(grads: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return what a reduction of all entries as one vector makes of each gradient."""
+    reduced = reduce(torch.cat([grad.reshape(-1) for grad in grads]))
+    parts = torch.split(reduced, [grad.numel() for grad in grads])
+    return [part.view(grad.shape) for grad, part in zip(grads, parts, strict=True)]
 
 
 def _empty_result(grad: Tensor, like: Tensor | None) -> Tensor:
@@ -233,10 +236,10 @@ def _empty_result(grad: Tensor, like: Tensor | None) -> Tensor:
 
 @torch.enable_grad()  # also where the caller has disabled it: the graph would be cut
 def _sum_with_graph(group: Group, grads: Sequence[Tensor], scale: float | None) -> list[Tensor]:
-    flat = torch.cat([grad.reshape(-1) for grad in grads])
-    reduced = _all_reduce(flat if scale is None else flat * scale, group)
-    parts = torch.split(reduced, [grad.numel() for grad in grads])
-    return [part.view(grad.shape) for grad, part in zip(grads, parts, strict=True)]
+    def reduce(flat: Tensor) -> Tensor:
+        return _all_reduce(flat if scale is None else flat * scale, group)
+
+    return _reduce_together(grads, reduce)
 
 
 def _all_reduce(tensor: Tensor, group: Group) -> Tensor:
