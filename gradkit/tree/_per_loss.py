@@ -174,7 +174,8 @@ def to_matrix(
         StructureError: There are no losses, or their gradients do not match.
     """
     rows = read_rows(per_loss, losses)
-    likes = {leaf: like for leaf in rows.leaves if (like := rows.example(leaf)) is not None}
+    examples = [(leaf, rows.example(leaf)) for leaf in rows.leaves]
+    likes = {leaf: like for leaf, like in examples if like is not None}
     widths = [width(like) for like in likes.values()]
 
     def unravel(vector: Tensor) -> PyTree:
@@ -239,7 +240,8 @@ def _product_of_leaves(rows: PerLossRows) -> Tensor:
     count = len(rows.rows)
     total: Tensor | None = None
     for leaf in rows.leaves:
-        present = {index: x for index, row in enumerate(rows.rows) if (x := row[leaf]) is not None}
+        column = enumerate(row[leaf] for row in rows.rows)
+        present = {index: x for index, x in column if x is not None}
         if not present:
             continue
         part = _product([real_vector(x) for x in present.values()])
