@@ -37,7 +37,7 @@ from gradkit.errors import (
     UnsupportedOptimizerError,
 )
 from gradkit.retain import safe_retain
-from gradkit.tree._combine import combine
+from gradkit.tree._per_loss import combine
 
 if _typing.TYPE_CHECKING:
     from gradkit import distributed, func, meta, report

@@ -1,10 +1,10 @@
-"""Checks: a value beside the expected one."""
+"""Checks: a value beside the expected one; and the findings, which consist of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from textwrap import shorten
 from typing import Any, TypeAlias
 
@@ -26,11 +26,15 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Observation:
-    """The checks of what torch did, and of what gradkit returned."""
+class Finding:
+    """The checks of one confusion on one device, or the error that it raised."""
 
-    torch: list[Check]
-    gradkit: list[Check]
+    device: str
+    number: int
+    title: str
+    torch: list[Check] = field(default_factory=list)
+    gradkit: list[Check] = field(default_factory=list)
+    error: str | None = None
 
     def in_torch(self, what: str, got: Any, expected: Any) -> None:
         """Check what torch did."""
@@ -39,6 +43,21 @@ class Observation:
     def in_gradkit(self, what: str, got: Any, expected: Any) -> None:
         """Check what gradkit returned."""
         self.gradkit.append(check(what, got, expected))
+
+    @property
+    def torch_equal(self) -> bool:
+        """Whether torch did what is expected."""
+        return self.error is None and all(check.equal for check in self.torch)
+
+    @property
+    def gradkit_equal(self) -> bool:
+        """Whether gradkit returned the right values."""
+        return self.error is None and all(check.equal for check in self.gradkit)
+
+    @property
+    def equal(self) -> bool:
+        """Whether both did."""
+        return self.torch_equal and self.gradkit_equal
 
 
 def leaf(device: torch.device, *values: float) -> Tensor:

@@ -12,24 +12,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, autograd
 
 import gradkit
-from gradkit._doctor.checks import Observation, error_of, leaf
+from gradkit._doctor.checks import Finding, error_of, leaf
 
 # A program gets a leaf tensor w = [1, 2].
-Program: TypeAlias = Callable[[Tensor, Observation], None]
+Program: TypeAlias = Callable[[Tensor, Finding], None]
 
 _FREED = "Trying to backward through the graph a second time"
+_FREED_ERROR = f"RuntimeError: {_FREED}"
 _UNUSED = "appears to not have been used in the graph"
 
 
-@dataclass(frozen=True)
-class Confusion:
+class Confusion(NamedTuple):
     """The title of a section of docs/confusions.md, and the program that shows it."""
 
     title: str
@@ -44,7 +43,7 @@ def _confusion(title: str) -> Callable[[Program], None]:
 
 
 @_confusion('"The second backward changes w.grad, even if the loss does not use w"')
-def _other_losses(w: Tensor, seen: Observation) -> None:
+def _other_losses(w: Tensor, seen: Finding) -> None:
     v = leaf(w.device, 3, 4)
     (w * w).sum().backward()
     (v * v).sum().backward()
@@ -58,13 +57,12 @@ def _other_losses(w: Tensor, seen: Observation) -> None:
 
 
 @_confusion('"autograd.grad of a loss that does not use w gives a zero gradient"')
-def _unused(w: Tensor, seen: Observation) -> None:
+def _unused(w: Tensor, seen: Finding) -> None:
     v = leaf(w.device, 3, 4)
     loss = (v * v).sum()
     error = error_of(lambda: autograd.grad(loss, [v, w]), _UNUSED)
     seen.in_torch("autograd.grad", error, f"RuntimeError: {_UNUSED}")
-    error = error_of(loss.backward, _FREED)
-    seen.in_torch("and then backward()", error, f"RuntimeError: {_FREED}")
+    seen.in_torch("and then backward()", error_of(loss.backward, _FREED), _FREED_ERROR)
     loss, params = (v * v).sum(), {"v": v, "w": w}
     error = error_of(lambda: gradkit.value_and_grads(loss, params, unused="error"), "params['w']")
     seen.in_gradkit('unused="error"', error, "UnreachedParamError: params['w']")
@@ -75,12 +73,12 @@ def _unused(w: Tensor, seen: Observation) -> None:
 
 
 @_confusion('"After backward(), autograd.grad can be called on the same graph"')
-def _freed(w: Tensor, seen: Observation) -> None:
+def _freed(w: Tensor, seen: Finding) -> None:
     square, cube = (w * w).sum(), (w * w * w).sum()
     square.backward()
     cube.backward()
     error = error_of(lambda: autograd.grad(square, w), _FREED)
-    seen.in_torch("autograd.grad after backward()", error, f"RuntimeError: {_FREED}")
+    seen.in_torch("autograd.grad after backward()", error, _FREED_ERROR)
     losses = {"1": (w * w).sum(), "2": (w * w * w).sum()}
     grads = gradkit.per_loss_grads(losses, w)
     seen.in_gradkit("both from one call", grads, {"1": 2 * w, "2": 3 * w * w})
@@ -90,7 +88,7 @@ def _freed(w: Tensor, seen: Observation) -> None:
 
 
 @_confusion('"backward() and autograd.grad use different graphs, or different numerics"')
-def _same_engine(w: Tensor, seen: Observation) -> None:
+def _same_engine(w: Tensor, seen: Finding) -> None:
     w = torch.linspace(-2, 2, 101, dtype=torch.float32, device=w.device).requires_grad_()
 
     def losses() -> list[Tensor]:
@@ -114,7 +112,7 @@ def _same_engine(w: Tensor, seen: Observation) -> None:
 
 
 @_confusion('"autograd.grad does not accumulate correctly for a shared parameter"')
-def _shared(w: Tensor, seen: Observation) -> None:
+def _shared(w: Tensor, seen: Finding) -> None:
     first, second = (w * w).sum(), (3 * w).sum()
     each = [autograd.grad(loss, w, retain_graph=True)[0] for loss in (first, second)]
     seen.in_torch("autograd.grad of each", each, [2 * w, torch.full_like(w, 3)])
@@ -128,7 +126,7 @@ def _shared(w: Tensor, seen: Observation) -> None:
 
 
 @_confusion("Forgetting zero_grad()")
-def _zero_grad(w: Tensor, seen: Observation) -> None:
+def _zero_grad(w: Tensor, seen: Finding) -> None:
     (w * w).sum().backward()
     (w * w).sum().backward()
     seen.in_torch("w.grad after two equal steps", w.grad, 4 * w)
@@ -140,7 +138,7 @@ def _zero_grad(w: Tensor, seen: Observation) -> None:
 
 
 @_confusion('"retain_grad() keeps a branch from overwriting the gradient of another"')
-def _branches(w: Tensor, seen: Observation) -> None:
+def _branches(w: Tensor, seen: Finding) -> None:
     h = w * 2
     (h.sum() + (h * h).sum()).backward()
     seen.in_torch("w.grad without retain_grad()", w.grad, 2 + 8 * w)
@@ -160,7 +158,7 @@ def _branches(w: Tensor, seen: Observation) -> None:
 
 
 @_confusion('"retain_grad() must stand before the tensor is used"')
-def _position(w: Tensor, seen: Observation) -> None:
+def _position(w: Tensor, seen: Finding) -> None:
     h = w * 2
     loss = (h * h).sum()
     h.retain_grad()
@@ -191,7 +189,7 @@ def _change_below_a_view(h: Tensor) -> None:
 
 
 @_confusion('"Without retain_grad(), y.grad raises"')
-def _not_a_leaf(w: Tensor, seen: Observation) -> None:
+def _not_a_leaf(w: Tensor, seen: Finding) -> None:
     y = w * 2
     y.sum().backward()
     with warnings.catch_warnings(record=True) as caught:
@@ -206,13 +204,12 @@ def _not_a_leaf(w: Tensor, seen: Observation) -> None:
 
 
 @_confusion('"retain_grad() lets you call backward() twice"')
-def _twice(w: Tensor, seen: Observation) -> None:
+def _twice(w: Tensor, seen: Finding) -> None:
     h = w * 2
     h.retain_grad()
     loss = (h * h).sum()
     loss.backward()
-    error = error_of(loss.backward, _FREED)
-    seen.in_torch("backward() twice", error, f"RuntimeError: {_FREED}")
+    seen.in_torch("backward() twice", error_of(loss.backward, _FREED), _FREED_ERROR)
     loss = (w * w).sum()
     loss.backward(retain_graph=True)
     w.grad = None
@@ -224,7 +221,7 @@ def _twice(w: Tensor, seen: Observation) -> None:
 
 
 @_confusion('"Gradients of several losses need create_graph=True"')
-def _create_graph(w: Tensor, seen: Observation) -> None:
+def _create_graph(w: Tensor, seen: Finding) -> None:
     h = w * 2
     first, second = h.sum(), (h * h).sum()
     grads = [*autograd.grad(first, w, retain_graph=True), *autograd.grad(second, w)]
@@ -242,7 +239,7 @@ def _create_graph(w: Tensor, seen: Observation) -> None:
 
 
 @_confusion("A change in place after retain_grad()")
-def _in_place(w: Tensor, seen: Observation) -> None:
+def _in_place(w: Tensor, seen: Finding) -> None:
     h = w * 2
     h.retain_grad()
     early = (3 * h).sum()

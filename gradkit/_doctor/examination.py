@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from shutil import get_terminal_size
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import gradkit
-from gradkit._doctor.checks import Check, Observation, first_line, leaf, text
+from gradkit._doctor.checks import Check, Finding, first_line, leaf, text
 from gradkit._doctor.confusions import CONFUSIONS, Confusion
 
 # The five columns of the table need this width; elsewhere plain text is easier to read.
@@ -28,32 +28,6 @@ EXTRAS = {
     "torchjd": ("torchjd",),
     "examples": ("scikit-learn", "rich", "matplotlib"),
 }
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The checks of one confusion on one device, or the error that it raised."""
-
-    device: str
-    number: int
-    title: str
-    observation: Observation
-    error: str | None
-
-    @property
-    def torch_equal(self) -> bool:
-        """Whether torch did what is expected."""
-        return self.error is None and all(check.equal for check in self.observation.torch)
-
-    @property
-    def gradkit_equal(self) -> bool:
-        """Whether gradkit returned the right values."""
-        return self.error is None and all(check.equal for check in self.observation.gradkit)
-
-    @property
-    def equal(self) -> bool:
-        """Whether both did."""
-        return self.torch_equal and self.gradkit_equal
 
 
 @dataclass(frozen=True)
@@ -96,14 +70,15 @@ def examine(devices: Sequence[torch.device]) -> Examination:
 
 
 def _run(number: int, confusion: Confusion, device: torch.device) -> Finding:
-    error, observation = None, Observation([], [])
+    finding = Finding(str(device), number, confusion.title)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            confusion.program(leaf(device, 1, 2), observation)
+            confusion.program(leaf(device, 1, 2), finding)
     except Exception as raised:  # another version of torch may raise anything, anywhere
-        error, observation = f"{type(raised).__name__}: {first_line(raised)}", Observation([], [])
-    return Finding(str(device), number, confusion.title, observation, error)
+        error = f"{type(raised).__name__}: {first_line(raised)}"
+        return replace(finding, torch=[], gradkit=[], error=error)
+    return finding
 
 
 def _version(package: str) -> str | None:
@@ -125,21 +100,10 @@ def as_json(examination: Examination) -> str:
         "versions": examination.versions,
         "devices": examination.devices,
         "extras": examination.extras,
-        "rows": [_row(finding) for finding in examination.findings],
+        "rows": [asdict(finding) | {"equal": finding.equal} for finding in examination.findings],
         "equal": examination.equal,
     }
     return json.dumps(values, indent=2)
-
-
-def _row(finding: Finding) -> dict[str, Any]:
-    return {
-        "device": finding.device,
-        "number": finding.number,
-        "title": finding.title,
-        **asdict(finding.observation),
-        "error": finding.error,
-        "equal": finding.equal,
-    }
 
 
 def show(examination: Examination) -> None:
@@ -166,8 +130,8 @@ def as_text(examination: Examination) -> str:
         lines += ["", f"On {device}"]
         for finding in examination.on(device):
             lines += [f"{finding.number:3}. {finding.title}"]
-            lines += [f"       torch    {line}" for line in _lines(finding.observation.torch)]
-            lines += [f"       gradkit  {line}" for line in _lines(finding.observation.gradkit)]
+            lines += [f"       torch    {line}" for line in _lines(finding.torch)]
+            lines += [f"       gradkit  {line}" for line in _lines(finding.gradkit)]
             lines += [f"       {_status(finding)}"]
     return "\n".join([*lines, "", _summary(examination)])
 
@@ -212,8 +176,7 @@ def _table(device: str, findings: list[Finding]) -> Any:
     for heading in ("", "What people say", "What torch does here", "What gradkit gives", "Result"):
         table.add_column(heading, overflow="fold")
     for finding in findings:
-        columns = finding.observation.torch, finding.observation.gradkit
-        shown = ["\n".join(_lines(checks)) for checks in columns]
+        shown = ["\n".join(_lines(checks)) for checks in (finding.torch, finding.gradkit)]
         cells = map(Text, [str(finding.number), finding.title, *shown])
         status = Text(_status(finding), style="green" if finding.equal else "bold red")
         table.add_row(*cells, status)

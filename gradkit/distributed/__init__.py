@@ -1,6 +1,6 @@
 """Gradients in several processes, on torch's own engines: never silently local, zero or partial."""
 
-from gradkit.distributed._all_reduce import all_reduce
 from gradkit.distributed._calls import per_loss_grads, value_and_grads
+from gradkit.distributed._reduction import all_reduce
 
 __all__ = ["all_reduce", "per_loss_grads", "value_and_grads"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
@@ -18,12 +18,64 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradkit.distributed._group import Group, collective_errors
-from gradkit.errors import CollectiveError, StructureError, message
+from gradkit.errors import CollectiveError, GradkitError, StructureError, message
 
 _T = TypeVar("_T")
 _FAILED = (0, 0, 0, 0)
 _LONGEST = 200
+
+
+class Group(NamedTuple):
+    """A process group, and this process's rank in it."""
+
+    handle: Any  # of torch.distributed
+    call: str  # the public call, for errors
+    rank: int
+    size: int
+    device: torch.device  # that small messages are sent from
+
+    @property
+    def this_rank(self) -> str:
+        """Return the call and the rank, for errors."""
+        return f"{self.call} on rank {self.rank} of {self.size}"
+
+
+def join_group(handle: Any, call: str) -> Group:
+    """Return the group of a handle, None for the default one; raise if this process has no part."""
+    if not dist.is_available() or not dist.is_initialized():
+        got = "none: torch.distributed is not initialized"
+        fix = "start the script with torchrun, and call torch.distributed.init_process_group()"
+        raise CollectiveError(message(call, "a process group", got, fix))
+    handle = dist.group.WORLD if handle is None else handle
+    rank = dist.get_rank(handle)
+    if rank < 0:
+        expected = "a process group that this process is in"
+        got = f"one that rank {dist.get_rank()} is not in, for which torch does nothing"
+        fix = "make the call on the ranks of the group only"
+        raise CollectiveError(message(call, expected, got, fix))
+    on_cpu = "cpu" in dist.get_backend_config(handle)
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    return Group(handle, call, rank, dist.get_world_size(handle), device)
+
+
+@contextmanager
+def collective_errors(group: Group, *, backend_only: bool = False) -> Iterator[None]:
+    """Raise CollectiveError for a RuntimeError in the block; `backend_only`: of the backend."""
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo raises plain RuntimeErrors.
+        of_backend = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if isinstance(error, GradkitError) or (backend_only and not of_backend):
+            raise
+        expected = "every rank of the group to take part, within the group's timeout"
+        first_line = str(error).partition("\n")[0]
+        got = f"{type(error).__name__}: {first_line}"
+        fix = (
+            "look for the first error in the output of the other ranks: one has raised, was "
+            "killed, is too slow, or has made another call"
+        )
+        raise CollectiveError(message(group.this_rank, expected, got, fix)) from error
 
 
 class GradSpec(NamedTuple):
@@ -119,7 +171,7 @@ def agree_or_raise(
     columns = list(zip(paths, zip(*specs, strict=True), strict=False))
     common = [_common_spec(group, path, column) for path, column in columns]
     for path, column in columns if same_reach else ():
-        _require_same_reach(group, path, column)
+        _require_same(group, path, ["none" if spec is None else "a gradient" for spec in column])
     return ours, common
 
 
@@ -172,13 +224,6 @@ def _common_spec(group: Group, path: str, by_rank: Sequence[GradSpec | None]) ->
             _raise_difference(group, path, rank, expected, str(spec))
     alike = all(spec == first for spec in present)
     return first if alike else first._replace(layout=torch.strided, dense_dim=0)
-
-
-def _require_same_reach(group: Group, path: str, by_rank: Specs) -> None:
-    first, *others = ("not reached" if spec is None else "reached" for spec in by_rank)
-    for rank, reached in enumerate(others, 1):
-        if reached != first:
-            _raise_difference(group, path, rank, f"{first}, as on rank 0", reached)
 
 
 def _raise_difference(group: Group, what: str, rank: int, expected: str, got: str) -> NoReturn:

@@ -7,13 +7,7 @@ from functools import partial
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradkit._autograd.passes import (
-    PassResult,
-    finish,
-    finish_separate,
-    run_jointly,
-    run_separately,
-)
+from gradkit._autograd import passes
 from gradkit._checks.reachability import require_reached
 from gradkit._compat import distributed
 from gradkit._compat.dynamo import disable_compile
@@ -25,6 +19,12 @@ from gradkit._core.pytree import PyTree
 from gradkit.distributed import _ddp, _fsdp
 from gradkit.distributed._distributed_call import DistributedCall
 from gradkit.errors import LeafTypeError, StructureError, describe, message
+
+_WRAPPED = "a module wrapped in DistributedDataParallel, or by fully_shard, as the others"
+_WRAP_OR_REDUCE = (
+    "pass the wrapped module; for parts of it or your own wrapping, call "
+    "gradkit.distributed.all_reduce(grads) on what gradkit.value_and_grads returns"
+)
 
 
 @disable_compile
@@ -72,28 +72,23 @@ def value_and_grads(
 
     Raises:
         CollectiveError: A rank has failed, is missing, or is too late.
-        DetachedLossError: No loss carries a graph.
-        FreedGraphError: The graph has been freed by an earlier call.
-        LeafTypeError: A leaf of `losses` is not a real floating-point tensor; `module` is not a
-            wrapped module.
-        NotScalarLossError: A loss does not have exactly one element.
-        OptionError: An option has no such value.
-        StructureError: As in `gradkit.value_and_grads`; or trees differ between ranks.
-        UnreachedParamError: As in `gradkit.value_and_grads`.
-        UnsupportedGraphError: As in `gradkit.value_and_grads`; or static_graph [M4], join(), mixed
-            precision of DistributedDataParallel, FullyShardedDataParallel, fully_shard without
-            gradient synchronization or with `create_graph`.
+        LeafTypeError: `module` is not a wrapped module.
+        StructureError: Trees differ between ranks.
+        UnsupportedGraphError: static_graph [M4], join(), mixed precision of
+            DistributedDataParallel, FullyShardedDataParallel, fully_shard without gradient
+            synchronization or with `create_graph`.
+        GradkitError: As in `gradkit.value_and_grads`.
 
     Source:
         `torch.nn.parallel.DistributedDataParallel`; `torch.distributed.distributed.fully_shard`.
     """
     check_pass_options(unused, create_graph, retain_graph)
-    passes = partial(run_jointly, weights=weights)
+    run = partial(passes.run_jointly, weights=weights)
     name = "gradkit.distributed.value_and_grads"
-    call = DistributedCall(name, losses, module, passes, True, create_graph, retain_graph, weights)
+    call = DistributedCall(name, losses, module, run, True, create_graph, retain_graph, weights)
     with leave_inference_mode():
         result, params = _run(call, unused)
-        return result.values, finish(result.grads[0], params, unused, create_graph)
+        return result.values, passes.finish(result.grads[0], params, unused, create_graph)
 
 
 @disable_compile
@@ -139,29 +134,22 @@ def per_loss_grads(
         `gradkit.per_loss_grads`, and the same on all ranks.
 
     Raises:
-        CollectiveError: As in `value_and_grads`.
-        DetachedLossError: No loss carries a graph.
-        FreedGraphError: The graph has been freed by an earlier call.
-        LeafTypeError: As in `value_and_grads`.
-        OptionError: As in `value_and_grads`.
-        StructureError: As in `gradkit.per_loss_grads`; or trees differ between ranks.
-        UnreachedParamError: As in `gradkit.per_loss_grads`.
-        UnsupportedGraphError: As in `value_and_grads`.
+        GradkitError: As in `value_and_grads`, but for `NotScalarLossError`.
 
     Source:
         As `value_and_grads`.
     """
     check_pass_options(unused, create_graph, retain_graph)
     check_batching(strategy, chunk_size)
-    passes = partial(run_separately, strategy=strategy, chunk_size=chunk_size)
+    run = partial(passes.run_separately, strategy=strategy, chunk_size=chunk_size)
     name = "gradkit.distributed.per_loss_grads"
-    call = DistributedCall(name, losses, module, passes, False, create_graph, retain_graph)
+    call = DistributedCall(name, losses, module, run, False, create_graph, retain_graph)
     with leave_inference_mode():
         result, params = _run(call, unused)
-        return finish_separate(result, params, unused)
+        return passes.finish_separate(result, params, unused)
 
 
-def _run(call: DistributedCall, unused: str) -> tuple[PassResult, Params]:
+def _run(call: DistributedCall, unused: str) -> tuple[passes.PassResult, Params]:
     replicas, shards = _wrapped_in(call.module)
     result, params = _fsdp.run(call, shards) if shards else _ddp.run(call, replicas)
     require_reached(result.call, result.grads, unused)
@@ -180,15 +168,9 @@ def _wrapped_in(tree: PyTree) -> tuple[list[DistributedDataParallel], list[nn.Mo
         replicated = [part for part in parts if isinstance(part, DistributedDataParallel)]
         sharded = [part for part in parts if isinstance(part, distributed.module_classes())]
         if bool(replicated) == bool(sharded) or (replicas and sharded) or (shards and replicated):
-            expected = (
-                "a module wrapped in DistributedDataParallel, or by fully_shard, as the others"
-            )
+            where = pytree.path(spec, index, "module")
             got = "both" if replicated and sharded else describe(leaf)
-            fix = (
-                "pass the wrapped module; for parts of it or your own wrapping, call "
-                "gradkit.distributed.all_reduce(grads) on what gradkit.value_and_grads returns"
-            )
-            raise LeafTypeError(message(pytree.path(spec, index, "module"), expected, got, fix))
+            raise LeafTypeError(message(where, _WRAPPED, got, _WRAP_OR_REDUCE))
         replicas += replicated
         shards += sharded
     return replicas, shards

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,20 +17,29 @@ from gradkit._checks.reachability import refuse_stale
 from gradkit._compat import distributed
 from gradkit._core import graph, pytree
 from gradkit._core.leaf_arithmetic import plus
-from gradkit._core.losses import Losses, require_graph
-from gradkit._core.params import Params, read_params
+from gradkit._core.losses import Losses
+from gradkit._core.ownership import empty_for
+from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit._state.grad_writes import replace_grad
-from gradkit.distributed._agreement import Description, Specs, agree_or_raise
-from gradkit.distributed._comm_hooks import bucketed_params, check_comm_hooks, reduce_by_hook
+from gradkit.distributed._agreement import (
+    Description,
+    GradSpec,
+    Group,
+    Specs,
+    agree_or_raise,
+    collective_errors,
+    join_group,
+)
 from gradkit.distributed._distributed_call import DistributedCall
-from gradkit.distributed._group import Group, join_group
 from gradkit.distributed._reduction import LocalGrads, agree_on_grads, reduce_grads
 from gradkit.errors import StructureError, UnsupportedGraphError, message
 
 _Replicas: TypeAlias = Sequence[DistributedDataParallel]
 # Leaf tensors, each with the gradient that is added to its `.grad`.
 _Pairs: TypeAlias = list[tuple[Tensor, Tensor | None]]
+# In the names of torch's own hooks that step an optimizer.
+_STEPPING = ("optim", "zero")
 
 
 def run(call: DistributedCall, modules: _Replicas) -> tuple[PassResult, Params]:
@@ -43,7 +53,7 @@ def run(call: DistributedCall, modules: _Replicas) -> tuple[PassResult, Params]:
         results.append(result)
         refuse_stale(result.call, result.grads)
         grads = [grad for row in result.grads for grad in row]
-        check_comm_hooks(modules, grads)
+        _check_comm_hooks(modules, grads)
         likes = params.variables * len(result.grads)
         path = partial(call.grad_path, losses, params)
         return LocalGrads(grads, likes, call.structure(losses, params), path)
@@ -66,12 +76,11 @@ def _read_on_all_ranks(
     """Return the losses and params, checked before any rank runs a pass."""
 
     def read() -> tuple[tuple[Losses, Params], Description]:
-        losses, params = call.read_losses(), read_params(call.module, allow_distributed=True)
-        require_graph(losses, losses.leaves)
+        losses, params = call.read()
         _refuse_unreplicated(params, modules)
         _refuse_static_graph(losses)
         several = not call.joint and sum(loss.numel() for loss in losses.leaves) > 1
-        check_comm_hooks(modules, create_graph=call.create_graph, several=several)
+        _check_comm_hooks(modules, create_graph=call.create_graph, several=several)
 
         def paths() -> list[str]:
             of_losses = [] if call.joint else list(map(losses.path, range(len(losses.leaves))))
@@ -125,7 +134,7 @@ def add_to_replicas(params: PyTree, read_pairs: Callable[[], _Pairs]) -> _Pairs:
         for pair in read_pairs():
             (ours if id(pair[0]) in replicated else others).append(pair)
         leaves, grads = [leaf for leaf, _ in ours], [grad for _, grad in ours]
-        check_comm_hooks(modules, [*grads, *(leaf.grad for leaf in leaves)])
+        _check_comm_hooks(modules, [*grads, *(leaf.grad for leaf in leaves)])
         sums = [None if grad is None else plus(leaf.grad, grad) for leaf, grad in ours]
         structure = (("the call", "add_grads_"), ("params", len(ours)))
         return LocalGrads(sums, leaves, structure, lambda index: f"grads, tensor {index}")
@@ -190,11 +199,106 @@ def _reduce(
 ) -> list[Tensor | None]:
     """Return the means over the ranks, by the modules' communication hooks where they have one."""
     hooked = [module for module in modules if distributed.has_comm_hook(module)]
-    by_hook = {key for module in hooked for key in bucketed_params(module)}
+    by_hook = {key for module in hooked for key in _bucketed_params(module)}
     pairs = zip(local.likes, specs, strict=True)
     plain = [None if id(param) in by_hook else spec for param, spec in pairs]
     reduced = reduce_grads(group, local, plain, 1 / group.size)
     for module in hooked:
-        for index, grad in reduce_by_hook(group, module, local, specs):
+        for index, grad in _reduce_by_hook(group, module, local, specs):
             reduced[index] = grad
     return reduced
+
+
+def _check_comm_hooks(
+    modules: _Replicas,
+    grads: Iterable[Tensor | None] = (),
+    *,
+    create_graph: bool = False,
+    several: bool = False,
+) -> None:
+    """Raise if the modules' hooks cannot reduce these gradients; `several`: for several losses."""
+    hooked = [module for module in modules if distributed.has_comm_hook(module)]
+    hooks = [hook for module in hooked for hook in distributed.comm_hooks(module)]
+    if hooked and create_graph:
+        got = "create_graph=True"
+    elif hooked and any(grad is not None and grad.layout != torch.strided for grad in grads):
+        got = "a sparse gradient"
+    elif any(word in hook.__qualname__ for hook, _ in hooks for word in _STEPPING):
+        got = "a hook that steps an optimizer"
+    elif several and any(hasattr(state, "error_dict") for _, state in hooks):
+        got = "several losses: the hook would add the error of one loss to the next"
+    else:
+        return
+    expected = "dense gradients without a graph, one a parameter, for a communication hook"
+    fix = "leave out the hook, or reduce with gradkit.distributed.all_reduce"
+    raise UnsupportedGraphError(message("the module", expected, got, fix))
+
+
+def _bucketed_params(module: DistributedDataParallel) -> set[int]:
+    """Return the ids of the parameters in the reducer's buckets: those trained when wrapped."""
+    return {
+        id(param) for bucket in distributed.zero_buckets(module) for param in bucket.parameters()
+    }
+
+
+def _reduce_by_hook(
+    group: Group, module: DistributedDataParallel, local: LocalGrads, specs: Specs
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield index and mean of each gradient that a module's hook reduces, loss by loss."""
+    bucketed = _bucketed_params(module)
+    params = cast("Sequence[Tensor]", local.likes)
+    width = len(set(map(id, params))) or 1
+    for start in range(0, len(params), width):
+        indices = range(start, start + width)
+        row = [i for i in indices if id(params[i]) in bucketed and specs[i] is not None]
+        if row:
+            yield from zip(row, _reduce_row(group, module, row, local, specs), strict=True)
+
+
+def _reduce_row(
+    group: Group,
+    module: DistributedDataParallel,
+    row: Sequence[int],
+    local: LocalGrads,
+    specs: Specs,
+) -> list[Tensor]:
+    """Return the means of the gradients of one loss, which stand at the indices of the row."""
+    params = [cast("Tensor", local.likes[index]) for index in row]
+    kinds = [cast("GradSpec", specs[index]) for index in row]
+    loss_shape = kinds[0].shape[: len(kinds[0].shape) - params[0].dim()]
+    pairs = zip(params, kinds, strict=True)
+    means = [empty_for(param, kind.dtype, loss_shape) for param, kind in pairs]
+    # A hook takes one gradient for each parameter: that of one element of the loss.
+    for element in range(torch.Size(loss_shape).numel()):
+        grads = {
+            id(param): grad.view(-1, *param.shape)[element]
+            for index, param in zip(row, params, strict=True)
+            if (grad := local.grads[index]) is not None
+        }
+        reduced = _run_hook(group, module, grads)
+        for param, mean in zip(params, means, strict=True):
+            mean.view(-1, *param.shape)[element].copy_(reduced[id(param)])
+    return means
+
+
+def _run_hook(
+    group: Group, module: DistributedDataParallel, grads: Mapping[int, Tensor]
+) -> dict[int, Tensor]:
+    """Return the means of gradients by parameter id; one that is not there counts as zero."""
+    reduced: dict[int, Tensor] = {}
+    with torch.no_grad(), collective_errors(group, backend_only=True):
+        for bucket in distributed.zero_buckets(module):
+            views = dict(zip(map(id, bucket.parameters()), bucket.gradients(), strict=True))
+            for key in views.keys() & grads.keys():
+                _fill(views[key], grads[key])
+            bucket.buffer().copy_(distributed.run_comm_hook(module, bucket))
+            reduced |= views
+    return reduced
+
+
+def _fill(view: Tensor, grad: Tensor) -> None:
+    if grad.dtype != view.dtype:
+        expected = f"gradients in {view.dtype}, as when it was wrapped, for its communication hook"
+        fix = "call .to(), .double(), ... before DistributedDataParallel(module)"
+        raise UnsupportedGraphError(message("the module", expected, str(grad.dtype), fix))
+    view.copy_(grad)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradkit._autograd.passes import PassResult
-from gradkit._core.losses import Losses, read_losses, read_weights
-from gradkit._core.params import Params
+from gradkit._core.losses import Losses, read_losses, read_weights, require_graph
+from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
 
 
@@ -25,11 +25,13 @@ class DistributedCall:
     retain_graph: bool | None
     weights: PyTree = None
 
-    def read_losses(self) -> Losses:
-        """Return the losses, checked together with the weights."""
+    def read(self) -> tuple[Losses, Params]:
+        """Return the losses, checked together with the weights, and the params."""
         losses = read_losses(self.losses, scalar=self.joint)
         read_weights(self.weights, losses)
-        return losses
+        params = read_params(self.module, allow_distributed=True)
+        require_graph(losses, losses.leaves)
+        return losses, params
 
     def run(self, losses: Losses, params: Params, **options: Any) -> PassResult:
         """Run the passes: one for all losses, or for every loss, constants included."""
@@ -42,12 +44,8 @@ class DistributedCall:
         shapes = tuple(tuple(loss.shape) for loss in losses.leaves)
         # The gradient of a sum has the same structure whatever the number of losses.
         by_loss = (("losses", str(losses.spec)), ("the shapes of losses", shapes))
-        return (
-            ("the call", self.name),
-            *(() if self.joint else by_loss),
-            ("module", str(params.spec)),
-            ("create_graph", self.create_graph),
-        )
+        options = ("module", str(params.spec)), ("create_graph", self.create_graph)
+        return (("the call", self.name), *(() if self.joint else by_loss), *options)
 
     def grad_path(self, losses: Losses, params: Params, index: int) -> str:
         """Return the path of a gradient, counted over the passes and the variables of each."""

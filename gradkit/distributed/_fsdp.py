@@ -20,12 +20,18 @@ from gradkit._checks.reachability import refuse_nothing_reached
 from gradkit._compat import distributed
 from gradkit._core.call import Call, Pass
 from gradkit._core.graph import GraphView
-from gradkit._core.losses import Losses, require_graph
-from gradkit._core.params import Params, read_params
+from gradkit._core.losses import Losses
+from gradkit._core.params import Params
 from gradkit._state.grad_writes import grads_put_back
-from gradkit.distributed._agreement import Description, GradSpec, agree_or_raise
+from gradkit.distributed._agreement import (
+    Description,
+    GradSpec,
+    Group,
+    agree_or_raise,
+    collective_errors,
+    join_group,
+)
 from gradkit.distributed._distributed_call import DistributedCall
-from gradkit.distributed._group import Group, collective_errors, join_group
 from gradkit.errors import UnsupportedGraphError, message
 
 
@@ -35,7 +41,9 @@ def run(call: DistributedCall, modules: Sequence[nn.Module]) -> tuple[PassResult
     states = distributed.states_of(modules)
     groups = distributed.groups_of(states)
     shards = [shard.sharded_param for shard in distributed.shards_of(groups)]
-    ranks = [join_group(handle, call.name) for handle in _handles(shards)]
+    meshes = {id(shard.device_mesh): shard.device_mesh for shard in shards}.values()
+    handles = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+    ranks = [join_group(handle, call.name) for handle in handles]
     plan = _agree_on_plan(ranks, lambda: _make_plan(call, groups))
 
     runner = partial(
@@ -57,12 +65,6 @@ def _refuse_former_fsdp(modules: Sequence[nn.Module]) -> None:
             raise UnsupportedGraphError(message("module", expected, got, fix))
 
 
-def _handles(shards: Sequence[Any]) -> list[Any]:
-    """Return the process groups of all dimensions of the shards' meshes."""
-    meshes = {id(shard.device_mesh): shard.device_mesh for shard in shards}
-    return [mesh.get_group(dim) for mesh in meshes.values() for dim in range(mesh.ndim)]
-
-
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """The passes of a call on this rank, checked before any rank runs one."""
@@ -73,18 +75,13 @@ class _Plan:
     unsharded: Params  # whose variables are the unsharded parameters in the graph
     shards: list[Tensor]  # the sharded parameters of those, whose `.grad` a pass writes
     columns: list[int | None]  # of `params` in `unsharded`; None if no loss reaches the parameter
-    reached: list[list[bool]]  # by loss (one row in a joint pass) and variable of `params`
+    specs: tuple[GradSpec | None, ...]  # of the gradients, by pass and variable of `params`
 
     def description(self) -> Description:
         """Return what must be the same on all ranks."""
-        specs = [
-            GradSpec.of(param) if is_reached else None
-            for row in self.reached
-            for param, is_reached in zip(self.params.variables, row, strict=True)
-        ]
         path = partial(self.call.grad_path, self.losses, self.params)
         structure = self.call.structure(self.losses, self.params)
-        return Description(structure, tuple(specs), partial(map, path, range(len(specs))))
+        return Description(structure, self.specs, partial(map, path, range(len(self.specs))))
 
 
 def _make_plan(call: DistributedCall, groups: Sequence[Any]) -> _Plan:
@@ -93,28 +90,32 @@ def _make_plan(call: DistributedCall, groups: Sequence[Any]) -> _Plan:
     managed = {
         id(p): s for s in distributed.shards_of(groups) for p in distributed.module_params(s)
     }
-    losses, given = call.read_losses(), read_params(call.module, allow_distributed=True)
+    losses, given = call.read()
     _check_params(given, managed, create_graph=call.create_graph)
     shards = [managed[id(variable)] for variable in given.variables]
+    sharded = [shard.sharded_param for shard in shards]
     # A module shows the sharded or the unsharded parameter; the graph holds the unsharded one.
-    pairs = [(shard.sharded_param, distributed.unsharded_param(shard)) for shard in shards]
-    in_graph = [id(sharded if full is None else full) for sharded, full in pairs]
-    require_graph(losses, losses.leaves)
+    pairs = zip(sharded, map(distributed.unsharded_param, shards), strict=True)
+    in_graph = [id(shard if full is None else full) for shard, full in pairs]
     view = GraphView(losses.leaves)
     every = range(len(losses.leaves))
     leaves = view.below(every).leaves
     unsharded = [leaves[key] for key in in_graph if key in leaves]
     columns = {id(leaf): index for index, leaf in enumerate(unsharded)}
     groups_of_losses = [every] if call.joint else [[index] for index in every]
-    below = [view.below(group).leaves for group in groups_of_losses]
+    specs = [
+        GradSpec.of(param) if key in reached else None
+        for reached in [view.below(group).leaves for group in groups_of_losses]
+        for key, param in zip(in_graph, sharded, strict=True)
+    ]
     plan = _Plan(
         call,
         losses,
-        replace(given, variables=[shard.sharded_param for shard in shards]),
+        replace(given, variables=sharded),
         replace(given, variables=unsharded, plain_leaves=True),
         [managed[id(leaf)].sharded_param for leaf in unsharded],
         [columns.get(key) for key in in_graph],
-        [[key in reached for key in in_graph] for reached in below],
+        tuple(specs),
     )
     _refuse_unreached_or_freed(plan)
     return plan
@@ -123,7 +124,7 @@ def _make_plan(call: DistributedCall, groups: Sequence[Any]) -> _Plan:
 def _refuse_unreached_or_freed(plan: _Plan) -> None:
     losses = plan.losses
     with_graph = [index for index, loss in enumerate(losses.leaves) if loss.requires_grad]
-    if with_graph and set(plan.columns) == {None}:
+    if set(plan.columns) == {None}:
         refuse_nothing_reached(Call(losses, losses.leaves, [Pass(with_graph, plan.params)]))
     passes = [Pass([index], plan.unsharded) for index in with_graph]
     refuse_freed(Call(losses, losses.leaves, passes), thorough=True)

@@ -1,25 +1,129 @@
-"""The sum of gradients over ranks: few collectives, whatever the number of leaves."""
+"""`all_reduce`, the sum of gradients over ranks: few collectives, however many the leaves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradkit._core.ownership import empty_for
-from gradkit.distributed._agreement import Description, GradSpec, Specs, agree_or_raise
-from gradkit.distributed._group import Group, collective_errors
-from gradkit.errors import UnsupportedGraphError, message
+from gradkit._compat.distributed import is_dtensor
+from gradkit._compat.dynamo import disable_compile
+from gradkit._compat.transforms import is_dual, transforms
+from gradkit._core import pytree
+from gradkit._core.options import check_bool, check_option
+from gradkit._core.ownership import empty_for, leave_inference_mode
+from gradkit._core.pytree import PyTree
+from gradkit.distributed._agreement import (
+    Description,
+    GradSpec,
+    Group,
+    Specs,
+    agree_or_raise,
+    collective_errors,
+    join_group,
+)
+from gradkit.errors import LeafTypeError, UnsupportedGraphError, describe, message
 
 # The default of DistributedDataParallel: enough that latency does not count, and little memory
 # beside the gradients themselves.
 BUCKET_BYTES = 25 * 2**20
 _SUMMED_IF_SPARSE = (torch.float32, torch.float64, torch.bfloat16)
+
+
+@disable_compile
+def all_reduce(
+    grads: PyTree,
+    group: Any = None,
+    op: Literal["mean", "sum"] = "mean",
+    *,
+    differentiable: bool = False,
+) -> PyTree:
+    """Return the mean, or the sum, of every gradient over the ranks of a process group.
+
+    All ranks of the group make the call, with trees of one structure. A gradient that is None on
+    some ranks counts as zero there (without `differentiable`); one that is None on all of them
+    stays None.
+
+    Example:
+        >>> import gradkit, tempfile, torch
+        >>> rendezvous = f"file://{tempfile.mkdtemp()}/file"
+        >>> torch.distributed.init_process_group("gloo", rendezvous, rank=0, world_size=1)
+        >>> gradkit.distributed.all_reduce({"w": torch.ones(2), "b": None})
+        {'w': tensor([1., 1.]), 'b': None}
+        >>> torch.distributed.destroy_process_group()
+
+    Args:
+        grads: A tree of tensors of any shape and floating-point or complex dtype, dense or sparse,
+            on any devices that the group's backend serves, or None. They stay as they are.
+        group: A process group; None is the default one.
+        op: `"mean"` divides by the number of ranks, before the sum, as DistributedDataParallel
+            does; `"sum"` does not.
+        differentiable: Let the result carry the graphs of the gradients, which must have one on all
+            ranks or on none. A backward pass through it sums the cotangents over the ranks (and
+            divides, if this did), so that all ranks must run it, in the same order.
+
+    Returns:
+        A tree like `grads`, the same on all ranks, in the strides of `grads` where those are dense.
+        It shares no memory with anything; with `differentiable`, it may.
+
+    Raises:
+        CollectiveError: There is no group, or a rank has failed, is missing, or is too late.
+        LeafTypeError: A leaf is neither a floating-point or complex tensor nor None.
+        OptionError: An option has no such value.
+        StructureError: Trees, shapes, dtypes or kinds of devices differ between ranks; or some
+            ranks' gradients carry a graph, and others' do not.
+        UnsupportedGraphError: A leaf carries a graph that would be cut, without `differentiable`;
+            a leaf is a DTensor, or sparse where there is no sparse sum.
+
+    Source:
+        `torch.nn.parallel.DistributedDataParallel`; Li et al. 2020, "PyTorch Distributed:
+        Experiences on Accelerating Data Parallel Training", section 3.2,
+        https://arxiv.org/abs/2006.15704
+    """
+    check_option("op", op, ("mean", "sum"))
+    check_bool("differentiable", differentiable)
+    ranks = join_group(group, "gradkit.distributed.all_reduce")
+    leaves, spec = pytree.flatten(grads)
+    path = partial(pytree.path, spec, root="grads")
+
+    def checked() -> LocalGrads:
+        for index, leaf in enumerate(leaves):
+            _check_leaf(leaf, partial(path, index), differentiable)
+        structure = (("the structure", str(spec)), ("op", op), ("differentiable", differentiable))
+        return LocalGrads(leaves, leaves, structure, path)
+
+    with leave_inference_mode():
+        local, specs = agree_on_grads(ranks, checked, differentiable=differentiable)
+        reduced = reduce_grads(ranks, local, specs, 1 / ranks.size if op == "mean" else None)
+    return pytree.unflatten(spec, reduced)
+
+
+def _check_leaf(leaf: object, path: Callable[[], str], differentiable: bool) -> None:
+    if leaf is None:
+        return
+    if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+        expected = "a floating-point or complex tensor, or None"
+        fix = "leave it out: gradients are reduced here"
+        raise LeafTypeError(message(path(), expected, describe(leaf), fix))
+    if is_dtensor(leaf):
+        expected, got = "a tensor of this process", "a DTensor, which torch reduces itself"
+        fix = "leave it out: the gradients of fully_shard are reduced already"
+    elif leaf.requires_grad and not differentiable and torch.is_grad_enabled():
+        expected, got = "a gradient without a graph", "one whose graph the reduction would cut"
+        fix = "all_reduce(grads, differentiable=True), or detach it"
+    elif transforms() or is_dual(leaf):
+        expected, got = "a call outside of torch.func's transforms", "one inside"
+        fix = "transform what comes before and after; differentiable=True is for autograd"
+    elif leaf.is_sparse and differentiable and leaf.requires_grad:
+        expected, got, fix = "a dense tensor", "a sparse one with a graph", "leaf.to_dense()"
+    else:
+        return
+    raise UnsupportedGraphError(message(path(), expected, got, fix))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +215,15 @@ def _sum_(group: Group, tensor: Tensor, scale: float | None = None) -> Tensor:
 def _sum_dense(
     group: Group, grads: Sequence[Tensor], likes: Sequence[Tensor | None], scale: float | None
 ) -> list[Tensor]:
-    flat = _sum_(group, torch.cat([grad.detach().reshape(-1) for grad in grads]), scale)
-    parts = torch.split(flat, [grad.numel() for grad in grads])
-    return [
-        _empty_result(grad, like).copy_(part.view(grad.shape))
-        for grad, like, part in zip(grads, likes, parts, strict=True)
-    ]
+    sums = _reduce_together([grad.detach() for grad in grads], partial(_sum_, group, scale=scale))
+    return [_empty_result(x, like).copy_(x) for x, like in zip(sums, likes, strict=True)]
+
+
+def _reduce_together(grads: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return what a reduction of all entries as one vector makes of each gradient."""
+    reduced = reduce(torch.cat([grad.reshape(-1) for grad in grads]))
+    parts = torch.split(reduced, [grad.numel() for grad in grads])
+    return [part.view(grad.shape) for grad, part in zip(grads, parts, strict=True)]
 
 
 def _empty_result(grad: Tensor, like: Tensor | None) -> Tensor:
@@ -128,10 +235,10 @@ def _empty_result(grad: Tensor, like: Tensor | None) -> Tensor:
 
 @torch.enable_grad()  # also where the caller has disabled it: the graph would be cut
 def _sum_with_graph(group: Group, grads: Sequence[Tensor], scale: float | None) -> list[Tensor]:
-    flat = torch.cat([grad.reshape(-1) for grad in grads])
-    reduced = _all_reduce(flat if scale is None else flat * scale, group)
-    parts = torch.split(reduced, [grad.numel() for grad in grads])
-    return [part.view(grad.shape) for grad, part in zip(grads, parts, strict=True)]
+    def reduce(flat: Tensor) -> Tensor:
+        return _all_reduce(flat if scale is None else flat * scale, group)
+
+    return _reduce_together(grads, reduce)
 
 
 def _all_reduce(tensor: Tensor, group: Group) -> Tensor:

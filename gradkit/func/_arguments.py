@@ -1,4 +1,4 @@
-"""The arguments of a function, and the variables in those that are differentiated."""
+"""The arguments of a function, the variables in those that are differentiated, and their grads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
-from gradkit._core.ownership import grad_dtype
+from gradkit._core.options import UNUSED, Unused, check_bool, check_function, check_option
+from gradkit._core.ownership import grad_dtype, own, zeros_for
 from gradkit._core.params import (
     DIFFERENTIABLE,
     EXPANDED,
@@ -22,8 +24,14 @@ from gradkit._core.params import (
     with_variables,
 )
 from gradkit._core.pytree import PyTree, Structure
-from gradkit.errors import LeafTypeError, StructureError, UnreachedParamError, describe, message
-from gradkit.func._results import copied, owned, zeros
+from gradkit.errors import (
+    LeafTypeError,
+    OptionError,
+    StructureError,
+    UnreachedParamError,
+    describe,
+    message,
+)
 
 ArgNums: TypeAlias = int | tuple[int, ...]
 
@@ -38,6 +46,7 @@ class Arguments:
     params: Params  # the tuple of the differentiated ones, flattened
     dtypes: list[torch.dtype]  # of the gradient of each variable
     root: str | None  # what errors call the one argument; None is `args[0]`
+    unused: Unused  # the option: what stands for an unreached gradient
 
     @property
     def variables(self) -> list[Tensor]:
@@ -56,30 +65,25 @@ class Arguments:
         params = replace(self.params, leaves=leaves, variables=variables)
         return replace(self, args=args, params=params)
 
-    def to_tree(
-        self, grads: Sequence[Tensor | None], leading: tuple[int, ...] = (), unused: str = "zeros"
-    ) -> PyTree:
+    def to_tree(self, grads: Sequence[Tensor | None], leading: tuple[int, ...] = ()) -> PyTree:
         """Return gradients as the tree of the differentiated arguments; frozen leaves are zeros."""
         params = self.params
         by_leaf = params.per_leaf(grads, copied)
         for index, leaf in enumerate(params.leaves):
-            if unused != "none" and leaf is not None and params.slots[index] is None:
-                by_leaf[index] = zeros(leaf, leading)
+            if self.unused != "none" and leaf is not None and params.slots[index] is None:
+                by_leaf[index] = _zeros(leaf, leading)
         trees = pytree.unflatten(params.spec, by_leaf)
         return trees[0] if self.single else trees
 
-    def finish(
-        self, grads: list[Tensor | None], unused: str, leading: tuple[int, ...] = ()
-    ) -> PyTree:
+    def finish(self, grads: list[Tensor | None], leading: tuple[int, ...] = ()) -> PyTree:
         """Return the result tree of gradients that this list alone refers to; raise for `error`."""
         unreached = [index for index, grad in enumerate(grads) if grad is None]
-        if unused == "error" and unreached:
+        if self.unused == "error" and unreached:
             raise UnreachedParamError(self._why_unreached(unreached[0]))
-        result = owned(grads, self.variables, leading)
-        if unused != "none":
-            for index in unreached:
-                result[index] = zeros(self.variables[index], leading)
-        return self.to_tree(result, leading, unused)
+        result = _owned(grads, self.variables, leading)
+        for index in unreached if self.unused == "zeros" else ():
+            result[index] = _zeros(self.variables[index], leading)
+        return self.to_tree(result, leading)
 
     def _why_unreached(self, variable: int) -> str:
         index = self.params.first_leaf_of_variable[variable]
@@ -92,8 +96,13 @@ class Arguments:
         return message(where, "a path from every loss, with unused='error'", got, fix)
 
 
-def read_arguments(args: tuple[Any, ...], argnums: ArgNums, root: str | None = None) -> Arguments:
+def read_arguments(
+    args: tuple[Any, ...], argnums: ArgNums, root: str | None = None, unused: Unused = "zeros"
+) -> Arguments:
     """Check and flatten the arguments that a function is differentiated with respect to."""
+    if unused != "zeros" and torch.compiler.is_compiling():
+        expected = "'zeros' under torch.compile, which cannot tell what a loss reaches"
+        raise OptionError(message("unused", expected, repr(unused), "unused='zeros'"))
     positions = _positions(argnums, len(args))
     given = tuple(args[position] for position in positions)
     leaves, spec = pytree.flatten(given)
@@ -109,7 +118,7 @@ def read_arguments(args: tuple[Any, ...], argnums: ArgNums, root: str | None = N
         where = root or ", ".join(f"args[{position}]" for position in positions)
         raise UnreachedParamError(message(where, "a tensor to differentiate", *_why_none(given)))
     dtypes = [_grad_dtype(tensor) for tensor in params.variables]
-    return Arguments(args, positions, isinstance(argnums, int), params, dtypes, root)
+    return Arguments(args, positions, isinstance(argnums, int), params, dtypes, root, unused)
 
 
 def _replaced(
@@ -166,3 +175,55 @@ def _is_variable(leaf: object, where: Callable[[], str]) -> bool:
 def _grad_dtype(tensor: Tensor) -> torch.dtype:
     # torch.compile cannot read the attribute, and in a transform the tensor is another one.
     return tensor.dtype if torch.compiler.is_compiling() else grad_dtype(tensor)
+
+
+def check_options(fn: object, has_aux: object, unused: object) -> None:
+    """Raise if what all functions of functions take is no function, or has no such value."""
+    check_function(fn)
+    check_bool("has_aux", has_aux)
+    check_option("unused", unused, UNUSED)
+
+
+def _owned(
+    grads: list[Tensor | None], variables: Sequence[Tensor], leading: tuple[int, ...] = ()
+) -> list[Tensor | None]:
+    """Return gradients that share memory with nothing; empties the list, which must be the last."""
+    reached = [index for index, grad in enumerate(grads) if grad is not None]
+    present = [grad for grad in grads if grad is not None]
+    count = len(grads)
+    grads.clear()  # `own` looks for further references
+    likes = [variables[index] for index in reached]
+    # In a transform, and while torch.compile traces, nobody can tell what shares memory.
+    if transforms():
+        present = [grad.clone() for grad in present]
+    elif torch.compiler.is_compiling():
+        pairs = zip(present, likes, strict=True)
+        present = copied(present, [_empty_for(grad, like, leading) for grad, like in pairs])
+    else:
+        own(present, likes, leading)
+    by_variable = dict(zip(reached, present, strict=True))
+    return [by_variable.get(index) for index in range(count)]
+
+
+def _empty_for(grad: Tensor, variable: Tensor, leading: tuple[int, ...]) -> Tensor:
+    if leading:
+        return torch.empty_like(grad, memory_format=torch.contiguous_format)
+    return torch.empty_like(variable, dtype=grad.dtype)
+
+
+def copied(tensors: Sequence[Tensor], buffers: Sequence[Tensor] | None = None) -> list[Tensor]:
+    """Return copies that share no memory, in these buffers where torch.compile traces."""
+    if not tensors or not torch.compiler.is_compiling() or transforms():
+        return [tensor.clone() for tensor in tensors]
+    # By one operation for all: of several clones of one tensor, inductor makes one.
+    into = [torch.empty_like(tensor) for tensor in tensors] if buffers is None else list(buffers)
+    torch._foreach_copy_(into, list(tensors))
+    return into
+
+
+def _zeros(variable: Tensor, leading: tuple[int, ...]) -> Tensor:
+    """Return a dense zero gradient, also while torch.compile traces."""
+    if torch.compiler.is_compiling():
+        shape = (*leading, *variable.shape)
+        return torch.zeros(shape, dtype=variable.dtype, device=variable.device)
+    return zeros_for(variable, leading)

@@ -11,20 +11,10 @@ from torch import Tensor
 from gradkit._autograd import jacobian
 from gradkit._core import pytree
 from gradkit._core.losses import Losses
-from gradkit._core.options import (
-    STRATEGIES,
-    UNUSED,
-    Strategy,
-    Unused,
-    check_bool,
-    check_chunk_size,
-    check_function,
-    check_option,
-)
+from gradkit._core.options import STRATEGIES, Strategy, Unused, check_chunk_size, check_option
 from gradkit._core.pytree import PyTree
-from gradkit.func._arguments import ArgNums, read_arguments
+from gradkit.func._arguments import ArgNums, check_options, read_arguments
 from gradkit.func._level import Passes, differentiate, gradient_of_the_sum
-from gradkit.func._results import check_unused_can_be_known
 
 
 def value_and_grads(
@@ -89,17 +79,14 @@ def value_and_grads(
         `torch.func.grad_and_value`, https://pytorch.org/docs/stable/func.api.html; names and
         argument order follow `jax.value_and_grad`, `values` first.
     """
-    check_function(fn)
-    check_bool("has_aux", has_aux)
-    check_option("unused", unused, UNUSED)
+    check_options(fn, has_aux, unused)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        check_unused_can_be_known(unused)
-        arguments = read_arguments(args, argnums)
+        arguments = read_arguments(args, argnums, unused=unused)
         run = partial(gradient_of_the_sum, weights=weights)
         result = differentiate(fn, arguments, kwargs, run, has_aux=has_aux)
         values = pytree.unflatten(result.spec, result.values)
-        grads = arguments.finish(result.grads[0], unused)
+        grads = arguments.finish(result.grads[0])
         return ((values, result.aux), grads) if has_aux else (values, grads)
 
     return call
@@ -150,15 +137,12 @@ def per_loss_grads(
     Source:
         `torch.func.jacrev`, https://pytorch.org/docs/stable/func.api.html
     """
-    check_function(fn)
-    check_bool("has_aux", has_aux)
-    check_option("unused", unused, UNUSED)
+    check_options(fn, has_aux, unused)
     check_option("strategy", strategy, (*STRATEGIES, None))
     check_chunk_size(chunk_size)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        check_unused_can_be_known(unused)
-        arguments = read_arguments(args, argnums)
+        arguments = read_arguments(args, argnums, unused=unused)
 
         def run(losses: Losses, passes: Passes) -> list[list[Tensor | None]]:
             batch = jacobian.losses_to_batch(
@@ -174,7 +158,7 @@ def per_loss_grads(
 
         result = differentiate(fn, arguments, kwargs, run, has_aux=has_aux, scalar=False)
         trees = [
-            arguments.finish(grads, unused, tuple(loss.shape))
+            arguments.finish(grads, tuple(loss.shape))
             for grads, loss in zip(result.grads, result.values, strict=True)
         ]
         by_loss = pytree.unflatten(result.spec, trees)

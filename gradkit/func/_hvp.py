@@ -19,8 +19,7 @@ from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 from gradkit.func._arguments import Arguments, read_arguments
-from gradkit.func._level import differentiate, gradient_of_the_sum, named_errors
-from gradkit.func._results import cast_to
+from gradkit.func._level import cast_to, differentiate, gradient_of_the_sum, named_errors
 
 Mode: TypeAlias = Literal["forward-over-reverse", "reverse-over-reverse"]
 
@@ -97,7 +96,7 @@ def hvp(
     results = []
     for tensors in (grads, products):
         # In forward mode, torch makes float64 of a 0-dim float32 times a number.
-        tree = arguments.finish(cast_to(arguments.dtypes, list(map(detached, tensors))), "zeros")
+        tree = arguments.finish(cast_to(arguments.dtypes, list(map(detached, tensors))))
         results.append(tree if several else tree[0])
     return results[0], results[1]
 

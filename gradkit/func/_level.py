@@ -6,8 +6,11 @@ from one loss: from outside, the others would need zero cotangents, and 0 * inf 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from numbers import Number
 from typing import Any, TypeVar
 
 import torch
@@ -18,15 +21,24 @@ from gradkit._autograd import engine
 from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._checks.op_monitor import OpMonitor
 from gradkit._compat.transforms import current_level, detached, differentiated, level_of
+from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._core.losses import Losses, read_losses, read_weights
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree, Structure
-from gradkit.errors import DetachedLossError, GradkitError, UnsupportedGraphError, message
-from gradkit.func._arguments import Arguments
-from gradkit.func._results import cast_to, copied, split_aux, tensors_of
+from gradkit.errors import (
+    DetachedLossError,
+    GradkitError,
+    LeafTypeError,
+    StructureError,
+    UnsupportedGraphError,
+    describe,
+    message,
+)
+from gradkit.func._arguments import Arguments, copied
 
 R = TypeVar("R")
+_CONSTANTS = (str, bytes, Number, Enum, torch.dtype, torch.device, torch.Size, torch.layout)
 _MAKE_FUNCTIONAL = "call, params, buffers = gradkit.func.make_functional(module)"
 
 
@@ -109,7 +121,7 @@ def differentiate(
         level = None if torch.compiler.is_compiling() else current_level()
         with monitor:
             returned = fn(*arguments.with_variables(tensors), **kwargs)
-            tree, aux = split_aux(returned) if has_aux else (returned, None)
+            tree, aux = _split_aux(returned) if has_aux else (returned, None)
         losses = read_losses(tree, scalar=scalar, returned=True, may_be_aux=not has_aux)
         passes = Passes(list(tensors), level, differentiable, monitor)
         if not any(map(passes.depends, losses.leaves)):
@@ -161,6 +173,46 @@ def _independent(losses: Losses) -> str:
     )
     fix = f"compute it from fn's own arguments: {_MAKE_FUNCTIONAL}"
     return message(losses.first_paths(), expected, got, fix)
+
+
+def cast_to(dtypes: Sequence[torch.dtype], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return gradients in these dtypes."""
+    return [
+        grad if grad is None or grad.dtype == dtype else grad.to(dtype)
+        for grad, dtype in zip(grads, dtypes, strict=True)
+    ]
+
+
+def _split_aux(returned: object) -> tuple[Any, Any]:
+    """Return the losses and aux that a function has returned."""
+    if isinstance(returned, tuple) and len(returned) == 2:
+        return returned[0], returned[1]
+    expected, fix = "(losses, aux), with has_aux=True", "return losses, aux"
+    raise StructureError(message("fn", expected, describe(returned), fix))
+
+
+def require_tensor_or_constant(leaf: object, where: Callable[[], str], fix: str) -> None:
+    """Raise for a leaf that may be a container of tensors, which optree does not know."""
+    if leaf is None or isinstance(leaf, (Tensor, *_CONSTANTS)) or callable(leaf):
+        return
+    expected = "a tensor, or a constant: a number, text, a function, a module"
+    got = f"{describe(leaf)}, which is no tree that optree knows"
+    raise LeafTypeError(message(where(), expected, got, fix))
+
+
+def tensors_of(tree: PyTree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], PyTree]]:
+    """Return the tensors of a tree, and a function that puts others in their places."""
+    leaves, spec = pytree.flatten(tree)
+    fix = "return a dict; or register the class: optree.register_pytree_node"
+    for index, leaf in enumerate(leaves):
+        require_tensor_or_constant(leaf, partial(pytree.path, spec, index, "aux"), fix)
+    constants = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+
+    def put_back(tensors: Iterable[Tensor]) -> PyTree:
+        rest = iter(tensors)
+        return pytree.unflatten(spec, [next(rest) if c is None else c[0] for c in constants])
+
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], put_back
 
 
 def named_errors(run: Callable[[], R]) -> R:

@@ -1,28 +1,33 @@
-"""per_sample_grads of a function."""
+"""per_sample_grads of a function: where the batch is in the arguments, and a run over it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
-from gradkit._compat.transforms import detached
-from gradkit._core.options import (
-    UNUSED,
-    Unused,
-    check_bool,
-    check_chunk_size,
-    check_function,
-    check_option,
+from gradkit._autograd import engine
+from gradkit._compat.transforms import detached, transforms
+from gradkit._core import pytree
+from gradkit._core.options import Unused, check_chunk_size, check_option
+from gradkit._core.ownership import empty_for, leave_inference_mode
+from gradkit._core.pytree import PyTree, Structure
+from gradkit._state import rng
+from gradkit.errors import StructureError, describe, message
+from gradkit.func._arguments import ArgNums, Arguments, check_options, read_arguments
+from gradkit.func._level import (
+    differentiate,
+    gradient_of_the_sum,
+    require_tensor_or_constant,
+    tensors_of,
 )
-from gradkit._core.ownership import leave_inference_mode
-from gradkit._core.pytree import PyTree
-from gradkit.func._arguments import ArgNums, read_arguments
-from gradkit.func._batch import read_batch
-from gradkit.func._level import differentiate, gradient_of_the_sum
-from gradkit.func._results import check_unused_can_be_known, tensors_of
 
+# Of the tensors of one sample; gives gradients, and the tensors of aux.
+_OfSample: TypeAlias = Callable[..., tuple[list[Tensor | None], list[Tensor]]]
 Randomness: TypeAlias = Literal["error", "same", "different"]
 
 
@@ -80,16 +85,13 @@ def per_sample_grads(
         `torch.func.vmap` over `torch.func.grad`,
         https://pytorch.org/tutorials/intermediate/per_sample_grads.html
     """
-    check_function(fn)
-    check_bool("has_aux", has_aux)
+    check_options(fn, has_aux, unused)
     check_chunk_size(chunk_size)
     check_option("randomness", randomness, ("error", "same", "different"))
-    check_option("unused", unused, UNUSED)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        check_unused_can_be_known(unused)
-        arguments = read_arguments(args, argnums)
-        batch = read_batch(arguments, in_dims, kwargs)
+        arguments = read_arguments(args, argnums, unused=unused)
+        batch = _read_batch(arguments, in_dims, kwargs)
         constants: list[Any] = []  # of aux, from the trace of one sample
 
         def of_sample(*tensors: Tensor) -> tuple[list[Tensor | None], list[Tensor]]:
@@ -107,7 +109,165 @@ def per_sample_grads(
             grads, tensors_of_aux = batch.run(
                 of_sample, tensors, first.variables, randomness, chunk_size
             )
-        result = first.finish(grads, unused, (batch.size,))
+        result = first.finish(grads, (batch.size,))
         return (result, constants[0](tensors_of_aux)) if has_aux else result
 
     return call
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The leaves of the arguments, and which of them are batched."""
+
+    leaves: list[Any]  # of all positional arguments
+    by_leaf: list[int | None]  # the batch dimension of each, if it is batched
+    spec: Structure
+    size: int  # the number of samples
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The batched tensors."""
+        pairs = zip(self.leaves, self.by_leaf, strict=True)
+        return [leaf for leaf, dim in pairs if dim is not None]
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The batch dimension of each batched tensor."""
+        return tuple(dim for dim in self.by_leaf if dim is not None)
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> tuple[Any, ...]:
+        """Return the arguments with other tensors in place of the batched ones."""
+        rest = iter(tensors)
+        pairs = zip(self.leaves, self.by_leaf, strict=True)
+        leaves = [leaf if dim is None else next(rest) for leaf, dim in pairs]
+        args: tuple[Any, ...] = pytree.unflatten(self.spec, leaves)
+        return args
+
+    def first_sample(self) -> tuple[Any, ...]:
+        """Return the arguments of the first sample."""
+        pairs = zip(self.tensors, self.dims, strict=True)
+        return self.with_tensors(tensor.select(dim, 0) for tensor, dim in pairs)
+
+    def run(
+        self,
+        fn: _OfSample,
+        tensors: list[Tensor],
+        variables: list[Tensor],
+        randomness: str,
+        chunk_size: int | None,
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
+        """Return the gradients and aux of all samples, stacked."""
+        vmap = partial(engine.vmapped_grads, fn, in_dims=self.dims, randomness=randomness)
+        traced = transforms() or torch.compiler.is_compiling()
+        if chunk_size is None or chunk_size >= self.size or traced:
+            return vmap(*tensors, chunk_size=chunk_size)
+        # One chunk is in memory beside the results. torch's own chunks are joined at the end, which
+        # takes the memory of the results twice, and draw other numbers for each chunk on CUDA where
+        # they are to be the same.
+        rng_states = rng.states(tensors)
+        results: list[Tensor | None] = []
+        aux_parts: list[list[Tensor]] = []
+        for start in range(0, self.size, chunk_size):
+            count = min(chunk_size, self.size - start)
+            if randomness == "same":
+                rng.restore(rng_states)
+            pairs = zip(tensors, self.dims, strict=True)
+            chunk = [tensor.narrow(dim, start, count) for tensor, dim in pairs]
+            grads, aux = vmap(*chunk)
+            if not results:
+                results = [
+                    None if grad is None else empty_for(variable, grad.dtype, (self.size,))
+                    for variable, grad in zip(variables, grads, strict=True)
+                ]
+            for result, grad in zip(results, grads, strict=True):
+                if result is not None and grad is not None:
+                    result[start : start + count].copy_(grad)
+            aux_parts.append(aux)
+        return results, [torch.cat(parts) for parts in zip(*aux_parts, strict=True)]
+
+
+def _read_batch(arguments: Arguments, in_dims: PyTree, kwargs: dict[str, Any]) -> _Batch:
+    """Check which arguments are batched, as in torch.vmap, and return them."""
+    leaves, spec = pytree.flatten(arguments.args)
+    dims = _read_dims(in_dims, arguments.args, arguments.positions)
+    size = _size_of_batch(leaves, dims, spec)
+    _refuse_unbatched(leaves, dims, spec, kwargs)
+    _refuse_two_dims(arguments, pytree.unflatten(spec, dims))
+    return _Batch(leaves, dims, spec, size)
+
+
+def _refuse_unbatched(
+    leaves: list[Any], dims: list[int | None], spec: Structure, kwargs: dict[str, Any]
+) -> None:
+    """Raise for what every sample would get unbatched, though it may hold the batch."""
+    fix = "pass tensors; register the class: optree.register_pytree_node"
+    for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+        if dim is None:
+            require_tensor_or_constant(leaf, partial(pytree.path, spec, index, "args"), fix)
+    for name, value in kwargs.items():
+        if any(isinstance(leaf, Tensor) for leaf in pytree.flatten(value)[0]):
+            expected = "tensors in positional arguments, where in_dims says how they are batched"
+            fix = "per_sample_grads(fn, in_dims=...)(params, x, y), all by position"
+            raise StructureError(message(name, expected, "a keyword argument with a tensor", fix))
+
+
+def _refuse_two_dims(arguments: Arguments, dims: PyTree) -> None:
+    by_leaf, _ = pytree.flatten(tuple(dims[position] for position in arguments.positions))
+    first: dict[int, int | None] = {}
+    for slot, dim in zip(arguments.params.slots, by_leaf, strict=True):
+        if slot is not None and first.setdefault(slot, dim) != dim:
+            expected = "one batch dimension for a tensor, wherever it stands"
+            got = f"{first[slot]} and {dim} for one tensor in two places"
+            raise StructureError(message("in_dims", expected, got, "pass a copy: tensor.clone()"))
+
+
+def _read_dims(
+    in_dims: PyTree, args: tuple[Any, ...], differentiated: tuple[int, ...]
+) -> list[int | None]:
+    """Return for each leaf of the arguments its batch dimension, None for none."""
+    if in_dims is None:
+        return [
+            0 if isinstance(leaf, Tensor) and position not in differentiated else None
+            for position, arg in enumerate(args)
+            for leaf in pytree.flatten(arg)[0]
+        ]
+    by_arg = (in_dims,) * len(args) if isinstance(in_dims, int) else in_dims
+    if not isinstance(by_arg, tuple | list) or len(by_arg) != len(args):
+        expected = f"an int, or a tuple of {len(args)}, one entry for each positional argument"
+        fix = f"in_dims={(None, *[0] * (len(args) - 1))}"
+        raise StructureError(message("in_dims", expected, describe(in_dims), fix))
+    by_leaf: list[int | None] = []
+    for position, (entry, arg) in enumerate(zip(by_arg, args, strict=True)):
+        names = f"in_dims[{position}]", f"args[{position}]"
+        dims = pytree.broadcast_prefix(entry, names[0], arg, names[1])
+        pairs = zip(pytree.flatten(arg)[0], dims, strict=True)
+        by_leaf += [None if leaf is None else dim for leaf, dim in pairs]
+    return by_leaf
+
+
+def _size_of_batch(leaves: list[Any], dims: list[int | None], spec: Structure) -> int:
+    sizes: dict[int, int] = {}
+    for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+        if dim is None:
+            continue
+        fits = isinstance(leaf, Tensor) and isinstance(dim, int) and not isinstance(dim, bool)
+        if not fits or not -leaf.dim() <= dim < leaf.dim():
+            where = pytree.path(spec, index, "args")
+            expected = f"a tensor with the batch dimension {dim!r}"
+            fix = "give in_dims, with None for what is not batched: in_dims=(None, 0, None)"
+            raise StructureError(message(where, expected, describe(leaf), fix))
+        sizes.setdefault(leaf.shape[dim], index)
+    if not sizes:
+        fix = "pass the samples as an argument, or name their dimension in in_dims"
+        raise StructureError(message("args", "at least one batched tensor", "none", fix))
+    (size, first), *others = sizes.items()
+    if others:
+        other, index = others[0]
+        expected = f"a batch of {size}, as {pytree.path(spec, first, 'args')} has"
+        fix = "pass as many targets as inputs, or give in_dims, with None for what is not batched"
+        where = pytree.path(spec, index, "args")
+        raise StructureError(message(where, expected, f"one of {other}", fix))
+    if size == 0:
+        where, fix = pytree.path(spec, first, "args"), "skip it: it has no gradients"
+        raise StructureError(message(where, "a batch of at least one sample", "an empty one", fix))
+    return size

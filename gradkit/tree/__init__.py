@@ -10,9 +10,8 @@ of their ranks: all ranks make the call, and the leaves are gathered one after t
 """
 
 from gradkit.tree._arithmetic import add, dot, map, scale, stack, sub, unstack
-from gradkit.tree._combine import weighted_sum
-from gradkit.tree._matrix import gram, to_matrix
 from gradkit.tree._norms import allclose, clip_by_global_norm, cosine, global_norm
+from gradkit.tree._per_loss import gram, to_matrix, weighted_sum
 
 __all__ = [
     "add",

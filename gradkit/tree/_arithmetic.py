@@ -1,19 +1,24 @@
-"""Sums, products and stacks of trees of gradients."""
+"""Sums, products and stacks of trees of gradients, whose leaves stand side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from numbers import Real
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from gradkit._compat.transforms import transforms
+from gradkit._core import pytree
 from gradkit._core.leaf_arithmetic import inner, plus, promoted
-from gradkit._core.pytree import PyTree
-from gradkit.errors import OptionError, StructureError, describe, message
-from gradkit.tree._columns import call_on_row, columns
+from gradkit._core.params import expand_params
+from gradkit._core.pytree import PyTree, Structure
+from gradkit.errors import LeafTypeError, OptionError, StructureError, describe, message
+
+Leaf: TypeAlias = Tensor | None
+Unflatten: TypeAlias = Callable[[Sequence[Any]], PyTree]
 
 
 def map(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
@@ -43,8 +48,7 @@ def map(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
         fix = "gradkit.tree.map(fn, tree, ...), the function first"
         raise OptionError(message("fn", "a function of leaves", describe(function), fix))
     others = {f"rest[{index}]": other for index, other in enumerate(rest)}
-    leaves, unflatten = columns({"tree": tree, **others})
-    return unflatten([call_on_row(fn, row) for row in zip(*leaves, strict=True)])
+    return _map_rows(partial(call_on_row, fn), {"tree": tree, **others})
 
 
 def add(a: PyTree, b: PyTree) -> PyTree:
@@ -66,8 +70,7 @@ def add(a: PyTree, b: PyTree) -> PyTree:
         LeafTypeError: A leaf is not a tensor.
         StructureError: The trees do not match.
     """
-    leaves, unflatten = columns({"a": a, "b": b})
-    return unflatten([plus(x, y) for x, y in zip(*leaves, strict=True)])
+    return _map_rows(plus, {"a": a, "b": b})
 
 
 def sub(a: PyTree, b: PyTree) -> PyTree:
@@ -89,9 +92,7 @@ def sub(a: PyTree, b: PyTree) -> PyTree:
         LeafTypeError: A leaf is not a tensor.
         StructureError: The trees do not match.
     """
-    leaves, unflatten = columns({"a": a, "b": b})
-    pairs = zip(*leaves, strict=True)
-    return unflatten([plus(x, None if y is None else -y) for x, y in pairs])
+    return _map_rows(lambda x, y: plus(x, None if y is None else -y), {"a": a, "b": b})
 
 
 def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
@@ -118,10 +119,9 @@ def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
     (leaves,), unflatten = columns({"tree": tree})
     # One device and dtype after the other, as `clip_grads_with_norm_` does.
     groups: dict[Any, list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        if leaf is not None:
-            kind = (leaf.device, leaf.dtype, leaf.layout, type(leaf))
-            groups.setdefault(kind, []).append(index)
+    for index, x in enumerate(leaves):
+        if x is not None:
+            groups.setdefault((x.device, x.dtype, x.layout, type(x)), []).append(index)
     scaled = list(leaves)
     for (device, dtype, layout, _), indices in groups.items():
         by = factor.reshape(()).to(device) if isinstance(factor, Tensor) else factor
@@ -180,16 +180,16 @@ def stack(trees: Iterable[PyTree]) -> PyTree:
         LeafTypeError: A leaf is not a tensor.
         StructureError: There are no trees, or they do not match.
     """
-    fix = "gradkit.tree.stack([first, second])"
-    if isinstance(trees, Mapping | Tensor) or not isinstance(trees, Iterable):
-        raise StructureError(message("trees", "a list of trees", describe(trees), fix))
-    named = {f"trees[{index}]": tree for index, tree in enumerate(trees)}
+    is_list = isinstance(trees, Iterable) and not isinstance(trees, Mapping | Tensor)
+    named = {f"trees[{i}]": tree for i, tree in enumerate(trees)} if is_list else {}
     if not named:
-        raise StructureError(message("trees", "at least one tree", "none", fix))
-    leaves, unflatten = columns(named)
-    dense = [[None if x is None else x.to_dense() for x in column] for column in leaves]
-    rows = zip(*dense, strict=True)
-    return unflatten([call_on_row(lambda *row: torch.stack(row), row) for row in rows])
+        expected, fix = "a list of at least one tree", "gradkit.tree.stack([first, second])"
+        raise StructureError(message("trees", expected, describe(trees), fix))
+
+    def stacked(*row: Tensor) -> Tensor:
+        return torch.stack([x.to_dense() for x in row])
+
+    return _map_rows(partial(call_on_row, stacked), named)
 
 
 def unstack(tree: PyTree) -> list[PyTree]:
@@ -240,3 +240,56 @@ def check_number(name: str, value: Any, fix: str, *, nonnegative: bool = False) 
         raise OptionError(message(name, kind, describe(value), fix))
     if nonnegative and not isinstance(value, Tensor) and not value >= 0:
         raise OptionError(message(name, "a number of at least 0", repr(value), fix))
+
+
+def columns(trees: Mapping[str, PyTree]) -> tuple[list[list[Leaf]], Unflatten]:
+    """Return the leaves of each tree, in the order of the first, and how to build such a tree."""
+    names = list(trees)
+    opened, spec = open_alike(list(trees.values()), names.__getitem__)
+    for index, row in enumerate(zip(*opened, strict=True)):
+        _check_row(row, names, spec, index)
+    return opened, spec.unflatten
+
+
+def open_alike(
+    trees: Sequence[PyTree], name: Callable[[int], str]
+) -> tuple[list[list[Any]], Structure]:
+    """Return the leaves of each tree in the order of the first, and the structure of that."""
+    # A module in a tree stands for its parameters, an iterator for its items.
+    opened = [expand_params(tree, "tree", allow_distributed=True) for tree in trees]
+    leaves, spec = opened[0]
+    columns = [leaves]
+    for index, (own_leaves, own_spec) in enumerate(opened[1:], 1):
+        if own_spec != spec:
+            tree = pytree.unflatten(own_spec, own_leaves)
+            own_leaves = pytree.flatten_up_to(spec, name(0), tree, name(index))
+        columns.append(own_leaves)
+    return columns, spec
+
+
+def _check_row(row: Sequence[Any], names: Sequence[str], spec: Structure, index: int) -> None:
+    path = partial(pytree.path, spec, index)
+    present = [(name, leaf) for name, leaf in zip(names, row, strict=True) if leaf is not None]
+    for name, leaf in present:
+        if not isinstance(leaf, Tensor):
+            fix = "pass a tree of gradients, as gradkit's calls return it"
+            raise LeafTypeError(message(path(name), "a tensor or None", describe(leaf), fix))
+        like_name, like = present[0]
+        if leaf.shape != like.shape:
+            expected = f"the shape of {path(like_name)}, {tuple(like.shape)}"
+            fix = "pass gradients of the same parameters"
+            raise StructureError(message(path(name), expected, f"{tuple(leaf.shape)}", fix))
+
+
+def _map_rows(fn: Callable[..., Any], trees: Mapping[str, PyTree]) -> PyTree:
+    """Return a tree like the first, of `fn` of one leaf of each tree."""
+    leaves, unflatten = columns(trees)
+    return unflatten([fn(*row) for row in zip(*leaves, strict=True)])
+
+
+def call_on_row(fn: Callable[..., Any], *row: Leaf) -> Any:
+    """Return `fn` of the leaves, zeros in place of None; None where all are None."""
+    like = next((leaf for leaf in row if leaf is not None), None)
+    if like is None:
+        return None
+    return fn(*(torch.zeros_like(like) if leaf is None else leaf for leaf in row))

@@ -10,8 +10,7 @@ from gradkit._compat.transforms import transforms
 from gradkit._core.leaf_arithmetic import largest, stored
 from gradkit._core.options import check_bool
 from gradkit._core.pytree import PyTree
-from gradkit.tree._arithmetic import check_number, dot, scale
-from gradkit.tree._columns import call_on_row, columns
+from gradkit.tree._arithmetic import call_on_row, check_number, columns, dot, scale
 
 
 def global_norm(tree: PyTree) -> Tensor:
@@ -154,5 +153,5 @@ def allclose(
 
     leaves, _ = columns({"a": a, "b": b})
     # All leaves, also after one that is not close: gathering DTensors is a collective.
-    results = [call_on_row(close, row) for row in zip(*leaves, strict=True)]
+    results = [call_on_row(close, *row) for row in zip(*leaves, strict=True)]
     return all(result is not False for result in results)

@@ -1,13 +1,13 @@
-"""The gradients of several losses, one row for each loss."""
+"""The gradients of several losses: as rows, as a matrix, and made into one gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import prod
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -15,14 +15,19 @@ from torch import Tensor
 from gradkit._compat.autograd import flatten_dense
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
-from gradkit._core.pytree import PyTree
+from gradkit._core.leaf_arithmetic import from_real_vector, plus, promoted, real_vector, width
+from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, StructureError, describe, message
-from gradkit.tree._columns import Leaf, Unflatten, open_alike
+from gradkit.tree._arithmetic import Leaf, Unflatten, is_real_number, open_alike
+
+_Weight: TypeAlias = float | Tensor
 
 # The most entries of a row in one group.
 _LARGEST_GROUP = 1 << 18
 # A leaf with more entries is a group by itself: copying it would cost more than one more product.
 _LARGEST_GROUPED = 1 << 14
+# The number of columns of the matrix that `gram` has in memory at a time.
+_COLUMNS_AT_A_TIME = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,7 @@ class PerLossRows:
 
     rows: list[list[Leaf]]  # one for each loss, or for each element of one that is not a scalar
     counts: list[int]  # the number of rows of each loss
+    losses: Structure
     unflatten: Unflatten  # from the leaves of a row to a tree of gradients
 
     @property
@@ -54,8 +60,7 @@ class PerLossRows:
         groups: list[list[int]] = []
         group: list[int] = []
         size = 0
-        for index, leaf in enumerate(self.rows[0]):
-            assert leaf is not None
+        for index, leaf in enumerate(cast("list[Tensor]", self.rows[0])):
             if leaf.numel() > _LARGEST_GROUPED:
                 groups.append([index])
                 continue
@@ -78,14 +83,14 @@ def read_rows(per_loss: PyTree, losses: PyTree | None) -> PerLossRows:
     """Flatten a tree of losses of trees of gradients, as `per_loss_grads` returns it."""
     if isinstance(per_loss, Iterator):
         per_loss = tuple(per_loss)
+    shapes: list[tuple[int, ...]]
     if losses is None:
-        trees, _ = pytree.children(per_loss)
         level = pytree.top_level(per_loss)
-        shapes: list[tuple[int, ...]] = [()] * len(trees)
+        shapes = [()] * level.num_leaves
     else:
         leaves, level = pytree.flatten(losses)
-        trees = pytree.flatten_up_to(level, "losses", per_loss, "per_loss")
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in leaves]
+    trees = pytree.flatten_up_to(level, "losses", per_loss, "per_loss")
     if not trees or (losses is None and trees[0] is per_loss):
         expected = "the gradients of at least one loss, with the losses as its top level"
         fix = "pass what per_loss_grads returned; for a lone loss, also losses=, the loss itself"
@@ -105,7 +110,7 @@ def read_rows(per_loss: PyTree, losses: PyTree | None) -> PerLossRows:
     if not rows:
         fix = "leave out losses without elements"
         raise StructureError(message("losses", "at least one element", "none", fix))
-    return PerLossRows(rows, list(map(prod, shapes)), spec.unflatten)
+    return PerLossRows(rows, list(map(prod, shapes)), level, spec.unflatten)
 
 
 def _check_column(
@@ -137,3 +142,254 @@ def _split(leaves: list[Leaf], shape: tuple[int, ...]) -> list[list[Leaf]]:
         for x in leaves
     ]
     return [list(row) for row in zip(*columns, strict=True)]
+
+
+def to_matrix(
+    per_loss: PyTree, *, losses: PyTree | None = None
+) -> tuple[Tensor, Callable[[Tensor], PyTree]]:
+    """Return the matrix with one row per loss, and the function from a vector back to a tree.
+
+    Example:
+        >>> import torch, gradkit
+        >>> matrix, unravel = gradkit.tree.to_matrix({"a": {"w": torch.ones(2)}, "b": {"w": None}})
+        >>> matrix
+        tensor([[1., 1.],
+                [0., 0.]])
+        >>> unravel(matrix.sum(0))
+        {'w': tensor([1., 1.])}
+
+    Args:
+        per_loss: K losses (its top level), each a tree of gradients of one structure.
+        losses: A tree with the structure of the losses, if that is deeper than one level; the
+            losses themselves, if one of them is not a scalar: each of its elements is a row.
+
+    Returns:
+        `(matrix, unravel)`. `matrix`: `[K, n]`, the leaves in order, in their common dtype, float32
+        at least; a complex entry is two columns; a leaf that is None for every loss has no column.
+        `unravel`: from `[n]` to a tree like the gradients of one loss, in their dtypes; None where
+        every loss has None.
+
+    Raises:
+        LeafTypeError: A gradient is not a tensor.
+        StructureError: There are no losses, or their gradients do not match.
+    """
+    rows = read_rows(per_loss, losses)
+    examples = [(leaf, rows.example(leaf)) for leaf in rows.leaves]
+    likes = {leaf: like for leaf, like in examples if like is not None}
+    widths = [width(like) for like in likes.values()]
+
+    def unravel(vector: Tensor) -> PyTree:
+        leaves: list[Leaf] = [None] * len(rows.leaves)
+        if likes:
+            _check_vector("unravel", vector, sum(widths))
+            parts = torch.split(vector, widths)
+            for (leaf, like), part in zip(likes.items(), parts, strict=True):
+                leaves[leaf] = from_real_vector(part.to(like.device), like).clone()
+        return rows.unflatten(leaves)
+
+    if not likes:
+        return torch.zeros(len(rows.rows), 0), unravel
+    return torch.stack([_as_vector(row, likes) for row in rows.rows]), unravel
+
+
+def _as_vector(row: Sequence[Leaf], likes: Mapping[int, Tensor]) -> Tensor:
+    pairs = [(row[leaf], like) for leaf, like in likes.items()]
+    parts = [torch.zeros_like(like, layout=torch.strided) if x is None else x for x, like in pairs]
+    return torch.cat(promoted(list(map(real_vector, parts))))
+
+
+def _check_vector(name: str, vector: object, length: int) -> None:
+    """Raise unless this is a vector with an entry for each column of the matrix."""
+    if not isinstance(vector, Tensor) or vector.shape != (length,):
+        fix = "reduce the matrix over its rows: matrix.mean(0)"
+        expected = f"a vector of shape ({length},)"
+        raise StructureError(message(name, expected, describe(vector), fix))
+
+
+def gram(per_loss: PyTree, *, losses: PyTree | None = None) -> Tensor:
+    """Return the inner products of the losses' gradients, without building their matrix.
+
+    Example:
+        >>> import torch, gradkit
+        >>> gradkit.tree.gram([{"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.0, 3.0])}])
+        tensor([[5., 6.],
+                [6., 9.]])
+
+    Args:
+        per_loss: As in `to_matrix`.
+        losses: As in `to_matrix`.
+
+    Returns:
+        `[K, K]`, symmetric: `matrix @ matrix.T` for the matrix of `to_matrix`, in its dtype and on
+        the device of the first leaf.
+
+    Raises:
+        LeafTypeError: A gradient is not a tensor.
+        StructureError: There are no losses, or their gradients do not match.
+    """
+    rows = read_rows(per_loss, losses)
+    groups = rows.groups()
+    if groups is None:
+        product = _product_of_leaves(rows)
+    else:
+        product = torch.stack([_product(rows.as_vectors(group)) for group in groups]).sum(0)
+    return product.triu() + product.triu(1).T  # the product itself may be asymmetric by rounding
+
+
+def _product_of_leaves(rows: PerLossRows) -> Tensor:
+    count = len(rows.rows)
+    total: Tensor | None = None
+    for leaf in rows.leaves:
+        column = enumerate(row[leaf] for row in rows.rows)
+        present = {index: x for index, x in column if x is not None}
+        if not present:
+            continue
+        part = _product([real_vector(x) for x in present.values()])
+        if len(present) < count:
+            index = torch.tensor(list(present), device=part.device)
+            zeros = part.new_zeros(count, count)
+            part = zeros.index_put((index[:, None], index[None, :]), part)
+        total = part if total is None else total + part.to(total.device)
+    return torch.zeros(count, count) if total is None else total
+
+
+def _product(vectors: list[Tensor]) -> Tensor:
+    """Return the matrix of inner products, a block of columns at a time."""
+    blocks = zip(*(torch.split(v, _COLUMNS_AT_A_TIME) for v in vectors), strict=True)
+    total: Tensor | None = None
+    for columns in blocks:
+        block = torch.stack(promoted(columns))
+        with torch.autocast(block.device.type, enabled=False):  # it would use half precision
+            part = block @ block.T
+        total = part if total is None else total + part
+    return cast("Tensor", total)
+
+
+def combine(
+    per_loss: PyTree,
+    aggregator: Callable[[Tensor], Tensor] | PyTree,
+    *,
+    losses: PyTree | None = None,
+) -> PyTree:
+    """Return one gradient made of the gradients of several losses.
+
+    Example:
+        >>> import torch, gradkit
+        >>> per_loss = {"a": {"w": torch.ones(2)}, "b": {"w": torch.tensor([3.0, 0.0])}}
+        >>> gradkit.combine(per_loss, lambda matrix: matrix.mean(0))
+        {'w': tensor([2.0000, 0.5000])}
+
+    Args:
+        per_loss: K losses (its top level), each a tree of gradients of one structure.
+        aggregator: A function from the matrix `[K, n]` of `to_matrix` to a vector `[n]`, such as
+            an aggregator of TorchJD. Or weights, as in `weighted_sum`, which builds no matrix.
+        losses: As in `to_matrix`.
+
+    Returns:
+        A tree like the gradients of one loss, in their dtypes; None where every loss has None.
+
+    Raises:
+        LeafTypeError: A gradient is not a tensor, or a weight is not a real number.
+        StructureError: There are no losses, trees do not match, or the aggregator returns another
+            shape than `[n]`.
+
+    Source:
+        Aggregators: Quinton and Rey 2024, "Jacobian Descent for Multi-Objective Optimization",
+        https://arxiv.org/abs/2406.16232
+    """
+    if not callable(aggregator):
+        return weighted_sum(per_loss, aggregator, losses=losses)
+    matrix, unravel = to_matrix(per_loss, losses=losses)
+    vector = aggregator(matrix)
+    _check_vector("the aggregator's result", vector, matrix.shape[1])
+    return unravel(vector)
+
+
+def weighted_sum(
+    per_loss: PyTree, weights: PyTree = None, *, losses: PyTree | None = None
+) -> PyTree:
+    """Return the weighted sum of the losses' gradients, added in the order of the losses.
+
+    Example:
+        >>> import torch, gradkit
+        >>> per_loss = {"a": {"w": torch.ones(2)}, "b": {"w": None}}
+        >>> gradkit.tree.weighted_sum(per_loss, {"a": 0.5, "b": 2.0})
+        {'w': tensor([0.5000, 0.5000])}
+
+    Args:
+        per_loss: As in `to_matrix`.
+        weights: Numbers or tensors in the structure of the losses, or a prefix of it; or a tensor
+            of K weights. None is all ones.
+        losses: As in `to_matrix`.
+
+    Returns:
+        A tree like the gradients of one loss, in their dtypes; None where every loss has None.
+
+    Raises:
+        LeafTypeError: A gradient is not a tensor, or a weight is not a real number.
+        StructureError: There are no losses, or trees do not match.
+    """
+    rows = read_rows(per_loss, losses)
+    by_row = _row_weights(weights, rows)
+    tensors = (x for x in chain(by_row, *rows.rows) if isinstance(x, Tensor))
+    groups = rows.groups()
+    if groups is not None and not any(x.requires_grad for x in tensors):
+        return rows.unflatten(_sum_in_groups(rows, groups, by_row))
+    total: list[Leaf] = [None] * len(rows.leaves)
+    for row, weight in zip(rows.rows, by_row, strict=True):
+        scaled = [None if leaf is None else _times(leaf, weight) for leaf in row]
+        total = [plus(a, b) for a, b in zip(total, scaled, strict=True)]
+    return rows.unflatten(total)
+
+
+def _sum_in_groups(
+    rows: PerLossRows, groups: list[list[int]], weights: list[_Weight | None]
+) -> list[Leaf]:
+    """Return the same sums, added in the same order, several leaves at a time."""
+    sums: list[Leaf] = [None] * len(rows.leaves)
+    for group in groups:
+        scaled = map(_times, rows.as_vectors(group), weights)
+        total = next(scaled).clone()
+        for vector in scaled:
+            total += vector
+        likes = [cast("Tensor", rows.rows[0][leaf]) for leaf in group]
+        parts = torch.split(total, [like.numel() for like in likes])
+        for leaf, part, like in zip(group, parts, likes, strict=True):
+            sums[leaf] = torch.empty_like(like).copy_(part.view(like.shape))
+    return sums
+
+
+def _row_weights(weights: PyTree, rows: PerLossRows) -> list[_Weight | None]:
+    """Return the weight of each row, checked; None is one."""
+    count = len(rows.rows)
+    if weights is None:
+        return [None] * count
+    if isinstance(weights, Tensor) and weights.dim() == 1:
+        if len(weights) != count:
+            expected = f"{count} weights, one for each loss"
+            fix = "weights=torch.ones(...) of that length, or a tree like the losses"
+            raise StructureError(message("weights", expected, str(len(weights)), fix))
+        return [_weight(weight) for weight in weights]
+    losses = pytree.unflatten(rows.losses, [0.0] * len(rows.counts))
+    by_loss = pytree.broadcast_prefix(weights, "weights", losses, "losses")
+    by_row: list[_Weight | None] = []
+    for weight, repeat in zip(by_loss, rows.counts, strict=True):
+        of_elements = isinstance(weight, Tensor) and weight.numel() == repeat != 1
+        by_row += map(_weight, weight.reshape(-1) if of_elements else [weight] * repeat)
+    return by_row
+
+
+def _weight(weight: Any) -> _Weight:
+    """Return the weight of one row: a real number, or a 0-dim tensor of one."""
+    if not is_real_number(weight):
+        expected = "a real number or a real tensor of one element for each loss"
+        fix = "weights=dict(zip(losses, weights)) for a tensor of several"
+        raise LeafTypeError(message("weights", expected, describe(weight), fix))
+    return weight.reshape(()) if isinstance(weight, Tensor) else cast("float", weight)
+
+
+def _times(leaf: Tensor, weight: _Weight | None) -> Tensor:
+    if weight is None:
+        return leaf
+    by = weight.to(leaf.device) if isinstance(weight, Tensor) else weight
+    return (leaf * by).to(leaf.dtype)

@@ -18,9 +18,9 @@ from torch import Tensor
 import gradkit
 from gradkit.__main__ import main
 from gradkit._core.devices import available_devices
-from gradkit._doctor.checks import check, error_of, plain, text
+from gradkit._doctor.checks import Finding, check, error_of, plain, text
 from gradkit._doctor.confusions import CONFUSIONS
-from gradkit._doctor.examination import EXTRAS, Finding, examine
+from gradkit._doctor.examination import EXTRAS, examine
 from gradkit.retain import RetainedGrads
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,7 +97,7 @@ def by_hand(device: torch.device) -> dict[int, list[Any]]:
 def test_the_numbers_are_those_of_plain_torch(device: torch.device) -> None:
     expected = by_hand(device)
     for finding in findings(device):
-        checks = [*finding.observation.torch, *finding.observation.gradkit]
+        checks = [*finding.torch, *finding.gradkit]
         values = [c.got for c in checks if not isinstance(c.got, str)]
         assert values == expected[finding.number], finding.title
 
@@ -326,7 +326,7 @@ def test_with_rich_a_wide_terminal_has_a_table(
     # Folded or not, every character of a cell is there.
     whole = "".join(row[3] for row in rows).replace(" ", "")
     for finding in findings(device):
-        for one in finding.observation.gradkit:
+        for one in finding.gradkit:
             assert f"{one.what}: {text(one.got)}".replace(" ", "") in whole
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from gradkit._core.leaf_arithmetic import largest
-from gradkit.tree._matrix import gram
-from gradkit.tree._per_loss import PerLossRows
+from gradkit.tree._per_loss import PerLossRows, gram
 
 # Within these, squares of float32 and their sums are far from its limits.
 _SMALL, _LARGE = 1e-12, 1e12
