@@ -11,6 +11,9 @@ for several processes; `gradkit.report` shows what there is to see about gradien
 import importlib as _importlib
 import typing as _typing
 
+from gradkit._compat import versions as _versions  # first: it raises if torch is too old
+
+# isort: split
 from gradkit import dotgrad, errors, tree
 from gradkit.dotgrad import (
     add_grads_,
@@ -77,6 +80,8 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_versions.warn_if_newer()
 
 # Rooms that are opened when they are first asked for: together they would double the import time.
 _OPENED_LATER = ("distributed", "func", "meta", "report")

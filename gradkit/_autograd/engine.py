@@ -69,6 +69,8 @@ def _raise_named(error: RuntimeError, call: Call) -> None:
         raise FreedGraphError(freed(call.losses, losses_freed(call.losses))) from error
     if "_will_engine_execute_node" in str(error):
         raise UnsupportedGraphError(_MULTI_GRAD_HOOK) from error
+    if "does not support 3rd+ order derivatives" in str(error):
+        raise UnsupportedGraphError(_third(call)) from error
     if "modified by an inplace operation" in str(error):
         raise UnsupportedGraphError(_modified(error, call)) from error
 
@@ -81,10 +83,22 @@ _MULTI_GRAD_HOOK = message(
 )
 
 
-def _modified(error: RuntimeError, call: Call) -> str:
-    losses = call.losses
+def _third(call: Call) -> str:
     return message(
-        ", ".join(map(losses.path, range(min(3, len(losses.leaves))))),
+        _paths(call),
+        "a graph whose derivative torch has",
+        "the second derivative of a batch_norm or instance_norm, whose third torch does not have",
+        "use group_norm or rms_norm, or write the norm out",
+    )
+
+
+def _paths(call: Call) -> str:
+    return ", ".join(map(call.losses.path, range(min(3, len(call.losses.leaves)))))
+
+
+def _modified(error: RuntimeError, call: Call) -> str:
+    return message(
+        _paths(call),
         "a graph whose saved tensors are as they were in the forward pass",
         f"one that has changed since: {str(error).partition(' Hint')[0].rstrip('.')}",
         "take the gradients before the optimizer's step, or change a copy",

@@ -14,6 +14,7 @@ from gradkit._autograd.captures import observed
 from gradkit._autograd.runner import PassRunner
 from gradkit._checks.graphs import check_call
 from gradkit._checks.reachability import refuse_unreached
+from gradkit._compat.distributed import replicated
 from gradkit._core import pytree
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.losses import Losses, params_of_each_loss, read_weights, require_graph
@@ -102,7 +103,7 @@ def weigh(
 
 def values_of(losses: Losses, create_graph: bool) -> PyTree:
     """Return the tree of the losses' values: the losses themselves, or detached copies."""
-    values = [loss if create_graph else loss.detach().clone() for loss in losses.leaves]
+    values = [loss if create_graph else replicated(loss.detach()).clone() for loss in losses.leaves]
     return pytree.unflatten(losses.spec, values)
 
 

@@ -9,13 +9,15 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, Function, once_differentiable
 
 from gradkit._compat.transforms import is_differentiated_tensor
+from gradkit._compat.versions import is_mended
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
 from gradkit.errors import UnsupportedGraphError, message
 
 # The backward pass of these takes the mean and the deviation for constants, so that its own
 # derivative, the third in all, is wrong. Not so group_norm and rms_norm.
-_WRONG_THIRD = {"NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBackward0"}
+_NORMS = ("NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBackward0")
+_WRONG_THIRD = {kind for kind in _NORMS if not is_mended(kind)}
 
 
 def refuse_wrong_derivatives(call: Call) -> None:

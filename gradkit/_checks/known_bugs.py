@@ -1,7 +1,7 @@
 """The operations whose derivative torch.func gets silently wrong, and where it does.
 
-Each entry is a defect of torch's own formulas or batching rules. The tests of these fail when torch
-has mended one.
+Each entry is a defect of torch's own formulas or batching rules, in every release that gradkit runs
+on but those from which on `MENDED` says otherwise.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from gradkit._compat.transforms import BATCH, DERIVATIVES, FORWARD
+from gradkit._compat.versions import is_mended
 
 Stack: TypeAlias = tuple[str, ...]
 
@@ -77,7 +78,7 @@ _FORWARD = KnownBug(
     'hvp(..., mode="reverse-over-reverse"), and grad or jacrev in place of jvp or jacfwd',
     lambda call: FORWARD in call.stack,
 )
-KNOWN_BUGS: dict[str, KnownBug] = {
+_EVERY_BUG: dict[str, KnownBug] = {
     "cdist": KnownBug(
         "a batched backward pass through it is silently wrong",
         "(a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)",
@@ -133,8 +134,9 @@ KNOWN_BUGS: dict[str, KnownBug] = {
     "batch_norm": replace(_NORM, concerns=lambda call: bool(call.argument(5, "training"))),
     "instance_norm": _NORM,
 }
+KNOWN_BUGS = {name: bug for name, bug in _EVERY_BUG.items() if not is_mended(name)}
 # The same under other names, and torch's operators beneath them.
-ALIASES = {
+_EVERY_ALIAS = {
     "native_layer_norm": "layer_norm",
     "native_batch_norm": "batch_norm",
     "_native_batch_norm_legit": "batch_norm",
@@ -147,3 +149,4 @@ ALIASES = {
     "scatter_reduce_": "scatter_reduce",
     "index_fill_": "index_fill",
 }
+ALIASES = {alias: name for alias, name in _EVERY_ALIAS.items() if name in KNOWN_BUGS}

@@ -159,12 +159,26 @@ def full_tensor(leaf: Tensor) -> Tensor:
     return cast("Tensor", sharded.full_tensor())
 
 
+def replicated(leaf: Tensor) -> Tensor:
+    """Return a DTensor of which each rank holds the whole; any other tensor as it is.
+
+    Only in some versions of torch is a copy of a partial sum the sum.
+    """
+    if not is_dtensor(leaf):
+        return leaf
+    from torch.distributed.tensor import Replicate
+
+    sharded: Any = leaf
+    whole = [Replicate()] * sharded.device_mesh.ndim
+    return cast("Tensor", sharded.redistribute(placements=whole))
+
+
 def sharded_like(leaf: Tensor, like: Any) -> Tensor:
     """Return a tensor, which is the same on all ranks, with the mesh and shards of a DTensor."""
     from torch.distributed.tensor import DTensor, Replicate
 
-    replicated = [Replicate()] * like.device_mesh.ndim
-    same = DTensor.from_local(leaf, like.device_mesh, replicated, run_check=False)
+    whole = [Replicate()] * like.device_mesh.ndim
+    same = DTensor.from_local(leaf, like.device_mesh, whole, run_check=False)
     # The leaf is the sum over ranks already: as a partial sum it would count once for each of them.
     placements = [Replicate() if p.is_partial() else p for p in like.placements]
     return same.redistribute(placements=placements)

@@ -6,24 +6,19 @@ import re
 import warnings
 from typing import TypeAlias
 
-from gradkit.errors import GradkitWarning
-
 Release: TypeAlias = tuple[int, int]
 
 FLOORS: dict[str, Release] = {"torch": (2, 11), "optree": (0, 14)}  # as in pyproject.toml
 NEWEST: Release = (2, 15)  # the newest torch that all tests were run on
 
-# The first release that computes these rightly: `python -m gradkit` tries every defect.
-MENDED: dict[str, Release] = {}
-
-
-def require(package: str, version: str | None) -> None:
-    """Raise if a package that gradkit needs is missing (None) or too old."""
-    floor = FLOORS[package]
-    if version is None or release(version) < floor:
-        needed = f"{package}>={floor[0]}.{floor[1]}"
-        got = "is missing" if version is None else f"is {version}"
-        raise ImportError(f"gradkit needs {needed}; {package} {got}. pip install '{needed}'")
+# The first release in which the derivatives of an operation, or of a node of the graph, are not
+# silently wrong. What is not here is in all of them; `python -m gradkit` tries each.
+MENDED: dict[str, Release] = {
+    "det": (2, 15),
+    "slogdet": (2, 15),
+    "logdet": (2, 15),
+    "NativeBatchNormBackwardBackward0": (2, 14),  # raises at the third derivative
+}
 
 
 def release(version: str) -> Release:
@@ -32,14 +27,37 @@ def release(version: str) -> Release:
     return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
 
-def is_preview(version: str) -> bool:
-    """Return whether a version comes before its final release: an alpha, a nightly, a candidate."""
-    return re.match(r"\d+\.\d+[.\d]*(a|b|rc|\.?dev)", version) is not None
+def require(package: str, version: str | None) -> None:
+    """Raise if a package that gradkit needs is missing (None) or too old."""
+    floor = FLOORS[package]
+    if version is None or release(version) < floor:
+        needed = f"{package}>={floor[0]}.{floor[1]}"
+        got = "it is not installed" if version is None else f"{version} is installed"
+        raise ImportError(f"gradkit needs {needed}; {got}. pip install '{needed}'")
 
 
-def warn_if_newer(version: str) -> None:
+try:
+    import torch
+except ModuleNotFoundError:
+    require("torch", None)
+require("torch", torch.__version__)
+
+
+def is_mended(defect: str, version: str = torch.__version__) -> bool:
+    """Return whether a release of torch computes rightly what older ones did not."""
+    mended = MENDED.get(defect)
+    if mended is None:
+        return False
+    # An alpha, a nightly or a candidate of that release may be older than the change.
+    preview = re.match(r"\d+\.\d+[.\d]*(a|b|rc|\.?dev)", version)
+    return release(version) > mended or (release(version) == mended and not preview)
+
+
+def warn_if_newer(version: str = torch.__version__) -> None:
     """Warn if torch is newer than any that gradkit was run on."""
     if release(version) > NEWEST:
+        from gradkit.errors import GradkitWarning  # which imports torch
+
         warnings.warn(
             f"torch {version} is newer than {NEWEST[0]}.{NEWEST[1]}, the newest that this gradkit "
             "was run on. What older versions compute wrongly still raises; `python -m gradkit` "
@@ -47,11 +65,3 @@ def warn_if_newer(version: str) -> None:
             GradkitWarning,
             stacklevel=2,
         )
-
-
-def is_mended(defect: str, version: str) -> bool:
-    """Return whether this torch computes rightly what an older one did not."""
-    mended = MENDED.get(defect)
-    if mended is None or release(version) == mended:
-        return mended is not None and not is_preview(version)
-    return release(version) > mended

@@ -12,13 +12,17 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
-import optree
-from optree import PyTreeSpec
-
+from gradkit._compat.versions import require
 from gradkit.errors import StructureError, describe, message
 
+try:
+    import optree
+except ModuleNotFoundError:
+    require("optree", None)
+require("optree", optree.__version__)
+
 PyTree: TypeAlias = Any
-Structure: TypeAlias = PyTreeSpec
+Structure: TypeAlias = optree.PyTreeSpec
 
 _NAMESPACE = "gradkit"
 # optree matches these with each other, by key.
@@ -31,22 +35,22 @@ _INSERTION_ORDER = optree.dict_insertion_ordered(True, namespace=_NAMESPACE)
 _INSERTION_ORDER.__enter__()
 
 
-def flatten(tree: PyTree) -> tuple[list[Any], PyTreeSpec]:
+def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
     """Return the leaves of `tree` in order, None among them, and its structure."""
     return optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
 
 
-def unflatten(spec: PyTreeSpec, leaves: Iterable[Any]) -> PyTree:
+def unflatten(spec: optree.PyTreeSpec, leaves: Iterable[Any]) -> PyTree:
     """Return the tree of structure `spec` with these leaves."""
     return spec.unflatten(leaves)
 
 
-def path(spec: PyTreeSpec, index: int, root: str) -> str:
+def path(spec: optree.PyTreeSpec, index: int, root: str) -> str:
     """Return the path of a leaf as a caller would write it: `losses['aux'][0]`."""
     return spec.accessors()[index].codify(root)
 
 
-def labels(spec: PyTreeSpec, lone: str) -> list[str]:
+def labels(spec: optree.PyTreeSpec, lone: str) -> list[str]:
     """Return short, distinct names of all leaves: `encoder.weight`, or `loss[0]` with a `lone`."""
     paths = [accessor.codify("") for accessor in spec.accessors()]
     dotted = [re.sub(r"\['([^'\]]*)'\]", r".\1", path) for path in paths]
@@ -54,7 +58,7 @@ def labels(spec: PyTreeSpec, lone: str) -> list[str]:
     return short if len(set(short)) == len(short) else paths
 
 
-def flatten_up_to(spec: PyTreeSpec, spec_root: str, tree: PyTree, root: str) -> list[Any]:
+def flatten_up_to(spec: optree.PyTreeSpec, spec_root: str, tree: PyTree, root: str) -> list[Any]:
     """Return the subtrees of `tree` at the leaves of `spec`, which must be a prefix of it."""
     try:
         return cast("list[Any]", spec.flatten_up_to(tree))
@@ -92,7 +96,7 @@ def children(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]
     return cast("list[Any]", spec.flatten_up_to(tree)), spec.unflatten
 
 
-def top_level(tree: PyTree) -> PyTreeSpec:
+def top_level(tree: PyTree) -> optree.PyTreeSpec:
     """Return the structure of the top level of `tree`."""
     return optree.tree_structure(
         tree, is_leaf=lambda node: node is not tree, none_is_leaf=True, namespace=_NAMESPACE
@@ -103,7 +107,7 @@ class _Subtree(NamedTuple):
     """A part of a tree, with its path; the leaves are needed where they are to be described."""
 
     path: str
-    spec: PyTreeSpec
+    spec: optree.PyTreeSpec
     leaves: Sequence[Any] = ()
 
     def children(self) -> Iterator[tuple[Any, _Subtree]]:
@@ -187,11 +191,11 @@ def _keys(keys: Sequence[object]) -> str:
     return shown if len(keys) <= _MOST_KEYS else f"{shown}, ... {len(keys)} in all"
 
 
-def _sized(spec: PyTreeSpec) -> str:
+def _sized(spec: optree.PyTreeSpec) -> str:
     count = spec.num_children
     return f"{_container(spec)} of {count} item{'' if count == 1 else 's'}"
 
 
-def _container(spec: PyTreeSpec) -> str:
+def _container(spec: optree.PyTreeSpec) -> str:
     name = getattr(spec.type, "__name__", "container")
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
