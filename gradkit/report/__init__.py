@@ -6,10 +6,10 @@ a frozen dataclass that prints as text, in rich and in a notebook, and has `.plo
 `History` is a record of conflicts over training.
 """
 
-from gradkit.report._compare.compare import Comparison, Difference, compare
-from gradkit.report._conflicts.conflicts import Conflicts, History, conflicts
-from gradkit.report._explain.explain import explain
-from gradkit.report._explain.explanation import Explanation, LossGraph, Part, Verdict
+from gradkit.report._compare import Comparison, Difference, compare
+from gradkit.report._conflicts import Conflicts, History, conflicts
+from gradkit.report._explain import explain
+from gradkit.report._explanation import Explanation, LossGraph, Part, Verdict
 
 __all__ = [
     "Comparison",

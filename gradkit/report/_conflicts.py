@@ -1,4 +1,4 @@
-"""conflicts: which losses have gradients that oppose each other, and their record."""
+"""`conflicts`: which losses have gradients that oppose each other, and a record of it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gradkit._core import pytree
 from gradkit._core.options import check_option
 from gradkit._core.pytree import PyTree
 from gradkit.errors import StructureError, message
-from gradkit.report._conflicts.inner_products import Products, products_of
-from gradkit.report._view.charts import cosine_text, draw_cosines, draw_history, mean
-from gradkit.report._view.rendering import Block, Report, Styled, Table, plural, prefixes
+from gradkit.report._charts import cosine_text, draw_cosines, draw_history, mean
+from gradkit.report._inner_products import Products, products_of
+from gradkit.report._rendering import Block, Report, Styled, Table, plural, prefixes
 from gradkit.tree._per_loss import PerLossRows, read_rows
 
 if TYPE_CHECKING:
@@ -72,11 +72,9 @@ class Conflicts(Report):
         if not self.conflicting:
             return "No pair of losses conflicts."
         pairs = [f"{a} and {b} {cosine_text(cosine)}" for a, b, cosine in self.conflicting[:4]]
-        more = f", and {len(self.conflicting) - 4} more" if len(self.conflicting) > 4 else ""
-        return (
-            f"{plural(len(self.conflicting), 'pair')} in conflict, {self.share:.0%} of those that "
-            f"have an angle: {', '.join(pairs)}{more}."
-        )
+        count = len(self.conflicting)
+        text = f"{plural(count, 'pair')} in conflict, {self.share:.0%} of those that have an angle"
+        return f"{text}: {', '.join(pairs)}{f', and {count - 4} more' if count > 4 else ''}."
 
     def _module_table(self) -> Table:
         losses, rows = self.losses[:_MAX_COLUMNS], []
@@ -101,7 +99,7 @@ def conflicts(
     """Return the norms of several losses' gradients, and the angles between them.
 
     Two losses conflict where the cosine is negative: a step along one gradient increases the other
-    loss. None is an exact zero. `gradkit.report.History` keeps a record over training.
+    loss. None is an exact zero.
 
     Example:
         >>> import torch, gradkit
@@ -138,12 +136,12 @@ def conflicts(
     names = _names(per_loss, losses)
     leaves = [leaf for leaf in rows.leaves if rows.example(leaf) is not None]
     groups = _by_module(rows, leaves) if by else {"": leaves}
-    products = {module: products_of(rows, group) for module, group in groups.items() if group}
+    products = {module: products_of(rows, group) for module, group in groups.items()}
     by_module = {}
     for module in filter(None, groups):
         below = [p for name, p in products.items() if f"{name}.".startswith(f"{module}.")]
-        by_module[module] = _measure(names, below, {})
-    return _measure(names, list(products.values()), by_module)
+        by_module[module] = _measure(names, Products.total(below), {})
+    return _measure(names, Products.total(list(products.values())), by_module)
 
 
 def _names(per_loss: PyTree, losses: PyTree) -> tuple[str, ...]:
@@ -171,9 +169,8 @@ def _by_module(rows: PerLossRows, leaves: Sequence[int]) -> dict[str, list[int]]
 
 
 def _measure(
-    names: tuple[str, ...], parts: Sequence[Products], modules: dict[str, Conflicts]
+    names: tuple[str, ...], products: Products, modules: dict[str, Conflicts]
 ) -> Conflicts:
-    products = Products.total(parts, len(names))
     norms, cosines = products.norms(), products.cosines()
     has_angle = (norms > 0) & norms.isfinite()
     i, j = torch.triu_indices(len(names), len(names), 1)
@@ -227,19 +224,16 @@ class History(Report):
         Raises:
             StructureError: The losses are not those of the steps before.
         """
-        if not self.steps:
-            self.norms = {name: [] for name in conflicts.losses}
-            self.cosines = {pair: [] for pair in combinations(conflicts.losses, 2)}
-        if tuple(self.norms) != conflicts.losses:
+        if self.steps and tuple(self.norms) != conflicts.losses:
             expected = f"the losses of the steps before, {', '.join(self.norms)}"
             fix = "use one History for each set of losses"
             raise StructureError(message("conflicts", expected, ", ".join(conflicts.losses), fix))
         self.steps.append(step)
         self.shares.append(conflicts.share)
-        for name, norms in self.norms.items():
-            norms.append(conflicts.norms[name])
-        for (a, b), cosines in self.cosines.items():
-            cosines.append(conflicts.cosine(a, b))
+        for name, norm in conflicts.norms.items():
+            self.norms.setdefault(name, []).append(norm)
+        for pair in combinations(conflicts.losses, 2):
+            self.cosines.setdefault(pair, []).append(conflicts.cosine(*pair))
 
     def plot(
         self, ax: Axes | None = None, *, what: Literal["cosines", "norms"] = "cosines"
@@ -267,9 +261,7 @@ class History(Report):
         # The first, the last, and steps between them at growing distances.
         rows = [row for row in range(last + 1) if row & (row - 1) == 0 or row == last]
         steps = [str(self.steps[row]) for row in rows]
-        norms = {
-            name: [f"{values[row]:.3g}" for row in rows] for name, values in self.norms.items()
-        }
+        norms = {name: [f"{of[row]:.3g}" for row in rows] for name, of in self.norms.items()}
         # Of many pairs, those with the lowest mean cosine.
         worst = sorted(self.cosines, key=lambda pair: mean(self.cosines[pair]))[:_MAX_PAIRS]
         cosines = {

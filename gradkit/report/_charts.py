@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from gradkit.report._view.rendering import import_extra
+from gradkit.report._rendering import import_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,12 +13,9 @@ from gradkit._core.leaf_arithmetic import largest
 from gradkit.tree._matrix import gram
 from gradkit.tree._per_loss import PerLossRows
 
-# Within these, squares of float32 and their sums are far from its limits.
-_SMALL, _LARGE = 1e-12, 1e12
-# Below this power of two float32 has only zero.
-_LOWEST = -149
-# The power of two of a row of zeros: below every other, so that it decides nothing.
-_NOTHING = -2200.0
+_SMALL, _LARGE = 1e-12, 1e12  # squares of float32 between these, and sums, are far from its limits
+_LOWEST = -149  # below this power of two float32 has only zero
+_NOTHING = -2200.0  # the power of two of a row of zeros: below every other, so it decides nothing
 
 
 @dataclass(frozen=True)
@@ -29,11 +26,8 @@ class Products:
     powers: Tensor
 
     @staticmethod
-    def total(parts: Sequence[Products], count: int) -> Products:
-        """Return the products of `count` rows that consist of parts."""
-        if not parts:
-            zeros = torch.zeros(count, count, dtype=torch.float64)
-            return Products(zeros, torch.full((count,), _NOTHING, dtype=torch.float64))
+    def total(parts: Sequence[Products]) -> Products:
+        """Return the products of rows that consist of parts."""
         powers = torch.stack([part.powers for part in parts]).amax(0)
         matrix = torch.zeros_like(parts[0].matrix)
         for part in parts:
