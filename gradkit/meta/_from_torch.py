@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -17,7 +17,7 @@ from gradkit._compat.transforms import differentiated, is_differentiated_tensor,
 from gradkit._state.grad_writes import set_grad
 from gradkit.errors import GradkitError, UnsupportedOptimizerError, describe, message
 from gradkit.meta._foreach import Tensors, safe_sqrt
-from gradkit.meta._optimizer import Columns, Optimizer, check_names
+from gradkit.meta._optimizer import Columns, Optimizer, Settings, Updated, check_names
 from gradkit.meta._optimizers import adam, adamw, rmsprop, sgd
 from gradkit.meta._trees import open_tensors
 
@@ -99,9 +99,7 @@ class _TorchRule:
         parameters = inspect.signature(self.optimizer).parameters
         return {name: p.default for name, p in parameters.items() if name != "params"}
 
-    def __call__(
-        self, params: Tensors, grads: Tensors, state: Columns, hyper: Mapping[str, Any]
-    ) -> tuple[Tensors, Columns]:
+    def __call__(self, params: Tensors, grads: Tensors, state: Columns, hyper: Settings) -> Updated:
         name = self.optimizer.__name__
         _check_hyper(name, hyper)
         create_graph = _needs_graph((params, grads, state, dict(hyper)))
@@ -114,7 +112,7 @@ class _TorchRule:
             fix = "call it under torch.no_grad(), or use another optimizer"
             raise UnsupportedOptimizerError(message(name, expected, got, fix))
         try:
-            new, after = self._step(params, grads, state["torch"], hyper, create_graph)
+            return self._step(params, grads, state, hyper, create_graph)
         except (RuntimeError, IndexError) as error:
             if not transforms() or isinstance(error, GradkitError):
                 raise
@@ -122,39 +120,33 @@ class _TorchRule:
             got = f"one that does not: {str(error).partition(chr(10))[0]}"
             fix = "use sgd, adam, adamw or rmsprop"
             raise UnsupportedOptimizerError(message(name, expected, got, fix)) from error
-        return new, {"torch": after}
 
     def _step(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        states: Sequence[TorchState],
-        hyper: Mapping[str, Any],
-        create_graph: bool,
-    ) -> tuple[Tensors, list[TorchState]]:
+        self, params: Tensors, grads: Tensors, state: Columns, hyper: Settings, create_graph: bool
+    ) -> Updated:
         """Run torch's step on fresh copies."""
-        zeros = [torch.zeros_like(grad) for grad in grads]
+        zeros = list(map(torch.zeros_like, grads))
         # p + 0 is a copy with the graph of p, and one that is batched if the gradient is.
         fresh = [p + z for p, z in zip(params, zeros, strict=True)]
         if not create_graph:
             fresh = [p.detach() for p in fresh]
         # What torch writes in place for speed has no rule in a transform.
         opt = self._temporary(fresh, hyper, create_graph or bool(transforms()))
-        for p, grad, zero, state in zip(fresh, grads, zeros, states, strict=True):
+        for p, grad, zero, before in zip(fresh, grads, zeros, state["torch"], strict=True):
             set_grad(p, grad.clone() if create_graph else grad.detach().clone())
             opt.state[p] = {
                 key: self._copy(key, value, zero) if isinstance(value, Tensor) else value
-                for key, value in (state or self._first_state(p, hyper)).items()
+                for key, value in (before or self._first_state(p, hyper)).items()
             }
         with warnings.catch_warnings(), _SafeSqrt():
             warnings.simplefilter("ignore")  # torch warns of in-place writes, meant here
             opt.step()
         for p in fresh:
             set_grad(p, None)
-        return fresh, [dict(opt.state[p]) for p in fresh]
+        return fresh, {"torch": [dict(opt.state[p]) for p in fresh]}
 
     def _temporary(
-        self, params: Tensors, hyper: Mapping[str, Any], differentiable: bool
+        self, params: Tensors, hyper: Settings, differentiable: bool
     ) -> torch.optim.Optimizer:
         flags = {"foreach": False, "differentiable": differentiable}
         constants: dict[str, Any] = {k: flag for k, flag in flags.items() if k in self.arguments}
@@ -178,7 +170,7 @@ class _TorchRule:
         state = self._torch_state(torch.zeros(2, 2), {})
         return {k for k, v in state.items() if isinstance(v, Tensor) and v.dim() == 0}
 
-    def _first_state(self, param: Tensor, hyper: Mapping[str, Any]) -> TorchState:
+    def _first_state(self, param: Tensor, hyper: Settings) -> TorchState:
         """Return the state that torch starts with, its counters in float64."""
         stand_in = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
         # In float32, as torch has them, 1 - 0.999 ** 1 is wrong in the fifth digit [T6].
@@ -187,7 +179,7 @@ class _TorchRule:
             for key, value in self._torch_state(stand_in, hyper).items()
         }
 
-    def _torch_state(self, stand_in: Tensor, hyper: Mapping[str, Any]) -> TorchState:
+    def _torch_state(self, stand_in: Tensor, hyper: Settings) -> TorchState:
         set_grad(stand_in, torch.zeros_like(stand_in))
         opt = self._temporary([stand_in], hyper, False)
         init_group: Callable[..., Any] | None = getattr(opt, "_init_group", None)
@@ -215,7 +207,7 @@ def _check_class(optimizer: object) -> None:
         raise UnsupportedOptimizerError(message("optimizer", expected, got, fix))
 
 
-def _check_hyper(name: str, hyper: Mapping[str, Any]) -> None:
+def _check_hyper(name: str, hyper: Settings) -> None:
     for key, value in hyper.items():
         where = f"{key} of {name}"
         if isinstance(value, Mapping | list):
@@ -240,13 +232,7 @@ def _is_learned(value: object) -> bool:
 class _SafeSqrt(TorchFunctionMode):
     """Takes the derivative of a square root at 0 as 0, where torch's is infinite [T5]."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.sqrt, Tensor.sqrt) and len(args) == 1 and not kwargs:
             return safe_sqrt(args[0])
         return func(*args, **(kwargs or {}))

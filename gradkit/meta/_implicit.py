@@ -128,14 +128,12 @@ def _check_tensors(params: list[Tensor], outer: list[Tensor]) -> None:
         raise LeafTypeError(message("params", "real tensors", "a complex one", fix))
 
 
-def _minimize(
-    inner_solver: Callable[[PyTree, PyTree], PyTree], params: InnerParams, outer: PyTree
-) -> list[Tensor]:
+def _minimize(solver: Callable[..., PyTree], params: InnerParams, outer: PyTree) -> list[Tensor]:
     """Return new tensors: the variables at the minimum."""
     # Copies: a solver may change its start in place, as an optimizer does.
     start = params.tree([x.detach().clone() for x in params.variables])
     root = "solver(params, outer)"
-    leaves = pytree.flatten_up_to(params.spec, "params", inner_solver(start, outer), root)
+    leaves = pytree.flatten_up_to(params.spec, "params", solver(start, outer), root)
     minimum = params.per_variable(leaves)
     for slot, leaf in zip(params.slots, leaves, strict=True):
         if slot is None:

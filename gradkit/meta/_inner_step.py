@@ -25,10 +25,12 @@ from gradkit._core.pytree import PyTree
 from gradkit._state.recompute_state import RecomputeState
 from gradkit.errors import UnreachedParamError, UnsupportedGraphError, message
 from gradkit.func._level import Passes, differentiate
+from gradkit.meta._foreach import Tensors
 from gradkit.meta._optimizer import Columns, Optimizer, check_grads, update
 from gradkit.meta._trees import InnerParams, open_tensors, read_loss
 
 Grads = list[Tensor | None]
+InnerGrads: TypeAlias = tuple[Tensor, Grads, PyTree]  # the loss, its gradients, the aux
 # The loss and aux of a tree of params.
 LossOfParams = Callable[[PyTree], tuple[Tensor, PyTree]]
 
@@ -84,9 +86,7 @@ class InnerStep:
         new = update(self.opt, carry.tensors, grads, carry.state, inputs.hyper)
         return Outputs(Carry(*new), [loss], [aux])
 
-    def _eager(
-        self, loss_fn: LossOfParams, tensors: list[Tensor], *, create_graph: bool
-    ) -> tuple[Tensor, Grads, PyTree]:
+    def _eager(self, loss_fn: LossOfParams, tensors: Tensors, *, create_graph: bool) -> InnerGrads:
         with torch.enable_grad():
             # Views: what outer variables or batches share with params is not params.
             variables = [
@@ -100,17 +100,16 @@ class InnerStep:
             grads = inner_grads([loss], variables, create_graph=create_graph)
         if all(grad is None for grad in grads):
             expected = "a loss computed from params"
-            got = (
-                "one that does not depend on them: loss_fn uses a module, or tensors, from outside"
-            )
+            got = "one that does not depend on them: loss_fn uses a module, or tensors, from "
+            got += "outside"
             fix = "compute it from loss_fn's own argument: call, params, buffers = "
             fix += "gradkit.func.make_functional(module)"
             raise UnreachedParamError(message("the inner loss", expected, got, fix))
         return loss, grads, aux
 
     def _functional(
-        self, loss_fn: LossOfParams, tensors: list[Tensor], *, create_graph: bool
-    ) -> tuple[Tensor, Grads, PyTree]:
+        self, loss_fn: LossOfParams, tensors: Tensors, *, create_graph: bool
+    ) -> InnerGrads:
         def run(losses: Losses, passes: Passes) -> list[Grads]:
             if not create_graph:  # nor for a transform around, which takes the step for constant
                 passes = replace(passes, differentiable=False)
@@ -170,10 +169,9 @@ class _Segment:
     def values(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the steps for their values."""
         with torch.enable_grad(), self.state.first_run():
-            inputs = [
-                t.detach().requires_grad_(t.requires_grad or index < self.variables)
-                for index, t in enumerate(tensors)
-            ]
+            inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+            for variable in inputs[: self.variables]:
+                variable.requires_grad_()
             outputs = self._flat_run(inputs, create_graph=False)
         try:
             _refuse_captured(outputs, inputs)
@@ -205,7 +203,7 @@ class _Segment:
         return [next(reached) if need else None for need in needed]
 
 
-def _refuse_captured(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+def _refuse_captured(outputs: Tensors, inputs: Tensors) -> None:
     """Raise if the steps used a tensor that requires grad and is not among their inputs."""
     if Subgraph(outputs).leaves.keys() - set(map(id, inputs)):
         expected = "a function of its arguments, where its steps are recomputed"

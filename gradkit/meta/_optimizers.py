@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,15 @@ from gradkit._compat.transforms import transforms
 from gradkit.errors import LeafTypeError, OptionError, describe, message
 from gradkit.meta import _foreach
 from gradkit.meta._foreach import Factor, Tensors
-from gradkit.meta._optimizer import Columns, Hyper, Optimizer, optimizer_function, select
+from gradkit.meta._optimizer import (
+    Columns,
+    Hyper,
+    Optimizer,
+    Settings,
+    Updated,
+    optimizer_function,
+    select,
+)
 
 
 @optimizer_function
@@ -62,9 +70,7 @@ def sgd(
     return Optimizer("sgd", hyper, {"momentum_buffer": lambda leaf: None}, _sgd)
 
 
-def _sgd(
-    params: Tensors, grads: Tensors, state: Columns, hyper: Mapping[str, Any]
-) -> tuple[Tensors, Columns]:
+def _sgd(params: Tensors, grads: Tensors, state: Columns, hyper: Settings) -> Updated:
     momentum, dampening, nesterov = hyper["momentum"], hyper["dampening"], hyper["nesterov"]
     if nesterov and (_foreach.is_zero(momentum) or not _foreach.is_zero(dampening)):
         expected = "a momentum, and no dampening, as in torch.optim.SGD"
@@ -85,15 +91,14 @@ def _momentum(
     """Return the momentum buffers after a step, which on the first step are the gradients."""
     # Leaf by leaf: another leaf may have had its first gradient before.
     started = [index for index, buffer in enumerate(buffers) if buffer is not None]
-    new = list(grads)
-    if started:
-        old = [buffer for buffer in buffers if buffer is not None]
-        share = _foreach.one_minus(select(dampening, started))
-        decayed = _foreach.scale(old, select(momentum, started))
-        sums = _foreach.add(decayed, select(grads, started), share)
-        for index, buffer in zip(started, sums, strict=True):
-            new[index] = buffer
-    return new
+    if not started:
+        return grads
+    old = [buffer for buffer in buffers if buffer is not None]
+    share = _foreach.one_minus(select(dampening, started))
+    decayed = _foreach.scale(old, select(momentum, started))
+    sums = _foreach.add(decayed, select(grads, started), share)
+    by_index = dict(zip(started, sums, strict=True))
+    return [by_index.get(index, grad) for index, grad in enumerate(grads)]
 
 
 @optimizer_function
@@ -182,19 +187,13 @@ def adamw(
 
 
 def _make(name: str, hyper: dict[str, Any]) -> Optimizer:
-    entries: dict[str, Callable[[Tensor], Any]] = {
-        "step": lambda leaf: 0,
-        "exp_avg": torch.zeros_like,
-        "exp_avg_sq": torch.zeros_like,
-    }
-    if hyper["amsgrad"]:
-        entries["max_exp_avg_sq"] = torch.zeros_like
+    averages = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if hyper["amsgrad"] else [])]
+    entries: dict[str, Callable[[Tensor], Any]] = {"step": lambda leaf: 0}
+    entries |= dict.fromkeys(averages, torch.zeros_like)
     return Optimizer(name, hyper, entries, partial(_adam, name))
 
 
-def _adam(
-    name: str, params: Tensors, grads: Tensors, state: Columns, hyper: Mapping[str, Any]
-) -> tuple[Tensors, Columns]:
+def _adam(name: str, params: Tensors, grads: Tensors, state: Columns, hyper: Settings) -> Updated:
     _refuse_complex(name, params)
     if name == "adamw":
         if not _foreach.is_zero(hyper["weight_decay"]):
@@ -276,9 +275,7 @@ def rmsprop(
     return Optimizer("rmsprop", hyper, entries, _rmsprop)
 
 
-def _rmsprop(
-    params: Tensors, grads: Tensors, state: Columns, hyper: Mapping[str, Any]
-) -> tuple[Tensors, Columns]:
+def _rmsprop(params: Tensors, grads: Tensors, state: Columns, hyper: Settings) -> Updated:
     _refuse_complex("rmsprop", params)
     grads = _foreach.with_weight_decay(params, grads, hyper)
     alpha, momentum = hyper["alpha"], hyper["momentum"]
@@ -299,10 +296,8 @@ def _divide_by_root(numerators: Tensors, denominators: Tensors, squares: Tensors
     """Return the quotients, whose derivative is taken as 0 where the square is 0."""
     quotients = _foreach.div(numerators, denominators)
     return [
-        torch.where(square == 0, quotient.detach(), quotient)
-        if quotient.requires_grad or transforms()
-        else quotient
-        for quotient, square in zip(quotients, squares, strict=True)
+        torch.where(square == 0, q.detach(), q) if q.requires_grad or transforms() else q
+        for q, square in zip(quotients, squares, strict=True)
     ]
 
 

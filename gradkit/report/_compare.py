@@ -141,9 +141,8 @@ def compare(
 ) -> Comparison:
     """Return where `.backward()`, `torch.autograd.grad` and `torch.func` give other gradients.
 
-    Each method runs the same step, from the same weights, buffers, `.grad` and random states, and
-    each reason for a difference is one that a further run has shown. Afterwards the model, `.grad`
-    and the random states are as before.
+    Each method runs the same step from the same weights, buffers, `.grad` and random states, which
+    are as before afterwards. Each reason for a difference is one that a further run has shown.
 
     Example:
         >>> import torch, gradkit

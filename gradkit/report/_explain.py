@@ -141,11 +141,8 @@ def _loss_graph(
 def _end(name: str, graph: Subgraph, params: Params) -> str:
     """Return where the graph of a loss ends, if it reaches none of the params, or else nothing."""
     # A frozen param counts as reached; a constant has nothing to reach.
-    if (
-        not graph.roots
-        or any(id(leaf) in graph.leaves for leaf in params.leaves)
-        or any(map(graph.reaches, params.variables))
-    ):
+    has_leaf = any(id(leaf) in graph.leaves for leaf in params.leaves)
+    if not graph.roots or has_leaf or any(map(graph.reaches, params.variables)):
         return ""
     text = f"The graph of {name!r} ends before any parameter"
     leaves = list(graph.leaves.values())

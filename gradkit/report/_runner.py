@@ -87,11 +87,11 @@ class Runner:
             losses = self.step.losses()
             differentiable = require_graph(losses, losses.leaves)
             graph = Subgraph(losses.leaves)
-            checkpointed = checkpointed_tensors(graph).items()
+            checkpointed = checkpointed_tensors(graph)
             return ForwardPass(
                 node_types={kind.__name__ for kind in graph.kinds},
                 leaves=graph.leaves,
-                checkpointed={key: tensor for key, tensor in checkpointed if tensor.is_leaf},
+                checkpointed={key: x for key, x in checkpointed.items() if x.is_leaf},
                 draws=self.snapshot.random_states() != before,
                 writes_grad=self.snapshot.has_grads(),
                 differentiable=len(differentiable),
@@ -125,8 +125,7 @@ class Runner:
             if DROPOUT in ablation:
                 _set_dropout_to_zero(self.snapshot.modules)
             if CACHE in ablation:
-                before = torch.is_autocast_cache_enabled()
-                stack.callback(torch.set_autocast_cache_enabled, before)
+                stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
                 torch.set_autocast_cache_enabled(False)
             yield
 

@@ -71,9 +71,9 @@ class Reachability:
 
     def verdict(self, variable: Tensor) -> Verdict:
         """Return whether the loss reaches a tensor, or why not."""
+        if not (variable.is_floating_point() or variable.is_complex()):
+            return _INTEGER  # such a tensor cannot require grad
         if not variable.requires_grad:
-            if not (variable.is_floating_point() or variable.is_complex()):
-                return _INTEGER
             return _FROZEN_SINCE if id(variable) in self.graph.leaves else _FROZEN
         if not self.graph.roots:
             return _CONSTANT
