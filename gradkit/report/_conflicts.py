@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
@@ -11,18 +12,22 @@ import torch
 from torch import Tensor
 
 from gradkit._core import pytree
+from gradkit._core.leaf_arithmetic import largest
 from gradkit._core.options import check_option
 from gradkit._core.pytree import PyTree
 from gradkit.errors import StructureError, message
 from gradkit.report._charts import cosine_text, draw_cosines, draw_history, mean
-from gradkit.report._inner_products import Products, products_of
 from gradkit.report._rendering import Block, Report, Styled, Table, plural, prefixes
+from gradkit.tree._matrix import gram
 from gradkit.tree._per_loss import PerLossRows, read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MAX_COLUMNS, _MAX_PAIRS = 8, 6
+_SMALL, _LARGE = 1e-12, 1e12  # squares of float32 between these, and sums, are far from its limits
+_LOWEST = -149  # below this power of two float32 has only zero
+_NOTHING = -2200.0  # the power of two of a row of zeros: below every other, so it decides nothing
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -136,12 +141,12 @@ def conflicts(
     names = _names(per_loss, losses)
     leaves = [leaf for leaf in rows.leaves if rows.example(leaf) is not None]
     groups = _by_module(rows, leaves) if by else {"": leaves}
-    products = {module: products_of(rows, group) for module, group in groups.items()}
+    products = {module: _products_of(rows, group) for module, group in groups.items()}
     by_module = {}
     for module in filter(None, groups):
         below = [p for name, p in products.items() if f"{name}.".startswith(f"{module}.")]
-        by_module[module] = _measure(names, Products.total(below), {})
-    return _measure(names, Products.total(list(products.values())), by_module)
+        by_module[module] = _measure(names, _Products.total(below), {})
+    return _measure(names, _Products.total(list(products.values())), by_module)
 
 
 def _names(per_loss: PyTree, losses: PyTree) -> tuple[str, ...]:
@@ -169,7 +174,7 @@ def _by_module(rows: PerLossRows, leaves: Sequence[int]) -> dict[str, list[int]]
 
 
 def _measure(
-    names: tuple[str, ...], products: Products, modules: dict[str, Conflicts]
+    names: tuple[str, ...], products: _Products, modules: dict[str, Conflicts]
 ) -> Conflicts:
     norms, cosines = products.norms(), products.cosines()
     has_angle = (norms > 0) & norms.isfinite()
@@ -186,6 +191,66 @@ def _measure(
         share=len(worst) / max(1, int(has_cosine.sum())),
         modules=modules,
     )
+
+
+@dataclass(frozen=True)
+class _Products:
+    """`matrix[i, j] * 2**(powers[i] + powers[j])`, of K rows: no square over- or underflows."""
+
+    matrix: Tensor
+    powers: Tensor
+
+    @staticmethod
+    def total(parts: Sequence[_Products]) -> _Products:
+        """Return the products of rows that consist of parts."""
+        powers = torch.stack([part.powers for part in parts]).amax(0)
+        matrix = torch.zeros_like(parts[0].matrix)
+        for part in parts:
+            scale = torch.exp2(part.powers - powers)
+            matrix = matrix + part.matrix * scale[:, None] * scale[None, :]
+        return _Products(matrix, powers)
+
+    def norms(self) -> Tensor:
+        """Return the norm of every row: `[K]`."""
+        return self.matrix.diagonal().sqrt() * torch.exp2(self.powers)
+
+    def cosines(self) -> Tensor:
+        """Return the cosines between rows: `[K, K]`, 0 where one is zero, nan if not finite."""
+        lengths = self.matrix.diagonal().sqrt()
+        is_zero = lengths == 0
+        lengths = torch.where(is_zero, 1.0, lengths)
+        cosines = (self.matrix / (lengths[:, None] * lengths[None, :])).clamp(-1, 1)
+        cosines.diagonal()[lengths.isfinite()] = 1.0
+        return cosines.masked_fill(is_zero[:, None] | is_zero[None, :], 0.0)
+
+
+@torch.no_grad()
+def _products_of(rows: PerLossRows, leaves: Sequence[int]) -> _Products:
+    """Return the inner products of some leaves of the rows, each of which some row has."""
+    picked = [[row[leaf] for leaf in leaves] for row in rows.rows]
+    tops = [float(largest(row)) for row in picked]
+    powers = [_power(top) for top in tops]
+    scaled = [
+        [None if leaf is None else _divided(leaf, power) for leaf in row] if power else row
+        for row, power in zip(picked, powers, strict=True)
+    ]
+    shown = [power if top else _NOTHING for power, top in zip(powers, tops, strict=True)]
+    matrix = gram(scaled).to("cpu", torch.float64)
+    return _Products(matrix, torch.tensor(shown, dtype=torch.float64))
+
+
+def _power(top: float) -> int:
+    """Return the power of two to take out of a row, of which 0 is none."""
+    is_kept = top == 0 or _SMALL <= top <= _LARGE or not top < math.inf
+    return 0 if is_kept else math.frexp(top)[1]
+
+
+def _divided(leaf: Tensor, power: int) -> Tensor:
+    """Divide by a power of two, in two steps that the range of the dtype allows."""
+    if power < _LOWEST and leaf.dtype not in (torch.float64, torch.complex128):
+        return leaf  # zeros, next to what only float64 can hold
+    half = power // 2
+    return leaf * 2.0**-half * 2.0 ** (half - power)
 
 
 class History(Report):
