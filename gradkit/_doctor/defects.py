@@ -154,7 +154,8 @@ def determinant(fn: Function, device: torch.device) -> Along:
 
 def slogdet(a: Tensor) -> Tensor:
     """Return the logarithm of a determinant's absolute value."""
-    return torch.linalg.slogdet(a).logabsdet
+    logarithm: Tensor = torch.linalg.slogdet(a).logabsdet
+    return logarithm
 
 
 def cholesky_inverse(device: torch.device) -> Along:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache, partial
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,10 +16,9 @@ from torch.overrides import TorchFunctionMode
 from gradkit._compat.transforms import differentiated, is_differentiated_tensor, is_dual, transforms
 from gradkit._state.grad_writes import set_grad
 from gradkit.errors import GradkitError, UnsupportedOptimizerError, describe, message
-from gradkit.meta._adaptive import adam, adamw, rmsprop
 from gradkit.meta._foreach import Tensors, safe_sqrt
-from gradkit.meta._optimizer import Columns, Optimizer, check_names
-from gradkit.meta._sgd import sgd
+from gradkit.meta._optimizer import Columns, Optimizer, Settings, Updated, check_names
+from gradkit.meta._optimizers import adam, adamw, rmsprop, sgd
 from gradkit.meta._trees import open_tensors
 
 OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
@@ -37,9 +37,8 @@ _REFUSED = {
 }
 # Hyper-parameters through which torch's own code keeps the gradient right [T3].
 _DIFFERENTIABLE = {"NAdam": {"lr", "momentum_decay"}, "RAdam": {"lr"}}
-
-# What only the constructor reads, to make the first state.
-_CONSTRUCTOR_ONLY = {"initial_accumulator_value"}
+_CONSTRUCTOR_ONLY = {"initial_accumulator_value"}  # read there alone, to make the first state
+TorchState: TypeAlias = dict[str, Any]  # of one parameter, as torch's optimizers keep it
 
 
 def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
@@ -74,9 +73,9 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
         `torch.optim`, https://pytorch.org/docs/stable/optim.html
     """
     _check_class(optimizer)
-    hyper = {name: value for name, value in hyper.items() if name not in _IMPLEMENTATION}
-    defaults = _defaults(optimizer)
-    name = optimizer.__name__
+    rule, name = _TorchRule(optimizer), optimizer.__name__
+    hyper = {key: value for key, value in hyper.items() if key not in _IMPLEMENTATION}
+    defaults = {key: value for key, value in rule.arguments.items() if key not in _IMPLEMENTATION}
     check_names(name, hyper, defaults, f"from_torch(torch.optim.{name}, lr=0.1)")
     if optimizer is torch.optim.Adam and hyper.pop("decoupled_weight_decay", False):
         optimizer = torch.optim.AdamW
@@ -84,51 +83,112 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
     if optimizer in _REIMPLEMENTED:
         return _REIMPLEMENTED[optimizer](**hyper)
     _check_hyper(name, hyper)
-    rule = partial(_rule, optimizer, _is_differentiable(optimizer))
     settings = {**defaults, **hyper}
     return Optimizer(name, settings, {"torch": lambda leaf: {}}, rule, scalar_hyperparams=True)
 
 
-def _defaults(optimizer: OptimizerClass) -> dict[str, Any]:
-    parameters = inspect.signature(optimizer).parameters
-    hidden = {"params", *_IMPLEMENTATION}
-    return {name: parameters[name].default for name in parameters if name not in hidden}
+@dataclass(frozen=True)
+class _TorchRule:
+    """The update of a class of torch.optim: torch's step, with an optimizer that is thrown away."""
 
+    optimizer: OptimizerClass
 
-def _is_differentiable(optimizer: OptimizerClass) -> bool:
-    # A subclass of SGD has torch's first momentum step, which drops its gradient [T4].
-    known = inspect.signature(optimizer).parameters
-    return "differentiable" in known and not issubclass(optimizer, torch.optim.SGD)
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the constructor but `params`, and their defaults."""
+        parameters = inspect.signature(self.optimizer).parameters
+        return {name: p.default for name, p in parameters.items() if name != "params"}
 
+    def __call__(self, params: Tensors, grads: Tensors, state: Columns, hyper: Settings) -> Updated:
+        name = self.optimizer.__name__
+        _check_hyper(name, hyper)
+        create_graph = _needs_graph((params, grads, state, dict(hyper)))
+        # A subclass of SGD has torch's first momentum step, which drops its gradient [T4].
+        is_sgd = issubclass(self.optimizer, torch.optim.SGD)
+        if create_graph and (is_sgd or "differentiable" not in self.arguments):
+            expected = "an optimizer that torch can differentiate"
+            got = "one without differentiable=True, or a subclass of SGD, whose first step torch "
+            got += "cuts off; and gradients that require grad"
+            fix = "call it under torch.no_grad(), or use another optimizer"
+            raise UnsupportedOptimizerError(message(name, expected, got, fix))
+        try:
+            return self._step(params, grads, state, hyper, create_graph)
+        except (RuntimeError, IndexError) as error:
+            if not transforms() or isinstance(error, GradkitError):
+                raise
+            expected = "an optimizer that runs inside torch.func's transforms"
+            got = f"one that does not: {str(error).partition(chr(10))[0]}"
+            fix = "use sgd, adam, adamw or rmsprop"
+            raise UnsupportedOptimizerError(message(name, expected, got, fix)) from error
 
-def _rule(
-    optimizer: OptimizerClass,
-    is_differentiable: bool,
-    params: Tensors,
-    grads: Tensors,
-    state: Columns,
-    hyper: Mapping[str, Any],
-) -> tuple[Tensors, Columns]:
-    name = optimizer.__name__
-    _check_hyper(name, hyper)
-    states = state["torch"]
-    differentiable = _needs_graph((params, grads, states, dict(hyper)))
-    if differentiable and not is_differentiable:
-        expected = "an optimizer that torch can differentiate"
-        got = "one without differentiable=True, or a subclass of SGD, whose first step torch "
-        got += "cuts off; and gradients that require grad"
-        fix = "call it under torch.no_grad(), or use another optimizer"
-        raise UnsupportedOptimizerError(message(name, expected, got, fix))
-    try:
-        new, after = _torch_step(optimizer, params, grads, states, hyper, differentiable)
-    except (RuntimeError, IndexError) as error:
-        if not transforms() or isinstance(error, GradkitError):
-            raise
-        expected = "an optimizer that runs inside torch.func's transforms"
-        got = f"one that does not: {str(error).partition(chr(10))[0]}"
-        fix = "use sgd, adam, adamw or rmsprop"
-        raise UnsupportedOptimizerError(message(name, expected, got, fix)) from error
-    return new, {"torch": after}
+    def _step(
+        self, params: Tensors, grads: Tensors, state: Columns, hyper: Settings, create_graph: bool
+    ) -> Updated:
+        """Run torch's step on fresh copies."""
+        zeros = list(map(torch.zeros_like, grads))
+        # p + 0 is a copy with the graph of p, and one that is batched if the gradient is.
+        fresh = [p + z for p, z in zip(params, zeros, strict=True)]
+        if not create_graph:
+            fresh = [p.detach() for p in fresh]
+        # What torch writes in place for speed has no rule in a transform.
+        opt = self._temporary(fresh, hyper, create_graph or bool(transforms()))
+        for p, grad, zero, before in zip(fresh, grads, zeros, state["torch"], strict=True):
+            set_grad(p, grad.clone() if create_graph else grad.detach().clone())
+            opt.state[p] = {
+                key: self._copy(key, value, zero) if isinstance(value, Tensor) else value
+                for key, value in (before or self._first_state(p, hyper)).items()
+            }
+        with warnings.catch_warnings(), _SafeSqrt():
+            warnings.simplefilter("ignore")  # torch warns of in-place writes, meant here
+            opt.step()
+        for p in fresh:
+            set_grad(p, None)
+        return fresh, {"torch": [dict(opt.state[p]) for p in fresh]}
+
+    def _temporary(
+        self, params: Tensors, hyper: Settings, differentiable: bool
+    ) -> torch.optim.Optimizer:
+        flags = {"foreach": False, "differentiable": differentiable}
+        constants: dict[str, Any] = {k: flag for k, flag in flags.items() if k in self.arguments}
+        for key in hyper.keys() & _CONSTRUCTOR_ONLY:
+            value = hyper[key]
+            is_number = isinstance(value, Tensor) and value.numel() == 1
+            constants[key] = value.item() if is_number else value
+        opt = self.optimizer(params, **constants)
+        # The rest is put in afterwards: the constructor looks at the values of numbers.
+        opt.param_groups[0].update(hyper)
+        return opt
+
+    def _copy(self, key: str, value: Tensor, zero: Tensor) -> Tensor:
+        # A counter is the same for all of a batch; torch reads it as a number.
+        is_counter = key in self._counters
+        return value.clone() if is_counter or value.shape != zero.shape else value + zero
+
+    @cached_property
+    def _counters(self) -> set[str]:
+        """The names of the state entries that are one number for each leaf."""
+        state = self._torch_state(torch.zeros(2, 2), {})
+        return {k for k, v in state.items() if isinstance(v, Tensor) and v.dim() == 0}
+
+    def _first_state(self, param: Tensor, hyper: Settings) -> TorchState:
+        """Return the state that torch starts with, its counters in float64."""
+        stand_in = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
+        # In float32, as torch has them, 1 - 0.999 ** 1 is wrong in the fifth digit [T6].
+        return {
+            key: value.double() if key in self._counters and value.is_floating_point() else value
+            for key, value in self._torch_state(stand_in, hyper).items()
+        }
+
+    def _torch_state(self, stand_in: Tensor, hyper: Settings) -> TorchState:
+        set_grad(stand_in, torch.zeros_like(stand_in))
+        opt = self._temporary([stand_in], hyper, False)
+        init_group: Callable[..., Any] | None = getattr(opt, "_init_group", None)
+        if init_group is None:
+            return {}
+        with torch.no_grad():
+            lists = len(inspect.signature(init_group).parameters) - 1
+            init_group(opt.param_groups[0], *[[] for _ in range(lists)])
+        return dict(opt.state[stand_in])
 
 
 def _needs_graph(inputs: Any) -> bool:
@@ -147,7 +207,7 @@ def _check_class(optimizer: object) -> None:
         raise UnsupportedOptimizerError(message("optimizer", expected, got, fix))
 
 
-def _check_hyper(name: str, hyper: Mapping[str, Any]) -> None:
+def _check_hyper(name: str, hyper: Settings) -> None:
     for key, value in hyper.items():
         where = f"{key} of {name}"
         if isinstance(value, Mapping | list):
@@ -157,9 +217,8 @@ def _check_hyper(name: str, hyper: Mapping[str, Any]) -> None:
         values = value if isinstance(value, tuple) else (value,)
         learned = [value for value in values if _is_learned(value)]
         if learned and key not in _DIFFERENTIABLE.get(name, ()):
-            expected = (
-                "a number: torch drops the gradient of this hyper-parameter, or gets it wrong"
-            )
+            expected = "a number: torch drops the gradient of this hyper-parameter, or "
+            expected += "gets it wrong"
             fix = "pass a number, or use sgd, adam, adamw or rmsprop, which keep every gradient"
             raise UnsupportedOptimizerError(message(where, expected, describe(learned[0]), fix))
 
@@ -170,102 +229,10 @@ def _is_learned(value: object) -> bool:
     )
 
 
-def _torch_step(
-    optimizer: OptimizerClass,
-    params: Tensors,
-    grads: Tensors,
-    states: Sequence[dict[str, Any]],
-    hyper: Mapping[str, Any],
-    differentiable: bool,
-) -> tuple[Tensors, list[dict[str, Any]]]:
-    """Run torch's step on fresh copies, with an optimizer that is thrown away."""
-    zeros = [torch.zeros_like(grad) for grad in grads]
-    # p + 0 is a copy with the graph of p, and one that is batched if the gradient is.
-    fresh = [p + z for p, z in zip(params, zeros, strict=True)]
-    if not differentiable:
-        fresh = [p.detach() for p in fresh]
-    # What torch writes in place for speed has no rule in a transform.
-    opt = _temporary(optimizer, fresh, hyper, differentiable or bool(transforms()))
-    counters = _counters(cast("Hashable", optimizer))
-    for p, grad, zero, state in zip(fresh, grads, zeros, states, strict=True):
-        set_grad(p, grad.clone() if differentiable else grad.detach().clone())
-        opt.state[p] = {
-            key: _copy(value, zero, key in counters) if isinstance(value, Tensor) else value
-            for key, value in (state or _first_state(optimizer, p, hyper)).items()
-        }
-    with warnings.catch_warnings(), _SafeSqrt():
-        warnings.simplefilter("ignore")  # torch warns of the in-place writes that are meant here
-        opt.step()
-    for p in fresh:
-        set_grad(p, None)
-    return fresh, [dict(opt.state[p]) for p in fresh]
-
-
-def _temporary(
-    optimizer: OptimizerClass, params: Tensors, hyper: Mapping[str, Any], differentiable: bool
-) -> torch.optim.Optimizer:
-    known = inspect.signature(optimizer).parameters
-    flags = {"foreach": False, "differentiable": differentiable}
-    constants: dict[str, Any] = {key: flag for key, flag in flags.items() if key in known}
-    for key in hyper.keys() & _CONSTRUCTOR_ONLY:
-        value = hyper[key]
-        is_number = isinstance(value, Tensor) and value.numel() == 1
-        constants[key] = value.item() if is_number else value
-    opt = optimizer(params, **constants)
-    # The rest is put in afterwards: the constructor looks at the values of numbers.
-    opt.param_groups[0].update(hyper)
-    return opt
-
-
-def _copy(value: Tensor, zero: Tensor, is_counter: bool) -> Tensor:
-    # A counter is the same for all of a batch; torch reads it as a number.
-    return value.clone() if is_counter or value.shape != zero.shape else value + zero
-
-
-@cache
-def _counters(optimizer: Any) -> frozenset[str]:
-    """Return the names of the state entries that are one number for each leaf."""
-    state = _torch_state(optimizer, torch.zeros(2, 2), {})
-    return frozenset(k for k, v in state.items() if isinstance(v, Tensor) and v.dim() == 0)
-
-
-def _first_state(
-    optimizer: OptimizerClass, param: Tensor, hyper: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the state that torch starts with, its counters in float64."""
-    stand_in = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
-    counters = _counters(cast("Hashable", optimizer))
-    # In float32, as torch has them, 1 - 0.999 ** 1 is wrong in the fifth digit [T6].
-    return {
-        key: value.double() if key in counters and value.is_floating_point() else value
-        for key, value in _torch_state(optimizer, stand_in, hyper).items()
-    }
-
-
-def _torch_state(
-    optimizer: OptimizerClass, stand_in: Tensor, hyper: Mapping[str, Any]
-) -> dict[str, Any]:
-    set_grad(stand_in, torch.zeros_like(stand_in))
-    opt = _temporary(optimizer, [stand_in], hyper, False)
-    init_group: Callable[..., Any] | None = getattr(opt, "_init_group", None)
-    if init_group is None:
-        return {}
-    with torch.no_grad():
-        lists = len(inspect.signature(init_group).parameters) - 1
-        init_group(opt.param_groups[0], *[[] for _ in range(lists)])
-    return dict(opt.state[stand_in])
-
-
 class _SafeSqrt(TorchFunctionMode):
     """Takes the derivative of a square root at 0 as 0, where torch's is infinite [T5]."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.sqrt, Tensor.sqrt) and len(args) == 1 and not kwargs:
             return safe_sqrt(args[0])
         return func(*args, **(kwargs or {}))

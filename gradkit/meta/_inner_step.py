@@ -1,10 +1,14 @@
-"""One step of an inner loop, as a function of everything that it reads."""
+"""A step of an inner loop, as a function of all that it reads; and steps that run twice.
+
+A recomputed step keeps its inputs and no graph: the backward pass runs it a second time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -18,12 +22,15 @@ from gradkit._core.graph import Subgraph, edge
 from gradkit._core.losses import Losses
 from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import custom_functions_alive
-from gradkit.errors import UnreachedParamError, message
+from gradkit._state.recompute_state import RecomputeState
+from gradkit.errors import UnreachedParamError, UnsupportedGraphError, message
 from gradkit.func._level import Passes, differentiate
+from gradkit.meta._foreach import Tensors
 from gradkit.meta._optimizer import Columns, Optimizer, check_grads, update
-from gradkit.meta._trees import InnerParams, read_loss
+from gradkit.meta._trees import InnerParams, open_tensors, read_loss
 
 Grads = list[Tensor | None]
+InnerGrads: TypeAlias = tuple[Tensor, Grads, PyTree]  # the loss, its gradients, the aux
 # The loss and aux of a tree of params.
 LossOfParams = Callable[[PyTree], tuple[Tensor, PyTree]]
 
@@ -51,6 +58,9 @@ class Outputs(NamedTuple):
     aux: list[PyTree]
 
 
+Steps: TypeAlias = Callable[..., Outputs]  # run some: (carry, inputs, *, create_graph)
+
+
 @dataclass(frozen=True)
 class InnerStep:
     """A step of an optimizer on an inner loss."""
@@ -76,9 +86,7 @@ class InnerStep:
         new = update(self.opt, carry.tensors, grads, carry.state, inputs.hyper)
         return Outputs(Carry(*new), [loss], [aux])
 
-    def _eager(
-        self, loss_fn: LossOfParams, tensors: list[Tensor], *, create_graph: bool
-    ) -> tuple[Tensor, Grads, PyTree]:
+    def _eager(self, loss_fn: LossOfParams, tensors: Tensors, *, create_graph: bool) -> InnerGrads:
         with torch.enable_grad():
             # Views: what outer variables or batches share with params is not params.
             variables = [
@@ -92,17 +100,16 @@ class InnerStep:
             grads = inner_grads([loss], variables, create_graph=create_graph)
         if all(grad is None for grad in grads):
             expected = "a loss computed from params"
-            got = (
-                "one that does not depend on them: loss_fn uses a module, or tensors, from outside"
-            )
+            got = "one that does not depend on them: loss_fn uses a module, or tensors, from "
+            got += "outside"
             fix = "compute it from loss_fn's own argument: call, params, buffers = "
             fix += "gradkit.func.make_functional(module)"
             raise UnreachedParamError(message("the inner loss", expected, got, fix))
         return loss, grads, aux
 
     def _functional(
-        self, loss_fn: LossOfParams, tensors: list[Tensor], *, create_graph: bool
-    ) -> tuple[Tensor, Grads, PyTree]:
+        self, loss_fn: LossOfParams, tensors: Tensors, *, create_graph: bool
+    ) -> InnerGrads:
         def run(losses: Losses, passes: Passes) -> list[Grads]:
             if not create_graph:  # nor for a transform around, which takes the step for constant
                 passes = replace(passes, differentiable=False)
@@ -134,3 +141,89 @@ def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -
         graphs.refuse_nodes(map(type, below.nodes.difference(below.stop)), "the inner loss")
     if create_graph:
         refuse_wrong_derivative("the inner loss", variables, below)
+
+
+def recomputed(run: Steps, carry: Carry, inputs: Inputs) -> Outputs:
+    """Run steps without keeping their graph; gradients flow to the carry and the inputs."""
+    tensors, close = open_tensors((carry, inputs))
+    segment = _Segment(run, close, len(carry.tensors), RecomputeState(tensors))
+    outputs = _Recomputed.apply(segment, *tensors)  # type: ignore[no-untyped-call]
+    return cast("Outputs", segment.close_outputs(outputs))
+
+
+@dataclass
+class _Segment:
+    """Some steps as a function of a list of tensors, the variables first, that runs twice."""
+
+    run: Steps
+    close: Callable[[Iterable[Tensor]], Any]
+    variables: int  # the number of them
+    state: RecomputeState
+    close_outputs: Callable[[Iterable[Tensor]], Any] = field(init=False)
+
+    def _flat_run(self, tensors: Sequence[Tensor], *, create_graph: bool) -> list[Tensor]:
+        steps_done = self.run(*self.close(tensors), create_graph=create_graph)
+        outputs, self.close_outputs = open_tensors(steps_done)
+        return outputs
+
+    def values(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the steps for their values."""
+        with torch.enable_grad(), self.state.first_run():
+            inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+            for variable in inputs[: self.variables]:
+                variable.requires_grad_()
+            outputs = self._flat_run(inputs, create_graph=False)
+        try:
+            _refuse_captured(outputs, inputs)
+        except UnsupportedGraphError:
+            self.state.undo()
+            raise
+        self.state.record_outputs(outputs)
+        return tuple(x.detach().clone() for x in outputs)
+
+    def grads(
+        self, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None], needed: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Run the steps a second time, and a backward pass through them."""
+        create_graph = torch.is_grad_enabled()
+        with torch.enable_grad(), self.state.second_run():
+            if create_graph:
+                # Views: the pass ends at these steps, and does not go on through those before.
+                inputs = [t.view_as(t) if t.requires_grad else t for t in tensors]
+            else:
+                pairs = zip(tensors, needed, strict=True)
+                inputs = [t.detach().requires_grad_(need) for t, need in pairs]
+            variables = list(compress(inputs, needed))
+            outputs = self._flat_run(inputs, create_graph=True)
+            self.state.check_outputs(outputs, "loss_fn")
+            if create_graph:
+                stop = {edge(variable).node for variable in variables}
+                refuse_wrong_derivative("loss_fn", variables, Subgraph(outputs, stop))
+            reached = iter(inner_grads(outputs, variables, cotangents, create_graph=create_graph))
+        return [next(reached) if need else None for need in needed]
+
+
+def _refuse_captured(outputs: Tensors, inputs: Tensors) -> None:
+    """Raise if the steps used a tensor that requires grad and is not among their inputs."""
+    if Subgraph(outputs).leaves.keys() - set(map(id, inputs)):
+        expected = "a function of its arguments, where its steps are recomputed"
+        got = "one that uses a tensor from outside that requires grad: its gradient would be lost"
+        fix = 'pass it in outer, not inside a module: unroll(..., outer={"name": tensor}); or '
+        fix += 'memory="store"'
+        raise UnsupportedGraphError(message("loss_fn", expected, got, fix))
+
+
+class _Recomputed(torch.autograd.Function):
+    """A segment as one node of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, segment: _Segment, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.segment = segment
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return segment.values(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        needed = ctx.needs_input_grad[1:]
+        return (None, *ctx.segment.grads(ctx.saved_tensors, cotangents, needed))

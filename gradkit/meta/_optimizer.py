@@ -32,8 +32,9 @@ Hyper: TypeAlias = Any
 State: TypeAlias = dict[str, PyTree]
 # The state of a list of tensors: by name of the entry, a value for each tensor.
 Columns: TypeAlias = dict[str, list[Any]]
-# The new tensors and their new state, from tensors, gradients, state and hyper-parameters.
-Rule: TypeAlias = Callable[[Tensors, Tensors, Columns, Mapping[str, Any]], tuple[Tensors, Columns]]
+Settings: TypeAlias = Mapping[str, Any]  # hyper-parameters by name
+Updated: TypeAlias = tuple[Tensors, Columns]  # the new tensors and their new state
+Rule: TypeAlias = Callable[[Tensors, Tensors, Columns, Settings], Updated]
 
 
 @dataclass(frozen=True)
@@ -193,8 +194,8 @@ def update(
     tensors: Sequence[Any],
     grads: Sequence[Tensor | None],
     state: Columns,
-    settings: Mapping[str, Any],
-) -> tuple[list[Any], Columns]:
+    settings: Settings,
+) -> Updated:
     """Return tensors and state after one step; without a gradient they stay as they are."""
     moving = [index for index, grad in enumerate(grads) if grad is not None]
     if not moving:

@@ -78,8 +78,7 @@ def mean_value_and_grads(
         expected, got = "a positive int or None", repr(tasks_at_once)
         raise OptionError(message("tasks_at_once", expected, got, "tasks_at_once=None"))
     outer = read_inner_params(params)
-    parts, dims, close = _read_tasks(tasks, in_dims)
-    count = next(part.shape[dim] for part, dim in zip(parts, dims, strict=True) if dim is not None)
+    parts, dims, count, close = _read_tasks(tasks, in_dims)
     size = tasks_at_once or count
     put_back: list[Callable[[list[Tensor]], PyTree]] = []  # of aux, from the trace of a chunk
 
@@ -117,8 +116,8 @@ def mean_value_and_grads(
 
 def _read_tasks(
     tasks: PyTree, in_dims: PyTree
-) -> tuple[list[Any], list[int | None], Callable[[Any], PyTree]]:
-    """Return the leaves of the tasks, the task dimension of each, and a function to close them."""
+) -> tuple[list[Any], list[int | None], int, Callable[[Any], PyTree]]:
+    """Return the leaves of the tasks, the task dimension of each, their number, and `unflatten`."""
     parts, spec = pytree.flatten(tasks)
     given = pytree.broadcast_prefix(in_dims, "in_dims", tasks, "tasks")
     dims = [
@@ -141,4 +140,4 @@ def _read_tasks(
         got = " and ".join(f"{size} in {where}" for size, where in sizes.items()) or "none"
         fix = "stack the tensors of the tasks, and give in_dims, with None for shared tensors"
         raise StructureError(message("tasks", expected, got, fix))
-    return parts, dims, spec.unflatten
+    return parts, dims, next(iter(sizes)), spec.unflatten

@@ -15,7 +15,7 @@ from gradkit._core.options import check_bool, is_positive_int
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
-from gradkit.meta._inner_step import Carry, InnerStep, Inputs, Outputs
+from gradkit.meta._inner_step import Carry, InnerStep, Inputs, Outputs, recomputed
 from gradkit.meta._optimizer import (
     Optimizer,
     State,
@@ -25,7 +25,6 @@ from gradkit.meta._optimizer import (
     require_optimizer,
     select,
 )
-from gradkit.meta._recompute import recomputed
 from gradkit.meta._trees import InnerParams, open_tensors, read_inner_params
 
 Memory: TypeAlias = Literal["store", "recompute"] | int

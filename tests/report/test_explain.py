@@ -487,12 +487,12 @@ def test_what_is_folded_is_alike_and_begins_alike(
     device: torch.device, kinds: dict[str, bool]
 ) -> None:
     names = list(kinds)
-    groups = folded(names, list(kinds.values()))
-    assert sorted(member for _, members in groups for member in members) == [*range(len(names))]
-    for label, members in groups:
-        assert len({kinds[names[member]] for member in members}) == 1
+    groups = folded(kinds)
+    assert sorted(name for _, members, _ in groups for name in members) == sorted(names)
+    for label, members, kind in groups:
+        assert {kinds[name] for name in members} == {kind}
         prefix = label.removesuffix("*") if len(members) > 1 else label
-        assert all(names[member].startswith(prefix) for member in members)
+        assert all(name.startswith(prefix) for name in members)
 
 
 def test_html_and_rich_say_the_same_and_escape(device: torch.device) -> None:

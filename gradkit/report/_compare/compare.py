@@ -1,8 +1,8 @@
-"""compare: the same step through torch's methods of computing gradients."""
+"""`compare`: the same step through torch's methods of computing gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -79,7 +79,7 @@ class Comparison(Report):
     @property
     def same(self) -> bool:
         """Whether all methods that ran gave the same bits at every leaf."""
-        return all(d.same for leaves in self.differences.values() for d in leaves.values())
+        return not self.differing()
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the largest differences, where leaves differ, on `ax` or a new figure."""
@@ -91,28 +91,27 @@ class Comparison(Report):
 
     def differing(self) -> list[str]:
         """Return the leaves at which some method differs."""
-        names = next(iter(self.differences.values()), {})
-        return [n for n in names if not all(d[n].same for d in self.differences.values())]
+        methods = self.differences.values()
+        return [n for n in self._names if not all(leaves[n].same for leaves in methods)]
+
+    @property
+    def _names(self) -> Collection[str]:
+        return next(iter(self.differences.values()), {})
 
     def _blocks(self) -> Sequence[Block]:
         refused = [f"{method} cannot be compared: {why}" for method, why in self.refused.items()]
         if not self.differences:
             title = f"{self.called}: nothing can be compared with .backward()"
             return [title, *refused, *self.notes]
-        params = plural(len(next(iter(self.differences.values()))), "param")
-        result = f"{len(self.differing())} of {params} differ"
-        if self.same:
-            result = f"the same bits in {params}"
+        params, differing = plural(len(self._names), "param"), len(self.differing())
+        result = f"{differing} of {params} differ" if differing else f"the same bits in {params}"
         title = f"{self.called}: .backward() against {listed(list(self.differences))}: {result}"
         return [title, self._table(), *self._reasons(), *refused, *self.notes]
 
     def _table(self) -> Table:
-        names = list(next(iter(self.differences.values())))
-        kinds = [tuple(leaves[name] for leaves in self.differences.values()) for name in names]
-        rows = [
-            [label, str(len(members)), *map(_cell, kinds[members[0]])]
-            for label, members in folded(names, kinds)
-        ]
+        methods = self.differences.values()
+        groups = folded({name: tuple(leaves[name] for leaves in methods) for name in self._names})
+        rows = [[label, str(len(names)), *map(_cell, kind)] for label, names, kind in groups]
         return Table(["param", "count", *self.differences], rows)
 
     def _reasons(self) -> list[str]:
@@ -142,9 +141,8 @@ def compare(
 ) -> Comparison:
     """Return where `.backward()`, `torch.autograd.grad` and `torch.func` give other gradients.
 
-    Each method runs the same step, from the same weights, buffers, `.grad` and random states, and
-    each reason for a difference is one that a further run has shown. Afterwards the model, `.grad`
-    and the random states are as before.
+    Each method runs the same step from the same weights, buffers, `.grad` and random states, which
+    are as before afterwards. Each reason for a difference is one that a further run has shown.
 
     Example:
         >>> import torch, gradkit
@@ -205,20 +203,16 @@ def compare(
             refuse_no_variables(Call(losses, losses.leaves, [Pass([0], step.params)]))
         methods = [GRAD, FUNC, *([PER_LOSS] if runner.forward.differentiable > 1 else [])]
         results = {method: runner.run(method) for method in [BACKWARD, *methods]}
-        differences = {
-            method: _differences(runner, results[method], partial(reason, runner, method))
-            for method in methods
-            if not results[method].refused
-        }
+        whys = {method: partial(reason, runner, method) for method in methods}
         for name, another in second.items():
             results[name] = another.run(BACKWARD)
-            why = partial(model_reason, runner, another)
-            differences[name] = _differences(runner, results[name], why)
+            whys[name] = partial(model_reason, runner, another)
+        ran = {name: result for name, result in results.items() if not result.refused}
         return Comparison(
             called=step.called,
-            values={name: run.values for name, run in results.items() if not run.refused},
+            values={name: result.values for name, result in ran.items()},
             refused={name: run.refused for name, run in results.items() if run.refused},
-            differences=differences,
+            differences={n: _differences(runner, ran[n], whys[n]) for n in whys if n in ran},
             notes=_notes(runner),
         )
 

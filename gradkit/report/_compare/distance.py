@@ -23,8 +23,7 @@ def distance(a: Tensor | None, b: Tensor | None) -> tuple[float, float]:
         return 0.0, 0.0
     equal = (x == y) | (x.isnan() & y.isnan())
     gap = torch.where(equal, 0.0, (x.double() - y.double()).abs()).nan_to_num(math.inf, math.inf)
-    ulps = torch.where(equal, 0.0, _ulps(x, y))
-    ulps = torch.where(x.isfinite() & y.isfinite() | equal, ulps, math.inf)
+    ulps = torch.where(x.isfinite() & y.isfinite(), _ulps(x, y), math.inf).masked_fill(equal, 0.0)
     return gap.max().item(), ulps.max().item()
 
 
@@ -35,9 +34,8 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     x, y = _common(a, b)
-    return torch.equal(_bits(x)[~x.isnan()], _bits(y)[~y.isnan()]) and torch.equal(
-        x.isnan(), y.isnan()
-    )
+    nan = x.isnan()
+    return torch.equal(nan, y.isnan()) and torch.equal(_bits(x)[~nan], _bits(y)[~nan])
 
 
 def is_zero(a: Tensor | None) -> bool:

@@ -167,9 +167,11 @@ class _Difference:
             return ""
         step = self.runner.step
         with self.runner.isolated():
-            named = {name: _copy(p) for name, p in step.container().named_parameters()}
-            leaves = [_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in step.leaves]
-            graph = Subgraph(step.losses_at(named, leaves).leaves)
+            copies = {
+                key: x.detach().clone().requires_grad_(x.requires_grad)
+                for key, x in step.inputs.items()
+            }
+            graph = Subgraph(step.losses_at(copies).leaves)
             return _OUTSIDE if id(self.leaf) in graph.leaves else ""
 
 
@@ -177,10 +179,6 @@ def _random(runner: Runner, index: int) -> str:
     """Return the reason for a leaf at which `.backward()` differs from itself; else nothing."""
     first, second = runner.run(BACKWARD).grads[index], runner.repeated.grads[index]
     return "" if same_bits(first, second) else _RANDOM
-
-
-def _copy(leaf: Tensor) -> Tensor:
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
 def model_reason(first: Runner, second: Runner, index: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,9 +16,8 @@ from gradkit._core.graph import Subgraph
 from gradkit._core.losses import require_graph
 from gradkit._state.grad_writes import copy_into_grads, grad_dtypes_put_back, grads_put_back
 from gradkit._state.snapshot import Snapshot
-from gradkit.report._compare.step import Step, tensors_in
-from gradkit.report._explain.closure import captured_by
-from gradkit.report._explain.verdicts import checkpointed_tensors
+from gradkit.report._compare.step import Inputs, Step, tensors_in
+from gradkit.report._explain.verdicts import captured_by, checkpointed_tensors
 
 BACKWARD, GRAD, FUNC, PER_LOSS = ".backward()", "autograd.grad", "torch.func", "loss by loss"
 
@@ -88,11 +87,11 @@ class Runner:
             losses = self.step.losses()
             differentiable = require_graph(losses, losses.leaves)
             graph = Subgraph(losses.leaves)
-            checkpointed = checkpointed_tensors(graph).items()
+            checkpointed = checkpointed_tensors(graph)
             return ForwardPass(
                 node_types={kind.__name__ for kind in graph.kinds},
                 leaves=graph.leaves,
-                checkpointed={key: tensor for key, tensor in checkpointed if tensor.is_leaf},
+                checkpointed={key: x for key, x in checkpointed.items() if x.is_leaf},
                 draws=self.snapshot.random_states() != before,
                 writes_grad=self.snapshot.has_grads(),
                 differentiable=len(differentiable),
@@ -126,8 +125,7 @@ class Runner:
             if DROPOUT in ablation:
                 _set_dropout_to_zero(self.snapshot.modules)
             if CACHE in ablation:
-                before = torch.is_autocast_cache_enabled()
-                stack.callback(torch.set_autocast_cache_enabled, before)
+                stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
                 torch.set_autocast_cache_enabled(False)
             yield
 
@@ -183,43 +181,29 @@ def _run_step(step: Step, method: str) -> RunResult:
 
 
 def _by_func(step: Step) -> RunResult:
-    leaves = step.leaves
+    leaves, inputs = step.leaves, step.inputs
     if not step.takes_params and not all(isinstance(leaf, nn.Module) for leaf in leaves):
         text = "it needs tensors outside of modules as arguments: loss_fn(params, *args)"
         return RunResult([], refused=text)
-    in_modules = dict(step.container().named_parameters())
-    given = {str(index): leaf for index, leaf in enumerate(leaves)}
 
-    def total(named: dict[str, Tensor], tensors: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-        losses = step.losses_at(named, list({**given, **tensors}.values())).leaves
-        value = losses[0].reshape(())
-        for loss in losses[1:]:
-            value = value + loss.reshape(())
-        return value, losses
+    def total(inputs: Inputs) -> tuple[Tensor, list[Tensor]]:
+        losses = step.losses_at(inputs).leaves
+        first, *others = (loss.reshape(()) for loss in losses)
+        return sum(others, start=first), losses
 
     try:
-        run = engine.reference_func_grads(total, _detached(in_modules), _detached(given))
+        detached = {key: x.detach() for key, x in inputs.items()}
+        (by_input,), losses = engine.reference_func_grads(total, detached)
     except Exception as error:  # the losses could be computed without torch.func: it is the cause
         return _refused(error)
-    (by_name, by_index), losses = run
-    by_id = {id(in_modules[name]): grad for name, grad in by_name.items()}
+    by_id = {id(inputs[key]): grad for key, grad in by_input.items() if isinstance(key, str)}
     grads: list[Tensor | None] = []
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, nn.Module):
             grads += [by_id.get(id(param)) for param in leaf.parameters()]
         else:
-            grads.append(by_index.get(str(index)))
+            grads.append(by_input.get(index))
     return RunResult(grads, _values(losses))
-
-
-def _detached(leaves: Mapping[str, object]) -> dict[str, Tensor]:
-    """Return the leaves that can be differentiated with respect to, without a graph."""
-    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
-    return {
-        name: tensor.detach()
-        for name, tensor in tensors.items()
-        if tensor.is_floating_point() or tensor.is_complex()
-    }
 
 
 def _values(losses: Sequence[Tensor]) -> tuple[float, ...]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence, ValuesView
+from collections.abc import Callable, Iterator, ValuesView
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
 from gradkit._state.module import attributes_put_back
 from gradkit.errors import LeafTypeError, StructureError, describe, message
+
+# The parameters of all modules, each once, by name; and lone tensors, by their index in `leaves`.
+Inputs: TypeAlias = dict[str | int, Tensor]
 
 
 @dataclass(frozen=True)
@@ -56,27 +59,29 @@ class Step:
         out = self.fn(self.tree, *args) if self.takes_params else self.fn(*args)
         return read_losses(out, scalar=True)
 
-    def losses_at(self, named: dict[str, Tensor], leaves: Sequence[Any]) -> Losses:
-        """Call the function on other leaves, and on tensors for `container()`'s parameters."""
-        _, spec = pytree.flatten(self.tree)
-        first = (pytree.unflatten(spec, leaves),) if self.takes_params else ()
-        container = self.container()
+    @property
+    def inputs(self) -> Inputs:
+        """What torch.func differentiates."""
+        named = _Container(self.modules).named_parameters()
+        given: dict[str | int, Any] = {**dict(named), **dict(enumerate(self.leaves))}
+        tensors = {key: x for key, x in given.items() if isinstance(x, Tensor)}
+        return {k: x for k, x in tensors.items() if x.is_floating_point() or x.is_complex()}
+
+    def losses_at(self, inputs: Inputs) -> Losses:
+        """Call the function with other tensors in place of its inputs."""
+        leaves, spec = pytree.flatten(self.tree)
+        tree = pytree.unflatten(spec, [inputs.get(i, leaf) for i, leaf in enumerate(leaves)])
+        container = _Container(self.modules)
         # In a transform, only buffers that are made in it can be written on.
-        buffers = {name: buffer.clone() for name, buffer in container.named_buffers()}
-        call = partial(self.fn, *first, *_copied(self.args))
+        named = {name: buffer.clone() for name, buffer in container.named_buffers()}
+        named |= {key: x for key, x in inputs.items() if isinstance(key, str)}
+        call = partial(self.fn, *((tree,) if self.takes_params else ()), *_copied(self.args))
         with attributes_put_back(container):
-            out = functional_call(container, {**buffers, **named}, (call,))
-            return read_losses(out, scalar=True)
-
-    def container(self) -> nn.Module:
-        """Return a module of all modules in the params, whose forward calls its argument."""
-        return _Container(self.modules)
+            return read_losses(functional_call(container, named, (call,)), scalar=True)
 
 
-class _Container(nn.Module):
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(modules)
+class _Container(nn.ModuleList):
+    """Modules whose common forward calls its argument."""
 
     def forward(self, call: Callable[[], PyTree]) -> PyTree:
         return call()

@@ -1,28 +1,31 @@
-"""conflicts: which losses have gradients that oppose each other, and their record."""
+"""`conflicts`: which losses have gradients that oppose each other."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, product
+from itertools import product
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from gradkit._core import pytree
+from gradkit._core.leaf_arithmetic import largest
 from gradkit._core.options import check_option
 from gradkit._core.pytree import PyTree
-from gradkit.errors import StructureError, message
-from gradkit.report._conflicts.inner_products import Products, products_of
-from gradkit.report._view.charts import cosine_text, draw_cosines, draw_history, mean
+from gradkit.report._view.charts import cosine_text, draw_cosines
 from gradkit.report._view.rendering import Block, Report, Styled, Table, plural, prefixes
-from gradkit.tree._per_loss import PerLossRows, read_rows
+from gradkit.tree._per_loss import PerLossRows, gram, read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MAX_COLUMNS, _MAX_PAIRS = 8, 6
+_MAX_COLUMNS, MAX_PAIRS = 8, 6
+_SMALL, _LARGE = 1e-12, 1e12  # squares of float32 between these, and sums, are far from its limits
+_LOWEST = -149  # below this power of two float32 has only zero
+_NOTHING = -2200.0  # the power of two of a row of zeros: below every other, so it decides nothing
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -64,7 +67,7 @@ class Conflicts(Report):
         across = self.losses if len(self.losses) <= _MAX_COLUMNS else ()
         rows = []
         for name in self.losses:
-            cells = (_cosine_cell(self.cosine(name, other)) for other in across)
+            cells = (cosine_cell(self.cosine(name, other)) for other in across)
             rows.append([name, f"{self.norms[name]:.4g}", *cells])
         return Table(["loss", "norm", *across], rows)
 
@@ -72,11 +75,9 @@ class Conflicts(Report):
         if not self.conflicting:
             return "No pair of losses conflicts."
         pairs = [f"{a} and {b} {cosine_text(cosine)}" for a, b, cosine in self.conflicting[:4]]
-        more = f", and {len(self.conflicting) - 4} more" if len(self.conflicting) > 4 else ""
-        return (
-            f"{plural(len(self.conflicting), 'pair')} in conflict, {self.share:.0%} of those that "
-            f"have an angle: {', '.join(pairs)}{more}."
-        )
+        count = len(self.conflicting)
+        text = f"{plural(count, 'pair')} in conflict, {self.share:.0%} of those that have an angle"
+        return f"{text}: {', '.join(pairs)}{f', and {count - 4} more' if count > 4 else ''}."
 
     def _module_table(self) -> Table:
         losses, rows = self.losses[:_MAX_COLUMNS], []
@@ -85,13 +86,13 @@ class Conflicts(Report):
             worst = ["", ""]
             if inside.conflicting:
                 a, b, cosine = inside.conflicting[0]
-                worst = [f"{a} and {b}", _cosine_cell(cosine)]
+                worst = [f"{a} and {b}", cosine_cell(cosine)]
             rows.append([name, *norms, f"{inside.share:.0%}", *worst])
         norms_of = [f"norm {loss}" for loss in losses]
         return Table(["module", *norms_of, "conflicts", "most opposed", "cosine"], rows)
 
 
-def _cosine_cell(cosine: float, style: str = "") -> str:
+def cosine_cell(cosine: float, style: str = "") -> str:
     return Styled(cosine_text(cosine), "bad" if cosine < 0 else style)
 
 
@@ -101,7 +102,7 @@ def conflicts(
     """Return the norms of several losses' gradients, and the angles between them.
 
     Two losses conflict where the cosine is negative: a step along one gradient increases the other
-    loss. None is an exact zero. `gradkit.report.History` keeps a record over training.
+    loss. None is an exact zero.
 
     Example:
         >>> import torch, gradkit
@@ -138,12 +139,12 @@ def conflicts(
     names = _names(per_loss, losses)
     leaves = [leaf for leaf in rows.leaves if rows.example(leaf) is not None]
     groups = _by_module(rows, leaves) if by else {"": leaves}
-    products = {module: products_of(rows, group) for module, group in groups.items() if group}
+    products = {module: _products_of(rows, group) for module, group in groups.items()}
     by_module = {}
     for module in filter(None, groups):
         below = [p for name, p in products.items() if f"{name}.".startswith(f"{module}.")]
-        by_module[module] = _measure(names, below, {})
-    return _measure(names, list(products.values()), by_module)
+        by_module[module] = _measure(names, _Products.total(below), {})
+    return _measure(names, _Products.total(list(products.values())), by_module)
 
 
 def _names(per_loss: PyTree, losses: PyTree) -> tuple[str, ...]:
@@ -171,9 +172,8 @@ def _by_module(rows: PerLossRows, leaves: Sequence[int]) -> dict[str, list[int]]
 
 
 def _measure(
-    names: tuple[str, ...], parts: Sequence[Products], modules: dict[str, Conflicts]
+    names: tuple[str, ...], products: _Products, modules: dict[str, Conflicts]
 ) -> Conflicts:
-    products = Products.total(parts, len(names))
     norms, cosines = products.norms(), products.cosines()
     has_angle = (norms > 0) & norms.isfinite()
     i, j = torch.triu_indices(len(names), len(names), 1)
@@ -191,97 +191,61 @@ def _measure(
     )
 
 
-class History(Report):
-    """A record of conflicts over training: add results of `conflicts`, then print or plot it.
+@dataclass(frozen=True)
+class _Products:
+    """`matrix[i, j] * 2**(powers[i] + powers[j])`, of K rows: no square over- or underflows."""
 
-    Example:
-        >>> import torch, gradkit
-        >>> w = torch.ones(2, requires_grad=True)
-        >>> history = gradkit.report.History()
-        >>> for step in range(3):
-        ...     per_loss = gradkit.per_loss_grads({"up": step * w[0] + w[1], "down": -w[1]}, [w])
-        ...     history.add_(step, gradkit.report.conflicts(per_loss))
-        >>> history.steps, [round(c, 2) for c in history.cosines["up", "down"]]
-        ([0, 1, 2], [-1.0, -0.71, -0.45])
+    matrix: Tensor
+    powers: Tensor
 
-    Attributes:
-        steps: The steps, in the order in which they were added.
-        norms: For each loss the norms of its gradient, one a step.
-        cosines: For each pair of losses the cosines, one a step.
-        shares: The shares of conflicting pairs, one a step.
-    """
+    @staticmethod
+    def total(parts: Sequence[_Products]) -> _Products:
+        """Return the products of rows that consist of parts."""
+        powers = torch.stack([part.powers for part in parts]).amax(0)
+        matrix = torch.zeros_like(parts[0].matrix)
+        for part in parts:
+            scale = torch.exp2(part.powers - powers)
+            matrix = matrix + part.matrix * scale[:, None] * scale[None, :]
+        return _Products(matrix, powers)
 
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.norms: dict[str, list[float]] = {}
-        self.cosines: dict[tuple[str, str], list[float]] = {}
-        self.shares: list[float] = []
+    def norms(self) -> Tensor:
+        """Return the norm of every row: `[K]`."""
+        return self.matrix.diagonal().sqrt() * torch.exp2(self.powers)
 
-    def add_(self, step: int, conflicts: Conflicts) -> None:
-        """Add the conflicts of a step of training.
-
-        Args:
-            step: The number of the step.
-            conflicts: What `gradkit.report.conflicts` returned, always for the same losses.
-
-        Raises:
-            StructureError: The losses are not those of the steps before.
-        """
-        if not self.steps:
-            self.norms = {name: [] for name in conflicts.losses}
-            self.cosines = {pair: [] for pair in combinations(conflicts.losses, 2)}
-        if tuple(self.norms) != conflicts.losses:
-            expected = f"the losses of the steps before, {', '.join(self.norms)}"
-            fix = "use one History for each set of losses"
-            raise StructureError(message("conflicts", expected, ", ".join(conflicts.losses), fix))
-        self.steps.append(step)
-        self.shares.append(conflicts.share)
-        for name, norms in self.norms.items():
-            norms.append(conflicts.norms[name])
-        for (a, b), cosines in self.cosines.items():
-            cosines.append(conflicts.cosine(a, b))
-
-    def plot(
-        self, ax: Axes | None = None, *, what: Literal["cosines", "norms"] = "cosines"
-    ) -> Axes:
-        """Draw the record over the steps: thin lines as measured, thick lines the mean of five.
-
-        Args:
-            ax: Axes of matplotlib; None makes a figure.
-            what: The cosines of all pairs, or the norms of all losses.
-
-        Returns:
-            The axes. Values that are not finite are left out of the mean.
-
-        Raises:
-            OptionError: `what` has no such value.
-        """
-        check_option("what", what, ("cosines", "norms"))
-        by_pair = {" · ".join(pair): values for pair, values in self.cosines.items()}
-        return draw_history(self.steps, self.norms if what == "norms" else by_pair, ax, what)
-
-    def _blocks(self) -> Sequence[Block]:
-        if not self.steps:
-            return ["No steps have been added."]
-        last = len(self.steps) - 1
-        # The first, the last, and steps between them at growing distances.
-        rows = [row for row in range(last + 1) if row & (row - 1) == 0 or row == last]
-        steps = [str(self.steps[row]) for row in rows]
-        norms = {
-            name: [f"{values[row]:.3g}" for row in rows] for name, values in self.norms.items()
-        }
-        # Of many pairs, those with the lowest mean cosine.
-        worst = sorted(self.cosines, key=lambda pair: mean(self.cosines[pair]))[:_MAX_PAIRS]
-        cosines = {
-            " · ".join(pair): [_cosine_cell(values[row], "good") for row in rows]
-            for pair, values in self.cosines.items()
-            if pair in worst
-        }
-        shares = {"conflict": [f"{self.shares[row]:.0%}" for row in rows]}
-        left = len(self.cosines) - len(cosines)
-        more = [f"{left} more pairs are in .cosines."] if left else []
-        return [_table(steps, norms), _table(steps, cosines | shares), *more]
+    def cosines(self) -> Tensor:
+        """Return the cosines between rows: `[K, K]`, 0 where one is zero, nan if not finite."""
+        lengths = self.matrix.diagonal().sqrt()
+        is_zero = lengths == 0
+        lengths = torch.where(is_zero, 1.0, lengths)
+        cosines = (self.matrix / (lengths[:, None] * lengths[None, :])).clamp(-1, 1)
+        cosines.diagonal()[lengths.isfinite()] = 1.0
+        return cosines.masked_fill(is_zero[:, None] | is_zero[None, :], 0.0)
 
 
-def _table(steps: list[str], columns: dict[str, list[str]]) -> Table:
-    return Table(["step", *columns], list(zip(steps, *columns.values(), strict=True)))
+@torch.no_grad()
+def _products_of(rows: PerLossRows, leaves: Sequence[int]) -> _Products:
+    """Return the inner products of some leaves of the rows, each of which some row has."""
+    picked = [[row[leaf] for leaf in leaves] for row in rows.rows]
+    tops = [float(largest(row)) for row in picked]
+    powers = [_power(top) for top in tops]
+    scaled = [
+        [None if leaf is None else _divided(leaf, power) for leaf in row] if power else row
+        for row, power in zip(picked, powers, strict=True)
+    ]
+    shown = [power if top else _NOTHING for power, top in zip(powers, tops, strict=True)]
+    matrix = gram(scaled).to("cpu", torch.float64)
+    return _Products(matrix, torch.tensor(shown, dtype=torch.float64))
+
+
+def _power(top: float) -> int:
+    """Return the power of two to take out of a row, of which 0 is none."""
+    is_kept = top == 0 or _SMALL <= top <= _LARGE or not top < math.inf
+    return 0 if is_kept else math.frexp(top)[1]
+
+
+def _divided(leaf: Tensor, power: int) -> Tensor:
+    """Divide by a power of two, in two steps that the range of the dtype allows."""
+    if power < _LOWEST and leaf.dtype not in (torch.float64, torch.complex128):
+        return leaf  # zeros, next to what only float64 can hold
+    half = power // 2
+    return leaf * 2.0**-half * 2.0 ** (half - power)

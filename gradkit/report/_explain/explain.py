@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial, reduce
 from operator import or_
@@ -130,7 +131,7 @@ def _loss_graph(
         )
     return LossGraph(
         nodes=sum(count for mask, count in graphs.operations.items() if mask & bit),
-        own=graphs.operations.get(bit, 0),
+        own=graphs.operations[bit],
         part=part,
         ends=_end(name, graph, params),
         notes=tuple(notes),
@@ -140,11 +141,8 @@ def _loss_graph(
 def _end(name: str, graph: Subgraph, params: Params) -> str:
     """Return where the graph of a loss ends, if it reaches none of the params, or else nothing."""
     # A frozen param counts as reached; a constant has nothing to reach.
-    if (
-        not graph.roots
-        or any(id(leaf) in graph.leaves for leaf in params.leaves)
-        or any(map(graph.reaches, params.variables))
-    ):
+    has_leaf = any(id(leaf) in graph.leaves for leaf in params.leaves)
+    if not graph.roots or has_leaf or any(map(graph.reaches, params.variables)):
         return ""
     text = f"The graph of {name!r} ends before any parameter"
     leaves = list(graph.leaves.values())
@@ -171,7 +169,7 @@ def _parts(
     parts = tuple(
         Part(
             losses=_members(mask, names),
-            nodes=graphs.operations.get(mask, 0),
+            nodes=graphs.operations[mask],
             params=tuple(params.get(mask, ())),
             below=tuple(sorted(index_of[b] for b in below.get(mask, ()) if b in index_of)),
         )
@@ -209,20 +207,17 @@ class _Graphs:
     @cached_property
     def reached_by(self) -> dict[Node, int]:
         """The losses that reach each node."""
-        masks: dict[Node, int] = {}
+        masks: Counter[Node] = Counter()
         for index, graph in enumerate(self.each):
             for node in graph.nodes:
-                masks[node] = masks.get(node, 0) | 1 << index
+                masks[node] |= 1 << index
         return masks
 
     @cached_property
-    def operations(self) -> dict[int, int]:
+    def operations(self) -> Counter[int]:
         """For each set of losses, the number of nodes that exactly these reach."""
-        counts: dict[int, int] = {}
-        for node, mask in self.reached_by.items():
-            if not is_leaf_node(node):
-                counts[mask] = counts.get(mask, 0) + 1
-        return counts
+        reached = self.reached_by.items()
+        return Counter(mask for node, mask in reached if not is_leaf_node(node))
 
     def entry(self, loss: Tensor) -> int | None:
         """Return the losses that reach the node in which a loss starts; None for a constant."""

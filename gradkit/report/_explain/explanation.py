@@ -21,8 +21,6 @@ Status: TypeAlias = Literal[
 ]  # fmt: skip
 _QUIET = ("frozen", "constant loss", "not in the graph")
 _MAX_COLUMNS = 8
-
-_Names: TypeAlias = Mapping[tuple[str, ...], Sequence[str]]
 _LOSS, _HEAD, _TRUNK, _PARAMS = "#fff3cd", "#e3f2fd", "#bbdefb", "#f1f1f1"
 _EDGE = "#555555"
 _ROW_HEIGHT = 1.6
@@ -111,10 +109,9 @@ class Explanation(Report):
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw losses, parts of graphs and their params on `ax` of matplotlib or a new figure."""
-        params = list(self.params)
         names: dict[tuple[str, ...], list[str]] = {}  # by the losses that reach them
-        for label, members in folded(params, list(self.params.values())):
-            names.setdefault(self.params[params[members[0]]], []).append(label)
+        for label, _, losses in folded(self.params):
+            names.setdefault(losses, []).append(label)
         return _draw(self, names, ax)
 
     def _blocks(self) -> Sequence[Block]:
@@ -135,17 +132,13 @@ class Explanation(Report):
         return Table(["loss", "nodes", "own", "shared", "reaches"], rows)
 
     def _reach_tables(self) -> list[Table]:
-        names, losses = list(self.params), list(self.losses)
-        kinds = [tuple(self.verdicts[loss][name] for loss in losses) for name in names]
-        groups = folded(names, kinds)
+        losses, rows = list(self.losses), self.verdicts.values()
+        groups = folded({name: tuple(row[name] for row in rows) for name in self.params})
         tables = []
         for start in range(0, len(losses), _MAX_COLUMNS):
             columns = slice(start, start + _MAX_COLUMNS)
-            rows = [
-                [label, str(len(members)), *map(_cell, kinds[members[0]][columns])]
-                for label, members in groups
-            ]
-            tables.append(Table(["param", "count", *losses[columns]], rows))
+            cells = [[label, str(len(n)), *map(_cell, kind[columns])] for label, n, kind in groups]
+            tables.append(Table(["param", "count", *losses[columns]], cells))
         return tables
 
     def _sentences(self) -> list[str]:
@@ -174,12 +167,11 @@ class Explanation(Report):
 
     def _where(self, losses: dict[str, list[str]]) -> str:
         """Name params, and their losses where those are not all."""
-        names = list(self.params)
-        kinds = [tuple(losses.get(name, ())) for name in names]
+        groups = folded({name: tuple(losses.get(name, ())) for name in self.params})
         return listed([
             label if len(some) == len(self.losses) else f"{label} for {listed(some)}"
-            for label, members in folded(names, kinds)
-            if (some := kinds[members[0]])
+            for label, _, some in groups
+            if some
         ])
 
 

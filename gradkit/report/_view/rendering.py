@@ -1,19 +1,20 @@
-"""Results as sentences and tables, with many names in few lines: plain text, rich and HTML."""
+"""Results as sentences and tables: plain text, rich and HTML; many names in few lines."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import import_module
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-_WIDTH = 100
+K = TypeVar("K", bound=Hashable)
+_FILL: Any = {"width": 100, "break_long_words": False, "break_on_hyphens": False}
 _NUMBER = re.compile(r"[+-]?(\d|inf|nan)|same$|$")
 _RICH = {"good": "green", "bad": "red", "quiet": "dim", "": ""}
 _CSS = {"good": "color:#2e7d32", "bad": "color:#c62828", "quiet": "color:#888", "": ""}
@@ -83,9 +84,7 @@ def import_extra(name: str) -> Any:
 
 def _text(block: Block) -> str:
     if isinstance(block, str):
-        return fill(
-            block, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
+        return fill(block, subsequent_indent="  ", **_FILL)
     columns = list(zip(block.columns, *block.rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     aligned = [
@@ -124,28 +123,17 @@ def _style(cell: str) -> str:
     return cell.style if isinstance(cell, Styled) else ""
 
 
-def folded(names: Sequence[str], kinds: Sequence[Hashable]) -> list[tuple[str, list[int]]]:
-    """Group dotted names of one kind by their longest prefix: `(label, indices)` of each group."""
-    parts = [name.split(".") for name in names]
-
-    def fold(prefix: str, members: list[int]) -> list[tuple[str, list[int]]]:
-        if len(members) == 1:
-            return [(names[members[0]], members)]
-        if len({kinds[member] for member in members}) == 1:
-            return [(f"{prefix}*", members)]
-        depth = prefix.count(".")
-        children: dict[tuple[str, bool], list[int]] = {}
-        for member in members:
-            # A name that ends at this depth is a group by itself, whatever else starts like it.
-            is_last = len(parts[member]) == depth + 1
-            label = names[member] if is_last else f"{prefix}{parts[member][depth]}."
-            children.setdefault((label, is_last), []).append(member)
-        groups: list[tuple[str, list[int]]] = []
-        for (label, is_last), below in children.items():
-            groups += [(label, below)] if is_last else fold(label, below)
-        return groups
-
-    return fold("", list(range(len(names))))
+def folded(kinds: Mapping[str, K], prefix: str = "") -> list[tuple[str, list[str], K]]:
+    """Group dotted names of one kind by their shortest prefix: each group's label, names, kind."""
+    names = list(kinds)
+    if len(set(kinds.values())) == 1:
+        return [(f"{prefix}*" if len(names) > 1 else names[0], names, kinds[names[0]])]
+    children: dict[str, dict[str, K]] = {}
+    for name, kind in kinds.items():
+        # A name that ends here, without a dot, is a group by itself, whatever else starts like it.
+        head, dot, _ = name.removeprefix(prefix).partition(".")
+        children.setdefault(f"{prefix}{head}{dot}", {})[name] = kind
+    return [group for child, below in children.items() for group in folded(below, child)]
 
 
 def prefixes(name: str) -> list[str]:

@@ -1,8 +1,8 @@
-"""Optimizers that divide by the root of squared gradients: Adam, AdamW and RMSprop."""
+"""The optimizers SGD, Adam, AdamW and RMSprop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,10 +10,95 @@ import torch
 from torch import Tensor
 
 from gradkit._compat.transforms import transforms
-from gradkit.errors import LeafTypeError, message
+from gradkit.errors import LeafTypeError, OptionError, describe, message
 from gradkit.meta import _foreach
 from gradkit.meta._foreach import Factor, Tensors
-from gradkit.meta._optimizer import Columns, Hyper, Optimizer, optimizer_function
+from gradkit.meta._optimizer import (
+    Columns,
+    Hyper,
+    Optimizer,
+    Settings,
+    Updated,
+    optimizer_function,
+    select,
+)
+
+
+@optimizer_function
+def sgd(
+    lr: Hyper = 1e-3,
+    *,
+    momentum: Hyper = 0.0,
+    dampening: Hyper = 0.0,
+    weight_decay: Hyper = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+) -> Optimizer:
+    """Return stochastic gradient descent as a pure optimizer.
+
+    Example:
+        >>> import torch, gradkit
+        >>> opt = gradkit.meta.sgd(lr=0.5)
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> state = opt.init(params)
+        >>> params, state = opt.step(params, {"w": torch.tensor([1.0, 1.0])}, state)
+        >>> params
+        {'w': tensor([0.5000, 1.5000])}
+
+    Args:
+        lr: The learning rate: a number, a tensor of one element, or a tree like params with one of
+            these, or a tensor of the leaf's shape, for each leaf. So may every other number here.
+        momentum: The decay of the momentum buffer.
+        dampening: 1 - dampening is the factor of the gradient in the momentum buffer, after the
+            first step.
+        weight_decay: This times the parameter is added to the gradient.
+        nesterov: Use Nesterov momentum, which needs a momentum and no dampening.
+        maximize: Ascend instead of descend.
+
+    Returns:
+        An `Optimizer` whose values are those of `torch.optim.SGD`.
+
+    Raises:
+        OptionError: There is no such hyper-parameter, or a flag is not a bool.
+
+    Source:
+        `torch.optim.SGD`, https://pytorch.org/docs/stable/generated/torch.optim.SGD.html. Its own
+        `differentiable=True` loses the gradient through the first momentum step; this keeps it.
+    """
+    hyper = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+    hyper |= {"nesterov": nesterov, "maximize": maximize}
+    return Optimizer("sgd", hyper, {"momentum_buffer": lambda leaf: None}, _sgd)
+
+
+def _sgd(params: Tensors, grads: Tensors, state: Columns, hyper: Settings) -> Updated:
+    momentum, dampening, nesterov = hyper["momentum"], hyper["dampening"], hyper["nesterov"]
+    if nesterov and (_foreach.is_zero(momentum) or not _foreach.is_zero(dampening)):
+        expected = "a momentum, and no dampening, as in torch.optim.SGD"
+        got = f"momentum={describe(momentum)}, dampening={describe(dampening)}"
+        fix = "sgd(lr=0.1, momentum=0.9, nesterov=True)"
+        raise OptionError(message("nesterov", expected, got, fix))
+    grads = _foreach.with_weight_decay(params, grads, hyper)
+    if _foreach.is_zero(momentum):
+        return _foreach.descend(params, grads, hyper["lr"]), state
+    buffers = _momentum(state["momentum_buffer"], grads, momentum, dampening)
+    direction = _foreach.add(grads, buffers, momentum) if nesterov else buffers
+    return _foreach.descend(params, direction, hyper["lr"]), {"momentum_buffer": buffers}
+
+
+def _momentum(
+    buffers: Sequence[Tensor | None], grads: Tensors, momentum: Factor, dampening: Factor
+) -> Tensors:
+    """Return the momentum buffers after a step, which on the first step are the gradients."""
+    # Leaf by leaf: another leaf may have had its first gradient before.
+    started = [index for index, buffer in enumerate(buffers) if buffer is not None]
+    if not started:
+        return grads
+    old = [buffer for buffer in buffers if buffer is not None]
+    share = _foreach.one_minus(select(dampening, started))
+    decayed = _foreach.scale(old, select(momentum, started))
+    sums = _foreach.add(decayed, select(grads, started), share)
+    by_index = dict(zip(started, sums, strict=True))
+    return [by_index.get(index, grad) for index, grad in enumerate(grads)]
 
 
 @optimizer_function
@@ -102,19 +187,13 @@ def adamw(
 
 
 def _make(name: str, hyper: dict[str, Any]) -> Optimizer:
-    entries: dict[str, Callable[[Tensor], Any]] = {
-        "step": lambda leaf: 0,
-        "exp_avg": torch.zeros_like,
-        "exp_avg_sq": torch.zeros_like,
-    }
-    if hyper["amsgrad"]:
-        entries["max_exp_avg_sq"] = torch.zeros_like
+    averages = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if hyper["amsgrad"] else [])]
+    entries: dict[str, Callable[[Tensor], Any]] = {"step": lambda leaf: 0}
+    entries |= dict.fromkeys(averages, torch.zeros_like)
     return Optimizer(name, hyper, entries, partial(_adam, name))
 
 
-def _adam(
-    name: str, params: Tensors, grads: Tensors, state: Columns, hyper: Mapping[str, Any]
-) -> tuple[Tensors, Columns]:
+def _adam(name: str, params: Tensors, grads: Tensors, state: Columns, hyper: Settings) -> Updated:
     _refuse_complex(name, params)
     if name == "adamw":
         if not _foreach.is_zero(hyper["weight_decay"]):
@@ -196,9 +275,7 @@ def rmsprop(
     return Optimizer("rmsprop", hyper, entries, _rmsprop)
 
 
-def _rmsprop(
-    params: Tensors, grads: Tensors, state: Columns, hyper: Mapping[str, Any]
-) -> tuple[Tensors, Columns]:
+def _rmsprop(params: Tensors, grads: Tensors, state: Columns, hyper: Settings) -> Updated:
     _refuse_complex("rmsprop", params)
     grads = _foreach.with_weight_decay(params, grads, hyper)
     alpha, momentum = hyper["alpha"], hyper["momentum"]
@@ -219,10 +296,8 @@ def _divide_by_root(numerators: Tensors, denominators: Tensors, squares: Tensors
     """Return the quotients, whose derivative is taken as 0 where the square is 0."""
     quotients = _foreach.div(numerators, denominators)
     return [
-        torch.where(square == 0, quotient.detach(), quotient)
-        if quotient.requires_grad or transforms()
-        else quotient
-        for quotient, square in zip(quotients, squares, strict=True)
+        torch.where(square == 0, q.detach(), q) if q.requires_grad or transforms() else q
+        for q, square in zip(quotients, squares, strict=True)
     ]
 
 
