@@ -57,10 +57,24 @@ $(VENV)/bench: $(VENV)/ready
 	touch $@
 
 clean:
-	rm -rf $(VENV) docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .gpu docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f .coverage .coverage.*
 
 # The pictures in docs/pictures, from full runs of the examples: a few minutes.
 .PHONY: pictures
 pictures: $(VENV)/ready
 	$(BIN)/python docs/pictures.py
+
+# For a machine with a GPU and torch, and no network: the packages that it lacks, collected here.
+.PHONY: gpu-wheels gpu
+PYTHON_VERSION ?= 3.12
+WHEELS ?= wheels
+RESULTS ?= results
+gpu-wheels:
+	$(PYTHON) -m gpu.wheels --python-version $(PYTHON_VERSION) --output $(WHEELS)
+
+# There: all tests and benchmarks on CUDA. SHARD=2/4 or BENCH=1/2 is one part, which ends within
+# ten minutes; without them, all parts in turn.
+gpu:
+	$(PYTHON) -m gpu --wheels $(WHEELS) --results $(RESULTS) \
+		$(if $(SHARD),--shard $(SHARD)) $(if $(BENCH),--bench $(BENCH))

@@ -1,7 +1,8 @@
-"""Fixtures: every test runs on each device of the machine."""
+"""Fixtures: every test runs on each device of the machine, or on one that is asked for."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
-from tests.processes import Ranks, ranks
+from tests.processes import Ranks, device_of_ranks, ranks
+from tests.shards import Shard
 
 torch.set_num_threads(1)
+# The same product has the same bits whatever ran before, and is allowed where all must be so.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 settings.register_profile(
     "gradkit",
@@ -25,15 +29,38 @@ settings.load_profile("gradkit")
 
 SIZES = {"two": 2, "four": 4}  # the fixtures whose processes stay, and how many they are
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+HERE = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+ONLY = os.environ.get("GRADKIT_TEST_DEVICE")
+DEVICES = [ONLY] if ONLY else HERE
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", default="1/1", help="run a part: 2/4 is the second of four")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    Shard.parse(config.getoption("--shard"))
+    if ONLY and ONLY not in HERE:
+        raise pytest.UsageError(f"GRADKIT_TEST_DEVICE is {ONLY!r}; there is: {', '.join(HERE)}")
+
+
+def pytest_report_header() -> list[str]:
+    """Say where the processes are: two of them cannot use NCCL on one GPU."""
+    kinds = {
+        f"{size} ranks on {device_of_ranks(kind, size)}" for kind in DEVICES for size in (1, 2, 4)
+    }
+    return [f"devices: {', '.join(DEVICES)}; {', '.join(sorted(kinds))}"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests that share processes together: one worker starts them, and no other."""
     for item in items:
         for name in processes_of(item):
             item.add_marker(pytest.mark.processes)
             item.add_marker(pytest.mark.xdist_group(name))
+    shard = Shard.parse(config.getoption("--shard"))
+    config.hook.pytest_deselected(items=[item for item in items if item not in shard])
+    items[:] = [item for item in items if item in shard]
 
 
 def processes_of(item: pytest.Item) -> list[str]:

@@ -36,6 +36,14 @@ def forking() -> Any:
     return context
 
 
+def device_of_ranks(kind: str, size: int) -> str:
+    """Return the kind of device that so many ranks use: NCCL needs a GPU for each of them.
+
+    With fewer they are on the CPU, as gloo has only some of the collectives for CUDA tensors.
+    """
+    return kind if kind != "cuda" or torch.cuda.device_count() >= size else "cpu"
+
+
 class Ranks:
     """The processes of one group; its functions are called with the device, and arguments."""
 
@@ -47,7 +55,7 @@ class Ranks:
         context: Any = None,
     ) -> None:
         self.size = size
-        self._options = str(device.type), timeout
+        self._options = device_of_ranks(device.type, size), timeout
         # As a user's ranks: each is a process from its start, with a seed of `hash` of its own.
         self._context = context or mp.get_context("spawn")
         self._start()
@@ -140,10 +148,9 @@ def _serve(
     device = torch.device(kind)
     backend = "gloo"
     if kind == "cuda":
-        device = torch.device(kind, rank % torch.cuda.device_count())
+        device = torch.device(kind, rank)
         torch.cuda.set_device(device)
-        if torch.cuda.device_count() >= size:
-            backend = "cpu:gloo,cuda:nccl"
+        backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backend,
         rendezvous,
