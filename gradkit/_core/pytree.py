@@ -98,9 +98,11 @@ def children(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]
 
 def top_level(tree: PyTree) -> optree.PyTreeSpec:
     """Return the structure of the top level of `tree`."""
-    return optree.tree_structure(
-        tree, is_leaf=lambda node: node is not tree, none_is_leaf=True, namespace=_NAMESPACE
-    )
+    options: Any = {"none_is_leaf": True, "namespace": _NAMESPACE}
+    if not optree.tree_is_leaf(tree, **options):  # what torch.compile traces since 2.11
+        below, metadata, _, rebuild = optree.tree_flatten_one_level(tree, **options)
+        tree = cast("Any", rebuild)(metadata, [None] * len(below))
+    return optree.tree_structure(tree, **options)
 
 
 class _Subtree(NamedTuple):

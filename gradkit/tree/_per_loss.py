@@ -91,7 +91,7 @@ def read_rows(per_loss: PyTree, losses: PyTree | None) -> PerLossRows:
         leaves, level = pytree.flatten(losses)
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in leaves]
     trees = pytree.flatten_up_to(level, "losses", per_loss, "per_loss")
-    if not trees or (losses is None and trees[0] is per_loss):
+    if not trees or (losses is None and level.is_leaf()):
         expected = "the gradients of at least one loss, with the losses as its top level"
         fix = "pass what per_loss_grads returned; for a lone loss, also losses=, the loss itself"
         raise StructureError(message("per_loss", expected, "none", fix))
@@ -375,7 +375,7 @@ def _row_weights(weights: PyTree, rows: PerLossRows) -> list[_Weight | None]:
     by_row: list[_Weight | None] = []
     for weight, repeat in zip(by_loss, rows.counts, strict=True):
         of_elements = isinstance(weight, Tensor) and weight.numel() == repeat != 1
-        by_row += map(_weight, weight.reshape(-1) if of_elements else [weight] * repeat)
+        by_row += list(map(_weight, weight.reshape(-1) if of_elements else [weight] * repeat))
     return by_row
 
 
