@@ -81,7 +81,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_versions.warn_if_newer()
+_versions.warn_if_untested()
 
 # Rooms that are opened when they are first asked for: together they would double the import time.
 _OPENED_LATER = ("distributed", "func", "meta", "report")

@@ -1,7 +1,8 @@
 """The doctor: `python -m gradkit` shows what is installed, and runs twelve common confusions.
 
 Each confusion of docs/confusions.md runs on every device here: what torch does, what gradkit
-gives, and whether both are as expected.
+gives, and whether both are as expected. So does each derivative of torch for which gradkit raises,
+since it is silently wrong: whether it still is.
 """
 
 from __future__ import annotations

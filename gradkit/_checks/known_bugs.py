@@ -78,7 +78,7 @@ _FORWARD = KnownBug(
     'hvp(..., mode="reverse-over-reverse"), and grad or jacrev in place of jvp or jacfwd',
     lambda call: FORWARD in call.stack,
 )
-_EVERY_BUG: dict[str, KnownBug] = {
+EVERY_BUG: dict[str, KnownBug] = {
     "cdist": KnownBug(
         "a batched backward pass through it is silently wrong",
         "(a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)",
@@ -134,7 +134,7 @@ _EVERY_BUG: dict[str, KnownBug] = {
     "batch_norm": replace(_NORM, concerns=lambda call: bool(call.argument(5, "training"))),
     "instance_norm": _NORM,
 }
-KNOWN_BUGS = {name: bug for name, bug in _EVERY_BUG.items() if not is_mended(name)}
+KNOWN_BUGS = {name: bug for name, bug in EVERY_BUG.items() if not is_mended(name)}
 # The same under other names, and torch's operators beneath them.
 _EVERY_ALIAS = {
     "native_layer_norm": "layer_norm",

@@ -53,9 +53,14 @@ def is_mended(defect: str, version: str = torch.__version__) -> bool:
     return release(version) > mended or (release(version) == mended and not preview)
 
 
-def warn_if_newer(version: str = torch.__version__) -> None:
+def is_untested(version: str = torch.__version__) -> bool:
+    """Return whether torch is newer than any that gradkit was run on."""
+    return release(version) > NEWEST
+
+
+def warn_if_untested(version: str = torch.__version__) -> None:
     """Warn if torch is newer than any that gradkit was run on."""
-    if release(version) > NEWEST:
+    if is_untested(version):
         from gradkit.errors import GradkitWarning  # which imports torch
 
         warnings.warn(

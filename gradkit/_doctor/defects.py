@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.func import grad, jacrev, jvp, vmap
 from torch.nn import functional
 
-from gradkit._compat.versions import MENDED, Release, is_mended
+from gradkit._compat.versions import is_mended
 
 D = torch.float64
 Function: TypeAlias = Callable[[Tensor], Tensor]
@@ -235,25 +235,40 @@ class Defect:
     values: Callable[[torch.device], Values]
     key: str = ""
 
-    @property
-    def mended(self) -> Release | None:
-        """The first release of torch without it, as far as this gradkit knows."""
-        return MENDED.get(self.key or self.operation)
-
-    @property
-    def is_mended(self) -> bool:
-        """Whether the torch that is installed is without it, as far as this gradkit knows."""
-        return is_mended(self.key or self.operation)
-
-    def outcome(self, device: torch.device) -> str:
-        """Return what torch does here: it is "wrong", "right", or "raises"."""
+    def tried(self, device: torch.device) -> Trial:
+        """Return what torch does on a device."""
+        refused = not is_mended(self.key or self.operation)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                got, right = self.values(device)
-        except RuntimeError:
-            return "raises"
-        return "right" if torch.allclose(got, right) else "wrong"
+                outcome = "right" if torch.allclose(*self.values(device)) else "wrong"
+        except Exception:  # another version of torch may raise anything
+            outcome = "raises"
+        return Trial(str(device), self.operation, self.derivative, outcome, refused)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What the torch that is installed does about a defect.
+
+    Attributes:
+        device: Where it ran.
+        operation: As in `Defect`.
+        derivative: As in `Defect`.
+        outcome: What torch does: it is "wrong" or "right", or "raises" by itself.
+        refused: Whether gradkit raises for it.
+    """
+
+    device: str
+    operation: str
+    derivative: str
+    outcome: str
+    refused: bool
+
+    @property
+    def equal(self) -> bool:
+        """Whether gradkit raises where torch is silently wrong, and only there."""
+        return self.refused is (self.outcome == "wrong")
 
 
 def _of_jvp(name: str, fn: Function) -> Defect:

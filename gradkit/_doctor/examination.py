@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 import gradkit
+from gradkit._compat.versions import is_untested
 from gradkit._doctor.checks import Check, Finding, first_line, leaf, text
 from gradkit._doctor.confusions import CONFUSIONS, Confusion
+from gradkit._doctor.defects import DEFECTS, Trial
 
 # The five columns of the table need this width; elsewhere plain text is easier to read.
 _WIDTH = 110
@@ -32,17 +34,28 @@ EXTRAS = {
 
 @dataclass(frozen=True)
 class Examination:
-    """What is installed (None: a missing package), the names of the devices, and the findings."""
+    """What is installed (None: a missing package), the names of the devices, and what was found.
+
+    Attributes:
+        findings: What people say, tried.
+        trials: The defects of torch for which gradkit raises, tried.
+    """
 
     versions: dict[str, str]
     devices: dict[str, str]
     extras: dict[str, dict[str, str | None]]
     findings: list[Finding]
+    trials: list[Trial]
 
     @property
     def equal(self) -> bool:
-        """Whether everything was as expected."""
-        return all(finding.equal for finding in self.findings)
+        """Whether everything was as expected.
+
+        On a torch that gradkit was not run on, it may raise for what that torch computes rightly.
+        """
+        silent = [trial for trial in self.trials if trial.outcome == "wrong" and not trial.refused]
+        trials = silent if is_untested() else [one for one in self.trials if not one.equal]
+        return not trials and all(finding.equal for finding in self.findings)
 
     def on(self, device: str) -> list[Finding]:
         """Return the findings on a device."""
@@ -66,6 +79,7 @@ def examine(devices: Sequence[torch.device]) -> Examination:
             for device in devices
             for number, confusion in enumerate(CONFUSIONS, start=1)
         ],
+        trials=[defect.tried(device) for device in devices for defect in DEFECTS],
     )
 
 
@@ -101,6 +115,7 @@ def as_json(examination: Examination) -> str:
         "devices": examination.devices,
         "extras": examination.extras,
         "rows": [asdict(finding) | {"equal": finding.equal} for finding in examination.findings],
+        "defects": [asdict(trial) | {"equal": trial.equal} for trial in examination.trials],
         "equal": examination.equal,
     }
     return json.dumps(values, indent=2)
@@ -165,7 +180,22 @@ def _status(finding: Finding) -> str:
 def _summary(examination: Examination) -> str:
     equal = [finding.equal for finding in examination.findings]
     devices = ", ".join(examination.devices)
-    return f"{sum(equal)} of {len(equal)} confusions are as expected, on {devices}"
+    lines = [f"{sum(equal)} of {len(equal)} confusions are as expected, on {devices}"]
+    refused = [trial for trial in examination.trials if trial.refused]
+    wrong = [trial for trial in refused if trial.outcome == "wrong"]
+    lines.append(
+        f"gradkit raises for {len(refused)} silently wrong derivatives of torch: {len(wrong)} are "
+        "wrong in this one"
+    )
+    for trial in examination.trials:
+        if not trial.equal:
+            does = "raises" if trial.refused else "does not raise"
+            lines.append(
+                f"  on {trial.device}, {trial.derivative} through {trial.operation}: torch "
+                f"{'raises' if trial.outcome == 'raises' else f'is {trial.outcome}'}, and gradkit "
+                f"{does}"
+            )
+    return "\n".join(lines)
 
 
 def _table(device: str, findings: list[Finding]) -> Any:

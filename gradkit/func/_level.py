@@ -236,6 +236,11 @@ _AUTOGRAD_CALL = (
     "a call of backward(), retain_grad() or requires_grad_(), or of torch.autograd.functional",
     "nest gradkit.func or torch.func calls, and return intermediate values as aux",
 )
+_SAVED_HOOKS = (
+    _DIFFERENTIABLE,
+    "saved-tensor hooks: a checkpoint, or save_on_cpu",
+    f"leave them out, or {_EAGERLY}",
+)
 _FORWARD = (
     "operations that have a forward-mode derivative",
     "",
@@ -243,11 +248,8 @@ _FORWARD = (
 )
 # By a part of torch's text: what was expected, what came (torch's text if empty), what to do.
 _KNOWN = {
-    "saved tensor hooks": (
-        _DIFFERENTIABLE,
-        "saved-tensor hooks: a checkpoint, or save_on_cpu",
-        f"leave them out, or {_EAGERLY}",
-    ),
+    "saved tensor hooks": _SAVED_HOOKS,
+    "vmap over _NoopSaveInputs": _SAVED_HOOKS,  # a checkpoint, in torch 2.11
     "backward() called inside a functorch transform": _AUTOGRAD_CALL,
     "inside of a function being transformed by a functorch transform": _AUTOGRAD_CALL,
     "would mutate a captured Tensor": (
@@ -271,5 +273,6 @@ _KNOWN = {
         "module.eval(), or track_running_stats=False",
     ),
     "forward AD": _FORWARD,
+    "forward mode AD": _FORWARD,
     "ZeroTensors are immutable": _FORWARD,
 }

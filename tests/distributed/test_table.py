@@ -84,8 +84,11 @@ def by_tensor_parallel(
 
 def as_dtensors(net: Any, joined: Tensor, mesh: DeviceMesh) -> tuple[nn.Module, Tensor]:
     for layer in net:
+        # torch 2.11 has no backward pass for a layer norm with a sharded weight.
+        whole = isinstance(layer, nn.LayerNorm) and torch.__version__ < "2.12"
         for name, param in list(layer.named_parameters(recurse=False)):
-            sharded = distribute_tensor(param.detach(), mesh, [Shard(0)])
+            placements = [Replicate() if whole else Shard(0)]
+            sharded = distribute_tensor(param.detach(), mesh, placements)
             layer.register_parameter(name, nn.Parameter(sharded))
     return net, distribute_tensor(joined, mesh, [Shard(0)])
 

@@ -67,6 +67,15 @@ def test_what_ddp_reduces_whatever_it_was_told_to_ignore(two: Ranks, device: tor
     two.run(check_names_to_ignore)
 
 
+def can_make_a_stream() -> bool:
+    """Return whether DDP can step in the backward: a build for CUDA cannot where there is none."""
+    try:
+        torch.Stream()
+    except RuntimeError:
+        return False
+    return True
+
+
 def check_ddp_refusals(device: torch.device) -> None:
     from torch.distributed.optim.apply_optimizer_in_backward import (
         _apply_optimizer_in_backward as apply_in_backward,
@@ -88,12 +97,10 @@ def check_ddp_refusals(device: torch.device) -> None:
     cast = DistributedDataParallel(linear(device))
     cast.register_comm_hook(None, default_hooks.allreduce_hook)
     cast.double()
-    for module, words in (
-        (delayed, "delay_all_reduce"),
-        (stepping, "steps an optimizer"),
-        (overlapped, "steps an optimizer"),
-        (cast, "float64"),
-    ):
+    cases = [(delayed, "delay_all_reduce"), (stepping, "steps an optimizer"), (cast, "float64")]
+    if can_make_a_stream():
+        cases.append((overlapped, "steps an optimizer"))
+    for module, words in cases:
         data = x.to(next(module.parameters()).dtype)
         with pytest.raises(gradkit.UnsupportedGraphError, match=words):
             gradkit.distributed.value_and_grads(module(data).sum(), module)

@@ -20,6 +20,7 @@ from gradkit.__main__ import main
 from gradkit._core.devices import available_devices
 from gradkit._doctor.checks import Finding, check, error_of, plain, text
 from gradkit._doctor.confusions import CONFUSIONS
+from gradkit._doctor.defects import DEFECTS
 from gradkit._doctor.examination import EXTRAS, examine
 from gradkit.retain import RetainedGrads
 
@@ -251,13 +252,15 @@ def test_the_json(device: torch.device, capsys: pytest.CaptureFixture[str]) -> N
     status, out = run_doctor(capsys, "--json", "--device", str(device))
     report = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert status == 0
-    assert list(report) == ["versions", "devices", "extras", "rows", "equal"]
+    assert list(report) == ["versions", "devices", "extras", "rows", "defects", "equal"]
     assert report["versions"]["torch"] == torch.__version__
     assert report["versions"]["gradkit"] == gradkit.__version__
     assert list(report["versions"]) == ["gradkit", "torch", "optree", "python", "system"]
     assert list(report["devices"]) == [str(device)]
     assert report["equal"] is True
     assert [row["number"] for row in report["rows"]] == list(range(1, 13))
+    assert len(report["defects"]) == len(DEFECTS)
+    assert all(trial["equal"] is True for trial in report["defects"])
     for row in report["rows"]:
         assert row.keys() == ROW.keys() | {"error"}
         assert all(type(row[key]) is kind for key, kind in ROW.items())

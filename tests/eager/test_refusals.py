@@ -273,7 +273,7 @@ def test_the_advice_fits_the_mistake(device: torch.device, params: Any, words: s
 
 @pytest.mark.parametrize("norm", ["layer_norm", "batch_norm", "instance_norm"])
 def test_a_third_derivative_through_a_norm(device: torch.device, norm: str) -> None:
-    """torch gets it silently wrong; the second derivative is right."""
+    """torch gets it silently wrong, or raises; the second derivative is right."""
     shape = [3] if norm == "layer_norm" else None
     fns = {
         "layer_norm": lambda x: torch.nn.functional.layer_norm(x, shape),
@@ -297,19 +297,18 @@ def test_a_third_derivative_through_a_norm(device: torch.device, norm: str) -> N
     torch.testing.assert_close(
         second(fns[norm], create_graph=False), second(by_hand, create_graph=True)
     )
-    with pytest.raises(gradkit.UnsupportedGraphError, match="third"):
-        second(fns[norm], create_graph=True)
 
     def third(fn: Any) -> torch.Tensor:
         x = start.clone().requires_grad_()
         out = fn(x).sin().sum()
         for _ in range(2):
-            (grad,) = torch.autograd.grad(out, x, create_graph=True)
+            _, grad = gradkit.value_and_grads(out, x, create_graph=True)
             out = grad.square().sum()
-        return torch.autograd.grad(out, x)[0]
+        return gradkit.value_and_grads(out, x)[1]
 
-    # When this fails, torch has mended it, and the refusal can go.
-    assert not torch.allclose(third(fns[norm]), third(by_hand))
+    with pytest.raises(gradkit.UnsupportedGraphError, match="third"):
+        third(fns[norm])
+    assert third(by_hand).isfinite().all()
 
 
 @pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict, nn.Sequential])

@@ -447,8 +447,12 @@ def test_a_checkpoint_and_a_sparse_gradient_are_refused_by_torch(device: torch.d
     checkpointed = func.value_and_grads(
         lambda w: checkpoint(torch.exp, w, use_reentrant=False).sum()
     )
-    with pytest.raises(exc.BackendCompilerFailed, match="saved tensor hooks"):
-        torch.compile(checkpointed, backend="aot_eager", fullgraph=True)(w)
+    compiled = torch.compile(checkpointed, backend="aot_eager", fullgraph=True)
+    if torch.__version__ < "2.12":
+        torch.testing.assert_close(compiled(w)[1], w.exp())
+    else:
+        with pytest.raises(exc.BackendCompilerFailed, match="saved tensor hooks"):
+            compiled(w)
     sparse = func.value_and_grads(lambda w: functional.embedding(words, w, sparse=True).sum())
     with pytest.raises(exc.Unsupported, match="sparse"):
         torch.compile(sparse, backend="aot_eager", fullgraph=True)(w)

@@ -308,7 +308,7 @@ def second_scatter(x: Tensor, source: Tensor) -> Tensor:
 
 
 def test_defects_of_vmap_are_refused(device: torch.device) -> None:
-    """Each is silently wrong in torch 2.13; the values beside them are right."""
+    """Each is silently wrong in torch; the values beside them are right."""
     x = torch.randn(4, device=device)
     values = torch.tensor([1.0, 2.0, 3.0], device=device)
     where = torch.tensor([0, 2], device=device)
@@ -326,41 +326,6 @@ def test_defects_of_vmap_are_refused(device: torch.device) -> None:
         func.value_and_grads(lambda v: vmap(second_scatter)(rows, v).sum())(values)
     per_sample = func.per_sample_grads(second_scatter, 1, in_dims=0)(rows, values)
     torch.testing.assert_close(per_sample, 3 * values**2)
-
-
-def test_torch_still_has_these_defects(device: torch.device) -> None:
-    """When one of these fails, torch has mended it, and its trap can go."""
-    x, values = torch.randn(4, device=device), torch.tensor([1.0, 2.0, 3.0], device=device)
-    where = torch.tensor([0, 2], device=device)
-    sums = vmap(lambda v: (torch.index_fill(x, 0, where, v) ** 3).sum())(values)
-    right = torch.stack([(torch.index_fill(x, 0, where, v) ** 3).sum() for v in values])
-    assert not torch.allclose(sums, right)
-    rows = torch.randn(3, 4, device=device)
-    scattered = grad(lambda v: vmap(second_scatter)(rows, v).sum())(values)
-    assert not torch.allclose(scattered, 3 * values**2)
-    k = torch.tensor([[2.0, 0.5], [0.5, 1.0]], device=device)
-    e = torch.tensor([[1.0, 0.3], [0.3, -1.0]], device=device)
-    ahead = jvp(torch.cholesky_inverse, (torch.linalg.cholesky(k),), (e,))[1]
-    assert not torch.allclose(
-        ahead, differences(torch.cholesky_inverse, torch.linalg.cholesky(k), e)
-    )
-    a = torch.randn(3, 3, device=device)
-    b = torch.randn(3, 3, device=device)
-    by_forward = grad(lambda a: jvp(torch.linalg.det, (a,), (b,))[1])(a)
-    by_reverse = grad(lambda a: (grad(torch.linalg.det)(a) * b).sum())(a)
-    assert not torch.allclose(by_forward, by_reverse)
-    lower = torch.randn(2, 3, device=device)
-    along = torch.randn(2, 3, device=device)
-    wrong = grad(
-        lambda x: jvp(lambda x: functional.layer_norm(x, (3,)), (x,), (along,))[1].square().sum()
-    )
-    right_one = grad(lambda x: jvp(by_hand, (x,), (along,))[1].square().sum())
-    assert not torch.allclose(wrong(lower), right_one(lower))
-
-
-def by_hand(x: Tensor) -> Tensor:
-    centred = x - x.mean(-1, keepdim=True)
-    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
 
 
 def differences(f: Callable[[Tensor], Tensor], x: Tensor, v: Tensor, eps: float = 1e-6) -> Tensor:

@@ -89,7 +89,7 @@ BAD_LOSSES: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
     "a checkpoint": (
         lambda w: checkpoint(lambda w: (w**2).sum(), w, use_reentrant=False),
         gradkit.UnsupportedGraphError,
-        "checkpoint",
+        "checkpoint|forward mode AD",  # the second: hvp, in torch 2.11
     ),
     "a Function with ctx": (
         lambda w: Halve.apply(w, w).sum(),
@@ -275,11 +275,10 @@ def test_one_tensor_with_two_batch_dimensions(device: torch.device) -> None:
 
 
 def test_without_a_forward_derivative_the_other_mode_is_named(device: torch.device) -> None:
-    x = torch.rand(1, 1, 3, 3, device=device)
-    grid = torch.rand(1, 2, 2, 2, device=device)
+    x = torch.rand(3, 3, device=device)
 
     def loss(x: Tensor) -> Tensor:
-        return nn.functional.grid_sample(x, grid, align_corners=False).square().sum()
+        return torch.ormqr(x, x[0], x).square().sum()
 
     with pytest.raises(gradkit.UnsupportedGraphError, match="reverse-over-reverse"):
         func.hvp(loss, x, x)

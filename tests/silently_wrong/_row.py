@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from gradkit._compat.versions import Release, release
 from gradkit._doctor.checks import plain, text
 
 # What the rows were run with. A row runs with what is installed, and fails when that has mended it.
 VERSIONS = {
-    "torch": "2.13.0",
+    "torch": "2.11 to 2.15",
     "higher": "0.2.1",
     "TorchOpt": "0.7.3",
     "TorchJD": "0.18.0",
@@ -58,6 +59,7 @@ class Row:
         instead: What to do where it refuses, if the case shows that.
         by: Who gets it wrong.
         same: gradkit gives the same wrong value: it cannot see this.
+        mended: The first release of torch that gives the right value, or raises by itself.
         tolerance: How far a value may be from what the page says.
     """
 
@@ -70,6 +72,7 @@ class Row:
     instead: str = ""
     by: str = "torch"
     same: bool = False
+    mended: Release | None = None
     tolerance: float = 1e-3
 
     @property
@@ -82,12 +85,22 @@ class Row:
         """The line of the page."""
         cells = [
             self.input,
-            f"{self.by} {VERSIONS[self.by]}",
+            self._with(),
             f"`{text(plain(self.gives))}`",
             f"`{text(plain(self.right))}`",
             self._answer(),
         ]
         return f"| {' | '.join(cells)} |"
+
+    def _with(self) -> str:
+        if self.mended:
+            return f"{self.by} before {self.mended[0]}.{self.mended[1]}"
+        return self.by if self.by == "torch" else f"{self.by} {VERSIONS[self.by]}"
+
+    @property
+    def is_mended(self) -> bool:
+        """Whether the torch that is installed is not silently wrong any more."""
+        return self.mended is not None and release(torch.__version__) >= self.mended
 
     def _answer(self) -> str:
         if self.same:

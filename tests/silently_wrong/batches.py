@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.func import grad, jacrev, vmap
+from torch.func import vmap
 
 import gradkit
 from gradkit import func
+from gradkit._doctor import defects
 from tests.silently_wrong._row import Case, D, Row
 
 
@@ -22,63 +23,46 @@ def _rows(fn: Callable[[Tensor], Tensor], x: Tensor) -> Case:
             warnings.simplefilter("ignore", gradkit.GradkitWarning)
             return func.per_loss_grads(fn, chunk_size=2)(x)[-1]
 
-    return Case(jacrev(fn)(x)[-1], grad(lambda x: fn(x)[-1])(x), ours)
+    return Case(*defects.last_of_batch(fn, x), ours)
 
 
 def cdist_by_rows(device: torch.device) -> Case:
-    x = torch.tensor([[0.0, 0.0], [4.0, 3.0]], dtype=D, device=device)
-    other = torch.tensor([[0.0, 3.0], [4.0, 0.0]], dtype=D, device=device)
-    return _rows(lambda x: torch.cdist(x, other).sum(1), x)
+    return _rows(*defects.cdist(device))
 
 
 def masked_select_by_rows(device: torch.device) -> Case:
-    mask = torch.eye(2, dtype=torch.bool, device=device)
-    x = torch.tensor([1.0, 2.0], dtype=D, device=device)
-    return _rows(lambda x: torch.masked_select(x, mask), x)
+    return _rows(*defects.masked_select(device))
 
 
 def _samples(fn: Callable[[Tensor], Tensor], x: Tensor, way: Callable[[Tensor], Tensor]) -> Case:
     """The gradient by each sample, in one batch; and that of the same function in other words."""
     return Case(
-        vmap(grad(fn))(x),
-        torch.stack([grad(fn)(sample) for sample in x]),
+        *defects.by_sample(fn, x),
         lambda: func.per_sample_grads(fn, in_dims=0)(x),
         lambda: func.per_sample_grads(way, in_dims=0)(x),
     )
 
 
 def roll_by_samples(device: torch.device) -> Case:
-    x = torch.tensor([1.0, 2.0, 3.0], dtype=D, device=device)
-    return _samples(lambda x: torch.roll(x, 1) * x, x, lambda x: x * x)
+    return _samples(*defects.roll(device), lambda x: x * x)
 
 
 def index_fill_by_samples(device: torch.device) -> Case:
-    zero = torch.tensor([0], device=device)
     ones = torch.ones(3, dtype=D, device=device)
-    x = torch.tensor([10.0, 20.0], dtype=D, device=device)
     first = torch.arange(3, device=device) == 0
     return _samples(
-        lambda x: torch.index_fill(ones, 0, zero, x).square().sum(),
-        x,
-        lambda x: torch.where(first, x, ones).square().sum(),
+        *defects.index_fill(device), lambda x: torch.where(first, x, ones).square().sum()
     )
 
 
 def select_scatter_by_samples(device: torch.device) -> Case:
     zeros = torch.zeros(2, 2, dtype=D, device=device)
     x = torch.tensor([1.0, 2.0], dtype=D, device=device)
-
-    def one(row: Tensor, x: Tensor) -> Tensor:
-        return (torch.select_scatter(row, x, 0, 1) ** 3).sum()
-
-    def total(x: Tensor) -> Tensor:
-        return vmap(one)(zeros, x).sum()
-
+    cubes = defects.scattered_cubes
     return Case(
-        grad(total)(x),
-        torch.stack([grad(one, 1)(*sample) for sample in zip(zeros, x, strict=True)]),
-        lambda: func.value_and_grads(total)(x),
-        lambda: func.per_sample_grads(one, 1, in_dims=0)(zeros, x),
+        *defects.select_scatter(device),
+        lambda: func.value_and_grads(lambda x: vmap(cubes)(zeros, x).sum())(x),
+        lambda: func.per_sample_grads(cubes, 1, in_dims=0)(zeros, x),
     )
 
 

@@ -1,0 +1,61 @@
+"""What torch gets wrong, and since when not: the list holds for the torch that is installed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradkit._checks.known_bugs import EVERY_BUG
+from gradkit._compat import versions
+from gradkit._doctor import defects, examination
+from gradkit._doctor.defects import DEFECTS, Defect, Trial
+
+BY_NAME = {f"{defect.operation}: {defect.derivative}": defect for defect in DEFECTS}
+here = pytest.mark.skipif(versions.is_untested(), reason="a torch that gradkit was not run on")
+
+
+@here
+@pytest.mark.parametrize("name", BY_NAME)
+def test_gradkit_raises_where_torch_is_wrong_and_only_there(
+    device: torch.device, name: str
+) -> None:
+    trial = BY_NAME[name].tried(device)
+    assert trial.equal, trial
+
+
+def test_every_operation_that_is_refused_is_tried(device: torch.device) -> None:
+    assert set(EVERY_BUG) <= {defect.operation for defect in DEFECTS}
+    keys = {defect.key or defect.operation for defect in DEFECTS}
+    assert set(versions.MENDED) <= keys
+
+
+def of(outcome: str, *, refused: bool, device: torch.device) -> examination.Examination:
+    trial = Trial(str(device), "det", "the gradient", outcome, refused)
+    return examination.Examination({}, {str(device): ""}, {}, [], [trial])
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_what_makes_the_doctor_say_no(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, newer: bool
+) -> None:
+    """A newer torch that is right where gradkit still raises is no mistake, and is told."""
+    monkeypatch.setattr(examination, "is_untested", lambda: newer)
+    assert of("wrong", refused=True, device=device).equal
+    assert of("right", refused=False, device=device).equal
+    assert not of("wrong", refused=False, device=device).equal
+    needless = of("right", refused=True, device=device)
+    assert needless.equal is newer
+    text = examination.as_text(needless)
+    assert "torch is right, and gradkit raises" in text
+    assert "1 silently wrong derivatives of torch: 0 are wrong in this one" in text
+
+
+def test_a_defect_that_raises_is_not_silent(device: torch.device) -> None:
+    def broken(device: torch.device) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError(str(device))
+
+    assert Defect("op", "the gradient", broken).tried(device).outcome == "raises"
+    equal = torch.ones(2, device=device)
+    assert Defect("op", "the gradient", lambda d: (equal, equal)).tried(device).outcome == "right"
+    assert torch.float64 == defects.D
