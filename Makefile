@@ -1,8 +1,15 @@
 # Everything below sets itself up: `make demo` and `make test` are all a fresh machine needs.
 PYTHON ?= python3
-VENV := .venv
+# Another torch, Python or optree, in a virtual environment of its own:
+# make test TORCH=2.11.0 PYTHON=python3.12 OPTREE=0.14.0. All are in the folder VENVS.
+VENVS ?= .
+TORCH ?=
+OPTREE ?=
+VARIANT := $(if $(TORCH),-torch$(TORCH))$(if $(OPTREE),-optree$(OPTREE))
+VENV := $(VENVS)/.venv$(VARIANT)$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+CONSTRAINTS := $(if $(VARIANT),$(VENV)/constraints.txt,constraints.txt)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 # One worker for each core; tests that share processes stay on one worker (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
@@ -46,8 +53,14 @@ bench: $(VENV)/bench
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=constraints.txt $(PIP) -e '.[test,examples,plot,docs]'
+	$(PYTHON) tests/versions.py constraints --torch '$(TORCH)' --optree '$(OPTREE)' > $(VENV)/constraints.txt
+	PIP_CONSTRAINT=$(CONSTRAINTS) $(PIP) -e '.[test,examples,plot,docs]'
 	touch $@
+
+# The table of docs/versions.md: `make test` with each torch, Python and optree in it.
+.PHONY: versions
+versions:
+	$(PYTHON) tests/versions.py run
 
 # BackPACK goes without what it asks for: torchvision, which only its examples import, and whose
 # wheel does not load beside a torch for the CPU. The others of its needs are in the extra.
@@ -57,7 +70,7 @@ $(VENV)/bench: $(VENV)/ready
 	touch $@
 
 clean:
-	rm -rf $(VENV) .gpu docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENVS)/.venv $(VENVS)/.venv-* .gpu docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f .coverage .coverage.*
 
 # The pictures in docs/pictures, from full runs of the examples: a few minutes.

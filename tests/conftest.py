@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator
 
+import optree
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.processes import Ranks, device_of_ranks, ranks
 from tests.shards import Shard
+from tests.versions import HEADER
 
 torch.set_num_threads(1)
 # The same product has the same bits whatever ran before, and is allowed where all must be so.
@@ -45,11 +48,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> list[str]:
-    """Say where the processes are: two of them cannot use NCCL on one GPU."""
+    """Say what runs, and where the processes are: two of them cannot use NCCL on one GPU."""
+    versions = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "optree": optree.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }
     kinds = {
         f"{size} ranks on {device_of_ranks(kind, size)}" for kind in DEVICES for size in (1, 2, 4)
     }
-    return [f"devices: {', '.join(DEVICES)}; {', '.join(sorted(kinds))}"]
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return [HEADER + shown, f"devices: {', '.join(DEVICES)}; {', '.join(sorted(kinds))}"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
