@@ -19,7 +19,14 @@ from gradkit._core import graph, pytree, user_code
 from gradkit._core.leaf_arithmetic import plus
 from gradkit._core.ownership import copy_for
 from gradkit._core.pytree import PyTree
-from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
+from gradkit.errors import (
+    LeafTypeError,
+    OptionError,
+    StructureError,
+    UnsupportedGraphError,
+    describe,
+    message,
+)
 
 __all__ = ["RetainedGrads", "safe_retain"]
 
@@ -186,6 +193,7 @@ def safe_retain(
 
     Raises:
         LeafTypeError: A leaf is no tensor.
+        OptionError: `names` beside tensors.
         StructureError: There are no leaves, or a name fits no module.
         UnsupportedGraphError: A tensor has no graph, is inside a `torch.func` transform, or is a
             view whose memory was changed in place inside the block (raised before gradkit's next
@@ -199,6 +207,9 @@ def safe_retain(
         if isinstance(tensors, nn.Module):
             _watch_modules(retained, tensors, names, stack)
         else:
+            if names is not None:
+                fix = "safe_retain(model, names), or safe_retain(tensors)"
+                raise OptionError(message("names", "None beside tensors", repr(names), fix))
             _watch_tensors(retained, tensors, stack)
         with observing(retained):
             yield retained

@@ -50,7 +50,9 @@ MATRIX = [
 
 
 def constraints(torch: str, optree: str) -> str:
-    """Return constraints.txt with other versions of torch and optree."""
+    """Return constraints.txt with other versions; without any for "newest" and "nightly"."""
+    if torch in {"newest", "nightly"}:
+        return ""
     pins = {"torch": torch, "optree": optree or LAST_OPTREE.get(torch[:4], "")}
     text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     for name, version in pins.items():

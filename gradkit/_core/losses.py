@@ -152,7 +152,7 @@ def read_weights(weights: PyTree, losses: Losses) -> list[float | Tensor] | None
     by_loss = pytree.broadcast_prefix(weights, "weights", tree, "losses")
     for index, weight in enumerate(by_loss):
         fix = "pass a number"
-        fits = isinstance(weight, Real)
+        fits = isinstance(weight, Real) and not isinstance(weight, bool)
         if isinstance(weight, Tensor):
             fix = "weights=list(weights) for a tensor of several"
             if losses.spec.type is dict:

@@ -27,7 +27,6 @@ from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import (
     LeafTypeError,
     OptionError,
-    StructureError,
     UnreachedParamError,
     describe,
     message,
@@ -145,13 +144,13 @@ def _positions(argnums: object, count: int) -> tuple[int, ...]:
     numbers = argnums if isinstance(argnums, tuple) else (argnums,)
     if not numbers or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
         expected = "an int or a tuple of ints"
-        raise StructureError(message("argnums", expected, describe(argnums), "argnums=0"))
+        raise OptionError(message("argnums", expected, describe(argnums), "argnums=0"))
     positions = tuple(n + count if n < 0 else n for n in numbers)
     in_range = all(0 <= position < count for position in positions)
     if not in_range or len(set(positions)) < len(positions):
         expected = f"different positions among the {count} positional arguments of the call"
         fix = "pass what is differentiated by position, and name each position once"
-        raise StructureError(message("argnums", expected, repr(argnums), fix))
+        raise OptionError(message("argnums", expected, repr(argnums), fix))
     return positions
 
 

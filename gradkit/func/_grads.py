@@ -69,8 +69,8 @@ def value_and_grads(
         DetachedLossError: No loss depends on the arguments (not noticed under torch.compile).
         LeafTypeError: A leaf of an argument or of the losses is no tensor that has a gradient.
         NotScalarLossError: A loss has not exactly one element.
-        OptionError: `unused` has no such value.
-        StructureError: `argnums`, `weights` or what `fn` returned does not fit.
+        OptionError: `argnums` or `unused` has no such value.
+        StructureError: `weights` or what `fn` returned does not fit.
         UnreachedParamError: The arguments hold nothing to differentiate; or no loss reaches a
             tensor, with `unused="error"`.
         UnsupportedGraphError: torch.func cannot enter what `fn` does, or gets it silently wrong.
@@ -131,7 +131,7 @@ def per_loss_grads(
         has gradients of shape `S + tensor.shape`, as `torch.func.jacrev` orders them.
 
     Raises:
-        OptionError: `unused`, `strategy` or `chunk_size` has no such value.
+        OptionError: `argnums`, `unused`, `strategy` or `chunk_size` has no such value.
         GradkitError: As in `value_and_grads`, but a loss may have any number of elements.
 
     Source:

@@ -224,7 +224,7 @@ def named_errors(run: Callable[[], R]) -> R:
     except RuntimeError as error:
         for text, (expected, got, fix) in _KNOWN.items():
             if text in str(error) and not isinstance(error, GradkitError):
-                got = got or str(error).partition("\n")[0]
+                got = got or str(error).partition("\n")[0].rstrip(".")
                 raise UnsupportedGraphError(message("fn", expected, got, fix)) from error
         raise
 

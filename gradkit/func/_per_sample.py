@@ -76,7 +76,7 @@ def per_sample_grads(
         position; keyword arguments go to every sample as they are, and may not hold any.
 
     Raises:
-        OptionError: `chunk_size`, `randomness` or `unused` has no such value.
+        OptionError: `argnums`, `chunk_size`, `randomness` or `unused` has no such value.
         StructureError: `in_dims` or the sizes of the batch do not fit.
         UnsupportedGraphError: Batch norm in train mode; what vmap gets silently wrong.
         GradkitError: As in `value_and_grads`.

@@ -336,3 +336,13 @@ def test_a_leaf_that_is_a_view_may_be_updated(device: torch.device) -> None:
         with torch.no_grad():
             v.sub_(0.1)
     assert kept.grads.tolist() == [3, 3]
+
+
+def test_names_beside_tensors_are_refused(device: torch.device) -> None:
+    h = torch.ones(2, device=device, requires_grad=True)
+    with (
+        pytest.raises(gradkit.OptionError, match=r"(?s)names: .*safe_retain\(model, names\)"),
+        gradkit.safe_retain({"h": h}, ["h"]),
+    ):
+        pytest.fail("the block ran")
+    assert not h._backward_hooks
