@@ -9,7 +9,8 @@ VARIANT := $(if $(TORCH),-torch$(TORCH))$(if $(OPTREE),-optree$(OPTREE))
 VENV := $(VENVS)/.venv$(VARIANT)$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(VARIANT),$(VENV)/constraints.txt,constraints.txt)
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+# Modules are compiled when they are first imported, and most never are.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(CONSTRAINTS)
 
 # One worker for each core; tests that share processes stay on one worker (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
@@ -17,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 FAST := -m 'not slow and not long and not processes' --hypothesis-profile fast \
 	$(addprefix --ignore=tests/,docs benchmarks distributed silently_wrong func/test_compile.py)
 
-.PHONY: demo test test-fast test-slow coverage check bench docs clean
+.PHONY: demo test test-fast test-slow coverage check style types bench docs clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/multitask_digits.py
@@ -38,12 +39,15 @@ test-slow: $(VENV)/bench
 coverage: $(VENV)/ready
 	$(PYTEST) -m 'not slow' --cov --cov-report term-missing:skip-covered
 
-check: $(VENV)/ready
+check: style types docs
+
+style: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(MAKE) docs
+
+types: $(VENV)/ready
+	$(BIN)/mypy
 
 docs: $(VENV)/ready
 	$(BIN)/python -m sphinx -b html -W --keep-going -q docs docs/_build/html
@@ -56,6 +60,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) tests/versions.py constraints --torch '$(TORCH)' --optree '$(OPTREE)' > $(VENV)/constraints.txt
 	PIP_CONSTRAINT=$(CONSTRAINTS) $(PIP) -e '.[test,examples,plot,docs]'
 	touch $@
+
+# The virtual environment, and nothing run.
+.PHONY: ready
+ready: $(VENV)/ready
 
 # The table of docs/versions.md: `make test` with each torch, Python and optree in it.
 .PHONY: versions
