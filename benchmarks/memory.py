@@ -58,7 +58,9 @@ def _on_cuda(side: Side, device: torch.device) -> Peak:
 
 
 def _on_cpu(side: Side) -> Peak:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # `acc_events`: torch 2.11 warns without it.
+    options = {"activities": [ProfilerActivity.CPU], "profile_memory": True, "acc_events": True}
+    with profile(**options) as profiler:
         results = side.run(side.build())
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None

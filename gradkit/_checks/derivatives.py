@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, Function, once_differentiable
 
+from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.transforms import is_differentiated_tensor
 from gradkit._compat.versions import is_mended
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
+from gradkit._core.params import Params
 from gradkit.errors import UnsupportedGraphError, message
 
 # The backward pass of these takes the mean and the deviation for constants, so that its own
@@ -23,9 +26,20 @@ _WRONG_THIRD = {kind for kind in _NORMS if not is_mended(kind)}
 def refuse_wrong_derivatives(call: Call) -> None:
     """Raise if torch would get the derivative of a pass of the call wrong, or drop it."""
     for group, params in call.passes:
+        if not is_mended("DTensor"):
+            _refuse_dtensors(params)
         for index in group:
             below = call.graph.below([index])
             refuse_wrong_derivative(call.losses.path(index), params.variables, below)
+
+
+def _refuse_dtensors(params: Params) -> None:
+    for index, variable in enumerate(params.variables):
+        if is_dtensor(variable):
+            expected, got = "a tensor of this process", "a DTensor, whose second derivative"
+            torch_is = f"{got} torch {torch.__version__} gets silently wrong"
+            fix = "leave out create_graph=True; or install torch 2.12 or newer"
+            raise UnsupportedGraphError(message(params.path(index), expected, torch_is, fix))
 
 
 def refuse_wrong_derivative(where: str, variables: Sequence[Tensor], below: Subgraph) -> None:

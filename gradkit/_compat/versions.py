@@ -18,6 +18,7 @@ MENDED: dict[str, Release] = {
     "slogdet": (2, 15),
     "logdet": (2, 15),
     "NativeBatchNormBackwardBackward0": (2, 14),  # raises at the third derivative
+    "DTensor": (2, 12),  # the second derivative, where a pass redistributes
 }
 
 

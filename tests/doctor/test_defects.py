@@ -27,7 +27,8 @@ def test_gradkit_raises_where_torch_is_wrong_and_only_there(
 def test_every_operation_that_is_refused_is_tried(device: torch.device) -> None:
     assert set(EVERY_BUG) <= {defect.operation for defect in DEFECTS}
     keys = {defect.key or defect.operation for defect in DEFECTS}
-    assert set(versions.MENDED) <= keys
+    # tests/distributed/test_table.py tries that one: it takes processes.
+    assert set(versions.MENDED) - {"DTensor"} <= keys
 
 
 def of(outcome: str, *, refused: bool, device: torch.device) -> examination.Examination:
