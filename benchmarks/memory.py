@@ -59,8 +59,8 @@ def _on_cuda(side: Side, device: torch.device) -> Peak:
 
 def _on_cpu(side: Side) -> Peak:
     # `acc_events`: torch 2.11 warns without it.
-    options = {"activities": [ProfilerActivity.CPU], "profile_memory": True, "acc_events": True}
-    with profile(**options) as profiler:
+    activities = [ProfilerActivity.CPU]
+    with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
         results = side.run(side.build())
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
