@@ -71,12 +71,12 @@ def run(cell: Cell) -> dict[str, str]:
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     row = read_output(lines)
     print(*failed, row["result"], sep="\n", flush=True)
-    return row | {"cpu": cpu()}
+    return row | {"processor": processor()}
 
 
 def read_output(lines: list[str]) -> dict[str, str]:
     """Return what ran, and the result, from the output of pytest."""
-    row = dict.fromkeys(("torch", "python", "optree"), "?")
+    row = dict.fromkeys(("torch", "python", "optree", "cpu"), "?")
     for line in lines:
         if line.startswith(HEADER):
             row = dict(pair.split(" ", 1) for pair in line.removeprefix(HEADER).split(", "))
@@ -84,7 +84,7 @@ def read_output(lines: list[str]) -> dict[str, str]:
     return row | {"result": last[0] if last else "it did not run to its end"}
 
 
-def cpu() -> str:
+def processor() -> str:
     """Return the model of the processor."""
     if sys.platform == "linux":
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -135,7 +135,7 @@ def main() -> None:
 
 def same_cell(one: dict[str, str], other: dict[str, str]) -> bool:
     """Return whether two rows are of the same versions."""
-    return all(one[name] == other[name] for name in ("torch", "python", "optree"))
+    return all(one[name] == other[name] for name in ("torch", "python", "optree", "cpu"))
 
 
 if __name__ == "__main__":
