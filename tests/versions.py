@@ -95,10 +95,12 @@ def processor() -> str:
 
 def table(rows: list[dict[str, str]]) -> str:
     """Return the table of the page."""
-    head = ["| torch | Python | optree | `make test` |", "|---|---|---|---|"]
+    names = "torch", "python", "optree", "cpu", "result"
+    head = ["| torch | Python | optree | CPU | `make test` |", "|---|---|---|---|---|"]
+    ordered = sorted(rows, key=lambda row: row["torch"])
     return "\n".join([
         *head,
-        *("| {torch} | {python} | {optree} | {result} |".format(**row) for row in rows),
+        *(f"| {' | '.join(row[name] for name in names)} |" for row in ordered),
     ])
 
 
