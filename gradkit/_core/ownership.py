@@ -64,11 +64,12 @@ def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
         for index, grad in enumerate(grads)
         if references[index] != _UNSHARED
         or not _only_views_share([grad], [uses[index]])
-        or not _is_laid_out(grad, params[index])
+        or not is_laid_out(grad, params[index])
     ]
 
 
-def _is_laid_out(grad: Tensor, param: Tensor) -> bool:
+def is_laid_out(grad: Tensor, param: Tensor) -> bool:
+    """Return whether a dense gradient has the strides of a first accumulation into `.grad`."""
     # An expanded tensor, or a zero tensor without memory, cannot be changed in place.
     if 0 in grad.stride() or grad._is_zerotensor():
         return False
@@ -99,7 +100,7 @@ def _only_views_share(grads: list[Tensor], uses: list[int]) -> bool:
 def copy_for(grad: Tensor, param: Tensor) -> Tensor:
     """Return a copy of a gradient, and its graph, with the layout of a first accumulation."""
     plain = grad.layout == torch.strided and type(grad) is Tensor and not grad.requires_grad
-    if not plain or _is_laid_out(grad, param):
+    if not plain or is_laid_out(grad, param):
         return grad.clone()
     return empty_for(param, grad.dtype, device=grad.device).copy_(grad)
 

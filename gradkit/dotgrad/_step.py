@@ -16,6 +16,7 @@ from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit._state import grad_writes
+from gradkit.dotgrad._lending import Loan, only_reads
 from gradkit.dotgrad._matching import Pairs, match, read_leaves, unique
 from gradkit.errors import OptionError, StructureError, UnsupportedOptimizerError, describe, message
 
@@ -26,7 +27,9 @@ def step_(
 ) -> None:
     """Take one step of an optimizer with these gradients; every `.grad` is as before afterwards.
 
-    Weights and optimizer state are bit for bit those of the `.grad` loop. A parameter of the
+    Weights and optimizer state are bit for bit those of the `.grad` loop. The gradients are not
+    copied where the optimizer only reads them, as those of torch.optim do (but for SGD with
+    Nesterov's momentum and `foreach`), without step hooks and without a scaler. A parameter of the
     optimizer that is not in `params`, or whose gradient is None, is skipped, as after a
     `.backward()` that did not reach it.
 
@@ -66,12 +69,13 @@ def step_(
         raise StructureError(message("grads", "a gradient to unscale", "None everywhere", fix))
     with grad_writes.grads_put_back(own_params):
         with leave_inference_mode():
-            for leaf, grad in pairs:
-                grad_writes.write(leaf, grad)
+            # A scaler unscales in place.
+            loan = Loan(pairs, lend=scaler is None and only_reads(optimizer))
         if scaler is None:
             optimizer.step()
         else:
             scaler.step(optimizer)
+    loan.warn_if_written(optimizer)
 
 
 def _check_arguments(optimizer: Any, params: PyTree, grads: PyTree, scaler: object) -> None:

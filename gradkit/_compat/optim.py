@@ -1,0 +1,24 @@
+"""Private names of torch.optim: the hooks around a step, and who has replaced it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer, optimizer
+
+
+def has_step_hooks(instance: Optimizer) -> bool:
+    """Return whether code of the user's runs before or after a step. Run on torch 2.13."""
+    tables = (
+        instance._optimizer_step_pre_hooks,
+        instance._optimizer_step_post_hooks,
+        optimizer._global_optimizer_pre_hooks,
+        optimizer._global_optimizer_post_hooks,
+    )
+    return any(tables)
+
+
+def is_step_of_class(instance: Any) -> bool:
+    """Return whether `step` is that of the class, or a scheduler's around it. Run on torch 2.13."""
+    own = vars(instance).get("step")
+    return own is None or getattr(own, "_wrapped_by_lr_sched", False)

@@ -1,0 +1,145 @@
+"""step_ lends gradients to optimizers that only read them: every class, with every option."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import gradkit
+from gradkit.dotgrad import _lending
+from gradkit.dotgrad._lending import READERS, only_reads
+from tests.helpers import assert_same_bits
+
+FLAGS: dict[str, list[Any]] = {
+    "foreach": [None, True, False], "fused": [None, True], "maximize": [False, True],
+    "weight_decay": [0.0, 0.1], "momentum": [0.0, 0.9], "nesterov": [False, True],
+    "amsgrad": [False, True], "centered": [False, True], "differentiable": [False],
+    "decoupled_weight_decay": [False, True], "capturable": [False],
+}  # fmt: skip
+
+
+def combinations(cls: Any) -> Iterator[dict[str, Any]]:
+    """Yield every combination of the flags that an optimizer takes, but for those it refuses."""
+    code = cls.__init__.__code__
+    names = [name for name in FLAGS if name in code.co_varnames[: code.co_argcount + 10]]
+    for values in product(*(FLAGS[name] for name in names)):
+        hyper = dict(zip(names, values, strict=True))
+        try:
+            cls([torch.ones(2, 2, requires_grad=True)], lr=0.1, **hyper)
+        except (ValueError, RuntimeError, TypeError):
+            continue
+        yield hyper
+
+
+def net(device: torch.device) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    shapes = [(4, 3), (3, 4)]
+    return [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+
+
+def grads_of(params: list[nn.Parameter], step: int) -> list[Tensor]:
+    return [torch.sin(p.detach() + step) for p in params]
+
+
+@pytest.mark.parametrize("cls", sorted(READERS, key=repr))
+def test_an_optimizer_that_is_lent_gradients_only_reads_them(
+    device: torch.device, cls: Any
+) -> None:
+    if cls is optim.SparseAdam:
+        pytest.skip("it takes sparse gradients only, which are copied")
+    lent = 0
+    for hyper in combinations(cls):
+        ours, theirs = net(device), net(device)
+        by_step, by_loop = (cls(params, lr=0.1, **hyper) for params in (ours, theirs))
+        for step in range(3):
+            grads = grads_of(ours, step)
+            before = [grad.clone() for grad in grads]
+            gradkit.step_(by_step, ours, grads)
+            for param, grad in zip(theirs, grads_of(theirs, step), strict=True):
+                param.grad = grad
+            by_loop.step()
+            assert_same_bits(grads, before)
+            assert_same_bits(list(ours), list(theirs))
+            assert all(param.grad is None for param in ours)
+            lent += only_reads(by_step)
+            if only_reads(by_step):
+                held = [x for state in by_step.state.values() for x in state.values()]
+                addresses = {x.data_ptr() for x in held if isinstance(x, Tensor)}
+                assert addresses.isdisjoint(grad.data_ptr() for grad in grads)
+    assert lent
+
+
+def writes(hook: str) -> optim.Optimizer:
+    param = nn.Parameter(torch.ones(2))
+    optimizer = optim.SGD([param], lr=0.1)
+
+    def clear(*_: Any) -> None:
+        assert param.grad is not None
+        param.grad.zero_()
+
+    getattr(optimizer, f"register_step_{hook}_hook")(clear)
+    return optimizer
+
+
+class Own(optim.SGD):
+    """A subclass, which may do anything with its gradients."""
+
+
+def test_others_are_given_copies(device: torch.device) -> None:
+    param = nn.Parameter(torch.ones(2, device=device))
+    nesterov = optim.SGD([param], lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+    patched = optim.SGD([param], lr=0.1)
+    patched.step = lambda: param.grad.zero_()  # type: ignore
+    for optimizer in (nesterov, patched, Own([param], lr=0.1), writes("pre"), writes("post")):
+        assert not only_reads(optimizer)
+        own = optimizer.param_groups[0]["params"]
+        grads = [torch.ones_like(own[0])]
+        gradkit.step_(optimizer, own, grads)
+        gradkit.step_(optimizer, own, grads)
+        assert grads[0].tolist() == [1, 1]
+
+
+def test_a_scheduler_changes_nothing(device: torch.device) -> None:
+    param = nn.Parameter(torch.ones(2, device=device))
+    optimizer = optim.SGD([param], lr=0.1)
+    optim.lr_scheduler.StepLR(optimizer, 1)
+    assert only_reads(optimizer)
+
+
+def test_lent_means_not_copied(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = net(device)
+    copied: list[Tensor] = []
+    monkeypatch.setattr(_lending, "write", lambda leaf, grad: copied.append(leaf))
+    gradkit.step_(optim.Adam(params), params, grads_of(params, 0))
+    assert not copied
+    strided = [torch.ones(3, 4, device=device).T, torch.ones_like(params[1])]
+    gradkit.step_(optim.Adam(params), params, strided)
+    assert [leaf is params[0] for leaf in copied] == [True]  # the layout is another
+    copied.clear()
+    aliases = [params[0].detach(), torch.ones_like(params[1])]
+    gradkit.step_(optim.Rprop(params), params, aliases)
+    assert [leaf is params[0] for leaf in copied] == [True]  # it changes during the step
+
+
+def test_a_gradient_that_was_written_on_is_told(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_lending, "_writes", lambda group: False)
+    params = net(device)
+    optimizer = optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+    grads = grads_of(params, 0)
+    with pytest.warns(gradkit.GradkitWarning, match="has changed the gradients"):
+        gradkit.step_(optimizer, params, grads)
+
+
+def test_a_gradient_with_a_graph_is_lent_without_it(device: torch.device) -> None:
+    params = net(device)
+    loss = sum((p**3).sum() for p in params)
+    _, grads = gradkit.value_and_grads(loss, params, create_graph=True)
+    gradkit.step_(optim.SGD(params, lr=0.1), params, grads)
+    assert all(grad.requires_grad for grad in grads)
