@@ -46,6 +46,7 @@ def grads_of(params: list[nn.Parameter], step: int) -> list[Tensor]:
     return [torch.sin(p.detach() + step) for p in params]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cls", sorted(READERS, key=repr))
 def test_an_optimizer_that_is_lent_gradients_only_reads_them(
     device: torch.device, cls: Any
