@@ -7,7 +7,7 @@ asks CUDA itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
 import gradkit
 from gradkit import meta, tree
@@ -24,8 +23,8 @@ from gradkit import meta, tree
 # item(), bool() and float() come to the first; the shape of what most others return depends on
 # numbers. torch.tensor(numbers, device=...) comes to the last: CUDA waits for that copy.
 READS = {
-    "_local_scalar_dense", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy", "masked_select",
-    "unique_dim", "unique_consecutive", "_unique", "_unique2", "lift_fresh",
+    "_local_scalar_dense", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy",
+    "masked_select", "unique_dim", "unique_consecutive", "_unique", "_unique2", "lift_fresh",
 }  # fmt: skip
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}  # by a mask: nonzero inside
 # No operators: on CPU they go to the memory itself.
@@ -187,9 +186,8 @@ def weighted(*, learned: bool) -> Prepare:
 
 
 def with_hooks(task: Task) -> Call:
-    handles: list[RemovableHandle] = []
     for param in task.model.parameters():
-        handles.append(param.register_hook(lambda grad: grad * 2))
+        param.register_hook(lambda grad: grad * 2)
     losses = task.losses()
     losses["fit"].register_hook(lambda grad: grad * 2)
     losses["fit"].retain_grad()
