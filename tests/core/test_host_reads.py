@@ -1,74 +1,21 @@
 """Whoever reads a number of a tensor on the host waits for the device: no call in a loop does it.
 
-On CPU nothing waits, but every operator that would is seen. `tests/cuda/test_synchronization.py`
-asks CUDA itself.
+`tests/cuda/test_synchronization.py` asks CUDA itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradkit
 from gradkit import meta, tree
-
-# item(), bool() and float() come to the first; the shape of what most others return depends on
-# numbers. torch.tensor(numbers, device=...) comes to the last: CUDA waits for that copy.
-READS = {
-    "_local_scalar_dense", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy",
-    "masked_select", "unique_dim", "unique_consecutive", "_unique", "_unique2", "lift_fresh",
-}  # fmt: skip
-INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}  # by a mask: nonzero inside
-# No operators: on CPU they go to the memory itself.
-METHODS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.cpu}
-
-
-class _Operators(TorchDispatchMode):
-    def __init__(self, seen: list[str]) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        name = func.overloadpacket.__name__
-        if name in READS or (name in INDEXED and any(map(is_mask, args[1]))):
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-def is_mask(index: Tensor | None) -> bool:
-    return index is not None and index.dtype in (torch.bool, torch.uint8)
-
-
-class _Methods(TorchFunctionMode):
-    def __init__(self, seen: list[str]) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func in METHODS:
-            self.seen.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def host_reads() -> Iterator[list[str]]:
-    """Collect the names of the operators and methods that read a tensor's numbers on the host."""
-    seen: list[str] = []
-    with _Operators(seen), _Methods(seen):
-        yield seen
-
+from tests.host_reads import host_reads
 
 # --- The recorder --------------------------------------------------------------------------------
 

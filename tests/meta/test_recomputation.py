@@ -15,8 +15,8 @@ from torch import Tensor
 
 import gradkit
 from gradkit import meta
-from tests.core.test_host_reads import host_reads
 from tests.helpers import assert_same_bits, unchanged
+from tests.host_reads import host_reads
 
 STEPS = 4
 recomputing = pytest.mark.parametrize("memory", ["recompute", 1, 2, 3, STEPS])
