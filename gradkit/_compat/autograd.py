@@ -21,6 +21,15 @@ def current_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
+def at_end_of_pass(callback: Callable[[], None]) -> None:
+    """Call a function once the pass that runs in this thread is done, which raises what it raises.
+
+    Before the pass returns, and on the streams of its caller; not if it fails [E7]. torch's DDP and
+    FSDP end their reductions so. Run on torch 2.13.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 # How many owners a tensor's storage has, by the address that `UntypedStorage._cdata` gives.
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 

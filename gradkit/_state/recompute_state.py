@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradkit._compat.autograd import TorchDispatchMode
 from gradkit._state import rng
-from gradkit.errors import UnsupportedGraphError, message
+from gradkit._state.second_run import Checksums, SecondRun, checksums, innermost, running
 
 
 class RecomputeState:
@@ -31,7 +31,8 @@ class RecomputeState:
         ]
         self._kernels = _attention_kernels()
         self._writes = _StorageWrites()
-        self._checksums: list[Tensor] = []
+        self._checksums: Checksums = {}
+        self._around = innermost()
 
     def first_run(self) -> TorchDispatchMode:
         """Return the context of the first run."""
@@ -39,21 +40,7 @@ class RecomputeState:
 
     def record_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Remember checksums of the first run's outputs."""
-        self._checksums = _checksums(outputs)
-
-    def check_outputs(self, outputs: Sequence[Tensor], where: str) -> None:
-        """Raise if the second run's outputs differ from the first's."""
-        for first, second in zip(self._checksums, _checksums(outputs), strict=True):
-            # Equal up to what a parallel sum may change; nan where the loss has diverged.
-            close = 1e3 * torch.finfo(first.dtype).eps * first.abs().nan_to_num().max()
-            if first.dtype != second.dtype or not torch.allclose(
-                first, second, rtol=0.0, atol=float(close), equal_nan=True
-            ):
-                expected = "a function that gives the same when it runs again, in the backward pass"
-                got = "another result than before: it reads something that has changed since (a "
-                got += "variable of a loop, a module, a list), or draws from its own generator"
-                fix = 'pass what changes in batches or outer; or memory="store"'
-                raise UnsupportedGraphError(message(where, expected, got, fix))
+        self._checksums = checksums(outputs)
 
     def undo(self) -> None:
         """Put back what the first run changed."""
@@ -61,7 +48,7 @@ class RecomputeState:
         _restore(self._writes.snapshots)
 
     @contextmanager
-    def second_run(self) -> Iterator[None]:
+    def second_run(self) -> Iterator[SecondRun]:
         """Restore the state of the first run inside the block, and today's after it."""
         now = _current(self._writes.snapshots)
         kernels = _attention_kernels()
@@ -74,22 +61,11 @@ class RecomputeState:
             try:
                 _enable_attention_kernels(self._kernels)
                 _restore(self._writes.snapshots)
-                yield
+                with running(self._checksums, self._around) as run:
+                    yield run
             finally:
                 _enable_attention_kernels(kernels)
                 _restore(now)
-
-
-def _checksums(outputs: Sequence[Tensor]) -> list[Tensor]:
-    return [_checksum(x.detach()) for x in outputs if x.is_floating_point() and x.numel()]
-
-
-def _checksum(x: Tensor) -> Tensor:
-    """Return the sum of the values, of their sizes, and one that depends on their order."""
-    # In half precision a sum could not tell a change from rounding.
-    x = x.flatten().to(torch.promote_types(x.dtype, torch.float32))
-    ramp = torch.linspace(0, 1, len(x), dtype=x.dtype, device=x.device)
-    return torch.stack([x.sum(), x.abs().sum(), (x * ramp).sum()])
 
 
 _ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")

@@ -35,8 +35,8 @@ def backward_(
     """Accumulate the gradient of the weighted sum of the losses into `.grad`, and return values.
 
     It is `torch.autograd.backward` for trees, with every hook and without further copies. If a hook
-    raises during the pass, or the graph turns out to be freed further down, `.grad` has what was
-    accumulated until then.
+    raises during the pass, the graph turns out to be freed further down, or a step of `meta.unroll`
+    differs when it is recomputed, `.grad` has what was accumulated until then.
 
     Example:
         >>> import torch, gradkit

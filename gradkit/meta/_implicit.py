@@ -218,11 +218,12 @@ class _OptimalityCondition:
         self, at: Tensors, outer: Tensors, needed: Sequence[bool], cotangents: Tensors
     ) -> list[Tensor | None]:
         """Return the gradients with respect to the outer tensors, from those at the minimum."""
-        with torch.enable_grad(), self._state.second_run():
+        with torch.enable_grad(), self._state.second_run() as run:
             at = _as_leaves(at)
             by = [x.detach().requires_grad_(need) for x, need in zip(outer, needed, strict=True)]
             loss = self._loss(at, by)
-            self._state.check_outputs([loss], "inner_loss")
+            run.compare([loss], "inner_loss")
+            run.differences.read()  # now: the solver reads, and warns of what it comes to
             slope = inner_grads_or_zeros([loss], at, create_graph=True)
 
         def product(u: Tensors) -> Tensors:

@@ -186,7 +186,7 @@ class _Segment:
     ) -> list[Tensor | None]:
         """Run the steps a second time, and a backward pass through them."""
         create_graph = torch.is_grad_enabled()
-        with torch.enable_grad(), self.state.second_run():
+        with torch.enable_grad(), self.state.second_run() as run:
             if create_graph:
                 # Views: the pass ends at these steps, and does not go on through those before.
                 inputs = [t.view_as(t) if t.requires_grad else t for t in tensors]
@@ -195,7 +195,7 @@ class _Segment:
                 inputs = [t.detach().requires_grad_(need) for t, need in pairs]
             variables = list(compress(inputs, needed))
             outputs = self._flat_run(inputs, create_graph=True)
-            self.state.check_outputs(outputs, "loss_fn")
+            run.compare(outputs, "loss_fn")
             if create_graph:
                 stop = {edge(variable).node for variable in variables}
                 refuse_wrong_derivative("loss_fn", variables, Subgraph(outputs, stop))

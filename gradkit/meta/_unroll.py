@@ -109,8 +109,8 @@ def unroll(
         StructureError: There are no batches, or a tree does not fit.
         UnreachedParamError: The loss does not depend on params, or they hold nothing to adapt.
         UnsupportedGraphError: A recomputed step uses tensors from outside that require grad; or
-            torch would get the derivative of a step silently wrong. In the backward pass, also if
-            a recomputed step gives another result than before.
+            torch would get the derivative of a step silently wrong. At the end of a backward pass,
+            also if a recomputed step gave another result than before.
         UnsupportedOptimizerError: `opt` is not an optimizer of `gradkit.meta`.
 
     Source:

@@ -19,6 +19,7 @@ from gradkit._core.leaf_arithmetic import from_real_vector, plus, promoted, real
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 from gradkit.tree._arithmetic import Leaf, Unflatten, is_real_number, open_alike
+from gradkit.tree._products import products, with_zeros
 
 _Weight: TypeAlias = float | Tensor
 
@@ -26,8 +27,6 @@ _Weight: TypeAlias = float | Tensor
 _LARGEST_GROUP = 1 << 18
 # A leaf with more entries is a group by itself: copying it would cost more than one more product.
 _LARGEST_GROUPED = 1 << 14
-# The number of columns of the matrix that `gram` has in memory at a time.
-_COLUMNS_AT_A_TIME = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +231,7 @@ def gram(per_loss: PyTree, *, losses: PyTree | None = None) -> Tensor:
     if groups is None:
         product = _product_of_leaves(rows)
     else:
-        product = torch.stack([_product(rows.as_vectors(group)) for group in groups]).sum(0)
+        product = torch.stack([products(rows.as_vectors(group)) for group in groups]).sum(0)
     return product.triu() + product.triu(1).T  # the product itself may be asymmetric by rounding
 
 
@@ -244,25 +243,11 @@ def _product_of_leaves(rows: PerLossRows) -> Tensor:
         present = {index: x for index, x in column if x is not None}
         if not present:
             continue
-        part = _product([real_vector(x) for x in present.values()])
+        part = products([real_vector(x) for x in present.values()])
         if len(present) < count:
-            index = torch.tensor(list(present), device=part.device)
-            zeros = part.new_zeros(count, count)
-            part = zeros.index_put((index[:, None], index[None, :]), part)
+            part = with_zeros(part, list(present), count)
         total = part if total is None else total + part.to(total.device)
     return torch.zeros(count, count) if total is None else total
-
-
-def _product(vectors: list[Tensor]) -> Tensor:
-    """Return the matrix of inner products, a block of columns at a time."""
-    blocks = zip(*(torch.split(v, _COLUMNS_AT_A_TIME) for v in vectors), strict=True)
-    total: Tensor | None = None
-    for columns in blocks:
-        block = torch.stack(promoted(columns))
-        with torch.autocast(block.device.type, enabled=False):  # it would use half precision
-            part = block @ block.T
-        total = part if total is None else total + part
-    return cast("Tensor", total)
 
 
 def combine(

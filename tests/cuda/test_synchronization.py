@@ -98,6 +98,7 @@ TREES: dict[str, Callable[[Any, Any], object]] = {
     "weighted_sum": lambda a, b: tree.weighted_sum({"a": a, "b": b}, {"a": 1.0, "b": 0.5}),
     "to_matrix": lambda a, b: tree.to_matrix({"a": a, "b": b}),
     "gram": lambda a, b: tree.gram({"a": a, "b": b}),
+    "gram, a leaf that one misses": lambda a, b: tree.gram({"a": a, "b": {**b, "0.bias": None}}),
     "stack": lambda a, b: tree.unstack(tree.stack([a, b])),
 }
 
@@ -113,7 +114,7 @@ def test_arithmetic_of_trees_is_queued(device: torch.device, name: str) -> None:
 
 @pytest.mark.parametrize("make", [gradkit.meta.sgd, gradkit.meta.adam])
 def test_an_inner_loop_is_queued(device: torch.device, make: Any) -> None:
-    """With steps that are stored: recomputed ones are held against the first run, on the host."""
+    """With steps that are stored: with recomputed ones the host waits once, at the pass's end."""
     opt = make(lr=0.1)
     model, x = model_on(device), batch_on(device)
     params = dict(model.named_parameters())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import gradkit
 from gradkit.report import Conflicts, History, conflicts
+from tests.host_reads import host_reads
 from tests.strategies import HOOKLESS, Program, build, programs
 
 
@@ -140,6 +141,21 @@ def test_a_small_module_is_measured_by_itself(device: torch.device) -> None:
     assert found.modules["small"].cosine("a", "b") == pytest.approx(-1.0)
     assert found.modules["small"].norms["a"] == pytest.approx(2**0.5 * 1e-25)
     assert found.cosine("a", "b") == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("by", [None, "module"])
+@pytest.mark.parametrize("size", [1.0, 1e-30])
+def test_all_numbers_are_read_at_once(device: torch.device, by: Any, size: float) -> None:
+    """And once more where squares would leave the range of float32."""
+    entries = torch.full((4,), size, device=device)
+    per_loss = {
+        "a": {"m.v.w": entries, "m.b": None, "n.w": entries * 0},
+        "b": {"m.v.w": -entries, "m.b": entries, "n.w": None},
+        "c": {"m.v.w": None, "m.b": None, "n.w": None},
+    }
+    with host_reads() as seen:
+        conflicts(per_loss, by=by)
+    assert seen == ["tolist"] if size == 1.0 else seen.count("tolist") == 2
 
 
 def test_every_prefix_is_a_module(device: torch.device) -> None:

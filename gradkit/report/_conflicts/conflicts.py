@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import product
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import combinations, product
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from gradkit.tree._per_loss import PerLossRows, gram, read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+_Rows: TypeAlias = list[list[Tensor | None]]  # of each loss, the gradients of some leaves
 
 _MAX_COLUMNS, MAX_PAIRS = 8, 6
 _SMALL, _LARGE = 1e-12, 1e12  # squares of float32 between these, and sums, are far from its limits
@@ -139,12 +142,16 @@ def conflicts(
     names = _names(per_loss, losses)
     leaves = [leaf for leaf in rows.leaves if rows.example(leaf) is not None]
     groups = _by_module(rows, leaves) if by else {"": leaves}
-    products = {module: _products_of(rows, group) for module, group in groups.items()}
-    by_module = {}
-    for module in filter(None, groups):
-        below = [p for name, p in products.items() if f"{name}.".startswith(f"{module}.")]
-        by_module[module] = _measure(names, _Products.total(below), {})
-    return _measure(names, _Products.total(list(products.values())), by_module)
+    parts = {
+        module: [[row[leaf] for leaf in group] for row in rows.rows]
+        for module, group in groups.items()
+    }
+    cosines, numbers = _measure(parts, [[0] * len(names) for _ in parts])
+    powers = [[_power(top) for *_, top in rows] for rows in numbers]
+    if any(map(any, powers)):  # seldom: to ask before would be to wait for the device twice
+        cosines, numbers = _measure(parts, powers)
+    *of_modules, total = map(partial(_describe, names), cosines, numbers)
+    return replace(total, modules=dict(zip(filter(None, parts), of_modules, strict=True)))
 
 
 def _names(per_loss: PyTree, losses: PyTree) -> tuple[str, ...]:
@@ -172,22 +179,39 @@ def _by_module(rows: PerLossRows, leaves: Sequence[int]) -> dict[str, list[int]]
 
 
 def _measure(
-    names: tuple[str, ...], products: _Products, modules: dict[str, Conflicts]
-) -> Conflicts:
-    norms, cosines = products.norms(), products.cosines()
-    has_angle = (norms > 0) & norms.isfinite()
-    i, j = torch.triu_indices(len(names), len(names), 1)
-    has_cosine = has_angle[i] & has_angle[j]
-    is_negative = has_cosine & (cosines[i, j] < 0)
-    columns = (column[is_negative].tolist() for column in (cosines[i, j], i, j))
-    worst = sorted(zip(*columns, strict=True))
+    parts: dict[str, _Rows], powers: list[list[int]]
+) -> tuple[list[Tensor], list[list[list[float]]]]:
+    """Return the cosines of each module and of all, and of each row: norm, cosines, largest."""
+    blocks = _to_host(
+        [_block(*part) for part in zip(parts.values(), powers, strict=True)], len(powers[0])
+    )
+    products = {
+        name: _Products.of_block(block, of_rows)
+        for name, block, of_rows in zip(parts, blocks, powers, strict=True)
+    }
+    modules = [
+        [part for name, part in products.items() if f"{name}.".startswith(f"{module}.")]
+        for module in filter(None, parts)
+    ]
+    totals = [_Products.total(below) for below in (*modules, list(products.values()))]
+    cosines = [total.cosines() for total in totals]
+    norms = [total.norms()[:, None] for total in totals]
+    # There are as many totals as parts: the last are that of all, and that in no module.
+    numbers = torch.cat([torch.stack(norms), torch.stack(cosines), blocks[..., :1]], 2)
+    return cosines, numbers.tolist()
+
+
+def _describe(names: tuple[str, ...], cosines: Tensor, numbers: list[list[float]]) -> Conflicts:
+    norms = [row[0] for row in numbers]
+    has_angle = [index for index, norm in enumerate(norms) if 0 < norm < math.inf]
+    pairs = [(numbers[i][1 + j], i, j) for i, j in combinations(has_angle, 2)]
+    worst = sorted(pair for pair in pairs if pair[0] < 0)
     return Conflicts(
         losses=names,
-        norms=dict(zip(names, norms.tolist(), strict=True)),
+        norms=dict(zip(names, norms, strict=True)),
         cosines=cosines,
         conflicting=tuple((names[a], names[b], cosine) for cosine, a, b in worst),
-        share=len(worst) / max(1, int(has_cosine.sum())),
-        modules=modules,
+        share=len(worst) / max(1, len(pairs)),
     )
 
 
@@ -197,6 +221,14 @@ class _Products:
 
     matrix: Tensor
     powers: Tensor
+
+    @staticmethod
+    def of_block(block: Tensor, powers: list[int]) -> _Products:
+        """Return the products of rows, from what `_block` returns of them."""
+        shown = (
+            torch.tensor(powers, dtype=block.dtype) if any(powers) else block.new_zeros(len(block))
+        )
+        return _Products(block[:, 1:], shown.masked_fill(block[:, 0] == 0, _NOTHING))
 
     @staticmethod
     def total(parts: Sequence[_Products]) -> _Products:
@@ -218,23 +250,35 @@ class _Products:
         is_zero = lengths == 0
         lengths = torch.where(is_zero, 1.0, lengths)
         cosines = (self.matrix / (lengths[:, None] * lengths[None, :])).clamp(-1, 1)
-        cosines.diagonal()[lengths.isfinite()] = 1.0
+        ones = torch.where(lengths.isfinite(), 1.0, cosines.diagonal())
+        cosines.diagonal().copy_(ones)
         return cosines.masked_fill(is_zero[:, None] | is_zero[None, :], 0.0)
 
 
 @torch.no_grad()
-def _products_of(rows: PerLossRows, leaves: Sequence[int]) -> _Products:
-    """Return the inner products of some leaves of the rows, each of which some row has."""
-    picked = [[row[leaf] for leaf in leaves] for row in rows.rows]
-    tops = [float(largest(row)) for row in picked]
-    powers = [_power(top) for top in tops]
+def _block(rows: _Rows, powers: list[int]) -> Tensor | None:
+    """Return the largest entry of each row, and their products: `[K, 1 + K]`; None of no leaves."""
+    if not rows[0]:
+        return None
     scaled = [
         [None if leaf is None else _divided(leaf, power) for leaf in row] if power else row
-        for row, power in zip(picked, powers, strict=True)
+        for row, power in zip(rows, powers, strict=True)
     ]
-    shown = [power if top else _NOTHING for power, top in zip(powers, tops, strict=True)]
-    matrix = gram(scaled).to("cpu", torch.float64)
-    return _Products(matrix, torch.tensor(shown, dtype=torch.float64))
+    matrix = gram(scaled).double()
+    tops = [
+        largest(row).to(matrix) if any(x is not None for x in row) else matrix.new_zeros(())
+        for row in rows
+    ]
+    return torch.cat([torch.stack(tops)[:, None], matrix], 1)
+
+
+def _to_host(blocks: list[Tensor | None], count: int) -> Tensor:
+    """Return the blocks in one tensor on the CPU, by one copy; zeros for None."""
+    present = [block for block in blocks if block is not None]
+    if not present:
+        return torch.zeros(len(blocks), count, 1 + count, dtype=torch.float64)
+    zeros = torch.zeros_like(present[0])
+    return torch.stack([zeros if x is None else x.to(zeros.device) for x in blocks]).cpu()
 
 
 def _power(top: float) -> int:
