@@ -25,7 +25,7 @@ def at_end_of_pass(callback: Callable[[], None]) -> None:
     """Call a function once the pass that runs in this thread is done, which raises what it raises.
 
     Before the pass returns, and on the streams of its caller; not if it fails [E7]. torch's DDP and
-    FSDP end their reductions so. Run on torch 2.13.
+    FSDP end their reductions so. Run on torch 2.11 to 2.15.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -44,12 +44,18 @@ __all__ = ["TorchDispatchMode", "flatten_dense", "without_torch_function"]
 
 
 def flatten_dense(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a new vector of the entries of dense tensors of one dtype. Run on torch 2.13."""
+    """Return a new vector of the entries of dense tensors of one dtype.
+
+    Run on torch 2.11 to 2.15.
+    """
     flat = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
     return cast("Tensor", flat)
 
 
 def without_torch_function() -> AbstractContextManager[object]:
-    """Let no tensor subclass change what torch functions return in a block. Run on torch 2.13."""
+    """Let no tensor subclass change what torch functions return in a block.
+
+    Run on torch 2.11 to 2.15.
+    """
     context: AbstractContextManager[object] = torch._C.DisableTorchFunctionSubclass()
     return context

@@ -1,4 +1,4 @@
-"""Private names of torch.distributed: DDP, FSDP, DTensor. Run on torch 2.13.
+"""Private names of torch.distributed: DDP, FSDP, DTensor. Run on torch 2.11 to 2.15.
 
 FSDP and DTensor are looked up, not imported: a process that has not imported them has none.
 """
@@ -14,51 +14,61 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
-# The node that a forward pass with static_graph or find_unused_parameters adds. Run on torch 2.13.
+# The node that a forward pass with static_graph or find_unused_parameters adds.
+# Run on torch 2.11 to 2.15.
 SINK = "_DDPSinkBackward"
 
 
 def sink_is_static(node: Node) -> bool:
-    """Return whether the module that added a `SINK` node has static_graph. Run on torch 2.13."""
+    """Return whether the module that added a `SINK` node has static_graph.
+
+    Run on torch 2.11 to 2.15.
+    """
     sink: Any = node
     return bool(sink.ddp_weakref().static_graph)
 
 
 def is_joining(module: DistributedDataParallel) -> bool:
-    """Return whether a module is inside of its join(). Run on torch 2.13."""
+    """Return whether a module is inside of its join(). Run on torch 2.11 to 2.15."""
     return bool(module._join_config.enable)
 
 
 def delays_all_reduce(module: DistributedDataParallel) -> bool:
-    """Return whether a module has delay_all_reduce_named_params. Run on torch 2.13."""
+    """Return whether a module has delay_all_reduce_named_params. Run on torch 2.11 to 2.15."""
     return bool(module._delay_all_reduce_params)
 
 
 def comm_hooks(module: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
-    """Return the Python communication hooks of a module, with their states. Run on torch 2.13."""
+    """Return the Python communication hooks of a module, with their states.
+
+    Run on torch 2.11 to 2.15.
+    """
     return list(module._comm_hooks)
 
 
 def has_comm_hook(module: DistributedDataParallel) -> bool:
-    """Return whether a module has a communication hook, C++ ones included. Run on torch 2.13."""
+    """Return whether a module has a communication hook, C++ ones included.
+
+    Run on torch 2.11 to 2.15.
+    """
     # Only the log shows the C++ hooks.
     log: dict[str, object] = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     return bool(module._comm_hooks or log.get("comm_hook"))
 
 
 def zero_buckets(module: DistributedDataParallel) -> list[Any]:
-    """Return the gradient buckets of a module, filled with zeros. Run on torch 2.13."""
+    """Return the gradient buckets of a module, filled with zeros. Run on torch 2.11 to 2.15."""
     return list(module.reducer._get_zeros_like_grad_buckets())
 
 
 def run_comm_hook(module: DistributedDataParallel, bucket: Any) -> Tensor:
-    """Return what the communication hook makes of a bucket's buffer. Run on torch 2.13."""
+    """Return what the communication hook makes of a bucket's buffer. Run on torch 2.11 to 2.15."""
     reduced: Any = module.reducer._run_comm_hook(bucket).wait()
     tensor: Tensor = reduced if isinstance(reduced, Tensor) else reduced[0]
     return tensor
 
 
-# The node that the forward pass of a sharded module adds. Run on torch 2.13.
+# The node that the forward pass of a sharded module adds. Run on torch 2.11 to 2.15.
 POST_BACKWARD = "RegisterPostBackwardFunctionBackward"
 
 
@@ -69,12 +79,12 @@ def module_classes() -> tuple[type, ...]:
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Return whether `fully_shard` was called on an FSDP module. Run on torch 2.13."""
+    """Return whether `fully_shard` was called on an FSDP module. Run on torch 2.11 to 2.15."""
     return hasattr(module, "_get_fsdp_state")
 
 
 def states_of(modules: Iterable[Any]) -> list[Any]:
-    """Return the states of `fully_shard` modules and of all that share a root. Run on torch 2.13.
+    """Return the states of `fully_shard` modules and of all that share a root. Run on torch 2.11 to 2.15.
 
     A backward pass through one module writes the `.grad` of every other one in the graph.
     """
@@ -84,7 +94,7 @@ def states_of(modules: Iterable[Any]) -> list[Any]:
 
 
 def all_states() -> Iterator[Any]:
-    """Yield the states of all `fully_shard` modules of this process. Run on torch 2.13."""
+    """Yield the states of all `fully_shard` modules of this process. Run on torch 2.11 to 2.15."""
     composable = sys.modules.get("torch.distributed._composable_state")
     for state in list(getattr(composable, "_module_state_mapping", {}).values()):
         alive = state() if isinstance(state, ref) else state
@@ -93,7 +103,7 @@ def all_states() -> Iterator[Any]:
 
 
 def groups_of(states: Iterable[Any]) -> list[Any]:
-    """Return the parameter groups that states manage. Run on torch 2.13."""
+    """Return the parameter groups that states manage. Run on torch 2.11 to 2.15."""
     groups: list[Any] = []
     for state in states:
         several = getattr(state, "_fsdp_param_groups", None)
@@ -102,30 +112,39 @@ def groups_of(states: Iterable[Any]) -> list[Any]:
 
 
 def shards_of(groups: Iterable[Any]) -> list[Any]:
-    """Return the shards of groups: each knows its `sharded_param`. Run on torch 2.13."""
+    """Return the shards of groups: each knows its `sharded_param`. Run on torch 2.11 to 2.15."""
     return [shard for group in groups for shard in group.fsdp_params]
 
 
 def unsharded_param(shard: Any) -> Tensor | None:
-    """Return the parameter that stands in the graph; None before a forward. Run on torch 2.13."""
+    """Return the parameter that stands in the graph; None before a forward.
+
+    Run on torch 2.11 to 2.15.
+    """
     param: Tensor | None = getattr(shard, "_unsharded_param", None)
     return param
 
 
 def module_params(shard: Any) -> list[Tensor]:
-    """Return the tensors that a module may show as this parameter. Run on torch 2.13."""
+    """Return the tensors that a module may show as this parameter. Run on torch 2.11 to 2.15."""
     resharded: Tensor | None = getattr(shard, "_sharded_post_forward_param", None)
     params = (shard.sharded_param, unsharded_param(shard), resharded)
     return [param for param in params if param is not None]
 
 
 def synchronizes(group: Any) -> bool:
-    """Return whether the next backward pass reduces the gradients of a group. Run on torch 2.13."""
+    """Return whether the next backward pass reduces the gradients of a group.
+
+    Run on torch 2.11 to 2.15.
+    """
     return bool(group.reduce_grads and group.all_reduce_grads)
 
 
 def has_unreduced_grads(group: Any) -> bool:
-    """Return whether earlier backward passes left gradients to be reduced. Run on torch 2.13."""
+    """Return whether earlier backward passes left gradients to be reduced.
+
+    Run on torch 2.11 to 2.15.
+    """
     waiting = [getattr(group, "_partial_reduce_output", None)]
     for shard in group.fsdp_params:
         param = unsharded_param(shard)
@@ -134,7 +153,7 @@ def has_unreduced_grads(group: Any) -> bool:
 
 
 def reset_iteration(states: Iterable[Any]) -> None:
-    """Let later steps reduce, after a backward pass that was aborted. Run on torch 2.13."""
+    """Let later steps reduce, after a backward pass that was aborted. Run on torch 2.11 to 2.15."""
     for state in states:
         if state._is_root and hasattr(state, "_reset_iter_state"):
             state._reset_iter_state()

@@ -8,7 +8,7 @@ from torch.optim import Optimizer, optimizer
 
 
 def has_step_hooks(instance: Optimizer) -> bool:
-    """Return whether code of the user's runs before or after a step. Run on torch 2.13."""
+    """Return whether code of the user's runs before or after a step. Run on torch 2.11 to 2.15."""
     tables = (
         instance._optimizer_step_pre_hooks,
         instance._optimizer_step_post_hooks,
@@ -19,6 +19,9 @@ def has_step_hooks(instance: Optimizer) -> bool:
 
 
 def is_step_of_class(instance: Any) -> bool:
-    """Return whether `step` is that of the class, or a scheduler's around it. Run on torch 2.13."""
+    """Return whether `step` is that of the class, or a scheduler's around it.
+
+    Run on torch 2.11 to 2.15.
+    """
     own = vars(instance).get("step")
     return own is None or getattr(own, "_wrapped_by_lr_sched", False)

@@ -1,4 +1,7 @@
-"""torch.func's transforms: which are around a call, and what they wrap. Run on torch 2.13."""
+"""torch.func's transforms: which are around a call, and what they wrap.
+
+Run on torch 2.11 to 2.15.
+"""
 
 from __future__ import annotations
 
