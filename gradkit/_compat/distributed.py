@@ -86,7 +86,8 @@ def is_fully_sharded(module: nn.Module) -> bool:
 def states_of(modules: Iterable[Any]) -> list[Any]:
     """Return the states of `fully_shard` modules and of all that share a root.
 
-    Run on torch 2.11 to 2.15. A backward pass through one module writes the `.grad` of every other one in the graph.
+    A backward pass through one module writes the `.grad` of every other one in the graph. Run on
+    torch 2.11 to 2.15.
     """
     states = [module._get_fsdp_state() for module in modules]
     together = [other for state in states for other in (state, *state._state_ctx.all_states)]
