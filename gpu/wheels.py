@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from tests.versions import constraints
+
 ROOT = Path(__file__).resolve().parents[1]
 # What the tests and the benchmarks import, with their needs. BackPACK goes without torchvision, as
 # in the Makefile.
@@ -32,11 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Collect the wheels, and return the exit status: 1 if they are too large to take along."""
     parser = argparse.ArgumentParser(prog="python -m gpu.wheels", description=__doc__)
     parser.add_argument("--python-version", default="3.12", help="that of the other machine")
+    parser.add_argument("--torch", default="2.11.0", help="that of the other machine, too")
     parser.add_argument("--output", type=Path, default=Path("wheels"), help="the folder")
     options = parser.parse_args(arguments)
     folder: Path = options.output
     for old in folder.glob("*.whl"):  # two versions of one package could not be installed
         old.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    pins = folder / "constraints.txt"  # an older torch needs an older optree
+    pins.write_text(constraints(options.torch, ""), encoding="utf-8")
     subprocess.run(command(options.python_version, folder), cwd=ROOT, check=True)
     wheels, files = size(folder.glob("*.whl")), size(tracked())
     print(f"{folder}: {wheels:.1f} MiB of wheels, to go with {files:.1f} MiB of files")
@@ -50,7 +56,7 @@ def command(python_version: str, folder: Path) -> list[str]:
     platforms = [part for name in PLATFORMS for part in ("--platform", f"{name}_x86_64")]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     kind = ["--no-deps", "--only-binary=:all:", "--implementation", "cp", *platforms]
-    where = ["-c", "constraints.txt", "-d", str(folder.resolve())]
+    where = ["-c", str(folder.resolve() / "constraints.txt"), "-d", str(folder.resolve())]
     return [*pip, *kind, "--python-version", python_version, *where, *NAMES]
 
 

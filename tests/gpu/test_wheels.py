@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -55,6 +56,17 @@ def test_every_version_is_pinned(device: torch.device) -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {plain(line.partition("==")[0]) for line in lines if "==" in line}
     assert pinned >= TAKEN
+
+
+def test_an_older_torch_has_the_optree_that_it_compiles(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
+    monkeypatch.setattr(wheels, "tracked", list)
+    assert wheels.main(["--torch", "2.11.0", "--output", str(tmp_path)]) == 0
+    assert str(tmp_path / "constraints.txt") in commands[0]
+    assert "optree==0.19.1\n" in (tmp_path / "constraints.txt").read_text(encoding="utf-8")
 
 
 def test_no_wheel_is_of_another_machine(device: torch.device) -> None:
