@@ -17,6 +17,8 @@ import gradkit
 from gradkit import meta, tree
 from tests.host_reads import host_reads
 
+pytestmark = pytest.mark.long
+
 # --- The recorder --------------------------------------------------------------------------------
 
 PLANTED: dict[str, Callable[[Tensor], Any]] = {

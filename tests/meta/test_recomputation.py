@@ -18,6 +18,8 @@ from gradkit import meta
 from tests.helpers import assert_same_bits, unchanged
 from tests.host_reads import host_reads
 
+pytestmark = pytest.mark.long
+
 STEPS = 4
 recomputing = pytest.mark.parametrize("memory", ["recompute", 1, 2, 3, STEPS])
 
