@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from tests.conftest import processes_of
+from tests.conftest import processes_of, pytest_collection_modifyitems
 from tests.shards import Shard, name_of
 
-ROOT = Path(__file__).resolve().parents[2]
 COUNTS = [1, 2, 3, 4, 16]
 
 
@@ -47,19 +44,15 @@ def test_what_is_no_shard_is_refused(device: torch.device, text: str) -> None:
         Shard.parse(text)
 
 
-def collected(*options: str) -> list[str]:
-    """Return the tests of a file that pytest would run."""
-    file = "tests/tree/test_tree.py"
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", file, *options]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return [line for line in run.stdout.splitlines() if "::" in line]
-
-
-@pytest.mark.long
-def test_the_shards_of_pytest_are_all_tests_once(device: torch.device) -> None:
-    every = collected()
-    parts = [collected("--shard", str(shard)) for shard in shards(2)]
-    assert all(parts)
-    assert sorted(name for part in parts for name in part) == sorted(every)
-    assert len(set(every)) == len(every)
+def test_a_shard_leaves_the_other_tests_out(
+    device: torch.device, request: pytest.FixtureRequest
+) -> None:
+    every = [item for item in request.session.items if not processes_of(item)]
+    config = mock.Mock()
+    config.getoption.return_value = "1/2"
+    first, second = shards(2)
+    items = list(every)
+    pytest_collection_modifyitems(config, items)
+    assert items == [item for item in every if item in first]
+    rest = [item for item in every if item in second]
+    config.hook.pytest_deselected.assert_called_once_with(items=rest)
