@@ -21,12 +21,13 @@ from gradkit.errors import UnsupportedGraphError, message
 # derivative, the third in all, is wrong. Not so group_norm and rms_norm.
 _NORMS = ("NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBackward0")
 _WRONG_THIRD = {kind for kind in _NORMS if not is_mended(kind)}
+_DTENSORS_ARE_WRONG = not is_mended("DTensor")
 
 
 def refuse_wrong_derivatives(call: Call) -> None:
     """Raise if torch would get the derivative of a pass of the call wrong, or drop it."""
     for group, params in call.passes:
-        if not is_mended("DTensor"):
+        if _DTENSORS_ARE_WRONG:
             _refuse_dtensors(params)
         for index in group:
             below = call.graph.below([index])

@@ -16,8 +16,8 @@ from gradkit._state.grad_writes import set_grad, write
 from gradkit.dotgrad._matching import Pairs
 from gradkit.errors import warn_fallback
 
-# tests/dotgrad/test_lending.py runs each with every combination of its options. One that is not
-# here is given copies: it may write on its gradients, or keep them.
+# tests/dotgrad/test_lending.py runs each with the combinations of its options that are lent to. One
+# that is not here is given copies: it may write on its gradients, or keep them.
 _NAMES = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam",
     "RMSprop", "Rprop", "SGD", "SparseAdam",
@@ -38,7 +38,10 @@ def only_reads(optimizer: Any) -> bool:
 
 
 def _writes(group: dict[str, Any]) -> bool:
-    """Return whether SGD adds the momentum to the gradient itself, as it does for Nesterov's."""
+    """Return whether a step with these options writes on gradients, or was not tried for it."""
+    if group.get("differentiable") or group.get("capturable"):
+        return True
+    # SGD adds Nesterov's momentum to the gradient itself where it takes all parameters at once.
     if not group.get("nesterov") or group.get("foreach") is False:
         return False
     return bool(group.get("foreach")) or any(p.device.type != "cpu" for p in group["params"])

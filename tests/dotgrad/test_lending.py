@@ -18,15 +18,16 @@ from tests.helpers import assert_same_bits
 FLAGS: dict[str, list[Any]] = {
     "foreach": [None, True, False], "fused": [None, True], "maximize": [False, True],
     "weight_decay": [0.0, 0.1], "momentum": [0.0, 0.9], "nesterov": [False, True],
-    "amsgrad": [False, True], "centered": [False, True], "differentiable": [False],
-    "decoupled_weight_decay": [False, True], "capturable": [False],
+    "amsgrad": [False, True], "centered": [False, True],
+    "decoupled_weight_decay": [False, True],
 }  # fmt: skip
 
 
 def combinations(cls: Any) -> Iterator[dict[str, Any]]:
     """Yield every combination of the flags that an optimizer takes, but for those it refuses."""
     code = cls.__init__.__code__
-    names = [name for name in FLAGS if name in code.co_varnames[: code.co_argcount + 10]]
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    names = [name for name in FLAGS if name in arguments]
     for values in product(*(FLAGS[name] for name in names)):
         hyper = dict(zip(names, values, strict=True))
         try:
@@ -103,6 +104,30 @@ def test_others_are_given_copies(device: torch.device) -> None:
         gradkit.step_(optimizer, own, grads)
         gradkit.step_(optimizer, own, grads)
         assert grads[0].tolist() == [1, 1]
+
+
+def test_options_that_were_not_tried_are_given_copies(device: torch.device) -> None:
+    param = nn.Parameter(torch.ones(2, device=device))
+    assert not only_reads(optim.Adam([param], differentiable=True))
+    optimizer = optim.Adam([param])
+    optimizer.param_groups[0]["capturable"] = True
+    assert not only_reads(optimizer)
+
+
+@pytest.mark.parametrize("cls", [optim.SGD, Own])
+def test_a_step_that_raises_leaves_grad_as_it_was(device: torch.device, cls: Any) -> None:
+    params = net(device)
+    before = [torch.ones_like(param) for param in params]
+    for param, grad in zip(params, before, strict=True):
+        param.grad = grad
+    optimizer = cls(params, lr=0.1)
+    optimizer.param_groups[0]["lr"] = "none"
+    grads = grads_of(params, 0)
+    with pytest.raises(TypeError):
+        gradkit.step_(optimizer, params, grads)
+    assert all(param.grad is grad for param, grad in zip(params, before, strict=True))
+    assert_same_bits(before, [torch.ones_like(param) for param in params])
+    assert_same_bits(grads, grads_of(params, 0))
 
 
 def test_a_scheduler_changes_nothing(device: torch.device) -> None:
