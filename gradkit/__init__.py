@@ -15,6 +15,7 @@ from gradkit._compat import versions as _versions  # first: it raises if torch i
 
 # isort: split
 from gradkit import dotgrad, errors, tree
+from gradkit._checks.checked import checked
 from gradkit.dotgrad import (
     add_grads_,
     backward_,
@@ -61,6 +62,7 @@ __all__ = [
     "add_grads_",
     "backward_",
     "capture_grads",
+    "checked",
     "clear_grads_",
     "combine",
     "distributed",

@@ -13,7 +13,8 @@ import gradkit
 from gradkit import errors
 
 NAMES = {
-    "value_and_grads", "per_loss_grads", "simultaneous_grads", "safe_retain", "combine", "tree",
+    "value_and_grads", "per_loss_grads", "simultaneous_grads", "safe_retain", "combine", "checked",
+    "tree",
     "errors", "dotgrad", "func", "meta", "distributed", "report", "read_grads", "write_grads_",
     "add_grads_", "clear_grads_", "backward_", "capture_grads", "step_", *errors.__all__,
 }  # fmt: skip
@@ -90,8 +91,9 @@ def test_every_public_function_is_documented(device: torch.device) -> None:
     for function in functions:
         doc = inspect.getdoc(function)
         assert doc is not None
-        sections = ["Args:", "Example:"]
-        if function in (gradkit.safe_retain, gradkit.capture_grads):
+        sections = ["Example:"]
+        sections += ["Args:"] * bool(inspect.signature(function).parameters)
+        if function in (gradkit.safe_retain, gradkit.capture_grads, gradkit.checked):
             sections.append("Yields:")
         elif not function.__name__.endswith("_") or function is gradkit.backward_:
             sections.append("Returns:")

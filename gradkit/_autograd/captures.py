@@ -2,49 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from threading import local
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from gradkit._autograd.write_finder import WriteFinder
 from gradkit._compat.autograd import current_pass
 from gradkit._core import user_code
 from gradkit._core.ownership import copy_for
 
+Copy: TypeAlias = Callable[[Tensor | None], Tensor | None]
+
 
 class ArrivalCapture:
-    """Captures the gradients of non-leaf tensors, and copies those of leaves, as they arrive.
+    """Copies the gradients of some tensors as they arrive.
 
     For a non-leaf, the engine captures before the tensor's hooks if the pass goes on below it, and
     hands the captured tensor to the node below, which may write on it [D3, L3]; a custom Function
     that was given a leaf's captured gradient may write on that, too. A hook that is registered last
     sees the value that the user's hooks return.
 
-    Other threads, and passes inside hooks, go through the same tensors: each gradient is stored by
-    the number of its pass, and an extra root of the pass shows which number is ours.
+    Other threads, and passes inside hooks, go through the same tensors: each gradient of a non-leaf
+    is stored by the number of its pass, and an extra root of the pass shows which number is ours.
+
+    Attributes:
+        roots: What the pass also has to start from.
+        leaves: What it also has to be for.
     """
 
     def __init__(
-        self, variables: list[Tensor], stack: ExitStack, *, create_graph: bool, copy_leaves: bool
+        self,
+        variables: Sequence[Tensor],
+        exposed: Sequence[Tensor],
+        stack: ExitStack,
+        *,
+        create_graph: bool,
+        finder: WriteFinder | None = None,
     ) -> None:
+        self._finder = finder
         self._own_pass: list[int] = []
         self._arrived: dict[int, dict[int, Tensor]] = {}
         self._create_graph = create_graph
+        self.roots: list[Tensor] = []
+        self.leaves: list[Tensor] = []
+        copies = {id(v): _copied for v in exposed if v.grad_fn is None}
+        if finder is not None:
+            for index, variable in enumerate(variables):
+                if id(variable) in copies:
+                    copies[id(variable)] = partial(_noted_and_copied, finder, index)
+        leaves = [v for v in exposed if v.grad_fn is None]
+        stack.enter_context(_copied_on_arrival(leaves, [copies[id(leaf)] for leaf in leaves]))
+        not_leaves = {id(v) for v in exposed if v.grad_fn is not None}
         for index, variable in enumerate(variables):
-            if variable.grad_fn is not None:
+            if id(variable) in not_leaves:
                 self._arrived[index] = {}
                 self._listen(variable, partial(self._store, index, variable), stack)
-        if copy_leaves:
-            stack.enter_context(_copied_on_arrival([v for v in variables if v.grad_fn is None]))
-        with torch.enable_grad():
-            self.leaf = torch.zeros((), device=variables[0].device, requires_grad=True)
-            self.root = self.leaf.view_as(self.leaf)
-        self._listen(self.root, lambda _: self._own_pass.append(current_pass()), stack)
+        if not_leaves:
+            with torch.enable_grad():
+                leaf = torch.zeros((), device=variables[0].device, requires_grad=True)
+                root = leaf.view_as(leaf)
+            self._listen(root, lambda _: self._own_pass.append(current_pass()), stack)
+            self.roots, self.leaves = [root], [leaf]
 
     @staticmethod
     def _listen(tensor: Tensor, hook: Callable[[Tensor], Tensor | None], stack: ExitStack) -> None:
@@ -52,6 +76,8 @@ class ArrivalCapture:
 
     def _store(self, index: int, variable: Tensor, grad: Tensor | None) -> None:
         if grad is not None:
+            if self._finder is not None:
+                self._finder.arrive(index, grad)
             copy = copy_for(grad if self._create_graph else grad.detach(), variable)
             self._arrived[index][current_pass()] = copy
 
@@ -64,14 +90,14 @@ class ArrivalCapture:
 
 
 @contextmanager
-def _copied_on_arrival(leaves: list[Tensor]) -> Iterator[None]:
+def _copied_on_arrival(leaves: list[Tensor], copies: list[Copy]) -> Iterator[None]:
     """Make the engine capture a copy of each leaf's gradient."""
     # Into the tables of hooks themselves: a handle for each would take longer than the copy.
     tables = list(map(user_code.hooks_of, leaves))
     key = object()
     try:
-        for table in tables:
-            table[key] = _copied
+        for table, copy in zip(tables, copies, strict=True):
+            table[key] = copy
         yield
     finally:
         for table in tables:
@@ -80,6 +106,12 @@ def _copied_on_arrival(leaves: list[Tensor]) -> Iterator[None]:
 
 def _copied(grad: Tensor | None) -> Tensor | None:
     return None if grad is None else grad.clone()  # None is an undefined gradient [D10]
+
+
+def _noted_and_copied(finder: WriteFinder, index: int, grad: Tensor | None) -> Tensor | None:
+    if grad is not None:
+        finder.arrive(index, grad)
+    return _copied(grad)
 
 
 class PassObserver(Protocol):

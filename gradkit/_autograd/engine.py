@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
 from gradkit._checks.graphs import freed, losses_freed
+from gradkit._compat.autograd import function_mode_enabled, run_engine
 from gradkit._compat.transforms import autograd_grad, compiled_autograd_disabled
 from gradkit._core.call import Call
+from gradkit._core.ownership import PLAIN_TYPES
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
 
@@ -26,19 +28,39 @@ def run_grad(
 ) -> list[Tensor | None]:
     """Return the gradients of a weighted sum of outputs with respect to tensors or graph edges."""
     try:
-        grads = torch.autograd.grad(
-            outputs,
-            inputs,
-            seeds,
-            retain_graph=retain_graph,
-            create_graph=call.create_graph,
-            allow_unused=True,
-            is_grads_batched=is_grads_batched,
-        )
+        if is_grads_batched or not call.plain or function_mode_enabled() or not _plain(outputs):
+            grads: Sequence[Tensor | None] = torch.autograd.grad(
+                outputs,
+                inputs,
+                seeds,
+                retain_graph=retain_graph,
+                create_graph=call.create_graph,
+                allow_unused=True,
+                is_grads_batched=is_grads_batched,
+            )
+        else:
+            cotangents = tuple(map(_seed, outputs, seeds))
+            grads = run_engine(
+                tuple(outputs),
+                cotangents,
+                retain_graph,
+                call.create_graph,
+                tuple(inputs),
+                True,
+                accumulate_grad=False,
+            )
     except RuntimeError as error:
         _raise_named(error, call)
         raise
-    return cast("list[Tensor | None]", list(grads))
+    return list(grads)
+
+
+def _plain(tensors: Sequence[Tensor]) -> bool:
+    return PLAIN_TYPES.issuperset(map(type, tensors))
+
+
+def _seed(output: Tensor, seed: Tensor | None) -> Tensor:
+    return torch.ones_like(output) if seed is None else seed
 
 
 def run_backward(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradkit._autograd.captures import any_observers
+from gradkit._checks.checked import is_checked
 from gradkit._core import user_code
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph, largest_tensor
@@ -236,6 +237,8 @@ def _worth_batching(loss: Tensor, below: Callable[[Tensor], Subgraph]) -> bool:
 
 def _why_not(loss: Tensor, below: Subgraph, variables: list[Tensor]) -> str | None:
     """Return why this loss is known not to come out right in the batched mode, or not to run."""
+    if is_checked():
+        return "gradkit.checked() looks at one pass at a time"
     if any_observers():
         return "safe_retain keeps gradients, and those of a batch cannot outlive it"
     if loss.retains_grad or any(v.grad_fn is not None for v in variables):

@@ -68,9 +68,10 @@ def run_jointly(
     call = Call(losses, outputs, [Pass(group, params)], unused, create_graph)
     check_call(call, allowed)
     learned = [w for w in by_loss or () if isinstance(w, Tensor) and w.requires_grad]
+    constants = len(group) < len(outputs)
     grads = runner(call, learned).grads(
-        [outputs[index] for index in group],
-        [seeds[index] for index in group],
+        [outputs[index] for index in group] if constants else outputs,
+        [seeds[index] for index in group] if constants else seeds,
         params.variables,
         retain=create_graph if retain_graph is None else retain_graph,
     )
@@ -95,16 +96,19 @@ def weigh(
             with torch.enable_grad():
                 outputs[index] = loss * weight.reshape(loss.shape).to(loss)
         else:
-            seeds[index] = torch.empty_like(loss, requires_grad=False).copy_(
-                weight.reshape(loss.shape)
-            )
+            seeds[index] = weight.detach().reshape(loss.shape).to(loss, copy=True)
     return outputs, seeds
 
 
 def values_of(losses: Losses, create_graph: bool) -> PyTree:
     """Return the tree of the losses' values: the losses themselves, or detached copies."""
-    values = [loss if create_graph else replicated(loss.detach()).clone() for loss in losses.leaves]
+    values = losses.leaves if create_graph else list(map(_detached_copy, losses.leaves))
     return pytree.unflatten(losses.spec, values)
+
+
+def _detached_copy(loss: Tensor) -> Tensor:
+    value = loss.detach()
+    return value.clone() if type(loss) is Tensor else replicated(value).clone()
 
 
 def run_separately(

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torch import Tensor
 
 from gradkit._autograd.captures import ArrivalCapture, any_observers, observed
 from gradkit._autograd.engine import run_backward, run_grad
-from gradkit._core import user_code
+from gradkit._autograd.write_finder import WriteFinder
+from gradkit._checks.checked import is_checked
+from gradkit._checks.writes import exposed, refuse_written
 from gradkit._core.call import Call
 from gradkit._core.ownership import own
+from gradkit._core.params import Params
 from gradkit._state.grad_writes import grads_put_back
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class PassRunner:
     """Runs the passes of a call.
 
@@ -29,6 +31,7 @@ class PassRunner:
 
     call: Call
     weights: Sequence[Tensor] = ()
+    _exposed: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @property
     def create_graph(self) -> bool:
@@ -43,40 +46,65 @@ class PassRunner:
         *,
         retain: bool,
     ) -> list[Tensor | None]:
-        """Return the gradients of one pass, owned unless they carry a graph.
+        """Return the gradients of one pass of the call, owned unless they carry a graph.
 
         A seed is the cotangent of an output, of its shape; None is ones.
         """
-        if self._is_plain and not any_observers():
-            grads = run_grad(self.call, outputs, variables, seeds, retain_graph=retain)
+        params = self._params_of(variables)
+        copied = self._copied(params)
+        if copied or any_observers() or self.retained(() if params.only_leaves else variables):
+            grads = self._captured_grads(outputs, seeds, variables, copied, retain=retain)
         else:
-            grads = self._observed_grads(outputs, seeds, variables, retain=retain)
+            grads = run_grad(self.call, outputs, variables, seeds, retain_graph=retain)
+        if len(copied) < len(variables):
+            refuse_written(self.call, params, grads, copied)
         return grads if self.call.create_graph else _owned(grads, variables)
 
-    def _observed_grads(
+    def _captured_grads(
         self,
         outputs: Sequence[Tensor],
         seeds: Sequence[Tensor | None],
         variables: list[Tensor],
+        copied: list[Tensor],
         *,
         retain: bool,
     ) -> list[Tensor | None]:
+        """Run a pass that also captures what is observed, and that leaves every `.grad` alone."""
         extra = observed()
         inputs: list[Any] = [*variables, *(edge for _, edge in extra)]
-        copies = self.copies_on_arrival
+        retained = self.retained((*variables, *(tensor for tensor, _ in extra)))
         with ExitStack() as stack:
-            tensors = (*variables, *(tensor for tensor, _ in extra))
-            stack.enter_context(grads_put_back(self.retained(tensors)))
-            if self.call.plain_leaves and not copies:
-                grads = run_grad(self.call, outputs, inputs, seeds, retain_graph=retain)
-                return grads[: len(variables)]
-            capture = ArrivalCapture(
-                variables, stack, create_graph=self.call.create_graph, copy_leaves=copies
-            )
-            roots, cotangents = [*outputs, capture.root], [*seeds, None]
-            inputs.append(capture.leaf)
-            grads = run_grad(self.call, roots, inputs, cotangents, retain_graph=retain)
+            stack.enter_context(grads_put_back(list({id(t): t for t in retained}.values())))
+            create = self.call.create_graph
+            finder = WriteFinder() if is_checked() else None
+            capture = ArrivalCapture(variables, copied, stack, create_graph=create, finder=finder)
+            roots, cotangents = [*outputs, *capture.roots], [*seeds, *(None for _ in capture.roots)]
+            inputs += capture.leaves
+            with finder or nullcontext():
+                grads = run_grad(self.call, roots, inputs, cotangents, retain_graph=retain)
+            if finder is not None:
+                finder.report(self._params_of(variables))
             return capture.replace(grads[: len(variables)])
+
+    def _params_of(self, variables: list[Tensor]) -> Params:
+        for one in self.call.passes:
+            if one.params.variables is variables:
+                return one.params
+        raise AssertionError("the variables are not those of a pass of the call")
+
+    def _copied(self, params: Params) -> list[Tensor]:
+        """Return the variables whose gradients are copied on arrival; looked for once a call."""
+        if id(params) not in self._exposed:
+            self._exposed[id(params)] = exposed(self.call, params)
+        return self._exposed[id(params)]
+
+    def retained(self, tensors: Iterable[Tensor] = ()) -> list[Tensor]:
+        """Return the non-leaf tensors whose `.grad` a pass writes, since retain_grad() was called.
+
+        Of those given, and of the losses and weights [D4].
+        """
+        every = (*self.call.losses.leaves, *self.weights, *tensors)
+        return [tensor for tensor in every if tensor.retains_grad and not tensor.is_leaf]
 
     def batched_grads(
         self, output: Tensor, seeds: Tensor, variables: list[Tensor]
@@ -99,36 +127,6 @@ class PassRunner:
     ) -> None:
         """Run one pass that accumulates into `.grad` of some leaves, or of all if None."""
         run_backward(self.call, outputs, seeds, variables, retain_graph=retain)
-
-    @cached_property
-    def _is_plain(self) -> bool:
-        return (
-            self.call.plain_leaves
-            and not self.copies_on_arrival
-            and not any(tensor.retains_grad for tensor in self._roots)
-        )
-
-    @property
-    def _roots(self) -> tuple[Tensor, ...]:
-        return (*self.call.losses.leaves, *self.weights)
-
-    @cached_property
-    def copies_on_arrival(self) -> bool:
-        """Whether a hook, or a custom Function in the graph, could write on a captured gradient."""
-        if user_code.hooks_registered():
-            return True
-        call = self.call
-        if call.plain_leaves and not call.may_hold_functions:
-            return False
-        return bool(user_code.user_functions(call.graph.below(call.differentiated).kinds))
-
-    def retained(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the non-leaf tensors whose `.grad` a pass writes, since retain_grad() was called.
-
-        Of those given, and of the losses and weights [D4].
-        """
-        every = {id(tensor): tensor for tensor in (*self._roots, *tensors)}.values()
-        return [tensor for tensor in every if tensor.retains_grad and not tensor.is_leaf]
 
 
 def _owned(grads: list[Tensor | None], variables: list[Tensor]) -> list[Tensor | None]:

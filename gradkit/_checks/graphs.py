@@ -20,20 +20,20 @@ def check_call(call: Call, allowed: Collection[str] = ()) -> None:
     `allowed` names kinds of nodes that raise otherwise, and that the caller sees to.
     """
     reachability.refuse_no_variables(call)
-    if not allowed:
+    if not allowed and distributed.any_fully_sharded():
         for params in call.params:
             reachability.refuse_gathered(params)
     if call.create_graph:
         derivatives.refuse_wrong_derivatives(call)
     else:
         derivatives.refuse_inside_transforms(call)
-    if not call.plain_leaves or call.may_hold_functions:
+    if call.functions.refused:
         _refuse_nodes_by_loss(call, allowed)
     if not call.plain_leaves:
         reachability.refuse_doubtful(call)
     if call.unused == "error":
         reachability.refuse_unreached(call)
-    if len(call.differentiated) > 1:
+    if len(call.outputs) > 1:
         # The pass for one loss would free the graph of another. A lone one the engine refuses.
         refuse_freed(call, thorough=len(call.passes) > 1)
 

@@ -26,8 +26,9 @@ _CUT = (
 
 def refuse_no_variables(call: Call) -> None:
     """Raise if no tensor of the params requires grad."""
-    if any(params.variables for params in call.params):
-        return
+    for one in call.passes:
+        if one.params.variables:
+            return
     where = " and ".join(dict.fromkeys(params.root for params in call.params))
     raise UnreachedParamError(
         message(
@@ -51,9 +52,17 @@ def refuse_unreached(call: Call) -> None:
 
 def refuse_doubtful(call: Call) -> None:
     """Raise if a variable that is no plain leaf is unreached for a reason that hides a gradient."""
-    below = call.graph.below(call.differentiated)
+    doubtful = [
+        (params, index, variable)
+        for params, index, variable in call.variables()
+        if type(variable) not in PLAIN_TYPES or variable._base is not None or variable._version
+    ]
+    if not doubtful:
+        return
+    # All of it: the tensors that took the places of these may be older than they are.
+    below = Subgraph([call.outputs[index] for index in call.differentiated])
     listed = {id(variable) for _, _, variable in call.variables()}
-    for params, index, variable in call.variables():
+    for params, index, variable in doubtful:
         if below.reaches(variable):
             continue
         if _is_view_of_reached(variable, below, listed):

@@ -94,6 +94,12 @@ def states_of(modules: Iterable[Any]) -> list[Any]:
     return list({id(state): state for state in together}.values())
 
 
+def any_fully_sharded() -> bool:
+    """Return False only if this process has no `fully_shard` module. Run on torch 2.11 to 2.15."""
+    composable = sys.modules.get("torch.distributed._composable_state")
+    return composable is not None and len(composable._module_state_mapping) > 0
+
+
 def all_states() -> Iterator[Any]:
     """Yield the states of all `fully_shard` modules of this process. Run on torch 2.11 to 2.15."""
     composable = sys.modules.get("torch.distributed._composable_state")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from gradkit._core import user_code
-from gradkit._core.graph import GraphView
+from gradkit._core.graph import GraphView, oldest_node
 from gradkit._core.losses import Losses
 from gradkit._core.params import Params
+from gradkit._core.user_code import FunctionsAlive, functions_alive
 
 Grads: TypeAlias = list[Tensor | None]
 
@@ -29,7 +28,7 @@ class Pass(NamedTuple):
     params: Params
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Call:
     """What a public call is to compute.
 
@@ -40,6 +39,9 @@ class Call:
         passes: The engine passes, in order.
         unused: The option: "none", "zeros" or "error".
         create_graph: The option.
+        plain: Whether no variable is of a subclass of torch's tensors.
+        only_leaves: Whether no variable is an intermediate value.
+        functions: Which nodes of Python Functions the graph could hold.
     """
 
     losses: Losses
@@ -47,31 +49,39 @@ class Call:
     passes: Sequence[Pass]
     unused: str = "none"
     create_graph: bool = False
+    plain: bool = field(init=False)
+    only_leaves: bool = field(init=False)
+    functions: FunctionsAlive = field(default_factory=functions_alive)
+    _graph: GraphView | None = None
 
-    @cached_property
+    def __post_init__(self) -> None:
+        self.plain = self.only_leaves = True
+        for one in self.passes:
+            self.plain &= one.params.plain
+            self.only_leaves &= one.params.only_leaves
+
+    @property
     def graph(self) -> GraphView:
-        """The graph of the losses."""
-        return GraphView(self.outputs)
+        """The graph of the losses, as far as passes for the variables go; one view a call."""
+        if self._graph is None:
+            variables = (variable for params in self.params for variable in params.variables)
+            self._graph = GraphView(self.outputs, oldest_node(variables))
+        return self._graph
 
-    @cached_property
+    @property
     def differentiated(self) -> list[int]:
         """The indices of the losses that some pass starts from."""
         return [index for one in self.passes for index in one.losses]
 
-    @cached_property
+    @property
     def params(self) -> list[Params]:
         """The params of the passes, each once."""
         return list({id(one.params): one.params for one in self.passes}.values())
 
-    @cached_property
-    def may_hold_functions(self) -> bool:
-        """Whether the graph could hold the node of a Python Function."""
-        return user_code.custom_functions_alive()
-
-    @cached_property
+    @property
     def plain_leaves(self) -> bool:
         """Whether all variables are plain leaf tensors: no intermediate values, no subclasses."""
-        return all(params.plain_leaves for params in self.params)
+        return self.plain and self.only_leaves
 
     def variables(self) -> Iterator[tuple[Params, int, Tensor]]:
         """Yield every variable of every pass, with its params and its index there."""

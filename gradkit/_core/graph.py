@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from gradkit._compat.autograd import AccumulateGrad
+from gradkit._compat.autograd import AccumulateGrad, sequence_number
 from gradkit.errors import FreedGraphError, message
 
 
@@ -21,17 +21,21 @@ class Subgraph:
     Attributes:
         roots: The tensors that the pass starts from; those without a graph are left out.
         stop: Nodes that belong to it, but are not walked past.
+        oldest: The sequence number of the oldest node that is looked at.
     """
 
-    def __init__(self, roots: Iterable[Tensor], stop: Collection[Node] = ()) -> None:
+    def __init__(
+        self, roots: Iterable[Tensor], stop: Collection[Node] = (), oldest: int = 0
+    ) -> None:
         self.roots = [root for root in roots if root.requires_grad]
         self.stop = stop
+        self.oldest = oldest
         self._leading: dict[object, set[Node]] = {}
 
     @cached_property
     def nodes(self) -> set[Node]:
         """The nodes of the roots, and all below them."""
-        return nodes_below(self.roots, self.stop).union(self.stop)
+        return nodes_below(self.roots, self.stop, self.oldest).union(self.stop)
 
     @cached_property
     def kinds(self) -> set[type]:
@@ -62,7 +66,9 @@ class Subgraph:
         if variable.grad_fn is None:
             return id(variable) in self.leaves
         here = edge(variable)
-        return here.node in self.nodes and here[:2] in self._edges
+        if here.node in self.nodes and here[:2] in self._edges:
+            return True
+        return self.oldest > 0 and Subgraph(self.roots, self.stop).reaches(variable)
 
     def leading_to(self, variables: Sequence[Tensor], extra: Sequence[Node] = ()) -> set[Node]:
         """Return the nodes that a pass executes for the gradients of some variables.
@@ -94,18 +100,31 @@ class GraphView:
 
     Attributes:
         roots: The tensors that are differentiated, one for each loss.
+        oldest: The sequence number of the oldest node that is looked at.
     """
 
-    def __init__(self, roots: Sequence[Tensor]) -> None:
+    def __init__(self, roots: Sequence[Tensor], oldest: int = 0) -> None:
         self.roots = roots
+        self.oldest = oldest
         self._subgraphs: dict[tuple[int, ...], Subgraph] = {}
 
     def below(self, indices: Iterable[int]) -> Subgraph:
         """Return the graph of some of the losses together."""
         key = tuple(indices)
         if key not in self._subgraphs:
-            self._subgraphs[key] = Subgraph([self.roots[index] for index in key])
+            roots = [self.roots[index] for index in key]
+            self._subgraphs[key] = Subgraph(roots, oldest=self.oldest)
         return self._subgraphs[key]
+
+
+def oldest_node(variables: Iterable[Tensor]) -> int:
+    """Return a sequence number such that no node before it leads to one of the variables.
+
+    A node is newer than those that it leads to, so that a pass for intermediate values, as those of
+    an inner loop, executes only what is newer than they are. Of leaves the age is not known: 0.
+    """
+    nodes = [variable.grad_fn for variable in variables]
+    return min((0 if node is None else sequence_number(node) for node in nodes), default=0)
 
 
 def edge(tensor: Tensor) -> GradientEdge:
@@ -113,17 +132,54 @@ def edge(tensor: Tensor) -> GradientEdge:
     return get_gradient_edge(tensor)
 
 
-def nodes_below(roots: Iterable[Tensor], stop: Iterable[Node] = ()) -> set[Node]:
-    """Return every node that a pass from these roots could visit, without entering `stop`."""
+def nodes_below(roots: Iterable[Tensor], stop: Iterable[Node] = (), oldest: int = 0) -> set[Node]:
+    """Return every node that a pass from these roots could visit, without entering `stop`.
+
+    Nor what is older than `oldest`; but if a root is, it was made in another thread, whose numbers
+    are its own, and they tell nothing.
+    """
+    tops = {edge(root).node for root in roots}
+    if any(sequence_number(top) < oldest for top in tops):
+        oldest = 0
     excluded = set(stop)
-    seen = {edge(root).node for root in roots} - excluded
+    seen = tops - excluded
     stack = list(seen)
     while stack:
         for node, _ in stack.pop().next_functions:
-            if node is not None and node not in seen and node not in excluded:
-                seen.add(node)
-                stack.append(node)
+            if node is None or node in seen or node in excluded:
+                continue
+            if oldest and sequence_number(node) < oldest:
+                continue
+            seen.add(node)
+            stack.append(node)
+    if len(seen) > _MOST_TO_FREE_AT_ONCE:
+        for top in tops:
+            _free_in_order(top)
     return seen
+
+
+# A node that Python has seen is freed through Python, each inside the one above it: a chain of some
+# 40,000 such nodes overflows the stack.
+_MOST_TO_FREE_AT_ONCE = 10_000
+_FREED_IN_ORDER = "gradkit: nodes, newest last"
+
+
+def _free_in_order(top: Node) -> None:
+    """Let the nodes below one be freed one after the other, newest first.
+
+    The top holds them in a list: a list lets go of its items from its end, so that each node dies
+    while the list still holds those below it.
+    """
+    metadata = cast("dict[str, object]", top.metadata)
+    if _FREED_IN_ORDER not in metadata:
+        seen, stack = {top}, [top]
+        while stack:
+            for node, _ in stack.pop().next_functions:
+                if node is not None and node not in seen:
+                    seen.add(node)
+                    stack.append(node)
+        seen.remove(top)
+        metadata[_FREED_IN_ORDER] = sorted(seen, key=sequence_number)
 
 
 def leaf_tensors(nodes: Iterable[Node]) -> dict[int, Tensor]:

@@ -17,13 +17,16 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from gradkit._compat.autograd import is_zero_tensor, storage_use_count, tensor_use_count
+from gradkit._compat.autograd import (
+    is_zero_tensor,
+    storage_address,
+    storage_use_count,
+    tensor_use_count,
+)
 
 # A tensor of these types is one storage; a subclass may have several, or none.
-PLAIN_TYPES = {Tensor, torch.nn.Parameter}
+PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
-_storages = torch.Tensor.untyped_storage
-_address = attrgetter("_cdata")
 _base = attrgetter("_base")
 _is_contiguous = torch.Tensor.is_contiguous
 _stride = torch.Tensor.stride
@@ -50,10 +53,9 @@ def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
         laid_out = (
             all(map(_is_contiguous, grads))
             and all(map(_is_contiguous, params))
-            and 0 not in chain.from_iterable(map(_stride, grads))
             and not any(map(is_zero_tensor, grads))
         )
-        uses = list(map(storage_use_count, map(_address, map(_storages, grads))))
+        uses = list(map(storage_use_count, map(storage_address, grads)))
     except (RuntimeError, NotImplementedError, TypeError):
         return range(len(grads))  # sparse, or a wrapper without a storage: always copied
     references = list(map(sys.getrefcount, grads))
@@ -85,7 +87,10 @@ def _is_dense(param: Tensor) -> bool:
 
 
 def _only_views_share(grads: list[Tensor], uses: list[int]) -> bool:
-    """Return whether each storage has one tensor, or a view whose base nothing else refers to."""
+    """Return whether each storage has one tensor, or a view whose base nothing else refers to.
+
+    Nor may such a view be an expanded tensor, which cannot be changed in place.
+    """
     if set(uses) == {_STORAGE_UNSHARED}:
         return True
     if not set(uses) <= {_STORAGE_UNSHARED, _VIEW_UNSHARED}:
@@ -94,7 +99,11 @@ def _only_views_share(grads: list[Tensor], uses: list[int]) -> bool:
     bases = list(map(_base, views))
     if type(None) in set(map(type, bases)):
         return False  # not a view, but a result of detach(), which shares memory, too
-    return set(map(tensor_use_count, bases)) == {_BASE_UNSHARED}
+    return (
+        set(map(tensor_use_count, bases)) == {_BASE_UNSHARED}
+        and set(map(sys.getrefcount, bases)) == {_BASE_UNREFERENCED}
+        and 0 not in chain.from_iterable(map(_stride, views))
+    )
 
 
 def copy_for(grad: Tensor, param: Tensor) -> Tensor:
@@ -150,10 +159,12 @@ def grad_dtype(param: Tensor) -> torch.dtype:
 # The counts of a tensor that nothing else refers to, read in the same way as above.
 _lone, _view = [torch.empty(2)], [torch.empty(2)[:1]]
 _UNSHARED = next(map(sys.getrefcount, _lone))
-_STORAGE_UNSHARED = next(map(storage_use_count, map(_address, map(_storages, _lone))))
-_VIEW_UNSHARED = next(map(storage_use_count, map(_address, map(_storages, _view))))
-_BASE_UNSHARED = next(map(tensor_use_count, map(_base, _view)))
-del _lone, _view
+_STORAGE_UNSHARED = next(map(storage_use_count, map(storage_address, _lone)))
+_VIEW_UNSHARED = next(map(storage_use_count, map(storage_address, _view)))
+_bases = list(map(_base, _view))
+_BASE_UNSHARED = next(map(tensor_use_count, _bases))
+_BASE_UNREFERENCED = next(map(sys.getrefcount, _bases))
+del _lone, _view, _bases
 
 
 def leave_inference_mode(*, record: bool = False) -> AbstractContextManager[object]:

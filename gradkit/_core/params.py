@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradkit._compat import distributed
-from gradkit._core import pytree
+from gradkit._core import modules, pytree
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import (
@@ -26,12 +26,13 @@ from gradkit.errors import (
 )
 
 _requires_grad, _is_leaf = attrgetter("requires_grad"), attrgetter("is_leaf")
+_PARAMETER = {nn.Parameter}  # which is always a leaf
 Copy: TypeAlias = Callable[[list[Any]], Iterable[Any]]
 EXPANDED = (nn.Module, Iterator, ValuesView, Optimizer)  # what stands for its tensors
 DIFFERENTIABLE = "a floating-point or complex tensor"  # what errors say that they expect
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Params:
     """A tree of params, flattened."""
 
@@ -40,7 +41,13 @@ class Params:
     variables: list[Tensor]  # what is differentiated with respect to, each tensor once
     slots: Sequence[int | None]  # for each leaf its index in `variables`, if it is one
     root: str  # the name of the tree in error messages
-    plain_leaves: bool  # all variables are leaf tensors, and none is of a subclass
+    plain: bool  # no variable is of a subclass of torch's tensors and parameters
+    only_leaves: bool  # no variable has been computed from others
+
+    @property
+    def plain_leaves(self) -> bool:
+        """Whether all variables are leaf tensors, and none is of a subclass."""
+        return self.plain and self.only_leaves
 
     @property
     def first_leaf_of_variable(self) -> list[int]:
@@ -82,7 +89,7 @@ class Params:
 
 
 # Of a call that differentiates with respect to whatever leaves there are.
-NO_PARAMS = Params([], pytree.flatten(())[1], [], [], "params", True)
+NO_PARAMS = Params([], pytree.flatten(())[1], [], [], "params", plain=True, only_leaves=True)
 
 
 def _clones(tensors: list[Tensor]) -> list[Tensor]:
@@ -94,12 +101,14 @@ def read_params(tree: PyTree, root: str = "params", *, allow_distributed: bool =
     leaves, spec = expand_params(tree, root, allow_distributed=allow_distributed)
     if not leaves:
         raise StructureError(message(root, "at least one tensor", *why_empty(tree)))
+    kinds = set(map(type, leaves))
     if (
-        set(map(type, leaves)) <= PLAIN_TYPES
+        kinds <= PLAIN_TYPES
         and all(map(_requires_grad, leaves))
         and len(set(map(id, leaves))) == len(leaves)
     ):
-        return Params(leaves, spec, leaves, range(len(leaves)), root, all(map(_is_leaf, leaves)))
+        only_leaves = kinds == _PARAMETER or all(map(_is_leaf, leaves))
+        return Params(leaves, spec, leaves, range(len(leaves)), root, True, only_leaves)
     return with_variables(leaves, spec, root, partial(pytree.path, spec, root=root), _is_variable)
 
 
@@ -122,12 +131,11 @@ def with_variables(
         if slot == len(variables):
             variables.append(leaf)
         slots.append(slot)
-    plain_leaves = (
-        not torch.compiler.is_compiling()
-        and set(map(type, variables)) <= PLAIN_TYPES
-        and all(map(_is_leaf, variables))
-    )
-    return Params(leaves, spec, variables, slots, root, plain_leaves)
+    plain = only_leaves = False
+    if not torch.compiler.is_compiling():
+        plain = set(map(type, variables)) <= PLAIN_TYPES
+        only_leaves = all(map(_is_leaf, variables))
+    return Params(leaves, spec, variables, slots, root, plain, only_leaves)
 
 
 def _finder(tensors: list[Tensor]) -> Callable[[Tensor], int]:
@@ -210,34 +218,44 @@ def expand_params(
     tree: PyTree, root: str, *, allow_distributed: bool = False
 ) -> tuple[list[Any], Structure]:
     """Flatten a tree in which every module, iterator and optimizer is replaced by its tensors."""
+    if isinstance(tree, nn.Module):
+        tree = _expanded(tree, None if allow_distributed else lambda: root)
     leaves, spec = pytree.flatten(tree)
-    if not any(issubclass(kind, EXPANDED) for kind in set(map(type, leaves)) - PLAIN_TYPES):
+    kinds = set(map(type, leaves))
+    if kinds <= PLAIN_TYPES or not any(issubclass(kind, EXPANDED) for kind in kinds):
         return leaves, spec
     expanded: list[Any] = []
     for index, leaf in enumerate(leaves):
-        if isinstance(leaf, nn.Module) and not allow_distributed:
-            refuse_distributed(leaf, partial(pytree.path, spec, index, root))
-        expanded.append(_expanded(leaf))
+        where = partial(pytree.path, spec, index, root)
+        expanded.append(_expanded(leaf, None if allow_distributed else where))
     return expand_params(
         pytree.unflatten(spec, expanded), root, allow_distributed=allow_distributed
     )
 
 
-def _expanded(leaf: Any) -> PyTree:
+def _expanded(leaf: Any, where: Callable[[], str] | None) -> PyTree:
+    """Return the tensors that a leaf stands for; raise, with where, if they are distributed."""
     if isinstance(leaf, nn.Module):
-        return dict(leaf.named_parameters())
+        params, classes = modules.named_parameters(leaf)
+        if where is not None:
+            _refuse_distributed(classes, where)
+        return params
     if isinstance(leaf, Optimizer):
         return tuple(p for group in leaf.param_groups for p in group["params"])
     return tuple(leaf) if isinstance(leaf, Iterator | ValuesView) else leaf
 
 
 def refuse_distributed(module: nn.Module, where: Callable[[], str]) -> None:
-    """Raise if a module is wrapped by DistributedDataParallel or FSDP."""
+    """Raise if a module, or a part of it, is one of DistributedDataParallel or FSDP."""
+    _refuse_distributed(set(map(type, module.modules())), where)
+
+
+def _refuse_distributed(classes: Iterable[type], where: Callable[[], str]) -> None:
     sharded = distributed.module_classes()
-    for part in module.modules():
-        if isinstance(part, nn.parallel.DistributedDataParallel):
+    for kind in classes:
+        if issubclass(kind, nn.parallel.DistributedDataParallel):
             got = "a DistributedDataParallel module: its gradients would not be reduced"
-        elif isinstance(part, sharded):
+        elif issubclass(kind, sharded):
             got = "a module sharded by FSDP: its sharded parameters are not in the graph"
         else:
             continue

@@ -10,9 +10,13 @@ from __future__ import annotations
 import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias, cast
 
+import torch
+
 from gradkit._compat.versions import require
+from gradkit._core.ownership import PLAIN_TYPES
 from gradkit.errors import StructureError, describe, message
 
 try:
@@ -37,7 +41,38 @@ _INSERTION_ORDER.__enter__()
 
 def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
     """Return the leaves of `tree` in order, None among them, and its structure."""
+    if not torch.compiler.is_compiling():  # which makes structures of its own
+        # optree looks up the type of each leaf: common trees need not be looked at so.
+        kind = type(tree)
+        if kind in PLAIN_TYPES:
+            return [tree], _LEAF
+        if kind in _FLAT:
+            leaves = list(tree.values() if kind is dict else tree)
+            if PLAIN_TYPES.issuperset(map(type, leaves)):
+                if kind is not dict:
+                    return leaves, _spec_of_items(cast("Any", kind), len(leaves))
+                if _STRING.issuperset(map(type, tree)):
+                    return leaves, _spec_of_keys(tuple(tree))
     return optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
+
+
+def _spec(tree: PyTree) -> optree.PyTreeSpec:
+    return optree.tree_structure(tree, none_is_leaf=True, namespace=_NAMESPACE)
+
+
+_LEAF = _spec(0)
+_FLAT = frozenset({dict, list, tuple})
+_STRING = frozenset({str})
+
+
+@lru_cache(maxsize=64)
+def _spec_of_keys(keys: tuple[str, ...]) -> optree.PyTreeSpec:
+    return _spec(dict.fromkeys(keys, 0))
+
+
+@lru_cache(maxsize=64)
+def _spec_of_items(kind: Any, count: int) -> optree.PyTreeSpec:
+    return _spec(kind([0] * count))
 
 
 def unflatten(spec: optree.PyTreeSpec, leaves: Iterable[Any]) -> PyTree:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from threading import Lock
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
@@ -55,19 +55,44 @@ _own_hooks = _OwnHooks()
 REFUSED = frozenset({"CheckpointFunctionBackward", distributed.SINK, distributed.POST_BACKWARD})
 
 
-def custom_functions_alive() -> bool:
-    """Return False only if no graph in this process holds a node of a Python Function.
+class FunctionsAlive(NamedTuple):
+    """Which nodes of Python Functions some graph in this process may hold."""
 
-    Those are the user's, and the few of torch's that are refused. A graph need not be walked as
-    long as none exists; a walk costs a tenth of a small pass. Such a node is an instance of a class
-    that `Function` makes, and CPython counts each instance as one reference to its class, so a
-    class with more references than an idle one may have instances. Any other reference only causes
-    a walk that was not needed.
+    refused: bool  # one of those in whose presence a functional gradient is incomplete or local
+    users: bool  # one whose backward is the user's
+
+
+def functions_alive() -> FunctionsAlive:
+    """Return which Functions have nodes; False only if no graph in this process holds one.
+
+    A graph need not be walked as long as none exists; a walk costs a tenth of a small pass. Such a
+    node is an instance of a class that `Function` makes, and CPython counts each instance as one
+    reference to its class, so a class with more references than an idle one may have instances. Any
+    other reference only causes a walk that was not needed.
     """
     if _free_threaded():
-        return True  # references are not counted exactly there
-    classes, idle = _classes_to_watch(repr(_functions_made))
-    return any(_references(cls) > idle for cls in classes)
+        return FunctionsAlive(True, True)  # references are not counted exactly there
+    watched = _classes_to_watch(repr(_functions_made))
+    refused = _any_alive(watched.refused, watched.idle)
+    users = _any_alive(watched.users, watched.idle)
+    return FunctionsAlive(refused, users) if refused or users else _NONE_ALIVE
+
+
+_NONE_ALIVE = FunctionsAlive(False, False)
+
+
+def _any_alive(classes: list[ref[type]], idle: int) -> bool:
+    for each in classes:
+        cls = each()
+        if cls is not None and sys.getrefcount(cls) > idle:
+            return True
+    return False
+
+
+class _Watched(NamedTuple):
+    refused: list[ref[type]]
+    users: list[ref[type]]
+    idle: int  # the references that a class without instances has, counted as above
 
 
 # torch numbers the Functions that are defined; the count tells when to look for new ones.
@@ -75,22 +100,18 @@ _functions_made = torch.autograd.function.AUTOGRAD_FUNCTION_COUNTER
 
 
 @lru_cache(maxsize=1)
-def _classes_to_watch(_: str) -> tuple[list[ref[type]], int]:
-    """Return the classes whose instances matter, and the references that an idle class has."""
+def _classes_to_watch(_: str) -> _Watched:
     every = [ref(cls) for cls in BackwardCFunction.__subclasses__()]
-    watched = [each for each in every if (cls := each()) and _matters(cls)]
+    refused = [each for each in every if (cls := each()) and cls.__name__ in REFUSED]
+    users = [each for each in every if (cls := each()) and not _from_torch(cls)]
     del cls
     # Most classes that torch brings have no instances.
-    return watched, min(filter(None, map(_references, every)))
+    return _Watched(refused, users, min(filter(None, map(_references, every))))
 
 
-def _matters(cls: type) -> bool:
-    return cls.__name__ in REFUSED or not _from_torch(cls)
-
-
-def _references(cls: ref[type]) -> int:
-    kind = cls()
-    return 0 if kind is None else sys.getrefcount(kind)
+def _references(each: ref[type]) -> int:
+    cls = each()
+    return 0 if cls is None else sys.getrefcount(cls)
 
 
 @cache
@@ -101,13 +122,22 @@ def _free_threaded() -> bool:
 
 def user_functions(kinds: Iterable[type]) -> list[type]:
     """Return the types among `kinds` whose backward is code that did not come with torch."""
-    return [k for k in kinds if issubclass(k, BackwardCFunction) and not _from_torch(k)]
+    return list(filter(is_users, kinds))
+
+
+def is_users(kind: type) -> bool:
+    """Return whether nodes of a type run a backward that did not come with torch."""
+    return issubclass(kind, BackwardCFunction) and not _from_torch(kind)
 
 
 # The class of an operator made with torch.library is named after its namespace; these are torch's.
 _TORCH_OPERATORS = tuple(
-    f"GeneratedBackwardFor_{ns}_" for ns in ("prims", "rngprims", "debug_mode_ops")
-)
+    f"GeneratedBackwardFor_{namespace}_"
+    for namespace in (
+        "prims", "rngprims", "debug_mode_ops", "_c10d_functional", "flex_lib", "onnx", "streams",
+        "torch_nn",
+    )
+)  # fmt: skip
 
 
 def _from_torch(kind: Any) -> bool:

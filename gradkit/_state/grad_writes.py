@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from gradkit._core.ownership import copy_for
+
+_grad = attrgetter("grad")
 
 
 def write(leaf: Tensor, grad: Tensor | None) -> None:
@@ -31,10 +34,23 @@ def set_grad(leaf: Tensor, grad: Tensor | None) -> None:
     leaf.grad = grad
 
 
+def set_grads(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Set each `.grad` to this very gradient; torch raises if shape, dtype or device differ."""
+    for leaf, grad in zip(leaves, grads, strict=True):
+        leaf.grad = grad
+
+
 @contextmanager
 def grads_put_back(leaves: Sequence[Tensor]) -> Iterator[None]:
     """Start the block with every `.grad` None, and restore the former `.grad` afterwards."""
-    before = [leaf.grad for leaf in leaves]
+    before = list(map(_grad, leaves))
+    if before.count(None) == len(before):
+        try:
+            yield
+        finally:
+            for leaf in leaves:
+                leaf.grad = None
+        return
     # A view of a buffer, as DistributedDataParallel makes them, can be overwritten through it.
     copies = [None if g is None or g._base is None else g.detach().clone() for g in before]
     try:

@@ -112,7 +112,7 @@ def _make_plan(call: DistributedCall, groups: Sequence[Any]) -> _Plan:
         call,
         losses,
         replace(given, variables=sharded),
-        replace(given, variables=unsharded, plain_leaves=True),
+        replace(given, variables=unsharded, plain=True, only_leaves=True),
         [managed[id(leaf)].sharded_param for leaf in unsharded],
         [columns.get(key) for key in in_graph],
         tuple(specs),
@@ -184,7 +184,7 @@ def _agree_on_plan(ranks: Sequence[Group], make: Callable[[], _Plan]) -> _Plan:
     return plans[0] if plans else make()  # which raises: there is no parameter
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _ShardedRunner(PassRunner):
     """A runner whose gradients are what a backward pass leaves in `.grad`."""
 
@@ -203,7 +203,7 @@ class _ShardedRunner(PassRunner):
     ) -> list[Tensor | None]:
         """Run one backward pass; see `PassRunner.grads`."""
         assert self.group is not None
-        written = {id(tensor): tensor for tensor in (*self.all_shards, *self.retained(()))}
+        written = {id(tensor): tensor for tensor in (*self.all_shards, *self.retained())}
         restored = grads_put_back(list(written.values()))
         with restored, collective_errors(self.group, backend_only=True):
             try:

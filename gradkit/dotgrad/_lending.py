@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from gradkit._compat.optim import has_step_hooks, is_step_of_class
-from gradkit._core.ownership import PLAIN_TYPES, is_laid_out
-from gradkit._state.grad_writes import set_grad, write
+from gradkit._core.ownership import PLAIN_TYPES
+from gradkit._state.grad_writes import set_grads, write
 from gradkit.dotgrad._matching import Pairs
 from gradkit.errors import warn_fallback
 
@@ -24,7 +23,10 @@ _NAMES = (
 )  # fmt: skip
 READERS = frozenset(getattr(optim, name) for name in _NAMES if hasattr(optim, name))
 _version: Callable[[Tensor], int] = attrgetter("_version")
+_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 _address: Callable[[Tensor], int] = Tensor.data_ptr
+_is_contiguous: Callable[[Tensor], bool] = Tensor.is_contiguous
+_stride: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
 
 
 def only_reads(optimizer: Any) -> bool:
@@ -47,36 +49,42 @@ def _writes(group: dict[str, Any]) -> bool:
     return bool(group.get("foreach")) or any(p.device.type != "cpu" for p in group["params"])
 
 
-class Loan:
-    """The `.grad` of a step: the caller's own gradients where that is safe, copies elsewhere."""
-
-    def __init__(self, pairs: Pairs, *, lend: bool) -> None:
-        self._lent: list[Tensor] = []
-        # A gradient that is a parameter changes while the step still reads it.
-        updated = set(map(_address, (leaf for leaf, _ in pairs))) if lend else set()
-        for leaf, grad in pairs:
-            if lend and grad is not None and _is_lendable(grad, leaf, updated):
-                self._lent.append(grad)
-                set_grad(leaf, grad.detach() if grad.requires_grad else grad)
-            else:
-                write(leaf, grad)
-        self._versions = list(map(_version, self._lent))
-
-    def warn_if_written(self, optimizer: Optimizer) -> None:
-        """Warn if the step has changed a gradient of the caller's."""
-        if list(map(_version, self._lent)) != self._versions:
-            warn_fallback(
-                f"{type(optimizer).__name__} has changed the gradients that step_ was given, and "
-                "that gradkit takes for read-only. The step itself is right. Pass copies: "
-                "gradkit.tree.map(torch.clone, grads)"
-            )
+def lend(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> list[int] | None:
+    """Set each `.grad` to the gradient, and return their versions; None if one cannot be lent."""
+    # Not one that torch refuses for its leaf, nor one with another layout, a graph, or the memory
+    # of a parameter, which changes while the step reads it.
+    try:
+        if (
+            PLAIN_TYPES.issuperset(map(type, grads))
+            and _have_one_layout(leaves, grads)
+            and not any(map(_requires_grad, grads))
+            and set(map(_address, grads)).isdisjoint(map(_address, leaves))
+        ):
+            versions = list(map(_version, grads))
+            set_grads(leaves, grads)
+            return versions
+    except (RuntimeError, TypeError):  # sparse, of another shape, made in inference mode
+        pass
+    return None
 
 
-def _is_lendable(grad: Tensor, leaf: Tensor, updated: set[int]) -> bool:
-    return (
-        type(grad) in PLAIN_TYPES
-        and grad.layout == torch.strided
-        and is_laid_out(grad, leaf)
-        and _address(grad) not in updated
-        and not grad.is_inference()
-    )
+def _have_one_layout(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    if all(map(_is_contiguous, grads)) and all(map(_is_contiguous, leaves)):
+        return True
+    return list(map(_stride, grads)) == list(map(_stride, leaves))
+
+
+def give(pairs: Pairs) -> None:
+    """Set every `.grad` to a copy."""
+    for leaf, grad in pairs:
+        write(leaf, grad)
+
+
+def warn_if_written(optimizer: Optimizer, lent: Sequence[Tensor], versions: list[int]) -> None:
+    """Warn if a step has changed a gradient of the caller's."""
+    if list(map(_version, lent)) != versions:
+        warn_fallback(
+            f"{type(optimizer).__name__} has changed the gradients that step_ was given, and "
+            "that gradkit takes for read-only. The step itself is right. Pass copies: "
+            "gradkit.tree.map(torch.clone, grads)"
+        )

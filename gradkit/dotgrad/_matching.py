@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradkit._checks.reachability import refuse_gathered
-from gradkit._compat.distributed import is_dtensor
+from gradkit._compat.distributed import any_fully_sharded, is_dtensor
 from gradkit._core import pytree
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import Params, read_params
@@ -30,27 +30,35 @@ def read_leaves(params: PyTree) -> Params:
     """Open and check a tree of params whose `.grad` is read or written."""
     refuse_state_dict(params, "params")
     opened = read_params(params, allow_distributed=True)
-    for index, leaf in enumerate(opened.leaves):
+    for index, leaf in enumerate(() if opened.only_leaves else opened.leaves):
         if leaf is not None and not leaf.is_leaf:
             where = pytree.path(opened.spec, index, "params")
             got = f"{describe(leaf)} that was computed from others"
             advice = "use value_and_grads or safe_retain for the gradients of intermediate values"
             raise LeafTypeError(message(where, "a leaf tensor, which has a .grad", got, advice))
-    refuse_gathered(opened)
+    if any_fully_sharded():
+        refuse_gathered(opened)
     return opened
 
 
 def match(params: Params, grads: PyTree) -> Pairs:
     """Return each leaf tensor once with its gradient, after all checks."""
-    refuse_state_dict(grads, "grads")
     try:
-        return _matched(params, grads)
+        return _matched(params, read_grad_leaves(params, grads))
     except GradkitError as error:
         raise (_known_mistake(params, grads) or error) from None
 
 
-def _matched(params: Params, grads: PyTree) -> Pairs:
-    by_leaf = pytree.flatten_up_to(params.spec, "params", grads, "grads")
+def read_grad_leaves(params: Params, grads: PyTree) -> list[Any]:
+    """Return what stands in `grads` in the place of each leaf of the params, not looked at."""
+    refuse_state_dict(grads, "grads")
+    try:
+        return pytree.flatten_up_to(params.spec, "params", grads, "grads")
+    except GradkitError as error:
+        raise (_known_mistake(params, grads) or error) from None
+
+
+def _matched(params: Params, by_leaf: list[Any]) -> Pairs:
     if _plainly_match(params, by_leaf):
         return list(zip(params.variables, by_leaf, strict=True))
     pairs: dict[int, tuple[Tensor, Tensor | None]] = {}

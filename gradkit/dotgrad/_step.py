@@ -6,18 +6,20 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from gradkit._compat.dynamo import disable_compile
+from gradkit._compat.optim import is_step_of_class
 from gradkit._core import pytree
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
-from gradkit._state import grad_writes
-from gradkit.dotgrad._lending import Loan, only_reads
-from gradkit.dotgrad._matching import Pairs, match, read_leaves, unique
+from gradkit._state.grad_writes import grads_put_back
+from gradkit.dotgrad._lending import READERS, give, lend, only_reads, warn_if_written
+from gradkit.dotgrad._matching import Pairs, match, read_grad_leaves, read_leaves, unique
 from gradkit.errors import OptionError, StructureError, UnsupportedOptimizerError, describe, message
 
 
@@ -61,21 +63,47 @@ def step_(
     """
     _check_arguments(optimizer, params, grads, scaler)
     opened = read_leaves(params)
+    by_leaf = read_grad_leaves(opened, grads)
+    own_params = [p for group in optimizer.param_groups for p in group["params"]]
+    # A scaler unscales in place.
+    lends = scaler is None and only_reads(optimizer) and not torch.is_inference_mode_enabled()
+    if lends and _step_with_loan(optimizer, opened, by_leaf, own_params):
+        return
     pairs = match(opened, grads)
-    own_params = unique(p for group in optimizer.param_groups for p in group["params"])
     _refuse_foreign(opened, pairs, own_params)
     if scaler is not None and all(grad is None for _, grad in pairs):
         fix = "skip the step, and scaler.update()"
         raise StructureError(message("grads", "a gradient to unscale", "None everywhere", fix))
-    with grad_writes.grads_put_back(own_params):
+    with grads_put_back(unique(own_params)):
         with leave_inference_mode():
-            # A scaler unscales in place.
-            loan = Loan(pairs, lend=scaler is None and only_reads(optimizer))
+            give(pairs)
         if scaler is None:
             optimizer.step()
         else:
             scaler.step(optimizer)
-    loan.warn_if_written(optimizer)
+
+
+def _step_with_loan(
+    optimizer: Optimizer, params: Params, by_leaf: list[Any], own_params: list[Tensor]
+) -> bool:
+    """Step with the caller's own gradients; return False if they have to be copied, or refused."""
+    leaves, grads = params.leaves, by_leaf
+    if type(None) in set(map(type, by_leaf)):
+        present = [i for i, grad in enumerate(by_leaf) if grad is not None]
+        leaves, grads = [leaves[i] for i in present], [by_leaf[i] for i in present]
+    trained = set(map(id, leaves))
+    if (
+        len(trained) != len(leaves)  # a tensor in several places
+        or not trained.issubset(map(id, params.variables))  # a frozen one
+        or not trained.issubset(map(id, own_params))
+    ):
+        return False
+    with grads_put_back(own_params):
+        versions = lend(leaves, grads)
+        if versions is not None:
+            optimizer.step()
+            warn_if_written(optimizer, grads, versions)
+    return versions is not None
 
 
 def _check_arguments(optimizer: Any, params: PyTree, grads: PyTree, scaler: object) -> None:
@@ -91,6 +119,8 @@ def _check_arguments(optimizer: Any, params: PyTree, grads: PyTree, scaler: obje
     if scaler is not None and not isinstance(scaler, GradScaler):
         expected, fix = "a torch.amp.GradScaler or None", "scaler=torch.amp.GradScaler()"
         raise OptionError(message("scaler", expected, describe(scaler), fix))
+    if type(optimizer) in READERS and is_step_of_class(optimizer):
+        return
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         expected = "one whose step() takes gradients as they are"

@@ -21,7 +21,7 @@ from gradkit._core import pytree
 from gradkit._core.graph import Subgraph, edge
 from gradkit._core.losses import Losses
 from gradkit._core.pytree import PyTree
-from gradkit._core.user_code import custom_functions_alive
+from gradkit._core.user_code import functions_alive
 from gradkit._state.recompute_state import RecomputeState
 from gradkit.errors import UnreachedParamError, UnsupportedGraphError, message
 from gradkit.func._level import Passes, differentiate
@@ -137,7 +137,7 @@ class InnerStep:
 def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -> None:
     # Only this step: a walk through all steps before it would make the loop quadratic.
     below = Subgraph([loss], stop={edge(tensor).node for tensor in variables})
-    if custom_functions_alive():
+    if functions_alive().refused:
         graphs.refuse_nodes(map(type, below.nodes.difference(below.stop)), "the inner loss")
     if create_graph:
         refuse_wrong_derivative("the inner loss", variables, below)

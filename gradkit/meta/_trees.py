@@ -15,7 +15,7 @@ from gradkit.errors import NotScalarLossError, StructureError, describe, message
 from gradkit.func._arguments import Arguments, read_arguments
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InnerParams(Params):
     """Params whose variables an inner computation adapts; frozen parameters stay as they are."""
 
@@ -32,7 +32,7 @@ def read_inner_params(tree: PyTree) -> InnerParams:
     arguments = read_arguments((pytree.unflatten(spec, leaves),), 0, "params")
     flat = arguments.params
     return InnerParams(
-        leaves, spec, flat.variables, flat.slots, "params", flat.plain_leaves, arguments
+        leaves, spec, flat.variables, flat.slots, "params", flat.plain, flat.only_leaves, arguments
     )
 
 

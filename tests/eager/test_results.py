@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import gradkit
 from gradkit._autograd import captures
-from gradkit._core import ownership, user_code
+from gradkit._core import ownership
 from tests.helpers import Scribble, assert_owned, assert_same_bits, same_bits, unchanged
 
 
@@ -58,11 +59,11 @@ def test_a_gradient_that_a_hook_or_a_function_keeps_is_copied(device: torch.devi
     assert torch.equal(kept[0].view(-1), 2 * v.detach())
 
 
-@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("checked", [False, True])
 def test_what_is_ours_already_is_not_copied(
-    device: torch.device, registered: bool, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, checked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ownership costs no memory, as long as no hook anywhere could have kept a gradient."""
+    """Ownership costs no memory, whatever hooks there are in the process."""
     copies: list[Tensor] = []
 
     def count(grad: Tensor, *_: Tensor) -> Tensor:
@@ -71,11 +72,12 @@ def test_what_is_ours_already_is_not_copied(
 
     monkeypatch.setattr(captures, "_copied", count)
     monkeypatch.setattr(ownership, "copy_for", count)
-    monkeypatch.setattr(user_code, "hooks_registered", lambda: registered)
+    nn.Linear(1, 1).register_forward_hook(lambda *_: None)
     layer = nn.Linear(4, 4).to(device)
     loss = layer(torch.randn(3, 4, device=device)).exp().sum()
-    _, grads = gradkit.value_and_grads(loss, layer)
-    assert len(copies) == (2 if registered else 0)
+    with gradkit.checked() if checked else nullcontext():
+        _, grads = gradkit.value_and_grads(loss, layer)
+    assert len(copies) == (2 if checked else 0)
     assert_owned(grads.values(), layer.parameters())
 
 
@@ -99,9 +101,21 @@ def test_a_hook_that_changes_its_gradient_in_place_spoils_no_sibling(
     loss, a, b = build()
     loss.backward()
     expected = [a.grad, b.grad]
-    loss, *params = build()
-    assert_same_bits(gradkit.value_and_grads(loss, params, retain_graph=True)[1], expected)
-    assert_same_bits(gradkit.per_loss_grads([loss], params)[0], expected)
+    for call in (
+        lambda loss, params: gradkit.value_and_grads(loss, params)[1],
+        lambda loss, params: gradkit.per_loss_grads([loss], params)[0],
+        lambda loss, params: gradkit.simultaneous_grads([loss], [params])[0],
+    ):
+        loss, *params = build()
+        if kind == "leaf":
+            assert_same_bits(call(loss, params), expected)
+            continue
+        with pytest.raises(gradkit.UnsupportedGraphError, match=r"params.*\[1\].*written in place"):
+            call(loss, params)
+        assert [param.grad for param in params] == [None, None]
+        loss, *params = build()
+        with gradkit.checked(), pytest.warns(gradkit.GradkitWarning, match="test_results.py, line"):
+            assert_same_bits(call(loss, params), expected)
 
 
 def test_what_a_hook_keeps_in_any_way_is_not_shared(device: torch.device) -> None:
@@ -164,10 +178,14 @@ def test_a_function_that_writes_on_its_cotangent_spoils_no_sibling(device: torch
 
     assert torch.autograd.grad(loss(), a)[0].tolist() == [1, 1]
     assert torch.autograd.grad(loss(), [a, w])[0].tolist() == [7, 7]
-    _, grads = gradkit.value_and_grads(loss(), {"a": a, "w": w})
+    with pytest.raises(gradkit.UnsupportedGraphError, match=r"params\['a'\].*custom Function"):
+        gradkit.value_and_grads(loss(), {"a": a, "w": w})
+    with gradkit.checked(), pytest.warns(gradkit.GradkitWarning, match="Scribble.backward"):
+        _, grads = gradkit.value_and_grads(loss(), {"a": a, "w": w})
     assert grads["a"].tolist() == [1, 1]
     assert grads["w"].tolist() == [7, 7]
-    per_loss = gradkit.per_loss_grads([loss(), loss() * 2], {"a": a, "w": w})
+    with gradkit.checked(), pytest.warns(gradkit.GradkitWarning, match="Scribble.backward"):
+        per_loss = gradkit.per_loss_grads([loss(), loss() * 2], {"a": a, "w": w})
     assert per_loss[1]["a"].tolist() == [2, 2]
 
 

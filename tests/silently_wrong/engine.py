@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import grad
@@ -48,9 +49,14 @@ def backward_that_writes_on_a_sibling(device: torch.device) -> Case:
     def loss() -> Tensor:
         return ((a + Scribble.apply(w * 1)) * torch.ones(1, device=device)).sum()
 
+    def checked() -> Tensor:
+        with gradkit.checked(), pytest.warns(gradkit.GradkitWarning, match="Scribble"):
+            _, grads = gradkit.value_and_grads(loss(), {"a": a, "w": w})
+        return grads["a"]
+
     theirs, _ = grad(loss(), (a, w))
     (right,) = grad(loss(), a)
-    return Case(theirs, right, lambda: gradkit.value_and_grads(loss(), {"a": a, "w": w})[1]["a"])
+    return Case(theirs, right, lambda: gradkit.value_and_grads(loss(), [a, w])[1][0], checked)
 
 
 def unscaled_twice(device: torch.device) -> Case:
@@ -210,6 +216,7 @@ ROWS = [
     Row(
         "`grad(a + f(w), (a, w))` with that `f`: with respect to `a`",
         [7.0], [1.0], "`value_and_grads`", backward_that_writes_on_a_sibling,
+        refuses=gradkit.UnsupportedGraphError, instead="inside `gradkit.checked()`",
     ),
     Row(
         "`a.grad, b.grad = grad(scaler.scale(a + b), (a, b))`, scale 8, then `scaler.unscale_`",

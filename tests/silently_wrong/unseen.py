@@ -13,6 +13,8 @@ import gradkit
 from tests.silently_wrong._row import Case, D, Row
 from tests.silently_wrong.processes import ddp_passed_by, parameters_of_ddp, shown
 
+CHECKED = "inside `gradkit.checked()`: right"
+
 
 def value_changed_behind_autograd(device: torch.device) -> Case:
     w = torch.ones(1, device=device, requires_grad=True)
@@ -69,6 +71,56 @@ def retained_grad_inside(device: torch.device) -> Case:
 
 
 REFUSED = "`UnsupportedGraphError`"
+
+
+def _times_ten(grad: Tensor) -> None:
+    grad.mul_(10)
+
+
+def _data_times_ten(grad: Tensor) -> None:
+    grad.data.mul_(10)
+
+
+def hook_that_writes_through_data(device: torch.device) -> Case:
+    return _by_hook(_data_times_ten, lambda a, z: a + z, device)
+
+
+def hook_that_writes_on_a_part_of_a_sum(device: torch.device) -> Case:
+    a, b = (torch.ones(1, device=device, requires_grad=True) for _ in range(2))
+
+    def loss() -> Tensor:
+        c, z = a * 1, b * 1
+        z.register_hook(_times_ten)
+        return ((a + z + c) * torch.ones(1, device=device)).sum()
+
+    (right,) = grad(loss(), a)
+    theirs, _ = grad(loss(), (a, b))
+    return Case(theirs, right, lambda: gradkit.value_and_grads(loss(), [a, b])[1][0])
+
+
+def hook_that_writes_where_torch_has_written(device: torch.device) -> Case:
+    index = torch.tensor([0], device=device)
+    return _by_hook(_times_ten, lambda a, z: (a + z)[index], device)
+
+
+def _by_hook(
+    hook: Callable[[Tensor], None], fn: Callable[[Tensor, Tensor], Tensor], device: torch.device
+) -> Case:
+    """Differentiate `fn(a, z)` by `a`, where `z = b * 1` has the hook."""
+    a, b = (torch.ones(1, device=device, requires_grad=True) for _ in range(2))
+
+    def loss() -> Tensor:
+        z = b * 1
+        z.register_hook(hook)
+        return (fn(a, z) * torch.ones(1, device=device)).sum()
+
+    (right,) = grad(loss(), a)
+    with gradkit.checked(), pytest.warns(gradkit.GradkitWarning, match="wrote on its gradient"):
+        assert torch.equal(gradkit.value_and_grads(loss(), [a, b])[1][0], right)
+    theirs, _ = grad(loss(), (a, b))
+    return Case(theirs, right, lambda: gradkit.value_and_grads(loss(), [a, b])[1][0])
+
+
 ROWS = [
     Row(
         "`w.data.add_(1)` after the loss `w * w` at 1: with respect to `w`",
@@ -90,6 +142,21 @@ ROWS = [
     Row(
         "`grad(3 * y, w)`, after `y.retain_grad()`: `y.grad`",
         [3.0], None, "`value_and_grads(loss, w)`", retained_grad_inside, same=True,
+    ),
+    Row(
+        "`grad(a + z, (a, b))`, where `z = b * 1` has a hook that calls `g.data.mul_(10)`: with "
+        "respect to `a`",
+        [10.0], [1.0], f"{CHECKED}; `value_and_grads`", hook_that_writes_through_data, same=True,
+    ),
+    Row(
+        "`grad(a + z + c, (a, b))`, where that hook calls `g.mul_(10)`, and `c = a * 1` was made "
+        "before `z`: with respect to `a`",
+        [20.0], [2.0], "`value_and_grads`", hook_that_writes_on_a_part_of_a_sum, same=True,
+    ),
+    Row(
+        "`grad((a + z)[index], (a, b))` with that hook: with respect to `a`",
+        [10.0], [1.0], f"{CHECKED}; `value_and_grads`", hook_that_writes_where_torch_has_written,
+        same=True,
     ),
     Row(
         "`grad(loss, list(ddp.parameters()))`, bare parameters",

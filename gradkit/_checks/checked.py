@@ -1,0 +1,50 @@
+"""`checked`: passes that copy every gradient as it arrives, and name what writes on it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_checking = ContextVar("checking", default=os.environ.get("GRADKIT_CHECKED", "0") not in ("", "0"))
+
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """Find what writes on gradients in place: a context around eager calls; slow.
+
+    A hook, or the backward of a custom Function, that writes on the gradient it is given may spoil
+    that of another tensor, which torch hands the same memory. gradkit's eager calls refuse such a
+    gradient where they see that it was written on. Inside this context they copy every gradient as
+    it arrives, so that all are right, and a `GradkitWarning` names each place that wrote: the hook
+    or function, its file and line. The environment variable `GRADKIT_CHECKED=1` does the same for a
+    whole process.
+
+    Example:
+        >>> import torch, gradkit
+        >>> a, b = (torch.ones(2, requires_grad=True) for _ in range(2))
+        >>> z = a * 1
+        >>> handle = z.register_hook(lambda grad: grad.mul_(10))
+        >>> with gradkit.checked():  # warns, with the file and the line of the hook
+        ...     value, grads = gradkit.value_and_grads(((z + b) * torch.ones(2)).sum(), [a, b])
+        >>> grads
+        [tensor([10., 10.]), tensor([1., 1.])]
+
+    Yields:
+        Nothing.
+
+    Source:
+        torch forbids such writes ("the hook should not modify its argument"),
+        https://pytorch.org/docs/stable/generated/torch.Tensor.register_hook.html
+    """
+    token = _checking.set(True)
+    try:
+        yield
+    finally:
+        _checking.reset(token)
+
+
+def is_checked() -> bool:
+    """Return whether calls here copy every gradient as it arrives."""
+    return _checking.get()
