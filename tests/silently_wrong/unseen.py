@@ -87,10 +87,12 @@ def hook_that_writes_through_data(device: torch.device) -> Case:
 
 def hook_that_writes_on_a_part_of_a_sum(device: torch.device) -> Case:
     a, b = (torch.ones(1, device=device, requires_grad=True) for _ in range(2))
+    kept: list[Tensor] = []
 
     def loss() -> Tensor:
         c, z = a * 1, b * 1
         z.register_hook(_times_ten)
+        z.register_hook(kept.append)  # so that the engine adds into another tensor
         return ((a + z + c) * torch.ones(1, device=device)).sum()
 
     (right,) = grad(loss(), a)
@@ -149,8 +151,8 @@ ROWS = [
         [10.0], [1.0], f"{CHECKED}; `value_and_grads`", hook_that_writes_through_data, same=True,
     ),
     Row(
-        "`grad(a + z + c, (a, b))`, where that hook calls `g.mul_(10)`, and `c = a * 1` was made "
-        "before `z`: with respect to `a`",
+        "`grad(a + z + c, (a, b))`, where that hook calls `g.mul_(10)` and keeps `g`, and `c = a * 1` is "
+        "older than `z`: with respect to `a`",
         [20.0], [2.0], "`value_and_grads`", hook_that_writes_on_a_part_of_a_sum, same=True,
     ),
     Row(
