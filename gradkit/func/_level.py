@@ -134,7 +134,7 @@ def differentiate(
             raise DetachedLossError(_independent(losses))
         monitor.check()
         grads = run(losses, passes)
-        tensors_of_aux, put_aux_back = tensors_of(aux)
+        tensors_of_aux, put_aux_back = tensors_of(aux) if has_aux else ([], _no_aux)
         outside.extend((losses.spec, put_aux_back))
         return [losses.leaves, tensors_of_aux, *grads]
 
@@ -233,6 +233,10 @@ def tensors_of(tree: PyTree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]],
         return pytree.unflatten(spec, [next(rest) if c is None else c[0] for c in constants])
 
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)], put_back
+
+
+def _no_aux(_: Iterable[Tensor]) -> None:
+    return None
 
 
 def named_errors(run: Callable[[], R]) -> R:
