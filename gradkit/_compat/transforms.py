@@ -21,7 +21,8 @@ TensorLists: TypeAlias = Sequence[Sequence[Tensor | None]]
 _functorch = torch._C._functorch
 _read = _functorch.get_interpreter_stack
 # By number: the attribute `name` of such an enumeration is looked up in a dictionary of all of it.
-_KINDS = {int(kind): kind.name for kind in _functorch.TransformType.__members__.values()}
+_TYPES: Any = _functorch.TransformType
+_KINDS = {int(kind): kind.name for kind in _TYPES.__members__.values()}
 
 # The transforms whose value is a derivative.
 DERIVATIVES = frozenset({"Grad", "Jvp"})
@@ -37,7 +38,7 @@ def transforms() -> tuple[str, ...]:
 
     A compiled function is traced again where these differ, so that they are constants in it.
     """
-    stack = _read()
+    stack: list[Any] | None = _read()
     return tuple([_KINDS[int(interpreter.key())] for interpreter in stack]) if stack else ()
 
 
