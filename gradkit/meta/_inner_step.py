@@ -24,6 +24,7 @@ from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import custom_functions_alive
 from gradkit._state.recompute_state import RecomputeState
 from gradkit.errors import UnreachedParamError, UnsupportedGraphError, message
+from gradkit.func import _checkpoints as checkpoints
 from gradkit.func._level import Passes, differentiate
 from gradkit.meta._foreach import Tensors
 from gradkit.meta._optimizer import Columns, Optimizer, check_grads, update
@@ -92,7 +93,7 @@ class InnerStep:
             variables = [
                 t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors
             ]
-            before = recomputation.before(variables)
+            before = checkpoints.before(variables)
             loss, aux = loss_fn(self.params.tree(variables))
             recomputation.refuse((loss, aux), before)
             if loss.requires_grad:
@@ -135,9 +136,13 @@ class InnerStep:
 
 
 def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -> None:
+    may_hold_functions = custom_functions_alive()
+    if not create_graph and not may_hold_functions:
+        return
     # Only this step: a walk through all steps before it would make the loop quadratic.
-    below = Subgraph([loss], stop={edge(tensor).node for tensor in variables})
-    if custom_functions_alive():
+    nodes = [tensor.grad_fn or edge(tensor).node for tensor in variables]
+    below = Subgraph([loss], stop=set(nodes))
+    if may_hold_functions:
         graphs.refuse_nodes(map(type, below.nodes.difference(below.stop)), "the inner loss")
     if create_graph:
         refuse_wrong_derivative("the inner loss", variables, below)
