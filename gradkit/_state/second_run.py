@@ -26,19 +26,24 @@ Checksums: TypeAlias = dict[tuple[torch.device, torch.dtype], Tensor]
 def checksums(outputs: Sequence[Tensor]) -> Checksums:
     """Return numbers that tell the values of one run from those of another."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for x in outputs:
-        if x.is_floating_point() and x.numel():
-            checksum = _checksum(x.detach())
-            groups.setdefault((checksum.device, checksum.dtype), []).append(checksum)
-    return {key: torch.stack(group) for key, group in groups.items()}
+    with torch.no_grad():
+        for x in outputs:
+            if x.is_floating_point() and x.numel():
+                # In half precision a sum could not tell a change from rounding.
+                x = x.detach().flatten().to(torch.promote_types(x.dtype, torch.float32))
+                groups.setdefault((x.device, x.dtype), []).append(x)
+        return {key: _checksums(group) for key, group in groups.items()}
 
 
-def _checksum(x: Tensor) -> Tensor:
-    """Return the sum of the values, of their sizes, and one that depends on their order."""
-    # In half precision a sum could not tell a change from rounding.
-    x = x.flatten().to(torch.promote_types(x.dtype, torch.float32))
-    ramp = torch.linspace(0, 1, len(x), dtype=x.dtype, device=x.device)
-    return torch.stack([x.sum(), x.abs().sum(), (x * ramp).sum()])
+def _checksums(xs: list[Tensor]) -> Tensor:
+    """Return for each vector its sum, that of its sizes, and one that depends on its order."""
+    like = xs[0]
+    ramps = {
+        n: torch.linspace(0, 1, n, dtype=like.dtype, device=like.device) for n in set(map(len, xs))
+    }
+    ordered = torch._foreach_mul(xs, [ramps[len(x)] for x in xs])
+    sums = [x.sum() for x in (*xs, *torch._foreach_abs(xs), *ordered)]
+    return torch.stack(sums).view(3, len(xs)).t()
 
 
 def _lengths(sums: Checksums) -> dict[tuple[torch.device, torch.dtype], int]:
