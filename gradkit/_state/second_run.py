@@ -37,13 +37,28 @@ def checksums(outputs: Sequence[Tensor]) -> Checksums:
 
 def _checksums(xs: list[Tensor]) -> Tensor:
     """Return for each vector its sum, that of its sizes, and one that depends on its order."""
-    like = xs[0]
-    ramps = {
-        n: torch.linspace(0, 1, n, dtype=like.dtype, device=like.device) for n in set(map(len, xs))
-    }
-    ordered = torch._foreach_mul(xs, [ramps[len(x)] for x in xs])
+    ordered = torch._foreach_mul(xs, list(map(_ramp, xs)))
     sums = [x.sum() for x in (*xs, *torch._foreach_abs(xs), *ordered)]
     return torch.stack(sums).view(3, len(xs)).t()
+
+
+# On the CPU a ramp takes longer than the rest. Elsewhere, other streams would have to wait for it.
+_ramps: dict[tuple[int, torch.dtype], Tensor] = {}
+_MOST_RAMPS, _LONGEST_RAMP = 16, 1 << 18
+
+
+def _ramp(x: Tensor) -> Tensor:
+    """Return as many weights from 0 to 1 as a vector has elements."""
+    key = len(x), x.dtype
+    is_kept = type(x) is Tensor and x.device.type == "cpu" and len(x) <= _LONGEST_RAMP
+    if is_kept and key in _ramps:
+        return _ramps[key]
+    ramp = torch.linspace(0, 1, len(x), dtype=x.dtype, device=x.device)
+    if is_kept and type(ramp) is Tensor:
+        if len(_ramps) >= _MOST_RAMPS:
+            _ramps.clear()
+        _ramps[key] = ramp
+    return ramp
 
 
 def _lengths(sums: Checksums) -> dict[tuple[torch.device, torch.dtype], int]:

@@ -22,7 +22,7 @@ from gradkit._core import pytree
 from gradkit._core.graph import Subgraph, edge
 from gradkit._core.losses import Losses
 from gradkit._core.pytree import PyTree
-from gradkit._core.user_code import custom_functions_alive, hooks_registered
+from gradkit._core.user_code import custom_functions_alive, hooks_registered, user_functions
 from gradkit._state.recompute_state import RecomputeState, watched
 from gradkit.errors import UnreachedParamError, UnsupportedGraphError, message
 from gradkit.func import _checkpoints as checkpoints
@@ -101,9 +101,10 @@ class InnerStep:
             with watched():
                 loss, aux = loss_fn(self.params.tree(variables))
             recomputation.refuse((loss, aux), before)
-            if loss.requires_grad:
-                _check_graph(loss, variables, create_graph=create_graph)
-            with watched() if hooks_registered() or custom_functions_alive() else nullcontext():
+            runs_user_code = loss.requires_grad and _check_graph(
+                loss, variables, create_graph=create_graph
+            )
+            with watched() if runs_user_code else nullcontext():
                 grads = inner_grads([loss], variables, create_graph=create_graph)
         if all(grad is None for grad in grads):
             expected = "a loss computed from params"
@@ -141,10 +142,11 @@ class InnerStep:
         return params.per_variable(movable)
 
 
-def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -> None:
+def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -> bool:
+    """Check the graph of a step, and return whether a pass may run code of the caller's."""
     may_hold_functions = custom_functions_alive()
     if not create_graph and not may_hold_functions:
-        return
+        return hooks_registered()
     # Only this step: a walk through all steps before it would make the loop quadratic.
     nodes = [tensor.grad_fn or edge(tensor).node for tensor in variables]
     below = Subgraph([loss], stop=set(nodes))
@@ -152,6 +154,8 @@ def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -
         graphs.refuse_nodes(map(type, below.nodes.difference(below.stop)), "the inner loss")
     if create_graph:
         refuse_wrong_derivative("the inner loss", variables, below)
+    # Those that are alive may be the steps before this one.
+    return hooks_registered() or (may_hold_functions and bool(user_functions(below.kinds)))
 
 
 def recomputed(run: Steps, carry: Carry, inputs: Inputs) -> Outputs:
