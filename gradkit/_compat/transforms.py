@@ -6,17 +6,23 @@ Run on torch 2.11 to 2.15.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._functorch.eager_transforms import _autograd_grad
 from torch.autograd import forward_ad
+from torch.autograd.graph import disable_saved_tensors_hooks
 
+TensorLists: TypeAlias = Sequence[Sequence[Tensor | None]]
 _functorch = torch._C._functorch
 _read = _functorch.get_interpreter_stack
+# By number: the attribute `name` of such an enumeration is looked up in a dictionary of all of it.
+_TYPES: Any = _functorch.TransformType
+_KINDS = {int(kind): kind.name for kind in _TYPES.__members__.values()}
 
 # The transforms whose value is a derivative.
 DERIVATIVES = frozenset({"Grad", "Jvp"})
@@ -32,7 +38,8 @@ def transforms() -> tuple[str, ...]:
 
     A compiled function is traced again where these differ, so that they are constants in it.
     """
-    return tuple(interpreter.key().name for interpreter in _read() or ())
+    stack: list[Any] | None = _read()
+    return tuple([_KINDS[int(interpreter.key())] for interpreter in stack]) if stack else ()
 
 
 # What torch.compiler.assume_constant_result does, which would import all of torch's compiler.
@@ -51,10 +58,16 @@ def detached(tensor: Tensor) -> Tensor:
     that graph [I1]. Recording is not switched off instead: below a level of torch.func, operators
     would take it for inference (the LSTM of the CPU keeps nothing for its backward pass then).
     """
+    return detached_all((tensor,))[0]
+
+
+def detached_all(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return what `detached` does of each tensor."""
     around = transforms()
+    if not DERIVATIVES.isdisjoint(around):
+        return list(tensors)
     # What vmap has batched says of itself that it does not require grad.
-    may_have_graph = tensor.requires_grad or bool(around)
-    return tensor.detach() if may_have_graph and DERIVATIVES.isdisjoint(around) else tensor
+    return [x.detach() if around or x.requires_grad else x for x in tensors]
 
 
 def is_dual(tensor: Tensor) -> bool:
@@ -69,11 +82,6 @@ def level_of(tensor: Tensor) -> int:
     return _functorch.maybe_get_level(tensor)
 
 
-def current_level() -> int | None:
-    """Return the number of the innermost transform level."""
-    return _functorch.maybe_current_level()
-
-
 def is_transform_tensor(tensor: Tensor) -> bool:
     """Return whether a transform has wrapped this tensor."""
     return _functorch.is_functorch_wrapped_tensor(tensor)
@@ -82,6 +90,42 @@ def is_transform_tensor(tensor: Tensor) -> bool:
 def is_differentiated_tensor(tensor: Tensor) -> bool:
     """Return whether grad, vjp or jvp has wrapped this tensor."""
     return _functorch.is_gradtrackingtensor(tensor)
+
+
+_NO_HOOKS = "torch.func's grad and vjp do not support saved tensor hooks"
+
+
+def run_in_level(
+    fn: Callable[[list[Tensor], int], TensorLists], point: Sequence[Tensor]
+) -> list[list[Any]]:
+    """Return the lists of tensors that a function gives, and takes, in a new level of torch.func.
+
+    What `torch.func.vjp` does, without its trees, which take longer than a small pass. Not for
+    torch.compile, which traces only that. Run on torch 2.13.
+    """
+    with disable_saved_tensors_hooks(_NO_HOOKS):
+        level = _functorch._grad_increment_nesting()
+        try:
+            with torch.enable_grad():
+                variables = [_functorch._wrap_for_grad(x, level) for x in point]
+                _require_grad(variables)
+                unwrap = _functorch._unwrap_for_grad
+                return [
+                    [None if x is None else unwrap(x, level) for x in tensors]
+                    for tensors in fn(variables, level)
+                ]
+        finally:
+            _functorch._grad_decrement_nesting()
+
+
+def _require_grad(tensors: Iterable[Tensor]) -> None:
+    allowed = _functorch.get_inplace_requires_grad_allowed()
+    _functorch.set_inplace_requires_grad_allowed(True)
+    try:
+        for tensor in tensors:
+            tensor.requires_grad_()
+    finally:
+        _functorch.set_inplace_requires_grad_allowed(allowed)
 
 
 def compiled_autograd_disabled() -> AbstractContextManager[Any]:

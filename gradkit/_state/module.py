@@ -1,18 +1,85 @@
-"""The attributes of a module, put back."""
+"""The attributes of a module, put back; and tensors in the places of its own."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import is_
+from itertools import chain, islice
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _CONTAINERS = (list, dict, OrderedDict, set)
-_HOOK_TABLES = {name for name in vars(nn.Module()) if name.endswith("hooks")}
+_OF_EVERY_MODULE = list(vars(nn.Module()))
+_HOOK_TABLES = {name for name in _OF_EVERY_MODULE if name.endswith("hooks")}
+_LAST = len(_OF_EVERY_MODULE) - 1
+# Which of these are containers, the tables of hooks apart.
+_TABLES = itemgetter("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+class ModuleSnapshot:
+    """The attributes, lists and dictionaries of a module; with `hooks`, its hooks, too.
+
+    Attributes:
+        parts: The module and all below it, each once, by its first name.
+    """
+
+    def __init__(self, module: nn.Module, *, hooks: bool = False) -> None:
+        self.parts = list(module.named_modules())
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        self._empty: list[Any] = []
+        for _, part in self.parts:
+            attributes = vars(part)
+            self._attributes.append((attributes, attributes.copy()))
+            for value in _may_be_containers(attributes, hooks):
+                if type(value) in _CONTAINERS:
+                    if value:
+                        self._containers.append((value, value.copy()))
+                    else:
+                        self._empty.append(value)
+
+    def restore(self) -> None:
+        """Put back what has changed."""
+        for attributes, copy in self._attributes:
+            attributes.clear()
+            attributes.update(copy)
+        for container, copy in self._containers:
+            _restore(container, copy)
+        for container in filter(None, self._empty):
+            container.clear()
+
+
+def _may_be_containers(attributes: dict[str, Any], hooks: bool) -> Iterable[Any]:
+    """Return the values among which the lists and dictionaries of a part are."""
+    if hooks:
+        return attributes.values()
+    # As long as its constructor begins with that of nn.Module, its own attributes come last.
+    if next(islice(attributes, _LAST, None), None) == _OF_EVERY_MODULE[_LAST]:
+        return chain(_TABLES(attributes), islice(attributes.values(), _LAST + 1, None))
+    return [value for name, value in attributes.items() if name not in _HOOK_TABLES]
+
+
+def _restore(container: Any, copy: Any) -> None:
+    """Give a container the objects that it had, in their order."""
+    # One with the same keys keeps its size: the caller may be iterating over it.
+    if isinstance(container, dict) and list(container) == list(copy):
+        for key, value in copy.items():
+            container[key] = value
+    elif not isinstance(container, dict) and _is_same(container, copy):
+        return
+    else:
+        container.clear()
+        (container.extend if type(container) is list else container.update)(copy)
+
+
+def _is_same(container: Any, copy: Any) -> bool:
+    if isinstance(container, set):
+        return bool(container == copy)
+    return len(container) == len(copy) and all(map(is_, container, copy))
 
 
 @contextmanager
@@ -26,29 +93,53 @@ def attributes_put_back(module: nn.Module, *, hooks: bool = False) -> Iterator[N
     if torch.compiler.is_compiling():  # it rejects assignments that it cannot undo itself
         yield
         return
-    before = [(vars(part), dict(vars(part))) for part in module.modules()]
-    containers = [
-        (value, value.copy())
-        for _, attributes in before
-        for name, value in attributes.items()
-        if type(value) in _CONTAINERS and (hooks or name not in _HOOK_TABLES)
-    ]
+    snapshot = ModuleSnapshot(module, hooks=hooks)
     try:
         yield
     finally:
-        for attributes, copy in before:
-            attributes.clear()
-            attributes.update(copy)
-        for container, copy in containers:
-            if not _is_same(container, copy):  # unchanged: the caller may be iterating over it
-                container.clear()
-                (container.extend if type(container) is list else container.update)(copy)
+        snapshot.restore()
 
 
-def _is_same(container: Any, copy: Any) -> bool:
-    """Return whether a container has the objects that it had, in their order."""
-    if isinstance(container, set):
-        return bool(container == copy)
-    if isinstance(container, dict):
-        return list(container) == list(copy) and all(map(is_, container.values(), copy.values()))
-    return len(container) == len(copy) and all(map(is_, container, copy))
+class TensorSlots:
+    """Where the parameters and buffers of a module stand, to be replaced by other tensors.
+
+    What torch.func.functional_call looks up by name, tensor by tensor, one walk finds for all.
+    """
+
+    def __init__(self, parts: Sequence[tuple[str, nn.Module]]) -> None:
+        # A tensor of the module's own, its table, its key there, and its name.
+        self._slots: list[tuple[Tensor, dict[str, Any], str, str]] = []
+        self._buffers: list[tuple[str, nn.Module, str]] = []  # a name, the part, and the key there
+        self._fit = True
+        for prefix, part in parts:
+            before = f"{prefix}." if prefix else ""
+            parameters, buffers = part._parameters, part._buffers
+            self._fit &= isinstance(parameters, dict)  # not so where torch.jit keeps the tensors
+            for key, parameter in parameters.items():
+                if parameter is not None:
+                    self._slots.append((parameter, parameters, key, before + key))
+            for key, buffer in buffers.items():
+                if buffer is not None:
+                    self._slots.append((buffer, buffers, key, before + key))
+                    self._buffers.append((before + key, part, key))
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Put tensors in the places of the module's own; False, and nothing done, if they misfit.
+
+        A tensor of the module that stands in several places is named once, by the first.
+        """
+        by_own = {id(own): tensors[name] for own, _, _, name in self._slots if name in tensors}
+        if not self._fit or len(by_own) != len(tensors):
+            return False
+        if (
+            len(tensors) != len(self._slots)
+            and {id(own) for own, *_ in self._slots} - by_own.keys()
+        ):
+            return False
+        for own, table, key, _ in self._slots:
+            table[key] = by_own[id(own)]
+        return True
+
+    def buffers(self) -> dict[str, Any]:
+        """Return what stands in the places of the buffers now, by all their names."""
+        return {name: getattr(part, key, None) for name, part, key in self._buffers}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, TypeAlias, cast
 
@@ -25,18 +26,20 @@ class RecomputeState:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._rng = rng.states(tensors)
         devices = {"cpu", *(t.device.type for t in tensors)}
-        self._autocast = [
-            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-            for device in devices
-        ]
+        self._autocast = list(map(_autocast, devices))
         self._kernels = _attention_kernels()
         self._writes = _StorageWrites()
         self._checksums: Checksums = {}
         self._around = innermost()
 
-    def first_run(self) -> TorchDispatchMode:
-        """Return the context of the first run."""
-        return self._writes
+    @contextmanager
+    def first_run(self) -> Iterator[None]:
+        """Run the block for the first time; what `watched` blocks in it write to is copied."""
+        token = _writes_of_run.set(self._writes)
+        try:
+            yield
+        finally:
+            _writes_of_run.reset(token)
 
     def record_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Remember checksums of the first run's outputs."""
@@ -47,16 +50,19 @@ class RecomputeState:
         rng.restore(self._rng)
         _restore(self._writes.snapshots)
 
+    def _other_autocast(self) -> list[tuple[str, bool, torch.dtype]]:
+        return [one for one in self._autocast if one != _autocast(one[0])]
+
     @contextmanager
     def second_run(self) -> Iterator[SecondRun]:
         """Restore the state of the first run inside the block, and today's after it."""
         now = _current(self._writes.snapshots)
         kernels = _attention_kernels()
-        devices = [device.index for device, _ in self._rng if device.type != "cpu"]
+        states = rng.current(self._rng)
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices))
+            stack.callback(rng.restore, states)
             rng.restore(self._rng)
-            for device, enabled, dtype in self._autocast:
+            for device, enabled, dtype in self._other_autocast():
                 stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype))
             try:
                 _enable_attention_kernels(self._kernels)
@@ -66,6 +72,10 @@ class RecomputeState:
             finally:
                 _enable_attention_kernels(kernels)
                 _restore(now)
+
+
+def _autocast(device: str) -> tuple[str, bool, torch.dtype]:
+    return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 _ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
@@ -117,6 +127,28 @@ class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if storage._cdata not in self._known:
                     self._known.add(storage._cdata)
                     self.snapshots.append((storage, _copy(storage)))
+
+
+_writes_of_run: ContextVar[_StorageWrites | None] = ContextVar("writes_of_run", default=None)
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Run code that may write to memory from outside; a first run around it copies that before.
+
+    Not for what gradkit and torch compute by themselves: watching an operator takes longer than
+    running a small one.
+    """
+    writes = _writes_of_run.get()
+    if writes is None:
+        yield
+        return
+    token = _writes_of_run.set(None)  # what runs inside is watched already
+    try:
+        with writes:
+            yield
+    finally:
+        _writes_of_run.reset(token)
 
 
 def _current(snapshots: Snapshots) -> Snapshots:

@@ -20,6 +20,11 @@ def states(tensors: Iterable[object]) -> States:
     ]
 
 
+def current(saved: States) -> States:
+    """Return the states that the same generators have now."""
+    return states([torch.empty(0, device=device) for device, _ in saved if device.type != "cpu"])
+
+
 def restore(saved: States) -> None:
     """Put the generators into these states."""
     for device, state in saved:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
 from gradkit._core.options import UNUSED, Unused, check_bool, check_function, check_option
-from gradkit._core.ownership import grad_dtype, own, zeros_for
+from gradkit._core.ownership import PLAIN_TYPES, grad_dtype, own, zeros_for
 from gradkit._core.params import (
     DIFFERENTIABLE,
     EXPANDED,
@@ -33,6 +34,7 @@ from gradkit.errors import (
 )
 
 ArgNums: TypeAlias = int | tuple[int, ...]
+_dtype, _is_leaf, _requires_grad = map(attrgetter, ("dtype", "is_leaf", "requires_grad"))
 
 
 @dataclass(frozen=True)
@@ -54,25 +56,37 @@ class Arguments:
 
     def with_variables(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """Return the arguments, with these tensors in all places of the variables."""
-        trees = pytree.unflatten(self.params.spec, self.params.with_variables(tensors))
+        params = self.params
+        leaves = tensors if params.variables is params.leaves else params.with_variables(tensors)
+        trees = pytree.unflatten(params.spec, leaves)
         return _replaced(self.args, self.positions, trees)
 
     def at(self, args: tuple[Any, ...]) -> Arguments:
         """Return the same variables of other arguments, of the same structure."""
         leaves, _ = pytree.flatten(tuple(args[position] for position in self.positions))
-        variables = self.params.per_variable(leaves)
+        is_plain = self.params.variables is self.params.leaves
+        variables = leaves if is_plain else self.params.per_variable(leaves)
         params = replace(self.params, leaves=leaves, variables=variables)
         return replace(self, args=args, params=params)
 
     def to_tree(self, grads: Sequence[Tensor | None], leading: tuple[int, ...] = ()) -> PyTree:
         """Return gradients as the tree of the differentiated arguments; frozen leaves are zeros."""
         params = self.params
+        by_leaf: Sequence[Tensor | None] = grads
+        if params.variables is not params.leaves:
+            by_leaf = self._per_leaf(grads, leading)
+        trees = pytree.unflatten(params.spec, by_leaf)
+        return trees[0] if self.single else trees
+
+    def _per_leaf(
+        self, grads: Sequence[Tensor | None], leading: tuple[int, ...]
+    ) -> list[Tensor | None]:
+        params = self.params
         by_leaf = params.per_leaf(grads, copied)
         for index, leaf in enumerate(params.leaves):
             if self.unused != "none" and leaf is not None and params.slots[index] is None:
                 by_leaf[index] = _zeros(leaf, leading)
-        trees = pytree.unflatten(params.spec, by_leaf)
-        return trees[0] if self.single else trees
+        return by_leaf
 
     def finish(self, grads: list[Tensor | None], leading: tuple[int, ...] = ()) -> PyTree:
         """Return the result tree of gradients that this list alone refers to; raise for `error`."""
@@ -105,19 +119,35 @@ def read_arguments(
     positions = _positions(argnums, len(args))
     given = tuple(args[position] for position in positions)
     leaves, spec = pytree.flatten(given)
-    if any(isinstance(leaf, EXPANDED) for leaf in leaves):
+    if any(issubclass(kind, EXPANDED) for kind in set(map(type, leaves)) - PLAIN_TYPES):
         names = [root or f"args[{position}]" for position in positions]
         flat = [expand_params(tree, name) for tree, name in zip(given, names, strict=True)]
         expanded = tuple(pytree.unflatten(part_spec, part) for part, part_spec in flat)
         args = _replaced(args, positions, expanded)
         leaves, spec = pytree.flatten(expanded)
-    path = partial(_path, spec=spec, positions=positions, root=root)
-    params = with_variables(leaves, spec, root or "args", path, _is_variable)
+    if _are_plain_variables(leaves):
+        plain_leaves = all(map(_is_leaf, leaves))
+        params = Params(leaves, spec, leaves, range(len(leaves)), root or "args", plain_leaves)
+    else:
+        path = partial(_path, spec=spec, positions=positions, root=root)
+        params = with_variables(leaves, spec, root or "args", path, _is_variable)
     if not params.variables:
         where = root or ", ".join(f"args[{position}]" for position in positions)
         raise UnreachedParamError(message(where, "a tensor to differentiate", *_why_none(given)))
     dtypes = [_grad_dtype(tensor) for tensor in params.variables]
     return Arguments(args, positions, isinstance(argnums, int), params, dtypes, root, unused)
+
+
+def _are_plain_variables(leaves: list[Any]) -> bool:
+    """Return whether every leaf is a tensor to differentiate, each another one; False if unsure."""
+    # One attribute of all leaves at a time; torch.compile needs another way to tell tensors apart.
+    return (
+        not torch.compiler.is_compiling()
+        and set(map(type, leaves)) <= PLAIN_TYPES
+        and all(x.is_floating_point or x.is_complex for x in set(map(_dtype, leaves)))
+        and (nn.Parameter not in set(map(type, leaves)) or all(map(_requires_grad, leaves)))
+        and len(set(map(id, leaves))) == len(leaves)
+    )
 
 
 def _replaced(
@@ -141,6 +171,8 @@ def _why_none(given: tuple[Any, ...]) -> tuple[str, str]:
 
 
 def _positions(argnums: object, count: int) -> tuple[int, ...]:
+    if type(argnums) is int and 0 <= argnums < count:
+        return (argnums,)
     numbers = argnums if isinstance(argnums, tuple) else (argnums,)
     if not numbers or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
         expected = "an int or a tuple of ints"
@@ -191,7 +223,7 @@ def _owned(
     present = [grad for grad in grads if grad is not None]
     count = len(grads)
     grads.clear()  # `own` looks for further references
-    likes = [variables[index] for index in reached]
+    likes = variables if len(reached) == count else [variables[index] for index in reached]
     # In a transform, and while torch.compile traces, nobody can tell what shares memory.
     if transforms():
         present = [grad.clone() for grad in present]
@@ -200,6 +232,8 @@ def _owned(
         present = copied(present, [_empty_for(grad, like, leading) for grad, like in pairs])
     else:
         own(present, likes, leading)
+    if len(reached) == count:
+        return list(present)
     by_variable = dict(zip(reached, present, strict=True))
     return [by_variable.get(index) for index in range(count)]
 

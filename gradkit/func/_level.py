@@ -1,7 +1,7 @@
 """One level of torch.func: a function's losses, passes from them, and the errors of torch.func.
 
-`torch.func.vjp` is entered for the level alone. The passes run inside it, where a pass can start
-from one loss: from outside, the others would need zero cotangents, and 0 * inf is nan.
+The passes run inside the level, where a pass can start from one loss: from outside, as the function
+that `torch.func.vjp` returns, the others would need zero cotangents, and 0 * inf is nan.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from numbers import Number
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,11 +20,17 @@ from torch.func import vjp
 from gradkit._autograd import engine
 from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._checks.op_monitor import OpMonitor
-from gradkit._compat.transforms import current_level, detached, differentiated, level_of
+from gradkit._compat.transforms import (
+    TensorLists,
+    detached_all,
+    differentiated,
+    level_of,
+    run_in_level,
+)
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._core.losses import Losses, read_losses, read_weights
-from gradkit._core.ownership import leave_inference_mode
+from gradkit._core.ownership import PLAIN_TYPES, leave_inference_mode
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import (
     DetachedLossError,
@@ -114,11 +120,11 @@ def differentiate(
     monitor = OpMonitor(per_sample=per_sample)
     outside: list[Any] = []
 
-    def inside(*tensors: Tensor) -> tuple[Tensor, Any]:
-        for tensor, dtype in zip(tensors, arguments.dtypes, strict=True):
-            if tensor.dtype != dtype:
-                tensor.grad_dtype = dtype  # not of the result alone: of the sum over the uses [B1]
-        level = None if torch.compiler.is_compiling() else current_level()
+    def inside(tensors: Sequence[Tensor], level: int | None) -> TensorLists:
+        if [tensor.dtype for tensor in tensors] != arguments.dtypes:
+            for tensor, dtype in zip(tensors, arguments.dtypes, strict=True):
+                if tensor.dtype != dtype:
+                    tensor.grad_dtype = dtype  # not of the result alone: of the sum over uses [B1]
         with monitor:
             returned = fn(*arguments.with_variables(tensors), **kwargs)
             tree, aux = _split_aux(returned) if has_aux else (returned, None)
@@ -127,24 +133,37 @@ def differentiate(
         if not any(map(passes.depends, losses.leaves)):
             raise DetachedLossError(_independent(losses))
         monitor.check()
-        grads, put_grads_back = tensors_of([list(part) for part in run(losses, passes)])
-        tensors_of_aux, put_aux_back = tensors_of(aux)
-        outside.extend((losses.spec, put_grads_back, put_aux_back))
-        return losses.leaves[0], (losses.leaves, grads, tensors_of_aux)
+        grads = run(losses, passes)
+        tensors_of_aux, put_aux_back = tensors_of(aux) if has_aux else ([], _no_aux)
+        outside.extend((losses.spec, put_aux_back))
+        return [losses.leaves, tensors_of_aux, *grads]
 
+    enter = _trace_level if torch.compiler.is_compiling() else run_in_level
     with leave_inference_mode(record=True):
-        point = list(map(detached, arguments.variables))
-        values, flat, tensors_of_aux = named_errors(
-            lambda: vjp(inside, *point, has_aux=True)[2]  # type: ignore[misc]
-        )
-        values = copied([detached(value) for value in values])
-    spec, put_grads_back, put_aux_back = outside
-    grads = put_grads_back(flat)
-    del flat  # ownership is read off the number of references
+        point = detached_all(arguments.variables)
+        values, tensors_of_aux, *grads = named_errors(lambda: enter(inside, point))
+        values = copied(detached_all(values))
+    spec, put_aux_back = outside
     for index, part in enumerate(grads):
         if len(part) == len(arguments.dtypes):
             grads[index] = cast_to(arguments.dtypes, part)
-    return LevelResult(values, spec, grads, put_aux_back(map(detached, tensors_of_aux)))
+    return LevelResult(values, spec, grads, put_aux_back(detached_all(tensors_of_aux)))
+
+
+def _trace_level(
+    fn: Callable[[Sequence[Tensor], None], TensorLists], point: Sequence[Tensor]
+) -> list[list[Any]]:
+    """Do what `run_in_level` does, in a way that torch.compile traces."""
+    put_back: list[Callable[[Iterable[Tensor]], PyTree]] = []
+
+    def inside(*tensors: Tensor) -> tuple[Tensor, list[Tensor]]:
+        lists = fn(tensors, None)
+        flat, close = tensors_of([list(part) for part in lists])
+        put_back.append(close)
+        return cast("Tensor", lists[0][0]), flat  # vjp wants an output, whatever it is
+
+    flat = vjp(inside, *point, has_aux=True)[2]  # type: ignore[misc]
+    return cast("list[list[Any]]", put_back[0](flat))
 
 
 def gradient_of_the_sum(
@@ -205,7 +224,8 @@ def tensors_of(tree: PyTree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]],
     leaves, spec = pytree.flatten(tree)
     fix = "return a dict; or register the class: optree.register_pytree_node"
     for index, leaf in enumerate(leaves):
-        require_tensor_or_constant(leaf, partial(pytree.path, spec, index, "aux"), fix)
+        if type(leaf) not in PLAIN_TYPES:
+            require_tensor_or_constant(leaf, partial(pytree.path, spec, index, "aux"), fix)
     constants = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
 
     def put_back(tensors: Iterable[Tensor]) -> PyTree:
@@ -213,6 +233,10 @@ def tensors_of(tree: PyTree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]],
         return pytree.unflatten(spec, [next(rest) if c is None else c[0] for c in constants])
 
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)], put_back
+
+
+def _no_aux(_: Iterable[Tensor]) -> None:
+    return None
 
 
 def named_errors(run: Callable[[], R]) -> R:

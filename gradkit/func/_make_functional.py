@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -14,12 +13,15 @@ from torch.overrides import TorchFunctionMode
 
 from gradkit._checks import recomputation
 from gradkit._compat.transforms import transforms
+from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import refuse_distributed, require_tensor
-from gradkit._state.module import attributes_put_back
+from gradkit._state.module import ModuleSnapshot, TensorSlots
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
+from gradkit.func import _checkpoints as checkpoints
 
 Named: TypeAlias = dict[str, Tensor]
 _WRITES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
+_REFUSED_BY_TORCH = (nn.DataParallel, torch.jit.ScriptModule)
 _READS_ONLY = "a module that reads its parameters"
 
 
@@ -92,18 +94,51 @@ def make_functional(
         given = _read(params, names, "params")
         # Copies: what the forward pass writes on is new.
         new = {name: t.clone() for name, t in _read(buffers, buffer_names, "buffers").items()}
-        both = {**given, **{name: new[first] for name, first in every_name.items()}}
-        snapshot = recomputation.before((given, new, args, kwargs))
-        # While torch.compile traces, names of operations cannot be asked for: nothing is refused.
-        mode: Any = nullcontext() if torch.compiler.is_compiling() else ReadOnly(given.values())
-        with attributes_put_back(module), mode:
-            out = functional_call(module, both, args, kwargs)
+        snapshot = checkpoints.before([*given.values(), *new.values()], (args, kwargs))
+        run = _traced_call if torch.compiler.is_compiling() else _call
+        out, after = run(module, given, new, every_name, args, kwargs)
         recomputation.refuse(out, snapshot)
-        _refuse_different_buffers(both, second_names)
+        _refuse_different_buffers(after, second_names)
         # A buffer that was assigned, and not written on, is in the dictionary.
-        return out, {name: both[name] for name in buffer_names}
+        return out, {name: after[name] for name in buffer_names}
 
     return call, params, {name: buffer.detach().clone() for name, buffer in own_buffers.items()}
+
+
+def _call(
+    module: nn.Module,
+    given: Named,
+    new: Named,
+    every_name: Mapping[str, str],
+    args: Any,
+    kwargs: Any,
+) -> tuple[Any, Named]:
+    """Return what a module returns for these tensors, and its buffers after it."""
+    snapshot = ModuleSnapshot(module)
+    try:
+        with ReadOnly(given.values()):
+            slots = TensorSlots(snapshot.parts)
+            is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+            is_refused = is_tracing or isinstance(module, _REFUSED_BY_TORCH)
+            if is_refused or not slots.fill({**given, **new}):
+                return _traced_call(module, given, new, every_name, args, kwargs)
+            return module(*args, **kwargs), {**new, **slots.buffers()}
+    finally:
+        snapshot.restore()
+
+
+def _traced_call(
+    module: nn.Module,
+    given: Named,
+    new: Named,
+    every_name: Mapping[str, str],
+    args: Any,
+    kwargs: Any,
+) -> tuple[Any, Named]:
+    """Return what `_call` does, for torch.compile and whatever else needs torch's own function."""
+    # While torch.compile traces, names of operations cannot be asked for: nothing is refused.
+    both = {**given, **{name: new[first] for name, first in every_name.items()}}
+    return functional_call(module, both, args, kwargs), both
 
 
 def _owner(module: nn.Module, name: str) -> nn.Module:
@@ -112,7 +147,7 @@ def _owner(module: nn.Module, name: str) -> nn.Module:
 
 def _refuse_different_buffers(tensors: Named, second_names: Mapping[str, str]) -> None:
     for name, first in second_names.items():
-        if tensors[name] is not tensors[first]:
+        if name in tensors and tensors[name] is not tensors[first]:
             expected = f"one buffer under both its names, {first!r} and {name!r}"
             got = "two: the forward pass has assigned one of them"
             fix = "write on the buffer in place, or register two buffers"
@@ -130,6 +165,8 @@ def _refuse_writing(module: nn.Module) -> None:
 
 def _read(tensors: object, names: list[str], root: str) -> Named:
     """Return a dict that a call was given, checked, in the module's order."""
+    if type(tensors) is dict and _are_plain(tensors, names):
+        return {**tensors}
     if not isinstance(tensors, Mapping) or set(tensors) != set(names):
         got = _listed(list(tensors)) if isinstance(tensors, Mapping) else describe(tensors)
         expected = f"the {root} of make_functional, by name: {_listed(names)}"
@@ -140,6 +177,10 @@ def _read(tensors: object, names: list[str], root: str) -> Named:
             where, got = f"{root}[{name!r}]", describe(tensors[name])
             raise LeafTypeError(message(where, "a tensor", got, "pass a tensor"))
     return {name: tensors[name] for name in names}
+
+
+def _are_plain(tensors: dict[Any, Any], names: list[str]) -> bool:
+    return list(tensors) == names and set(map(type, tensors.values())) <= PLAIN_TYPES
 
 
 def _listed(names: list[Any]) -> str:
@@ -154,6 +195,7 @@ class ReadOnly(TorchFunctionMode):
         super().__init__()
         self._tensors = list(tensors)
         self._ids = set(map(id, self._tensors))
+        self._memory: dict[torch.layout, set[int]] = {}
 
     def __torch_function__(
         self,
@@ -175,5 +217,7 @@ class ReadOnly(TorchFunctionMode):
     def _is_protected(self, tensor: Tensor) -> bool:
         if id(tensor) in self._ids or transforms():  # a transform's tensors show no memory
             return id(tensor) in self._ids
-        memory = {t.untyped_storage()._cdata for t in self._tensors if t.layout == tensor.layout}
-        return tensor.untyped_storage()._cdata in memory
+        if tensor.layout not in self._memory:  # once a call: every batch norm writes on its buffers
+            alike = [t for t in self._tensors if t.layout == tensor.layout]
+            self._memory[tensor.layout] = {t.untyped_storage()._cdata for t in alike}
+        return tensor.untyped_storage()._cdata in self._memory[tensor.layout]

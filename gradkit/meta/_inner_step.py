@@ -6,6 +6,7 @@ A recomputed step keeps its inputs and no graph: the backward pass runs it a sec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -21,12 +22,14 @@ from gradkit._core import pytree
 from gradkit._core.graph import Subgraph, edge
 from gradkit._core.losses import Losses
 from gradkit._core.pytree import PyTree
-from gradkit._core.user_code import functions_alive
-from gradkit._state.recompute_state import RecomputeState
+from gradkit._core.user_code import functions_alive, hooks_registered, user_functions
+from gradkit._state.recompute_state import RecomputeState, watched
 from gradkit.errors import UnreachedParamError, UnsupportedGraphError, message
+from gradkit.func import _checkpoints as checkpoints
 from gradkit.func._level import Passes, differentiate
 from gradkit.meta._foreach import Tensors
 from gradkit.meta._optimizer import Columns, Optimizer, check_grads, update
+from gradkit.meta._optimizers import is_own_rule
 from gradkit.meta._trees import InnerParams, open_tensors, read_loss
 
 Grads = list[Tensor | None]
@@ -82,8 +85,10 @@ class InnerStep:
         differentiated = self._functional if transforms() else self._eager
         loss, grads, aux = differentiated(loss_fn, carry.tensors, create_graph=create_graph)
         if self.grad_transform is not None:
-            grads = self._transformed(self.grad_transform, grads)
-        new = update(self.opt, carry.tensors, grads, carry.state, inputs.hyper)
+            with watched():
+                grads = self._transformed(self.grad_transform, grads)
+        with nullcontext() if is_own_rule(self.opt) else watched():
+            new = update(self.opt, carry.tensors, grads, carry.state, inputs.hyper)
         return Outputs(Carry(*new), [loss], [aux])
 
     def _eager(self, loss_fn: LossOfParams, tensors: Tensors, *, create_graph: bool) -> InnerGrads:
@@ -92,12 +97,15 @@ class InnerStep:
             variables = [
                 t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors
             ]
-            before = recomputation.before(variables)
-            loss, aux = loss_fn(self.params.tree(variables))
+            before = checkpoints.before(variables)
+            with watched():
+                loss, aux = loss_fn(self.params.tree(variables))
             recomputation.refuse((loss, aux), before)
-            if loss.requires_grad:
-                _check_graph(loss, variables, create_graph=create_graph)
-            grads = inner_grads([loss], variables, create_graph=create_graph)
+            runs_user_code = loss.requires_grad and _check_graph(
+                loss, variables, create_graph=create_graph
+            )
+            with watched() if runs_user_code else nullcontext():
+                grads = inner_grads([loss], variables, create_graph=create_graph)
         if all(grad is None for grad in grads):
             expected = "a loss computed from params"
             got = "one that does not depend on them: loss_fn uses a module, or tensors, from "
@@ -134,13 +142,20 @@ class InnerStep:
         return params.per_variable(movable)
 
 
-def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -> None:
+def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -> bool:
+    """Check the graph of a step, and return whether a pass may run code of the caller's."""
+    alive = functions_alive()
+    if not create_graph and not any(alive):
+        return hooks_registered()
     # Only this step: a walk through all steps before it would make the loop quadratic.
-    below = Subgraph([loss], stop={edge(tensor).node for tensor in variables})
-    if functions_alive().refused:
+    nodes = [tensor.grad_fn or edge(tensor).node for tensor in variables]
+    below = Subgraph([loss], stop=set(nodes))
+    if alive.refused:
         graphs.refuse_nodes(map(type, below.nodes.difference(below.stop)), "the inner loss")
     if create_graph:
         refuse_wrong_derivative("the inner loss", variables, below)
+    # Those that are alive may be the steps before this one.
+    return hooks_registered() or (alive.users and bool(user_functions(below.kinds)))
 
 
 def recomputed(run: Steps, carry: Carry, inputs: Inputs) -> Outputs:

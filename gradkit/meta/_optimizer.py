@@ -200,22 +200,51 @@ def update(
     moving = [index for index, grad in enumerate(grads) if grad is not None]
     if not moving:
         return list(tensors), state
+    if len(moving) < len(tensors):
+        return _update_some(opt, tensors, grads, state, settings, moving)
     new, entries = opt.rule(
-        [tensors[i] for i in moving],
-        [grad.to(x.dtype) for x, grad in zip(tensors, grads, strict=True) if grad is not None],
+        list(tensors),
+        [_as_dtype(grad, x) for x, grad in zip(tensors, grads, strict=True) if grad is not None],
+        state,
+        {name: as_factor(value) for name, value in settings.items()},
+    )
+    given = set(map(id, chain(grads, *state.values())))
+    columns = {name: [_not_given(x, given) for x in entries[name]] for name in state}
+    return list(map(_as_dtype, new, tensors)), columns
+
+
+def _update_some(
+    opt: Optimizer,
+    tensors: Sequence[Any],
+    grads: Sequence[Tensor | None],
+    state: Columns,
+    settings: Settings,
+    moving: Sequence[int],
+) -> Updated:
+    """Return tensors and state after one step of those tensors that have a gradient."""
+    new, entries = update(
+        opt,
+        select(list(tensors), moving),
+        select(list(grads), moving),
         {name: select(column, moving) for name, column in state.items()},
-        {name: as_factor(select(value, moving)) for name, value in settings.items()},
+        {name: select(value, moving) for name, value in settings.items()},
     )
     after = list(tensors)
     columns = {name: list(column) for name, column in state.items()}
-    given = {id(x) for x in chain(grads, *state.values())}
     for i, index in enumerate(moving):
-        after[index] = new[i].to(tensors[index].dtype)
+        after[index] = new[i]
         for name, column in columns.items():
-            entry = entries[name][i]
-            is_given = isinstance(entry, Tensor) and id(entry) in given
-            column[index] = entry.clone() if is_given else entry
+            column[index] = entries[name][i]
     return after, columns
+
+
+def _as_dtype(x: Tensor, like: Tensor) -> Tensor:
+    return x if x.dtype == like.dtype else x.to(like.dtype)
+
+
+def _not_given(entry: Any, given: Collection[int]) -> Any:
+    """Return an entry of a state, copied if it is a tensor that the rule was given."""
+    return entry.clone() if isinstance(entry, Tensor) and id(entry) in given else entry
 
 
 def check_grads(leaves: Sequence[Any], grads: Sequence[Any], spec: Structure, root: str) -> None:

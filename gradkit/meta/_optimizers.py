@@ -307,3 +307,11 @@ def _refuse_complex(name: str, params: Tensors) -> None:
         expected = f"real tensors, because {name} squares the gradients"
         fix = "torch.view_as_real(tensor), or sgd"
         raise LeafTypeError(message("params", expected, "a complex one", fix))
+
+
+_RULES = (_sgd, _adam, _rmsprop)
+
+
+def is_own_rule(opt: Optimizer) -> bool:
+    """Return whether the update of an optimizer is of this file: no code of the caller's."""
+    return getattr(opt.rule, "func", opt.rule) in _RULES

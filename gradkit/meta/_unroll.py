@@ -214,7 +214,8 @@ def _segments(step: InnerStep, memory: Memory, *, create_graph: bool) -> tuple[R
 
 def _stored(step: InnerStep, carry: Carry, inputs: Inputs, *, create_graph: bool) -> Outputs:
     carry, losses, aux = step(carry, inputs, create_graph=create_graph)
-    return Outputs(carry, losses if create_graph else _detached(losses), _detached(aux))
+    losses = losses if create_graph else [loss.detach() for loss in losses]
+    return Outputs(carry, losses, _detached(aux) if step.has_aux else aux)
 
 
 def _nested(step: InnerStep, carry: Carry, inputs: Inputs, *, create_graph: bool) -> Outputs:

@@ -151,8 +151,8 @@ ROWS = [
         [10.0], [1.0], f"{CHECKED}; `value_and_grads`", hook_that_writes_through_data, same=True,
     ),
     Row(
-        "`grad(a + z + c, (a, b))`, where that hook calls `g.mul_(10)` and keeps `g`, and `c = a * 1` is "
-        "older than `z`: with respect to `a`",
+        "`grad(a + z + c, (a, b))`, where that hook calls `g.mul_(10)` and keeps `g`, and "
+        "`c = a * 1` is older than `z`: with respect to `a`",
         [20.0], [2.0], "`value_and_grads`", hook_that_writes_on_a_part_of_a_sum, same=True,
     ),
     Row(
