@@ -27,7 +27,7 @@ NO_DIGEST: Digest = (0, 0, 0, 0)
 _FAILED = NO_DIGEST
 _LONGEST = 200
 _shape, _dtype, _device, _layout, _requires_grad = map(
-    attrgetter, ("shape", "dtype", "device.type", "layout", "requires_grad")
+    attrgetter, ("shape", "dtype", "device", "layout", "requires_grad")
 )
 
 
@@ -156,7 +156,7 @@ def _dense_specs(
     count = len(columns[0])
     rows = zip(*columns, graphs or (False,) * count, strict=True)
     present = (
-        GradSpec(tuple(shape), dtype, device, graph, torch.strided, 0)
+        GradSpec(tuple(shape), dtype, device.type, graph, torch.strided, 0)
         for shape, dtype, device, graph in rows
     )
     return tuple(None if none else next(present) for none in absent or (False,) * count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from operator import attrgetter
 from typing import TypeAlias, cast
 
 import torch
@@ -40,6 +41,7 @@ from gradkit.errors import StructureError, UnsupportedGraphError, message
 _Replicas: TypeAlias = Sequence[DistributedDataParallel]
 # Leaf tensors, each with the gradient that is added to its `.grad`.
 _Pairs: TypeAlias = list[tuple[Tensor, Tensor | None]]
+_shape = attrgetter("shape")
 # In the names of torch's own hooks that step an optimizer.
 _STEPPING = ("optim", "zero")
 
@@ -110,8 +112,7 @@ def _read_on_all_ranks(
 
 def _plan_key(group: Group, call: DistributedCall, losses: Losses, params: Params) -> Hashable:
     """Return what two calls with the same gradients have in common."""
-    shapes = tuple([variable.shape for variable in params.variables])
-    return id(group.handle), call.structure(losses, params), shapes
+    return id(group.handle), call.structure(losses, params), tuple(map(_shape, params.variables))
 
 
 def _refuse_unreplicated(params: Params, tree: PyTree, modules: _Replicas) -> None:

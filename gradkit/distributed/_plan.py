@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +28,11 @@ from gradkit.distributed._agreement import (
 from gradkit.distributed._reduction import (
     Bucket,
     LocalGrads,
+    as_vectors,
     buckets,
-    flatten,
     in_layout,
     start_sum_,
-    unflatten,
+    write,
 )
 from gradkit.errors import CollectiveError
 
@@ -60,29 +61,38 @@ class ReductionPlan:
                 report_failure(group)
             raise
         as_expected = read_specs(local.grads) == self.own
-        flats = self._sum(group, local if as_expected else None, scale)
-        if flats[-1][-1] != 0:
+        sent = self._sum(group, local.grads if as_expected else None, scale)
+        if sent[-1].flat[-1] != 0:
             return None
         reduced: list[Tensor | None] = [None] * len(self.common)
-        for bucket, flat in zip(self.buckets, flats, strict=True):
-            sums = unflatten(bucket, flat[:-1], local, in_place=True)
-            for (index, _), grad in zip(bucket, sums, strict=True):
+        for bucket, (grads, vectors, flat) in zip(self.buckets, sent, strict=True):
+            write(grads, vectors, flat[:-1])
+            for (index, _), grad in zip(bucket, grads, strict=True):
                 reduced[index] = grad
         return reduced
 
-    def _sum(self, group: Group, local: LocalGrads | None, scale: float) -> list[Tensor]:
+    def _sum(self, group: Group, own: Sequence[Tensor | None] | None, scale: float) -> list[_Sent]:
         """Return the summed buckets; their last entry is not zero if a rank sent no gradients."""
-        flats: list[Tensor] = []
+        sent: list[_Sent] = []
         waits: list[Callable[[], None]] = []
         for bucket in self.buckets:
-            kind = bucket[0][1]
-            grads = in_layout(bucket, [None] * len(self.common) if local is None else local.grads)
-            last = torch.full((1,), float(local is None), dtype=kind.dtype, device=kind.device)
-            flats.append(flatten(grads, last))
-            waits.append(start_sum_(group, flats[-1], scale))
+            grads = in_layout(bucket, [None] * len(self.common) if own is None else own)
+            vectors = as_vectors(grads)
+            last = vectors[0].new_full((1,), own is None)
+            flat = torch.cat([*vectors, last])
+            waits.append(start_sum_(group, flat, scale))
+            sent.append(_Sent(grads, vectors, flat))
         for wait in waits:
             wait()
-        return flats
+        return sent
+
+
+class _Sent(NamedTuple):
+    """A bucket that is on its way."""
+
+    grads: list[Tensor]
+    vectors: list[Tensor]  # the entries of each gradient
+    flat: Tensor  # of all, and one more
 
 
 # None for a key whose gradients have not been the same twice.

@@ -201,8 +201,7 @@ def reduce_grads(
         elif first.graph:
             sums = _sum_with_graph(group, in_layout(bucket, local.grads), scale)
         else:
-            flat = _sum_(group, flatten(in_layout(bucket, local.grads)), scale)
-            sums = unflatten(bucket, flat, local, in_place=in_place)
+            sums = _sum_dense(group, bucket, local, scale, in_place=in_place)
         for (index, _), grad in zip(bucket, sums, strict=True):
             reduced[index] = grad
     return reduced
@@ -250,6 +249,19 @@ def start_sum_(group: Group, tensor: Tensor, scale: float) -> Callable[[], None]
     return wait
 
 
+def _sum_dense(
+    group: Group, bucket: Bucket, local: LocalGrads, scale: float | None, *, in_place: bool
+) -> list[Tensor]:
+    grads = in_layout(bucket, local.grads)
+    vectors = as_vectors(grads)
+    flat = _sum_(group, torch.cat(vectors), scale)
+    if not in_place:
+        grads = new_grads(bucket, local)
+        vectors = as_vectors(grads)
+    write(grads, vectors, flat)
+    return grads
+
+
 def in_layout(bucket: Bucket, grads: Sequence[Tensor | None]) -> list[Tensor]:
     """Return this rank's gradients in the layout that is sent; zeros for None."""
     pairs = ((grads[index], spec) for index, spec in bucket)
@@ -259,34 +271,43 @@ def in_layout(bucket: Bucket, grads: Sequence[Tensor | None]) -> list[Tensor]:
     ]
 
 
-@torch.no_grad()
-def flatten(grads: Iterable[Tensor], *last: Tensor) -> Tensor:
-    """Return all entries of gradients, and of what comes last, as one vector."""
-    return torch.cat([*map(torch.ravel, grads), *last])
+def as_vectors(grads: Iterable[Tensor]) -> list[Tensor]:
+    """Return the entries of each gradient as a vector: a view of one that is contiguous."""
+    with torch.no_grad():
+        return list(map(torch.ravel, grads))
 
 
-@torch.no_grad()
-def unflatten(bucket: Bucket, flat: Tensor, local: LocalGrads, *, in_place: bool) -> list[Tensor]:
-    """Return the parts of a vector: written to this rank's own gradients, or to new tensors."""
-    results = [
-        grad
-        if in_place and (grad := local.grads[index]) is not None and not grad.is_sparse
-        else _empty_result(spec, local.likes[index], flat.device)
-        for index, spec in bucket
-    ]
-    parts = torch.split(flat, [*map(torch.numel, results)])
-    if all(map(Tensor.is_contiguous, results)):
-        torch._foreach_copy_([*map(torch.ravel, results)], parts)
-    else:
-        for result, part in zip(results, parts, strict=True):
-            result.copy_(part.view(result.shape))
-    return results
+def new_grads(bucket: Bucket, local: LocalGrads) -> list[Tensor]:
+    """Return uninitialized gradients, in the strides that those of a rank have."""
+    grads = [local.grads[index] for index, _ in bucket]
+    likes = [local.likes[index] for index, _ in bucket]
+    if all(map(_is_plain, grads)) and all(map(_is_plain, likes)):
+        with torch.no_grad():
+            return list(map(torch.empty_like, cast("list[Tensor]", grads)))
+    rows = zip(bucket, grads, likes, strict=True)
+    return [_empty_grad(spec, grad, like) for (_, spec), grad, like in rows]
 
 
-def _empty_result(spec: GradSpec, like: Tensor | None, device: torch.device) -> Tensor:
+def _is_plain(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.layout is torch.strided and tensor.is_contiguous()
+
+
+def _empty_grad(spec: GradSpec, grad: Tensor | None, like: Tensor | None) -> Tensor:
+    device = torch.device(spec.device) if grad is None else grad.device
     if like is None or like.layout != torch.strided or like.is_contiguous():
         return torch.empty(spec.shape, dtype=spec.dtype, device=device)
     return empty_for(like, spec.dtype, spec.shape[: len(spec.shape) - like.dim()], device)
+
+
+def write(grads: list[Tensor], vectors: list[Tensor], flat: Tensor) -> None:
+    """Write the entries of a flat tensor to gradients, whose vectors are given, one by one."""
+    parts = torch.split(flat, [*map(Tensor.numel, grads)])
+    with torch.no_grad():
+        if all(map(Tensor.is_contiguous, grads)):
+            torch._foreach_copy_(vectors, parts)
+            return
+        for grad, part in zip(grads, parts, strict=True):
+            grad.copy_(part.view(grad.shape))
 
 
 @torch.enable_grad()  # also where the caller has disabled it: the graph would be cut
