@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradkit._autograd.passes import PassResult
+from gradkit._autograd.runner import PassRunner
 from gradkit._checks import graphs
 from gradkit._checks.reachability import refuse_stale
 from gradkit._compat import distributed
@@ -34,7 +35,7 @@ from gradkit.distributed._agreement import (
     join_group,
 )
 from gradkit.distributed._distributed_call import DistributedCall
-from gradkit.distributed._plan import ReductionPlan, find_plan, keep_plan
+from gradkit.distributed._plan import PlannedReduction, ReductionPlan, find_plan, keep_plan
 from gradkit.distributed._reduction import LocalGrads, agree_on_grads, reduce_grads
 from gradkit.errors import StructureError, UnsupportedGraphError, message
 
@@ -54,11 +55,13 @@ def run(call: DistributedCall, modules: _Replicas) -> tuple[PassResult, Params]:
     # Hooks have buckets of their own; what is ignored is no part of the structure.
     plannable = not (hooked or ignoring or call.create_graph)
     losses, params, plan = _read_on_all_ranks(group, call, modules, hooked, plannable)
+    planned = PlannedReduction(plan, group, 1 / group.size) if plan else None
+    options = {"allowed": (distributed.SINK,), "runner": planned.runner if planned else PassRunner}
     results: list[PassResult] = []
 
     @cache
     def local_grads() -> LocalGrads:
-        result = call.run(losses, params, allowed=(distributed.SINK,))
+        result = call.run(losses, params, **options)
         results.append(result)
         grads = [grad for row in result.grads for grad in row]
         if type(None) in set(map(type, grads)):
@@ -68,12 +71,13 @@ def run(call: DistributedCall, modules: _Replicas) -> tuple[PassResult, Params]:
         path = partial(call.grad_path, losses, params)
         return LocalGrads(grads, likes, call.structure(losses, params), path)
 
-    reduced = plan.reduce(group, local_grads, 1 / group.size) if plan else None
+    reduced = planned.reduce(local_grads) if planned else None
     if reduced is None:
         local, specs = agree_on_grads(group, local_grads, differentiable=call.create_graph)
         reduced = _reduce(group, hooked, local, specs, in_place=plannable)
         if plannable:
-            keep_plan(_plan_key(group, call, losses, params), group, local.grads, specs)
+            key = _plan_key(group, call, losses, params)
+            keep_plan(key, group, local.grads, specs, joint=call.joint)
     if ignoring:
         # DDP leaves the gradients of parameters that it ignores local, as `.backward()` does.
         replicated = _reduced_params(modules)

@@ -207,7 +207,7 @@ def reduce_grads(
     return reduced
 
 
-def buckets(specs: Specs) -> Iterator[Bucket]:
+def buckets(specs: Specs, most: int = BUCKET_BYTES) -> Iterator[Bucket]:
     """Yield the gradients that are sent together: of one dtype and device; sparse ones singly."""
     kinds: dict[tuple[object, ...], Bucket] = {}
     for index, spec in enumerate(specs):
@@ -219,7 +219,7 @@ def buckets(specs: Specs) -> Iterator[Bucket]:
         bucket: Bucket = []
         filled = 0
         for index, spec in alike:
-            if bucket and filled + spec.nbytes > BUCKET_BYTES:
+            if bucket and filled + spec.nbytes > most:
                 yield bucket
                 bucket, filled = [], 0
             bucket.append((index, spec))
@@ -236,9 +236,8 @@ def _sum_(group: Group, tensor: Tensor, scale: float | None = None) -> Tensor:
     return tensor
 
 
-def start_sum_(group: Group, tensor: Tensor, scale: float) -> Callable[[], None]:
-    """Start to sum a scaled tensor over the ranks in place; return what waits for the sum."""
-    tensor *= scale
+def start_sum_(group: Group, tensor: Tensor) -> Callable[[], None]:
+    """Start to sum a tensor over the ranks in place; return what waits for the sum."""
     with collective_errors(group):
         work: Any = dist.all_reduce(tensor, group=group.handle, async_op=True)
 
@@ -253,12 +252,9 @@ def _sum_dense(
     group: Group, bucket: Bucket, local: LocalGrads, scale: float | None, *, in_place: bool
 ) -> list[Tensor]:
     grads = in_layout(bucket, local.grads)
-    vectors = as_vectors(grads)
-    flat = _sum_(group, torch.cat(vectors), scale)
-    if not in_place:
-        grads = new_grads(bucket, local)
-        vectors = as_vectors(grads)
-    write(grads, vectors, flat)
+    flat = _sum_(group, torch.cat(as_vectors(grads)), scale)
+    grads = own_grads(bucket, local) if in_place else new_grads(bucket, local)
+    write(grads, flat)
     return grads
 
 
@@ -275,6 +271,15 @@ def as_vectors(grads: Iterable[Tensor]) -> list[Tensor]:
     """Return the entries of each gradient as a vector: a view of one that is contiguous."""
     with torch.no_grad():
         return list(map(torch.ravel, grads))
+
+
+def own_grads(bucket: Bucket, local: LocalGrads) -> list[Tensor]:
+    """Return the gradients of this rank, and uninitialized ones for what it does not have."""
+    rows = [(local.grads[index], spec, local.likes[index]) for index, spec in bucket]
+    return [
+        grad if grad is not None and grad.layout is spec.layout else _empty_grad(spec, grad, like)
+        for grad, spec, like in rows
+    ]
 
 
 def new_grads(bucket: Bucket, local: LocalGrads) -> list[Tensor]:
@@ -299,15 +304,16 @@ def _empty_grad(spec: GradSpec, grad: Tensor | None, like: Tensor | None) -> Ten
     return empty_for(like, spec.dtype, spec.shape[: len(spec.shape) - like.dim()], device)
 
 
-def write(grads: list[Tensor], vectors: list[Tensor], flat: Tensor) -> None:
-    """Write the entries of a flat tensor to gradients, whose vectors are given, one by one."""
-    parts = torch.split(flat, [*map(Tensor.numel, grads)])
-    with torch.no_grad():
-        if all(map(Tensor.is_contiguous, grads)):
-            torch._foreach_copy_(vectors, parts)
-            return
-        for grad, part in zip(grads, parts, strict=True):
-            grad.copy_(part.view(grad.shape))
+@torch.no_grad()
+def write(grads: list[Tensor], flat: Tensor) -> None:
+    """Write the first entries of a flat tensor to gradients, one after the other."""
+    sizes = [*map(Tensor.numel, grads)]
+    *parts, _ = torch.split(flat.view(-1), [*sizes, flat.numel() - sum(sizes)])
+    if all(map(Tensor.is_contiguous, grads)):
+        torch._foreach_copy_(as_vectors(grads), parts)
+        return
+    for grad, part in zip(grads, parts, strict=True):
+        grad.copy_(part.view(grad.shape))
 
 
 @torch.enable_grad()  # also where the caller has disabled it: the graph would be cut
