@@ -185,8 +185,14 @@ class PlannedReduction:
             if bucket is buckets_left[-1]:
                 vectors.append(vectors[0].new_full((1,), grads is None))
             self._send(torch.cat(vectors).mul_(self._scale))
+        errors: list[CollectiveError] = []
         for _, wait in self._sent:
-            wait()
+            try:
+                wait()
+            except CollectiveError as error:  # the others still write to their buckets
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 class _EarlyBucket:
