@@ -28,6 +28,21 @@ def sink_is_static(node: Node) -> bool:
     return bool(sink.ddp_weakref().static_graph)
 
 
+def modules_in(module: nn.Module) -> list[Any]:
+    """Return a module and all inside of it, several times as fast as `modules()`.
+
+    Run on torch 2.11 to 2.15.
+    """
+    seen: dict[nn.Module, None] = {}
+    stack: list[nn.Module | None] = [module]
+    while stack:
+        part = stack.pop()
+        if part is not None and part not in seen:
+            seen[part] = None
+            stack.extend(part._modules.values())
+    return list(seen)
+
+
 def is_joining(module: DistributedDataParallel) -> bool:
     """Return whether a module is inside of its join(). Run on torch 2.11 to 2.15."""
     return bool(module._join_config.enable)

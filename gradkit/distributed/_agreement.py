@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import torch
@@ -21,8 +22,13 @@ from torch import Tensor
 from gradkit.errors import CollectiveError, GradkitError, StructureError, message
 
 _T = TypeVar("_T")
-_FAILED = (0, 0, 0, 0)
+Digest: TypeAlias = tuple[int, ...]
+NO_DIGEST: Digest = (0, 0, 0, 0)
+_FAILED = NO_DIGEST
 _LONGEST = 200
+_shape, _dtype, _device, _layout, _requires_grad = map(
+    attrgetter, ("shape", "dtype", "device", "layout", "requires_grad")
+)
 
 
 class Group(NamedTuple):
@@ -106,12 +112,13 @@ class GradSpec(NamedTuple):
     def local(self, grad: Tensor | None) -> Tensor:
         """Return a rank's gradient in this layout; zeros for None."""
         if grad is None:
-            return self._zeros()
+            return self.zeros()
         if self.layout == torch.strided:
             return grad.to_dense() if grad.is_sparse else grad
         return grad if grad.is_sparse else grad.to_sparse(len(self.shape) - self.dense_dim)
 
-    def _zeros(self) -> Tensor:
+    def zeros(self) -> Tensor:
+        """Return a gradient of zeros."""
         # On "cuda" without an index: the device that torch.cuda.set_device has chosen.
         if self.layout == torch.strided:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
@@ -126,32 +133,69 @@ class GradSpec(NamedTuple):
         return f"a {kind} tensor of shape {self.shape} on {self.device}{graph}"
 
 
-# Of each gradient over all ranks; None if no rank has one.
-Specs: TypeAlias = Sequence[GradSpec | None]
+# Of each gradient of a rank, or over all ranks; None if there is none.
+Specs: TypeAlias = tuple[GradSpec | None, ...]
+
+
+def read_specs(grads: Sequence[Tensor | None], *, differentiable: bool = False) -> Specs:
+    """Return the spec of each gradient."""
+    present = [grad for grad in grads if grad is not None]
+    if set(map(_layout, present)) != {torch.strided}:
+        return tuple(GradSpec.of(grad, differentiable=differentiable) for grad in grads)
+    # One attribute of all gradients at a time: a Python loop would take longer than the reduction.
+    columns = tuple(tuple(map(read, present)) for read in (_shape, _dtype, _device))
+    graphs = tuple(map(_requires_grad, present)) if differentiable else ()
+    absent = () if len(present) == len(grads) else tuple(grad is None for grad in grads)
+    return _dense_specs(columns, graphs, absent)
+
+
+@lru_cache(maxsize=256)
+def _dense_specs(
+    columns: tuple[tuple[Any, ...], ...], graphs: tuple[bool, ...], absent: tuple[bool, ...]
+) -> Specs:
+    count = len(columns[0])
+    rows = zip(*columns, graphs or (False,) * count, strict=True)
+    present = (
+        GradSpec(tuple(shape), dtype, device.type, graph, torch.strided, 0)
+        for shape, dtype, device, graph in rows
+    )
+    return tuple(None if none else next(present) for none in absent or (False,) * count)
+
+
+# What ranks must have in common, by name.
+Structure: TypeAlias = tuple[tuple[str, Hashable], ...]
 
 
 class Description(NamedTuple):
     """What ranks must have in common, of which they compare the `repr`."""
 
-    structure: tuple[tuple[str, object], ...]  # by name
-    specs: tuple[GradSpec | None, ...]  # of the gradients
+    structure: Structure  # by name
+    specs: Specs  # of the gradients
     paths: Callable[[], Iterable[str]]  # of the gradients, or other leaves, for errors
+    expected: Digest = NO_DIGEST  # of the gradients that this rank expects, which may differ
+
+
+class Agreement(NamedTuple):
+    """What ranks have found out about each other."""
+
+    specs: Specs  # of each gradient over all ranks
+    same_expected: bool  # all ranks expect the same gradients
 
 
 def agree_or_raise(
     group: Group, read: Callable[[], tuple[_T, Description]], *, same_reach: bool = False
-) -> tuple[_T, Specs]:
-    """Return the checked input of `read`, and the spec of each gradient over all ranks."""
+) -> tuple[_T, Agreement]:
+    """Return the checked input of `read`, and what ranks agree on."""
     # Where `read` raises, all ranks raise. `same_reach`: None on one rank must be None on all.
     try:
         ours, description = read()
     except BaseException:
-        with suppress(CollectiveError):
-            _exchange(_FAILED, group)
+        report_failure(group)
         raise
     compared = description.structure, description.specs
-    digest = _digest(compared)
-    digests = _exchange(digest, group)
+    digest = digest_of(compared)
+    messages = _exchange((*digest, *description.expected), group)
+    digests = [other[: len(digest)] for other in messages]
     failed = [str(rank) for rank, other in enumerate(digests) if other == _FAILED]
     if failed:
         expected = "every rank of the group to take part"
@@ -159,24 +203,32 @@ def agree_or_raise(
         fix = "look for it in the output of that rank"
         raise CollectiveError(message(group.this_rank, expected, got, fix))
     if all(other == digest for other in digests):
-        return ours, description.specs
+        return ours, Agreement(description.specs, len(set(messages)) == 1)
     by_rank: list[Any] = [None] * group.size
     paths = list(description.paths())
+    structure = [(name, str(value)) for name, value in description.structure]
     with collective_errors(group):
-        dist.all_gather_object(by_rank, (*compared, paths), group=group.handle)
+        sent = structure, description.specs, paths
+        dist.all_gather_object(by_rank, sent, group=group.handle)
     structures, specs, all_paths = zip(*by_rank, strict=True)
     _require_same_paths(group, all_paths)
     for name in dict(structures[0]):
         _require_same(group, name, [dict(structure).get(name) for structure in structures])
     columns = list(zip(paths, zip(*specs, strict=True), strict=False))
-    common = [_common_spec(group, path, column) for path, column in columns]
+    common = tuple(_common_spec(group, path, column) for path, column in columns)
     for path, column in columns if same_reach else ():
         _require_same(group, path, ["none" if spec is None else "a gradient" for spec in column])
-    return ours, common
+    return ours, Agreement(common, same_expected=False)
 
 
-def _exchange(digest: tuple[int, ...], group: Group) -> list[tuple[int, ...]]:
-    ours = torch.tensor(digest, dtype=torch.int64, device=group.device)
+def report_failure(group: Group) -> None:
+    """Let the ranks that wait for this one in `agree_or_raise` raise."""
+    with suppress(CollectiveError):
+        _exchange((*_FAILED, *NO_DIGEST), group)
+
+
+def _exchange(sent: Digest, group: Group) -> list[Digest]:
+    ours = torch.tensor(sent, dtype=torch.int64, device=group.device)
     gathered = [torch.empty_like(ours) for _ in range(group.size)]
     with collective_errors(group):
         dist.all_gather(gathered, ours, group=group.handle)
@@ -184,7 +236,8 @@ def _exchange(digest: tuple[int, ...], group: Group) -> list[tuple[int, ...]]:
 
 
 @lru_cache(maxsize=256)
-def _digest(description: Hashable) -> tuple[int, ...]:
+def digest_of(description: Hashable) -> Digest:
+    """Return a digest of the `repr` of a description."""
     return struct.unpack("<4q", hashlib.sha256(repr(description).encode()).digest())
 
 

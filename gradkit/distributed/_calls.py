@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -164,9 +165,9 @@ def _wrapped_in(tree: PyTree) -> tuple[list[DistributedDataParallel], list[nn.Mo
     replicas: list[DistributedDataParallel] = []
     shards: list[nn.Module] = []
     for index, leaf in enumerate(leaves):
-        parts = list(leaf.modules()) if isinstance(leaf, nn.Module) else []
-        replicated = [part for part in parts if isinstance(part, DistributedDataParallel)]
-        sharded = [part for part in parts if isinstance(part, distributed.module_classes())]
+        parts = distributed.modules_in(leaf) if isinstance(leaf, nn.Module) else []
+        replicated = _instances(parts, (DistributedDataParallel,))
+        sharded = _instances(parts, distributed.module_classes())
         if bool(replicated) == bool(sharded) or (replicas and sharded) or (shards and replicated):
             where = pytree.path(spec, index, "module")
             got = "both" if replicated and sharded else describe(leaf)
@@ -174,3 +175,8 @@ def _wrapped_in(tree: PyTree) -> tuple[list[DistributedDataParallel], list[nn.Mo
         replicas += replicated
         shards += sharded
     return replicas, shards
+
+
+def _instances(parts: list[nn.Module], classes: tuple[type, ...]) -> list[Any]:
+    kinds = tuple(kind for kind in set(map(type, parts)) if issubclass(kind, classes))
+    return [part for part in parts if isinstance(part, kinds)] if kinds else []

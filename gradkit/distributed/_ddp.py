@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from operator import attrgetter
 from typing import TypeAlias, cast
 
 import torch
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradkit._autograd.passes import PassResult
+from gradkit._autograd.runner import PassRunner
 from gradkit._checks import graphs
 from gradkit._checks.reachability import refuse_stale
 from gradkit._compat import distributed
-from gradkit._core import graph, pytree
+from gradkit._core import graph, pytree, user_code
 from gradkit._core.leaf_arithmetic import plus
 from gradkit._core.losses import Losses
 from gradkit._core.ownership import empty_for
@@ -23,6 +25,7 @@ from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit._state.grad_writes import replace_grad
 from gradkit.distributed._agreement import (
+    NO_DIGEST,
     Description,
     GradSpec,
     Group,
@@ -32,12 +35,14 @@ from gradkit.distributed._agreement import (
     join_group,
 )
 from gradkit.distributed._distributed_call import DistributedCall
+from gradkit.distributed._plan import PlannedReduction, ReductionPlan, find_plan, keep_plan
 from gradkit.distributed._reduction import LocalGrads, agree_on_grads, reduce_grads
 from gradkit.errors import StructureError, UnsupportedGraphError, message
 
 _Replicas: TypeAlias = Sequence[DistributedDataParallel]
 # Leaf tensors, each with the gradient that is added to its `.grad`.
 _Pairs: TypeAlias = list[tuple[Tensor, Tensor | None]]
+_shape = attrgetter("shape")
 # In the names of torch's own hooks that step an optimizer.
 _STEPPING = ("optim", "zero")
 
@@ -45,24 +50,38 @@ _STEPPING = ("optim", "zero")
 def run(call: DistributedCall, modules: _Replicas) -> tuple[PassResult, Params]:
     """Return the passes' result, reduced over the ranks, and the params."""
     group = _join(modules, call.name)
-    losses, params = _read_on_all_ranks(group, call, modules)
+    hooked = _with_comm_hook(modules)
+    ignoring = any(module.parameters_to_ignore for module in modules)
+    # Hooks have buckets of their own; what is ignored is no part of the structure.
+    plannable = not (hooked or ignoring or call.create_graph)
+    losses, params, plan = _read_on_all_ranks(group, call, modules, hooked, plannable)
+    planned = PlannedReduction(plan, group, 1 / group.size) if plan else None
+    options = {"allowed": (distributed.SINK,), "runner": planned.runner if planned else PassRunner}
     results: list[PassResult] = []
 
+    @cache
     def local_grads() -> LocalGrads:
-        result = call.run(losses, params, allowed=(distributed.SINK,))
+        result = call.run(losses, params, **options)
         results.append(result)
-        refuse_stale(result.call, result.grads)
         grads = [grad for row in result.grads for grad in row]
-        _check_comm_hooks(modules, grads)
+        if type(None) in set(map(type, grads)):
+            refuse_stale(result.call, result.grads)
+        _check_comm_hooks(hooked, grads)
         likes = params.variables * len(result.grads)
         path = partial(call.grad_path, losses, params)
         return LocalGrads(grads, likes, call.structure(losses, params), path)
 
-    local, specs = agree_on_grads(group, local_grads, differentiable=call.create_graph)
-    reduced = _reduce(group, modules, local, specs)
-    if any(module.parameters_to_ignore for module in modules):
+    reduced = planned.reduce(local_grads) if planned else None
+    if reduced is None:
+        local, specs = agree_on_grads(group, local_grads, differentiable=call.create_graph)
+        reduced = _reduce(group, hooked, local, specs, in_place=plannable)
+        if plannable:
+            key = _plan_key(group, call, losses, params)
+            keep_plan(key, group, local.grads, specs, joint=call.joint)
+    if ignoring:
         # DDP leaves the gradients of parameters that it ignores local, as `.backward()` does.
         replicated = _reduced_params(modules)
+        local = local_grads()
         columns = zip(local.grads, local.likes, reduced, strict=True)
         reduced = [mean if id(param) in replicated else mine for mine, param, mean in columns]
     width = len(params.variables)
@@ -71,28 +90,38 @@ def run(call: DistributedCall, modules: _Replicas) -> tuple[PassResult, Params]:
 
 
 def _read_on_all_ranks(
-    group: Group, call: DistributedCall, modules: _Replicas
-) -> tuple[Losses, Params]:
-    """Return the losses and params, checked before any rank runs a pass."""
+    group: Group, call: DistributedCall, modules: _Replicas, hooked: _Replicas, plannable: bool
+) -> tuple[Losses, Params, ReductionPlan | None]:
+    """Return the losses and params, checked before any rank runs a pass, and a plan of all."""
 
-    def read() -> tuple[tuple[Losses, Params], Description]:
+    def read() -> tuple[tuple[Losses, Params, ReductionPlan | None], Description]:
         losses, params = call.read()
-        _refuse_unreplicated(params, modules)
+        _refuse_unreplicated(params, call.module, modules)
         _refuse_static_graph(losses)
         several = not call.joint and sum(loss.numel() for loss in losses.leaves) > 1
-        _check_comm_hooks(modules, create_graph=call.create_graph, several=several)
+        _check_comm_hooks(hooked, create_graph=call.create_graph, several=several)
 
         def paths() -> list[str]:
             of_losses = [] if call.joint else list(map(losses.path, range(len(losses.leaves))))
             return [*of_losses, *map(params.path, range(len(params.variables)))]
 
-        return (losses, params), Description(call.structure(losses, params), (), paths)
+        plan = find_plan(_plan_key(group, call, losses, params)) if plannable else None
+        expected = NO_DIGEST if plan is None else plan.digest
+        structure = call.structure(losses, params)
+        return (losses, params, plan), Description(structure, (), paths, expected)
 
-    inputs, _ = agree_or_raise(group, read)
-    return inputs
+    (losses, params, plan), agreement = agree_or_raise(group, read)
+    return losses, params, plan if agreement.same_expected else None
 
 
-def _refuse_unreplicated(params: Params, modules: _Replicas) -> None:
+def _plan_key(group: Group, call: DistributedCall, losses: Losses, params: Params) -> Hashable:
+    """Return what two calls with the same gradients have in common."""
+    return id(group.handle), call.structure(losses, params), tuple(map(_shape, params.variables))
+
+
+def _refuse_unreplicated(params: Params, tree: PyTree, modules: _Replicas) -> None:
+    if all(isinstance(leaf, DistributedDataParallel) for leaf in pytree.flatten(tree)[0]):
+        return
     replicated = {id(param) for module in modules for param in module.parameters()}
     for index, variable in enumerate(params.variables):
         if id(variable) not in replicated:
@@ -104,6 +133,8 @@ def _refuse_unreplicated(params: Params, modules: _Replicas) -> None:
 
 def _refuse_static_graph(losses: Losses) -> None:
     """Raise if a pass would end the reduction of another module, with static_graph [M4]."""
+    if not user_code.custom_functions_alive():  # its node is one
+        return
     for index, loss in enumerate(losses.leaves):
         for node in graph.nodes_below([loss]) if loss.requires_grad else ():
             if type(node).__name__ == distributed.SINK and distributed.sink_is_static(node):
@@ -126,6 +157,7 @@ def add_to_replicas(params: PyTree, read_pairs: Callable[[], _Pairs]) -> _Pairs:
         fix = "make the call outside of it, or without hooks=True"
         raise UnsupportedGraphError(message("params", expected, got, fix))
     group = _join(modules, "gradkit.add_grads_")
+    hooked = _with_comm_hook(modules)
     replicated = _reduced_params(modules)
     ours: _Pairs = []
     others: _Pairs = []
@@ -134,7 +166,7 @@ def add_to_replicas(params: PyTree, read_pairs: Callable[[], _Pairs]) -> _Pairs:
         for pair in read_pairs():
             (ours if id(pair[0]) in replicated else others).append(pair)
         leaves, grads = [leaf for leaf, _ in ours], [grad for _, grad in ours]
-        _check_comm_hooks(modules, [*grads, *(leaf.grad for leaf in leaves)])
+        _check_comm_hooks(hooked, [*grads, *(leaf.grad for leaf in leaves)])
         sums = [None if grad is None else plus(leaf.grad, grad) for leaf, grad in ours]
         structure = (("the call", "add_grads_"), ("params", len(ours)))
         return LocalGrads(sums, leaves, structure, lambda index: f"grads, tensor {index}")
@@ -143,7 +175,7 @@ def add_to_replicas(params: PyTree, read_pairs: Callable[[], _Pairs]) -> _Pairs:
     # A rank without a gradient adds its `.grad`; where no rank has one, `.grad` stays.
     pairs = zip(ours, local.grads, strict=True)
     sums = [leaf.grad if total is None else total for (leaf, _), total in pairs]
-    reduced = _reduce(group, modules, replace(local, grads=sums), specs)
+    reduced = _reduce(group, hooked, replace(local, grads=sums), specs)
     for (leaf, _), mean in zip(ours, reduced, strict=True):
         if mean is not None:
             replace_grad(leaf, mean)
@@ -194,15 +226,20 @@ def _reduced_params(modules: _Replicas) -> set[int]:
     }
 
 
+def _with_comm_hook(modules: _Replicas) -> list[DistributedDataParallel]:
+    return [module for module in modules if distributed.has_comm_hook(module)]
+
+
 def _reduce(
-    group: Group, modules: _Replicas, local: LocalGrads, specs: Specs
+    group: Group, hooked: _Replicas, local: LocalGrads, specs: Specs, *, in_place: bool = False
 ) -> list[Tensor | None]:
-    """Return the means over the ranks, by the modules' communication hooks where they have one."""
-    hooked = [module for module in modules if distributed.has_comm_hook(module)]
+    """Return the means over the ranks, by the communication hooks of modules that have one."""
     by_hook = {key for module in hooked for key in _bucketed_params(module)}
-    pairs = zip(local.likes, specs, strict=True)
-    plain = [None if id(param) in by_hook else spec for param, spec in pairs]
-    reduced = reduce_grads(group, local, plain, 1 / group.size)
+    plain = specs
+    if by_hook:
+        pairs = zip(local.likes, specs, strict=True)
+        plain = tuple(None if id(param) in by_hook else spec for param, spec in pairs)
+    reduced = reduce_grads(group, local, plain, 1 / group.size, in_place=in_place)
     for module in hooked:
         for index, grad in _reduce_by_hook(group, module, local, specs):
             reduced[index] = grad
@@ -210,18 +247,19 @@ def _reduce(
 
 
 def _check_comm_hooks(
-    modules: _Replicas,
+    hooked: _Replicas,
     grads: Iterable[Tensor | None] = (),
     *,
     create_graph: bool = False,
     several: bool = False,
 ) -> None:
-    """Raise if the modules' hooks cannot reduce these gradients; `several`: for several losses."""
-    hooked = [module for module in modules if distributed.has_comm_hook(module)]
+    """Raise if modules' hooks cannot reduce these gradients; `several`: of several losses."""
     hooks = [hook for module in hooked for hook in distributed.comm_hooks(module)]
-    if hooked and create_graph:
+    if not hooked:
+        return
+    if create_graph:
         got = "create_graph=True"
-    elif hooked and any(grad is not None and grad.layout != torch.strided for grad in grads):
+    elif any(grad is not None and grad.layout != torch.strided for grad in grads):
         got = "a sparse gradient"
     elif any(word in hook.__qualname__ for hook, _ in hooks for word in _STEPPING):
         got = "a hook that steps an optimizer"

@@ -10,6 +10,7 @@ from gradkit._autograd.passes import PassResult
 from gradkit._core.losses import Losses, read_losses, read_weights, require_graph
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
+from gradkit.distributed._agreement import Structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,12 @@ class DistributedCall:
         result = self.passes(losses, params, unused="none", **options)
         return result if self.joint else result.with_constants(params)
 
-    def structure(self, losses: Losses, params: Params) -> tuple[tuple[str, object], ...]:
+    def structure(self, losses: Losses, params: Params) -> Structure:
         """Return what must be the same on all ranks, by name."""
         shapes = tuple(tuple(loss.shape) for loss in losses.leaves)
         # The gradient of a sum has the same structure whatever the number of losses.
-        by_loss = (("losses", str(losses.spec)), ("the shapes of losses", shapes))
-        options = ("module", str(params.spec)), ("create_graph", self.create_graph)
+        by_loss = (("losses", losses.spec), ("the shapes of losses", shapes))
+        options = ("module", params.spec), ("create_graph", self.create_graph)
         return (("the call", self.name), *(() if self.joint else by_loss), *options)
 
     def grad_path(self, losses: Losses, params: Params, index: int) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from operator import attrgetter
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -16,22 +17,28 @@ from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import is_dual, transforms
 from gradkit._core import pytree
 from gradkit._core.options import check_bool, check_option
-from gradkit._core.ownership import empty_for, leave_inference_mode
+from gradkit._core.ownership import PLAIN_TYPES, empty_for, leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.distributed._agreement import (
     Description,
     GradSpec,
     Group,
     Specs,
+    Structure,
     agree_or_raise,
     collective_errors,
     join_group,
+    read_specs,
 )
 from gradkit.errors import LeafTypeError, UnsupportedGraphError, describe, message
 
 # The default of DistributedDataParallel: enough that latency does not count, and little memory
 # beside the gradients themselves.
 BUCKET_BYTES = 25 * 2**20
+# Gradients that are sent together, each with its index.
+Bucket: TypeAlias = list[tuple[int, GradSpec]]
+_layout, _requires_grad = attrgetter("layout"), attrgetter("requires_grad")
+_is_floating_point = torch.Tensor.is_floating_point
 _SUMMED_IF_SPARSE = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -92,15 +99,28 @@ def all_reduce(
     path = partial(pytree.path, spec, root="grads")
 
     def checked() -> LocalGrads:
-        for index, leaf in enumerate(leaves):
-            _check_leaf(leaf, partial(path, index), differentiable)
-        structure = (("the structure", str(spec)), ("op", op), ("differentiable", differentiable))
+        if not _are_plain(leaves):
+            for index, leaf in enumerate(leaves):
+                _check_leaf(leaf, partial(path, index), differentiable)
+        structure = (("the structure", spec), ("op", op), ("differentiable", differentiable))
         return LocalGrads(leaves, leaves, structure, path)
 
     with leave_inference_mode():
         local, specs = agree_on_grads(ranks, checked, differentiable=differentiable)
         reduced = reduce_grads(ranks, local, specs, 1 / ranks.size if op == "mean" else None)
     return pytree.unflatten(spec, reduced)
+
+
+def _are_plain(leaves: Sequence[Any]) -> bool:
+    """Return whether all leaves are dense gradients without a graph, which need no other check."""
+    return (
+        set(map(type, leaves)) <= PLAIN_TYPES
+        and set(map(_layout, leaves)) <= {torch.strided}
+        and all(map(_is_floating_point, leaves))
+        and not any(map(_requires_grad, leaves))
+        and not transforms()
+        and not any(map(is_dual, leaves))
+    )
 
 
 def _check_leaf(leaf: object, path: Callable[[], str], differentiable: bool) -> None:
@@ -132,7 +152,7 @@ class LocalGrads:
 
     grads: Sequence[Tensor | None]
     likes: Sequence[Tensor | None]  # give the results their strides; may be None where grads are
-    structure: tuple[tuple[str, object], ...]  # what else ranks must have in common, by name
+    structure: Structure  # what else ranks must have in common
     path: Callable[[int], str]  # of a gradient, for errors
 
 
@@ -143,17 +163,18 @@ def agree_on_grads(
 
     def read() -> tuple[LocalGrads, Description]:
         local = compute()
-        for index, grad in enumerate(local.grads):
-            if grad is not None and grad.layout != torch.strided:
-                _check_sparse(grad, local, index)
-        specs = tuple(GradSpec.of(grad, differentiable=differentiable) for grad in local.grads)
+        specs = read_specs(local.grads, differentiable=differentiable)
+        for index, spec in enumerate(specs):
+            if spec is not None and spec.layout != torch.strided:
+                _check_sparse(local.grads[index], local, index)
         paths = partial(map, local.path, range(len(specs)))
         return local, Description(local.structure, specs, paths)
 
-    return agree_or_raise(group, read)
+    local, agreement = agree_or_raise(group, read)
+    return local, agreement.specs
 
 
-def _check_sparse(grad: Tensor, local: LocalGrads, index: int) -> None:
+def _check_sparse(grad: Any, local: LocalGrads, index: int) -> None:
     """Raise if gloo would not sum a sparse gradient, or not rightly."""
     summed = grad.layout == torch.sparse_coo and grad.dtype in _SUMMED_IF_SPARSE
     if not summed or grad.device.type != "cpu":
@@ -165,37 +186,40 @@ def _check_sparse(grad: Tensor, local: LocalGrads, index: int) -> None:
 
 
 def reduce_grads(
-    group: Group, local: LocalGrads, specs: Specs, scale: float | None
+    group: Group, local: LocalGrads, specs: Specs, scale: float | None, *, in_place: bool = False
 ) -> list[Tensor | None]:
-    """Return the sums of scaled gradients over the ranks; None where `specs` has None."""
+    """Return the sums of scaled gradients over the ranks; None where `specs` has None.
+
+    `in_place`: in the memory of this rank's own gradients where they are dense.
+    """
     reduced: list[Tensor | None] = [None] * len(specs)
-    for bucket in _buckets(specs):
-        grads = [spec.local(local.grads[index]) for index, spec in bucket]
+    for bucket in buckets(specs):
         first = bucket[0][1]
         if first.layout != torch.strided:
-            sums = [_sum_(group, grads[0].detach().coalesce().clone(), scale)]
+            sparse = in_layout(bucket, local.grads)[0].detach().coalesce()
+            sums = [_sum_(group, sparse.clone(), scale)]
         elif first.graph:
-            sums = _sum_with_graph(group, grads, scale)
+            sums = _sum_with_graph(group, in_layout(bucket, local.grads), scale)
         else:
-            sums = _sum_dense(group, grads, [local.likes[index] for index, _ in bucket], scale)
+            sums = _sum_dense(group, bucket, local, scale, in_place=in_place)
         for (index, _), grad in zip(bucket, sums, strict=True):
             reduced[index] = grad
     return reduced
 
 
-def _buckets(specs: Sequence[GradSpec | None]) -> Iterator[list[tuple[int, GradSpec]]]:
+def buckets(specs: Specs, most: int = BUCKET_BYTES) -> Iterator[Bucket]:
     """Yield the gradients that are sent together: of one dtype and device; sparse ones singly."""
-    kinds: dict[tuple[object, ...], list[tuple[int, GradSpec]]] = {}
+    kinds: dict[tuple[object, ...], Bucket] = {}
     for index, spec in enumerate(specs):
         if spec is not None and spec.layout != torch.strided:
             yield [(index, spec)]
         elif spec is not None:
             kinds.setdefault((spec.dtype, spec.device, spec.graph), []).append((index, spec))
     for alike in kinds.values():
-        bucket: list[tuple[int, GradSpec]] = []
+        bucket: Bucket = []
         filled = 0
         for index, spec in alike:
-            if bucket and filled + spec.nbytes > BUCKET_BYTES:
+            if bucket and filled + spec.nbytes > most:
                 yield bucket
                 bucket, filled = [], 0
             bucket.append((index, spec))
@@ -212,33 +236,92 @@ def _sum_(group: Group, tensor: Tensor, scale: float | None = None) -> Tensor:
     return tensor
 
 
+def start_sum_(group: Group, tensor: Tensor) -> Callable[[], None]:
+    """Start to sum a tensor over the ranks in place; return what waits for the sum."""
+    with collective_errors(group):
+        work: Any = dist.all_reduce(tensor, group=group.handle, async_op=True)
+
+    def wait() -> None:
+        with collective_errors(group):
+            work.wait()
+
+    return wait
+
+
 def _sum_dense(
-    group: Group, grads: Sequence[Tensor], likes: Sequence[Tensor | None], scale: float | None
+    group: Group, bucket: Bucket, local: LocalGrads, scale: float | None, *, in_place: bool
 ) -> list[Tensor]:
-    sums = _reduce_together([grad.detach() for grad in grads], partial(_sum_, group, scale=scale))
-    return [_empty_result(x, like).copy_(x) for x, like in zip(sums, likes, strict=True)]
+    grads = in_layout(bucket, local.grads)
+    flat = _sum_(group, torch.cat(as_vectors(grads)), scale)
+    grads = own_grads(bucket, local) if in_place else new_grads(bucket, local)
+    write(grads, flat)
+    return grads
 
 
-def _reduce_together(grads: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Return what a reduction of all entries as one vector makes of each gradient."""
-    reduced = reduce(torch.cat([grad.reshape(-1) for grad in grads]))
-    parts = torch.split(reduced, [grad.numel() for grad in grads])
-    return [part.view(grad.shape) for grad, part in zip(grads, parts, strict=True)]
+def in_layout(bucket: Bucket, grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return this rank's gradients in the layout that is sent; zeros for None."""
+    pairs = ((grads[index], spec) for index, spec in bucket)
+    return [
+        grad if grad is not None and grad.layout is spec.layout else spec.local(grad)
+        for grad, spec in pairs
+    ]
 
 
-def _empty_result(grad: Tensor, like: Tensor | None) -> Tensor:
-    if like is None or like.layout != torch.strided:
-        return torch.empty_like(grad, memory_format=torch.contiguous_format, requires_grad=False)
-    leading = tuple(grad.shape[: grad.dim() - like.dim()])
-    return empty_for(like, grad.dtype, leading, grad.device)
+def as_vectors(grads: Iterable[Tensor]) -> list[Tensor]:
+    """Return the entries of each gradient as a vector: a view of one that is contiguous."""
+    with torch.no_grad():
+        return list(map(torch.ravel, grads))
+
+
+def own_grads(bucket: Bucket, local: LocalGrads) -> list[Tensor]:
+    """Return the gradients of this rank, and uninitialized ones for what it does not have."""
+    rows = [(local.grads[index], spec, local.likes[index]) for index, spec in bucket]
+    return [
+        grad if grad is not None and grad.layout is spec.layout else _empty_grad(spec, grad, like)
+        for grad, spec, like in rows
+    ]
+
+
+def new_grads(bucket: Bucket, local: LocalGrads) -> list[Tensor]:
+    """Return uninitialized gradients, in the strides that those of a rank have."""
+    grads = [local.grads[index] for index, _ in bucket]
+    likes = [local.likes[index] for index, _ in bucket]
+    if all(map(_is_plain, grads)) and all(map(_is_plain, likes)):
+        with torch.no_grad():
+            return list(map(torch.empty_like, cast("list[Tensor]", grads)))
+    rows = zip(bucket, grads, likes, strict=True)
+    return [_empty_grad(spec, grad, like) for (_, spec), grad, like in rows]
+
+
+def _is_plain(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.layout is torch.strided and tensor.is_contiguous()
+
+
+def _empty_grad(spec: GradSpec, grad: Tensor | None, like: Tensor | None) -> Tensor:
+    device = torch.device(spec.device) if grad is None else grad.device
+    if like is None or like.layout != torch.strided or like.is_contiguous():
+        return torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    return empty_for(like, spec.dtype, spec.shape[: len(spec.shape) - like.dim()], device)
+
+
+@torch.no_grad()
+def write(grads: list[Tensor], flat: Tensor) -> None:
+    """Write the first entries of a flat tensor to gradients, one after the other."""
+    sizes = [*map(Tensor.numel, grads)]
+    *parts, _ = torch.split(flat.view(-1), [*sizes, flat.numel() - sum(sizes)])
+    if all(map(Tensor.is_contiguous, grads)):
+        torch._foreach_copy_(as_vectors(grads), parts)
+        return
+    for grad, part in zip(grads, parts, strict=True):
+        grad.copy_(part.view(grad.shape))
 
 
 @torch.enable_grad()  # also where the caller has disabled it: the graph would be cut
 def _sum_with_graph(group: Group, grads: Sequence[Tensor], scale: float | None) -> list[Tensor]:
-    def reduce(flat: Tensor) -> Tensor:
-        return _all_reduce(flat if scale is None else flat * scale, group)
-
-    return _reduce_together(grads, reduce)
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    reduced = _all_reduce(flat if scale is None else flat * scale, group)
+    parts = torch.split(reduced, [grad.numel() for grad in grads])
+    return [part.view(grad.shape) for grad, part in zip(grads, parts, strict=True)]
 
 
 def _all_reduce(tensor: Tensor, group: Group) -> Tensor:
