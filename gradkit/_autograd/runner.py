@@ -51,7 +51,7 @@ class PassRunner:
         A seed is the cotangent of an output, of its shape; None is ones.
         """
         params = self._params_of(variables)
-        copied = self._copied(params)
+        copied = self.look_for_hooks(variables)
         if copied or any_observers() or self.retained(() if params.only_leaves else variables):
             grads = self._captured_grads(outputs, seeds, variables, copied, retain=retain)
         else:
@@ -92,11 +92,11 @@ class PassRunner:
                 return one.params
         raise AssertionError("the variables are not those of a pass of the call")
 
-    def _copied(self, params: Params) -> list[Tensor]:
+    def look_for_hooks(self, variables: list[Tensor]) -> list[Tensor]:
         """Return the variables whose gradients are copied on arrival; looked for once a call."""
-        if id(params) not in self._exposed:
-            self._exposed[id(params)] = exposed(self.call, params)
-        return self._exposed[id(params)]
+        if id(variables) not in self._exposed:
+            self._exposed[id(variables)] = exposed(self.call, self._params_of(variables))
+        return self._exposed[id(variables)]
 
     def retained(self, tensors: Iterable[Tensor] = ()) -> list[Tensor]:
         """Return the non-leaf tensors whose `.grad` a pass writes, since retain_grad() was called.

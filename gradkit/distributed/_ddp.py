@@ -133,7 +133,7 @@ def _refuse_unreplicated(params: Params, tree: PyTree, modules: _Replicas) -> No
 
 def _refuse_static_graph(losses: Losses) -> None:
     """Raise if a pass would end the reduction of another module, with static_graph [M4]."""
-    if not user_code.custom_functions_alive():  # its node is one
+    if not user_code.functions_alive().refused:  # its node is one
         return
     for index, loss in enumerate(losses.leaves):
         for node in graph.nodes_below([loss]) if loss.requires_grad else ():

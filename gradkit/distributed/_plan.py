@@ -236,7 +236,7 @@ def _numels(bucket: Bucket) -> list[int]:
     return [torch.Size(spec.shape).numel() for _, spec in bucket]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _SendingRunner(PassRunner):
     """A runner whose gradients are sent while the pass runs."""
 
@@ -252,5 +252,6 @@ class _SendingRunner(PassRunner):
     ) -> list[Tensor | None]:
         """Return the gradients of one pass; see `PassRunner.grads`."""
         assert self.reduction is not None
+        self.look_for_hooks(variables)  # before those that send
         with self.reduction.sending(variables):
-            return super().grads(outputs, seeds, variables, retain=retain)
+            return PassRunner.grads(self, outputs, seeds, variables, retain=retain)

@@ -126,8 +126,9 @@ def read_arguments(
         args = _replaced(args, positions, expanded)
         leaves, spec = pytree.flatten(expanded)
     if _are_plain_variables(leaves):
-        plain_leaves = all(map(_is_leaf, leaves))
-        params = Params(leaves, spec, leaves, range(len(leaves)), root or "args", plain_leaves)
+        only_leaves = all(map(_is_leaf, leaves))
+        slots = range(len(leaves))
+        params = Params(leaves, spec, leaves, slots, root or "args", True, only_leaves)
     else:
         path = partial(_path, spec=spec, positions=positions, root=root)
         params = with_variables(leaves, spec, root or "args", path, _is_variable)
