@@ -13,7 +13,7 @@ from gradkit._autograd.captures import ArrivalCapture, any_observers, observed
 from gradkit._autograd.engine import run_backward, run_grad
 from gradkit._autograd.write_finder import WriteFinder
 from gradkit._checks.checked import is_checked
-from gradkit._checks.writes import exposed, refuse_written
+from gradkit._checks.writes import exposed, refuse_written, user_code_alive
 from gradkit._core.call import Call
 from gradkit._core.ownership import own
 from gradkit._core.params import Params
@@ -31,7 +31,7 @@ class PassRunner:
 
     call: Call
     weights: Sequence[Tensor] = ()
-    _exposed: dict[int, list[Tensor]] = field(default_factory=dict)
+    _exposed: dict[int, tuple[list[Tensor], bool]] = field(default_factory=dict)
 
     @property
     def create_graph(self) -> bool:
@@ -50,14 +50,13 @@ class PassRunner:
 
         A seed is the cotangent of an output, of its shape; None is ones.
         """
-        params = self._params_of(variables)
-        copied = self.look_for_hooks(variables)
-        if copied or any_observers() or self.retained(() if params.only_leaves else variables):
+        copied, is_plain = self.look_for_hooks(variables)
+        if not is_plain or any_observers():
             grads = self._captured_grads(outputs, seeds, variables, copied, retain=retain)
         else:
             grads = run_grad(self.call, outputs, variables, seeds, retain_graph=retain)
-        if len(copied) < len(variables):
-            refuse_written(self.call, params, grads, copied)
+        if len(copied) < len(variables) and user_code_alive(self.call):
+            refuse_written(self.call, self._params_of(variables), grads, copied)
         return grads if self.call.create_graph else _owned(grads, variables)
 
     def _captured_grads(
@@ -92,10 +91,16 @@ class PassRunner:
                 return one.params
         raise AssertionError("the variables are not those of a pass of the call")
 
-    def look_for_hooks(self, variables: list[Tensor]) -> list[Tensor]:
-        """Return the variables whose gradients are copied on arrival; looked for once a call."""
+    def look_for_hooks(self, variables: list[Tensor]) -> tuple[list[Tensor], bool]:
+        """Return the variables whose gradients are copied on arrival, and whether a pass is plain.
+
+        That is, copies none, and writes no `.grad`. Looked for once a call.
+        """
         if id(variables) not in self._exposed:
-            self._exposed[id(variables)] = exposed(self.call, self._params_of(variables))
+            params = self._params_of(variables)
+            copied = exposed(self.call, params)
+            retained = self.retained(() if params.only_leaves else variables)
+            self._exposed[id(variables)] = copied, not copied and not retained
         return self._exposed[id(variables)]
 
     def retained(self, tensors: Iterable[Tensor] = ()) -> list[Tensor]:
@@ -130,12 +135,16 @@ class PassRunner:
 
 
 def _owned(grads: list[Tensor | None], variables: list[Tensor]) -> list[Tensor | None]:
-    present = [index for index, grad in enumerate(grads) if grad is not None]
-    if len(present) == len(grads):
+    if type(None) not in set(map(type, grads)):
         own(cast("list[Tensor]", grads), variables)
         return grads
-    dense = [grad for grad in grads if grad is not None]
+    present = [index for index, grad in enumerate(grads) if grad is not None]
+    dense = [grads[index] for index in present]
+    owners = [variables[index] for index in present]
+    count = len(grads)
     grads.clear()  # `own` looks for other references
-    own(dense, [variables[index] for index in present])
-    by_index = dict(zip(present, dense, strict=True))
-    return [by_index.get(index) for index in range(len(variables))]
+    own(cast("list[Tensor]", dense), owners)
+    result: list[Tensor | None] = [None] * count
+    for index, grad in zip(present, dense, strict=True):
+        result[index] = grad
+    return result

@@ -45,7 +45,7 @@ def _refuse_dtensors(params: Params) -> None:
 
 def refuse_wrong_derivative(where: str, variables: Sequence[Tensor], below: Subgraph) -> None:
     """Raise if a pass executes a node whose derivative torch gets silently wrong, or drops."""
-    if not any(map(_is_wrong, below.kinds)):
+    if below.kinds <= _right or not any(map(_is_wrong, below.kinds)):
         return
     for kind in sorted(set(map(type, below.leading_to(variables))), key=lambda kind: kind.__name__):
         if _is_once_differentiable(kind):
@@ -55,7 +55,13 @@ def refuse_wrong_derivative(where: str, variables: Sequence[Tensor], below: Subg
 
 
 def _is_wrong(kind: type) -> bool:
-    return kind.__name__ in _WRONG_THIRD or _is_once_differentiable(kind)
+    wrong = kind.__name__ in _WRONG_THIRD or _is_once_differentiable(kind)
+    if not wrong and not issubclass(kind, BackwardCFunction):
+        _right.add(kind)  # a type of torch's, which lives as long as the process
+    return wrong
+
+
+_right: set[type] = set()
 
 
 def _dropped(where: str, kind: type) -> str:

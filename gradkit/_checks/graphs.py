@@ -83,6 +83,8 @@ def refuse_freed(call: Call, *, thorough: bool) -> None:
 
 def _any_freed(call: Call) -> bool:
     """Return whether a pass would execute a freed node, looking once at passes for one params."""
+    if not any(map(graph.has_released, call.graph.below(call.differentiated).nodes)):
+        return False
     groups: dict[int, tuple[Params, list[int]]] = {}
     for group, params in call.passes:
         groups.setdefault(id(params), (params, []))[1].extend(group)

@@ -114,12 +114,19 @@ def require_reached(call: Call, results: Sequence[Grads], unused: str | None = N
         refuse_nothing_reached(call)
 
 
+_ONLY_NONE = {type(None)}
+
+
 def refuse_stale(call: Call, results: Sequence[Grads]) -> None:
     """Raise if a leaf has no gradient since it was moved or cast after the losses were computed.
 
     Its `.data` of another type has another node for gradients to arrive at, apart from the graph:
     torch.autograd.grad reports it as unused, and `.backward()` fills the `.grad` of the old type.
     """
+    if len(call.params) == 1 and all(
+        set(map(type, by_pass)) != _ONLY_NONE for by_pass in zip(*results, strict=True)
+    ):
+        return  # each variable has a gradient of some loss
     missing: dict[int, tuple[Params, int]] = {}
     arrived: set[int] = set()
     for grads, (_, params) in zip(results, call.passes, strict=True):

@@ -23,6 +23,11 @@ from gradkit.errors import UnsupportedGraphError, describe, message
 _version = attrgetter("_version")
 
 
+def user_code_alive(call: Call) -> bool:
+    """Return whether some pass in this process could run a hook, or a Function of the user's."""
+    return user_code.hooks_registered() or call.functions.users
+
+
 def exposed(call: Call, params: Params) -> list[Tensor]:
     """Return the variables whose gradients have to be copied as they arrive.
 
@@ -32,9 +37,9 @@ def exposed(call: Call, params: Params) -> list[Tensor]:
     """
     if is_checked():
         return params.variables
-    hooks, functions = user_code.hooks_registered(), call.functions.users
-    if not hooks and not functions:
+    if not user_code_alive(call):
         return []
+    hooks, functions = user_code.hooks_registered(), call.functions.users
     if not params.plain:
         return params.variables
     ids = {id(v) for v in params.variables if v._backward_hooks} if hooks else set()
@@ -52,8 +57,6 @@ def refuse_written(
     call: Call, params: Params, grads: Sequence[Tensor | None], copied: Sequence[Tensor]
 ) -> None:
     """Raise if a gradient that was not copied may have been changed after it had arrived."""
-    if not user_code.hooks_registered() and not call.functions.users:
-        return
     if not any(map(_version, [grad for grad in grads if grad is not None])):
         return
     safe = set(map(id, copied))

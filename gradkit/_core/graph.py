@@ -78,8 +78,14 @@ class Subgraph:
         """
         key = (*map(id, variables), *extra)
         if key not in self._leading:
-            self._leading[key] = self._walk_up(variables, extra)
+            every_leaf = self.leaves.keys() <= set(map(id, variables))
+            self._leading[key] = self._inner if every_leaf else self._walk_up(variables, extra)
         return self._leading[key]
+
+    @cached_property
+    def _inner(self) -> set[Node]:
+        # Each node leads to a leaf.
+        return {node for node in self.nodes if not is_leaf_node(node)}
 
     def _walk_up(self, variables: Sequence[Tensor], extra: Sequence[Node]) -> set[Node]:
         ids = set(map(id, variables))
@@ -138,7 +144,7 @@ def nodes_below(roots: Iterable[Tensor], stop: Iterable[Node] = (), oldest: int 
     Nor what is older than `oldest`; but if a root is, it was made in another thread, whose numbers
     are its own, and they tell nothing.
     """
-    tops = {edge(root).node for root in roots}
+    tops = {root.grad_fn or edge(root).node for root in roots}
     if any(sequence_number(top) < oldest for top in tops):
         oldest = 0
     excluded = set(stop)
@@ -255,7 +261,10 @@ def is_freed(loss: Tensor) -> bool:
 
 def has_released(node: Node) -> bool:
     """Return whether the node has lost a tensor that it saved, and so cannot run again."""
-    return any(_is_released(node, name) for name in saved_names(type(node)))
+    for name in saved_names(type(node)):
+        if _is_released(node, name):
+            return True
+    return False
 
 
 def saved_names(kind: type) -> tuple[str, ...]:
