@@ -167,25 +167,30 @@ def nodes_below(roots: Iterable[Tensor], stop: Iterable[Node] = (), oldest: int 
 # A node that Python has seen is freed through Python, each inside the one above it: a chain of some
 # 40,000 such nodes overflows the stack.
 _MOST_TO_FREE_AT_ONCE = 10_000
-_FREED_IN_ORDER = "gradkit: nodes, newest last"
+_HELD_BY_ONE = 2_000
+_FREED_IN_ORDER = "gradkit: older nodes, the newest last"
 
 
 def _free_in_order(top: Node) -> None:
     """Let the nodes below one be freed one after the other, newest first.
 
-    The top holds them in a list: a list lets go of its items from its end, so that each node dies
-    while the list still holds those below it.
+    A list lets go of its items from its end, so that each node dies while the list still holds
+    those below it. Every so often a node holds such a list of those that are next below: whichever
+    tensor of the graph outlives the others, not many nodes are above the next list.
     """
-    metadata = cast("dict[str, object]", top.metadata)
-    if _FREED_IN_ORDER not in metadata:
-        seen, stack = {top}, [top]
-        while stack:
-            for node, _ in stack.pop().next_functions:
-                if node is not None and node not in seen:
-                    seen.add(node)
-                    stack.append(node)
-        seen.remove(top)
-        metadata[_FREED_IN_ORDER] = sorted(seen, key=sequence_number)
+    if _FREED_IN_ORDER in cast("dict[str, object]", top.metadata):
+        return
+    seen, stack = {top}, [top]
+    while stack:
+        for node, _ in stack.pop().next_functions:
+            if node is not None and node not in seen and not is_leaf_node(node):
+                seen.add(node)
+                stack.append(node)
+    oldest_first = sorted(seen, key=sequence_number)
+    for begin in range(0, len(oldest_first) - 1, _HELD_BY_ONE):
+        end = min(begin + _HELD_BY_ONE, len(oldest_first) - 1)
+        metadata = cast("dict[str, object]", oldest_first[end].metadata)
+        metadata[_FREED_IN_ORDER] = oldest_first[begin:end]
 
 
 def leaf_tensors(nodes: Iterable[Node]) -> dict[int, Tensor]:
@@ -261,10 +266,7 @@ def is_freed(loss: Tensor) -> bool:
 
 def has_released(node: Node) -> bool:
     """Return whether the node has lost a tensor that it saved, and so cannot run again."""
-    for name in saved_names(type(node)):
-        if _is_released(node, name):
-            return True
-    return False
+    return any(_is_released(node, name) for name in saved_names(type(node)))
 
 
 def saved_names(kind: type) -> tuple[str, ...]:

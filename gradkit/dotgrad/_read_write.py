@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -147,9 +147,10 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
 
             accumulate_through_engine(add_to_replicas(params, read_pairs))
             return
-        for leaf, grad in match(read_leaves(params), grads):
-            if grad is not None:
-                grad_writes.accumulate(leaf, grad)
+        pairs = [pair for pair in match(read_leaves(params), grads) if pair[1] is not None]
+        if not grad_writes.accumulate_together(pairs):
+            for leaf, grad in pairs:
+                grad_writes.accumulate(leaf, cast("Tensor", grad))
 
 
 def _refuse_tensor_hooks(pairs: Pairs) -> None:

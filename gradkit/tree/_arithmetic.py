@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Real
+from operator import attrgetter
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -13,10 +15,12 @@ from torch import Tensor
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
 from gradkit._core.leaf_arithmetic import inner, plus, promoted
+from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, OptionError, StructureError, describe, message
 
+_shape = attrgetter("shape")
 Leaf: TypeAlias = Tensor | None
 Unflatten: TypeAlias = Callable[[Sequence[Any]], PyTree]
 
@@ -117,13 +121,8 @@ def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
     fix = "pass one factor; for one per leaf, gradkit.tree.map(torch.mul, tree, factors)"
     check_number("factor", factor, fix)
     (leaves,), unflatten = columns({"tree": tree})
-    # One device and dtype after the other, as `clip_grads_with_norm_` does.
-    groups: dict[Any, list[int]] = {}
-    for index, x in enumerate(leaves):
-        if x is not None:
-            groups.setdefault((x.device, x.dtype, x.layout, type(x)), []).append(index)
     scaled = list(leaves)
-    for (device, dtype, layout, _), indices in groups.items():
+    for (device, dtype, layout, _), indices in _alike(leaves).items():
         by = factor.reshape(()).to(device) if isinstance(factor, Tensor) else factor
         group = cast("list[Tensor]", [leaves[index] for index in indices])
         # foreach has no rule for vmap, and fails at the gradient with respect to a tensor factor.
@@ -131,8 +130,17 @@ def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
         together = layout == torch.strided and not transforms() and not learned
         products = torch._foreach_mul(group, by) if together else [leaf * by for leaf in group]
         for index, product in zip(indices, products, strict=True):
-            scaled[index] = product.to(dtype)
+            scaled[index] = product if product.dtype == dtype else product.to(dtype)
     return unflatten(scaled)
+
+
+def _alike(leaves: Sequence[Leaf]) -> dict[Any, list[int]]:
+    """Return the leaves of each device, dtype, layout and type, as `clip_grads_with_norm_` does."""
+    groups: dict[Any, list[int]] = {}
+    for index, x in enumerate(leaves):
+        if x is not None:
+            groups.setdefault((x.device, x.dtype, x.layout, type(x)), []).append(index)
+    return groups
 
 
 def dot(a: PyTree, b: PyTree) -> Tensor:
@@ -246,9 +254,21 @@ def columns(trees: Mapping[str, PyTree]) -> tuple[list[list[Leaf]], Unflatten]:
     """Return the leaves of each tree, in the order of the first, and how to build such a tree."""
     names = list(trees)
     opened, spec = open_alike(list(trees.values()), names.__getitem__)
-    for index, row in enumerate(zip(*opened, strict=True)):
-        _check_row(row, names, spec, index)
+    if not _plainly_alike(opened):
+        for index, row in enumerate(zip(*opened, strict=True)):
+            _check_row(row, names, spec, index)
     return opened, spec.unflatten
+
+
+def _plainly_alike(columns: Sequence[list[Any]]) -> bool:
+    """Return whether all leaves are plain tensors, of the same shapes in each tree."""
+    if torch.compiler.is_compiling():  # which reads no attributes of many at a time
+        return False
+    if not all(PLAIN_TYPES.issuperset(builtins.map(type, leaves)) for leaves in columns):
+        return False
+    first, *others = columns
+    shapes = list(builtins.map(_shape, first)) if others else []
+    return all(list(builtins.map(_shape, leaves)) == shapes for leaves in others)
 
 
 def open_alike(

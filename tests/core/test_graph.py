@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 from typing import Any
 
@@ -117,3 +118,43 @@ def test_memory_for_a_gradient(device: torch.device, shape: tuple[int, ...]) -> 
         6,
         *transposed.stride(),
     )
+
+
+CHAIN = """
+import torch, gradkit
+w, u = (torch.ones(1, requires_grad=True) for _ in range(2))
+z = w
+for _ in range(60_000):
+    z = {step}
+loss = z.sum()
+{call}
+del loss
+{last}
+print("alive")
+"""
+
+
+ERROR = """try: gradkit.value_and_grads(loss, {'w': w, 'u': u}, unused='error')
+except gradkit.UnreachedParamError: pass"""
+EXPLAIN = "gradkit.report.explain(loss, {'w': w, 'u': u})"
+PER_LOSS = "gradkit.per_loss_grads([loss, (z * 2).sum()], w, retain_graph=True)"
+AGAIN = "y = z + 1; del z; gradkit.per_loss_grads(y, w); del y"
+RESIDUAL = "z + torch.tanh(z) * 0"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("step", "call", "last"),
+    [
+        ("z * 1.0", ERROR, "del z"),
+        (RESIDUAL, EXPLAIN, "del z"),
+        (RESIDUAL, PER_LOSS, AGAIN),
+    ],
+)
+def test_a_long_chain_is_walked_and_freed(
+    device: torch.device, step: str, call: str, last: str
+) -> None:
+    """Nodes that Python has seen are freed by recursion, unless something lets them go in order."""
+    code = CHAIN.format(step=step, call=call, last=last)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "alive", done.stderr[-500:]
