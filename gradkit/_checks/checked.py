@@ -22,14 +22,18 @@ def checked() -> Iterator[None]:
     whole process.
 
     Example:
-        >>> import torch, gradkit
+        >>> import torch, gradkit, warnings
         >>> a, b = (torch.ones(2, requires_grad=True) for _ in range(2))
         >>> z = a * 1
-        >>> handle = z.register_hook(lambda grad: grad.mul_(10))
-        >>> with gradkit.checked():  # warns, with the file and the line of the hook
+        >>> def tenfold(grad):
+        ...     grad.mul_(10)
+        >>> handle = z.register_hook(tenfold)
+        >>> with gradkit.checked(), warnings.catch_warnings(record=True, action="always") as caught:
         ...     value, grads = gradkit.value_and_grads(((z + b) * torch.ones(2)).sum(), [a, b])
         >>> grads
         [tensor([10., 10.]), tensor([1., 1.])]
+        >>> "tenfold" in str(caught[0].message)
+        True
 
     Yields:
         Nothing.
