@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -33,22 +34,22 @@ def rows(plan: Plan) -> Iterator[Row]:
         return
     for name, shape in (_QUICK_STEPS if plan.quick else _STEPS).items():
         samples = _on_ranks(plan, "compare_steps", shape=list(shape), rounds=_rounds(plan))
-        what = f"dist.value_and_grads and step_, {_processes(plan)}, {name}"
+        what = f"distributed.value_and_grads and step_, {_processes(plan)}, {name}"
         yield _timed(what, replicas.DDP, samples)
     for size in _QUICK_SIZES if plan.quick else _SIZES:
         yield from _per_loss(plan, size)
 
 
 def _per_loss(plan: Plan, size: Size) -> Iterator[Row]:
-    what = f"dist.per_loss_grads with the forward pass, {_processes(plan)}, {size}"
+    what = f"distributed.per_loss_grads with the forward pass, {_processes(plan)}, {size}"
     for against in (replicas.PASSES, replicas.LOOP):
         arguments = {"size": asdict(size), "against": against, "rounds": _rounds(plan)}
         samples = _on_ranks(plan, "compare_losses", **arguments)
         yield _timed(what, against, samples)
     sent = _on_ranks(plan, "count", size=asdict(size))
     for against in (replicas.PASSES, replicas.LOOP):
-        yield _counted(f"dist.per_loss_grads, collectives, {size}", against, sent, "collectives")
-        yield _counted(f"dist.per_loss_grads, what a rank sends, {size}", against, sent, "MB")
+        yield _counted(f"distributed.per_loss_grads, collectives, {size}", against, sent, "collectives")
+        yield _counted(f"distributed.per_loss_grads, what a rank sends, {size}", against, sent, "MB")
 
 
 def _counted(what: str, against: str, sent: Mapping[str, list[int]], unit: str) -> Row:
@@ -120,5 +121,6 @@ def count(size: Mapping[str, Any], **group: Any) -> dict[str, list[int]]:
 def _samples(sides: dict[str, Side], rounds: int) -> dict[str, list[int]]:
     # The same number of rounds on all ranks, whatever the time: otherwise a rank would hang.
     effort = Effort(least=rounds, most=rounds, seconds=0)
-    timings = measure(sides, torch.device("cpu"), effort)
+    # gloo and DDP's reducer work in threads of their own.
+    timings = measure(sides, torch.device("cpu"), effort, time.process_time_ns)
     return {name: list(timing.samples) for name, timing in timings.items()}

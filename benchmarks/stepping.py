@@ -17,7 +17,8 @@ from benchmarks.plan import Plan
 from benchmarks.row import Row, Want, timed
 
 BACKWARD, LOOP = ".backward()", "zero_grad, backward, step"
-# Two hundred small tensors, and twenty megabytes of large ones.
+# Two hundred small tensors, and twenty megabytes of large ones. A step on the small ones is a row of
+# `training`.
 SIZES = {"200 params, 16 wide": (16, 100, 16), "20 MB of params, 1024 wide": (1024, 5, 64)}
 SMALL = {"8 params, 4 wide": (4, 4, 2)}
 
