@@ -46,9 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     return rows
 
 
-def _measure(
-    plan: Plan, names: Sequence[str], until: float
-) -> tuple[list[Row], dict[str, float]]:
+def _measure(plan: Plan, names: Sequence[str], until: float) -> tuple[list[Row], dict[str, float]]:
     """Return the rows, and the seconds by room; no room begins after `until`."""
     rows: list[Row] = []
     seconds: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Gradients put to use: added to .grad, written there, clipped; against torch's kernels for lists."""
+"""Gradients put to use: added to .grad, written there, clipped; against the foreach kernels."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def rows(plan: Plan) -> Iterator[Row]:
             model = models.mlp(width, depth).to(plan.device)
             both = contest.sides(dict(model.named_parameters()))
             timings = measure(both, plan.device, plan.effort)
-            yield timed(f"{what}, {name}", contest.against, timings, theirs="raw", limit=contest.limit)
+            yield timed(
+                f"{what}, {name}", contest.against, timings, theirs="raw", limit=contest.limit
+            )
 
 
 def _like(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -58,7 +60,8 @@ def _adding(params: dict[str, Tensor]) -> dict[str, Side]:
         leaf.grad = torch.zeros_like(leaf)
 
     def raw(grads: dict[str, Tensor]) -> None:
-        torch._foreach_add_([leaf.grad for leaf in leaves], list(grads.values()))
+        total = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        torch._foreach_add_(total, tuple(grads.values()))
 
     return {
         "gradkit": Side(lambda: _like(params), lambda grads: gradkit.add_grads_(params, grads)),

@@ -22,7 +22,6 @@ from benchmarks.row import Row, Want, timed
 _SIZES = (
     Size(64, 3, 32, 8, shared=True),
     Size(16, 100, 16, 8, shared=True),
-    Size(256, 6, 64, 8, shared=True),
     Size(1024, 5, 64, 8, shared=True),
 )
 _QUICK = (Size(8, 2, 4, 3, shared=True),)

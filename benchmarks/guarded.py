@@ -1,6 +1,6 @@
-"""What slows a call down where it must guard its results: hooks, custom Functions, compiled modules.
+"""Calls that must guard their results: among hooks, custom Functions and compiled modules.
 
-A hook or a Function costs every later call of its process, so each situation has a process of its own.
+A hook or a Function costs every later call of its process: each situation has one of its own.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Times several ways of doing one thing: interleaved, each call on inputs of its own.
 
-On the CPU, time is what the processor spent on this thread, where all of a call runs: a neighbour who
-takes the processor away does not count, though what he leaves in the caches does. On CUDA it is what
-passed until the device had finished. What stands for a side is its first quartile: the slower rounds
-are those that met something else.
+On the CPU, time is what the processor spent on this thread, where all of a call runs: what others
+do with the processor does not count, though what they leave in the caches does. On CUDA it is what
+passed until the device had finished. What stands for a side is its first quartile: the slower
+rounds are those that met something else.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A hand-written inner loop: what a step costs where the graph of all steps before hangs above it."""
+"""A hand-written inner loop: what a step costs under the graph of all steps before."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ def sides(steps: int, device: torch.device) -> dict[str, Side]:
     }
 
     def ours(loss: Tensor, weights: Weights) -> Weights:
-        _, grads = gradkit.value_and_grads(loss, weights, create_graph=True)
+        grads: Any = gradkit.value_and_grads(loss, weights, create_graph=True)[1]
         return dict(grads)
 
     def raw(loss: Tensor, weights: Weights) -> Weights:

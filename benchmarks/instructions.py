@@ -1,4 +1,4 @@
-"""How many instructions a call takes under callgrind, which no neighbour on the machine disturbs."""
+"""How many instructions a call takes under callgrind: no neighbour on the machine disturbs that."""
 
 from __future__ import annotations
 

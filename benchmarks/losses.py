@@ -17,9 +17,9 @@ from benchmarks.row import Row, timed
 
 _SIZES = (
     *(Size(64, 3, 32, count) for count in (2, 8, 32)),
-    *(Size(64, 3, 32, count, shared=True) for count in (8, 32)),
+    Size(64, 3, 32, 8, shared=True),
     *(Size(256, 6, 64, count) for count in (2, 8, 32)),
-    *(Size(256, 6, 64, count, shared=True) for count in (8, 32)),
+    Size(256, 6, 64, 8, shared=True),
     Size(512, 8, 128, 8),
 )
 _QUICK = (Size(8, 2, 4, 2),)

@@ -17,7 +17,7 @@ from benchmarks.row import Row, timed
 
 LOOP = "zero_grad, backward, step"
 # Steps so short that weights stay where they are.
-_OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, lr=1e-9, momentum=0.9),
     "Adam": partial(torch.optim.Adam, lr=1e-9),
 }
@@ -26,7 +26,7 @@ _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 def rows(plan: Plan) -> Iterator[Row]:
     """Yield a row for each network and optimizer."""
     for name in list(NETS)[:1] if plan.quick else NETS:
-        for optimizer in _OPTIMIZERS:
+        for optimizer in OPTIMIZERS:
             both = sides(NETS[name], optimizer, plan.device)
             timings = measure(both, plan.device, plan.effort)
             what = f"training step with {optimizer}, {name}"
@@ -46,7 +46,7 @@ Step = Callable[[nn.Module, Any, Callable[[], Tensor]], None]
 
 def _side(net: Net, optimizer: str, device: torch.device, step: Step) -> Side:
     model = net.make().to(device)
-    steps = _OPTIMIZERS[optimizer](model.parameters())
+    steps = OPTIMIZERS[optimizer](model.parameters())
 
     def run(batch: Tensor) -> None:
         step(model, steps, lambda: net.loss(model, batch))

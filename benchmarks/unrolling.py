@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -34,30 +34,32 @@ class Limits:
 def rows(plan: Plan) -> Iterator[Row]:
     """Yield the rows where every graph is kept, and those where steps are recomputed."""
     every = tasks(plan)
-    first, *others = every
+    first, tiny, *others = every
     for against, limit in _STORED.items():
         yield _time(plan, first, STORE, against, limit)
+    yield _time(plan, tiny, STORE, PLAIN, None)
+    yield _time(plan, tiny, RECOMPUTE, PLAIN, None)
     for name, limits in zip(others, (Limits(1 / 6, 1.45), Limits(1 / 8, 1.35)), strict=True):
-        for against in (PLAIN, HIGHER, TORCHOPT):
-            yield _memory(plan, name, RECOMPUTE, against, limits.memory)
+        yield from _memory(plan, name, limits.memory)
         yield _time(plan, name, RECOMPUTE, PLAIN, limits.time)
-        yield _memory(plan, name, SEGMENTS, PLAIN, None)
         yield _time(plan, name, SEGMENTS, PLAIN, None)
 
 
 def tasks(plan: Plan) -> dict[str, Loop]:
-    """Return the loops by name: small batches, large ones, and attention."""
+    """Return the loops by name: small batches, a tiny net, large batches, and attention."""
     if plan.quick:
-        dense, encoder, batches, steps = (4, 3), (4, 2, 3), (2, 3, 2), 5
+        dense, encoder, for_encoder, steps = ((4, 2), (3, 2), (4, 3)), (4, 2, 3), 2, 5
     else:
-        dense, encoder, batches, steps = (256, 3), (64, 4, 64), (64, 2048, 16), 20
-    (width, depth), (features, heads, tokens) = dense, encoder
-    *for_dense, for_encoder = batches
-    return {
-        f"MLP W{width} D{depth} B{batch} T{steps}": loops.dense(
-            width, depth, batch, steps, plan.device
+        dense, encoder, for_encoder, steps = (
+            ((256, 64), (16, 8), (256, 2048)),
+            (64, 4, 64),
+            16,
+            20,
         )
-        for batch in for_dense
+    features, heads, tokens = encoder
+    return {
+        f"MLP W{width} D3 B{batch} T{steps}": loops.dense(width, 3, batch, steps, plan.device)
+        for width, batch in dense
     } | {
         f"encoder W{features} H{heads} B{for_encoder} S{tokens} T{steps}": loops.encoder(
             features, heads, tokens, for_encoder, steps, plan.device
@@ -73,18 +75,39 @@ def _time(plan: Plan, name: str, way: str, against: str, limit: float | None) ->
         if side is None:
             return Row(what=what, against=one, note=problem)
         both[one] = side
-    effort = plan.effort if plan.quick else Effort(warmup=1)  # a round takes some seconds
+    effort = plan.effort if plan.quick else Effort(least=5, warmup=1)  # a round may take seconds
     timings = measure(both, plan.device, effort)
     return timed(what, against, timings, ours=way, theirs=against, limit=limit)
 
 
-def _memory(plan: Plan, name: str, way: str, against: str, limit: float | None) -> Row:
+def _memory(plan: Plan, name: str, limit: float) -> Iterator[Row]:
+    """Yield the rows for peak memory of one loop, each way measured once."""
+    problems: dict[str, str] = {}
+    taken: dict[str, Peak] = {}
+    for way in (RECOMPUTE, SEGMENTS, PLAIN, HIGHER, TORCHOPT):
+        side, problem = unrollers.side(way, tasks(plan)[name])
+        if side is None:
+            problems[way] = problem
+        else:
+            (taken[way],) = peaks(plan, name, way)
+    for against in (PLAIN, HIGHER, TORCHOPT):
+        yield _of_peaks(name, RECOMPUTE, against, limit, taken, problems)
+    yield _of_peaks(name, SEGMENTS, PLAIN, None, taken, problems)
+
+
+def _of_peaks(
+    name: str,
+    way: str,
+    against: str,
+    limit: float | None,
+    taken: Mapping[str, Peak],
+    problems: Mapping[str, str],
+) -> Row:
     what = f"unroll, {way}, peak memory over the data, {name}"
     for one in (way, against):
-        side, problem = unrollers.side(one, tasks(plan)[name])
-        if side is None:
-            return Row(what=what, against=one, note=problem)
-    (ours,), (theirs,) = (peaks(plan, name, one) for one in (way, against))
+        if one in problems:
+            return Row(what=what, against=one, note=problems[one])
+    ours, theirs = taken[way], taken[against]
     ratio = ours.total / theirs.total
     return Row(
         what=what,
@@ -115,7 +138,6 @@ def peaks(plan: Plan, name: str, way: str, steps: Sequence[int] = ()) -> list[Pe
         return _peaks(plan, name, way, steps)
     found = fresh.call(
         "benchmarks.unrolling:peaks_here",
-        memory.ENVIRONMENT,
         name=name,
         way=way,
         steps=list(steps),
@@ -140,8 +162,4 @@ def _peaks(plan: Plan, name: str, way: str, steps: Sequence[int]) -> list[Peak]:
 
 def _over_the_data(side: Side, plan: Plan) -> Peak:
     data = side.build()
-    only = Side(lambda: data, side.run)
-    pages = None
-    if plan.device.type == "cpu" and not plan.quick:
-        pages = memory.resident_peak(only)  # first: the profiler leaves pages behind
-    return replace(memory.peak(only, plan.device), resident=pages)
+    return memory.peak(Side(lambda: data, side.run), plan.device)

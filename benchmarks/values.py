@@ -87,9 +87,7 @@ def _fixed_cost(plan: Plan) -> Iterator[Row]:
 
 def _long_steps(plan: Plan) -> Iterator[Row]:
     for name, task in _long_tasks(plan).items():
-        timings = measure(
-            sides(task), plan.device, plan.effort
-        )
+        timings = measure(sides(task), plan.device, plan.effort)
         raw_ms = timings["raw"].typical / 1e6
         note = "" if raw_ms > 5 else f"a step of {raw_ms:.1f} ms is not over 5 ms"
         yield timed(
