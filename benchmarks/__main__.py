@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -16,6 +17,7 @@ from benchmarks.rooms import ROOMS, measured
 from benchmarks.row import Row
 
 RESULTS = Path(__file__).parent / "results"
+Rooms: TypeAlias = dict[str, list[Row]]
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
@@ -31,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     plan = Plan(torch.device(options.device), quick=options.quick)
     torch.manual_seed(0)
     began = time.monotonic()
-    rows, seconds = _measure(plan, options.only or list(ROOMS), began + 60 * options.minutes)
+    rooms, seconds = _measure(plan, options.only or list(ROOMS), began + 60 * options.minutes)
+    rows = [row for of_room in rooms.values() for row in of_room]
     about = report.describe(plan.device) | {"seconds": seconds}
     title = f"{about['device_name']}, torch {torch.__version__}, one thread"
     if options.quick:
@@ -42,29 +45,30 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     if output is None and not (options.quick or options.only):
         output = RESULTS
     if output is not None:
-        _write(rows, about, title, output)
+        _write(rooms, about, title, output)
     return rows
 
 
-def _measure(plan: Plan, names: Sequence[str], until: float) -> tuple[list[Row], dict[str, float]]:
-    """Return the rows, and the seconds by room; no room begins after `until`."""
-    rows: list[Row] = []
+def _measure(plan: Plan, names: Sequence[str], until: float) -> tuple[Rooms, dict[str, float]]:
+    """Return the rows and the seconds by room; no room begins after `until`."""
+    rooms: Rooms = {}
     seconds: dict[str, float] = {}
     for name in names:
         began = time.monotonic()
         if began > until:
-            rows.append(Row(what=name, against="", note=f"out of time; --only {name}"))
+            rooms[name] = [Row(what=name, against="-", note=f"out of time; --only {name}")]
             continue
         print(f"{name} ...", file=sys.stderr, end=" ", flush=True)
-        rows += measured(name, plan)
+        rooms[name] = measured(name, plan)
         seconds[name] = round(time.monotonic() - began, 1)
         print(f"{seconds[name]:.0f} s", file=sys.stderr, flush=True)
-    return rows, seconds
+    return rooms, seconds
 
 
-def _write(rows: list[Row], about: dict[str, object], title: str, folder: Path) -> None:
+def _write(rooms: Rooms, about: dict[str, object], title: str, folder: Path) -> None:
     stem = f"{about['device']}-torch{torch.__version__}"
-    report.write_json(rows, about, folder / f"{stem}.json")
+    report.write_json(rooms, about, folder / f"{stem}.json")
+    rows = [row for of_room in rooms.values() for row in of_room]
     problem = report.plot_growth(rows, title, folder / f"{stem}-growth.png")
     print(f"\nwritten to {folder}" + (f"; no plot: {problem}" if problem else ""))
 

@@ -76,7 +76,7 @@ def measured(name: str, plan: Plan) -> list[Row]:
         found = fresh.call("benchmarks.rooms:rows_here", name=name, device=str(plan.device))
     except RuntimeError as error:
         *_, last = str(error).splitlines()
-        return [Row(what=name, against="", note=last)]
+        return [Row(what=name, against="-", note=last)]
     return [Row.from_plain(values) for values in found]
 
 
