@@ -80,10 +80,15 @@ _HEAD = (
 
 def conclusions(cases: Sequence[Case]) -> Iterator[str]:
     """Yield what was found, a line each."""
-    auto = [case.auto / case.better for case in cases]
-    yield f"auto over the better one: mean {rules.mean(auto):.3f}, largest {max(auto):.2f}"
-    for rule, regrets in rules.best(cases):
-        yield f"mean {rules.mean(regrets):.3f}, largest {max(regrets):.2f}: {rule}"
+    yield f"auto: {rules.said([case.auto / case.better for case in cases])}"
+    for rule in rules.best(cases):
+        regrets = rule.regrets(cases)
+        yield f"{rule}: {rules.said(regrets)}"
+    yield "what the last one loses:"
+    for case, regret in zip(cases, regrets, strict=True):
+        if regret > 1.03:
+            strategy = "batched" if rule.batches(case) else "sequential"
+            yield f"  {regret:.2f} {case.kind} {case.size}, {case.count} elements, {strategy}"
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Case]:
