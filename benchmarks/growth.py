@@ -51,10 +51,8 @@ def rows(plan: Plan) -> Iterator[Row]:
 def _memory_of_steps(plan: Plan) -> Iterator[Row]:
     counts = _FEW_STEPS if plan.quick else _STEPS
     name = next(iter(unrolling.tasks(plan)))
-    taken = {
-        way: [peak.total / 1e6 for peak in unrolling.peaks(plan, name, way, counts)]
-        for way in (unrollers.PLAIN, *_MODES)
-    }
+    found = unrolling.peaks(plan, name, (unrollers.PLAIN, *_MODES), counts)
+    taken = {way: [peak.total / 1e6 for peak in peaks] for way, peaks in found.items()}
     for axis in _steps(plan):
         way = axis.what.removeprefix("unroll, ")
         both = {"gradkit": taken[way], "raw": taken[unrollers.PLAIN]}

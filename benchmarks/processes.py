@@ -18,7 +18,7 @@ from benchmarks.plan import Plan
 from benchmarks.row import Row, timed
 
 _RANKS = 2
-_ROUNDS = 40
+_ROUNDS = 30
 _OTHERS = (replicas.PASSES, replicas.LOOP)
 # As in `stepping`: two hundred small tensors, and twenty megabytes of large ones.
 _STEPS = {"200 params, 16 wide": (16, 100, 16), "20 MB of params, 1024 wide": (1024, 5, 64)}

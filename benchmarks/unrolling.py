@@ -82,14 +82,10 @@ def _time(plan: Plan, name: str, way: str, against: str, limit: float | None) ->
 
 def _memory(plan: Plan, name: str, limit: float) -> Iterator[Row]:
     """Yield the rows for peak memory of one loop, each way measured once."""
-    problems: dict[str, str] = {}
-    taken: dict[str, Peak] = {}
-    for way in (RECOMPUTE, SEGMENTS, PLAIN, HIGHER, TORCHOPT):
-        side, problem = unrollers.side(way, tasks(plan)[name])
-        if side is None:
-            problems[way] = problem
-        else:
-            (taken[way],) = peaks(plan, name, way)
+    every = (RECOMPUTE, SEGMENTS, PLAIN, HIGHER, TORCHOPT)
+    problems = {way: unrollers.side(way, tasks(plan)[name])[1] for way in every}
+    found = peaks(plan, name, [way for way in every if not problems[way]])
+    taken = {way: peak for way, (peak,) in found.items()}
     for against in (PLAIN, HIGHER, TORCHOPT):
         yield _of_peaks(name, RECOMPUTE, against, limit, taken, problems)
     yield _of_peaks(name, SEGMENTS, PLAIN, None, taken, problems)
@@ -105,7 +101,7 @@ def _of_peaks(
 ) -> Row:
     what = f"unroll, {way}, peak memory over the data, {name}"
     for one in (way, against):
-        if one in problems:
+        if problems[one]:
             return Row(what=what, against=one, note=problems[one])
     ours, theirs = taken[way], taken[against]
     ratio = ours.total / theirs.total
@@ -122,34 +118,39 @@ def _of_peaks(
     )
 
 
-def peaks(plan: Plan, name: str, way: str, steps: Sequence[int] = ()) -> list[Peak]:
-    """Return the peak of one way over its data.
+def peaks(
+    plan: Plan, name: str, ways: Sequence[str], steps: Sequence[int] = ()
+) -> dict[str, list[Peak]]:
+    """Return the peaks of ways over their data.
 
     Args:
         plan: What the run is asked for.
         name: Which of the `tasks`.
-        way: Which of `unrollers.WAYS`.
+        ways: Which of `unrollers.WAYS`.
         steps: Numbers of steps, in place of the one that the task has.
 
     Returns:
-        One peak for each number of steps.
+        For each way, one peak for each number of steps.
     """
     if plan.quick:
-        return _peaks(plan, name, way, steps)
+        return {way: _peaks(plan, name, way, steps) for way in ways}
     found = fresh.call(
         "benchmarks.unrolling:peaks_here",
         name=name,
-        way=way,
+        ways=list(ways),
         steps=list(steps),
         device=str(plan.device),
     )
-    return [Peak(**peak) for peak in found]
+    return {way: [Peak(**peak) for peak in of_way] for way, of_way in found.items()}
 
 
-def peaks_here(name: str, way: str, steps: list[int], device: str) -> list[dict[str, int | None]]:
-    """Return the peaks of one way as plain values; what a fresh process runs."""
+def peaks_here(
+    name: str, ways: list[str], steps: list[int], device: str
+) -> dict[str, list[dict[str, int | None]]]:
+    """Return the peaks of ways as plain values; what a fresh process runs."""
     torch.set_num_threads(1)
-    return [asdict(peak) for peak in _peaks(Plan(torch.device(device)), name, way, steps)]
+    plan = Plan(torch.device(device))
+    return {way: [asdict(peak) for peak in _peaks(plan, name, way, steps)] for way in ways}
 
 
 def _peaks(plan: Plan, name: str, way: str, steps: Sequence[int]) -> list[Peak]:
