@@ -21,7 +21,6 @@ _STRATEGIES: tuple[Strategy, ...] = ("batched", "auto")
 # Width, depth, number of losses.
 _SIZES = (
     (16, 2, 8),
-    (16, 2, 64),
     (32, 3, 128),
     (64, 3, 32),
     (256, 3, 8),

@@ -24,7 +24,7 @@ _ROOT = Path(__file__).parents[1]
 _NEEDED = ("valgrind", "callgrind_control")
 _CPU = torch.device("cpu")
 # Python rewrites the code of a function to what it meets in its first calls.
-_WARMUP, _CALLS = 12, 4
+_WARMUP, _CALLS = 10, 3
 _STEP, _HEADS = "1 linear layer, 2 tensors", Size(64, 3, 32, 8)
 SUBJECTS: dict[str, tuple[str, Callable[[], dict[str, Side]]]] = {
     f"training step with SGD, {_STEP}": (

@@ -18,13 +18,13 @@ from benchmarks.row import Row, timed
 _SIZES = (
     *(Size(64, 3, 32, count) for count in (2, 8, 32)),
     Size(64, 3, 32, 8, shared=True),
-    *(Size(256, 6, 64, count) for count in (2, 8, 32)),
+    *(Size(256, 6, 64, count) for count in (8, 32)),
     Size(256, 6, 64, 8, shared=True),
     Size(512, 8, 128, 8),
 )
 _QUICK = (Size(8, 2, 4, 2),)
 # Results of megabytes, where it matters what becomes of freed memory.
-_LARGE = (Size(256, 6, 64, 8), Size(256, 6, 64, 32))
+_LARGE = (Size(256, 6, 64, 8),)
 
 
 def rows(plan: Plan) -> Iterator[Row]:

@@ -78,7 +78,7 @@ def _peaks(plan: Plan, way: str, sizes: list[Size]) -> list[Peak]:
     return [Peak(**peak) for peak in found]
 
 
-def peaks_here(way: str, device: str, sizes: list[dict[str, Any]]) -> list[dict[str, int | None]]:
+def peaks_here(way: str, device: str, sizes: list[dict[str, Any]]) -> list[dict[str, int]]:
     """Return the peaks of one side as plain values; what a fresh process runs."""
     torch.set_num_threads(1)
     return [asdict(_peak(way, Size(**size), torch.device(device))) for size in sizes]

@@ -100,7 +100,7 @@ def _peaks(plan: Plan) -> dict[Way, Peak]:
     return {one: Peak(**peak) for one, peak in zip(every, found, strict=True)}
 
 
-def peaks_here(every: list[Way], device: str) -> list[dict[str, int | None]]:
+def peaks_here(every: list[Way], device: str) -> list[dict[str, int]]:
     """Return the peaks of calls as plain values; what a fresh process runs."""
     torch.set_num_threads(1)
     plan = Plan(torch.device(device))

@@ -163,7 +163,7 @@ def peaks(
 
 def peaks_here(
     name: str, ways: list[str], steps: list[int], device: str
-) -> dict[str, list[dict[str, int | None]]]:
+) -> dict[str, list[dict[str, int]]]:
     """Return the peaks of ways as plain values; what a fresh process runs."""
     torch.set_num_threads(1)
     plan = Plan(torch.device(device))
