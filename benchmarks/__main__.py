@@ -4,53 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
-from benchmarks import (
-    batching,
-    combining,
-    compiling,
-    functions,
-    growth,
-    harness,
-    importing,
-    losses,
-    optimizing,
-    peaks,
-    processes,
-    report,
-    retaining,
-    samples,
-    stepping,
-    tasks,
-    unrolling,
-    values,
-)
+from benchmarks import report
 from benchmarks.plan import Plan
+from benchmarks.rooms import ROOMS, measured
 from benchmarks.row import Row
 
 RESULTS = Path(__file__).parent / "results"
-ROOMS: dict[str, Callable[[Plan], Iterator[Row]]] = {
-    "values": values.rows,
-    "losses": losses.rows,
-    "peaks": peaks.rows,
-    "batching": batching.rows,
-    "combining": combining.rows,
-    "functions": functions.rows,
-    "samples": samples.rows,
-    "compiling": compiling.rows,
-    "retaining": retaining.rows,
-    "stepping": stepping.rows,
-    "unrolling": unrolling.rows,
-    "tasks": tasks.rows,
-    "optimizing": optimizing.rows,
-    "processes": processes.rows,
-    "importing": importing.rows,
-    "growth": growth.rows,
-}
+Rooms: TypeAlias = dict[str, list[Row]]
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
@@ -64,29 +31,44 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     """
     options = _parse(arguments)
     plan = Plan(torch.device(options.device), quick=options.quick)
-    if not options.quick:
-        harness.keep_heap()
     torch.manual_seed(0)
-    rows: list[Row] = []
-    for name in options.only or ROOMS:
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        rows += ROOMS[name](plan)
-    about = report.describe(plan.device)
+    began = time.monotonic()
+    rooms, seconds = _measure(plan, options.only or list(ROOMS), began + 60 * options.minutes)
+    rows = [row for of_room in rooms.values() for row in of_room]
+    about = report.describe(plan.device) | {"seconds": seconds}
     title = f"{about['device_name']}, torch {torch.__version__}, one thread"
     if options.quick:
         title += "; a quick run, whose figures mean nothing"
     report.print_table(rows, title)
+    print(f"{sum(seconds.values()) / 60:.1f} minutes")
     output: Path | None = options.output
     if output is None and not (options.quick or options.only):
         output = RESULTS
     if output is not None:
-        _write(rows, about, title, output)
+        _write(rooms, about, title, output)
     return rows
 
 
-def _write(rows: list[Row], about: dict[str, object], title: str, folder: Path) -> None:
+def _measure(plan: Plan, names: Sequence[str], until: float) -> tuple[Rooms, dict[str, float]]:
+    """Return the rows and the seconds by room; no room begins after `until`."""
+    rooms: Rooms = {}
+    seconds: dict[str, float] = {}
+    for name in names:
+        began = time.monotonic()
+        if began > until:
+            rooms[name] = [Row(what=name, against="-", note=f"out of time; --only {name}")]
+            continue
+        print(f"{name} ...", file=sys.stderr, end=" ", flush=True)
+        rooms[name] = measured(name, plan)
+        seconds[name] = round(time.monotonic() - began, 1)
+        print(f"{seconds[name]:.0f} s", file=sys.stderr, flush=True)
+    return rooms, seconds
+
+
+def _write(rooms: Rooms, about: dict[str, object], title: str, folder: Path) -> None:
     stem = f"{about['device']}-torch{torch.__version__}"
-    report.write_json(rows, about, folder / f"{stem}.json")
+    report.write_json(rooms, about, folder / f"{stem}.json")
+    rows = [row for of_room in rooms.values() for row in of_room]
     problem = report.plot_growth(rows, title, folder / f"{stem}-growth.png")
     print(f"\nwritten to {folder}" + (f"; no plot: {problem}" if problem else ""))
 
@@ -100,6 +82,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--only", nargs="+", choices=list(ROOMS), help="some of the rooms; nothing is written"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=13, help="no room begins later; the longest takes two"
     )
     parser.add_argument("--output", type=Path, help="a folder for the JSON and the plot")
     return parser.parse_args(arguments)

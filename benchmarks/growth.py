@@ -15,7 +15,7 @@ from benchmarks.plan import Plan
 from benchmarks.row import Row, Want
 
 _DOUBLING = 2.2
-_TIME, _MEMORY = "time of a call, ms (median)", "peak memory over the data, MB"
+_TIME, _MEMORY = "time of a call, ms", "peak memory over the data, MB"
 _STEPS, _FEW_STEPS = (5, 10, 20, 40), (2, 4, 8)
 
 
@@ -51,10 +51,8 @@ def rows(plan: Plan) -> Iterator[Row]:
 def _memory_of_steps(plan: Plan) -> Iterator[Row]:
     counts = _FEW_STEPS if plan.quick else _STEPS
     name = next(iter(unrolling.tasks(plan)))
-    taken = {
-        way: [peak.total / 1e6 for peak in unrolling.peaks(plan, name, way, counts)]
-        for way in (unrollers.PLAIN, *_MODES)
-    }
+    found = unrolling.peaks(plan, name, (unrollers.PLAIN, *_MODES), counts)
+    taken = {way: [peak.total / 1e6 for peak in peaks] for way, peaks in found.items()}
     for axis in _steps(plan):
         way = axis.what.removeprefix("unroll, ")
         both = {"gradkit": taken[way], "raw": taken[unrollers.PLAIN]}
@@ -67,10 +65,10 @@ def _measure(plan: Plan, axis: Axis, counts: Sequence[int]) -> dict[str, list[fl
     Apart, a slow spell of the machine would look like growth.
     """
     sides = {(way, count): side for count in counts for way, side in axis.sides(count).items()}
-    effort = plan.effort if plan.quick else Effort(most=100, seconds=12)
+    effort = plan.effort if plan.quick else Effort(least=9, seconds=4)
     timings = measure(sides, plan.device, effort)
     return {
-        way: [timings[way, count].median / 1e6 for count in counts] for way in ("gradkit", "raw")
+        way: [timings[way, count].typical / 1e6 for count in counts] for way in ("gradkit", "raw")
     }
 
 

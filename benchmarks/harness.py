@@ -1,4 +1,10 @@
-"""Times several ways of doing one thing: interleaved, each call on inputs of its own."""
+"""Times several ways of doing one thing: interleaved, each call on inputs of its own.
+
+On the CPU, time is what the processor spent on this thread, where all of a call runs: what others
+do with the processor does not count, though what they leave in the caches does. On CUDA it is what
+passed until the device had finished. What stands for a side is its first quartile: the slower
+rounds are those that met something else.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +16,14 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from statistics import median, quantiles
+from statistics import quantiles
 from typing import Any, TypeVar
 
 import torch
 
 Build = Callable[[], Any]
 Run = Callable[[Any], object]
+Clock = Callable[[], int]
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -40,21 +47,18 @@ class Effort:
     Attributes:
         least: The least number of timed rounds.
         most: The largest.
-        seconds: When to stop between the two; three times as long if the machine is busy.
+        seconds: When to stop between the two, by the clock on the wall, inputs included.
         warmup: How many rounds go first, untimed.
     """
 
     least: int = 15
-    most: int = 400
-    seconds: float = 3.0
+    most: int = 300
+    seconds: float = 1.2
     warmup: int = 3
 
-    def enough(self, calm: int, rounds: int, seconds: float) -> bool:
-        """Return whether so many rounds, so many of them calm, in so many seconds will do."""
-        if rounds < self.least:
-            return False
-        patience = self.seconds if calm >= self.least else 3 * self.seconds
-        return calm >= self.most or seconds >= patience
+    def enough(self, rounds: int, seconds: float) -> bool:
+        """Return whether so many rounds in so many seconds will do."""
+        return rounds >= self.least and (rounds >= self.most or seconds >= self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +68,14 @@ class Timing:
     samples: tuple[int, ...]
 
     @property
-    def median(self) -> float:
-        """The median, in nanoseconds."""
-        return median(self.samples)
+    def typical(self) -> float:
+        """The first quartile, in nanoseconds: what stands for the side."""
+        return quartiles(self.samples)[0]
 
     def summary(self) -> dict[str, float]:
-        """Return median and quartiles in microseconds, and the number of rounds."""
+        """Return the quartiles in microseconds, and the number of rounds."""
         low, high = quartiles(self.samples)
-        return {
-            "median_us": self.median / 1e3,
-            "q1_us": low / 1e3,
-            "q3_us": high / 1e3,
-            "rounds": len(self.samples),
-        }
+        return {"q1_us": low / 1e3, "q3_us": high / 1e3, "rounds": len(self.samples)}
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float]:
@@ -85,49 +84,55 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
+def ratio(ours: Timing, theirs: Timing) -> float:
+    """Return the ratio of the first quartiles."""
+    return ours.typical / theirs.typical
+
+
 def ratios(ours: Timing, theirs: Timing) -> list[float]:
     """Return the ratio within each round, where both sides met the same weather."""
     return [a / b for a, b in zip(ours.samples, theirs.samples, strict=True)]
 
 
-def differences(ours: Timing, theirs: Timing) -> list[int]:
-    """Return by how many nanoseconds the first side was slower within each round."""
-    return [a - b for a, b in zip(ours.samples, theirs.samples, strict=True)]
-
-
 def measure(
-    sides: Mapping[Name, Side], device: torch.device, effort: Effort = Effort()
+    sides: Mapping[Name, Side],
+    device: torch.device,
+    effort: Effort = Effort(),
+    clock: Clock | None = None,
 ) -> dict[Name, Timing]:
     """Time every side once a round until there are enough rounds.
 
-    A round is void if the system took the processor away in one of its calls, as long as there are
-    enough others. What a side leaves in the caches is what the next one finds there, and a third
-    side costs the two others some percent: figures to be held against each other should be of two
-    sides alone.
+    What a side leaves in the caches is what the next one finds there, and a third side costs the
+    two others some percent: figures to be held against each other should be of two sides alone.
 
     Args:
         sides: The ways to compare.
         device: Where they run; it is waited for.
         effort: When to stop.
+        clock: Gives nanoseconds. None is this thread's processor time, and on CUDA the time that
+            passes; `time.process_time_ns` is for calls that other threads work for.
 
     Returns:
         One timing for each side, of equally many rounds.
     """
-    every: list[dict[Name, int]] = []
-    calm: list[dict[Name, int]] = []
+    clock = clock or clock_for(device)
+    rounds: list[dict[Name, int]] = []
     with _quiet():
         began = time.perf_counter()
         for turn in count(1):
-            taken, interrupted = _round(sides, order(list(sides), turn), device)
+            taken = _round(sides, order(list(sides), turn), device, clock)
             if turn <= effort.warmup:
                 began = time.perf_counter()
                 continue
-            every.append(taken)
-            calm += [] if interrupted else [taken]
-            if effort.enough(len(calm), len(every), time.perf_counter() - began):
+            rounds.append(taken)
+            if effort.enough(len(rounds), time.perf_counter() - began):
                 break
-    rounds = calm if len(calm) >= effort.least else every
     return {name: Timing(tuple(taken[name] for taken in rounds)) for name in sides}
+
+
+def clock_for(device: torch.device) -> Clock:
+    """Return the clock for calls that run in one thread."""
+    return time.perf_counter_ns if device.type == "cuda" else time.thread_time_ns
 
 
 def order(names: Sequence[Name], turn: int) -> list[Name]:
@@ -138,40 +143,25 @@ def order(names: Sequence[Name], turn: int) -> list[Name]:
 
 
 def _round(
-    sides: Mapping[Name, Side], names: Sequence[Name], device: torch.device
-) -> tuple[dict[Name, int], bool]:
-    """Return the nanoseconds of each side, and whether any of them was interrupted."""
-    taken: dict[Name, int] = {}
-    interruptions = 0
-    for name in names:
-        taken[name], further = _time_once(sides[name], device)
-        interruptions += further
+    sides: Mapping[Name, Side], names: Sequence[Name], device: torch.device, clock: Clock
+) -> dict[Name, int]:
+    """Return the nanoseconds of each side."""
+    taken = {name: _time_once(sides[name], device, clock) for name in names}
     # What this round made, and no more, which would cool the caches: or cycles, if a side leaves
     # any, would hold memory through the later rounds.
     gc.collect(0)
-    return taken, interruptions > 0
+    return taken
 
 
-def _time_once(side: Side, device: torch.device) -> tuple[int, int]:
+def _time_once(side: Side, device: torch.device, clock: Clock) -> int:
     inputs = side.build()
     synchronize(device)
-    before = _interruptions()
-    start = time.perf_counter_ns()
+    start = clock()
     result = side.run(inputs)
     synchronize(device)
-    stop = time.perf_counter_ns()
-    further = _interruptions() - before
+    stop = clock()
     del result, inputs  # not before the clock has stopped: freeing a graph takes its time, too
-    return stop - start, further
-
-
-def _interruptions() -> int:
-    """Return how often the system has taken the processor from this thread; 0 if it cannot say."""
-    if sys.platform != "linux":
-        return 0
-    import resource  # no other system needs to have it
-
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
+    return stop - start
 
 
 def synchronize(device: torch.device) -> None:

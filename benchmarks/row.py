@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from benchmarks.harness import Timing, quartiles, ratios
+from benchmarks.harness import ratio as ratio_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,8 @@ class Row:
         ours: What gradkit took, in `unit`; None if it was not measured.
         theirs: What the other side took.
         unit: Of both.
-        ratio: Ours over theirs; for times the median of the rounds' ratios, which a slow spell of
-            the machine leaves alone, so not quite the ratio of the two medians.
-        spread: The quartiles of the ratio over the rounds.
+        ratio: Ours over theirs; for times, that of the first quartiles.
+        spread: The quartiles of the rounds' own ratios.
         figure: What is held against `want`, in its unit; None if there was nothing to measure.
         want: None for a row that is there to be seen.
         note: What else there is to say; with no ratio, why there is none.
@@ -51,6 +50,14 @@ class Row:
     want: Want | None = None
     note: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> Row:
+        """Return the row that `dataclasses.asdict` and JSON made these values of."""
+        want, spread = values["want"], values["spread"]
+        low_and_high = None if spread is None else (spread[0], spread[1])
+        given = {field.name: values[field.name] for field in fields(cls)}
+        return cls(**given | {"want": want and Want(**want), "spread": low_and_high})
 
     @property
     def met(self) -> bool | None:
@@ -97,18 +104,17 @@ def timed(
         details: What else to write down.
 
     Returns:
-        The row, with every side's median and quartiles among its details.
+        The row, with every side's quartiles among its details.
     """
     mine, other = timings[ours], timings[theirs]
-    within = ratios(mine, other)
-    ratio = median(within)
+    ratio = ratio_of(mine, other)
     return Row(
         what=what,
         against=against,
-        ours=mine.median / 1e6,
-        theirs=other.median / 1e6,
+        ours=mine.typical / 1e6,
+        theirs=other.typical / 1e6,
         ratio=ratio,
-        spread=quartiles(within),
+        spread=quartiles(ratios(mine, other)),
         figure=ratio,
         want=None if limit is None else Want(limit),
         note=note,

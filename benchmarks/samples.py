@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from typing import TypeAlias
 
 import torch
 
@@ -17,6 +18,8 @@ from benchmarks.row import Row, timed
 
 _BATCH = 128
 _CHUNKS = (None, 32, 8)
+_WAYS = ("gradkit", "raw")
+Way: TypeAlias = tuple[str, str, int | None]  # model, gradkit or torch, and the size of a chunk
 
 
 def rows(plan: Plan) -> Iterator[Row]:
@@ -24,8 +27,9 @@ def rows(plan: Plan) -> Iterator[Row]:
     for name, task in tasks(plan).items():
         for peer in samplers.PEERS:
             yield _against(plan, f"per_sample_grads, {name}", task, peer)
+    every = _peaks(plan)
     for name in tasks(plan):
-        yield from _memory(plan, name)
+        yield from _memory(name, every)
 
 
 def tasks(plan: Plan) -> dict[str, Classifier]:
@@ -62,11 +66,9 @@ def _against(plan: Plan, what: str, task: Classifier, name: str) -> Row:
     return timed(what, name, timings, theirs=name, limit=1.05)
 
 
-def _memory(plan: Plan, name: str) -> Iterator[Row]:
+def _memory(name: str, every: Mapping[Way, Peak]) -> Iterator[Row]:
     """Yield a row for each size of a chunk: what the call takes besides its results."""
-    found = {
-        way: {size: _peak(plan, name, way, size) for size in _CHUNKS} for way in ("gradkit", "raw")
-    }
+    found = {way: {size: every[name, way, size] for size in _CHUNKS} for way in _WAYS}
     whole = found["gradkit"][None]
     for size in _CHUNKS:
         ours, theirs = found["gradkit"][size], found["raw"][size]
@@ -90,27 +92,24 @@ def _said(size: int | None) -> str:
     return "all samples at once" if size is None else f"chunks of {size}"
 
 
-def _peak(plan: Plan, name: str, way: str, size: int | None) -> Peak:
+def _peaks(plan: Plan) -> dict[Way, Peak]:
+    every = [(name, way, size) for name in tasks(plan) for way in _WAYS for size in _CHUNKS]
     if plan.quick:
-        return memory.peak(_side(plan, name, way, size), plan.device)
-    found = fresh.call(
-        "benchmarks.samples:peak_here",
-        memory.ENVIRONMENT,
-        name=name,
-        way=way,
-        size=size,
-        device=str(plan.device),
-    )
-    return Peak(**found)
+        return {one: memory.peak(_side(plan, *one), plan.device) for one in every}
+    found = fresh.call("benchmarks.samples:peaks_here", every=every, device=str(plan.device))
+    return {one: Peak(**peak) for one, peak in zip(every, found, strict=True)}
 
 
-def peak_here(name: str, way: str, size: int | None, device: str) -> dict[str, int | None]:
-    """Return the peak of one side as plain values; what a fresh process runs."""
+def peaks_here(every: list[Way], device: str) -> list[dict[str, int]]:
+    """Return the peaks of calls as plain values; what a fresh process runs."""
     torch.set_num_threads(1)
     plan = Plan(torch.device(device))
-    side = _side(plan, name, way, size)
+    return [asdict(_warm_peak(_side(plan, *one), plan)) for one in every]
+
+
+def _warm_peak(side: Side, plan: Plan) -> Peak:
     side.run(side.build())  # libraries set up memory of their own in the first call
-    return asdict(memory.peak(side, plan.device))
+    return memory.peak(side, plan.device)
 
 
 def _side(plan: Plan, name: str, way: str, size: int | None) -> Side:

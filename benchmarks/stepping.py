@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +19,29 @@ from benchmarks.row import Row, Want, timed
 
 BACKWARD, LOOP = ".backward()", "zero_grad, backward, step"
 # Two hundred small tensors, and twenty megabytes of large ones.
-SIZES = {"200 params, 16 wide": (16, 100, 16), "20 MB of params, 1024 wide": (1024, 5, 64)}
+_IN_TRAINING = "200 params, 16 wide"  # a step on these is a row of `training`
+SIZES = {_IN_TRAINING: (16, 100, 16), "20 MB of params, 1024 wide": (1024, 5, 64)}
 SMALL = {"8 params, 4 wide": (4, 4, 2)}
+_KINDS, _WAYS = ("backward", "step"), ("gradkit", "raw")
+Shape: TypeAlias = tuple[int, int, int]  # width, depth, batch
+Way: TypeAlias = tuple[str, str, Shape]
 
 
 def rows(plan: Plan) -> Iterator[Row]:
     """Yield the rows for both, time and peak memory."""
-    for name, size in (SMALL if plan.quick else SIZES).items():
+    sizes = SMALL if plan.quick else SIZES
+    for name, size in sizes.items():
         for what, against, make, limit in (
             ("backward_", BACKWARD, backward_sides, 1.02),
             ("value_and_grads and step_", LOOP, step_sides, 1.03),
         ):
+            if make is step_sides and name == _IN_TRAINING:
+                continue
             timings = measure(make(_task(size, plan.device)), plan.device, plan.effort)
             yield timed(f"{what}, {name}", against, timings, theirs="raw", limit=limit)
-        yield from _memory(plan, name, size)
+    every = _peaks(plan, sizes.values())
+    for name, size in sizes.items():
+        yield from _memory(name, size, every)
 
 
 def backward_sides(task: Task) -> dict[str, Side]:
@@ -69,14 +79,14 @@ def _from_clean(task: Task, params: list[Tensor]) -> Callable[[], Tensor]:
     return build
 
 
-def _memory(plan: Plan, name: str, size: tuple[int, int, int]) -> Iterator[Row]:
+def _memory(name: str, size: Shape, every: Mapping[Way, Peak]) -> Iterator[Row]:
     width, depth, _ = size
     one_set = sum(p.numel() * 4 for p in models.mlp(width, depth).parameters()) / 1e6
     for what, against, kind in (
         ("backward_", BACKWARD, "backward"),
         ("value_and_grads and step_", LOOP, "step"),
     ):
-        ours, theirs = (_peak(plan, kind, way, size) for way in ("gradkit", "raw"))
+        ours, theirs = (every[kind, way, size] for way in _WAYS)
         allowed = theirs.total + (0 if kind == "backward" else one_set * 1e6)
         ratio = ours.total / theirs.total
         yield Row(
@@ -97,36 +107,33 @@ def _memory(plan: Plan, name: str, size: tuple[int, int, int]) -> Iterator[Row]:
 _SLACK = 1e-3
 
 
-def _peak(plan: Plan, kind: str, way: str, size: tuple[int, int, int]) -> Peak:
+def _peaks(plan: Plan, sizes: Collection[Shape]) -> dict[Way, Peak]:
+    every = [(kind, way, size) for kind in _KINDS for way in _WAYS for size in sizes]
     if plan.quick:
-        return memory.peak(_sides(kind, size, plan.device)[way], plan.device)
-    found = fresh.call(
-        "benchmarks.stepping:peak_here",
-        memory.ENVIRONMENT,
-        kind=kind,
-        way=way,
-        size=list(size),
-        device=str(plan.device),
-    )
-    return Peak(**found)
+        return {one: memory.peak(_sides(*one, plan.device), plan.device) for one in every}
+    found = fresh.call("benchmarks.stepping:peaks_here", every=every, device=str(plan.device))
+    return {one: Peak(**peak) for one, peak in zip(every, found, strict=True)}
 
 
-def peak_here(kind: str, way: str, size: list[int], device: str) -> dict[str, int | None]:
-    """Return the peak of one side as plain values; what a fresh process runs."""
+def peaks_here(every: list[Any], device: str) -> list[dict[str, int]]:
+    """Return the peaks of calls as plain values; what a fresh process runs."""
     torch.set_num_threads(1)
-    width, depth, batch = size
     place = torch.device(device)
-    side = _sides(kind, (width, depth, batch), place)[way]
+    sides = [_sides(kind, way, (size[0], size[1], size[2]), place) for kind, way, size in every]
+    return [asdict(_warm_peak(side, place)) for side in sides]
+
+
+def _warm_peak(side: Side, device: torch.device) -> Peak:
     side.run(side.build())  # the optimizer's state is there from the first step on
-    return asdict(memory.peak(side, place))
+    return memory.peak(side, device)
 
 
-def _sides(kind: str, size: tuple[int, int, int], device: torch.device) -> dict[str, Side]:
+def _sides(kind: str, way: str, size: Shape, device: torch.device) -> Side:
     make = backward_sides if kind == "backward" else step_sides
-    return make(_task(size, device))
+    return make(_task(size, device))[way]
 
 
-def _task(size: tuple[int, int, int], device: torch.device) -> Task:
+def _task(size: Shape, device: torch.device) -> Task:
     width, depth, batch = size
     task = models.deep(width, depth, batch, device)
     assert all(isinstance(param, nn.Parameter) for param in task.params.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -34,30 +34,31 @@ class Limits:
 def rows(plan: Plan) -> Iterator[Row]:
     """Yield the rows where every graph is kept, and those where steps are recomputed."""
     every = tasks(plan)
-    first, *others = every
+    first, tiny, *others = every
     for against, limit in _STORED.items():
         yield _time(plan, first, STORE, against, limit)
+    yield _time(plan, tiny, STORE, PLAIN, None)
+    yield _time(plan, tiny, RECOMPUTE, PLAIN, None)
     for name, limits in zip(others, (Limits(1 / 6, 1.45), Limits(1 / 8, 1.35)), strict=True):
-        for against in (PLAIN, HIGHER, TORCHOPT):
-            yield _memory(plan, name, RECOMPUTE, against, limits.memory)
-        yield _time(plan, name, RECOMPUTE, PLAIN, limits.time)
-        yield _memory(plan, name, SEGMENTS, PLAIN, None)
-        yield _time(plan, name, SEGMENTS, PLAIN, None)
+        yield from _memory(plan, name, limits.memory)
+        yield from _times(plan, name, {RECOMPUTE: limits.time, SEGMENTS: None})
 
 
 def tasks(plan: Plan) -> dict[str, Loop]:
-    """Return the loops by name: small batches, large ones, and attention."""
+    """Return the loops by name: small batches, a tiny net, large batches, and attention."""
     if plan.quick:
-        dense, encoder, batches, steps = (4, 3), (4, 2, 3), (2, 3, 2), 5
+        dense, encoder, for_encoder, steps = ((4, 2), (3, 2), (4, 3)), (4, 2, 3), 2, 5
     else:
-        dense, encoder, batches, steps = (256, 3), (64, 4, 64), (64, 2048, 16), 20
-    (width, depth), (features, heads, tokens) = dense, encoder
-    *for_dense, for_encoder = batches
-    return {
-        f"MLP W{width} D{depth} B{batch} T{steps}": loops.dense(
-            width, depth, batch, steps, plan.device
+        dense, encoder, for_encoder, steps = (
+            ((256, 64), (16, 8), (256, 2048)),
+            (64, 4, 64),
+            16,
+            20,
         )
-        for batch in for_dense
+    features, heads, tokens = encoder
+    return {
+        f"MLP W{width} D3 B{batch} T{steps}": loops.dense(width, 3, batch, steps, plan.device)
+        for width, batch in dense
     } | {
         f"encoder W{features} H{heads} B{for_encoder} S{tokens} T{steps}": loops.encoder(
             features, heads, tokens, for_encoder, steps, plan.device
@@ -73,18 +74,53 @@ def _time(plan: Plan, name: str, way: str, against: str, limit: float | None) ->
         if side is None:
             return Row(what=what, against=one, note=problem)
         both[one] = side
-    effort = plan.effort if plan.quick else Effort(warmup=1)  # a round takes some seconds
-    timings = measure(both, plan.device, effort)
+    timings = measure(both, plan.device, plan.effort)
     return timed(what, against, timings, ours=way, theirs=against, limit=limit)
 
 
-def _memory(plan: Plan, name: str, way: str, against: str, limit: float | None) -> Row:
+def _times(plan: Plan, name: str, limits: Mapping[str, float | None]) -> Iterator[Row]:
+    """Yield a row for each way, against the plain loop, where a call takes about a second.
+
+    It is measured once for all: what a side leaves in the caches is nothing in a second.
+    """
+    sides: dict[str, Side] = {}
+    for way in (*limits, PLAIN):
+        side, problem = unrollers.side(way, tasks(plan)[name])
+        if side is None:
+            yield Row(what=f"unroll, {name}", against=way, note=problem)
+            return
+        sides[way] = side
+    effort = plan.effort if plan.quick else Effort(least=4, seconds=0, warmup=1)
+    timings = measure(sides, plan.device, effort)
+    for way, limit in limits.items():
+        what = f"unroll, {way}, {name}"
+        yield timed(what, PLAIN, timings, ours=way, theirs=PLAIN, limit=limit)
+
+
+def _memory(plan: Plan, name: str, limit: float) -> Iterator[Row]:
+    """Yield the rows for peak memory of one loop, each way measured once."""
+    every = (RECOMPUTE, SEGMENTS, PLAIN, HIGHER, TORCHOPT)
+    problems = {way: unrollers.side(way, tasks(plan)[name])[1] for way in every}
+    found = peaks(plan, name, [way for way in every if not problems[way]])
+    taken = {way: peak for way, (peak,) in found.items()}
+    for against in (PLAIN, HIGHER, TORCHOPT):
+        yield _of_peaks(name, RECOMPUTE, against, limit, taken, problems)
+    yield _of_peaks(name, SEGMENTS, PLAIN, None, taken, problems)
+
+
+def _of_peaks(
+    name: str,
+    way: str,
+    against: str,
+    limit: float | None,
+    taken: Mapping[str, Peak],
+    problems: Mapping[str, str],
+) -> Row:
     what = f"unroll, {way}, peak memory over the data, {name}"
     for one in (way, against):
-        side, problem = unrollers.side(one, tasks(plan)[name])
-        if side is None:
-            return Row(what=what, against=one, note=problem)
-    (ours,), (theirs,) = (peaks(plan, name, one) for one in (way, against))
+        if problems[one]:
+            return Row(what=what, against=one, note=problems[one])
+    ours, theirs = taken[way], taken[against]
     ratio = ours.total / theirs.total
     return Row(
         what=what,
@@ -99,35 +135,39 @@ def _memory(plan: Plan, name: str, way: str, against: str, limit: float | None) 
     )
 
 
-def peaks(plan: Plan, name: str, way: str, steps: Sequence[int] = ()) -> list[Peak]:
-    """Return the peak of one way over its data.
+def peaks(
+    plan: Plan, name: str, ways: Sequence[str], steps: Sequence[int] = ()
+) -> dict[str, list[Peak]]:
+    """Return the peaks of ways over their data.
 
     Args:
         plan: What the run is asked for.
         name: Which of the `tasks`.
-        way: Which of `unrollers.WAYS`.
+        ways: Which of `unrollers.WAYS`.
         steps: Numbers of steps, in place of the one that the task has.
 
     Returns:
-        One peak for each number of steps.
+        For each way, one peak for each number of steps.
     """
     if plan.quick:
-        return _peaks(plan, name, way, steps)
+        return {way: _peaks(plan, name, way, steps) for way in ways}
     found = fresh.call(
         "benchmarks.unrolling:peaks_here",
-        memory.ENVIRONMENT,
         name=name,
-        way=way,
+        ways=list(ways),
         steps=list(steps),
         device=str(plan.device),
     )
-    return [Peak(**peak) for peak in found]
+    return {way: [Peak(**peak) for peak in of_way] for way, of_way in found.items()}
 
 
-def peaks_here(name: str, way: str, steps: list[int], device: str) -> list[dict[str, int | None]]:
-    """Return the peaks of one way as plain values; what a fresh process runs."""
+def peaks_here(
+    name: str, ways: list[str], steps: list[int], device: str
+) -> dict[str, list[dict[str, int]]]:
+    """Return the peaks of ways as plain values; what a fresh process runs."""
     torch.set_num_threads(1)
-    return [asdict(peak) for peak in _peaks(Plan(torch.device(device)), name, way, steps)]
+    plan = Plan(torch.device(device))
+    return {way: [asdict(peak) for peak in _peaks(plan, name, way, steps)] for way in ways}
 
 
 def _peaks(plan: Plan, name: str, way: str, steps: Sequence[int]) -> list[Peak]:
@@ -140,8 +180,4 @@ def _peaks(plan: Plan, name: str, way: str, steps: Sequence[int]) -> list[Peak]:
 
 def _over_the_data(side: Side, plan: Plan) -> Peak:
     data = side.build()
-    only = Side(lambda: data, side.run)
-    pages = None
-    if plan.device.type == "cpu" and not plan.quick:
-        pages = memory.resident_peak(only)  # first: the profiler leaves pages behind
-    return replace(memory.peak(only, plan.device), resident=pages)
+    return memory.peak(Side(lambda: data, side.run), plan.device)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.__main__ import ROOMS
+from benchmarks.rooms import ROOMS
 from gpu import limited
 
 TAIL = 4000  # characters that are kept of what a room printed, if it failed

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.__main__ import ROOMS
+from benchmarks.rooms import ROOMS
 from gpu import limited, measure, summary
 
 ENDS = {

@@ -1,0 +1,87 @@
+"""The comparisons by room, each room in a process of its own.
+
+What a room registers or defines (a hook, a custom Function, a compiled module) changes what every
+later call of its process costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from benchmarks import (
+    applying,
+    batching,
+    calling,
+    combining,
+    compiling,
+    fresh,
+    functions,
+    growth,
+    guarded,
+    harness,
+    importing,
+    inner,
+    instructions,
+    losses,
+    optimizing,
+    peaks,
+    processes,
+    retaining,
+    samples,
+    stepping,
+    tasks,
+    training,
+    unrolling,
+    values,
+)
+from benchmarks.plan import Plan
+from benchmarks.row import Row
+
+# In the order of docs/performance.md; if time runs out, it is the last that are left out.
+ROOMS: dict[str, Callable[[Plan], Iterator[Row]]] = {
+    "training": training.rows,
+    "values": values.rows,
+    "guarded": guarded.rows,
+    "inner": inner.rows,
+    "losses": losses.rows,
+    "batching": batching.rows,
+    "functions": functions.rows,
+    "calling": calling.rows,
+    "retaining": retaining.rows,
+    "stepping": stepping.rows,
+    "applying": applying.rows,
+    "processes": processes.rows,
+    "unrolling": unrolling.rows,
+    "tasks": tasks.rows,
+    "optimizing": optimizing.rows,
+    "importing": importing.rows,
+    "peaks": peaks.rows,
+    "combining": combining.rows,
+    "samples": samples.rows,
+    "growth": growth.rows,
+    "compiling": compiling.rows,
+    "instructions": instructions.rows,
+}
+
+
+def measured(name: str, plan: Plan) -> list[Row]:
+    """Return the rows of a room; if it fails, one that says why."""
+    if plan.quick:
+        return list(ROOMS[name](plan))
+    try:
+        found = fresh.call("benchmarks.rooms:rows_here", name=name, device=str(plan.device))
+    except RuntimeError as error:
+        *_, last = str(error).splitlines()
+        return [Row(what=name, against="-", note=last)]
+    return [Row.from_plain(values) for values in found]
+
+
+def rows_here(name: str, device: str) -> list[dict[str, Any]]:
+    """Return the rows of a room as plain values; what a fresh process runs."""
+    harness.keep_heap()
+    torch.manual_seed(0)
+    return [asdict(row) for row in ROOMS[name](Plan(torch.device(device)))]

@@ -1,0 +1,45 @@
+"""The calls that Python makes in a call of gradkit are at most those written down."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import counting, fresh
+from benchmarks.harness import Side
+
+HOW = "python -m benchmarks.counting tells, and its docstring when to raise a ceiling"
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_a_clean_call_makes_no_more_calls_than_before(device: torch.device) -> None:
+    # In this process, other tests may have registered hooks.
+    counted = fresh.python("-m", "benchmarks.counting")
+    allowed = counting.ceilings()
+    assert counted.keys() == allowed.keys()
+    above = {name: count for name, count in counted.items() if count > allowed[name]}
+    assert not above, f"{above} over {allowed}: {HOW}"
+
+
+def test_calls_of_python_and_of_c_count(device: torch.device) -> None:
+    def run(numbers: list[int]) -> int:
+        return abs(min(numbers))
+
+    assert counting.calls(Side(lambda: [1, 2], run)) == 3
+    assert counting.calls(Side(lambda: [1, 2], lambda numbers: [*map(abs, numbers)])) == 1
+
+
+def test_what_is_counted_becomes_the_ceiling(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counting, "CEILINGS", tmp_path / "ceilings.json")
+    monkeypatch.setattr(counting, "counts", lambda: {"a call": 7})
+    counting.main(["--write"])
+    assert counting.ceilings() == {"a call": 7}
+    written = json.loads(counting.CEILINGS.read_text())
+    assert {"about", "python", "torch", "optree"} <= written.keys()
+    assert "--write" in written["about"]
