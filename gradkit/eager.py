@@ -145,8 +145,8 @@ def value_and_grads(
         OptionError: An option has no such value.
         StructureError: A tree is empty or does not match.
         UnreachedParamError: Nothing is reached, or not everything under `unused="error"`.
-        UnsupportedGraphError: Reentrant checkpoint, DistributedDataParallel, FSDP; or, once the pass
-            has run, a hook or a Function has written on a gradient in place; see `checked`.
+        UnsupportedGraphError: Reentrant checkpoint, DistributedDataParallel, FSDP; or, once the
+            pass has run, a hook or Function has written on a gradient in place; see `checked`.
 
     Source:
         `torch.autograd.backward`, https://pytorch.org/docs/stable/autograd.html; the name and
