@@ -46,10 +46,11 @@ def exposed(call: Call, params: Params) -> list[Tensor]:
     if not params.only_leaves:
         ids |= {id(v) for v in params.variables if v.grad_fn is not None}
     if functions:
-        nodes = call.graph.below(call.differentiated).nodes
-        for function in [node for node in nodes if user_code.is_users(type(node))]:
-            below = (child for child, _ in function.next_functions)
-            ids |= set(leaf_tensors(node for node in below if node is not None))
+        below = call.graph.below(call.differentiated)
+        kinds = set(user_code.user_functions(below.kinds))
+        for function in [node for node in below.nodes if type(node) in kinds] if kinds else ():
+            inputs = (child for child, _ in function.next_functions)
+            ids |= set(leaf_tensors(node for node in inputs if node is not None))
     return [variable for variable in params.variables if id(variable) in ids]
 
 

@@ -122,12 +122,7 @@ def _free_threaded() -> bool:
 
 def user_functions(kinds: Iterable[type]) -> list[type]:
     """Return the types among `kinds` whose backward is code that did not come with torch."""
-    return list(filter(is_users, kinds))
-
-
-def is_users(kind: type) -> bool:
-    """Return whether nodes of a type run a backward that did not come with torch."""
-    return issubclass(kind, BackwardCFunction) and not _from_torch(kind)
+    return [k for k in kinds if issubclass(k, BackwardCFunction) and not _from_torch(k)]
 
 
 # The class of an operator made with torch.library is named after its namespace; these are torch's.
