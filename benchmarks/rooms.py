@@ -83,5 +83,6 @@ def measured(name: str, plan: Plan) -> list[Row]:
 def rows_here(name: str, device: str) -> list[dict[str, Any]]:
     """Return the rows of a room as plain values; what a fresh process runs."""
     harness.keep_heap()
+    torch.set_num_threads(1)  # also for what is not timed: two threads on a busy core wait and spin
     torch.manual_seed(0)
     return [asdict(row) for row in ROOMS[name](Plan(torch.device(device)))]
