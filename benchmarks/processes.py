@@ -74,7 +74,7 @@ def _counted(what: str, against: str, sent: Mapping[str, list[int]], unit: str) 
         theirs=theirs,
         unit=unit,
         ratio=ours / theirs,
-        note="two of ours are digests of 32 bytes" if unit == "collectives" else "",
+        note="one of ours is a message of 64 bytes" if unit == "collectives" else "",
         details={name: sent[name] for name in ("gradkit", against)},
     )
 

@@ -12,7 +12,7 @@ from gradkit._autograd.captures import any_observers
 from gradkit._checks.checked import is_checked
 from gradkit._core import user_code
 from gradkit._core.call import Call
-from gradkit._core.graph import Subgraph, largest_tensor
+from gradkit._core.graph import Subgraph, sizes_of_gradients
 from gradkit._core.ownership import PLAIN_TYPES, empty_for, zeros_for
 from gradkit.errors import GradkitError, warn_fallback
 
@@ -22,11 +22,15 @@ _UNBATCHABLE = {
     "CompiledFunctionBackward": "a backward compiled by torch.compile takes no batch",
 }
 
-# A batched pass saves the overhead of an operation, not its work: it pays where the tensors are
-# small. On the CPU it takes 0.3 to 0.9 of the time of the loop below this many elements, and up to
-# 1.9 above (benchmarks/); for CUDA the bound is where a pass takes about a millisecond.
-_SMALL = {"cpu": 1 << 13, "cuda": 1 << 20}
+# A batched pass saves the overhead of an operation, not its work: it pays where there are several
+# elements, and tensors that are small. On the CPU these bounds, on the elements of all gradients
+# that a pass makes, and on those of the largest for each element of the loss, take 1.004 of the
+# better strategy in the mean, 1.18 at most: `python -m benchmarks.choosing` derives them. On CUDA
+# nothing was measured: the bound is where a pass should take about a millisecond.
 _FEW = 4
+_MOST_IN_ALL = 1 << 22
+_LARGEST_BY_COUNT = 1 << 14
+_LARGEST_ON_CUDA = 1 << 20
 
 _NOTHING_TO_BATCH = (
     "a loss of one element is a batch of one; the losses of a tree are not batched with each "
@@ -232,7 +236,12 @@ def _worth_batching(loss: Tensor, below: Callable[[Tensor], Subgraph]) -> bool:
         return False
     if torch.compiler.is_compiling():
         return True
-    return largest_tensor(below(loss).nodes) <= _SMALL.get(loss.device.type, 0)
+    sizes = sizes_of_gradients(below(loss).nodes)
+    if loss.device.type == "cuda":
+        return max(sizes, default=0) <= _LARGEST_ON_CUDA
+    most = _LARGEST_BY_COUNT * loss.numel()
+    is_small = sum(sizes) <= _MOST_IN_ALL and max(sizes, default=0) <= most
+    return is_small and loss.device.type == "cpu"
 
 
 def _why_not(loss: Tensor, below: Subgraph, variables: list[Tensor]) -> str | None:

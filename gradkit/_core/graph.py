@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from functools import cache, cached_property
+from math import prod
 from typing import Any, NoReturn, cast
 
-import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -208,10 +208,10 @@ def _variable(node: Any) -> Tensor:
     return cast("Tensor", node.variable)
 
 
-def largest_tensor(nodes: Iterable[Node]) -> int:
-    """Return the number of elements of the largest gradient that a pass through the nodes makes."""
+def sizes_of_gradients(nodes: Iterable[Node]) -> list[int]:
+    """Return the numbers of elements of the gradients that a pass through the nodes makes."""
     metadata = (one for node in nodes for one in cast("Any", node)._input_metadata)
-    return max((torch.Size(one.shape).numel() for one in metadata), default=0)
+    return [prod(one.shape) for one in metadata]
 
 
 def has_rebuilt_history(view: Tensor) -> bool:

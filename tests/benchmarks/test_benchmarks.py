@@ -343,8 +343,9 @@ def check_ways_over_processes(device: torch.device) -> None:
     head = params - trunk
     assert params == trunk + 3 * (4 + 1)
     assert sent[replicas.LOOP] == [4 * 3 * params]
-    # The digest, and then of each loss the trunk and its own head, in one.
-    assert sent["gradkit"] == [32, 32, 4 * (3 * trunk + head)]
+    # What they have reduced before; then of each loss the trunk and its own head, in one, and
+    # whether all ranks have what they said.
+    assert sent["gradkit"] == [64, 4 * (3 * trunk + head) + 4]
     # For each loss which parameters it uses, and all of them.
     assert sum(sent[replicas.PASSES]) == 3 * (4 * params + 4 * (2 * 2 + 2 * 3))
 

@@ -70,7 +70,7 @@ def test_walk_leaves_and_reach(device: torch.device) -> None:
     assert [below.reaches(t) for t in (w, v, left, right, loss)] == [True, False, True, False, True]
     leading = below.leading_to([left])
     assert {node.name() for node in leading} == {"SumBackward0", "MulBackward0"}
-    assert graph.largest_tensor(below.nodes) == 4
+    assert max(graph.sizes_of_gradients(below.nodes)) == 4
 
 
 def test_a_view_walks_each_part_once(device: torch.device) -> None:

@@ -9,6 +9,7 @@ import ast
 import doctest
 import inspect
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,8 @@ def leave_process_group() -> None:
 @pytest.mark.parametrize("path", PAGES, ids=page_id)
 def test_python_blocks_run(path: Path) -> None:
     document = parse(path)
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()  # a compiled layer is shared with other tests
     try:
         for example in document:
             example.evaluate()
