@@ -92,6 +92,12 @@ def ceilings() -> dict[str, int]:
     return every
 
 
+def counted_with() -> tuple[str, str]:
+    """Return the Python and the torch that the ceilings were counted with: ("3.11", "2.13.0")."""
+    about: dict[str, str] = json.loads(CEILINGS.read_text())
+    return about["python"].rpartition(".")[0], about["torch"].partition("+")[0]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the counts as JSON, or make them the ceilings."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.counting", description=__doc__)

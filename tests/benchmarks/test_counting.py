@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ HOW = "python -m benchmarks.counting tells, and its docstring when to raise a ce
 @pytest.mark.processes
 def test_a_clean_call_makes_no_more_calls_than_before(device: torch.device) -> None:
     # In this process, other tests may have registered hooks.
+    here = platform.python_version().rpartition(".")[0], torch.__version__.partition("+")[0]
+    if here != counting.counted_with():  # an optimizer of another torch makes other calls
+        pytest.skip(f"counted with Python and torch {counting.counted_with()}, here are {here}")
     counted = fresh.python("-m", "benchmarks.counting")
     allowed = counting.ceilings()
     assert counted.keys() == allowed.keys()
