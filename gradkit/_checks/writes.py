@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from gradkit._checks.checked import is_checked
@@ -107,7 +108,7 @@ class _Arrivals:
             most += max(0, len(users) + (output in self._roots) - 1)
             for user in users:
                 name = user.name()
-                if name in _WRITE_ON_THEIR_OWN:
+                if name in _WRITE_ON_THEIR_OWN or _is_function(type(user)):
                     return float("inf")
                 if name in _MAKE_NEW or user in seen:
                     continue
@@ -116,6 +117,14 @@ class _Arrivals:
                 outputs = self._users.get(user, {0: []})
                 stack += [((user, number), others) for number, others in outputs.items()]
         return most
+
+
+def _is_function(kind: type) -> bool:
+    """Return whether nodes of a type run Python or generated code, which may build in place.
+
+    But for the Function that calls a module's backward hooks: it hands on what it was given.
+    """
+    return issubclass(kind, BackwardCFunction) and kind.__name__ != "BackwardHookFunctionBackward"
 
 
 # Backward functions that write on what they have made before anyone else has it: found among all

@@ -71,9 +71,12 @@ def test_a_function_that_builds_its_result_in_place_is_no_writer(device: torch.d
             result[1:3] += grad
             return result
 
-    x = torch.randn(4, 2, device=device, requires_grad=True)
+    x, y = (torch.randn(4, 2, device=device, requires_grad=True) for _ in range(2))
     _, grad = gradkit.value_and_grads(Rows.apply(x).square().sum(), x)
     assert torch.equal(grad[1:3], 2 * x.detach()[1:3])
+    _, (of_x, of_y) = gradkit.value_and_grads(Rows.apply(x + y).square().sum(), [x, y])
+    assert torch.equal(of_x[1:3], 2 * (x + y).detach()[1:3])
+    assert torch.equal(of_y, of_x)
 
 
 def test_a_refusal_leaves_every_grad_alone(device: torch.device) -> None:
