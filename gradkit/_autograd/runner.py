@@ -56,7 +56,7 @@ class PassRunner:
         else:
             grads = run_grad(self.call, outputs, variables, seeds, retain_graph=retain)
         if len(copied) < len(variables) and user_code_alive(self.call):
-            refuse_written(self.call, self._params_of(variables), grads, copied)
+            refuse_written(self.call, outputs, self._params_of(variables), grads, copied)
         return grads if self.call.create_graph else _owned(grads, variables)
 
     def _captured_grads(

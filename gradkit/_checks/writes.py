@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from gradkit._checks.checked import is_checked
 from gradkit._core import user_code
 from gradkit._core.call import Call
-from gradkit._core.graph import edge, leaf_tensors
+from gradkit._core.graph import Subgraph, edge, leaf_tensors
 from gradkit._core.params import Params
 from gradkit.errors import UnsupportedGraphError, describe, message
 
@@ -56,9 +56,13 @@ def exposed(call: Call, params: Params) -> list[Tensor]:
 
 
 def refuse_written(
-    call: Call, params: Params, grads: Sequence[Tensor | None], copied: Sequence[Tensor]
+    call: Call,
+    outputs: Sequence[Tensor],
+    params: Params,
+    grads: Sequence[Tensor | None],
+    copied: Sequence[Tensor],
 ) -> None:
-    """Raise if a gradient that was not copied may have been changed after it had arrived."""
+    """Raise if a gradient of a pass from some outputs, not copied, may have changed since."""
     if not any(map(_version, [grad for grad in grads if grad is not None])):
         return
     safe = set(map(id, copied))
@@ -66,7 +70,7 @@ def refuse_written(
     for index, (variable, grad) in enumerate(zip(params.variables, grads, strict=True)):
         if grad is None or not grad._version or id(variable) in safe:
             continue
-        arrivals = arrivals or _Arrivals(call)
+        arrivals = arrivals or _Arrivals(Subgraph(outputs))
         if grad._version > arrivals.most_writes(variable):
             raise UnsupportedGraphError(_written(call, params, index))
 
@@ -84,10 +88,9 @@ def _written(call: Call, params: Params, index: int) -> str:
 
 
 class _Arrivals:
-    """How often torch itself may have written on each gradient that arrives in a graph."""
+    """How often torch itself may have written on each gradient that arrives in a pass."""
 
-    def __init__(self, call: Call) -> None:
-        below = call.graph.below(call.differentiated)
+    def __init__(self, below: Subgraph) -> None:
         self._roots = {edge(root)[:2] for root in below.roots}
         # For each node its outputs in the forward pass, and the nodes that they are inputs of.
         self._users: dict[Node, dict[int, list[Node]]] = {}

@@ -104,6 +104,10 @@ def test_a_hook_that_changes_its_gradient_in_place_spoils_no_sibling(
     for call in (
         lambda loss, params: gradkit.value_and_grads(loss, params)[1],
         lambda loss, params: gradkit.per_loss_grads([loss], params)[0],
+        # The leaves are also used by another loss, whose pass is another one.
+        lambda loss, params: gradkit.per_loss_grads(
+            [(params[0] * 2).sum() + (params[1] * 2).sum(), loss], params
+        )[1],
         lambda loss, params: gradkit.simultaneous_grads([loss], [params])[0],
     ):
         loss, *params = build()
