@@ -157,6 +157,8 @@ def functional_module(module: nn.Module) -> tuple[Callable[..., Any], Make]:
 
 
 def calls(call: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    cut: Any = {"create_graph": False}  # as in a training step: what is returned is owned
+
     def losses(params: Any, x: Tensor) -> dict[str, Tensor]:
         out = call(params, {}, x)[0].sin()
         return {"fit": out.square().mean(), "size": out.abs().sum()}
@@ -176,22 +178,22 @@ def calls(call: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     def product(mode: Any) -> Callable[..., Any]:
         def call(p: Any, x: Tensor) -> Any:
             along = {name: one.cos() for name, one in p.items()}
-            return func.hvp(lambda p: losses(p, x), p, along, mode=mode)
+            return func.hvp(lambda p: losses(p, x), p, along, mode=mode, create_graph=False)
 
         return call
 
     def weighted(p: Any, x: Tensor) -> Any:
-        return func.value_and_grads(losses, weights={"fit": x.sum(), "size": 2.0})(p, x)
+        return func.value_and_grads(losses, weights={"fit": x.sum(), "size": 2.0}, **cut)(p, x)
 
     return {
-        "value_and_grads": func.value_and_grads(losses),
+        "value_and_grads": func.value_and_grads(losses, **cut),
         "weights": weighted,
-        "has_aux": func.value_and_grads(with_aux, has_aux=True),
-        "argnums": func.value_and_grads(losses, argnums=(1, 0)),
-        "per_loss_grads": func.per_loss_grads(rows),
-        "chunks of a loss": func.per_loss_grads(rows, chunk_size=2),
-        "per_sample_grads": func.per_sample_grads(of_one, has_aux=True),
-        "chunks of samples": func.per_sample_grads(of_one, has_aux=True, chunk_size=2),
+        "has_aux": func.value_and_grads(with_aux, has_aux=True, **cut),
+        "argnums": func.value_and_grads(losses, argnums=(1, 0), **cut),
+        "per_loss_grads": func.per_loss_grads(rows, **cut),
+        "chunks of a loss": func.per_loss_grads(rows, chunk_size=2, **cut),
+        "per_sample_grads": func.per_sample_grads(of_one, has_aux=True, **cut),
+        "chunks of samples": func.per_sample_grads(of_one, has_aux=True, chunk_size=2, **cut),
         "hvp": product("forward-over-reverse"),
         "hvp in reverse": product("reverse-over-reverse"),
     }
@@ -231,7 +233,7 @@ def test_batch_norm_in_train_mode(device: torch.device, backend: str) -> None:
         running = {name: b + torch.ones_like(b) for name, b in buffers.items()}
         return renewed(params), running, torch.randn(3, 3, device=device, dtype=F64)
 
-    step = func.value_and_grads(loss, has_aux=True)
+    step = func.value_and_grads(loss, has_aux=True, create_graph=False)
     with unchanged(*module.parameters(), *module.buffers()):
         assert_compiles(step, make, backend=backend)
 
@@ -323,7 +325,7 @@ def trees(device: torch.device) -> Any:
 )
 def test_a_model_is_one_graph(device: torch.device, model: Callable[..., Any]) -> None:
     loss, make = model(device)
-    assert_compiles(func.value_and_grads(loss), make)
+    assert_compiles(func.value_and_grads(loss, create_graph=False), make)
 
 
 # Two parameters whose gradients are equal, as those of the two biases of an LSTM are; one loss in
