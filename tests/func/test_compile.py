@@ -90,11 +90,11 @@ def tensors(anything: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.flatten(anything)[0] if isinstance(leaf, Tensor)]
 
 
-def assert_alike(got: Any, wanted: Any, *, exact: bool) -> None:
+def assert_alike(got: Any, expected: Any, *, exact: bool) -> None:
     """The same tree, in the same order, of the same tensors."""
-    (ours, spec), (theirs, wanted_spec) = pytree.flatten(got), pytree.flatten(wanted)
-    assert spec == wanted_spec
-    assert spec.paths() == wanted_spec.paths()
+    (ours, spec), (theirs, expected_spec) = pytree.flatten(got), pytree.flatten(expected)
+    assert spec == expected_spec
+    assert spec.paths() == expected_spec.paths()
     for a, b in zip(ours, theirs, strict=True):
         if not isinstance(b, Tensor):
             assert a == b
@@ -465,9 +465,9 @@ def test_chunks_of_a_trap_run_one_by_one_without_a_warning(device: torch.device)
     call = func.per_loss_grads(lambda w: torch.cdist(w, x).sum(1), chunk_size=2)
     w = torch.randn(2, 3, device=device, dtype=F64)
     with pytest.warns(gradkit.GradkitWarning, match="cdist"):
-        wanted = call(w)
+        expected = call(w)
     got = torch.compile(call, backend="aot_eager", fullgraph=True)(w)
-    assert_alike(got, wanted, exact=False)
+    assert_alike(got, expected, exact=False)
 
 
 def test_a_loss_without_the_arguments_gives_zeros(device: torch.device) -> None:
@@ -693,10 +693,10 @@ def test_a_cell_of_the_table(device: torch.device, row: str, column: str, cell: 
             assert_refused(call, column, cell.strip("`"), setting(device))
         return
     s, uncompiled = setting(device), setting(device)
-    wanted = ROWS[row](uncompiled), uncompiled.state()
+    expected = ROWS[row](uncompiled), uncompiled.state()
     with pytest.warns(gradkit.GradkitWarning) if cell == WARNS else nullcontext():
         got = run(ROWS[row], column, s), s.state()
-    assert_alike(got, wanted, exact=False)
+    assert_alike(got, expected, exact=False)
     assert_owned((got[0], [p.grad for p in s.params]), (s.given, s.params))
 
 
