@@ -39,7 +39,10 @@ META = {
     "mean_value_and_grads",
 }  # fmt: skip
 DIST = {"all_reduce", "per_loss_grads", "value_and_grads"}
-FUNC = {"value_and_grads", "per_loss_grads", "per_sample_grads", "hvp", "make_functional"}
+FUNC = {
+    "value_and_grads", "per_loss_grads", "per_sample_grads", "hvp", "make_functional", "vjp", "jvp",
+    "ggn_vp",
+}  # fmt: skip
 REPORT = {
     "Comparison", "Conflicts", "Difference", "Explanation", "History", "LossGraph", "Part",
     "Verdict", "compare", "conflicts", "explain",

@@ -40,11 +40,11 @@ def check_optional_bool(name: str, value: object) -> None:
         check_option(name, value, (None, False, True))
 
 
-def check_function(value: object) -> None:
+def check_function(value: object, name: str = "fn") -> None:
     """Raise if what is to be differentiated is not a function."""
     if not callable(value):
         fix = "pass a function; for losses that exist: gradkit.value_and_grads(losses, params)"
-        raise OptionError(message("fn", "a function", describe(value), fix))
+        raise OptionError(message(name, "a function", describe(value), fix))
 
 
 def check_pass_options(unused: object, create_graph: object, retain_graph: object) -> None:

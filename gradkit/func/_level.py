@@ -111,7 +111,7 @@ class Passes:
         weights = [seed for seed in cotangents if seed is not None]
         keep = self.outer.keeps(self.levels_around([*roots, *weights]))
         if keep and self.level is not None:
-            keep = self._check_derivative(roots, variables)
+            keep = self.check_derivative(roots, variables)
         return engine.transform_grads(roots, cotangents, variables, retain=retain, create=keep)
 
     def levels_around(self, tensors: Iterable[Tensor]) -> set[int] | None:
@@ -120,7 +120,7 @@ class Passes:
             return None
         return set().union(*map(recording_levels, tensors)) - {self.level}
 
-    def _check_derivative(self, roots: list[Tensor], variables: list[Tensor]) -> bool:
+    def check_derivative(self, roots: list[Tensor], variables: list[Tensor]) -> bool:
         """Return whether a pass may record its graph; a derivative to come may be refused."""
         outer = self.outer
         is_eager = 0 in (self.levels_around(roots) or ())
@@ -181,11 +181,11 @@ def differentiate(
                     tensor.grad_dtype = dtype  # not of the result alone: of the sum over uses [B1]
         with monitor:
             returned = fn(*arguments.with_variables(tensors), **kwargs)
-            tree, aux = _split_aux(returned) if has_aux else (returned, None)
+            tree, aux = split_aux(returned) if has_aux else (returned, None)
         losses = read_losses(tree, scalar=scalar, returned=True, may_be_aux=not has_aux)
         passes = Passes(list(tensors), level, outer, monitor)
         if not any(map(passes.depends, losses.leaves)):
-            raise DetachedLossError(_independent(losses))
+            raise DetachedLossError(independent(losses))
         monitor.check()
         grads = run(losses, passes)
         tensors_of_aux, put_aux_back = tensors_of(aux) if has_aux else ([], _no_aux)
@@ -195,7 +195,7 @@ def differentiate(
     enter = _trace_level if torch.compiler.is_compiling() else run_in_level
     # Detached, and not under no_grad: below a level of torch.func, operators would take that for
     # inference (the LSTM of the CPU keeps nothing for its backward pass then).
-    cut = _detached if outer.create_graph is False else list
+    cut = detached if outer.create_graph is False else list
     with leave_inference_mode(record=True):
         point = cut(arguments.variables)
         values, tensors_of_aux, *grads = named_errors(lambda: enter(inside, point))
@@ -207,7 +207,8 @@ def differentiate(
     return LevelResult(values, spec, grads, put_aux_back(tensors_of_aux), outer.refused)
 
 
-def _detached(tensors: Iterable[Tensor]) -> list[Tensor]:
+def detached(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors without a graph."""
     return [tensor.detach() for tensor in tensors]
 
 
@@ -245,7 +246,7 @@ def _cotangent(weight: float | Tensor, loss: Tensor) -> Tensor:
     return torch.full_like(loss, float(weight))
 
 
-def _independent(losses: Losses) -> str:
+def independent(losses: Losses) -> str:
     expected = "a loss computed from the arguments that argnums names"
     got = (
         "one that does not depend on them: fn uses a module, or tensors, from outside, or cuts "
@@ -263,7 +264,7 @@ def cast_to(dtypes: Sequence[torch.dtype], grads: Sequence[Tensor | None]) -> li
     ]
 
 
-def _split_aux(returned: object) -> tuple[Any, Any]:
+def split_aux(returned: object) -> tuple[Any, Any]:
     """Return the losses and aux that a function has returned."""
     if isinstance(returned, tuple) and len(returned) == 2:
         return returned[0], returned[1]
