@@ -5,9 +5,17 @@
 around `torch.func.vmap`, `grad`, `jvp` and `jacrev`, and under `torch.compile(fullgraph=True)`.
 """
 
+from gradkit.func._check_grads import check_grads
 from gradkit.func._grads import per_loss_grads, value_and_grads
 from gradkit.func._hvp import hvp
 from gradkit.func._make_functional import make_functional
 from gradkit.func._per_sample import per_sample_grads
 
-__all__ = ["hvp", "make_functional", "per_loss_grads", "per_sample_grads", "value_and_grads"]
+__all__ = [
+    "check_grads",
+    "hvp",
+    "make_functional",
+    "per_loss_grads",
+    "per_sample_grads",
+    "value_and_grads",
+]

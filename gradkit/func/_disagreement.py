@@ -1,0 +1,216 @@
+"""Where torch's derivatives of a function, in any mode, are not what finite differences give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from math import inf, isfinite
+
+import torch
+
+from gradkit.errors import UnsupportedGraphError, message
+from gradkit.func._directional import REVERSE, WAYS, Directional, Tensors, Word
+
+# A derivative that is wrong is so at every step; a kink nearby or rounding is not.
+_STEPS = (1.0, 1 / 30, 30.0)
+# What torch computes in float64 in two ways differs by less than finite differences can tell.
+_BETWEEN_MODES = 1e-3
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far apart two numbers may be, and the step of finite differences."""
+
+    atol: float
+    rtol: float
+    eps: float
+
+    def agree(self, a: float, b: float, factor: float = 1.0) -> bool:
+        """Return whether two finite numbers are close."""
+        size = max(abs(a), abs(b))
+        return isfinite(size) and abs(a - b) <= factor * (self.atol + self.rtol * size)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A derivative along a direction, as torch gives it."""
+
+    word: Word
+    way: str
+    value: float
+
+    @property
+    def mode(self) -> str:
+        """Its name: forward-over-reverse."""
+        return "-over-".join(reversed(self.word))
+
+    def __str__(self) -> str:
+        """Return its name, and what computed it."""
+        return f"{self.mode} ({self.way})"
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """A derivative that is wrong.
+
+    Attributes:
+        product: What torch gives, along the random direction in this leaf if there is one.
+        leaf: The input at which it is wrong; None if no single one is.
+        expected: What the other gives.
+        other: What it is compared with.
+        agreeing: The modes of the same order in which all is right.
+    """
+
+    product: Product
+    leaf: int | None
+    expected: float
+    other: str
+    agreeing: Sequence[str]
+    symmetric: bool = False
+    kink: tuple[float, float] | None = None
+
+
+@dataclass
+class Check:
+    """Compares a function's derivatives in all modes with finite differences, and each other."""
+
+    directional: Directional
+    modes: Sequence[str]
+    tolerance: Tolerance
+    _symmetric: bool = False
+    _failures: list[Exception] = field(default_factory=list)
+
+    def first_disagreement(self, order: int) -> Disagreement | None:
+        """Return the first derivative, up to an order, that is wrong."""
+        for degree in range(1, order + 1):
+            products = self._that_run(degree)
+            wrong = self._wrong(products)
+            if degree == 1 and wrong:
+                wrong = self._wrong_if_symmetric(products, wrong)
+            if wrong:
+                in_doubt = {p.mode for p in wrong}
+                agreeing = [p.mode for p in products if p.mode not in in_doubt]
+                return self._disagreement(wrong[0], list(dict.fromkeys(agreeing)))
+            if pair := self._pair_that_differs(products):
+                one, other = pair
+                return Disagreement(other, None, one.value, str(one), [])
+        return None
+
+    def _that_run(self, degree: int) -> list[Product]:
+        """Return the derivatives of an order that torch can run; raise if there are none."""
+        self._failures.clear()
+        products = list(self._products(degree))
+        if not products and self.directional.varying:
+            self.directional = replace(self.directional, varying=False)
+            self._estimates.clear()
+            products = list(self._products(degree))
+        # Forward mode may be without a formula; what has no gradient is not tried at all.
+        runs = {p.word for p in products}
+        if not runs or (degree == 1 and REVERSE in self.modes and (REVERSE,) not in runs):
+            raise self._nothing_runs(degree)
+        return products
+
+    def _products(self, degree: int) -> Iterator[Product]:
+        for word in product(self.modes, repeat=degree):
+            for way in WAYS:
+                try:
+                    value = self.directional.product(word, way)
+                except Exception as error:  # the function itself runs: torch cannot run the mode
+                    self._failures.append(error)
+                    continue
+                yield Product(word, way, value)
+
+    def _wrong(self, products: Sequence[Product]) -> list[Product]:
+        return [p for p in products if not self._agrees(p)]
+
+    def _agrees(self, p: Product, leaf: int | None = None) -> bool:
+        estimates = (self._central(p, step, leaf) for step in _STEPS)
+        return any(self.tolerance.agree(p.value, value) for value in estimates)
+
+    def _central(self, p: Product, step: float, leaf: int | None = None) -> float:
+        return sum(self._one_sided(p, step, leaf)) / 2
+
+    def _one_sided(self, p: Product, step: float, leaf: int | None) -> tuple[float, float]:
+        # By torch's own first word that runs: each has been checked in the order before.
+        key = p.word[:-1], step, leaf, self._symmetric
+        if key not in self._estimates:
+            level = len(p.word) - 1
+            tangents = self._projected(self.directional.tangents(level, leaf))
+            eps = self.tolerance.eps * step
+            self._estimates[key] = self.directional.differences(key[0], p.way, eps, tangents)
+        return self._estimates[key]
+
+    @cached_property
+    def _estimates(self) -> dict[tuple[Word, float, int | None, bool], tuple[float, float]]:
+        return {}
+
+    def _projected(self, tangents: Tensors) -> Tensors:
+        if not self._symmetric:
+            return tangents
+        pairs = zip(tangents, self._is_symmetric, strict=True)
+        return [(t + t.mH) / 2 if symmetric else t for t, symmetric in pairs]
+
+    @cached_property
+    def _is_symmetric(self) -> list[bool]:
+        return [
+            x.dim() > 1 and x.shape[-1] == x.shape[-2] > 1 and torch.equal(x, x.mH)
+            for x in self.directional.point
+        ]
+
+    def _wrong_if_symmetric(
+        self, products: Sequence[Product], wrong: list[Product]
+    ) -> list[Product]:
+        """Return what is wrong if the gradient is that of a function of symmetric matrices.
+
+        Such is the gradient of torch.linalg.cholesky and its kin, which read one triangle.
+        """
+        if not any(self._is_symmetric):
+            return wrong
+        self._symmetric = True
+        still = self._wrong(products)
+        if len(still) == len(products) or any(p.word == (REVERSE,) for p in still):
+            self._symmetric = False
+            return wrong
+        return still
+
+    def _pair_that_differs(self, products: Sequence[Product]) -> tuple[Product, Product] | None:
+        first: dict[Word, Product] = {}
+        for p in products:
+            one = first.setdefault(p.word[:-1], p)
+            is_same = self.tolerance.agree(one.value, p.value, _BETWEEN_MODES)
+            if not is_same and not self._symmetric:
+                return one, p
+        return None
+
+    def _disagreement(self, p: Product, agreeing: Sequence[str]) -> Disagreement:
+        leaf, in_leaf = self._worst_leaf(p)
+        expected, wider = (self._central(in_leaf, step, leaf) for step in (1.0, 30.0))
+        pairs = (self._one_sided(in_leaf, 1.0, leaf), (expected, wider))
+        kink = next((pair for pair in pairs if not self.tolerance.agree(*pair)), None)
+        by = "finite differences"
+        return Disagreement(in_leaf, leaf, expected, by, agreeing, self._symmetric, kink)
+
+    def _worst_leaf(self, p: Product) -> tuple[int | None, Product]:
+        """Return the input at which a derivative is farthest off, and what torch gives there."""
+        worst: tuple[float, int | None, Product] = (-1.0, None, p)
+        for leaf in range(len(self.directional.point)):
+            here = Product(p.word, p.way, self.directional.product(p.word, p.way, leaf))
+            if not self._agrees(here, leaf):
+                gap = abs(here.value - self._central(here, 1.0, leaf))
+                gap = gap if isfinite(gap) else inf
+                worst = max(worst, (gap, leaf, here), key=lambda each: each[0])
+        return worst[1:]
+
+    def _nothing_runs(self, degree: int) -> UnsupportedGraphError:
+        cause, modes = self._failures[0], " or ".join(self.modes)
+        expected = f"a function with a derivative of order {degree} in {modes} mode"
+        line = str(cause).partition("\n")[0].rstrip(".")
+        got = f"torch's error, {type(cause).__name__}: {line}"
+        fix = f"order={degree - 1}, or other modes; around attention: sdpa_kernel(SDPBackend.MATH)"
+        if degree == 1:
+            fix = "let fn leave its arguments as they are, and compute by differentiable operations"
+        error = UnsupportedGraphError(message("fn", expected, got, fix))
+        error.__cause__ = cause
+        return error
