@@ -43,8 +43,8 @@ def check_grads(
     argnums: ArgNums = 0,
     order: int = 2,
     modes: Sequence[Mode] = ("reverse", "forward"),
-    atol: float = 1e-5,
-    rtol: float = 1e-3,
+    atol: float = 1e-7,
+    rtol: float = 1e-5,
     eps: float = 1e-6,
 ) -> None:
     """Return None if torch's derivatives of a function are right, and raise if one is wrong.
@@ -73,10 +73,11 @@ def check_grads(
         order: The highest derivative.
         modes: `"reverse"`, `"forward"`, or both. A mode that torch has no formula for, which it
             says so of by itself, is left out, unless nothing is left of an order.
-        atol: The largest absolute error, beside `rtol`. Scale a small function up.
+        atol: The largest absolute error of a derivative along a random direction, beside `rtol`
+            and rounding. Scale a function of small derivatives up.
         rtol: The largest relative error.
-        eps: The step of finite differences. A derivative that agrees at a thirtieth, or 30 times,
-            of it is right, too.
+        eps: The length of the step of finite differences. A derivative that agrees at a step of a
+            thirtieth of it, or of 30 times it, is right, too.
 
     Raises:
         DetachedLossError: What `fn` returns does not depend on the arguments.
@@ -100,6 +101,7 @@ def check_grads(
     tolerance = _check_options(order, modes, atol, rtol, eps)
     _refuse_transforms()
     arguments = read_arguments(args, argnums, is_variable=_is_variable)
+    _refuse_sparse(arguments)
     tensors = [x for x in pytree.flatten(args)[0] if isinstance(x, Tensor)]
     captured = captured_by((fn, args))
     tensors += [x for x in captured if isinstance(x, Tensor)]
@@ -145,13 +147,15 @@ def _refuse_transforms() -> None:
 
 
 def _is_variable(leaf: object, where: Callable[[], str]) -> bool:
-    if not is_number(leaf) or (isinstance(leaf, nn.Parameter) and not leaf.requires_grad):
-        return False
-    assert isinstance(leaf, Tensor)
-    if leaf.layout != torch.strided:
-        fix = "pass its values, and make the sparse tensor in fn"
-        raise LeafTypeError(message(where(), "a dense tensor", describe(leaf), fix))
-    return True
+    return is_number(leaf) and not (isinstance(leaf, nn.Parameter) and not leaf.requires_grad)
+
+
+def _refuse_sparse(arguments: Arguments) -> None:
+    for index, variable in enumerate(arguments.variables):
+        if variable.layout != torch.strided:
+            expected, fix = "a dense tensor", "pass its values, and make the sparse tensor in fn"
+            got = f"{describe(variable)}, {variable.layout}"
+            raise LeafTypeError(message(arguments.path(index), expected, got, fix))
 
 
 def _in_double(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -217,7 +221,7 @@ def _raise(wrong: Disagreement, arguments: Arguments, op: str | None) -> NoRetur
     p, order = wrong.product, len(wrong.product.word)
     where = "args" if wrong.leaf is None else arguments.path(wrong.leaf)
     along = f"for the derivative of order {order} along a random direction"
-    expected = f"{wrong.expected:.6g} ({wrong.other}) {along}"
+    expected = f"{wrong.expected:.6g} (finite differences) {along}"
     got = f"{p.value:.6g} from {p}" + (f", in {op}" if op else "")
     text = message(where, expected, got, _fix(wrong, op))
     raise GradientCheckError(text, where, order, p.mode, abs(p.value - wrong.expected), op)

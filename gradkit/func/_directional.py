@@ -112,6 +112,23 @@ WAYS = {
 }
 
 
+_ROUNDING = 16 * torch.finfo(torch.float64).eps  # of what a function computes, roughly
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Two one-sided finite differences, and how much of them may be rounding."""
+
+    ahead: float
+    behind: float
+    rounding: float
+
+    @property
+    def central(self) -> float:
+        """The finite difference across the point."""
+        return (self.ahead + self.behind) / 2
+
+
 @dataclass(frozen=True)
 class Directional:
     """The directional derivatives of a function at a point.
@@ -160,10 +177,8 @@ class Directional:
             return inner(values, level.tangents)
         return inner(level.cotangents_at(values), values)
 
-    def differences(
-        self, prefix: Word, way: str, eps: float, tangents: Tensors
-    ) -> tuple[float, float]:
-        """Return the same by finite differences of the derivative before: ahead and behind."""
+    def differences(self, prefix: Word, way: str, eps: float, tangents: Tensors) -> Estimate:
+        """Return the same by finite differences of the derivative before."""
         fn = self.derivative(prefix, way)
         step = eps / (sqrt(inner(tangents, tangents)) or 1.0)
         here = self.evaluate(fn)
@@ -171,4 +186,6 @@ class Directional:
         ahead, behind = (self.evaluate(fn, [sign * step * t for t in tangents]) for sign in (1, -1))
         pairs = (ahead, here), (here, behind)
         changes = [[x - y for x, y in zip(a, b, strict=True)] for a, b in pairs]
-        return inner(seeds, changes[0]) / step, inner(seeds, changes[1]) / step
+        scale = inner([x.abs() for x in seeds], [x.abs() for x in here]) / step
+        one, other = (inner(seeds, change) / step for change in changes)
+        return Estimate(one, other, _ROUNDING * scale)
