@@ -73,7 +73,7 @@ WRONG: dict[str, tuple[Callable[[Tensor], Tensor], int, str, str]] = {
         lambda a: torch.distributions.MultivariateNormal(torch.zeros(3).to(a), a).log_prob(
             torch.ones(3).to(a)
         ),
-        1, "forward", "torch.linalg.cholesky",
+        1, "forward", "torch.linalg.cholesky_ex",
     ),
     "sparse values": (
         lambda a: sparse(a[0]), 2, "reverse-over-reverse", "torch.sparse_coo_tensor",
