@@ -209,5 +209,9 @@ def _values(losses: Sequence[Tensor]) -> tuple[float, ...]:
 
 
 def _refused(error: Exception) -> RunResult:
-    line = str(error).strip().partition("\n")[0]
-    return RunResult([], refused=f"{type(error).__name__}: {line}")
+    return RunResult([], refused=why_refused(error))
+
+
+def why_refused(error: Exception) -> str:
+    """Return the class of an error and its first line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
