@@ -3,6 +3,7 @@
 `value_and_grads` and `per_loss_grads` take a function where the eager calls take losses;
 `per_sample_grads`, `hvp` and `make_functional` complete them. They work on any tree, inside and
 around `torch.func.vmap`, `grad`, `jvp` and `jacrev`, and under `torch.compile(fullgraph=True)`.
+`check_grads` finds out whether the derivatives of a function are right.
 """
 
 from gradkit.func._check_grads import check_grads

@@ -118,7 +118,7 @@ def check_grads(
         check = Check(directional, tuple(dict.fromkeys(modes)), tolerance)
         disagreement = check.first_disagreement(order)
         if disagreement is not None:
-            op = wrong_op(check, len(disagreement.product.word))
+            op = wrong_op(check, disagreement.product.word)
             _raise(disagreement, arguments, op)
         if not depends:
             raise DetachedLossError(independent("fn"))
@@ -236,11 +236,8 @@ def _fix(wrong: Disagreement, op: str | None) -> str:
     fixes = []
     if op:
         is_torch_s = op.startswith("torch.")
-        fixes.append(
-            f"write {op} out by other operations"
-            if is_torch_s
-            else f"correct the derivative of {op}"
-        )
+        out = f"write {op} out by other operations"
+        fixes.append(out if is_torch_s else f"correct the derivative of {op}")
     if wrong.symmetric:
         fixes.append("make the matrix symmetric in fn, (a + a.mT) / 2")
     if wrong.agreeing:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._state.snapshot import Snapshot
-from gradkit.func._directional import Directional, Tensors
+from gradkit.func._directional import Directional, Tensors, Word
 from gradkit.func._disagreement import Check
 
 _MOST = 200  # operations of different shapes, beyond which it would take too long
@@ -84,8 +84,8 @@ def differentiable(tree: Any) -> list[Tensor]:
     return [x if x.layout == torch.strided else x.to_dense() for x in tensors]
 
 
-def wrong_op(check: Check, order: int) -> str | None:
-    """Return the first operation of a function that has a wrong derivative by itself, if any.
+def wrong_op(check: Check, word: Word) -> str | None:
+    """Return the first operation of a function whose derivative of a word is wrong by itself.
 
     A custom Function is not called through torch: the only one there is named by elimination.
     """
@@ -101,17 +101,17 @@ def wrong_op(check: Check, order: int) -> str | None:
 
     with suppress(Exception):  # what cannot be recorded is not named
         check.directional.evaluate(record)
-    alone = (op.name for op in recorder.ops.values() if _is_wrong(op, check, order))
+    alone = (op.name for op in recorder.ops.values() if _is_wrong(op, check, word))
     return next(alone, None) or _only_function(functions)
 
 
-def _is_wrong(op: Op, check: Check, order: int) -> bool:
+def _is_wrong(op: Op, check: Check, word: Word) -> bool:
     point = [op.leaves[index] for index in op.variables]
     directional = Directional(op, point, Snapshot([], []).restored)
     with suppress(Exception):  # it cannot be run by itself
-        return (
-            Check(directional, check.modes, check.tolerance).first_disagreement(order) is not None
-        )
+        alone = Check(directional, check.modes, check.tolerance)
+        disagreement = alone.first_disagreement(len(word))
+        return disagreement is not None and disagreement.product.word == word
     return False
 
 

@@ -431,3 +431,24 @@ def test_inside_of_a_transform_it_raises(device: torch.device) -> None:
 
     with pytest.raises(gradkit.UnsupportedGraphError, match="a call outside"):
         torch.func.grad(fn)(torch.ones(2, device=device))
+
+
+def test_the_operation_is_the_one_that_is_wrong_in_this_mode(device: torch.device) -> None:
+    """The derivative of layer_norm's jvp is wrong, too, but is not what is reported."""
+
+    def fn(w: Tensor) -> Tensor:
+        return functional.layer_norm(CUBES["plain"].apply(w) + w**2, (4,)).sin()
+
+    with pytest.raises(gradkit.GradientCheckError) as caught:
+        check_grads(fn, torch.randn(3, 4, device=device))
+    assert (caught.value.mode, caught.value.operation) == ("reverse-over-reverse", "Cube")
+
+
+def test_a_derivative_that_should_be_zero_is_no_kink(device: torch.device) -> None:
+    def fn(t: Any) -> Tensor:
+        return product({"a": t["a"], "b": t["b"]}, once=1.5) + t["c"] - t["c"].detach()
+
+    tree = {**leaves(device), "c": torch.randn(3, device=device)}
+    with pytest.raises(gradkit.GradientCheckError, match="write torch") as caught:
+        check_grads(fn, {**tree, "a": tree["a"] * 0})
+    assert caught.value.leaf == "args[0]['c']"
