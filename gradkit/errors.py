@@ -15,6 +15,7 @@ __all__ = [
     "CollectiveError",
     "DetachedLossError",
     "FreedGraphError",
+    "GradientCheckError",
     "GradkitError",
     "GradkitWarning",
     "LeafTypeError",
@@ -69,6 +70,31 @@ class UnsupportedOptimizerError(GradkitError, TypeError):
 
 class CollectiveError(GradkitError, RuntimeError):
     """A rank of a process group has not taken part in a collective, or there is no group."""
+
+
+class GradientCheckError(GradkitError, AssertionError):
+    """A derivative that torch computes is not that of the function.
+
+    Attributes:
+        leaf: The path of the input at which it is wrong, or `args`.
+        order: 1 for a gradient, 2 for its derivative, and so on.
+        mode: `"reverse"`, `"forward"`, or a succession: `"forward-over-reverse"`.
+        difference: By how much it is wrong, along a random direction.
+        operation: The operation that is wrong by itself, if there is one.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        leaf: str = "args",
+        order: int = 1,
+        mode: str = "reverse",
+        difference: float = 0.0,
+        operation: str | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.leaf, self.order, self.mode = leaf, order, mode
+        self.difference, self.operation = difference, operation
 
 
 class GradkitWarning(UserWarning):

@@ -4,8 +4,10 @@
 `per_sample_grads`, the products `vjp`, `jvp`, `hvp` and `ggn_vp`, and `make_functional` complete
 them. They work on any tree, inside and
 around `torch.func.vmap`, `grad`, `jvp` and `jacrev`, and under `torch.compile(fullgraph=True)`.
+`check_grads` finds out whether the derivatives of a function are right.
 """
 
+from gradkit.func._check_grads import check_grads
 from gradkit.func._grads import per_loss_grads, value_and_grads
 from gradkit.func._hvp import hvp
 from gradkit.func._make_functional import make_functional
@@ -13,6 +15,7 @@ from gradkit.func._per_sample import per_sample_grads
 from gradkit.func._products import ggn_vp, jvp, vjp
 
 __all__ = [
+    "check_grads",
     "ggn_vp",
     "hvp",
     "jvp",

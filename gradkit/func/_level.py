@@ -185,7 +185,7 @@ def differentiate(
         losses = read_losses(tree, scalar=scalar, returned=True, may_be_aux=not has_aux)
         passes = Passes(list(tensors), level, outer, monitor)
         if not any(map(passes.depends, losses.leaves)):
-            raise DetachedLossError(independent(losses))
+            raise DetachedLossError(independent(losses.first_paths()))
         monitor.check()
         grads = run(losses, passes)
         tensors_of_aux, put_aux_back = tensors_of(aux) if has_aux else ([], _no_aux)
@@ -246,14 +246,15 @@ def _cotangent(weight: float | Tensor, loss: Tensor) -> Tensor:
     return torch.full_like(loss, float(weight))
 
 
-def independent(losses: Losses) -> str:
+def independent(where: str) -> str:
+    """Return the text of the error for what does not depend on the arguments of a function."""
     expected = "a loss computed from the arguments that argnums names"
     got = (
         "one that does not depend on them: fn uses a module, or tensors, from outside, or cuts "
         "the path (detach(), .data, .item(), no_grad)"
     )
     fix = f"compute it from fn's own arguments: {_MAKE_FUNCTIONAL}"
-    return message(losses.first_paths(), expected, got, fix)
+    return message(where, expected, got, fix)
 
 
 def cast_to(dtypes: Sequence[torch.dtype], grads: Sequence[Tensor | None]) -> list[Tensor | None]:

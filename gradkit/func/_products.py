@@ -239,7 +239,7 @@ class _Run:
         if self.transposed and not torch.compiler.is_compiling():
             passes = self._passes(None, level_of(tensors[0]))
             if not any(map(passes.depends, self.outputs.leaves)):
-                raise DetachedLossError(independent(self.outputs))
+                raise DetachedLossError(independent(self.outputs.first_paths()))
         tensors_of_aux, self.put_aux_back = tensors_of(aux)
         return tuple(self.outputs.leaves), tensors_of_aux
 

@@ -206,7 +206,11 @@ def test_bad_input(device: torch.device) -> None:
         (lambda: func.jvp(lambda w: w * 2, w, w, has_aux=1), gradkit.OptionError, "has_aux"),
         (lambda: func.ggn_vp(lambda w: w, lambda o: o, w, w), gradkit.NotScalarLossError, "losses"),
         (lambda: func.ggn_vp(lambda w: w, 1, w, w), gradkit.OptionError, "loss"),
-        (lambda: func.ggn_vp(lambda w: w, fn, [w], [w, w]), gradkit.StructureError, "v: .*as params is"),
+        (
+            lambda: func.ggn_vp(lambda w: w, fn, [w], [w, w]),
+            gradkit.StructureError,
+            "v: .*as params is",
+        ),
         (lambda: func.ggn_vp(lambda w: w, fn, [w], [w[:1]]), gradkit.StructureError, r"v\[0\]"),
     ]
     for call, error, text in cases:
