@@ -67,7 +67,7 @@ def detached_all(tensors: Iterable[Tensor]) -> list[Tensor]:
     if not DERIVATIVES.isdisjoint(around):
         return list(tensors)
     # What vmap has batched says of itself that it does not require grad.
-    return [x.detach() if around or x.requires_grad else x for x in tensors]
+    return [without_graph(x) if around or x.requires_grad else x for x in tensors]
 
 
 def is_dual(tensor: Tensor) -> bool:
@@ -75,6 +75,14 @@ def is_dual(tensor: Tensor) -> bool:
     if forward_ad._current_level < 0:
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def without_graph(tensor: Tensor) -> Tensor:
+    """Return what `detach` does, or a copy that keeps the tangent of forward mode."""
+    if forward_ad._current_level < 0:
+        return tensor.detach()
+    with torch.no_grad():  # detach() drops the tangent; vmap has no rule for unpack_dual
+        return tensor.clone()
 
 
 def level_of(tensor: Tensor) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradkit._core import pytree
+from gradkit._core.options import is_number
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree, Structure
@@ -152,7 +153,7 @@ def read_weights(weights: PyTree, losses: Losses) -> list[float | Tensor] | None
     by_loss = pytree.broadcast_prefix(weights, "weights", tree, "losses")
     for index, weight in enumerate(by_loss):
         fix = "pass a number"
-        fits = isinstance(weight, Real) and not isinstance(weight, bool)
+        fits = is_number(weight)
         if isinstance(weight, Tensor):
             fix = "weights=list(weights) for a tensor of several"
             if losses.spec.type is dict:
@@ -160,6 +161,6 @@ def read_weights(weights: PyTree, losses: Losses) -> list[float | Tensor] | None
             fits = weight.numel() == 1 and not weight.dtype.is_complex
         if not fits:
             where = f"the weight of {losses.path(index)}"
-            expected = "a real number or a real tensor of one element"
+            expected = "a real number that fits in a float, or a real tensor of one element"
             raise LeafTypeError(message(where, expected, describe(weight), fix))
     return cast("list[float | Tensor]", by_loss)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
+from sys import float_info
 from typing import Literal, TypeAlias
 
 from gradkit.errors import OptionError, describe, message
@@ -63,6 +65,13 @@ def check_chunk_size(value: object) -> None:
         raise OptionError(
             message("chunk_size", "a positive int or None", repr(value), "chunk_size=None")
         )
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a real number that fits in a float; a bool is no number."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and -float_info.max <= value <= float_info.max
+    return isinstance(value, Real)
 
 
 def is_positive_int(value: object) -> bool:

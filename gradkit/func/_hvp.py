@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradkit._compat.transforms import detached
 from gradkit._core import pytree
+from gradkit._core.leaf_arithmetic import same_values
 from gradkit._core.options import check_function, check_option
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
@@ -135,4 +136,4 @@ def _check(tangent: object, variable: Tensor, where: str) -> None:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a is b or (not torch.compiler.is_compiling() and torch.equal(a, b))
+    return a is b or (not torch.compiler.is_compiling() and same_values(a, b))

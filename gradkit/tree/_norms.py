@@ -149,6 +149,8 @@ def allclose(
 
     def close(x: Tensor, y: Tensor) -> bool:
         x, y = full_tensor(x).to_dense(), full_tensor(y).to_dense()
+        dtype = torch.promote_types(x.dtype, y.dtype)
+        x, y = x.to(dtype), y.to(x.device, dtype)
         return torch.allclose(x, y, rtol=rtol, atol=atol, equal_nan=equal_nan)
 
     leaves, _ = columns({"a": a, "b": b})

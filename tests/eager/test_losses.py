@@ -132,6 +132,49 @@ def test_an_empty_vector_of_losses_has_empty_gradients(device: torch.device) -> 
     assert grads["v"] is None
 
 
+class SkipsZero(torch.autograd.Function):
+    """Does no work where the cotangent is zero, so that an element may leave out a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+        return grad * 1 if bool(grad.ne(0).any()) else None
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize(
+    ("kinds", "shape"),
+    [
+        ("sd", (2,)), ("ds", (2,)), ("dsdn", (2, 2)), ("ndsn", (4,)), ("snds", (2, 1, 2)),
+        ("s", (1, 1)), ("ss", (2, 1)), ("nsns", (2, 2)), ("nnsn", (4,)), ("nd", (2,)),
+    ],
+)  # fmt: skip
+def test_sparse_and_dense_rows_are_those_of_autograd(
+    device: torch.device, kinds: str, shape: tuple[int, ...], create_graph: bool
+) -> None:
+    w = torch.randn(3, 2, device=device, requires_grad=True)
+    index = torch.tensor([1, 0], device=device)
+    other = torch.zeros((), device=device, requires_grad=True)
+    elements = {
+        "s": lambda: nn.functional.embedding(index, w, sparse=True).sum(),
+        "d": lambda: (3 * w**2).sum(),
+        "n": lambda: other * 2,
+    }
+    vector = torch.stack([SkipsZero.apply(elements[kind]()) for kind in kinds])
+    rows = [torch.autograd.grad(x, w, retain_graph=True, allow_unused=True)[0] for x in vector]
+    dense = [torch.zeros_like(w) if row is None else row.to_dense() for row in rows]
+    expected = torch.stack(dense).reshape(*shape, 3, 2)
+    options = {"create_graph": create_graph, "retain_graph": True}
+    got = gradkit.per_loss_grads(vector.reshape(shape), w, **options)
+    assert got.is_sparse == ("d" not in kinds)
+    assert got.shape == expected.shape
+    assert torch.equal(got.to_dense(), expected)
+    assert got.requires_grad == (create_graph and "d" in kinds)
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_an_inf_or_nan_in_one_loss_reaches_no_other_s_gradients(
     device: torch.device, bad: float

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gradkit
 from gradkit import tree
-from tests.helpers import same_bits, unchanged
+from tests.helpers import assert_same_bits, same_bits, unchanged
 
 SHAPES = {"w": (2, 3), "b": (3,), "s": ()}
 
@@ -260,6 +260,18 @@ def test_complex_leaves(device: torch.device) -> None:
     torch.testing.assert_close(tree.gram([z, v.conj()])[0, 1], torch.vdot(z, v.conj()).real)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_a_complex_leaf_after_an_odd_number_of_reals(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    """view_as_complex takes even offsets only: the columns before are three."""
+    leaves = {"a": torch.randn(3, device=device), "z": torch.randn(2, device=device, dtype=dtype)}
+    matrix, unravel = tree.to_matrix([leaves])
+    assert_same_bits(unravel(matrix[0]).values(), leaves.values())
+    half = gradkit.combine([leaves, {"a": None, "z": None}], lambda m: m.mean(0))
+    torch.testing.assert_close(half, {name: leaf / 2 for name, leaf in leaves.items()})
+
+
 def test_small_and_large_gradients_keep_their_angle(device: torch.device) -> None:
     """The product of two squared norms would underflow, and the cosine be zero."""
     a = torch.tensor([3e-15, 4e-15], device=device)
@@ -345,6 +357,13 @@ def test_the_cosine_at_any_scale(device: torch.device, size: float) -> None:
     assert tree.cosine(x, torch.zeros_like(x)) == 0
     assert tree.cosine(torch.zeros_like(x), x * float("nan")).isnan()
     assert tree.cosine(x, x * float("nan")).isnan()
+
+
+def test_leaves_of_two_dtypes_are_compared_in_the_larger(device: torch.device) -> None:
+    x, third = torch.ones(2, device=device), torch.tensor([1 / 3], device=device)
+    assert tree.allclose([x], [x.double()])
+    assert not tree.allclose([third], [third.double() + 1e-4], atol=0.0)
+    assert tree.allclose([x.half(), None], [x.to(torch.complex64), torch.zeros(1, device=device)])
 
 
 def test_leaves_of_two_dtypes(device: torch.device) -> None:
