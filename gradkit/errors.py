@@ -108,6 +108,11 @@ def describe(value: object) -> str:
     return f"the {type(value).__name__}{shown}"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of the text of an error, without a full stop at its end."""
+    return str(error).strip().partition("\n")[0].rstrip(".")
+
+
 def warn_fallback(text: str) -> None:
     """Emit a `GradkitWarning` at the line, outside of gradkit and torch, that made the call."""
     warnings.warn(text, GradkitWarning, stacklevel=level_of_the_caller())

@@ -246,7 +246,8 @@ def losses_to_batch(
         return [False] * len(losses)
     if strategy == "auto":
         return [_worth_batching(loss, below) and why_not(loss) is None for loss in losses]
-    reasons = [_NOTHING_TO_BATCH if loss.numel() < 2 else why_not(loss) for loss in losses]
+    few = {0: "", 1: _NOTHING_TO_BATCH}  # of an empty loss there is nothing to say
+    reasons = [few[loss.numel()] if loss.numel() in few else why_not(loss) for loss in losses]
     refused = dict.fromkeys(reason for reason in reasons if reason)
     if None in reasons:
         refused.pop(_NOTHING_TO_BATCH, None)

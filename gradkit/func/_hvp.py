@@ -18,9 +18,22 @@ from gradkit._core.leaf_arithmetic import same_values
 from gradkit._core.options import check_function, check_option
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
-from gradkit.errors import LeafTypeError, StructureError, describe, message
+from gradkit.errors import (
+    LeafTypeError,
+    StructureError,
+    UnsupportedGraphError,
+    describe,
+    message,
+    warn_fallback,
+)
 from gradkit.func._arguments import Arguments, read_arguments
-from gradkit.func._level import cast_to, differentiate, gradient_of_the_sum, named_errors
+from gradkit.func._level import (
+    ZERO_TENSOR,
+    cast_to,
+    differentiate,
+    gradient_of_the_sum,
+    named_errors,
+)
 
 Mode: TypeAlias = Literal["forward-over-reverse", "reverse-over-reverse"]
 
@@ -87,19 +100,41 @@ def hvp(
     one_at_a_time = nullcontext() if torch.compiler.is_compiling() else _LOCK
     with one_at_a_time, leave_inference_mode(record=True), sdpa_kernel(SDPBackend.MATH):
         point, along = (tuple(map(detached, x)) for x in (arguments.variables, directions))
-        if mode == "forward-over-reverse":
-            grads, products = named_errors(
-                lambda: cast("tuple[Any, Any]", jvp(grads_at, point, along))
-            )
-        else:
-            grads, pull = vjp(grads_at, *point)  # type: ignore[misc]
-            products = pull(along)
+        grads, products = _run(grads_at, point, along, mode)
     results = []
     for tensors in (grads, products):
         # In forward mode, torch makes float64 of a 0-dim float32 times a number.
         tree = arguments.finish(cast_to(arguments.dtypes, list(map(detached, tensors))))
         results.append(tree if several else tree[0])
     return results[0], results[1]
+
+
+def _run(
+    grads_at: Callable[..., Any], point: tuple[Tensor, ...], along: tuple[Tensor, ...], mode: Mode
+) -> tuple[Any, Any]:
+    """Return the gradients at a point, and their derivative along a direction."""
+
+    def forward() -> tuple[Any, Any]:
+        return cast("tuple[Any, Any]", jvp(grads_at, point, along))
+
+    def reverse() -> tuple[Any, Any]:
+        grads, pull = vjp(grads_at, *point)  # type: ignore[misc]
+        return grads, pull(along)
+
+    if mode == "reverse-over-reverse":
+        return named_errors(reverse, nested=True)
+    try:
+        return named_errors(forward, nested=True)
+    except UnsupportedGraphError as error:
+        # Some formulas of torch, that of mse_loss for one, write on the tangent of a constant.
+        if ZERO_TENSOR not in str(error):
+            raise
+    warn_fallback(
+        "hvp fell back from forward-over-reverse to reverse-over-reverse, and called fn again: "
+        f"torch's forward mode failed ({ZERO_TENSOR}), as it does for mse_loss. "
+        'mode="reverse-over-reverse" saves the first call.'
+    )
+    return named_errors(reverse, nested=True)
 
 
 def _directions(arguments: Arguments, primals: PyTree, tangents: PyTree) -> list[Tensor]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from numbers import Number
+from traceback import walk_tb
 from typing import Any, TypeVar, cast
 
 import torch
@@ -21,11 +22,13 @@ from gradkit._autograd import engine
 from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._checks.op_monitor import OpMonitor
 from gradkit._compat.transforms import (
+    BATCH,
     TensorLists,
     detached_all,
     differentiated,
     level_of,
     run_in_level,
+    transforms,
 )
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
@@ -239,8 +242,10 @@ def _no_aux(_: Iterable[Tensor]) -> None:
     return None
 
 
-def named_errors(run: Callable[[], R]) -> R:
-    """Return what `run` returns; errors of torch.func that are known raise with what to do."""
+def named_errors(run: Callable[[], R], *, nested: bool = False) -> R:
+    """Return what `run` returns; errors of torch.func raise with what to do."""
+    # All that are known; and all of torch's inside of another transform, or if `run` is `nested`
+    # ones: in one level alone they are mostly mistakes of fn, and torch's text says which.
     if torch.compiler.is_compiling():
         return run()
     try:
@@ -250,9 +255,35 @@ def named_errors(run: Callable[[], R]) -> R:
             if text in str(error) and not isinstance(error, GradkitError):
                 got = got or str(error).partition("\n")[0].rstrip(".")
                 raise UnsupportedGraphError(message("fn", expected, got, fix)) from error
+        stack = transforms()
+        if (stack or nested) and _raised_by_torch(error):
+            expected, fix = _BATCHED if BATCH in stack else _NESTED
+            got = str(error).partition("\n")[0].rstrip(".")
+            raise UnsupportedGraphError(message("fn", expected, got, fix)) from error
         raise
 
 
+def _raised_by_torch(error: RuntimeError) -> bool:
+    """Return whether an operator of torch raised an error, not the caller's own code."""
+    # torch's own are of these two classes, and subclasses that say what they are (out of memory).
+    # An operator fails in the frame of OpMonitor, of a pass, or of torch's code that called it;
+    # the last frame of what the caller's code raises is the caller's.
+    if type(error) not in (RuntimeError, NotImplementedError) or error.__traceback__ is None:
+        return False
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").partition(".")[0] in {"gradkit", "torch"}
+
+
+_BATCHED = (
+    "a function of one sample, or of one task, that torch.vmap can batch",
+    "if fn fails on one by itself, too, mend it (a module may need x[None]); else take them in a "
+    "loop: gradkit.func.value_and_grads(fn)(params, x[i]), and gradkit.tree.stack",
+)
+_NESTED = (
+    "what torch.func can differentiate once more",
+    "if fn fails by itself, too, mend it; else the other mode of hvp; or two eager passes of "
+    "gradkit.value_and_grads, the first with create_graph=True",
+)
 _DIFFERENTIABLE = "what torch.func can differentiate"
 _EAGERLY = "compute the losses eagerly: gradkit.value_and_grads(losses, params)"
 _AUTOGRAD_CALL = (
@@ -265,6 +296,12 @@ _SAVED_HOOKS = (
     "saved-tensor hooks: a checkpoint, or save_on_cpu",
     f"leave them out, or {_EAGERLY}",
 )
+_MEMORY = (
+    _DIFFERENTIABLE,
+    "an operation that reads memory: numpy(), tolist(), or ctc_loss whose lengths are tuples",
+    f"give it constants from outside, lengths as tensors; or {_EAGERLY}",
+)
+ZERO_TENSOR = "ZeroTensors are immutable"
 _FORWARD = (
     "operations that have a forward-mode derivative",
     "",
@@ -298,5 +335,7 @@ _KNOWN = {
     ),
     "forward AD": _FORWARD,
     "forward mode AD": _FORWARD,
-    "ZeroTensors are immutable": _FORWARD,
+    ZERO_TENSOR: _FORWARD,
+    "data pointer of Tensor that doesn't have storage": _MEMORY,
+    "Can't call numpy()": _MEMORY,
 }

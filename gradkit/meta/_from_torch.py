@@ -21,6 +21,7 @@ from gradkit.errors import (
     OptionError,
     UnsupportedOptimizerError,
     describe,
+    first_line,
     message,
 )
 from gradkit.meta._foreach import Tensors, safe_sqrt
@@ -125,7 +126,7 @@ class _TorchRule:
             if not transforms() or isinstance(error, GradkitError):
                 raise
             expected = "an optimizer that runs inside torch.func's transforms"
-            got = f"one that does not: {str(error).partition(chr(10))[0]}"
+            got = f"one that does not: {first_line(error)}"
             fix = "use sgd, adam, adamw or rmsprop"
             raise UnsupportedOptimizerError(message(name, expected, got, fix)) from error
 

@@ -130,6 +130,16 @@ def test_an_empty_vector_of_losses_has_empty_gradients(device: torch.device) -> 
     grads = gradkit.per_loss_grads((w * 2)[:0], {"w": w, "v": v})
     assert grads["w"].shape == (0, 3)
     assert grads["v"] is None
+    for strategy in ("sequential", "batched", "auto"):  # and no warning that nothing was batched
+        for chunk_size in (None, 2):
+            options = {"strategy": strategy, "chunk_size": chunk_size}
+            assert gradkit.per_loss_grads((w * 2)[:0], w, **options).shape == (0, 3)
+            losses = {"none": (w * 2)[:0], "some": w * 2}
+            per_loss = gradkit.per_loss_grads(losses, w, **options)
+            assert per_loss["none"].shape == (0, 3)
+            assert torch.equal(per_loss["some"], 2 * torch.eye(3, device=device))
+            ours = gradkit.func.per_loss_grads(lambda w: (w * 2)[:0], **options)
+            assert ours(w.detach()).shape == (0, 3)
 
 
 class SkipsZero(torch.autograd.Function):
@@ -276,6 +286,12 @@ def test_weights_that_do_not_fit_are_refused(
     with unchanged(w, *losses.values()), pytest.raises(error, match="weight"):
         gradkit.value_and_grads(losses, w, weights=weights)
     gradkit.value_and_grads(losses, w)
+
+
+def test_a_weight_that_no_float_holds_is_refused(device: torch.device) -> None:
+    w = torch.ones(2, device=device, requires_grad=True)
+    with unchanged(w), pytest.raises(gradkit.LeafTypeError, match="fits in a float"):
+        gradkit.value_and_grads(w.sum(), w, weights=10**400)
 
 
 def test_unused_none_zeros_error(device: torch.device) -> None:

@@ -692,8 +692,8 @@ def test_numbers_that_torch_takes_are_taken(device: torch.device) -> None:
         (optim.RMSprop, {"alpha": 0.0}),
         (optim.NAdam, {"momentum_decay": 0.0}),
     ):
-        hyper = {"lr": 0.1, **hyper}
-        assert_close(ours(meta.from_torch(cls, **hyper), [p])[0], torchs(cls, [p], hyper))
+        every: dict[str, Any] = {"lr": 0.1, **hyper}
+        assert_close(ours(meta.from_torch(cls, **every), [p])[0], torchs(cls, [p], every))
     opt = meta.sgd(lr=10**400)  # which no float can hold
     with pytest.raises(gradkit.LeafTypeError, match=r"^lr of params.*the int"):
         opt.step(p, p, opt.init(p))

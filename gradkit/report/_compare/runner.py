@@ -16,6 +16,7 @@ from gradkit._core.graph import Subgraph
 from gradkit._core.losses import require_graph
 from gradkit._state.grad_writes import copy_into_grads, grad_dtypes_put_back, grads_put_back
 from gradkit._state.snapshot import Snapshot
+from gradkit.errors import first_line
 from gradkit.report._compare.step import Inputs, Step, tensors_in
 from gradkit.report._explain.verdicts import captured_by, checkpointed_tensors
 
@@ -211,5 +212,4 @@ def _values(losses: Sequence[Tensor]) -> tuple[float, ...]:
 
 
 def _refused(error: Exception) -> RunResult:
-    line = str(error).strip().partition("\n")[0]
-    return RunResult([], refused=f"{type(error).__name__}: {line}")
+    return RunResult([], refused=f"{type(error).__name__}: {first_line(error)}")
