@@ -142,7 +142,7 @@ def refuse_state_dict(tree: PyTree, root: str) -> None:
 def _known_mistake(params: Params, grads: PyTree) -> GradkitError | None:
     """Return the error for gradients that do not match, if it is known what they are instead."""
     pair = "value, grads = gradkit.value_and_grads(losses, params)"
-    if type(grads) is tuple and len(grads) == 2:
+    if isinstance(grads, tuple) and len(grads) == 2:
         per_loss = _matches(params.spec, grads[0]) and not isinstance(grads[0], Tensor)
         if _matches(params.spec, grads[1]) and not per_loss:
             got = "a pair (values, gradients) that was not unpacked"

@@ -272,6 +272,34 @@ def test_a_complex_leaf_after_an_odd_number_of_reals(
     torch.testing.assert_close(half, {name: leaf / 2 for name, leaf in leaves.items()})
 
 
+def test_a_pair_that_was_not_unpacked_is_no_tree(device: torch.device) -> None:
+    """Nor are the norm and the gradients two leaves of one tree."""
+    grads = {"w": torch.randn(3, device=device)}
+    pair = tree.clip_by_global_norm(grads, 0.5)
+    clipped, norm = pair
+    assert same_bits(norm, tree.global_norm(grads))
+    calls: dict[str, Any] = {
+        "tree": lambda: tree.scale(pair, 2.0), "b": lambda: tree.add(grads, pair),
+        r"per_loss\[1\]": lambda: gradkit.combine([grads, pair], lambda matrix: matrix.mean(0)),
+        "grads": lambda: tree.clip_by_global_norm(pair, 1.0),
+    }  # fmt: skip
+    for name, call in calls.items():
+        text = rf"^{name}: expected a tree of gradients, got a pair.*not unpacked"
+        with pytest.raises(gradkit.StructureError, match=text):
+            call()
+    assert same_bits(tree.scale(clipped, 2.0)["w"], clipped["w"] * 2)
+
+
+def test_integers_have_no_norm(device: torch.device) -> None:
+    counts = {
+        "w": torch.ones(3, device=device),
+        "n": torch.ones(2, dtype=torch.int64, device=device),
+    }
+    for call in (tree.global_norm, lambda t: tree.clip_by_global_norm(t, 1.0)):
+        with pytest.raises(gradkit.LeafTypeError, match=r"^tree: expected a floating-point.*int64"):
+            call(counts)
+
+
 def test_small_and_large_gradients_keep_their_angle(device: torch.device) -> None:
     """The product of two squared norms would underflow, and the cosine be zero."""
     a = torch.tensor([3e-15, 4e-15], device=device)
