@@ -23,6 +23,7 @@ from gradkit.errors import (
     StructureError,
     describe,
     message,
+    with_article,
 )
 
 # The error, what was expected, and what to do.
@@ -62,7 +63,7 @@ def read_losses(
                 fix = "return the loss, computed with it" if returned else _LOSSES_FIRST
                 if not returned and not any(True for _ in _parameters(leaf)):  # a criterion
                     fix = "call it, and pass the loss that it returns"
-                where, got = pytree.path(spec, index, "losses"), f"a {type(leaf).__name__}"
+                where, got = pytree.path(spec, index, "losses"), with_article(type(leaf).__name__)
                 raise LeafTypeError(message(where, "a tensor", got, fix))
         leaves, spec = expand_params(tree, "losses")
     losses = Losses(leaves, spec)
@@ -135,7 +136,7 @@ def require_graph(losses: Losses, outputs: Sequence[Tensor]) -> list[int]:
 def params_of_each_loss(losses: Losses, params: PyTree) -> list[PyTree]:
     """Return the part of `params` that stands in the place of each loss."""
     if isinstance(params, nn.Module) and losses.spec.type is not None:
-        got = f"one module, a {type(params).__name__}"
+        got = f"one module, {with_article(type(params).__name__)}"
         fix = 'a dict of modules with the keys of the losses: {"G": generator, "D": discriminator}'
         if isinstance(params, nn.ModuleList | nn.Sequential) and losses.spec.type in (list, tuple):
             fix = f"{losses.spec.type.__name__}(params), which has one module for each loss"

@@ -69,7 +69,8 @@ def hvp(
             None in it is zero. A tensor that stands in several places of `primals` has the same
             direction in all of them.
         mode: `"forward-over-reverse"`, a forward pass through the gradient, takes the least time
-            and memory; `"reverse-over-reverse"` is for what has no forward-mode derivative.
+            and memory; `"reverse-over-reverse"` is for what has no forward-mode derivative, and
+            taken, with a `GradkitWarning`, where torch's formula for that fails, as of `mse_loss`.
 
     Returns:
         `(grads, hv)`, both like `primals`, their leaves as in `value_and_grads`.
