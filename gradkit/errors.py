@@ -6,6 +6,7 @@ code that catches the builtin keeps working. They are raised before the engine h
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 
@@ -127,11 +128,21 @@ def describe(value: object) -> str:
     """
     if isinstance(value, torch.Tensor):
         kind = str(value.dtype).removeprefix("torch.")
-        article = "an" if kind.startswith("int") else "a"
-        return f"{article} {kind} tensor of shape {tuple(value.shape)} on {value.device}"
+        return f"{with_article(kind)} tensor of shape {tuple(value.shape)} on {value.device}"
     text = repr(value)
     shown = f" {text}" if len(text) <= 40 else ""
     return f"the {type(value).__name__}{shown}"
+
+
+def with_article(name: str) -> str:
+    """Return a name behind its article, as it is said: a Linear, an SGD, an int64."""
+    is_vowel = re.match(r"[AEIOaeio]|U[a-z]|[FHLMNRSX]([A-Z\d]|$)", name)
+    return f"{'an' if is_vowel else 'a'} {name}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the text of an error, without a full stop at its end."""
+    return str(error).strip().partition("\n")[0].rstrip(".")
 
 
 def warn_fallback(text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from threading import RLock
 from typing import Any, Literal, TypeAlias, cast
 
@@ -14,12 +13,21 @@ from torch.func import jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradkit._core import pytree
+from gradkit._core.leaf_arithmetic import same_values
 from gradkit._core.options import check_function, check_option, check_optional_bool
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
-from gradkit.errors import LeafTypeError, StructureError, describe, message
+from gradkit.errors import (
+    LeafTypeError,
+    StructureError,
+    UnsupportedGraphError,
+    describe,
+    message,
+    warn_fallback,
+)
 from gradkit.func._arguments import Arguments, read_arguments
-from gradkit.func._level import cast_to, differentiate, gradient_of_the_sum, named_errors
+from gradkit.func._errors import ZERO_TENSOR, named_errors
+from gradkit.func._level import cast_to, detached, differentiate, gradient_of_the_sum
 
 Mode: TypeAlias = Literal["forward-over-reverse", "reverse-over-reverse"]
 
@@ -56,7 +64,8 @@ def hvp(
             None in it is zero. A tensor that stands in several places of `primals` has the same
             direction in all of them.
         mode: `"forward-over-reverse"`, a forward pass through the gradient, takes the least time
-            and memory; `"reverse-over-reverse"` is for what has no forward-mode derivative.
+            and memory; `"reverse-over-reverse"` is for what has no forward-mode derivative, and
+            taken, with a `GradkitWarning`, where torch's formula for that fails, as of `mse_loss`.
         create_graph: As in `value_and_grads`, for a third derivative.
 
     Returns:
@@ -89,17 +98,11 @@ def hvp(
     with one_forward_level(), leave_inference_mode(record=True), sdpa_kernel(SDPBackend.MATH):
         tensors = (*arguments.variables, *directions)
         if create_graph is False:
-            tensors = tuple(tensor.detach() for tensor in tensors)
+            tensors = tuple(detached(tensors))
         point, along = tensors[: len(directions)], tensors[len(directions) :]
-        if mode == "forward-over-reverse":
-            run = partial(jvp, grads_at, point, along, has_aux=True)
-            grads, products, losses = named_errors(lambda: cast("tuple[Any, Any, Any]", run()))
-        else:
-            grads, pull, losses = vjp(grads_at, *point, has_aux=True)  # type: ignore[misc]
-            products = pull(along)
+        grads, products, losses = _run(grads_at, point, along, mode)
     if create_graph is False:
-        grads, products = ([x.detach() for x in tensors] for tensors in (grads, products))
-        losses = ()
+        grads, products, losses = detached(grads), detached(products), []
     results = []
     for tensors in (grads, products):
         # In forward mode, torch makes float64 of a 0-dim float32 times a number.
@@ -107,6 +110,34 @@ def hvp(
         tree = arguments.finish(cast_grads, losses=losses, refused=refused[0])
         results.append(tree)
     return results[0], results[1]
+
+
+def _run(
+    grads_at: Callable[..., Any], point: tuple[Tensor, ...], along: tuple[Tensor, ...], mode: Mode
+) -> tuple[Any, Any, list[Tensor]]:
+    """Return the gradients at a point, their derivative along a direction, and the losses."""
+
+    def forward() -> tuple[Any, Any, list[Tensor]]:
+        return cast("tuple[Any, Any, Any]", jvp(grads_at, point, along, has_aux=True))
+
+    def reverse() -> tuple[Any, Any, list[Tensor]]:
+        grads, pull, losses = vjp(grads_at, *point, has_aux=True)  # type: ignore[misc]
+        return grads, pull(along), losses
+
+    if mode == "reverse-over-reverse":
+        return named_errors(reverse, nested=True)
+    try:
+        return named_errors(forward, nested=True)
+    except UnsupportedGraphError as error:
+        # Some formulas of torch, that of mse_loss for one, write on the tangent of a constant.
+        if ZERO_TENSOR not in str(error):
+            raise
+    warn_fallback(
+        "hvp fell back from forward-over-reverse to reverse-over-reverse, and called fn again: "
+        f"torch's forward mode failed ({ZERO_TENSOR}), as it does for mse_loss. "
+        'mode="reverse-over-reverse" saves the first call.'
+    )
+    return named_errors(reverse, nested=True)
 
 
 def one_forward_level() -> AbstractContextManager[object]:
@@ -156,4 +187,4 @@ def check_direction(direction: object, like: Tensor, where: str, fix: str) -> No
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a is b or (not torch.compiler.is_compiling() and torch.equal(a, b))
+    return a is b or (not torch.compiler.is_compiling() and same_values(a, b))

@@ -20,18 +20,10 @@ from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.errors import DetachedLossError
 from gradkit.func._arguments import Arguments, read_arguments
+from gradkit.func._errors import independent, named_errors
 from gradkit.func._grads import value_and_grads
 from gradkit.func._hvp import check_direction, one_forward_level, read_directions, read_primals
-from gradkit.func._level import (
-    OuterGraph,
-    Passes,
-    cast_to,
-    detached,
-    independent,
-    named_errors,
-    split_aux,
-    tensors_of,
-)
+from gradkit.func._level import OuterGraph, Passes, cast_to, detached, split_aux, tensors_of
 
 
 def vjp(

@@ -17,6 +17,7 @@ from gradkit._core.graph import Subgraph
 from gradkit._core.losses import require_graph
 from gradkit._state.grad_writes import copy_into_grads, grad_dtypes_put_back, grads_put_back
 from gradkit._state.snapshot import Snapshot
+from gradkit.errors import first_line
 from gradkit.report._compare.step import Inputs, Step, tensors_in
 from gradkit.report._explain.verdicts import checkpointed_tensors
 
@@ -214,4 +215,4 @@ def _refused(error: Exception) -> RunResult:
 
 def why_refused(error: Exception) -> str:
     """Return the class of an error and its first line."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return f"{type(error).__name__}: {first_line(error)}"
