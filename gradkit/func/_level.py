@@ -132,6 +132,8 @@ def differentiate(
         passes = Passes(list(tensors), level, differentiable, monitor)
         if not any(map(passes.depends, losses.leaves)):
             raise DetachedLossError(_independent(losses))
+        if monitor.is_nested and level is not None:
+            monitor.note_graph(list(filter(passes.depends, losses.leaves)))
         monitor.check()
         grads = run(losses, passes)
         tensors_of_aux, put_aux_back = tensors_of(aux) if has_aux else ([], _no_aux)
