@@ -196,7 +196,7 @@ def _free_in_order(top: Node) -> None:
 def leaf_tensors(nodes: Iterable[Node]) -> dict[int, Tensor]:
     """Return the leaf tensors whose gradients the nodes accumulate, by id."""
     leaves = (_variable(node) for node in nodes if is_leaf_node(node))
-    return {id(leaf): leaf for leaf in leaves}
+    return {id(leaf): leaf for leaf in leaves if leaf.requires_grad}
 
 
 def is_leaf_node(node: Node) -> bool:

@@ -98,15 +98,18 @@ class Arguments:
             result[index] = _zeros(self.variables[index], leading)
         return self.to_tree(result, leading)
 
-    def _why_unreached(self, variable: int) -> str:
+    def path(self, variable: int) -> str:
+        """Return how the caller would write a variable."""
         index = self.params.first_leaf_of_variable[variable]
+        return _path(index, self.params.spec, self.positions, self.root)
+
+    def _why_unreached(self, variable: int) -> str:
         got = (
             "none: the loss was not computed from it, or the path is cut (detach(), .data, "
             ".item(), no_grad)"
         )
         fix = "compute the losses from it, or pass it as an argument that argnums does not name"
-        where = _path(index, self.params.spec, self.positions, self.root)
-        return message(where, "a path from every loss, with unused='error'", got, fix)
+        return message(self.path(variable), "a path from every loss, with unused='error'", got, fix)
 
 
 def read_arguments(

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.func import vjp
 
 from gradkit._autograd import engine
+from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._checks.op_monitor import OpMonitor
 from gradkit._compat.transforms import (
@@ -56,6 +57,7 @@ class Passes:
     level: int | None  # its number; None while torch.compile traces, which cannot tell
     differentiable: bool  # a transform around the level differentiates its results
     monitor: OpMonitor  # what is known of the operations of the function
+    path: Callable[[int], str]  # of a variable, as the caller would write it
     create_graph: bool = True  # gradients stay tensors of their level, for no buffer to copy
 
     def depends(self, output: Tensor) -> bool:
@@ -78,11 +80,16 @@ class Passes:
         """
         pairs = [p for p in zip(outputs, seeds, strict=True) if self.depends(p[0])]
         roots, cotangents = [output for output, _ in pairs], [seed for _, seed in pairs]
+        below = Subgraph(roots)
         # Without a graph, the transform around the level would take a gradient for a constant.
         keep = create or self.differentiable
         if (keep if create is None else create) and self.level is not None:
-            refuse_wrong_derivative("the loss", variables, Subgraph(roots))
-        return engine.transform_grads(roots, cotangents, variables, retain=retain, create=keep)
+            refuse_wrong_derivative("the loss", variables, below)
+        options = {"retain": retain, "create": keep}
+        run = partial(engine.transform_grads, roots, cotangents, variables, **options)
+        if self.level is None:
+            return run()
+        return InnerPass("the loss", self.path, variables, below).guarded(run, create_graph=keep)
 
     def batched_grads(
         self, output: Tensor, seeds: Tensor, variables: list[Tensor]
@@ -129,7 +136,7 @@ def differentiate(
             returned = fn(*arguments.with_variables(tensors), **kwargs)
             tree, aux = _split_aux(returned) if has_aux else (returned, None)
         losses = read_losses(tree, scalar=scalar, returned=True, may_be_aux=not has_aux)
-        passes = Passes(list(tensors), level, differentiable, monitor)
+        passes = Passes(list(tensors), level, differentiable, monitor, arguments.path)
         if not any(map(passes.depends, losses.leaves)):
             raise DetachedLossError(_independent(losses))
         if monitor.is_nested and level is not None:
