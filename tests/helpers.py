@@ -108,6 +108,24 @@ class Scribble(torch.autograd.Function):
         return grad.mul_(7)
 
 
+class Sevenfold(torch.autograd.Function):
+    """The identity, whose backward writes on its cotangent; in the form that torch.func takes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.mul_(7)
+
+
 class Halve(torch.autograd.Function):
     """x / 2, with a saved tensor; returns no gradient for its second argument [C6]."""
 

@@ -35,6 +35,8 @@ class ArrivalCapture:
     Attributes:
         roots: What the pass also has to start from.
         leaves: What it also has to be for.
+        versions: By the number of a non-leaf, the version that its gradient arrived with: a sibling
+            may have written on it before. What its own hooks write belongs to it.
     """
 
     def __init__(
@@ -52,13 +54,15 @@ class ArrivalCapture:
         self._create_graph = create_graph
         self.roots: list[Tensor] = []
         self.leaves: list[Tensor] = []
+        self.versions: dict[int, int] = {}
+        self._hooked = {id(v) for v in exposed if v._backward_hooks}
         copies = {id(v): _copied for v in exposed if v.grad_fn is None}
         if finder is not None:
             for index, variable in enumerate(variables):
                 if id(variable) in copies:
                     copies[id(variable)] = partial(_noted_and_copied, finder, index)
         leaves = [v for v in exposed if v.grad_fn is None]
-        stack.enter_context(_copied_on_arrival(leaves, [copies[id(leaf)] for leaf in leaves]))
+        stack.enter_context(copied_on_arrival(leaves, [copies[id(leaf)] for leaf in leaves]))
         not_leaves = {id(v) for v in exposed if v.grad_fn is not None}
         for index, variable in enumerate(variables):
             if id(variable) in not_leaves:
@@ -81,6 +85,8 @@ class ArrivalCapture:
                 self._finder.arrive(index, grad)
             copy = copy_for(grad if self._create_graph else without_graph(grad), variable)
             self._arrived[index][current_pass()] = copy
+            if grad._version and id(variable) not in self._hooked:
+                self.versions[index] = grad._version
 
     def replace(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients, with those that arrived instead of the engine's captures."""
@@ -91,13 +97,15 @@ class ArrivalCapture:
 
 
 @contextmanager
-def _copied_on_arrival(leaves: list[Tensor], copies: list[Copy]) -> Iterator[None]:
-    """Make the engine capture a copy of each leaf's gradient."""
+def copied_on_arrival(
+    tensors: Sequence[Tensor], copies: Sequence[Copy] | None = None
+) -> Iterator[None]:
+    """Make the engine capture a copy of the gradient of each tensor that a pass ends at."""
     # Into the tables of hooks themselves: a handle for each would take longer than the copy.
-    tables = list(map(user_code.hooks_of, leaves))
+    tables = list(map(user_code.hooks_of, tensors))
     key = object()
     try:
-        for table, copy in zip(tables, copies, strict=True):
+        for table, copy in zip(tables, copies or [_copied] * len(tables), strict=True):
             table[key] = copy
         yield
     finally:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
+from gradkit._autograd.function_probe import refuse_dropped
 from gradkit._checks.graphs import freed, losses_freed
 from gradkit._compat.autograd import function_mode_enabled, run_engine
 from gradkit._compat.transforms import autograd_grad, compiled_autograd_disabled
 from gradkit._core.call import Call
 from gradkit._core.ownership import PLAIN_TYPES
+from gradkit._state.grad_writes import set_grad
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
 
@@ -25,8 +28,13 @@ def run_grad(
     *,
     retain_graph: bool,
     is_grads_batched: bool = False,
+    probed: bool = False,
 ) -> list[Tensor | None]:
     """Return the gradients of a weighted sum of outputs with respect to tensors or graph edges."""
+    if call.create_graph and call.functions.users and not probed:
+        options = {"retain_graph": retain_graph, "is_grads_batched": is_grads_batched}
+        with _refuse_dropped(call):
+            return run_grad(call, outputs, inputs, seeds, **options, probed=True)
     try:
         if is_grads_batched or not call.plain or function_mode_enabled() or not _plain(outputs):
             grads: Sequence[Tensor | None] = torch.autograd.grad(
@@ -63,6 +71,10 @@ def _seed(output: Tensor, seed: Tensor | None) -> Tensor:
     return torch.ones_like(output) if seed is None else seed
 
 
+def _refuse_dropped(call: Call) -> AbstractContextManager[None]:
+    return refuse_dropped(_paths(call), call.graph.below(call.differentiated))
+
+
 def run_backward(
     call: Call,
     outputs: Sequence[Tensor],
@@ -72,6 +84,33 @@ def run_backward(
     retain_graph: bool,
 ) -> None:
     """Accumulate the gradient of a weighted sum of outputs into `.grad` of some, or all, leaves."""
+    with _undone(call) if call.create_graph and call.functions.users else nullcontext():
+        _run_backward(call, outputs, seeds, variables, retain_graph=retain_graph)
+
+
+@contextmanager
+def _undone(call: Call) -> Iterator[None]:
+    """Put every `.grad` back if a Function cannot be differentiated again."""
+    # With create_graph, the engine replaces each `.grad`, and does not add into it.
+    leaves = list(call.graph.below(call.differentiated).leaves.values())
+    before = [leaf.grad for leaf in leaves]
+    try:
+        with _refuse_dropped(call):
+            yield
+    except UnsupportedGraphError:
+        for leaf, grad in zip(leaves, before, strict=True):
+            set_grad(leaf, grad)
+        raise
+
+
+def _run_backward(
+    call: Call,
+    outputs: Sequence[Tensor],
+    seeds: Sequence[Tensor | None],
+    variables: list[Tensor] | None,
+    *,
+    retain_graph: bool,
+) -> None:
     try:
         torch.autograd.backward(
             outputs,
@@ -156,17 +195,6 @@ def inner_grads(
     return list(
         torch.autograd.grad(roots, inputs, seeds, retain_graph, create_graph, allow_unused=True)
     )
-
-
-def inner_grads_or_zeros(
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    cotangents: Sequence[Tensor | None] | None = None,
-    **options: bool,
-) -> list[Tensor]:
-    """Return what `inner_grads` does, with zeros where an input is not reached."""
-    pairs = zip(inputs, inner_grads(outputs, inputs, cotangents, **options), strict=True)
-    return [torch.zeros_like(x) if grad is None else grad for x, grad in pairs]
 
 
 def transform_grads(

@@ -13,8 +13,9 @@ from gradkit._autograd.captures import ArrivalCapture, any_observers, observed
 from gradkit._autograd.engine import run_backward, run_grad
 from gradkit._autograd.write_finder import WriteFinder
 from gradkit._checks.checked import is_checked
-from gradkit._checks.writes import exposed, refuse_written, user_code_alive
+from gradkit._checks.writes import exposed, refuse_written, user_code_alive, versions
 from gradkit._core.call import Call
+from gradkit._core.graph import Subgraph
 from gradkit._core.ownership import own
 from gradkit._core.params import Params
 from gradkit._state.grad_writes import grads_put_back
@@ -51,12 +52,17 @@ class PassRunner:
         A seed is the cotangent of an output, of its shape; None is ones.
         """
         copied, is_plain = self.look_for_hooks(variables)
+        moved: dict[int, int] = {}
         if not is_plain or any_observers():
-            grads = self._captured_grads(outputs, seeds, variables, copied, retain=retain)
+            grads, moved = self._captured_grads(outputs, seeds, variables, copied, retain=retain)
         else:
             grads = run_grad(self.call, outputs, variables, seeds, retain_graph=retain)
         if len(copied) < len(variables) and user_code_alive(self.call):
-            refuse_written(self.call, outputs, self._params_of(variables), grads, copied)
+            moved |= versions(variables, grads, copied)
+        if moved:
+            where = ", ".join(map(self.call.losses.path, self.call.differentiated[:3]))
+            path = self._params_of(variables).path
+            refuse_written(where, path, variables, Subgraph(outputs), moved)
         return grads if self.call.create_graph else _owned(grads, variables)
 
     def _captured_grads(
@@ -67,8 +73,11 @@ class PassRunner:
         copied: list[Tensor],
         *,
         retain: bool,
-    ) -> list[Tensor | None]:
-        """Run a pass that also captures what is observed, and that leaves every `.grad` alone."""
+    ) -> tuple[list[Tensor | None], dict[int, int]]:
+        """Run a pass that also captures what is observed, and that leaves every `.grad` alone.
+
+        Returns the gradients, and the versions that those that were copied late had by then.
+        """
         extra = observed()
         inputs: list[Any] = [*variables, *(edge for _, edge in extra)]
         retained = self.retained((*variables, *(tensor for tensor, _ in extra)))
@@ -83,7 +92,7 @@ class PassRunner:
                 grads = run_grad(self.call, roots, inputs, cotangents, retain_graph=retain)
             if finder is not None:
                 finder.report(self._params_of(variables))
-            return capture.replace(grads[: len(variables)])
+            return capture.replace(grads[: len(variables)]), capture.versions
 
     def _params_of(self, variables: list[Tensor]) -> Params:
         for one in self.call.passes:

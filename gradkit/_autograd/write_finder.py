@@ -57,8 +57,9 @@ class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 lines += [f"{params.path(variable)}: {location} {wrote}" for location in locations]
         if lines:
             warn_fallback(
-                "; ".join(dict.fromkeys(lines)) + ". The gradients returned are right: they were "
-                "copied as they arrived. Return a new tensor there: lambda grad: "
+                "; ".join(dict.fromkeys(lines))
+                + ". The gradients that are returned are right: they "
+                "were copied as they arrived. Return a new tensor there: lambda grad: "
                 "grad.clamp(-1, 1), and not grad.clamp_(-1, 1)"
             )
 

@@ -17,9 +17,10 @@ def checked() -> Iterator[None]:
     A hook, or the backward of a custom Function, that writes on the gradient it is given may spoil
     that of another tensor, which torch hands the same memory. gradkit's eager calls refuse such a
     gradient where they see that it was written on. Inside this context they copy every gradient as
-    it arrives, so that all are right, and a `GradkitWarning` names each place that wrote: the hook
-    or function, its file and line. The environment variable `GRADKIT_CHECKED=1` does the same for a
-    whole process.
+    it arrives, so that those of leaves are right, and a `GradkitWarning` names each place that
+    wrote: the hook or function, its file and line. They also refuse pre-hooks of leaves'
+    AccumulateGrad nodes, which torch runs in `.backward()` only. The environment variable
+    `GRADKIT_CHECKED=1` does the same for a whole process.
 
     Example:
         >>> import torch, gradkit, warnings

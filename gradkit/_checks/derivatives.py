@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction, Function, once_differentiable
 
 from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.transforms import is_differentiated_tensor
@@ -15,12 +13,17 @@ from gradkit._compat.versions import is_mended
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
 from gradkit._core.params import Params
+from gradkit._core.user_code import user_functions
 from gradkit.errors import UnsupportedGraphError, message
 
 # The backward pass of these takes the mean and the deviation for constants, so that its own
 # derivative, the third in all, is wrong. Not so group_norm and rms_norm.
 _NORMS = ("NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBackward0")
 _WRONG_THIRD = {kind for kind in _NORMS if not is_mended(kind)}
+# The derivative of torch.compile's backward pass is a node that raises. It has no path to what the
+# function was computed from where that is not saved, and is left out then.
+_COMPILED = "CompiledFunctionBackward"
+_REFUSED = _WRONG_THIRD | {_COMPILED}
 _DTENSORS_ARE_WRONG = not is_mended("DTensor")
 
 
@@ -45,34 +48,22 @@ def _refuse_dtensors(params: Params) -> None:
 
 def refuse_wrong_derivative(where: str, variables: Sequence[Tensor], below: Subgraph) -> None:
     """Raise if a pass executes a node whose derivative torch gets silently wrong, or drops."""
-    if below.kinds <= _right or not any(map(_is_wrong, below.kinds)):
+    if _REFUSED.isdisjoint(kind.__name__ for kind in below.kinds):
         return
     for kind in sorted(set(map(type, below.leading_to(variables))), key=lambda kind: kind.__name__):
-        if _is_once_differentiable(kind):
-            raise UnsupportedGraphError(_dropped(where, kind))
         if kind.__name__ in _WRONG_THIRD:
             raise UnsupportedGraphError(_wrong_third(where, kind))
+        if kind.__name__ == _COMPILED and not user_functions([kind]):
+            raise UnsupportedGraphError(_compiled(where))
 
 
-def _is_wrong(kind: type) -> bool:
-    wrong = kind.__name__ in _WRONG_THIRD or _is_once_differentiable(kind)
-    if not wrong and not issubclass(kind, BackwardCFunction):
-        _right.add(kind)  # a type of torch's, which lives as long as the process
-    return wrong
-
-
-_right: set[type] = set()
-
-
-def _dropped(where: str, kind: type) -> str:
-    # The error that torch would raise stands where a pass for chosen tensors does not come by.
-    name = kind.__name__.removesuffix("Backward").removesuffix("Generated")
+def _compiled(where: str) -> str:
     return message(
         where,
         "a graph whose derivative can be differentiated",
-        f"{name}, a Function that is once_differentiable",
-        "leave out create_graph=True; take unroll(..., first_order=True); or give it a backward "
-        "that can be differentiated",
+        "a graph that torch.compile has compiled, whose derivative cannot be",
+        "leave out create_graph=True; call the module that is not compiled; or compile the "
+        "function that takes all derivatives",
     )
 
 
@@ -85,20 +76,6 @@ def _wrong_third(where: str, kind: type) -> str:
         "leave out create_graph=True, or an unroll inside of another, in the last call; or use "
         "group_norm or rms_norm, or write the norm out",
     )
-
-
-def _is_once_differentiable(kind: Any) -> bool:
-    if not issubclass(kind, BackwardCFunction):
-        return False
-    backward: Any = kind._forward_cls.backward
-    if not issubclass(kind._forward_cls, Function):  # torch.func's own, around the user's
-        closure = [cell.cell_contents for cell in getattr(backward, "__closure__", None) or ()]
-        backward = next((getattr(fn, "backward", None) for fn in closure), None)
-    return getattr(backward, "__code__", None) is _WRAPPER_CODE
-
-
-# Of the wrapper that once_differentiable makes, which is the same for all.
-_WRAPPER_CODE = once_differentiable(lambda ctx: None).__code__
 
 
 def refuse_inside_transforms(call: Call) -> None:

@@ -12,7 +12,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from gradkit._checks.known_bugs import ALIASES, KNOWN_BUGS, OpCall, differentiated_around
+from gradkit._checks.op_nodes import calls_of
 from gradkit._compat.transforms import BATCH, DERIVATIVES, autograd_grad, transforms
+from gradkit._core.graph import Subgraph
 from gradkit.errors import UnsupportedGraphError, message
 
 __all__ = ["KNOWN_BUGS", "OpMonitor"]
@@ -40,14 +42,16 @@ def active_monitors() -> int:
 class OpMonitor(TorchFunctionMode):
     """Notes the operations of a function, and raises at those whose derivative would be wrong.
 
-    It sees what Python calls, not what torch.jit.script has compiled. With `per_sample`, where the
-    function is for one sample of a batch, train-mode batch norm raises.
+    It sees what Python calls, and in `note_graph` what else a graph tells of: torch.jit.script,
+    DisableTorchFunction and callbacks of torch's own functions leave nodes, too. With `per_sample`,
+    where the function is for one sample of a batch, train-mode batch norm raises.
     """
 
     def __init__(self, *, per_sample: bool = False) -> None:
         super().__init__()
         self._per_sample = per_sample
         self._outer = transforms()
+        self.is_nested = bool(self._outer)
         self._wrong_batched: list[str] = []
         self._wrong_derivative: list[str] = []
         self._wrong_outside: list[str] = []
@@ -102,6 +106,14 @@ class OpMonitor(TorchFunctionMode):
         if bug.wrong_now(call.differentiated_by_eager_code()):
             self._wrong_outside.append(name)
 
+    def note_graph(self, losses: Sequence[Tensor]) -> None:
+        """Note the operations in the graph of some losses as if they had been called here."""
+        if torch.compiler.is_compiling():  # which shows no graph
+            return
+        for name, arguments in calls_of(Subgraph(losses).nodes):
+            if name in KNOWN_BUGS:
+                self._note(name, OpCall((), arguments, False, transforms(), self._outer))
+
     def check(self) -> None:
         """Raise if a backward pass through the operations so far would be wrong."""
         stack = transforms()
@@ -110,14 +122,16 @@ class OpMonitor(TorchFunctionMode):
         if differentiated_around(stack, BATCH) and self._wrong_derivative:
             _raise(self._wrong_derivative[0])
 
-    def check_derivative(self) -> None:
-        """Raise if a derivative that eager code takes of the function's gradient would be wrong."""
+    def check_derivative(self, losses: Sequence[Tensor]) -> None:
+        """Raise if a derivative that eager code takes of the losses' gradient would be wrong."""
+        self.note_graph(losses)
         wrong = [*self._wrong_outside, *(self._wrong_derivative if BATCH in transforms() else ())]
         if wrong:
             _raise(wrong[0])
 
-    def why_not_batched(self) -> str | None:
-        """Return why a vmapped backward pass would be wrong, or None if it is right."""
+    def why_not_batched(self, loss: Tensor) -> str | None:
+        """Return why a vmapped backward pass from a loss would be wrong, or None if it is right."""
+        self.note_graph([loss])
         wrong = list(self._wrong_batched)
         if not DERIVATIVES.isdisjoint(self._outer):
             wrong += self._wrong_derivative

@@ -7,7 +7,7 @@ version of the tensor, which is one number for all that share its memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 
 from torch import Tensor
@@ -32,58 +32,101 @@ def user_code_alive(call: Call) -> bool:
 def exposed(call: Call, params: Params) -> list[Tensor]:
     """Return the variables whose gradients have to be copied as they arrive.
 
-    Those with hooks of their own, which may write on it before, and those below a custom Function,
-    which may have made it by writing: there the version tells nothing. Also intermediate values,
-    since the engine captures before their hooks, and hands what it has captured on [D3].
+    Also intermediate values, since the engine captures before their hooks, and hands what it has
+    captured on [D3].
     """
     if is_checked():
+        _refuse_pre_hooks(params)
         return params.variables
     if not user_code_alive(call):
         return []
-    hooks, functions = user_code.hooks_registered(), call.functions.users
     if not params.plain:
         return params.variables
-    ids = {id(v) for v in params.variables if v._backward_hooks} if hooks else set()
+    below = call.graph.below(call.differentiated) if call.functions.users else None
+    ids = set(map(id, exposed_inside(params.variables, below)))
     if not params.only_leaves:
         ids |= {id(v) for v in params.variables if v.grad_fn is not None}
-    if functions:
-        below = call.graph.below(call.differentiated)
-        kinds = set(user_code.user_functions(below.kinds))
-        for function in [node for node in below.nodes if type(node) in kinds] if kinds else ():
-            inputs = (child for child, _ in function.next_functions)
-            ids |= set(leaf_tensors(node for node in inputs if node is not None))
     return [variable for variable in params.variables if id(variable) in ids]
 
 
-def refuse_written(
-    call: Call,
-    outputs: Sequence[Tensor],
-    params: Params,
-    grads: Sequence[Tensor | None],
-    copied: Sequence[Tensor],
-) -> None:
-    """Raise if a gradient of a pass from some outputs, not copied, may have changed since."""
+def _refuse_pre_hooks(params: Params) -> None:
+    """Raise if a leaf has hooks that torch runs in `.backward()` alone.
+
+    Nothing tells that there are any but a look at each leaf, which takes as long as a small pass.
+    """
+    for index, variable in enumerate(params.variables):
+        if variable.is_leaf and user_code.has_pre_hooks(edge(variable).node):
+            expected = "a leaf whose hooks are those of the tensor"
+            got = "one with a pre-hook of its AccumulateGrad node: torch runs it in backward() only"
+            fix = "register it on the tensor: param.register_hook(hook); or use backward_"
+            raise UnsupportedGraphError(message(params.path(index), expected, got, fix))
+
+
+def exposed_inside(variables: Sequence[Tensor], below: Subgraph | None) -> list[Tensor]:
+    """Return the variables whose gradients have to be copied, where a pass ends at all of them.
+
+    Those with hooks of their own, which may write on it before, and those below a custom Function,
+    which may have made it by writing: there the version tells nothing. `below` is None where no
+    Function is alive.
+    """
+    if is_checked():  # a leaf's gradient arrives before anything else happens
+        return [variable for variable in variables if variable.is_leaf or variable._backward_hooks]
+    hooks = user_code.hooks_registered()
+    nodes, leaves = _inputs_of_functions(below) if below is not None else (set(), {})
+    return [
+        variable
+        for variable in variables
+        if (hooks and variable._backward_hooks)
+        or id(variable) in leaves
+        or variable.grad_fn in nodes
+    ]
+
+
+def _inputs_of_functions(below: Subgraph) -> tuple[set[Node], dict[int, Tensor]]:
+    """Return the nodes whose gradients come from custom Functions, and the leaves of such."""
+    kinds = set(user_code.user_functions(below.kinds))
+    functions = [node for node in below.nodes if type(node) in kinds] if kinds else []
+    inputs = {child for node in functions for child, _ in node.next_functions if child is not None}
+    return inputs, leaf_tensors(inputs)
+
+
+def versions(
+    variables: Sequence[Tensor], grads: Sequence[Tensor | None], copied: Sequence[Tensor]
+) -> dict[int, int]:
+    """Return the version of each gradient, by the variable's number: if not 0, and no copy's."""
     if not any(map(_version, [grad for grad in grads if grad is not None])):
-        return
+        return {}
     safe = set(map(id, copied))
-    arrivals: _Arrivals | None = None
-    for index, (variable, grad) in enumerate(zip(params.variables, grads, strict=True)):
-        if grad is None or not grad._version or id(variable) in safe:
-            continue
-        arrivals = arrivals or _Arrivals(Subgraph(outputs))
-        if grad._version > arrivals.most_writes(variable):
-            raise UnsupportedGraphError(_written(call, params, index))
+    return {
+        index: grad._version
+        for index, (variable, grad) in enumerate(zip(variables, grads, strict=True))
+        if grad is not None and grad._version and id(variable) not in safe
+    }
 
 
-def _written(call: Call, params: Params, index: int) -> str:
-    paths = ", ".join(map(call.losses.path, call.differentiated[:3]))
+def refuse_written(
+    where: str,
+    path: Callable[[int], str],
+    variables: Sequence[Tensor],
+    below: Subgraph,
+    versions: Mapping[int, int],
+) -> None:
+    """Raise if a gradient with respect to a variable, of this version, has had another writer."""
+    if versions:
+        arrivals = _Arrivals(below)
+        for index, version in versions.items():
+            if version > arrivals.most_writes(variables[index]):
+                raise UnsupportedGraphError(_written(where, path(index), variables[index]))
+
+
+def _written(where: str, path: str, variable: Tensor) -> str:
     return message(
-        params.path(index),
-        f"a gradient of {paths} that nothing has changed since it was computed",
-        f"that of {describe(params.variables[index])}, on which a tensor's hook, a module's, or "
+        path,
+        f"a gradient of {where} that nothing has changed since it was computed",
+        f"that of {describe(variable)}, on which a tensor's hook, a module's, or "
         "the backward of a custom Function has written in place",
         "return a new tensor there: lambda grad: grad.clamp(-1, 1), and not grad.clamp_(-1, 1); "
-        "`with gradkit.checked():` around this call names the place, and gives the right gradients",
+        "`with gradkit.checked():` around an eager call names the place",
     )
 
 

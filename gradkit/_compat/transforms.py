@@ -6,7 +6,7 @@ Run on torch 2.11 to 2.15.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -97,6 +97,33 @@ def is_transform_tensor(tensor: Tensor) -> bool:
 def is_differentiated_tensor(tensor: Tensor) -> bool:
     """Return whether grad, vjp or jvp has wrapped this tensor."""
     return _functorch.is_gradtrackingtensor(tensor)
+
+
+def unbatched(tensor: Tensor) -> Tensor:
+    """Return the tensor that the vmaps innermost around this call have batched, with its graph."""
+    while _functorch.is_batchedtensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def layers(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor, and what each transform has wrapped, down to the data."""
+    yield tensor
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+        yield tensor
+
+
+def recorded_copy(tensor: Tensor) -> Tensor:
+    """Return a copy made by a node of its own, whether or not the tensor requires grad."""
+    if _functorch.is_batchedtensor(tensor):
+        dim, level = _functorch.maybe_get_bdim(tensor), _functorch.maybe_get_level(tensor)
+        inner = recorded_copy(_functorch.get_unwrapped(tensor))
+        return _functorch._add_batch_dim(inner, dim, level)
+    if not tensor.requires_grad:
+        tensor = tensor.view_as(tensor)  # not detached: a transform around may differentiate it
+        _require_grad([tensor])
+    return tensor.clone()
 
 
 _NO_HOOKS = "torch.func's grad and vjp do not support saved tensor hooks"

@@ -6,15 +6,18 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from threading import Lock
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from gradkit._compat import distributed
+
+Cotangents: TypeAlias = tuple[Tensor | None, ...]
 
 
 def listen(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
@@ -23,6 +26,28 @@ def listen(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Removable
         handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         _own_hooks.count += 1
     return handle
+
+
+def listen_at(
+    node: Node,
+    before: Callable[[Cotangents], Cotangents | None],
+    after: Callable[[Cotangents, Cotangents], Cotangents | None],
+) -> list[RemovableHandle]:
+    """Register hooks of gradkit's around a node, which `hooks_registered` does not count."""
+    with _own_hooks.lock:
+        handles = [node.register_prehook(before), node.register_hook(after)]
+        _own_hooks.count += len(handles)
+    return handles
+
+
+def has_pre_hooks(node: Node) -> bool:
+    """Return whether someone has registered a pre-hook of a node; it takes some 8 us."""
+    with _own_hooks.lock:
+        handle = node.register_prehook(lambda _: None)
+        _own_hooks.count += 1
+    hooks = handle.hooks_dict_ref()  # all that Python has registered there; ours is one
+    handle.remove()
+    return bool(hooks)
 
 
 def hooks_of(tensor: Tensor) -> dict[object, Callable[[Tensor], Tensor | None]]:
@@ -139,4 +164,7 @@ def _from_torch(kind: Any) -> bool:
     module: str = kind._forward_cls.__module__
     if module.startswith("torch._library"):  # may run what the user gave to register_autograd
         return bool(kind.__name__.startswith(_TORCH_OPERATORS))
-    return module.startswith(("torch.", "gradkit._core."))  # not meta: a step runs user code
+    if module.startswith("gradkit._core."):  # not meta: a step runs user code
+        return True
+    # torch.func wraps each Function, the user's too, in one of a class that it makes.
+    return module.startswith("torch.") and module != "torch._functorch.autograd_function"

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad as _forward_ad
 from torch.func import jvp, vjp
 
-from gradkit._autograd.engine import inner_grads_or_zeros
+from gradkit._autograd.engine import inner_grads
 from gradkit._compat.transforms import is_dual
 
 forward_ad: Any = _forward_ad  # whose functions have no types
@@ -69,7 +69,9 @@ def _reverse_by_engine(fn: Function, level: Level) -> Function:
             x.requires_grad_()
         outputs = fn(inputs)
         seeds = level.cotangents_at(outputs)
-        grads = inner_grads_or_zeros(outputs, inputs, seeds, create_graph=nested)
+        reached = inner_grads(outputs, inputs, seeds, create_graph=nested)
+        pairs = zip(inputs, reached, strict=True)
+        grads = [torch.zeros_like(x) if grad is None else grad for x, grad in pairs]
         return list(map(_dense, grads))
 
     return derivative

@@ -159,7 +159,7 @@ def per_loss_grads(
             batch = jacobian.losses_to_batch(
                 strategy or _default_strategy(losses.leaves, chunk_size),
                 losses.leaves,
-                lambda _: passes.monitor.why_not_batched(),
+                passes.monitor.why_not_batched,
             )
             last = max(i for i, loss in enumerate(losses.leaves) if passes.depends(loss))
             return [

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.func import vjp
 
 from gradkit._autograd import engine
+from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._checks.op_monitor import OpMonitor, active_monitors
 from gradkit._compat.transforms import (
@@ -68,6 +69,11 @@ class OuterGraph:
             return self.create_graph
         return self.in_transform or (self.eager if levels is None else 0 in levels)
 
+    @property
+    def may_refuse_later(self) -> bool:
+        """Whether eager code alone may differentiate the results, and need not."""
+        return self.create_graph is None and not self.in_transform
+
     def allows(self, check: Callable[[], None], *, may_differentiate: bool) -> bool:
         """Return whether a derivative is right; raise if it is not, and will be taken."""
         try:
@@ -87,6 +93,7 @@ class Passes:
     level: int | None  # its number; None while torch.compile traces, which cannot tell
     outer: OuterGraph
     monitor: OpMonitor  # what is known of the operations of the function
+    path: Callable[[int], str]  # of a variable, as the caller would write it
     create_graph: bool = True  # gradients stay tensors of their level, for no buffer to copy
 
     def depends(self, output: Tensor) -> bool:
@@ -105,12 +112,37 @@ class Passes:
         """Return the gradients of a weighted sum of outputs, from one engine pass."""
         pairs = [p for p in zip(outputs, seeds, strict=True) if self.depends(p[0])]
         roots, cotangents = [output for output, _ in pairs], [seed for _, seed in pairs]
-        # Without a graph, what differentiates the gradients would take them for constants.
+        retain = retain or self.outer.may_refuse_later  # a pass that is refused runs again
+
+        def run(create: bool) -> list[Tensor | None]:
+            options = {"retain": retain, "create": create}
+            return engine.transform_grads(roots, cotangents, variables, **options)
+
         weights = [seed for seed in cotangents if seed is not None]
+        return self.guarded(run, roots, weights, variables)
+
+    def guarded(
+        self,
+        run: Callable[[bool], list[Tensor | None]],
+        roots: list[Tensor],
+        weights: list[Tensor],
+        variables: list[Tensor],
+    ) -> list[Tensor | None]:
+        """Return the gradients of `run`, a pass that creates a graph or not, if they are right."""
+        # Without a graph, what differentiates the gradients would take them for constants.
         keep = self.outer.keeps(self.levels_around([*roots, *weights]))
-        if keep and self.level is not None:
+        if self.level is None:
+            return run(keep)
+        if keep:
             keep = self.check_derivative(roots, variables)
-        return engine.transform_grads(roots, cotangents, variables, retain=retain, create=keep)
+        inner = InnerPass("the loss", self.path, variables, Subgraph(roots))
+        try:
+            return inner.guarded(partial(run, keep), create_graph=keep)
+        except UnsupportedGraphError as error:
+            if not (keep and self.outer.may_refuse_later):
+                raise
+            self.outer.refused = str(error)
+        return inner.guarded(partial(run, False), create_graph=False)
 
     def levels_around(self, tensors: Iterable[Tensor]) -> set[int] | None:
         """Return the levels around this one, 0 for eager code, that record these tensors."""
@@ -129,7 +161,7 @@ class Passes:
             may_differentiate=outer.in_transform,
         )
         if keep and is_eager and not active_monitors():  # one around a call sees all that is in it
-            outer.allows(self.monitor.check_derivative, may_differentiate=False)
+            outer.allows(lambda: self.monitor.check_derivative(roots), may_differentiate=False)
         return keep
 
     def batched_grads(
@@ -181,9 +213,11 @@ def differentiate(
             returned = fn(*arguments.with_variables(tensors), **kwargs)
             tree, aux = split_aux(returned) if has_aux else (returned, None)
         losses = read_losses(tree, scalar=scalar, returned=True, may_be_aux=not has_aux)
-        passes = Passes(list(tensors), level, outer, monitor)
+        passes = Passes(list(tensors), level, outer, monitor, arguments.path)
         if not any(map(passes.depends, losses.leaves)):
             raise DetachedLossError(independent(losses.first_paths()))
+        if monitor.is_nested and level is not None:
+            monitor.note_graph(list(filter(passes.depends, losses.leaves)))
         monitor.check()
         grads = run(losses, passes)
         tensors_of_aux, put_aux_back = tensors_of(aux) if has_aux else ([], _no_aux)

@@ -74,10 +74,10 @@ def vjp(
     torch_pull, (values, aux) = results[1], (_cut(x, create_graph) for x in results[::2])
 
     def pull(cotangents: PyTree) -> tuple[PyTree, ...]:
-        refused = run.check_pass(create_graph)
+        seeds = list(_read_cotangents(run.outputs, values, cotangents))
         with leave_inference_mode(record=True):
-            grads = torch_pull(tuple(_read_cotangents(run.outputs, values, cotangents)))
-        grads = cast_to(arguments.dtypes, _cut(grads, create_graph))
+            grads, refused = run.pulled(torch_pull, seeds, create_graph)
+        grads = cast_to(arguments.dtypes, grads)
         trees: tuple[PyTree, ...] = arguments.finish(grads, losses=values, refused=refused)
         return trees
 
@@ -189,7 +189,7 @@ def ggn_vp(
     with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
         outputs, pull = vjp(fn, arguments.args[0])
     # A pullback is linear in the cotangents; its own pullback is the product with the Jacobian.
-    _, push = vjp(lambda cotangents: pull(cotangents)[0], _mapped(torch.zeros_like, outputs))
+    _, push = vjp(lambda cotangents: pull(cotangents)[0], _mapped(torch.ones_like, outputs))
     (tangents,) = push(v)
 
     def gradient(outputs: PyTree) -> tuple[PyTree, Tensor]:
@@ -237,25 +237,32 @@ class _Run:
 
     def _passes(self, create_graph: bool | None, level: int) -> Passes:
         outer = OuterGraph(create_graph, differentiated(), torch.is_grad_enabled())
-        return Passes(self.variables, level, outer, self.monitor)
+        return Passes(self.variables, level, outer, self.monitor, self.arguments.path)
 
-    def check_pass(self, create_graph: bool | None) -> str | None:
-        """Raise if a backward pass would be wrong; return why its derivative would be, if so."""
+    def pulled(
+        self,
+        pull: Callable[[tuple[Tensor, ...]], Iterable[Tensor]],
+        seeds: Sequence[Tensor],
+        create_graph: bool | None,
+    ) -> tuple[list[Tensor | None], str | None]:
+        """Return the gradients of a backward pass, and why their derivative would be wrong."""
+
+        def run(create: bool) -> list[Tensor | None]:
+            return [grad if create else grad.detach() for grad in pull(tuple(seeds))]
+
         if torch.compiler.is_compiling():
-            return None
+            return run(create_graph is not False), None
         self.monitor.check()
         passes = self._passes(create_graph, _NO_LEVEL)
-        if create_graph is not False:
-            roots = [output for output in self.outputs.leaves if output.grad_fn is not None]
-            passes.check_derivative(roots, self.variables)
-        return passes.outer.refused
+        roots = [output for output in self.outputs.leaves if output.grad_fn is not None]
+        return passes.guarded(run, roots, list(seeds), self.variables), passes.outer.refused
 
     def why_not_differentiable(self, values: Iterable[Tensor]) -> str | None:
         """Return why a derivative that eager code takes of a jvp would be wrong."""
         if torch.compiler.is_compiling() or not any(map(carries_graph, values)):
             return None
         outer = OuterGraph(None, False, True)
-        outer.allows(self.monitor.check_derivative, may_differentiate=False)
+        outer.allows(lambda: self.monitor.check_derivative(()), may_differentiate=False)
         return outer.refused
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import compress
 from typing import Any, Literal, TypeAlias
 
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from gradkit import tree
-from gradkit._autograd.engine import inner_grads, inner_grads_or_zeros
+from gradkit._autograd.engine import inner_grads
+from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import is_dual, transforms
 from gradkit._core import pytree
@@ -20,6 +22,7 @@ from gradkit._core.graph import Subgraph
 from gradkit._core.leaf_arithmetic import same_values
 from gradkit._core.options import check_option, is_positive_int
 from gradkit._core.pytree import PyTree
+from gradkit._core.user_code import functions_alive, user_functions
 from gradkit._state.recompute_state import RecomputeState
 from gradkit.errors import (
     DetachedLossError,
@@ -222,16 +225,17 @@ class _OptimalityCondition:
         self._state = RecomputeState([*minimum, *outer])
         with torch.enable_grad(), self._state.first_run():
             at, by = _as_leaves(minimum), _as_leaves(outer)
-            loss = self._loss(at, by)
+            loss, below = self._loss(at, by)
+            if functions_alive().users and user_functions(below.kinds):
+                _slope(loss, at, below)  # raises now, and not in the backward pass
         self._state.record_outputs([loss])
         if not any(x.requires_grad for x in outer):
             return minimum
         return list(_AtMinimum.apply(self, len(minimum), *minimum, *outer))  # type: ignore[no-untyped-call]
 
-    def _loss(self, at: Tensors, by: Tensors) -> Tensor:
+    def _loss(self, at: Tensors, by: Tensors) -> tuple[Tensor, Subgraph]:
         loss, _ = read_loss(self.inner_loss(at, by), "inner_loss")
-        _check_graph(loss, at, by)
-        return loss
+        return loss, _check_graph(loss, at, by)
 
     def outer_grads(
         self, at: Tensors, outer: Tensors, needed: Sequence[bool], cotangents: Tensors
@@ -240,13 +244,13 @@ class _OptimalityCondition:
         with torch.enable_grad(), self._state.second_run() as run:
             at = _as_leaves(at)
             by = [x.detach().requires_grad_(need) for x, need in zip(outer, needed, strict=True)]
-            loss = self._loss(at, by)
+            loss, below = self._loss(at, by)
             run.compare([loss], "inner_loss")
             run.differences.read()  # now: the solver reads, and warns of what it comes to
-            slope = inner_grads_or_zeros([loss], at, create_graph=True)
+            slope = _slope(loss, at, below)
 
         def product(u: Tensors) -> Tensors:
-            hu = inner_grads_or_zeros(slope, at, u, retain_graph=True)
+            hu = _or_zeros(inner_grads(slope, at, u, retain_graph=True), at)
             return tree.add(hu, tree.scale(u, self.damping)) if self.damping else hu
 
         u = self.linear_solver(product, cotangents)
@@ -273,7 +277,18 @@ def _as_leaves(tensors: Sequence[Tensor]) -> Tensors:
     return [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in tensors]
 
 
-def _check_graph(loss: Tensor, at: Tensors, by: Tensors) -> None:
+def _slope(loss: Tensor, at: Tensors, below: Subgraph) -> Tensors:
+    """Return the gradient with respect to the minimum, to be differentiated again."""
+    one = InnerPass("inner_loss", "params, variable {}".format, at, below)
+    run = partial(inner_grads, [loss], at, create_graph=True)
+    return _or_zeros(one.guarded(run, create_graph=True), at)
+
+
+def _or_zeros(grads: Sequence[Tensor | None], at: Tensors) -> Tensors:
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, at, strict=True)]
+
+
+def _check_graph(loss: Tensor, at: Tensors, by: Tensors) -> Subgraph:
     below = Subgraph([loss] if loss.requires_grad else [])
     refuse_wrong_derivative("inner_loss", at, below)
     reached = below.leaves.keys()
@@ -285,6 +300,7 @@ def _check_graph(loss: Tensor, at: Tensors, by: Tensors) -> None:
         got = "one that uses a tensor from outside that requires grad: its gradient would be lost"
         fix = 'pass it in outer, not inside a module: find(params, {"name": tensor})'
         raise UnsupportedGraphError(message("inner_loss", "a function of its arguments", got, fix))
+    return below
 
 
 class _AtMinimum(torch.autograd.Function):

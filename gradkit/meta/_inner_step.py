@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gradkit._autograd.engine import inner_grads
+from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks import graphs, recomputation
 from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import transforms
@@ -102,11 +104,14 @@ class InnerStep:
             with watched():
                 loss, aux = loss_fn(self.params.tree(variables))
             recomputation.refuse((loss, aux), before)
-            runs_user_code = loss.requires_grad and _check_graph(
-                loss, variables, create_graph=create_graph
-            )
-            with watched() if runs_user_code else nullcontext():
-                grads = inner_grads([loss], variables, create_graph=create_graph)
+            below = _check_graph(loss, variables, create_graph=create_graph)
+            run = partial(inner_grads, [loss], variables, create_graph=create_graph)
+            if below is None:
+                grads = run()
+            else:
+                one = InnerPass("the inner loss", self.params.path, variables, below)
+                with watched():
+                    grads = one.guarded(run, create_graph=create_graph)
         if all(grad is None for grad in grads):
             expected = "a loss computed from params"
             got = "one that does not depend on them: loss_fn uses a module, or tensors, from "
@@ -141,11 +146,11 @@ class InnerStep:
         return params.per_variable(movable)
 
 
-def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -> bool:
-    """Check the graph of a step, and return whether a pass may run code of the caller's."""
+def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -> Subgraph | None:
+    """Check the graph of a step, and return it if a pass may run code of the caller's."""
     alive = functions_alive()
-    if not create_graph and not any(alive):
-        return hooks_registered()
+    if not loss.requires_grad or not (create_graph or any(alive) or hooks_registered()):
+        return None
     # Only this step: a walk through all steps before it would make the loop quadratic.
     nodes = [tensor.grad_fn or edge(tensor).node for tensor in variables]
     below = Subgraph([loss], stop=set(nodes))
@@ -154,7 +159,8 @@ def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -
     if create_graph:
         refuse_wrong_derivative("the inner loss", variables, below)
     # Those that are alive may be the steps before this one.
-    return hooks_registered() or (alive.users and bool(user_functions(below.kinds)))
+    runs_user_code = hooks_registered() or (alive.users and user_functions(below.kinds))
+    return below if runs_user_code else None
 
 
 def recomputed(run: Steps, carry: Carry, inputs: Inputs) -> Outputs:
@@ -210,16 +216,21 @@ class _Segment:
             variables = list(compress(inputs, needed))
             outputs = self._flat_run(inputs, create_graph=True)
             run.compare(outputs, "loss_fn")
+            below = Subgraph(outputs, stop={edge(variable).node for variable in variables})
             if create_graph:
-                stop = {edge(variable).node for variable in variables}
-                refuse_wrong_derivative("loss_fn", variables, Subgraph(outputs, stop))
-            reached = iter(inner_grads(outputs, variables, cotangents, create_graph=create_graph))
+                refuse_wrong_derivative("loss_fn", variables, below)
+            one = InnerPass("loss_fn", "its input {}".format, variables, below)
+            run_pass = partial(
+                inner_grads, outputs, variables, cotangents, create_graph=create_graph
+            )
+            reached = iter(one.guarded(run_pass, create_graph=create_graph))
         return [next(reached) if need else None for need in needed]
 
 
 def _refuse_captured(outputs: Tensors, inputs: Tensors) -> None:
     """Raise if the steps used a tensor that requires grad and is not among their inputs."""
-    if Subgraph(outputs).leaves.keys() - set(map(id, inputs)):
+    leaves = Subgraph(outputs).leaves
+    if {key for key in leaves if leaves[key].requires_grad} - set(map(id, inputs)):
         expected = "a function of its arguments, where its steps are recomputed"
         got = "one that uses a tensor from outside that requires grad: its gradient would be lost"
         fix = 'pass it in outer, not inside a module: unroll(..., outer={"name": tensor}); or '

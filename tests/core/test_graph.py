@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import gradkit
 from gradkit._autograd import graph_release
 from gradkit._core import graph, ownership, user_code
+from tests.helpers import Sevenfold
 
 
 class Twice(torch.autograd.Function):
@@ -34,6 +35,7 @@ def test_a_living_custom_function_is_noticed_and_a_dead_one_is_not(device: torch
     assert not any(user_code.functions_alive())
     for make in (
         lambda: Twice.apply(w),
+        lambda: torch.vmap(Sevenfold.apply)(w),  # whose node is of a class that torch makes
         lambda: (Twice.apply(w * 2) * 3).sum(),
         lambda: checkpoint(lambda x: x * 2, w, use_reentrant=True),
     ):

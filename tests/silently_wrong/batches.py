@@ -30,6 +30,17 @@ def cdist_by_rows(device: torch.device) -> Case:
     return _rows(*defects.cdist(device))
 
 
+@torch.jit.script
+def _distances(x: Tensor, other: Tensor) -> Tensor:
+    return torch.cdist(x, other).sum(1)
+
+
+def scripted_cdist_by_rows(device: torch.device) -> Case:
+    other = torch.tensor([[0.0, 3.0], [4.0, 0.0]], device=device)
+    x = torch.tensor([[0.0, 0.0], [4.0, 3.0]], device=device)
+    return _rows(lambda x: _distances(x, other), x)
+
+
 def masked_select_by_rows(device: torch.device) -> Case:
     return _rows(*defects.masked_select(device))
 
@@ -72,6 +83,11 @@ ROWS = [
         "`jacrev(lambda x: torch.cdist(x, other).sum(1))(x)`: the last row",
         [[-1.0, -1.0], [0.0, 0.0]], [[0.0, 0.0], [1.0, 1.0]],
         "`func.per_loss_grads(..., chunk_size=2)`, with a warning", cdist_by_rows,
+    ),
+    Row(
+        "the same, compiled by `torch.jit.script`",
+        [[-1.0, -1.0], [0.0, 0.0]], [[0.0, 0.0], [1.0, 1.0]],
+        "`func.per_loss_grads(..., chunk_size=2)`, with a warning", scripted_cdist_by_rows,
     ),
     Row(
         "`jacrev(lambda x: torch.masked_select(x, mask))(x)`, the mask of more dimensions: the "

@@ -137,6 +137,40 @@ def derivative_of_jvp_of_layer_norm(device: torch.device) -> Case:
 
 
 def second_of_once_differentiable(device: torch.device) -> Case:
+    return _second(OnceCubed.apply, device)
+
+
+def second_of_a_backward_without_grad(device: torch.device) -> Case:
+    return _second(CubedWithoutGrad.apply, device)
+
+
+def second_of_a_compiled_function(device: torch.device) -> Case:
+    return _second(torch.compile(_waves, backend="aot_eager"), device, _waves)
+
+
+def _waves(x: Tensor) -> Tensor:
+    return x.exp().sin().cos()
+
+
+class CubedWithoutGrad(OnceCubed):
+    """As with a kernel that autograd does not know."""
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        with torch.no_grad():
+            return cotangent * 3 * x**2
+
+
+def _cubed(x: Tensor) -> Tensor:
+    return x**3
+
+
+def _second(
+    once: Callable[[Tensor], Tensor],
+    device: torch.device,
+    instead: Callable[[Tensor], Tensor] = _cubed,
+) -> Case:
     w = torch.ones(1, dtype=D, device=device, requires_grad=True)
 
     def theirs(f: Callable[[Tensor], Tensor]) -> Tensor:
@@ -149,11 +183,7 @@ def second_of_once_differentiable(device: torch.device) -> Case:
         _, slope = gradkit.value_and_grads(out, w, create_graph=True)
         return gradkit.value_and_grads(slope.sum(), w)[1]
 
-    def cubed(x: Tensor) -> Tensor:
-        return x**3
-
-    once = OnceCubed.apply
-    return Case(theirs(once), theirs(cubed), lambda: ours(once), lambda: ours(cubed))
+    return Case(theirs(once), theirs(instead), lambda: ours(once), lambda: ours(instead))
 
 
 def jvp_of_cholesky(device: torch.device) -> Case:
@@ -260,6 +290,17 @@ ROWS = [
         "cube whose backward is `once_differentiable`",
         [2.0], [8.0], "`value_and_grads(..., create_graph=True)`", second_of_once_differentiable,
         REFUSED, "with a backward that can be differentiated",
+    ),
+    Row(
+        "the same, where the backward runs under `no_grad`, or calls a kernel that autograd does "
+        "not know",
+        [2.0], [8.0], "`value_and_grads(..., create_graph=True)`",
+        second_of_a_backward_without_grad, REFUSED, "with a backward that can be differentiated",
+    ),
+    Row(
+        "the same, where `f` is `torch.compile(lambda w: w.exp().sin().cos())`",
+        [2.0], [-1.4295], "`value_and_grads(..., create_graph=True)`",
+        second_of_a_compiled_function, REFUSED, "with the function that is not compiled",
     ),
     Row(
         "`grad(lambda x: jvp(layer_norm, (x,), (v,))[1].square().sum())(x)`",

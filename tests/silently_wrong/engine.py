@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from torch.autograd import grad
 from torch.utils.checkpoint import checkpoint
 
 import gradkit
-from tests.helpers import Scribble
+from tests.helpers import Scribble, Sevenfold
 from tests.silently_wrong._row import Case, Row
 
 Write = Callable[[Tensor, Tensor, Tensor], None]
@@ -57,6 +58,46 @@ def backward_that_writes_on_a_sibling(device: torch.device) -> Case:
     theirs, _ = grad(loss(), (a, w))
     (right,) = grad(loss(), a)
     return Case(theirs, right, lambda: gradkit.value_and_grads(loss(), [a, w])[1][0], checked)
+
+
+def _spoilt(
+    differentiate: Callable[[Callable[..., Tensor], Tensor, Tensor], Tensor],
+    ours: Callable[[Callable[..., Tensor], Tensor, Tensor], Tensor],
+    apply: Callable[[Tensor], Tensor],
+    device: torch.device,
+) -> Case:
+    """By `a`, where the backward of a Function writes on the gradient of `w`."""
+    a, w = leaf(device, 1), leaf(device, 1)
+
+    def loss(a: Tensor, w: Tensor) -> Tensor:
+        return ((a + apply(w * 1)) * torch.ones(1, device=device)).sum()
+
+    def checked() -> Tensor:
+        with gradkit.checked(), warnings.catch_warnings(action="ignore"):
+            return ours(loss, a, w)
+
+    (right,) = grad(loss(a, w), a)
+    return Case(differentiate(loss, a, w), right, lambda: ours(loss, a, w), checked)
+
+
+def backward_in_a_vmap_that_writes_on_a_sibling(device: torch.device) -> Case:
+    return _spoilt(
+        lambda loss, a, w: grad(loss(a, w), (a, w))[0],
+        lambda loss, a, w: gradkit.value_and_grads(loss(a, w), [a, w])[1][0],
+        torch.vmap(Sevenfold.apply),
+        device,
+    )
+
+
+def backward_in_func_that_writes_on_a_sibling(device: torch.device) -> Case:
+    return _spoilt(
+        lambda loss, a, w: torch.func.grad(loss, (0, 1))(a.detach(), w.detach())[0],
+        lambda loss, a, w: gradkit.func.value_and_grads(loss, (0, 1), create_graph=False)(a, w)[1][
+            0
+        ],
+        Sevenfold.apply,
+        device,
+    )
 
 
 def unscaled_twice(device: torch.device) -> Case:
@@ -216,6 +257,16 @@ ROWS = [
     Row(
         "`grad(a + f(w), (a, w))` with that `f`: with respect to `a`",
         [7.0], [1.0], "`value_and_grads`", backward_that_writes_on_a_sibling,
+        refuses=gradkit.UnsupportedGraphError, instead="inside `gradkit.checked()`",
+    ),
+    Row(
+        "`grad(a + torch.vmap(f)(w), (a, w))` with that `f`: with respect to `a`",
+        [7.0], [1.0], "`value_and_grads`", backward_in_a_vmap_that_writes_on_a_sibling,
+        refuses=gradkit.UnsupportedGraphError, instead="inside `gradkit.checked()`",
+    ),
+    Row(
+        "`torch.func.grad(lambda a, w: a + f(w), (0, 1))(a, w)` with that `f`: with respect to `a`",
+        [7.0], [1.0], "`func.value_and_grads`", backward_in_func_that_writes_on_a_sibling,
         refuses=gradkit.UnsupportedGraphError, instead="inside `gradkit.checked()`",
     ),
     Row(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import grad
+from torch.autograd.graph import get_gradient_edge
 
 import gradkit
+from tests.helpers import OnceCubed
 from tests.silently_wrong._row import Case, D, Row
 from tests.silently_wrong.processes import ddp_passed_by, parameters_of_ddp, shown
 
@@ -123,6 +126,47 @@ def _by_hook(
     return Case(theirs, right, lambda: gradkit.value_and_grads(loss(), [a, b])[1][0])
 
 
+def pre_hook_of_a_leaf_s_node(device: torch.device) -> Case:
+    def world() -> tuple[Tensor, Tensor]:
+        w = torch.ones(1, device=device, requires_grad=True)
+        node = get_gradient_edge(w).node
+        node.register_prehook(lambda grads: (10 * cast("Tensor", grads[0]),))
+        loss = (3 * w).sum()
+        return loss, w  # the graph keeps the node, and the hook, alive
+
+    loss, w = world()
+    loss.backward()
+    with gradkit.checked(), pytest.raises(gradkit.UnsupportedGraphError, match="pre-hook"):
+        gradkit.value_and_grads(*world())
+    (theirs,) = grad(*world())
+    return Case(theirs, w.grad, lambda: gradkit.value_and_grads(*world())[1])
+
+
+class CubedWithAConstant(OnceCubed):
+    """Whose gradient depends on its cotangent, and no more on its input."""
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return cotangent * 3 * x.detach() ** 2
+
+
+def second_of_a_backward_with_a_constant(device: torch.device) -> Case:
+    def second(fn: Callable[[Tensor], Tensor], slope: Callable[..., Tensor]) -> Tensor:
+        w = torch.ones(1, device=device, requires_grad=True)
+        return grad(slope((fn(w) + w**2).sum(), w).sum(), w)[0]
+
+    def theirs(loss: Tensor, w: Tensor) -> Tensor:
+        return grad(loss, w, create_graph=True)[0]
+
+    def ours(loss: Tensor, w: Tensor) -> Tensor:
+        return gradkit.value_and_grads(loss, w, create_graph=True)[1]
+
+    constant = CubedWithAConstant.apply
+    right = second(lambda x: x**3, theirs)
+    return Case(second(constant, theirs), right, lambda: second(constant, ours))
+
+
 ROWS = [
     Row(
         "`w.data.add_(1)` after the loss `w * w` at 1: with respect to `w`",
@@ -159,6 +203,18 @@ ROWS = [
         "`grad((a + z)[index], (a, b))` with that hook: with respect to `a`",
         [10.0], [1.0], f"{CHECKED}; `value_and_grads`", hook_that_writes_where_torch_has_written,
         same=True,
+    ),
+    Row(
+        "`grad(3 * w, w)`, where the `AccumulateGrad` node of `w` has a pre-hook `g * 10`, which "
+        "`.backward()` runs",
+        [3.0], [30.0], f"inside `gradkit.checked()`: {REFUSED}; `value_and_grads`",
+        pre_hook_of_a_leaf_s_node, same=True,
+    ),
+    Row(
+        "a second derivative of `f(w) + w**2` at 1, where `f` is a cube whose backward is "
+        "`g * 3 * x.detach()**2`",
+        [2.0], [8.0], "`value_and_grads(..., create_graph=True)`",
+        second_of_a_backward_with_a_constant, same=True,
     ),
     Row(
         "`grad(loss, list(ddp.parameters()))`, bare parameters",

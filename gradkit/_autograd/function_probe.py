@@ -1,0 +1,123 @@
+"""Finds the custom Functions whose gradients cannot be differentiated again, as a pass runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from gradkit._compat.autograd import current_pass, sequence_number
+from gradkit._compat.transforms import is_transform_tensor, layers, recorded_copy, unbatched
+from gradkit._core.graph import Subgraph, leaf_tensors, nodes_below
+from gradkit._core.user_code import Cotangents, listen_at, user_functions
+from gradkit.errors import UnsupportedGraphError, message
+
+
+@contextmanager
+def refuse_dropped(where: str, below: Subgraph) -> Iterator[None]:
+    """Raise from a pass with create_graph if a Function's gradients have no path to its cotangent.
+
+    Such a gradient, or derivative of one, would be taken for a constant, and what remains of the
+    derivative would be returned. It is what once_differentiable, no_grad, detach() and a kernel
+    that autograd does not know do, in whatever they are wrapped.
+    """
+    kinds = set(user_functions(below.kinds))
+    handles = []
+    try:
+        for node in below.nodes if kinds else ():
+            if type(node) in kinds:
+                probe = _Probe(where, type(node), below)
+                handles += listen_at(node, probe.before, probe.after)
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Copy(NamedTuple):
+    """What made a cotangent that a Function gets, and the leaf below it if that is no one's."""
+
+    node: Node
+    leaf: Tensor | None
+
+
+class _Probe:
+    """Hooks of a Function's node: it gets cotangents that only its own gradients can lead to."""
+
+    def __init__(self, where: str, kind: type, graph: Subgraph) -> None:
+        self._where, self._kind, self._graph = where, kind, graph
+        self._copies: dict[int, list[_Copy]] = {}  # by the number of the pass
+
+    def before(self, cotangents: Cotangents) -> Cotangents | None:
+        """Return copies of the cotangents, each with a node that made it."""
+        if not torch.is_grad_enabled():  # a pass in another thread
+            return None
+        copies = self._copies[current_pass()] = []
+        return tuple(_copied(cotangent, copies) for cotangent in cotangents)
+
+    def after(self, grads: Cotangents, _: Cotangents) -> Cotangents | None:
+        """Raise if no gradient leads to a cotangent; detach those that lead to nothing else."""
+        copies = self._copies.pop(current_pass(), [])
+        if not copies:
+            return None
+        oldest = min(sequence_number(copy.node) for copy in copies)
+        present = [unbatched(grad) for grad in grads if grad is not None]
+        if self._new_nodes(present, oldest).isdisjoint(copy.node for copy in copies):
+            if any(map(_is_lost, present)):
+                raise UnsupportedGraphError(_dropped(self._where, self._kind))
+            return None
+        leaves = [copy.leaf for copy in copies if copy.leaf is not None]
+        for leaf in leaves:
+            leaf.requires_grad_(False)  # no later pass accumulates there
+        if not leaves:
+            return None
+        return tuple(
+            grad.detach() if grad is not None and self._is_constant(grad, oldest) else grad
+            for grad in grads
+        )
+
+    def _new_nodes(self, grads: list[Tensor], oldest: int) -> set[Node]:
+        """Return the nodes of gradients that are as new as the cotangents'."""
+        roots = [grad for grad in grads if grad.requires_grad]
+        return nodes_below(roots, self._graph.nodes, oldest)
+
+    def _is_constant(self, grad: Tensor, oldest: int) -> bool:
+        """Return whether a gradient leads to nothing but leaves that are no one's."""
+        new = self._new_nodes([grad], oldest)
+        ends = {node for one in new for node, _ in one.next_functions if node is not None}
+        leads_on = any(leaf.requires_grad for leaf in leaf_tensors(new).values())
+        return grad.requires_grad and ends <= new and not leads_on
+
+
+def _copied(cotangent: Tensor | None, copies: list[_Copy]) -> Tensor | None:
+    if cotangent is None or not (cotangent.is_floating_point() or cotangent.is_complex()):
+        return cotangent
+    copy = recorded_copy(cotangent)
+    node = unbatched(copy).grad_fn
+    if node is not None:
+        leaf = None
+        if not is_transform_tensor(cotangent) and not cotangent.requires_grad:
+            (leaf,) = leaf_tensors(child for child, _ in node.next_functions if child).values()
+        copies.append(_Copy(node, leaf))
+    return copy
+
+
+def _is_lost(grad: Tensor) -> bool:
+    """Return whether no transform further out has recorded a gradient, either."""
+    return not any(layer.requires_grad for layer in [*layers(grad)][1:])
+
+
+def _dropped(where: str, kind: type) -> str:
+    name = kind.__name__.removesuffix("Backward").removesuffix("Generated")
+    return message(
+        where,
+        "a graph whose derivative can be differentiated",
+        f"{name}, a Function whose backward cannot be: it is once_differentiable, or cuts the path "
+        "to its gradients (no_grad, detach(), .data, NumPy, a kernel that autograd does not know)",
+        "leave out create_graph=True; take unroll(..., first_order=True); or give it a backward "
+        "made of operations that can be differentiated, that returns None where there is none",
+    )

@@ -1,0 +1,51 @@
+"""A pass for variables that a function has been given, guarded as that of an eager call is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gradkit._autograd.captures import copied_on_arrival
+from gradkit._autograd.function_probe import refuse_dropped
+from gradkit._checks.writes import exposed_inside, refuse_written, versions
+from gradkit._compat.transforms import unbatched
+from gradkit._core.graph import Subgraph
+from gradkit._core.user_code import functions_alive, hooks_registered
+
+
+@dataclass(frozen=True, slots=True)
+class InnerPass:
+    """A pass that ends at all of its variables.
+
+    Attributes:
+        where: What errors call its roots.
+        path: What they call a variable, by its number.
+        variables: The tensors that it differentiates with respect to.
+        below: The graph of its roots.
+    """
+
+    where: str
+    path: Callable[[int], str]
+    variables: Sequence[Tensor]
+    below: Subgraph
+
+    def guarded(
+        self, run: Callable[[], list[Tensor | None]], *, create_graph: bool
+    ) -> list[Tensor | None]:
+        """Return the gradients of `run`, which is the pass; raise if the user's code spoils one."""
+        functions = functions_alive().users
+        if not (functions or hooks_registered()):
+            return run()
+        with ExitStack() as stack:
+            if create_graph and functions:
+                stack.enter_context(refuse_dropped(self.where, self.below))
+            copied = exposed_inside(self.variables, self.below if functions else None)
+            stack.enter_context(copied_on_arrival(copied))
+            grads = run()
+        arrived = [None if grad is None else unbatched(grad) for grad in grads]
+        moved = versions(self.variables, arrived, copied)
+        refuse_written(self.where, self.path, self.variables, self.below, moved)
+        return grads
