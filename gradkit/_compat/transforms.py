@@ -70,6 +70,19 @@ def detached_all(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [x.detach() if around or x.requires_grad else x for x in tensors]
 
 
+def recording_levels(tensor: Tensor) -> set[int]:
+    """Return the transform levels that record a graph of a tensor; that of eager code is 0.
+
+    What vmap has batched says of itself that it does not require grad: the tensor inside may.
+    """
+    levels = set()
+    while is_transform_tensor(tensor):
+        if tensor.requires_grad:
+            levels.add(level_of(tensor))
+        tensor = _functorch.get_unwrapped(tensor)
+    return levels | {0} if tensor.requires_grad else levels
+
+
 def is_dual(tensor: Tensor) -> bool:
     """Return whether a tensor carries a tangent of forward mode."""
     if forward_ad._current_level < 0:
