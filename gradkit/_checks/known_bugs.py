@@ -169,7 +169,7 @@ _BY_HAND: dict[str, KnownBug] = {
     ),
     "lu_solve": KnownBug("torch.linalg.solve(a, b)"),
     "det": KnownBug(f"{_OVER_JVP}; a third derivative by gradkit.value_and_grads, eagerly"),
-    **dict.fromkeys(("slogdet", "logdet", "householder_product"), KnownBug(_OVER_JVP)),
+    **dict.fromkeys(("slogdet", "logdet", "householder_product", "cumprod"), KnownBug(_OVER_JVP)),
     **dict.fromkeys(("solve", "solve_ex", "tensorsolve"), KnownBug(_SOLVED)),
     **dict.fromkeys(("cholesky_inverse", "triangular_solve", "eig", "eigvals"), KnownBug(_FORWARD)),
     "scatter_reduce": KnownBug(

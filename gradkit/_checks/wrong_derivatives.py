@@ -1,8 +1,8 @@
 """Derivatives that torch computes wrongly. Written by `python -m tests.sweep --write`.
 
-By operation: the transforms around it, from the outermost, and the releases of torch where it is so.
-"Grad Jvp" is the derivative of a jvp; in "Grad +Vmap" the backward pass alone is batched. By kind of
-node: the order of the derivative by `create_graph=True` that is wrong through it.
+By operation: the transforms around it, from the outermost, and the releases of torch where that is
+wrong. "Grad Jvp" is the derivative of a jvp; in "Grad +Vmap" the backward pass alone is batched. By
+kind of node: which derivative by `create_graph=True` is wrong through it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "cholesky": {"Jvp": ("2.11", "2.12", "2.13", "2.14", "2.15")},
     "cholesky_ex": {"Jvp": ("2.11", "2.12", "2.13", "2.14", "2.15")},
     "cholesky_inverse": {"Jvp": ("2.11", "2.12", "2.13", "2.14", "2.15")},
+    "cumprod": {"Jvp Jvp": ("2.11", "2.12", "2.13", "2.14", "2.15")},
     "det": {
         "Grad Grad Grad": ("2.11", "2.12", "2.13", "2.14"),
         "Grad Jvp": ("2.11", "2.12", "2.13", "2.14"),
@@ -31,9 +32,9 @@ OPERATIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "Jvp Jvp": ("2.11", "2.12", "2.13", "2.14"),
     },
     "eig": {
-        "Grad Jvp Jvp": ("2.11", "2.12", "2.14"),
-        "Jvp Jvp Grad": ("2.11", "2.12", "2.14"),
-        "Jvp Jvp Jvp": ("2.11", "2.12", "2.14"),
+        "Grad Jvp Jvp": ("2.11", "2.12", "2.13", "2.14"),
+        "Jvp Jvp Grad": ("2.11", "2.12", "2.13", "2.14"),
+        "Jvp Jvp Jvp": ("2.11", "2.12", "2.13", "2.14"),
     },
     "eigh": {"Jvp": ("2.11", "2.12", "2.13", "2.14", "2.15")},
     "eigvals": {

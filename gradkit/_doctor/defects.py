@@ -69,6 +69,17 @@ def third_by_forward(fn: Function, x: Tensor, along: Tensor) -> Values:
     return by_jvp, grad(lambda x: (curvature(x) * along).sum())(x)
 
 
+def jvp_twice(device: torch.device) -> Values:
+    """Return a second derivative of a cumulative product with a zero: by jvp, and by gradients."""
+    x, along = torch.tensor([[2.0, 0.0, 3.0], [1.0, 1.0, 1.0]], dtype=D, device=device)
+
+    def product(x: Tensor) -> Tensor:
+        return torch.cumprod(x, 0).exp().sum()
+
+    by_jvp = jvp(lambda x: jvp(product, (x,), (along,))[1], (x,), (along,))[1]
+    return by_jvp, (grad(lambda x: (grad(product)(x) * along).sum())(x) * along).sum()
+
+
 def in_two_vmaps(device: torch.device) -> Values:
     """Return the sums of the solutions of systems: under two vmaps, and one by one."""
     a, b = (torch.tensor(x, dtype=D, device=device) for x in matrices.SYSTEMS)
@@ -354,6 +365,7 @@ DEFECTS = [
         Defect(name, "a third derivative by forward mode", partial(_by_forward, fn))
         for name, fn in matrices.EIGENVALUES.items()
     ),
+    Defect("cumprod", "a jvp of its jvp", jvp_twice),
     Defect("lu_solve", "a batch of batches", in_two_vmaps),
     Defect("sparse_coo_tensor", "the second derivative by its values", by_values),
     _over_reverse("cholesky_inverse", cholesky_inverse),

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import grad, jvp, vmap
-from torch.nn import functional
 
 import gradkit
 from gradkit import func
@@ -104,7 +103,7 @@ def _second(
 
 
 def _direction(device: torch.device) -> Tensor:
-    return torch.tensor([[3.0, 4.0]], dtype=D, device=device)
+    return torch.tensor([[0.6, 0.8]], dtype=D, device=device)
 
 
 def normalized(v: Tensor) -> Tensor:
@@ -160,6 +159,22 @@ def hessian_of_cholesky(device: torch.device) -> Case:
     return Case(theirs, right, lambda: func.hvp(loss, a, along)[1])
 
 
+def jvp_of_jvp_of_cumprod(device: torch.device) -> Case:
+    x, along = torch.tensor([[2.0, 0.0, 3.0], [1.0, 1.0, 1.0]], dtype=D, device=device)
+
+    def product(x: Tensor) -> Tensor:
+        return torch.cumprod(x, 0).exp().sum()
+
+    def curvature(x: Tensor) -> Tensor:
+        return jvp(lambda x: jvp(product, (x,), (along,))[1], (x,), (along,))[1]
+
+    return Case(
+        *defects.jvp_twice(device),
+        lambda: func.value_and_grads(curvature)(x)[0],
+        lambda: (func.hvp(product, x, along)[1] * along).sum(),
+    )
+
+
 def lu_solve_in_two_vmaps(device: torch.device) -> Case:
     a, b = (torch.tensor(x, dtype=D, device=device) for x in matrices.SYSTEMS)
 
@@ -175,29 +190,13 @@ def lu_solve_in_two_vmaps(device: torch.device) -> Case:
     )
 
 
-def prelu_in_two_vmaps(device: torch.device) -> Case:
-    x = torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=D, device=device)
-    w = torch.tensor([[0.25, 0.5], [2.0, 4.0]], dtype=D, device=device)
-
-    def loss(x: Tensor, w: Tensor) -> Tensor:
-        return functional.prelu(x[None], w).sum()
-
-    def batched(slope: Callable[..., Tensor]) -> Tensor:
-        return vmap(lambda w: vmap(lambda x: slope(x, w))(x))(w)
-
-    right = torch.stack([torch.stack([grad(loss)(a, b) for a in x]) for b in w])
-    return Case(
-        batched(grad(loss)), right, lambda: batched(lambda *at: func.value_and_grads(loss)(*at)[1])
-    )
-
-
 REFUSED = gradkit.UnsupportedGraphError
 _NESTED = "`func.value_and_grads`, nested"
 _EAGER = "`value_and_grads(..., create_graph=True)`"
 SOLVED = [[0.7113, -2.845], [3.515, -14.06]], [[0.0531, 0.006982], [4.797, -19.62]]
 
 
-NORMALIZED = [[-0.03316, 0.02487]], [[-0.03679, 0.02003]]
+NORMALIZED = [[-4.145, 3.109]], [[-4.598, 2.504]]
 ENTRIES = [0.0, 0.0], [-0.9093, 0.7568]
 
 
@@ -242,6 +241,12 @@ ROWS = [
         )
     ),
     Row(
+        "`jvp` of `jvp`, where `f` is the sum of exponentials of `torch.cumprod(x, 0)`, and `x` "
+        "has a zero",
+        53.39, 59.39, "`func.value_and_grads` of it", jvp_of_jvp_of_cumprod, REFUSED,
+        "`func.hvp(f, x, v)`",
+    ),
+    Row(
         "`jvp(grad(f), (a,), (v,))[1]`, where `f` has a `torch.linalg.cholesky(a)`, and `v` is not "
         "symmetric",
         [[0.01242, -0.02484], [-0.02484, 0.04967]], [[-0.01499, -0.1052], [-0.1052, 0.04967]],
@@ -273,11 +278,5 @@ ROWS = [
         [[0.7, 1.8], [26.0, 62.0]], [[0.7, 1.8], [0.5, 1.375]],
         "`func.value_and_grads` in two `vmap`", lu_solve_in_two_vmaps, REFUSED,
         "with `torch.linalg.solve`",
-    ),
-    Row(
-        "`grad` of `prelu`, under a `vmap` over the weight and another over `x`",
-        [[[1.0, 0.5], [2.0, 1.0]], [[1.0, 0.5], [2.0, 1.0]]],
-        [[[1.0, 0.5], [0.25, 1.0]], [[1.0, 4.0], [2.0, 1.0]]],
-        "`func.value_and_grads` in two `vmap`", prelu_in_two_vmaps,
     ),
 ]  # fmt: skip

@@ -81,7 +81,7 @@ def main() -> None:
         print(f"{name}: {', '.join(stacks)}")
     print(found.kinds())
     if options.write:
-        table.write(found)
+        table.write(found, everything=not options.only)
 
 
 _PARTS: list[tuple[str, Make]] = []

@@ -256,6 +256,8 @@ def others() -> Calls:
         ), (positive(3), positive(3))  # fmt: skip
     yield "index_fill: tensor", lambda x, v: torch.index_fill(x, 0, zero, v), (normal(3), normal())
     yield "select_scatter: it", lambda x, v: torch.select_scatter(x, v, 0, 1), (normal(3), normal())
+    zero_inside = torch.tensor([1.5, 0.0, 0.5, 2.0], dtype=D)
+    yield "cumprod: zero", lambda x: torch.cumprod(x, 0), (zero_inside,)
     yield "roll: no dimensions", lambda x: torch.roll(x, 1) * x, (normal(),)
     yield "masked_select: broadcast", lambda x: torch.masked_select(x, eye), (normal(2),)
     yield "cdist: it", torch.cdist, (normal(3, 2), normal(2, 2))

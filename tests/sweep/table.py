@@ -40,18 +40,15 @@ class Found:
         raising: Those that raise.
         nodes: For each order, the kinds of nodes of each wrong derivative.
         right: The kinds of nodes in right ones.
-        tried: The operations.
     """
 
     wrong: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     raising: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     nodes: dict[int, list[set[str]]] = field(default_factory=lambda: defaultdict(list))
     right: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
-    tried: set[str] = field(default_factory=set)
 
     def add(self, operation: str, verdicts: dict[str, str], kinds: dict[int, set[str]]) -> None:
         """Add the verdicts on a case, and the nodes of its derivatives."""
-        self.tried.add(operation)
         eager = [(order, verdicts[f"eager {order}"]) for order in sorted(kinds)]
         for order, verdict in eager:
             if verdict == "wrong":
@@ -104,13 +101,13 @@ def holds(stack: Iterable[str], other: Iterable[str]) -> bool:
     return all(kind in rest for kind in other)
 
 
-def merge(old: Rows, here: str, found: dict[str, list[str]], tried: Iterable[str]) -> Rows:
-    """Return the rows, with what was found in one release of torch; the others stay."""
-    tried = set(tried)
+def merge(old: Rows, here: str, found: dict[str, list[str]], *, everything: bool) -> Rows:
+    """Return the rows, with what was found in a release of torch: by everything, or added."""
+    gone = {here} if everything else set()
     rows: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name, row in old.items():
         for stack, versions in row.items():
-            rows[name][stack] |= set(versions) - ({here} if name in tried else set())
+            rows[name][stack] |= set(versions) - gone
     for name, stacks in found.items():
         for stack in stacks:
             rows[name][stack].add(here)
@@ -126,16 +123,18 @@ def in_order(versions: Iterable[str]) -> Versions:
     return tuple(sorted(set(versions), key=release))
 
 
-def write(found: Found) -> None:
+def write(found: Found, *, everything: bool) -> None:
     """Write the table, with what was found in the torch that is installed."""
     here = ".".join(map(str, release(torch.__version__)))
     kinds = {name: [order] for name, order in found.kinds().items()}
     parts = {
         "SWEPT: tuple[str, ...]": in_order({*wrong_derivatives.SWEPT, here}),
         "OPERATIONS: dict[str, dict[str, tuple[str, ...]]]": merge(
-            wrong_derivatives.OPERATIONS, here, found.operations(), found.tried
+            wrong_derivatives.OPERATIONS, here, found.operations(), everything=everything
         ),
-        "NODES: dict[str, dict[str, tuple[str, ...]]]": merge(wrong_derivatives.NODES, here, kinds),
+        "NODES: dict[str, dict[str, tuple[str, ...]]]": merge(
+            wrong_derivatives.NODES, here, kinds, everything=everything
+        ),
     }
     text = [f"{name} = {pformat(value, width=80)}\n" for name, value in parts.items()]
     PATH.write_text("\n".join([HEAD, *text]), encoding="utf-8")

@@ -58,12 +58,12 @@ def test_each_operation_of_the_table_is_refused_or_runs_by_its_formula(
 
 
 def test_the_table_is_written_by_release(device: torch.device) -> None:
-    old = {"a": {"Grad": ("2.12", "2.13")}, "b": {"Jvp": ("2.13",)}, "d": {"Jvp": ("2.13",)}}
-    merged = table.merge(old, "2.13", {"c": ["Vmap"], "a": ["Jvp"]}, "abc")
-    assert merged == {
-        "a": {"Grad": ("2.12",), "Jvp": ("2.13",)}, "c": {"Vmap": ("2.13",)},
-        "d": {"Jvp": ("2.13",)},
-    }  # fmt: skip
+    old = {"a": {"Grad": ("2.12", "2.13")}, "b": {"Jvp": ("2.13",)}}
+    found = {"c": ["Vmap"], "a": ["Jvp"]}
+    of_all = {"a": {"Grad": ("2.12",), "Jvp": ("2.13",)}, "c": {"Vmap": ("2.13",)}}
+    assert table.merge(old, "2.13", found, everything=True) == of_all
+    of_some = {**of_all, "a": {"Grad": ("2.12", "2.13"), "Jvp": ("2.13",)}, "b": old["b"]}
+    assert table.merge(old, "2.13", found, everything=False) == of_some
 
 
 @pytest.mark.parametrize(
