@@ -29,7 +29,7 @@ class Contest:
     Attributes:
         against: These, in words.
         sides: Makes both, for params and their gradients.
-        limit: The largest ratio wanted, or None.
+        limit: The target: the largest ratio, or None.
     """
 
     against: str

@@ -40,7 +40,7 @@ class Contest:
         ours: Its name among the sides.
         against: The other.
         theirs: Its name among the sides.
-        limit: The largest ratio wanted, or None.
+        limit: The target: the largest ratio, or None.
     """
 
     what: str

@@ -32,7 +32,7 @@ class Call:
         against: The other side, in words.
         arrange: Makes the sides, for a small task or the one that is measured, and leaves behind
             what is about.
-        limit: The largest ratio wanted.
+        limit: The target: the largest ratio.
     """
 
     against: str

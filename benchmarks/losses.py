@@ -80,8 +80,8 @@ def _system_heap(plan: Plan) -> Iterator[Row]:
 
 def compare_here(size: Mapping[str, Any]) -> dict[str, Any]:
     """Return the samples of gradkit and TorchJD as plain values; what a fresh process runs."""
-    plan, wanted = Plan(torch.device("cpu")), Size(**size)
-    task = wanted.task(plan.device)
-    peer = heads.torchjd(task, wanted.count, plan.device)
+    plan, asked = Plan(torch.device("cpu")), Size(**size)
+    task = asked.task(plan.device)
+    peer = heads.torchjd(task, asked.count, plan.device)
     samples = {name: found.samples for name, found in _with_torchjd(plan, task, peer).items()}
     return {"samples": samples, "problem": peer.problem, "tried": peer.tried}

@@ -16,7 +16,7 @@ class Net:
     Attributes:
         make: Makes the network.
         shape: Of a batch.
-        limit: The largest ratio wanted of a step.
+        limit: The largest ratio allowed for a step.
     """
 
     make: Callable[[], nn.Module]

@@ -18,7 +18,7 @@ from benchmarks.row import Row
 
 RESULTS = Path(__file__).with_name("results")
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
-_COLUMNS = ("call", "gradkit", "against", "ratio", "wanted", "")
+_COLUMNS = ("call", "gradkit", "against", "ratio", "target", "")
 _END = "<!-- end of benchmarks -->"
 _BLOCK = re.compile(rf"(?s)(<!-- benchmarks: (\w+) -->\n).*?({_END})")
 

@@ -1,4 +1,4 @@
-"""A row of the table: two figures, their ratio, and what was wanted."""
+"""A row of the table: two figures, their ratio, and its target."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the figure is as wanted; None if there is none, or nothing is wanted."""
+        """Whether the figure meets its target; None if there is no figure, or no target."""
         if self.want is None or self.figure is None:
             return None
         return self.figure <= self.want.limit
@@ -99,7 +99,7 @@ def timed(
         timings: From `measure`.
         ours: The name of our side in them.
         theirs: The name of the other.
-        limit: The largest ratio wanted, or None.
+        limit: The target: the largest ratio, or None.
         note: What else there is to say.
         details: What else to write down.
 

@@ -20,7 +20,7 @@ _STORED = {PLAIN: 1.05, HIGHER: 1.0, TORCHOPT: None}
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is wanted where steps are recomputed.
+    """The targets where steps are recomputed.
 
     Attributes:
         memory: The largest ratio of peak memory, against everybody.

@@ -15,7 +15,7 @@ from benchmarks.plan import Plan
 from benchmarks.row import Row, Want, timed
 
 RAW = "autograd.grad on the list"
-# How many layers, and the largest ratio wanted: small calls are judged by what they cost at all.
+# How many layers, and the target, a ratio: small calls are judged by what they cost at all.
 _LAYERS = {1: None, 10: None, 100: 1.06}
 _FIXED_US, _LEAF_US = 25.0, 0.7
 
@@ -73,7 +73,7 @@ def _fixed_cost(plan: Plan) -> Iterator[Row]:
     a_leaf = (extra[many] - extra[few]) / (many - few)
     yield Row(
         what="value_and_grads, fitted cost of a leaf",
-        against=f"wanted {_FIXED_US:.0f} us + {_LEAF_US} us a leaf",
+        against=f"target: {_FIXED_US:.0f} us + {_LEAF_US} us a leaf",
         ours=a_leaf,
         theirs=_LEAF_US,
         unit="us",

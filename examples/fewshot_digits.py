@@ -189,7 +189,9 @@ def meta_train(
     values = []
     for _ in range(iterations):
         tasks = draw_tasks(by_digit, TRAIN_DIGITS, TASKS_AT_A_TIME, QUERIES, generator)
-        value, grads = gradkit.meta.mean_value_and_grads(learner.meta_loss, weights, tasks)
+        value, grads = gradkit.meta.mean_value_and_grads(
+            learner.meta_loss, weights, tasks, create_graph=False
+        )
         gradkit.step_(optimizer, weights, grads)
         values.append(value.item())
         recent = values[-20:]

@@ -171,7 +171,9 @@ def meta_train(
     values = []
     for _ in range(size.iterations):
         tasks = draw_tasks(TASKS_AT_A_TIME, SHOTS, generator, device)
-        value, grads = gradkit.meta.mean_value_and_grads(meta_loss, params, tasks)
+        value, grads = gradkit.meta.mean_value_and_grads(
+            meta_loss, params, tasks, create_graph=False
+        )
         gradkit.step_(optimizer, params, grads)
         values.append(value.item())
         recent = values[-100:]

@@ -112,7 +112,7 @@ def sample_norms(model: nn.Module, data: Data) -> tuple[Tensor, Tensor]:
         loss = functional.cross_entropy(logits, label[None])
         return loss, loss  # one to differentiate, one to return
 
-    grads_of_each = gradkit.func.per_sample_grads(loss_of_one, has_aux=True)
+    grads_of_each = gradkit.func.per_sample_grads(loss_of_one, has_aux=True, create_graph=False)
     grads, losses = grads_of_each(params, data.images, data.given)
     return vmap(squared_norm)(grads).sqrt(), losses
 

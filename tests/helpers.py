@@ -45,8 +45,8 @@ def assert_owned(grads: Iterable[Tensor | None], params: Iterable[Tensor]) -> No
         if grad.layout != torch.strided:
             continue
         dense = torch.empty_like(param, device="meta").stride() == param.stride()
-        wanted = param.stride() if dense else grad.contiguous().stride()
-        for size, got, want in zip(param.shape, grad.stride(), wanted, strict=True):
+        expected = param.stride() if dense else grad.contiguous().stride()
+        for size, got, want in zip(param.shape, grad.stride(), expected, strict=True):
             assert got == want or size == 1
         if grad.numel():
             pointer = grad.untyped_storage().data_ptr()

@@ -17,6 +17,7 @@ from gradkit._checks.reachability import refuse_unreached
 from gradkit._compat.distributed import replicated
 from gradkit._core import pytree
 from gradkit._core.call import Call, Grads, Pass
+from gradkit._core.constants import with_zero_derivatives
 from gradkit._core.losses import Losses, params_of_each_loss, read_weights, require_graph
 from gradkit._core.ownership import zeros_for
 from gradkit._core.params import Params, read_params
@@ -177,6 +178,8 @@ def finish(
             zeros_for(variable, leading) if grad is None else grad
             for grad, variable in zip(grads, params.variables, strict=True)
         ]
+    if create_graph and not all(grad is None or grad.requires_grad for grad in grads):
+        grads = with_zero_derivatives(grads, params.variables)
     return params.unflatten(grads, copy_ties=not create_graph)
 
 

@@ -7,7 +7,7 @@ say: which calls of an operation are concerned, and what to write in its place.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from gradkit._compat.transforms import BATCH, DERIVATIVES
 from gradkit._compat.versions import is_seen
 
 Stack: TypeAlias = tuple[str, ...]
+EAGER = "Grad"  # autograd, which is like a transform around all others
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class OpCall:
     def argument(self, position: int, name: str) -> Any:
         """Return an argument, None if it was left out."""
         return self.args[position] if len(self.args) > position else self.kwargs.get(name)
+
+    def differentiated_by_eager_code(self) -> OpCall:
+        """Return the call as it is if eager code differentiates what the transforms give."""
+        return replace(self, stack=(EAGER, *self.stack), outer=(EAGER, *self.outer))
 
     def differentiated_outside(self) -> bool:
         """Return whether a batched backward pass through the monitored function is possible."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -42,6 +42,14 @@ _FUNCTIONAL = {functional.batch_norm, functional.instance_norm}
 _OPERATOR, _OVERLOAD = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
 
 
+_active = threading.local()
+
+
+def active_monitors() -> int:
+    """Return how many monitors note the operations of this thread."""
+    return getattr(_active, "count", 0)
+
+
 class OpMonitor(TorchFunctionMode):
     """Notes the operations of a function, and raises at those whose derivative would be wrong.
 
@@ -55,6 +63,18 @@ class OpMonitor(TorchFunctionMode):
         self._outer = transforms()
         self._wrong_batched: list[str] = []
         self._wrong_derivative: list[str] = []
+        self._wrong_outside: list[str] = []
+
+    def __enter__(self) -> Self:
+        """Note the operations from here on."""
+        _active.count = active_monitors() + 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Note no more."""
+        _active.count -= 1
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,
@@ -93,6 +113,8 @@ class OpMonitor(TorchFunctionMode):
             self._wrong_batched.append(name)
         if bug.wrong_derivative(call):
             self._wrong_derivative.append(name)
+        if bug.wrong_now(call.differentiated_by_eager_code()):
+            self._wrong_outside.append(name)
 
     def check(self) -> None:
         """Raise if a backward pass through the operations so far would be wrong."""
@@ -101,6 +123,12 @@ class OpMonitor(TorchFunctionMode):
             _raise(self._wrong_batched[0])
         if differentiated_around(stack, BATCH) and self._wrong_derivative:
             _raise(self._wrong_derivative[0])
+
+    def check_derivative(self) -> None:
+        """Raise if a derivative that eager code takes of the function's gradient would be wrong."""
+        wrong = [*self._wrong_outside, *(self._wrong_derivative if BATCH in transforms() else ())]
+        if wrong:
+            _raise(wrong[0])
 
     def why_not_batched(self) -> str | None:
         """Return why a vmapped backward pass would be wrong, or None if it is right."""
@@ -128,7 +156,7 @@ def _run(name: str, func: Callable[..., Any], call: OpCall) -> Any:
     """Run an operation, by its formula where a derivative of it would be wrong."""
     bug = BY_FORMULA[name]
     wrong = bug.wrong_now(call)
-    if not wrong and bug.wrong_now(replace(call, stack=("Grad", *call.stack))):
+    if not wrong and bug.wrong_now(call.differentiated_by_eager_code()):
         # Wrong if eager code differentiates what the transforms give.
         tensors = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
         # torch.compile cannot tell.

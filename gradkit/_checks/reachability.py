@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradkit._compat import distributed
 from gradkit._compat.distributed import is_dtensor
+from gradkit._core import constants
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.graph import Subgraph, edge, has_rebuilt_history, was_used_before_change
 from gradkit._core.losses import Losses
@@ -110,7 +111,10 @@ def require_reached(call: Call, results: Sequence[Grads], unused: str | None = N
     if type(None) not in set(map(type, chain.from_iterable(results))):
         return
     refuse_stale(call, results)
-    if all(grad is None for grads in results for grad in grads):
+    if any(grad is not None for grads in results for grad in grads):
+        return
+    # Not for a gradient that is a constant, of a linear function, say: its derivative is zero.
+    if constants.NODE not in call.graph.below(call.differentiated).kinds:
         refuse_nothing_reached(call)
 
 

@@ -1,9 +1,10 @@
-"""Private names of torch.optim: the hooks around a step, and who has replaced it."""
+"""Private names of torch.optim and torch.amp: what runs in a step, and what has run before it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer, optimizer
 
 
@@ -25,3 +26,8 @@ def is_step_of_class(instance: Any) -> bool:
     """
     own = vars(instance).get("step")
     return own is None or getattr(own, "_wrapped_by_lr_sched", False)
+
+
+def is_unscaled(scaler: GradScaler, instance: Optimizer) -> bool:
+    """Return whether `scaler.unscale_` has been called in this step. Run on torch 2.11 to 2.15."""
+    return bool(scaler._per_optimizer_states[id(instance)]["stage"] is OptState.UNSCALED)

@@ -51,25 +51,6 @@ def differentiated() -> bool:
     return not DERIVATIVES.isdisjoint(transforms())
 
 
-def detached(tensor: Tensor) -> Tensor:
-    """Return a tensor without the caller's graph, unless a transform of theirs differentiates it.
-
-    torch.func records what it does with tensors that require grad, and what it returns carries
-    that graph [I1]. Recording is not switched off instead: below a level of torch.func, operators
-    would take it for inference (the LSTM of the CPU keeps nothing for its backward pass then).
-    """
-    return detached_all((tensor,))[0]
-
-
-def detached_all(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return what `detached` does of each tensor."""
-    around = transforms()
-    if not DERIVATIVES.isdisjoint(around):
-        return list(tensors)
-    # What vmap has batched says of itself that it does not require grad.
-    return [x.detach() if around or x.requires_grad else x for x in tensors]
-
-
 def recording_levels(tensor: Tensor) -> set[int]:
     """Return the transform levels that record a graph of a tensor; that of eager code is 0.
 
@@ -81,6 +62,11 @@ def recording_levels(tensor: Tensor) -> set[int]:
             levels.add(level_of(tensor))
         tensor = _functorch.get_unwrapped(tensor)
     return levels | {0} if tensor.requires_grad else levels
+
+
+def carries_graph(tensor: Tensor) -> bool:
+    """Return whether eager code, or a transform, records a graph of a tensor."""
+    return tensor.requires_grad or bool(recording_levels(tensor))
 
 
 def is_dual(tensor: Tensor) -> bool:

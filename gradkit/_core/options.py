@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from numbers import Real
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor
 
 from gradkit.errors import OptionError, describe, message
 
@@ -68,3 +71,19 @@ def check_chunk_size(value: object) -> None:
 def is_positive_int(value: object) -> bool:
     """Return whether a value is an int of at least 1; a bool is no int."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def is_real_number(value: object) -> bool:
+    """Return whether this is a real number, or a real tensor of one element."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real)
+
+
+def check_number(name: str, value: Any, fix: str, *, nonnegative: bool = False) -> None:
+    """Raise if this is no real number or real tensor of one element; the latter's sign is free."""
+    if isinstance(value, bool) or not is_real_number(value):
+        kind = "a real number, or a real tensor of one element"
+        raise OptionError(message(name, kind, describe(value), fix))
+    if nonnegative and not isinstance(value, Tensor) and not value >= 0:
+        raise OptionError(message(name, "a number of at least 0", repr(value), fix))

@@ -121,7 +121,7 @@ def _free_threaded() -> bool:
 
 
 def user_functions(kinds: Iterable[type]) -> list[type]:
-    """Return the types among `kinds` whose backward is code that did not come with torch."""
+    """Return the types among `kinds` whose backward is code of the user's."""
     return [k for k in kinds if issubclass(k, BackwardCFunction) and not _from_torch(k)]
 
 
@@ -139,4 +139,4 @@ def _from_torch(kind: Any) -> bool:
     module: str = kind._forward_cls.__module__
     if module.startswith("torch._library"):  # may run what the user gave to register_autograd
         return bool(kind.__name__.startswith(_TORCH_OPERATORS))
-    return module.startswith("torch.")
+    return module.startswith(("torch.", "gradkit._core."))  # not meta: a step runs user code

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from gradkit._compat.dynamo import disable_compile
-from gradkit._compat.optim import is_step_of_class
+from gradkit._compat.optim import is_step_of_class, is_unscaled
 from gradkit._core import pytree
+from gradkit._core.options import check_number
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
@@ -25,8 +27,13 @@ from gradkit.errors import OptionError, StructureError, UnsupportedOptimizerErro
 
 @disable_compile
 def step_(
-    optimizer: Optimizer, params: PyTree, grads: PyTree, *, scaler: GradScaler | None = None
-) -> None:
+    optimizer: Optimizer,
+    params: PyTree,
+    grads: PyTree,
+    *,
+    scaler: GradScaler | None = None,
+    max_norm: float | None = None,
+) -> Tensor | None:
     """Take one step of an optimizer with these gradients; every `.grad` is as before afterwards.
 
     Weights and optimizer state are bit for bit those of the `.grad` loop. The gradients are not
@@ -51,10 +58,16 @@ def step_(
             unscaled ones, if `scaler.unscale_(optimizer)` has been called in this step (to clip).
         scaler: Unscales the gradients, and skips the step if one is inf or NaN, by
             `scaler.step(optimizer)`. Call `scaler.update()` afterwards, as in the `.grad` loop.
+        max_norm: Clip the gradients, unscaled if there is a scaler, to this global norm, as
+            `torch.nn.utils.clip_grad_norm_` does. The gradients that were passed stay as they are.
+
+    Returns:
+        The global norm of the gradients before they were clipped, a 0-dim tensor, or None without
+        `max_norm`.
 
     Raises:
         LeafTypeError: As in `write_grads_`.
-        OptionError: `scaler` is not a GradScaler.
+        OptionError: `scaler` is not a GradScaler, or `max_norm` not a number of at least 0.
         StructureError: As in `write_grads_`; or the optimizer does not have one of the parameters
             that have a gradient; or all gradients are None and there is a scaler, which needs one.
         UnsupportedGraphError: As in `read_grads`.
@@ -62,13 +75,16 @@ def step_(
             as that of LBFGS does.
     """
     _check_arguments(optimizer, params, grads, scaler)
+    if max_norm is not None:
+        check_number("max_norm", max_norm, "max_norm=1.0, or leave it out", nonnegative=True)
     opened = read_leaves(params)
     by_leaf = read_grad_leaves(opened, grads)
     own_params = [p for group in optimizer.param_groups for p in group["params"]]
-    # A scaler unscales in place.
-    lends = scaler is None and only_reads(optimizer) and not torch.is_inference_mode_enabled()
+    # A scaler unscales in place, and torch clips so.
+    only_steps = scaler is None and max_norm is None
+    lends = only_steps and only_reads(optimizer) and not torch.is_inference_mode_enabled()
     if lends and _step_with_loan(optimizer, opened, by_leaf, own_params):
-        return
+        return None
     pairs = match(opened, grads)
     _refuse_foreign(opened, pairs, own_params)
     if scaler is not None and all(grad is None for _, grad in pairs):
@@ -77,10 +93,14 @@ def step_(
     with grads_put_back(unique(own_params)):
         with leave_inference_mode():
             give(pairs)
+            if scaler is not None and max_norm is not None and not is_unscaled(scaler, optimizer):
+                scaler.unscale_(optimizer)
+            norm = None if max_norm is None else clip_grad_norm_([p for p, _ in pairs], max_norm)
         if scaler is None:
             optimizer.step()
         else:
             scaler.step(optimizer)
+    return norm
 
 
 def _step_with_loan(

@@ -11,9 +11,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gradkit._compat.transforms import transforms
+from gradkit._compat.transforms import carries_graph, transforms
 from gradkit._core import pytree
-from gradkit._core.options import UNUSED, Unused, check_bool, check_function, check_option
+from gradkit._core.constants import with_refused_derivatives, with_zero_derivatives
+from gradkit._core.options import (
+    UNUSED,
+    Unused,
+    check_bool,
+    check_function,
+    check_option,
+    check_optional_bool,
+)
 from gradkit._core.ownership import PLAIN_TYPES, grad_dtype, own, zeros_for
 from gradkit._core.params import (
     DIFFERENTIABLE,
@@ -88,15 +96,34 @@ class Arguments:
                 by_leaf[index] = _zeros(leaf, leading)
         return by_leaf
 
-    def finish(self, grads: list[Tensor | None], leading: tuple[int, ...] = ()) -> PyTree:
-        """Return the result tree of gradients that this list alone refers to; raise for `error`."""
+    def finish(
+        self,
+        grads: list[Tensor | None],
+        leading: tuple[int, ...] = (),
+        *,
+        losses: Sequence[Tensor] = (),
+        refused: str | None = None,
+    ) -> PyTree:
+        """Return the result tree of gradients that this list alone refers to."""
         unreached = [index for index, grad in enumerate(grads) if grad is None]
         if self.unused == "error" and unreached:
             raise UnreachedParamError(self._why_unreached(unreached[0]))
         result = _owned(grads, self.variables, leading)
         for index in unreached if self.unused == "zeros" else ():
             result[index] = _zeros(self.variables[index], leading)
-        return self.to_tree(result, leading)
+        return self.to_tree(self._with_graphs(result, losses, refused), leading)
+
+    def _with_graphs(
+        self, grads: list[Tensor | None], losses: Sequence[Tensor], refused: str | None
+    ) -> list[Tensor | None]:
+        if torch.compiler.is_compiling() or not any(map(carries_graph, losses)):
+            return grads
+        if refused is not None:
+            return with_refused_derivatives(grads, losses, refused)
+        if not transforms() and all(grad is None or grad.requires_grad for grad in grads):
+            return grads
+        given = (leaf for leaf in pytree.flatten(self.args)[0] if isinstance(leaf, Tensor))
+        return with_zero_derivatives(grads, [*losses, *given])
 
     def _why_unreached(self, variable: int) -> str:
         index = self.params.first_leaf_of_variable[variable]
@@ -209,11 +236,12 @@ def _grad_dtype(tensor: Tensor) -> torch.dtype:
     return tensor.dtype if torch.compiler.is_compiling() else grad_dtype(tensor)
 
 
-def check_options(fn: object, has_aux: object, unused: object) -> None:
+def check_options(fn: object, has_aux: object, unused: object, create_graph: object) -> None:
     """Raise if what all functions of functions take is no function, or has no such value."""
     check_function(fn)
     check_bool("has_aux", has_aux)
     check_option("unused", unused, UNUSED)
+    check_optional_bool("create_graph", create_graph)
 
 
 def _owned(
@@ -231,6 +259,8 @@ def _owned(
     elif torch.compiler.is_compiling():
         pairs = zip(present, likes, strict=True)
         present = copied(present, [_empty_for(grad, like, leading) for grad, like in pairs])
+    elif any(map(_requires_grad, present)):
+        present = [grad if grad.requires_grad else grad.clone() for grad in present]
     else:
         own(present, likes, leading)
     if len(reached) == count:
@@ -247,12 +277,16 @@ def _empty_for(grad: Tensor, variable: Tensor, leading: tuple[int, ...]) -> Tens
 
 def copied(tensors: Sequence[Tensor], buffers: Sequence[Tensor] | None = None) -> list[Tensor]:
     """Return copies that share no memory, in these buffers where torch.compile traces."""
-    if not tensors or not torch.compiler.is_compiling() or transforms():
+    if not tensors or not torch.compiler.is_compiling() or transforms() or _any_graph(tensors):
         return [tensor.clone() for tensor in tensors]
     # By one operation for all: of several clones of one tensor, inductor makes one.
     into = [torch.empty_like(tensor) for tensor in tensors] if buffers is None else list(buffers)
     torch._foreach_copy_(into, list(tensors))
     return into
+
+
+def _any_graph(tensors: Sequence[Tensor]) -> bool:
+    return any(tensor.requires_grad for tensor in tensors)
 
 
 def _zeros(variable: Tensor, leading: tuple[int, ...]) -> Tensor:

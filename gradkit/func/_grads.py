@@ -24,6 +24,7 @@ def value_and_grads(
     has_aux: bool = False,
     weights: PyTree = None,
     unused: Unused = "zeros",
+    create_graph: bool | None = None,
 ) -> Callable[..., Any]:
     """Return a function that gives the losses of `fn`, and the gradient of their weighted sum.
 
@@ -53,23 +54,29 @@ def value_and_grads(
             it requires grad; an `nn.Parameter` that does not is frozen.
         has_aux: Whether `fn` returns something beside the losses.
         weights: Real numbers or tensors of one element, in a tree that begins that of the losses;
-            None is all ones. They are constants.
+            None is all ones.
         unused: The result for a tensor that no loss reaches: `"zeros"`, `"none"` (None, also for a
             frozen parameter), or `"error"`. torch.compile, which cannot tell, takes `"zeros"` only.
+        create_graph: Whether the results carry the graph of what they were computed from: of the
+            arguments, the weights, and what `fn` uses from outside. None: wherever that requires
+            grad, as the results of torch.func do; differentiating them where torch would get that
+            wrong raises `UnsupportedGraphError`. True: that raises in this call. False: they carry
+            none, inside a transform, too; a training step takes less time and memory so.
 
     Returns:
         A function of `fn`'s arguments that returns `(values, grads)`, or `((values, aux), grads)`.
         `values` has the structure of the losses. `grads` has the structure of the argument, or is a
         tuple of such trees: each gradient of the shape of its tensor, of its `grad_dtype` or dtype
         (of its dtype while torch.compile traces, which cannot see the other), laid out like it, a
-        dense zero where it is not reached or frozen. It shares memory with nothing. Nothing carries
-        the caller's graph, unless a torch.func transform around the call differentiates it.
+        dense zero where it is not reached or frozen. It shares memory with nothing, unless it
+        carries a graph. A gradient that does not depend on what it was computed from, that of a
+        linear function, has the derivative zero.
 
     Raises:
         DetachedLossError: No loss depends on the arguments (not noticed under torch.compile).
         LeafTypeError: A leaf of an argument or of the losses is no tensor that has a gradient.
         NotScalarLossError: A loss has not exactly one element.
-        OptionError: `argnums` or `unused` has no such value.
+        OptionError: `argnums`, `unused` or `create_graph` has no such value.
         StructureError: `weights` or what `fn` returned does not fit.
         UnreachedParamError: The arguments hold nothing to differentiate; or no loss reaches a
             tensor, with `unused="error"`.
@@ -79,14 +86,16 @@ def value_and_grads(
         `torch.func.grad_and_value`, https://pytorch.org/docs/stable/func.api.html; names and
         argument order follow `jax.value_and_grad`, `values` first.
     """
-    check_options(fn, has_aux, unused)
+    check_options(fn, has_aux, unused, create_graph)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = read_arguments(args, argnums, unused=unused)
         run = partial(gradient_of_the_sum, weights=weights)
-        result = differentiate(fn, arguments, kwargs, run, has_aux=has_aux)
+        result = differentiate(
+            fn, arguments, kwargs, run, has_aux=has_aux, create_graph=create_graph
+        )
         values = pytree.unflatten(result.spec, result.values)
-        grads = arguments.finish(result.grads[0])
+        grads = arguments.finish(result.grads[0], losses=result.values, refused=result.refused)
         return ((values, result.aux), grads) if has_aux else (values, grads)
 
     return call
@@ -100,6 +109,7 @@ def per_loss_grads(
     unused: Unused = "zeros",
     strategy: Strategy | None = None,
     chunk_size: int | None = None,
+    create_graph: bool | None = None,
 ) -> Callable[..., Any]:
     """Return a function that gives the gradients of every loss of `fn` separately.
 
@@ -124,6 +134,7 @@ def per_loss_grads(
             fails at it, there is a pass for each, with one `GradkitWarning` that says why. `"auto"`
             picks by device and size. None is `"batched"` with a `chunk_size`, else `"sequential"`.
         chunk_size: The largest number of elements in one batched pass; None is all.
+        create_graph: As in `value_and_grads`.
 
     Returns:
         A function of `fn`'s arguments that returns a tree like the losses, or a pair of that and
@@ -131,13 +142,13 @@ def per_loss_grads(
         has gradients of shape `S + tensor.shape`, as `torch.func.jacrev` orders them.
 
     Raises:
-        OptionError: `argnums`, `unused`, `strategy` or `chunk_size` has no such value.
+        OptionError: An option has no such value.
         GradkitError: As in `value_and_grads`, but a loss may have any number of elements.
 
     Source:
         `torch.func.jacrev`, https://pytorch.org/docs/stable/func.api.html
     """
-    check_options(fn, has_aux, unused)
+    check_options(fn, has_aux, unused, create_graph)
     check_option("strategy", strategy, (*STRATEGIES, None))
     check_chunk_size(chunk_size)
 
@@ -156,9 +167,11 @@ def per_loss_grads(
                 for index, loss in enumerate(losses.leaves)
             ]
 
-        result = differentiate(fn, arguments, kwargs, run, has_aux=has_aux, scalar=False)
+        result = differentiate(
+            fn, arguments, kwargs, run, has_aux=has_aux, scalar=False, create_graph=create_graph
+        )
         trees = [
-            arguments.finish(grads, tuple(loss.shape))
+            arguments.finish(grads, tuple(loss.shape), losses=[loss], refused=result.refused)
             for grads, loss in zip(result.grads, result.values, strict=True)
         ]
         by_loss = pytree.unflatten(result.spec, trees)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from threading import RLock
 from typing import Any, Literal, TypeAlias, cast
 
@@ -12,9 +13,8 @@ from torch import Tensor
 from torch.func import jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gradkit._compat.transforms import detached
 from gradkit._core import pytree
-from gradkit._core.options import check_function, check_option
+from gradkit._core.options import check_function, check_option, check_optional_bool
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.errors import LeafTypeError, StructureError, describe, message
@@ -33,6 +33,7 @@ def hvp(
     tangents: PyTree,
     *,
     mode: Mode = "forward-over-reverse",
+    create_graph: bool | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Return the gradient of a function, and its Hessian times a direction, in two passes.
 
@@ -56,13 +57,14 @@ def hvp(
             direction in all of them.
         mode: `"forward-over-reverse"`, a forward pass through the gradient, takes the least time
             and memory; `"reverse-over-reverse"` is for what has no forward-mode derivative.
+        create_graph: As in `value_and_grads`, for a third derivative.
 
     Returns:
         `(grads, hv)`, both like `primals`, their leaves as in `value_and_grads`.
 
     Raises:
         LeafTypeError: A leaf is no tensor that has a gradient, or complex.
-        OptionError: There is no such mode.
+        OptionError: An option has no such value.
         StructureError: `tangents` do not match `primals`.
         GradkitError: As in `value_and_grads`.
 
@@ -72,31 +74,41 @@ def hvp(
     """
     check_function(fn)
     check_option("mode", mode, ("forward-over-reverse", "reverse-over-reverse"))
+    check_optional_bool("create_graph", create_graph)
     several = type(primals) is tuple
     args = primals if several else (primals,)
     arguments = read_arguments(args, tuple(range(len(args))), None if several else "primals")
     directions = _directions(arguments, arguments.args if several else arguments.args[0], tangents)
 
-    def grads_at(*tensors: Tensor) -> tuple[Tensor, ...]:
+    refused: list[str | None] = []
+
+    def grads_at(*tensors: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         here = arguments.at(arguments.with_variables(tensors))
-        result = differentiate(fn, here, {}, gradient_of_the_sum, has_aux=False)
+        result = differentiate(fn, here, {}, gradient_of_the_sum, has_aux=False, create_graph=None)
+        refused[:] = [result.refused]
         pairs = zip(result.grads[0], here.variables, strict=True)
-        return tuple(torch.zeros_like(x) if grad is None else grad for grad, x in pairs)
+        return tuple(torch.zeros_like(x) if g is None else g for g, x in pairs), result.values
 
     one_at_a_time = nullcontext() if torch.compiler.is_compiling() else _LOCK
     with one_at_a_time, leave_inference_mode(record=True), sdpa_kernel(SDPBackend.MATH):
-        point, along = (tuple(map(detached, x)) for x in (arguments.variables, directions))
+        tensors = (*arguments.variables, *directions)
+        if create_graph is False:
+            tensors = tuple(tensor.detach() for tensor in tensors)
+        point, along = tensors[: len(directions)], tensors[len(directions) :]
         if mode == "forward-over-reverse":
-            grads, products = named_errors(
-                lambda: cast("tuple[Any, Any]", jvp(grads_at, point, along))
-            )
+            run = partial(jvp, grads_at, point, along, has_aux=True)
+            grads, products, losses = named_errors(lambda: cast("tuple[Any, Any, Any]", run()))
         else:
-            grads, pull = vjp(grads_at, *point)  # type: ignore[misc]
+            grads, pull, losses = vjp(grads_at, *point, has_aux=True)  # type: ignore[misc]
             products = pull(along)
+    if create_graph is False:
+        grads, products = ([x.detach() for x in tensors] for tensors in (grads, products))
+        losses = ()
     results = []
     for tensors in (grads, products):
         # In forward mode, torch makes float64 of a 0-dim float32 times a number.
-        tree = arguments.finish(cast_to(arguments.dtypes, list(map(detached, tensors))))
+        cast_grads = cast_to(arguments.dtypes, list(tensors))
+        tree = arguments.finish(cast_grads, losses=losses, refused=refused[0])
         results.append(tree if several else tree[0])
     return results[0], results[1]
 

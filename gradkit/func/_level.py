@@ -19,12 +19,12 @@ from torch.func import vjp
 
 from gradkit._autograd import engine
 from gradkit._checks.derivatives import refuse_wrong_derivative
-from gradkit._checks.op_monitor import OpMonitor
+from gradkit._checks.op_monitor import OpMonitor, active_monitors
 from gradkit._compat.transforms import (
     TensorLists,
-    detached_all,
     differentiated,
     level_of,
+    recording_levels,
     run_in_level,
 )
 from gradkit._core import pytree
@@ -48,13 +48,46 @@ _CONSTANTS = (str, bytes, Number, Enum, torch.dtype, torch.device, torch.Size, t
 _MAKE_FUNCTIONAL = "call, params, buffers = gradkit.func.make_functional(module)"
 
 
+@dataclass
+class OuterGraph:
+    """What records the results of a level: transforms around it, or eager code.
+
+    Attributes:
+        create_graph: The option. False: nothing does. True: a wrong derivative raises at once.
+        in_transform: A transform around the level differentiates its results.
+        eager: Eager code records what it computes.
+        refused: Why a derivative that eager code may take of the results would be wrong.
+    """
+
+    create_graph: bool | None
+    in_transform: bool
+    eager: bool
+    refused: str | None = None
+
+    def keeps(self, levels: set[int] | None) -> bool:
+        """Return whether gradients of what these levels record, None if unknown, get a graph."""
+        if self.create_graph is not None:
+            return self.create_graph
+        return self.in_transform or (self.eager if levels is None else 0 in levels)
+
+    def allows(self, check: Callable[[], None], *, may_differentiate: bool) -> bool:
+        """Return whether a derivative is right; raise if it is not, and will be taken."""
+        try:
+            check()
+        except UnsupportedGraphError as error:
+            if may_differentiate or self.create_graph:
+                raise
+            self.refused = str(error)
+        return self.refused is None
+
+
 @dataclass(frozen=True)
 class Passes:
     """Runs passes inside a level."""
 
     variables: list[Tensor]  # the level's tensors to differentiate with respect to
     level: int | None  # its number; None while torch.compile traces, which cannot tell
-    differentiable: bool  # a transform around the level differentiates its results
+    outer: OuterGraph
     monitor: OpMonitor  # what is known of the operations of the function
     create_graph: bool = True  # gradients stay tensors of their level, for no buffer to copy
 
@@ -70,19 +103,36 @@ class Passes:
         variables: list[Tensor],
         *,
         retain: bool,
-        create: bool | None = None,
     ) -> list[Tensor | None]:
-        """Return the gradients of a weighted sum of outputs, from one engine pass.
-
-        With `create=False` the caller takes them for constants, whatever is around the level.
-        """
+        """Return the gradients of a weighted sum of outputs, from one engine pass."""
         pairs = [p for p in zip(outputs, seeds, strict=True) if self.depends(p[0])]
         roots, cotangents = [output for output, _ in pairs], [seed for _, seed in pairs]
-        # Without a graph, the transform around the level would take a gradient for a constant.
-        keep = create or self.differentiable
-        if (keep if create is None else create) and self.level is not None:
-            refuse_wrong_derivative("the loss", variables, Subgraph(roots))
+        # Without a graph, what differentiates the gradients would take them for constants.
+        weights = [seed for seed in cotangents if seed is not None]
+        keep = self.outer.keeps(self.levels_around([*roots, *weights]))
+        if keep and self.level is not None:
+            keep = self._check_derivative(roots, variables)
         return engine.transform_grads(roots, cotangents, variables, retain=retain, create=keep)
+
+    def levels_around(self, tensors: Iterable[Tensor]) -> set[int] | None:
+        """Return the levels around this one, 0 for eager code, that record these tensors."""
+        if self.level is None:
+            return None
+        return set().union(*map(recording_levels, tensors)) - {self.level}
+
+    def _check_derivative(self, roots: list[Tensor], variables: list[Tensor]) -> bool:
+        """Return whether a pass may record its graph; a derivative to come may be refused."""
+        outer = self.outer
+        is_eager = 0 in (self.levels_around(roots) or ())
+        if not (is_eager or outer.in_transform or outer.create_graph):
+            return True  # only weights are recorded, in which the gradients are linear
+        keep = outer.allows(
+            lambda: refuse_wrong_derivative("the loss", variables, Subgraph(roots)),
+            may_differentiate=outer.in_transform,
+        )
+        if keep and is_eager and not active_monitors():  # one around a call sees all that is in it
+            outer.allows(self.monitor.check_derivative, may_differentiate=False)
+        return keep
 
     def batched_grads(
         self, output: Tensor, seeds: Tensor, variables: list[Tensor]
@@ -103,6 +153,7 @@ class LevelResult:
     spec: Structure  # of the losses
     grads: list[list[Tensor | None]]  # the lists asked for, often one for each variable
     aux: PyTree
+    refused: str | None  # why a derivative of the results would be wrong
 
 
 def differentiate(
@@ -112,11 +163,14 @@ def differentiate(
     run: Callable[[Losses, Passes], Sequence[Sequence[Tensor | None]]],
     *,
     has_aux: bool,
+    create_graph: bool | None,
     scalar: bool = True,
     per_sample: bool = False,
 ) -> LevelResult:
-    """Call a function in a new level, and `run` passes from its losses; without the outer graph."""
-    differentiable = differentiated()
+    """Call a function in a new level, and `run` passes from its losses."""
+    outer = OuterGraph(create_graph, differentiated(), torch.is_grad_enabled())
+    if create_graph is None and not (outer.in_transform or outer.eager):
+        outer.create_graph = False
     monitor = OpMonitor(per_sample=per_sample)
     outside: list[Any] = []
 
@@ -129,7 +183,7 @@ def differentiate(
             returned = fn(*arguments.with_variables(tensors), **kwargs)
             tree, aux = _split_aux(returned) if has_aux else (returned, None)
         losses = read_losses(tree, scalar=scalar, returned=True, may_be_aux=not has_aux)
-        passes = Passes(list(tensors), level, differentiable, monitor)
+        passes = Passes(list(tensors), level, outer, monitor)
         if not any(map(passes.depends, losses.leaves)):
             raise DetachedLossError(_independent(losses))
         monitor.check()
@@ -139,15 +193,22 @@ def differentiate(
         return [losses.leaves, tensors_of_aux, *grads]
 
     enter = _trace_level if torch.compiler.is_compiling() else run_in_level
+    # Detached, and not under no_grad: below a level of torch.func, operators would take that for
+    # inference (the LSTM of the CPU keeps nothing for its backward pass then).
+    cut = _detached if outer.create_graph is False else list
     with leave_inference_mode(record=True):
-        point = detached_all(arguments.variables)
+        point = cut(arguments.variables)
         values, tensors_of_aux, *grads = named_errors(lambda: enter(inside, point))
-        values = copied(detached_all(values))
+        values, tensors_of_aux = copied(cut(values)), cut(tensors_of_aux)
     spec, put_aux_back = outside
     for index, part in enumerate(grads):
         if len(part) == len(arguments.dtypes):
             grads[index] = cast_to(arguments.dtypes, part)
-    return LevelResult(values, spec, grads, put_aux_back(detached_all(tensors_of_aux)))
+    return LevelResult(values, spec, grads, put_aux_back(tensors_of_aux), outer.refused)
+
+
+def _detached(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.detach() for tensor in tensors]
 
 
 def _trace_level(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradkit._autograd import engine
-from gradkit._compat.transforms import detached, transforms
+from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
 from gradkit._core.options import Unused, check_chunk_size, check_option
 from gradkit._core.ownership import empty_for, leave_inference_mode
@@ -40,6 +40,7 @@ def per_sample_grads(
     chunk_size: int | None = None,
     randomness: Randomness = "error",
     unused: Unused = "zeros",
+    create_graph: bool | None = None,
 ) -> Callable[..., Any]:
     """Return a function that gives the gradients of the loss of each sample of a batch.
 
@@ -68,6 +69,7 @@ def per_sample_grads(
         randomness: What random operations do, as in `torch.vmap`: `"error"`, `"same"` numbers for
             every sample, or `"different"` ones.
         unused: As in `value_and_grads`.
+        create_graph: As in `value_and_grads`.
 
     Returns:
         A function of the arguments that returns what `grads` is in `value_and_grads`, or a pair of
@@ -76,7 +78,7 @@ def per_sample_grads(
         position; keyword arguments go to every sample as they are, and may not hold any.
 
     Raises:
-        OptionError: `argnums`, `chunk_size`, `randomness` or `unused` has no such value.
+        OptionError: An option has no such value.
         StructureError: `in_dims` or the sizes of the batch do not fit.
         UnsupportedGraphError: Batch norm in train mode; what vmap gets silently wrong.
         GradkitError: As in `value_and_grads`.
@@ -85,32 +87,38 @@ def per_sample_grads(
         `torch.func.vmap` over `torch.func.grad`,
         https://pytorch.org/tutorials/intermediate/per_sample_grads.html
     """
-    check_options(fn, has_aux, unused)
+    check_options(fn, has_aux, unused, create_graph)
     check_chunk_size(chunk_size)
     check_option("randomness", randomness, ("error", "same", "different"))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = read_arguments(args, argnums, unused=unused)
         batch = _read_batch(arguments, in_dims, kwargs)
-        constants: list[Any] = []  # of aux, from the trace of one sample
+        of_one: list[Any] = []  # from the trace of one sample
 
         def of_sample(*tensors: Tensor) -> tuple[list[Tensor | None], list[Tensor]]:
-            sample = arguments.at(batch.with_tensors(tensors))
             result = differentiate(
-                fn, sample, kwargs, gradient_of_the_sum, has_aux=has_aux, per_sample=True
+                fn,
+                arguments.at(batch.with_tensors(tensors)),
+                kwargs,
+                gradient_of_the_sum,
+                has_aux=has_aux,
+                create_graph=create_graph,
+                per_sample=True,
             )
             tensors_of_aux, put_back = tensors_of(result.aux)
-            constants[:] = [put_back]
-            return result.grads[0], tensors_of_aux
+            of_one[:] = [len(result.values), result.refused, put_back]
+            return result.grads[0], [*result.values, *tensors_of_aux]
 
         first = arguments.at(batch.first_sample())
         with leave_inference_mode(record=True):
-            tensors = [detached(tensor) for tensor in batch.tensors]
-            grads, tensors_of_aux = batch.run(
-                of_sample, tensors, first.variables, randomness, chunk_size
-            )
-        result = first.finish(grads, (batch.size,))
-        return (result, constants[0](tensors_of_aux)) if has_aux else result
+            tensors = batch.tensors
+            if create_graph is False:
+                tensors = [tensor.detach() for tensor in tensors]
+            grads, others = batch.run(of_sample, tensors, first.variables, randomness, chunk_size)
+        count, refused, put_back = of_one
+        result = first.finish(grads, (batch.size,), losses=others[:count], refused=refused)
+        return (result, put_back(others[count:])) if has_aux else result
 
     return call
 
@@ -166,6 +174,7 @@ class _Batch:
         # they are to be the same.
         rng_states = rng.states(tensors)
         results: list[Tensor | None] = []
+        parts: list[list[Tensor | None]] = []  # of gradients with a graph, which are joined
         aux_parts: list[list[Tensor]] = []
         for start in range(0, self.size, chunk_size):
             count = min(chunk_size, self.size - start)
@@ -174,6 +183,10 @@ class _Batch:
             pairs = zip(tensors, self.dims, strict=True)
             chunk = [tensor.narrow(dim, start, count) for tensor, dim in pairs]
             grads, aux = vmap(*chunk)
+            aux_parts.append(aux)
+            if any(grad is not None and grad.requires_grad for grad in grads):
+                parts.append(grads)
+                continue
             if not results:
                 results = [
                     None if grad is None else empty_for(variable, grad.dtype, (self.size,))
@@ -182,8 +195,14 @@ class _Batch:
             for result, grad in zip(results, grads, strict=True):
                 if result is not None and grad is not None:
                     result[start : start + count].copy_(grad)
-            aux_parts.append(aux)
-        return results, [torch.cat(parts) for parts in zip(*aux_parts, strict=True)]
+        if parts:
+            results = [_joined(of_variable) for of_variable in zip(*parts, strict=True)]
+        return results, [torch.cat(of_chunks) for of_chunks in zip(*aux_parts, strict=True)]
+
+
+def _joined(grads: Sequence[Tensor | None]) -> Tensor | None:
+    present = [grad for grad in grads if grad is not None]
+    return torch.cat(present) if present else None
 
 
 def _read_batch(arguments: Arguments, in_dims: PyTree, kwargs: dict[str, Any]) -> _Batch:

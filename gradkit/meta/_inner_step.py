@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -19,6 +19,7 @@ from gradkit._checks import graphs, recomputation
 from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
+from gradkit._core.constants import with_refused_derivatives
 from gradkit._core.graph import Subgraph, edge
 from gradkit._core.losses import Losses
 from gradkit._core.pytree import PyTree
@@ -119,18 +120,16 @@ class InnerStep:
         self, loss_fn: LossOfParams, tensors: Tensors, *, create_graph: bool
     ) -> InnerGrads:
         def run(losses: Losses, passes: Passes) -> list[Grads]:
-            if not create_graph:  # nor for a transform around, which takes the step for constant
-                passes = replace(passes, differentiable=False)
-            options = {"retain": create_graph, "create": create_graph}
-            return [passes.grads(losses.leaves, [None], passes.variables, **options)]
+            variables = passes.variables
+            return [passes.grads(losses.leaves, [None], variables, retain=create_graph)]
 
         arguments = self.params.arguments.at((self.params.tree(tensors),))
-        out = differentiate(loss_fn, arguments, {}, run, has_aux=True, scalar=True)
-        loss, grads = out.values[0], out.grads[0]
-        if not create_graph:
-            loss = loss.detach()
-            grads = [None if grad is None else grad.detach() for grad in grads]
-        return loss, grads, out.aux
+        option = None if create_graph else False
+        out = differentiate(loss_fn, arguments, {}, run, has_aux=True, create_graph=option)
+        grads = out.grads[0]
+        if out.refused is not None:
+            grads = with_refused_derivatives(grads, out.values, out.refused)
+        return out.values[0], grads, out.aux
 
     def _transformed(self, transform: Callable[[PyTree], PyTree], grads: Grads) -> Grads:
         params, root = self.params, "grad_transform(grads)"

@@ -11,7 +11,7 @@ from torch.func import vmap
 
 from gradkit import tree
 from gradkit._core import pytree
-from gradkit._core.options import check_bool, is_positive_int
+from gradkit._core.options import check_bool, check_optional_bool, is_positive_int
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, describe, message
 from gradkit.func import value_and_grads
@@ -26,6 +26,7 @@ def mean_value_and_grads(
     in_dims: PyTree = 0,
     tasks_at_once: int | None = None,
     has_aux: bool = False,
+    create_graph: bool | None = None,
 ) -> tuple[Any, PyTree]:
     """Return the mean meta-loss over a batch of tasks, and the meta-gradient.
 
@@ -54,17 +55,19 @@ def mean_value_and_grads(
         tasks_at_once: The number of tasks in memory at a time; None is all. It changes the result
             by rounding only.
         has_aux: Whether `meta_loss_fn` returns `(loss, aux)`.
+        create_graph: As in `gradkit.func.value_and_grads`; False for a training step, whose
+            gradients are not differentiated again.
 
     Returns:
         `(value, grads)`: a 0-dim tensor, and a tree like `params`, its leaves as in
         `gradkit.func.value_and_grads`. With `has_aux`, `((value, aux), grads)`: the tensors of aux
-        stacked over the tasks, first in their shape; without gradients.
+        stacked over the tasks, first in their shape.
 
     Raises:
         DetachedLossError: The meta-loss does not depend on params.
         LeafTypeError: A leaf, or the meta-loss, is no tensor that has a gradient.
         NotScalarLossError: The meta-loss has not exactly one element.
-        OptionError: `in_dims`, `tasks_at_once` or `has_aux` has no such value.
+        OptionError: `in_dims`, `tasks_at_once`, `has_aux` or `create_graph` has no such value.
         StructureError: `in_dims` is no prefix of the tasks, or their sizes differ; or
             `meta_loss_fn` returned no pair, with `has_aux`.
         UnsupportedGraphError: torch.func cannot enter the meta-loss, or gets it silently wrong.
@@ -74,6 +77,7 @@ def mean_value_and_grads(
         https://arxiv.org/abs/1703.03400
     """
     check_bool("has_aux", has_aux)
+    check_optional_bool("create_graph", create_graph)
     if tasks_at_once is not None and not is_positive_int(tasks_at_once):
         expected, got = "a positive int or None", repr(tasks_at_once)
         raise OptionError(message("tasks_at_once", expected, got, "tasks_at_once=None"))
@@ -87,7 +91,7 @@ def mean_value_and_grads(
         return read_loss(returned, "meta_loss_fn", has_aux=has_aux)
 
     def run(*task: Any) -> tuple[list[Tensor], list[Tensor]]:
-        of_task = value_and_grads(loss_and_aux, has_aux=True)
+        of_task = value_and_grads(loss_and_aux, has_aux=True, create_graph=create_graph)
         (value, aux), grads = of_task(outer.variables, close(task))
         tensors_of_aux, close_aux = open_tensors(aux)
         put_back[:] = [close_aux]

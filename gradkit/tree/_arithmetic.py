@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from numbers import Real
 from operator import attrgetter
 from typing import Any, TypeAlias, cast
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
 from gradkit._core.leaf_arithmetic import inner, plus, promoted
+from gradkit._core.options import check_number
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree, Structure
@@ -232,22 +232,6 @@ def unstack(tree: PyTree) -> list[PyTree]:
         for leaf in leaves
     ]
     return [unflatten(row) for row in zip(*rows, strict=True)]
-
-
-def is_real_number(value: object) -> bool:
-    """Return whether this is a real number, or a real tensor of one element."""
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, Real)
-
-
-def check_number(name: str, value: Any, fix: str, *, nonnegative: bool = False) -> None:
-    """Raise if this is no real number or real tensor of one element; the latter's sign is free."""
-    if isinstance(value, bool) or not is_real_number(value):
-        kind = "a real number, or a real tensor of one element"
-        raise OptionError(message(name, kind, describe(value), fix))
-    if nonnegative and not isinstance(value, Tensor) and not value >= 0:
-        raise OptionError(message(name, "a number of at least 0", repr(value), fix))
 
 
 def columns(trees: Mapping[str, PyTree]) -> tuple[list[list[Leaf]], Unflatten]:

@@ -8,9 +8,9 @@ from torch import Tensor
 from gradkit._compat.distributed import full_tensor, is_dtensor
 from gradkit._compat.transforms import transforms
 from gradkit._core.leaf_arithmetic import largest, stored
-from gradkit._core.options import check_bool
+from gradkit._core.options import check_bool, check_number
 from gradkit._core.pytree import PyTree
-from gradkit.tree._arithmetic import call_on_row, check_number, columns, dot, scale
+from gradkit.tree._arithmetic import call_on_row, columns, dot, scale
 
 
 def global_norm(tree: PyTree) -> Tensor:

@@ -16,9 +16,10 @@ from gradkit._compat.autograd import flatten_dense
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
 from gradkit._core.leaf_arithmetic import from_real_vector, plus, promoted, real_vector, width
+from gradkit._core.options import is_real_number
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, StructureError, describe, message
-from gradkit.tree._arithmetic import Leaf, Unflatten, is_real_number, open_alike
+from gradkit.tree._arithmetic import Leaf, Unflatten, open_alike
 from gradkit.tree._products import products, with_zeros
 
 _Weight: TypeAlias = float | Tensor

@@ -356,6 +356,48 @@ def test_accumulation_clipping_and_a_scheduler(device: torch.device, set_to_none
         assert_same_bits(ours.parameters(), theirs.parameters())
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("max_norm", [0.0, 0.1, 1e6])
+def test_max_norm_is_clip_grad_norm_(device: torch.device, scaled: bool, max_norm: float) -> None:
+    """The line before `optimizer.step()`, with what it returns; a scaler unscales before it."""
+    (theirs, x), (ours, _) = twins("mlp", device)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (theirs, ours)]
+    scalers = [torch.amp.GradScaler(device.type, init_scale=8.0, enabled=scaled) for _ in range(2)]
+    for step in range(5):
+        scale = float("inf") if scaled and step == 2 else 1.0
+        optimizers[0].zero_grad()
+        scalers[0].scale(theirs(x).square().sum() * scale).backward()
+        scalers[0].unscale_(optimizers[0])
+        norm = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
+        scalers[0].step(optimizers[0])
+        scalers[0].update()
+        loss = scalers[1].scale(ours(x).square().sum() * scale)
+        _, grads = gradkit.value_and_grads(loss, ours)
+        before = gradkit.tree.map(torch.clone, grads)
+        options: Any = {"scaler": scalers[1]} if scaled else {}
+        if step == 3:  # unscaled by the caller in this step
+            gradkit.write_grads_(ours, grads)
+            scalers[1].unscale_(optimizers[1])
+            grads, before = gradkit.read_grads(ours), gradkit.read_grads(ours)
+            gradkit.clear_grads_(ours)
+        our_norm = gradkit.step_(optimizers[1], ours, grads, max_norm=max_norm, **options)
+        scalers[1].update()
+        assert same_bits(our_norm, norm)
+        assert_same_bits(grads.values(), before.values())
+        assert_same_bits(ours.parameters(), theirs.parameters())
+        assert all(p.grad is None for p in ours.parameters())
+    assert gradkit.step_(optimizers[1], ours, grads) is None
+
+
+def test_max_norm_is_checked_before_anything_changes(device: torch.device) -> None:
+    w = torch.ones(2, device=device, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    for wrong in (-1.0, True, "1", float("nan"), torch.ones(2)):
+        with pytest.raises(gradkit.OptionError, match=r"max_norm: .*\n.*max_norm=1.0"):
+            gradkit.step_(optimizer, [w], [torch.ones_like(w)], max_norm=wrong)
+    assert (w == 1).all()
+
+
 def test_a_grad_scaler_with_an_overflow(device: torch.device) -> None:
     (theirs, x), (ours, _) = twins("mlp", device)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (theirs, ours)]

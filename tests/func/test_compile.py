@@ -90,11 +90,11 @@ def tensors(anything: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.flatten(anything)[0] if isinstance(leaf, Tensor)]
 
 
-def assert_alike(got: Any, wanted: Any, *, exact: bool) -> None:
+def assert_alike(got: Any, expected: Any, *, exact: bool) -> None:
     """The same tree, in the same order, of the same tensors."""
-    (ours, spec), (theirs, wanted_spec) = pytree.flatten(got), pytree.flatten(wanted)
-    assert spec == wanted_spec
-    assert spec.paths() == wanted_spec.paths()
+    (ours, spec), (theirs, expected_spec) = pytree.flatten(got), pytree.flatten(expected)
+    assert spec == expected_spec
+    assert spec.paths() == expected_spec.paths()
     for a, b in zip(ours, theirs, strict=True):
         if not isinstance(b, Tensor):
             assert a == b
@@ -157,6 +157,8 @@ def functional_module(module: nn.Module) -> tuple[Callable[..., Any], Make]:
 
 
 def calls(call: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    cut: Any = {"create_graph": False}  # as in a training step: what is returned is owned
+
     def losses(params: Any, x: Tensor) -> dict[str, Tensor]:
         out = call(params, {}, x)[0].sin()
         return {"fit": out.square().mean(), "size": out.abs().sum()}
@@ -176,22 +178,22 @@ def calls(call: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     def product(mode: Any) -> Callable[..., Any]:
         def call(p: Any, x: Tensor) -> Any:
             along = {name: one.cos() for name, one in p.items()}
-            return func.hvp(lambda p: losses(p, x), p, along, mode=mode)
+            return func.hvp(lambda p: losses(p, x), p, along, mode=mode, create_graph=False)
 
         return call
 
     def weighted(p: Any, x: Tensor) -> Any:
-        return func.value_and_grads(losses, weights={"fit": x.sum(), "size": 2.0})(p, x)
+        return func.value_and_grads(losses, weights={"fit": x.sum(), "size": 2.0}, **cut)(p, x)
 
     return {
-        "value_and_grads": func.value_and_grads(losses),
+        "value_and_grads": func.value_and_grads(losses, **cut),
         "weights": weighted,
-        "has_aux": func.value_and_grads(with_aux, has_aux=True),
-        "argnums": func.value_and_grads(losses, argnums=(1, 0)),
-        "per_loss_grads": func.per_loss_grads(rows),
-        "chunks of a loss": func.per_loss_grads(rows, chunk_size=2),
-        "per_sample_grads": func.per_sample_grads(of_one, has_aux=True),
-        "chunks of samples": func.per_sample_grads(of_one, has_aux=True, chunk_size=2),
+        "has_aux": func.value_and_grads(with_aux, has_aux=True, **cut),
+        "argnums": func.value_and_grads(losses, argnums=(1, 0), **cut),
+        "per_loss_grads": func.per_loss_grads(rows, **cut),
+        "chunks of a loss": func.per_loss_grads(rows, chunk_size=2, **cut),
+        "per_sample_grads": func.per_sample_grads(of_one, has_aux=True, **cut),
+        "chunks of samples": func.per_sample_grads(of_one, has_aux=True, chunk_size=2, **cut),
         "hvp": product("forward-over-reverse"),
         "hvp in reverse": product("reverse-over-reverse"),
     }
@@ -231,7 +233,7 @@ def test_batch_norm_in_train_mode(device: torch.device, backend: str) -> None:
         running = {name: b + torch.ones_like(b) for name, b in buffers.items()}
         return renewed(params), running, torch.randn(3, 3, device=device, dtype=F64)
 
-    step = func.value_and_grads(loss, has_aux=True)
+    step = func.value_and_grads(loss, has_aux=True, create_graph=False)
     with unchanged(*module.parameters(), *module.buffers()):
         assert_compiles(step, make, backend=backend)
 
@@ -323,7 +325,7 @@ def trees(device: torch.device) -> Any:
 )
 def test_a_model_is_one_graph(device: torch.device, model: Callable[..., Any]) -> None:
     loss, make = model(device)
-    assert_compiles(func.value_and_grads(loss), make)
+    assert_compiles(func.value_and_grads(loss, create_graph=False), make)
 
 
 # Two parameters whose gradients are equal, as those of the two biases of an LSTM are; one loss in
@@ -463,9 +465,9 @@ def test_chunks_of_a_trap_run_one_by_one_without_a_warning(device: torch.device)
     call = func.per_loss_grads(lambda w: torch.cdist(w, x).sum(1), chunk_size=2)
     w = torch.randn(2, 3, device=device, dtype=F64)
     with pytest.warns(gradkit.GradkitWarning, match="cdist"):
-        wanted = call(w)
+        expected = call(w)
     got = torch.compile(call, backend="aot_eager", fullgraph=True)(w)
-    assert_alike(got, wanted, exact=False)
+    assert_alike(got, expected, exact=False)
 
 
 def test_a_loss_without_the_arguments_gives_zeros(device: torch.device) -> None:
@@ -691,10 +693,10 @@ def test_a_cell_of_the_table(device: torch.device, row: str, column: str, cell: 
             assert_refused(call, column, cell.strip("`"), setting(device))
         return
     s, uncompiled = setting(device), setting(device)
-    wanted = ROWS[row](uncompiled), uncompiled.state()
+    expected = ROWS[row](uncompiled), uncompiled.state()
     with pytest.warns(gradkit.GradkitWarning) if cell == WARNS else nullcontext():
         got = run(ROWS[row], column, s), s.state()
-    assert_alike(got, wanted, exact=False)
+    assert_alike(got, expected, exact=False)
     assert_owned((got[0], [p.grad for p in s.params]), (s.given, s.params))
 
 

@@ -37,8 +37,8 @@ def needs(requirements: list[str], extra: str = "") -> set[str]:
 def test_every_package_of_the_extras_is_taken_or_there(device: torch.device) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    wanted = needs([*project["dependencies"], *extras["test"], *extras["bench"]])
-    assert wanted - TAKEN - THERE == TOOLS
+    expected = needs([*project["dependencies"], *extras["test"], *extras["bench"]])
+    assert expected - TAKEN - THERE == TOOLS
 
 
 @pytest.mark.parametrize("name", wheels.NAMES)

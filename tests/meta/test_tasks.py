@@ -274,13 +274,19 @@ def test_random_numbers_differ_from_task_to_task(device: torch.device) -> None:
     assert grad.unique().numel() == 4, "each of the tasks keeps, or not, each of the numbers"
 
 
-def test_what_it_reads_from_outside_leaves_no_graph(device: torch.device) -> None:
+def test_what_it_reads_from_outside_leaves_no_graph_if_asked(device: torch.device) -> None:
     w = torch.ones(3, device=device, dtype=D)
     scale = torch.tensor(2.0, device=device, dtype=D, requires_grad=True)
     tasks = torch.randn(TASKS, 3, device=device, dtype=D)
-    value, grad = meta.mean_value_and_grads(lambda w, x: (scale * w * x).sum(), w, tasks)
+
+    def meta_loss(w: Tensor, x: Tensor) -> Tensor:
+        return (scale * w * x).sum()
+
+    value, grad = meta.mean_value_and_grads(meta_loss, w, tasks, create_graph=False)
     assert not value.requires_grad
     assert not grad.requires_grad
+    _, grad = meta.mean_value_and_grads(meta_loss, w, tasks)
+    torch.testing.assert_close(torch.autograd.grad(grad.sum(), scale)[0], tasks.mean(0).sum())
 
 
 def test_its_gradient_is_that_of_torch_func_too(device: torch.device) -> None:

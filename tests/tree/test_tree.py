@@ -407,10 +407,10 @@ def test_a_module_stands_for_its_parameters(device: torch.device) -> None:
         assert list(zeros) == list(named)
         assert not any(zero.any() for zero in zeros.values())
         for one, other in ((model, grads), (grads, model), (dict(reversed(grads.items())), model)):
-            wanted = tree.add(*(named if x is model else x for x in (one, other)))
+            expected = tree.add(*(named if x is model else x for x in (one, other)))
             got = tree.add(one, other)
-            assert list(got) == list(wanted)
-            assert all(same_bits(got[name], wanted[name]) for name in wanted)
+            assert list(got) == list(expected)
+            assert all(same_bits(got[name], expected[name]) for name in expected)
         assert same_bits(tree.dot(model, grads), tree.dot(named, grads))
         assert same_bits(tree.global_norm(model), tree.global_norm(named))
         assert tree.allclose(model, named, rtol=0, atol=0)
