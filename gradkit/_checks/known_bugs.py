@@ -139,8 +139,8 @@ def _by_its_own_statistics(name: str) -> Condition:
 
 
 def _broadcasts(call: OpCall, _: Stack) -> bool:
-    shape: object = call.argument(0, "input").shape
-    return shape != call.argument(1, "mask").shape
+    shapes = call.argument(0, "input").shape, call.argument(1, "mask").shape
+    return len(set(shapes)) > 1
 
 
 def _is_differentiated(call: OpCall, stack: Stack) -> bool:
@@ -176,7 +176,9 @@ _BY_HAND: dict[str, KnownBug] = {
     "det": KnownBug(f"{_OVER_JVP}; a third derivative by gradkit.value_and_grads, eagerly"),
     **dict.fromkeys(("slogdet", "logdet", "householder_product", "cumprod"), KnownBug(_OVER_JVP)),
     **dict.fromkeys(("solve", "solve_ex", "tensorsolve"), KnownBug(_SOLVED)),
-    **dict.fromkeys(("cholesky_inverse", "triangular_solve", "eig", "eigvals"), KnownBug(_FORWARD)),
+    **dict.fromkeys(
+        ("cholesky_inverse", "triangular_solve", "eig", "eigvals", "prod"), KnownBug(_FORWARD)
+    ),
     "scatter_reduce": KnownBug(
         _FORWARD, concerns=lambda call, _: call.argument(4, "reduce") == "prod"
     ),

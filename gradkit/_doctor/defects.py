@@ -55,10 +55,10 @@ def over_reverse(fn: Function, x: Tensor, along: Tensor) -> Values:
 def second(fn: Function, written: Function, x: Tensor) -> Values:
     """Return a second derivative: of a function, and of the function written out."""
 
-    def differentiate(fn: Function) -> Tensor:
-        return grad(lambda x: grad(lambda x: fn(x).sin().sum())(x).square().sum())(x)
+    def squared_slope(fn: Function) -> Function:
+        return lambda x: grad(lambda x: fn(x).sin().sum())(x).square().sum()
 
-    return differentiate(fn), differentiate(written)
+    return grad(squared_slope(fn))(x), grad(squared_slope(written))(x)
 
 
 def third_by_forward(fn: Function, x: Tensor, along: Tensor) -> Values:
@@ -363,7 +363,7 @@ DEFECTS = [
     *(_of_jvp(name, fn) for name, fn in matrices.SOLVED.items()),
     *(
         Defect(name, "a third derivative by forward mode", partial(_by_forward, fn))
-        for name, fn in matrices.EIGENVALUES.items()
+        for name, fn in matrices.BY_FORWARD.items()
     ),
     Defect("cumprod", "a jvp of its jvp", jvp_twice),
     Defect("lu_solve", "a batch of batches", in_two_vmaps),

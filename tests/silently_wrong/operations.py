@@ -49,7 +49,7 @@ def derivative_of_jvp_of_householder_product(device: torch.device) -> Case:
 
 
 def _third(name: str, device: torch.device) -> Case:
-    fn, a, along = defects.determinant(matrices.EIGENVALUES[name], device)
+    fn, a, along = defects.determinant(matrices.BY_FORWARD[name], device)
 
     def loss(a: Tensor) -> Tensor:
         return fn(a).sin().sum()
@@ -70,6 +70,10 @@ def _third(name: str, device: torch.device) -> Case:
 
 def third_of_eigvals(device: torch.device) -> Case:
     return _third("eigvals", device)
+
+
+def third_of_prod(device: torch.device) -> Case:
+    return _third("prod", device)
 
 
 def third_of_eig(device: torch.device) -> Case:
@@ -239,6 +243,12 @@ ROWS = [
         for name, show in (
             ("torch.linalg.eigvals", third_of_eigvals), ("torch.linalg.eig", third_of_eig)
         )
+    ),
+    Row(
+        "two `jvp` around `grad`, where `f` is the sine of `torch.prod(a)`, and `a` has a zero",
+        [[18.0, 30.0], [-28.0, 15.0]], [[36.0, 54.0], [-28.0, 30.0]],
+        "`jvp` of `func.hvp`", third_of_prod, REFUSED,
+        '`mode="reverse-over-reverse"`, differentiated',
     ),
     Row(
         "`jvp` of `jvp`, where `f` is the sum of exponentials of `torch.cumprod(x, 0)`, and `x` "

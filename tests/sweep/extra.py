@@ -167,6 +167,7 @@ def factors() -> Calls:
     apart = (torch.diag(torch.arange(1.0, 4, dtype=D)) + 0.1 * a,)
     yield "eigvals: matrix", linalg.eigvals, apart
     yield "eig: values", lambda a: linalg.eig(a)[0], apart
+    yield "eig: vectors", lambda a: linalg.eig(a)[1].abs(), apart
     yield "matrix_exp: matrix", linalg.matrix_exp, (normal(3, 3),)
     yield "pinv: matrix", linalg.pinv, (normal(4, 3),)
 
@@ -257,6 +258,7 @@ def others() -> Calls:
     yield "index_fill: tensor", lambda x, v: torch.index_fill(x, 0, zero, v), (normal(3), normal())
     yield "select_scatter: it", lambda x, v: torch.select_scatter(x, v, 0, 1), (normal(3), normal())
     zero_inside = torch.tensor([1.5, 0.0, 0.5, 2.0], dtype=D)
+    yield "prod: zero", lambda x: torch.prod(x)[None], (zero_inside,)
     yield "cumprod: zero", lambda x: torch.cumprod(x, 0), (zero_inside,)
     yield "roll: no dimensions", lambda x: torch.roll(x, 1) * x, (normal(),)
     yield "masked_select: broadcast", lambda x: torch.masked_select(x, eye), (normal(2),)

@@ -113,6 +113,10 @@ def eager(fn: Scalar, point: Point, along: Sequence[Point]) -> list[Tensor]:
     return values
 
 
+def _last(fn: Scalar, along: Sequence[Point], *point: Tensor) -> Tensor:
+    return eager(fn, point, along)[-1]
+
+
 def difference(fn: Scalar, point: Point, along: Point) -> Tensor | None:
     """Return a derivative by differences of fourth order, None where the function is not smooth."""
 
@@ -165,10 +169,10 @@ def of_orders(case: Case, orders: int) -> dict[str, str]:
             verdicts[" ".join(stack)] = verdict(attempt(partial(run, *case.point)), right)
             if verdicts[" ".join(stack)] == "right":
                 below = below or run
-        got = attempt(lambda order=order: eager(fn, case.point, along[:order])[-1])
-        verdicts[f"eager {order}"] = verdict(got, right)
+        by_eager = partial(_last, fn, along[:order])
+        verdicts[f"eager {order}"] = verdict(attempt(partial(by_eager, *case.point)), right)
         if below is None and verdicts[f"eager {order}"] == "right":
-            below = lambda *x, order=order: eager(fn, x, along[:order])[-1]  # noqa: E731
+            below = by_eager
     return verdicts
 
 
@@ -213,9 +217,16 @@ def looped(fn: Scalar, mask: Mask, size: int) -> Scalar:
 Pair = tuple[str, Callable[[], Tensor], Callable[[], Tensor]]  # a program, what it gives, and right
 
 
+def pair(name: str, ways: Sequence[Scalar], point: Point) -> Pair:
+    """Return a program, and what is right in its place, at a point."""
+    got, right = ways
+    return name, partial(got, *point), partial(right, *point)
+
+
 def batched(case: Case) -> Iterator[Pair]:
     """Yield the programs with a vmap, and what a loop gives in its place."""
-    fn, (t, u) = scalar(case.outputs), directions(case.point, 2)
+    fn = scalar(case.outputs)
+    t, u = directions(case.point, 2)
     inner = {"": (), "Grad": ("Grad",), "Jvp": ("Jvp",), "Grad Grad": ("Grad", "Grad")}
     for mask in masks(len(case.point)):
         points = batch(case.point, mask, 2)
@@ -223,12 +234,12 @@ def batched(case: Case) -> Iterator[Pair]:
         for name, stack in inner.items():
             one = derivative(fn, stack, [t, u][: len(stack)])
             ways = vmap(one, dims(mask)), looped(one, mask, 2)
-            yield (f"Vmap {name}", *(partial(way, *points) for way in ways))
+            yield pair(f"Vmap {name}", ways, points)
             for outer in ("Grad", "Jvp", "Grad Grad"):
                 if len(outer.split()) + len(stack) <= 2:
                     sums = [lambda *x, way=way: way(*x).sum() for way in ways]
                     runs = [derivative(s, outer.split(), along[: len(outer.split())]) for s in sums]
-                    yield (f"{outer} Vmap {name}", *(partial(run, *points) for run in runs))
+                    yield pair(f"{outer} Vmap {name}", runs, points)
 
 
 def batched_twice(case: Case) -> Iterator[Pair]:
@@ -245,27 +256,27 @@ def batched_twice(case: Case) -> Iterator[Pair]:
             one = derivative(fn, stack, [t][: len(stack)])
             got = vmap(vmap(one, dims(inner)), dims(outer))
             right = looped(looped(one, inner, 2), outer, 2)
-            yield f"Vmap Vmap {name}", partial(got, *grid), partial(right, *grid)
+            yield pair(f"Vmap Vmap {name}", (got, right), grid)
 
 
 def pulled(case: Case) -> Iterator[Pair]:
     """Yield the programs with a batched backward pass, and what single passes give."""
-    (t, u) = directions(case.point, 2)
+    t, u = directions(case.point, 2)
     size = case.outputs(*case.point).numel()
     generator = torch.Generator().manual_seed(3)
     seeds = torch.randn(2, size, dtype=torch.float64, generator=generator).to(t[0].device)
 
     def slopes(*x: Tensor, together: bool) -> Tensor:
-        _, pull = vjp(lambda *y: case.outputs(*y).sin(), *x)
+        _, pull = vjp(lambda *y: case.outputs(*y).sin(), *x)  # type: ignore[misc]
         if together:
             return vmap(lambda seed: dot(pull(seed), t))(seeds)
         return torch.stack([dot(pull(seed), t) for seed in seeds])
 
     ways = [partial(slopes, together=together) for together in (True, False)]
-    yield ("Grad +Vmap", *(partial(way, *case.point) for way in ways))
+    yield pair("Grad +Vmap", ways, case.point)
     squares = [lambda *x, way=way: way(*x).square().sum() for way in ways]
     runs = [derivative(square, ("Grad",), [u]) for square in squares]
-    yield ("Grad Grad +Vmap", *(partial(run, *case.point) for run in runs))
+    yield pair("Grad Grad +Vmap", runs, case.point)
 
 
 def verdicts_of(case: Case, orders: int = 3) -> dict[str, str]:

@@ -67,8 +67,10 @@ class Found:
         """Return for each operation the shortest stacks that are wrong.
 
         Or that raise, where another of as many derivatives is wrong: torch would advise that one.
+        What a module gets wrong is one of its operations.
         """
-        return {name: shortest(self._stacks(name)) for name in sorted(self.wrong)}
+        names = sorted(name for name in self.wrong if not name.startswith("module "))
+        return {name: shortest(self._stacks(name)) for name in names}
 
     def _stacks(self, name: str) -> set[str]:
         orders = {len(stack.split()) for stack in self.wrong[name] if "Vmap" not in stack}
