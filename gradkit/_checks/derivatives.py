@@ -91,7 +91,7 @@ def _wrong(where: str, name: str) -> str:
     if _WRONG[name] == "2":
         operation, fix = _SECOND.get(name, (name, "write it out in other operations"))
         got = f"{operation}, whose second derivative torch gets silently wrong"
-        fix = f"leave out create_graph=True, or take first_order=True; or {fix}"
+        fix = f"leave out create_graph=True; take unroll(..., first_order=True); or {fix}"
         return message(where, "a graph whose derivative can be differentiated", got, fix)
     return message(
         where,

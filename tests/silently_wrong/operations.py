@@ -128,6 +128,24 @@ def second_of_weight_norm_in_func(device: torch.device) -> Case:
     return _second(normalized, normalized_by_hand, _direction(device), ours="nested")
 
 
+def second_of_weight_norm_compiled(device: torch.device) -> Case:
+    """In the section of what gradkit does not see."""
+    v = _direction(device)
+
+    def nested(differentiate: Any, fn: Function) -> Function:
+        slope = differentiate(lambda v: fn(v).sin().sum())
+        return differentiate(lambda v: slope(v).square().sum())
+
+    def compiled(differentiate: Any) -> Tensor:
+        run = torch.compile(nested(differentiate, normalized), backend="aot_eager", fullgraph=True)
+        return run(v)
+
+    def by_gradkit(fn: Function) -> Function:
+        return lambda v: func.value_and_grads(fn)(v)[1]
+
+    return Case(compiled(grad), nested(grad, normalized_by_hand)(v), lambda: compiled(by_gradkit))
+
+
 def second_of_sparse_values(device: torch.device) -> Case:
     x = torch.tensor([1.0, 2.0], dtype=D, device=device)
     return _second(matrices.sparse, matrices.dense, x)
