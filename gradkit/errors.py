@@ -6,6 +6,7 @@ code that catches the builtin keeps working. They are raised before the engine h
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 
@@ -15,6 +16,7 @@ __all__ = [
     "CollectiveError",
     "DetachedLossError",
     "FreedGraphError",
+    "GradientCheckError",
     "GradkitError",
     "GradkitWarning",
     "LeafTypeError",
@@ -71,6 +73,31 @@ class CollectiveError(GradkitError, RuntimeError):
     """A rank of a process group has not taken part in a collective, or there is no group."""
 
 
+class GradientCheckError(GradkitError, AssertionError):
+    """A derivative that torch computes is not that of the function.
+
+    Attributes:
+        leaf: The path of the input at which it is wrong, or `args`.
+        order: 1 for a gradient, 2 for its derivative, and so on.
+        mode: `"reverse"`, `"forward"`, or a succession: `"forward-over-reverse"`.
+        difference: By how much it is wrong, along a random direction.
+        operation: The operation that is wrong by itself, if there is one.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        leaf: str = "args",
+        order: int = 1,
+        mode: str = "reverse",
+        difference: float = 0.0,
+        operation: str | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.leaf, self.order, self.mode = leaf, order, mode
+        self.difference, self.operation = difference, operation
+
+
 class GradkitWarning(UserWarning):
     """A fallback that costs time, or a solve that has not converged."""
 
@@ -101,11 +128,21 @@ def describe(value: object) -> str:
     """
     if isinstance(value, torch.Tensor):
         kind = str(value.dtype).removeprefix("torch.")
-        article = "an" if kind.startswith("int") else "a"
-        return f"{article} {kind} tensor of shape {tuple(value.shape)} on {value.device}"
+        return f"{with_article(kind)} tensor of shape {tuple(value.shape)} on {value.device}"
     text = repr(value)
     shown = f" {text}" if len(text) <= 40 else ""
     return f"the {type(value).__name__}{shown}"
+
+
+def with_article(name: str) -> str:
+    """Return a name behind its article, as it is said: a Linear, an SGD, an int64."""
+    is_vowel = re.match(r"[AEIOaeio]|U[a-z]|[FHLMNRSX]([A-Z\d]|$)", name)
+    return f"{'an' if is_vowel else 'a'} {name}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the text of an error, without a full stop at its end."""
+    return str(error).strip().partition("\n")[0].rstrip(".")
 
 
 def warn_fallback(text: str) -> None:

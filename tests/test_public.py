@@ -26,6 +26,7 @@ ERRORS = {
     "DetachedLossError": RuntimeError,
     "UnreachedParamError": RuntimeError,
     "FreedGraphError": RuntimeError,
+    "GradientCheckError": AssertionError,
     "UnsupportedGraphError": RuntimeError,
     "UnsupportedOptimizerError": TypeError,
     "CollectiveError": RuntimeError,
@@ -39,7 +40,10 @@ META = {
     "mean_value_and_grads",
 }  # fmt: skip
 DIST = {"all_reduce", "per_loss_grads", "value_and_grads"}
-FUNC = {"value_and_grads", "per_loss_grads", "per_sample_grads", "hvp", "make_functional"}
+FUNC = {
+    "value_and_grads", "per_loss_grads", "per_sample_grads", "hvp", "make_functional", "vjp", "jvp",
+    "ggn_vp", "check_grads",
+}  # fmt: skip
 REPORT = {
     "Comparison", "Conflicts", "Difference", "Explanation", "History", "LossGraph", "Part",
     "Verdict", "compare", "conflicts", "explain",
@@ -95,6 +99,8 @@ def test_every_public_function_is_documented(device: torch.device) -> None:
         sections += ["Args:"] * bool(inspect.signature(function).parameters)
         if function in (gradkit.safe_retain, gradkit.capture_grads, gradkit.checked):
             sections.append("Yields:")
+        elif function is gradkit.func.check_grads:
+            sections.append("Raises:")
         elif not function.__name__.endswith("_") or function is gradkit.backward_:
             sections.append("Returns:")
         for section in sections:

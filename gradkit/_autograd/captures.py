@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge
 
 from gradkit._autograd.write_finder import WriteFinder
 from gradkit._compat.autograd import current_pass
+from gradkit._compat.transforms import without_graph
 from gradkit._core import user_code
 from gradkit._core.ownership import copy_for
 
@@ -78,7 +79,7 @@ class ArrivalCapture:
         if grad is not None:
             if self._finder is not None:
                 self._finder.arrive(index, grad)
-            copy = copy_for(grad if self._create_graph else grad.detach(), variable)
+            copy = copy_for(grad if self._create_graph else without_graph(grad), variable)
             self._arrived[index][current_pass()] = copy
 
     def replace(self, grads: list[Tensor | None]) -> list[Tensor | None]:

@@ -14,7 +14,8 @@ from gradkit._core import user_code
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph, sizes_of_gradients
 from gradkit._core.ownership import PLAIN_TYPES, empty_for, zeros_for
-from gradkit.errors import GradkitError, warn_fallback
+from gradkit._core.params import Params
+from gradkit.errors import GradkitError, UnsupportedGraphError, message, warn_fallback
 
 # What the engine's batched mode gets wrong, or cannot do [G1, G6].
 _UNBATCHABLE = {
@@ -110,27 +111,45 @@ class JacobianBuffer:
 
     def result(self) -> list[Tensor | None]:
         """Return for each variable a tensor of shape `loss.shape + variable.shape`, or None."""
-        for elements, filled in zip(self._by_element, self._filled, strict=True):
+        columns = zip(self._parts, self._by_element, self._filled, strict=True)
+        for parts, elements, filled in columns:
             if elements is not None:
                 elements[filled:].zero_()
+                for (
+                    start,
+                    part,
+                ) in parts:  # sparse ones: with dense ones beside them the sum is dense
+                    elements.narrow(0, start, len(part)).copy_(part.to_dense())
         return [
-            self._joined(parts) if parts else buffer
+            self._joined(parts) if buffer is None and parts else buffer
             for parts, buffer in zip(self._parts, self._buffers, strict=True)
         ]
 
     def _joined(self, parts: list[tuple[int, Tensor]]) -> Tensor:
-        first = parts[0][1]
+        if len({part.layout for _, part in parts}) > 1:  # torch.cat does not mix them
+            parts = [(start, part.to_dense()) for start, part in parts]
+        first, shape = parts[0][1], self._loss.shape
         tensors: list[Tensor] = []
         filled = 0
         for start, part in [*parts, (self._loss.numel(), None)]:
             if start > filled:  # those left out
-                tensors += [torch.zeros_like(first.narrow(0, 0, 1))] * (start - filled)
+                row = first if first.is_sparse else first.narrow(0, 0, 1)
+                tensors += [torch.zeros_like(row)] * (start - filled)
             if part is not None:
                 tensors.append(part)
                 filled = start + part.shape[0]
+        if first.is_sparse:
+            return _stacked(tensors, shape)
         joined = torch.cat(tensors)
-        shape = self._loss.shape
         return joined if len(shape) == 1 else joined.reshape(*shape, *first.shape[1:])
+
+
+def _stacked(rows: list[Tensor], shape: Sequence[int]) -> Tensor:
+    """Return sparse rows of one element each as one tensor, which torch cannot reshape."""
+    for size in reversed(shape[1:]):
+        groups = (rows[start : start + size] for start in range(0, len(rows), size))
+        rows = [torch.cat(group).unsqueeze(0) for group in groups]
+    return torch.cat(rows)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -180,6 +199,16 @@ def batched(
     return buffer.result()
 
 
+def refuse_nested(params: Params) -> None:
+    """Raise for a nested tensor, whose gradients torch cannot stack: its rows differ in length."""
+    for index, variable in enumerate(params.variables):
+        if variable.is_nested:
+            expected = "a tensor whose gradients, one for each element of a loss, can be stacked"
+            fix = "gradkit.per_loss_grads(list(loss.flatten()), params), a loss for each element"
+            where = params.path(index)
+            raise UnsupportedGraphError(message(where, expected, "a nested tensor", fix))
+
+
 def one_hot(loss: Tensor, start: int, stop: int) -> Tensor:
     """Return the cotangents of the elements of `loss` from `start` to `stop`, stacked."""
     rows = torch.arange(start, stop, device=loss.device)
@@ -217,7 +246,8 @@ def losses_to_batch(
         return [False] * len(losses)
     if strategy == "auto":
         return [_worth_batching(loss, below) and why_not(loss) is None for loss in losses]
-    reasons = [_NOTHING_TO_BATCH if loss.numel() < 2 else why_not(loss) for loss in losses]
+    few = {0: "", 1: _NOTHING_TO_BATCH}  # of an empty loss there is nothing to say
+    reasons = [few[loss.numel()] if loss.numel() in few else why_not(loss) for loss in losses]
     refused = dict.fromkeys(reason for reason in reasons if reason)
     if None in reasons:
         refused.pop(_NOTHING_TO_BATCH, None)

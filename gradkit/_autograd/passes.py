@@ -15,6 +15,7 @@ from gradkit._autograd.runner import PassRunner
 from gradkit._checks.graphs import check_call
 from gradkit._checks.reachability import refuse_unreached
 from gradkit._compat.distributed import replicated
+from gradkit._compat.transforms import without_graph
 from gradkit._core import pytree
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.constants import with_zero_derivatives
@@ -42,6 +43,8 @@ class PassResult:
 
     def with_constants(self, params: Params) -> PassResult:
         """Return the same with a pass for every loss, which gave nothing for constants."""
+        if len(self.grads) == len(self.call.losses.leaves):
+            return self
         by_loss = {
             one.losses[0]: grads for one, grads in zip(self.call.passes, self.grads, strict=True)
         }
@@ -68,7 +71,9 @@ def run_jointly(
     group = require_graph(losses, outputs)
     call = Call(losses, outputs, [Pass(group, params)], unused, create_graph)
     check_call(call, allowed)
-    learned = [w for w in by_loss or () if isinstance(w, Tensor) and w.requires_grad]
+    learned: Sequence[Tensor] = ()
+    if by_loss is not None:
+        learned = [w for w in by_loss if isinstance(w, Tensor) and w.requires_grad]
     constants = len(group) < len(outputs)
     grads = runner(call, learned).grads(
         [outputs[index] for index in group] if constants else outputs,
@@ -108,7 +113,7 @@ def values_of(losses: Losses, create_graph: bool) -> PyTree:
 
 
 def _detached_copy(loss: Tensor) -> Tensor:
-    value = loss.detach()
+    value = without_graph(loss)
     return value.clone() if type(loss) is Tensor else replicated(value).clone()
 
 
@@ -132,6 +137,8 @@ def run_separately(
         every = range(len(losses.leaves))
         refuse_unreached(replace(call, passes=[Pass([index], params) for index in every]))
     check_call(call, allowed)
+    if any(map(Tensor.dim, losses.leaves)):
+        jacobian.refuse_nested(params)
     run = runner(call)
     batch = jacobian.choose(strategy, call)
 

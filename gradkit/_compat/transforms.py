@@ -76,6 +76,14 @@ def is_dual(tensor: Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
+def without_graph(tensor: Tensor) -> Tensor:
+    """Return what `detach` does, or a copy that keeps the tangent of forward mode."""
+    if forward_ad._current_level < 0:
+        return tensor.detach()
+    with torch.no_grad():  # detach() drops the tangent; vmap has no rule for unpack_dual
+        return tensor.clone()
+
+
 def level_of(tensor: Tensor) -> int:
     """Return the transform level that a tensor belongs to, -1 for none."""
     return _functorch.maybe_get_level(tensor)

@@ -20,6 +20,14 @@ def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b + a if a.is_sparse and not b.is_sparse else a + b
 
 
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors of one dtype have the same entries; a NaN equals itself."""
+    # torch.equal takes NaN for different from NaN: the gradients of an overflow are all NaN.
+    return a.shape == b.shape and (
+        torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+    )
+
+
 def inner(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """Return the real inner product as a 0-dim tensor, in float32 at least; None if one is zero."""
     if a is None or b is None:
@@ -71,6 +79,6 @@ def width(leaf: Tensor) -> int:
 def from_real_vector(flat: Tensor, like: Tensor) -> Tensor:
     """Return the inverse of `real_vector`: a leaf with the shape and dtype of `like`."""
     if like.is_complex():
-        flat = torch.view_as_complex(flat.reshape(-1, 2))
+        flat = torch.complex(flat[::2], flat[1::2])  # view_as_complex wants an even offset
     leaf = flat.reshape(like.shape).to(like.dtype)
     return sharded_like(leaf, like) if is_dtensor(like) else leaf

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradkit._core import pytree
+from gradkit._core.options import is_number
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree, Structure
@@ -22,6 +23,7 @@ from gradkit.errors import (
     StructureError,
     describe,
     message,
+    with_article,
 )
 
 # The error, what was expected, and what to do.
@@ -61,7 +63,7 @@ def read_losses(
                 fix = "return the loss, computed with it" if returned else _LOSSES_FIRST
                 if not returned and not any(True for _ in _parameters(leaf)):  # a criterion
                     fix = "call it, and pass the loss that it returns"
-                where, got = pytree.path(spec, index, "losses"), f"a {type(leaf).__name__}"
+                where, got = pytree.path(spec, index, "losses"), with_article(type(leaf).__name__)
                 raise LeafTypeError(message(where, "a tensor", got, fix))
         leaves, spec = expand_params(tree, "losses")
     losses = Losses(leaves, spec)
@@ -134,7 +136,7 @@ def require_graph(losses: Losses, outputs: Sequence[Tensor]) -> list[int]:
 def params_of_each_loss(losses: Losses, params: PyTree) -> list[PyTree]:
     """Return the part of `params` that stands in the place of each loss."""
     if isinstance(params, nn.Module) and losses.spec.type is not None:
-        got = f"one module, a {type(params).__name__}"
+        got = f"one module, {with_article(type(params).__name__)}"
         fix = 'a dict of modules with the keys of the losses: {"G": generator, "D": discriminator}'
         if isinstance(params, nn.ModuleList | nn.Sequential) and losses.spec.type in (list, tuple):
             fix = f"{losses.spec.type.__name__}(params), which has one module for each loss"
@@ -152,7 +154,7 @@ def read_weights(weights: PyTree, losses: Losses) -> list[float | Tensor] | None
     by_loss = pytree.broadcast_prefix(weights, "weights", tree, "losses")
     for index, weight in enumerate(by_loss):
         fix = "pass a number"
-        fits = isinstance(weight, Real) and not isinstance(weight, bool)
+        fits = is_number(weight)
         if isinstance(weight, Tensor):
             fix = "weights=list(weights) for a tensor of several"
             if losses.spec.type is dict:
@@ -160,6 +162,6 @@ def read_weights(weights: PyTree, losses: Losses) -> list[float | Tensor] | None
             fits = weight.numel() == 1 and not weight.dtype.is_complex
         if not fits:
             where = f"the weight of {losses.path(index)}"
-            expected = "a real number or a real tensor of one element"
+            expected = "a real number that fits in a float, or a real tensor of one element"
             raise LeafTypeError(message(where, expected, describe(weight), fix))
     return cast("list[float | Tensor]", by_loss)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Real
+from sys import float_info
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
@@ -40,11 +41,11 @@ def check_optional_bool(name: str, value: object) -> None:
         check_option(name, value, (None, False, True))
 
 
-def check_function(value: object) -> None:
+def check_function(value: object, name: str = "fn") -> None:
     """Raise if what is to be differentiated is not a function."""
     if not callable(value):
         fix = "pass a function; for losses that exist: gradkit.value_and_grads(losses, params)"
-        raise OptionError(message("fn", "a function", describe(value), fix))
+        raise OptionError(message(name, "a function", describe(value), fix))
 
 
 def check_pass_options(unused: object, create_graph: object, retain_graph: object) -> None:
@@ -68,6 +69,13 @@ def check_chunk_size(value: object) -> None:
         )
 
 
+def is_number(value: object) -> bool:
+    """Return whether a value is a real number that fits in a float; a bool is no number."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and -float_info.max <= value <= float_info.max
+    return isinstance(value, Real)
+
+
 def is_positive_int(value: object) -> bool:
     """Return whether a value is an int of at least 1; a bool is no int."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
@@ -77,12 +85,12 @@ def is_real_number(value: object) -> bool:
     """Return whether this is a real number, or a real tensor of one element."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, Real)
+    return is_number(value)
 
 
 def check_number(name: str, value: Any, fix: str, *, nonnegative: bool = False) -> None:
     """Raise if this is no real number or real tensor of one element; the latter's sign is free."""
-    if isinstance(value, bool) or not is_real_number(value):
+    if not is_real_number(value):
         kind = "a real number, or a real tensor of one element"
         raise OptionError(message(name, kind, describe(value), fix))
     if nonnegative and not isinstance(value, Tensor) and not value >= 0:

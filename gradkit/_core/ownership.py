@@ -23,6 +23,7 @@ from gradkit._compat.autograd import (
     storage_use_count,
     tensor_use_count,
 )
+from gradkit._compat.transforms import without_graph
 
 # A tensor of these types is one storage; a subclass may have several, or none.
 PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
@@ -44,7 +45,7 @@ def own(grads: list[Tensor], params: Sequence[Tensor], leading: tuple[int, ...] 
         leading = ()
     for index in _not_owned(grads, params):
         like = _layout_of_rows(params[index], leading) if leading else params[index]
-        grads[index] = copy_for(grads[index].detach(), like)
+        grads[index] = copy_for(without_graph(grads[index]), like)
 
 
 def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
@@ -75,7 +76,7 @@ def is_laid_out(grad: Tensor, param: Tensor) -> bool:
     # An expanded tensor, or a zero tensor without memory, cannot be changed in place.
     if 0 in grad.stride() or grad._is_zerotensor():
         return False
-    if param.is_contiguous() or not _is_dense(param):
+    if param.layout != torch.strided or param.is_contiguous() or not _is_dense(param):
         return grad.is_contiguous()
     pairs = zip(param.shape, grad.stride(), param.stride(), strict=True)
     return all(ours == theirs for size, ours, theirs in pairs if size != 1)

@@ -9,6 +9,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from gradkit._compat.transforms import without_graph
 from gradkit._core.ownership import copy_for
 
 _grad, _layout = attrgetter("grad"), attrgetter("layout")
@@ -18,7 +19,7 @@ _PLAIN = frozenset({Tensor})
 
 def write(leaf: Tensor, grad: Tensor | None) -> None:
     """Set `.grad` to a copy of a gradient, without its graph; None sets None."""
-    leaf.grad = None if grad is None else copy_for(grad.detach(), leaf)
+    leaf.grad = None if grad is None else copy_for(without_graph(grad), leaf)
 
 
 def accumulate(leaf: Tensor, grad: Tensor) -> None:
@@ -28,7 +29,7 @@ def accumulate(leaf: Tensor, grad: Tensor) -> None:
     elif leaf.grad.is_sparse and not grad.is_sparse:
         leaf.grad = grad + leaf.grad  # the sum is dense: another object, as in torch
     else:
-        leaf.grad += grad.detach()
+        leaf.grad += without_graph(grad)
 
 
 def accumulate_together(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> bool:

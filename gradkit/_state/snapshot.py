@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,16 +19,17 @@ from gradkit._state.module import attributes_put_back
 class Snapshot:
     """The state of modules, tensors and random number generators, to be restored after each run."""
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        tensors: Iterable[Tensor],
-        generators: Iterable[Generator] = (),
-    ) -> None:
-        self._tensors = list({id(t): t for t in tensors}.values())
+    def __init__(self, captured: Iterable[object], tensors: Iterable[Tensor]) -> None:
+        captured = list(captured)
+        modules = [value for value in captured if isinstance(value, nn.Module)]
+        parts = [vars(part).values() for module in modules for part in module.modules()]
+        attributes = [value for values in parts for value in values]
+        own = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+        own += [value for value in attributes if isinstance(value, Tensor)]
+        self._tensors = list({id(t): t for t in (*tensors, *own)}.values())
         self.modules = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+        self._generators = [v for v in (*captured, *attributes) if isinstance(v, Generator)]
         self._values = [(t, t.data, _version(t), t.detach().clone()) for t in self._tensors]
-        self._generators = list(generators)
         self.leaves = [t for t in self._tensors if t.is_leaf]
         self._requires_grad = [(t, t.requires_grad) for t in self.leaves]
         self.grads = {id(t): t.grad for t in self.leaves}

@@ -19,7 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradkit.errors import CollectiveError, GradkitError, StructureError, message
+from gradkit.errors import (
+    CollectiveError,
+    GradkitError,
+    StructureError,
+    message,
+    with_article,
+)
 
 _T = TypeVar("_T")
 Digest: TypeAlias = tuple[int, ...]
@@ -130,7 +136,7 @@ class GradSpec(NamedTuple):
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         graph = ", with a graph" if self.graph else ""
-        return f"a {kind} tensor of shape {self.shape} on {self.device}{graph}"
+        return f"{with_article(kind)} tensor of shape {self.shape} on {self.device}{graph}"
 
 
 # Of each gradient of a rank, or over all ranks; None if there is none.

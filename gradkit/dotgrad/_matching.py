@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from gradkit._checks.reachability import refuse_gathered
 from gradkit._compat.distributed import any_fully_sharded, is_dtensor
 from gradkit._core import pytree
+from gradkit._core.leaf_arithmetic import same_values
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree, Structure
@@ -116,7 +117,7 @@ def _mismatch(leaf: Tensor | None, grad: object) -> tuple[str, str] | None:
 def _differ(first: Tensor | None, second: Tensor | None) -> bool:
     if first is second or first is None or second is None:
         return first is not second
-    return first.layout != second.layout or not torch.equal(first.to_dense(), second.to_dense())
+    return first.layout != second.layout or not same_values(first.to_dense(), second.to_dense())
 
 
 def unique(tensors: Iterable[Tensor | None]) -> list[Tensor]:
@@ -141,7 +142,7 @@ def refuse_state_dict(tree: PyTree, root: str) -> None:
 def _known_mistake(params: Params, grads: PyTree) -> GradkitError | None:
     """Return the error for gradients that do not match, if it is known what they are instead."""
     pair = "value, grads = gradkit.value_and_grads(losses, params)"
-    if type(grads) is tuple and len(grads) == 2:
+    if isinstance(grads, tuple) and len(grads) == 2:
         per_loss = _matches(params.spec, grads[0]) and not isinstance(grads[0], Tensor)
         if _matches(params.spec, grads[1]) and not per_loss:
             got = "a pair (values, gradients) that was not unpacked"

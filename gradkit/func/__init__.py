@@ -1,13 +1,27 @@
 """The same gradients for losses that a function computes, over torch.func.
 
 `value_and_grads` and `per_loss_grads` take a function where the eager calls take losses;
-`per_sample_grads`, `hvp` and `make_functional` complete them. They work on any tree, inside and
+`per_sample_grads`, the products `vjp`, `jvp`, `hvp` and `ggn_vp`, and `make_functional` complete
+them. They work on any tree, inside and
 around `torch.func.vmap`, `grad`, `jvp` and `jacrev`, and under `torch.compile(fullgraph=True)`.
+`check_grads` finds out whether the derivatives of a function are right.
 """
 
+from gradkit.func._check_grads import check_grads
 from gradkit.func._grads import per_loss_grads, value_and_grads
 from gradkit.func._hvp import hvp
 from gradkit.func._make_functional import make_functional
 from gradkit.func._per_sample import per_sample_grads
+from gradkit.func._products import ggn_vp, jvp, vjp
 
-__all__ = ["hvp", "make_functional", "per_loss_grads", "per_sample_grads", "value_and_grads"]
+__all__ = [
+    "check_grads",
+    "ggn_vp",
+    "hvp",
+    "jvp",
+    "make_functional",
+    "per_loss_grads",
+    "per_sample_grads",
+    "value_and_grads",
+    "vjp",
+]

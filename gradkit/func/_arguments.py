@@ -125,19 +125,26 @@ class Arguments:
         given = (leaf for leaf in pytree.flatten(self.args)[0] if isinstance(leaf, Tensor))
         return with_zero_derivatives(grads, [*losses, *given])
 
-    def _why_unreached(self, variable: int) -> str:
+    def path(self, variable: int) -> str:
+        """Return the path of the first leaf that is this variable, as the caller would write it."""
         index = self.params.first_leaf_of_variable[variable]
+        return _path(index, self.params.spec, self.positions, self.root)
+
+    def _why_unreached(self, variable: int) -> str:
         got = (
             "none: the loss was not computed from it, or the path is cut (detach(), .data, "
             ".item(), no_grad)"
         )
         fix = "compute the losses from it, or pass it as an argument that argnums does not name"
-        where = _path(index, self.params.spec, self.positions, self.root)
-        return message(where, "a path from every loss, with unused='error'", got, fix)
+        return message(self.path(variable), "a path from every loss, with unused='error'", got, fix)
 
 
 def read_arguments(
-    args: tuple[Any, ...], argnums: ArgNums, root: str | None = None, unused: Unused = "zeros"
+    args: tuple[Any, ...],
+    argnums: ArgNums,
+    root: str | None = None,
+    unused: Unused = "zeros",
+    is_variable: Callable[[Any, Callable[[], str]], bool] | None = None,
 ) -> Arguments:
     """Check and flatten the arguments that a function is differentiated with respect to."""
     if unused != "zeros" and torch.compiler.is_compiling():
@@ -158,7 +165,7 @@ def read_arguments(
         params = Params(leaves, spec, leaves, slots, root or "args", True, only_leaves)
     else:
         path = partial(_path, spec=spec, positions=positions, root=root)
-        params = with_variables(leaves, spec, root or "args", path, _is_variable)
+        params = with_variables(leaves, spec, root or "args", path, is_variable or _is_variable)
     if not params.variables:
         where = root or ", ".join(f"args[{position}]" for position in positions)
         raise UnreachedParamError(message(where, "a tensor to differentiate", *_why_none(given)))

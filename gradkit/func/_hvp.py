@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from threading import RLock
 from typing import Any, Literal, TypeAlias, cast
 
@@ -14,12 +13,21 @@ from torch.func import jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradkit._core import pytree
+from gradkit._core.leaf_arithmetic import same_values
 from gradkit._core.options import check_function, check_option, check_optional_bool
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
-from gradkit.errors import LeafTypeError, StructureError, describe, message
+from gradkit.errors import (
+    LeafTypeError,
+    StructureError,
+    UnsupportedGraphError,
+    describe,
+    message,
+    warn_fallback,
+)
 from gradkit.func._arguments import Arguments, read_arguments
-from gradkit.func._level import cast_to, differentiate, gradient_of_the_sum, named_errors
+from gradkit.func._errors import ZERO_TENSOR, named_errors
+from gradkit.func._level import cast_to, detached, differentiate, gradient_of_the_sum
 
 Mode: TypeAlias = Literal["forward-over-reverse", "reverse-over-reverse"]
 
@@ -56,7 +64,8 @@ def hvp(
             None in it is zero. A tensor that stands in several places of `primals` has the same
             direction in all of them.
         mode: `"forward-over-reverse"`, a forward pass through the gradient, takes the least time
-            and memory; `"reverse-over-reverse"` is for what has no forward-mode derivative.
+            and memory; `"reverse-over-reverse"` is for what has no forward-mode derivative, and
+            taken, with a `GradkitWarning`, where torch's formula for that fails, as of `mse_loss`.
         create_graph: As in `value_and_grads`, for a third derivative.
 
     Returns:
@@ -75,11 +84,8 @@ def hvp(
     check_function(fn)
     check_option("mode", mode, ("forward-over-reverse", "reverse-over-reverse"))
     check_optional_bool("create_graph", create_graph)
-    several = type(primals) is tuple
-    args = primals if several else (primals,)
-    arguments = read_arguments(args, tuple(range(len(args))), None if several else "primals")
-    directions = _directions(arguments, arguments.args if several else arguments.args[0], tangents)
-
+    arguments = read_primals(primals)
+    directions = read_directions(arguments, tangents)
     refused: list[str | None] = []
 
     def grads_at(*tensors: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
@@ -89,46 +95,81 @@ def hvp(
         pairs = zip(result.grads[0], here.variables, strict=True)
         return tuple(torch.zeros_like(x) if g is None else g for g, x in pairs), result.values
 
-    one_at_a_time = nullcontext() if torch.compiler.is_compiling() else _LOCK
-    with one_at_a_time, leave_inference_mode(record=True), sdpa_kernel(SDPBackend.MATH):
+    with one_forward_level(), leave_inference_mode(record=True), sdpa_kernel(SDPBackend.MATH):
         tensors = (*arguments.variables, *directions)
         if create_graph is False:
-            tensors = tuple(tensor.detach() for tensor in tensors)
+            tensors = tuple(detached(tensors))
         point, along = tensors[: len(directions)], tensors[len(directions) :]
-        if mode == "forward-over-reverse":
-            run = partial(jvp, grads_at, point, along, has_aux=True)
-            grads, products, losses = named_errors(lambda: cast("tuple[Any, Any, Any]", run()))
-        else:
-            grads, pull, losses = vjp(grads_at, *point, has_aux=True)  # type: ignore[misc]
-            products = pull(along)
+        grads, products, losses = _run(grads_at, point, along, mode)
     if create_graph is False:
-        grads, products = ([x.detach() for x in tensors] for tensors in (grads, products))
-        losses = ()
+        grads, products, losses = detached(grads), detached(products), []
     results = []
     for tensors in (grads, products):
         # In forward mode, torch makes float64 of a 0-dim float32 times a number.
         cast_grads = cast_to(arguments.dtypes, list(tensors))
         tree = arguments.finish(cast_grads, losses=losses, refused=refused[0])
-        results.append(tree if several else tree[0])
+        results.append(tree)
     return results[0], results[1]
 
 
-def _directions(arguments: Arguments, primals: PyTree, tangents: PyTree) -> list[Tensor]:
+def _run(
+    grads_at: Callable[..., Any], point: tuple[Tensor, ...], along: tuple[Tensor, ...], mode: Mode
+) -> tuple[Any, Any, list[Tensor]]:
+    """Return the gradients at a point, their derivative along a direction, and the losses."""
+
+    def forward() -> tuple[Any, Any, list[Tensor]]:
+        return cast("tuple[Any, Any, Any]", jvp(grads_at, point, along, has_aux=True))
+
+    def reverse() -> tuple[Any, Any, list[Tensor]]:
+        grads, pull, losses = vjp(grads_at, *point, has_aux=True)  # type: ignore[misc]
+        return grads, pull(along), losses
+
+    if mode == "reverse-over-reverse":
+        return named_errors(reverse, nested=True)
+    try:
+        return named_errors(forward, nested=True)
+    except UnsupportedGraphError as error:
+        # Some formulas of torch, that of mse_loss for one, write on the tangent of a constant.
+        if ZERO_TENSOR not in str(error):
+            raise
+    warn_fallback(
+        "hvp fell back from forward-over-reverse to reverse-over-reverse, and called fn again: "
+        f"torch's forward mode failed ({ZERO_TENSOR}), as it does for mse_loss. "
+        'mode="reverse-over-reverse" saves the first call.'
+    )
+    return named_errors(reverse, nested=True)
+
+
+def one_forward_level() -> AbstractContextManager[object]:
+    """Wait until no other thread is in forward mode."""
+    return nullcontext() if torch.compiler.is_compiling() else _LOCK
+
+
+def read_primals(primals: PyTree) -> Arguments:
+    """Check and flatten primals: a tuple of arguments, or another tree, the only argument."""
+    if type(primals) is tuple:
+        return read_arguments(primals, tuple(range(len(primals))))
+    return read_arguments((primals,), 0, "primals")
+
+
+def read_directions(arguments: Arguments, tangents: PyTree, root: str = "tangents") -> list[Tensor]:
     """Return one direction for each variable."""
+    of = arguments.root or "primals"
+    primals = arguments.args[0] if arguments.single else arguments.args
     _, spec = pytree.flatten(primals)
-    by_leaf = pytree.flatten_up_to(spec, "primals", tangents, "tangents")
+    by_leaf = pytree.flatten_up_to(spec, of, tangents, root)
     by_variable: dict[int, Tensor] = {}
     for index, (slot, tangent) in enumerate(zip(arguments.params.slots, by_leaf, strict=True)):
         if slot is None:
             continue
         variable = arguments.variables[slot]
         if variable.dtype.is_complex:
-            path = pytree.path(spec, index, "primals")
+            path = pytree.path(spec, index, of)
             fix = "differentiate with respect to torch.view_as_real of it"
             raise LeafTypeError(message(path, "a real tensor", describe(variable), fix))
-        where = pytree.path(spec, index, "tangents")
+        where = pytree.path(spec, index, root)
         tangent = torch.zeros_like(variable) if tangent is None else tangent
-        _check(tangent, variable, where)
+        check_direction(tangent, variable, where, "torch.randn_like(primal)")
         if not _same(by_variable.setdefault(slot, tangent), tangent):
             expected = "the direction that the same tensor has in its first place"
             fix = "give a tensor the same direction in all its places"
@@ -136,15 +177,14 @@ def _directions(arguments: Arguments, primals: PyTree, tangents: PyTree) -> list
     return [by_variable[slot] for slot in range(len(arguments.variables))]
 
 
-def _check(tangent: object, variable: Tensor, where: str) -> None:
-    if not isinstance(tangent, Tensor):
-        got, fix = describe(tangent), "torch.zeros_like(primal)"
-        raise LeafTypeError(message(where, "a tensor or None", got, fix))
-    here, there = ((x.shape, x.dtype, x.device) for x in (tangent, variable))
+def check_direction(direction: object, like: Tensor, where: str, fix: str) -> None:
+    """Raise if a tangent or cotangent is not a tensor like this one."""
+    if not isinstance(direction, Tensor):
+        raise LeafTypeError(message(where, "a tensor or None", describe(direction), fix))
+    here, there = ((x.shape, x.dtype, x.device) for x in (direction, like))
     if here != there:
-        expected, got = describe(variable), describe(tangent)
-        raise StructureError(message(where, expected, got, "torch.randn_like(primal)"))
+        raise StructureError(message(where, describe(like), describe(direction), fix))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a is b or (not torch.compiler.is_compiling() and torch.equal(a, b))
+    return a is b or (not torch.compiler.is_compiling() and same_values(a, b))

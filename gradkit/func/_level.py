@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from numbers import Number
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ from gradkit._core.ownership import PLAIN_TYPES, leave_inference_mode
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import (
     DetachedLossError,
-    GradkitError,
     LeafTypeError,
     StructureError,
     UnsupportedGraphError,
@@ -42,10 +41,9 @@ from gradkit.errors import (
     message,
 )
 from gradkit.func._arguments import Arguments, copied
+from gradkit.func._errors import independent, named_errors
 
-R = TypeVar("R")
 _CONSTANTS = (str, bytes, Number, Enum, torch.dtype, torch.device, torch.Size, torch.layout)
-_MAKE_FUNCTIONAL = "call, params, buffers = gradkit.func.make_functional(module)"
 
 
 @dataclass
@@ -111,7 +109,7 @@ class Passes:
         weights = [seed for seed in cotangents if seed is not None]
         keep = self.outer.keeps(self.levels_around([*roots, *weights]))
         if keep and self.level is not None:
-            keep = self._check_derivative(roots, variables)
+            keep = self.check_derivative(roots, variables)
         return engine.transform_grads(roots, cotangents, variables, retain=retain, create=keep)
 
     def levels_around(self, tensors: Iterable[Tensor]) -> set[int] | None:
@@ -120,7 +118,7 @@ class Passes:
             return None
         return set().union(*map(recording_levels, tensors)) - {self.level}
 
-    def _check_derivative(self, roots: list[Tensor], variables: list[Tensor]) -> bool:
+    def check_derivative(self, roots: list[Tensor], variables: list[Tensor]) -> bool:
         """Return whether a pass may record its graph; a derivative to come may be refused."""
         outer = self.outer
         is_eager = 0 in (self.levels_around(roots) or ())
@@ -181,11 +179,11 @@ def differentiate(
                     tensor.grad_dtype = dtype  # not of the result alone: of the sum over uses [B1]
         with monitor:
             returned = fn(*arguments.with_variables(tensors), **kwargs)
-            tree, aux = _split_aux(returned) if has_aux else (returned, None)
+            tree, aux = split_aux(returned) if has_aux else (returned, None)
         losses = read_losses(tree, scalar=scalar, returned=True, may_be_aux=not has_aux)
         passes = Passes(list(tensors), level, outer, monitor)
         if not any(map(passes.depends, losses.leaves)):
-            raise DetachedLossError(_independent(losses))
+            raise DetachedLossError(independent(losses.first_paths()))
         monitor.check()
         grads = run(losses, passes)
         tensors_of_aux, put_aux_back = tensors_of(aux) if has_aux else ([], _no_aux)
@@ -195,7 +193,7 @@ def differentiate(
     enter = _trace_level if torch.compiler.is_compiling() else run_in_level
     # Detached, and not under no_grad: below a level of torch.func, operators would take that for
     # inference (the LSTM of the CPU keeps nothing for its backward pass then).
-    cut = _detached if outer.create_graph is False else list
+    cut = detached if outer.create_graph is False else list
     with leave_inference_mode(record=True):
         point = cut(arguments.variables)
         values, tensors_of_aux, *grads = named_errors(lambda: enter(inside, point))
@@ -207,7 +205,8 @@ def differentiate(
     return LevelResult(values, spec, grads, put_aux_back(tensors_of_aux), outer.refused)
 
 
-def _detached(tensors: Iterable[Tensor]) -> list[Tensor]:
+def detached(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors without a graph."""
     return [tensor.detach() for tensor in tensors]
 
 
@@ -245,16 +244,6 @@ def _cotangent(weight: float | Tensor, loss: Tensor) -> Tensor:
     return torch.full_like(loss, float(weight))
 
 
-def _independent(losses: Losses) -> str:
-    expected = "a loss computed from the arguments that argnums names"
-    got = (
-        "one that does not depend on them: fn uses a module, or tensors, from outside, or cuts "
-        "the path (detach(), .data, .item(), no_grad)"
-    )
-    fix = f"compute it from fn's own arguments: {_MAKE_FUNCTIONAL}"
-    return message(losses.first_paths(), expected, got, fix)
-
-
 def cast_to(dtypes: Sequence[torch.dtype], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return gradients in these dtypes."""
     return [
@@ -263,7 +252,7 @@ def cast_to(dtypes: Sequence[torch.dtype], grads: Sequence[Tensor | None]) -> li
     ]
 
 
-def _split_aux(returned: object) -> tuple[Any, Any]:
+def split_aux(returned: object) -> tuple[Any, Any]:
     """Return the losses and aux that a function has returned."""
     if isinstance(returned, tuple) and len(returned) == 2:
         return returned[0], returned[1]
@@ -298,66 +287,3 @@ def tensors_of(tree: PyTree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]],
 
 def _no_aux(_: Iterable[Tensor]) -> None:
     return None
-
-
-def named_errors(run: Callable[[], R]) -> R:
-    """Return what `run` returns; errors of torch.func that are known raise with what to do."""
-    if torch.compiler.is_compiling():
-        return run()
-    try:
-        return run()
-    except RuntimeError as error:
-        for text, (expected, got, fix) in _KNOWN.items():
-            if text in str(error) and not isinstance(error, GradkitError):
-                got = got or str(error).partition("\n")[0].rstrip(".")
-                raise UnsupportedGraphError(message("fn", expected, got, fix)) from error
-        raise
-
-
-_DIFFERENTIABLE = "what torch.func can differentiate"
-_EAGERLY = "compute the losses eagerly: gradkit.value_and_grads(losses, params)"
-_AUTOGRAD_CALL = (
-    _DIFFERENTIABLE,
-    "a call of backward(), retain_grad() or requires_grad_(), or of torch.autograd.functional",
-    "nest gradkit.func or torch.func calls, and return intermediate values as aux",
-)
-_SAVED_HOOKS = (
-    _DIFFERENTIABLE,
-    "saved-tensor hooks: a checkpoint, or save_on_cpu",
-    f"leave them out, or {_EAGERLY}",
-)
-_FORWARD = (
-    "operations that have a forward-mode derivative",
-    "",
-    'hvp(..., mode="reverse-over-reverse"), or vjp in place of jvp',
-)
-# By a part of torch's text: what was expected, what came (torch's text if empty), what to do.
-_KNOWN = {
-    "saved tensor hooks": _SAVED_HOOKS,
-    "vmap over _NoopSaveInputs": _SAVED_HOOKS,  # a checkpoint, in torch 2.11
-    "backward() called inside a functorch transform": _AUTOGRAD_CALL,
-    "inside of a function being transformed by a functorch transform": _AUTOGRAD_CALL,
-    "would mutate a captured Tensor": (
-        _DIFFERENTIABLE,
-        "an in-place operation on a tensor from outside: batch norm in train mode, say",
-        f"{_MAKE_FUNCTIONAL}, and return the new buffers as aux",
-    ),
-    "setup_context": (
-        _DIFFERENTIABLE,
-        "an autograd.Function whose forward takes ctx, or a full backward hook of a module",
-        f"give the Function a setup_context staticmethod; or {_EAGERLY}",
-    ),
-    "randomness error mode": (
-        'no random operation, with randomness="error"',
-        "one: dropout, say",
-        'randomness="different" for other numbers in each sample, or "same"',
-    ),
-    "while the running_mean or running_var": (
-        "a function of one sample at a time",
-        "a norm layer that updates its running statistics from a batch",
-        "module.eval(), or track_running_stats=False",
-    ),
-    "forward AD": _FORWARD,
-    "forward mode AD": _FORWARD,
-    "ZeroTensors are immutable": _FORWARD,
-}

@@ -85,7 +85,7 @@ def make_functional(
     second_names = {
         name: first
         for name, first in every_name.items()
-        if _owner(module, name) is not _owner(module, first)
+        if _place(module, name) != _place(module, first)
     }
 
     def call(
@@ -141,8 +141,10 @@ def _traced_call(
     return functional_call(module, both, args, kwargs), both
 
 
-def _owner(module: nn.Module, name: str) -> nn.Module:
-    return module.get_submodule(name.rpartition(".")[0])
+def _place(module: nn.Module, name: str) -> tuple[int, str]:
+    """Return which module holds a buffer, and under which name."""
+    path, _, attribute = name.rpartition(".")
+    return id(module.get_submodule(path)), attribute
 
 
 def _refuse_different_buffers(tensors: Named, second_names: Mapping[str, str]) -> None:

@@ -17,9 +17,16 @@ from gradkit._core.options import Unused, check_chunk_size, check_option
 from gradkit._core.ownership import empty_for, leave_inference_mode
 from gradkit._core.pytree import PyTree, Structure
 from gradkit._state import rng
-from gradkit.errors import StructureError, describe, message
+from gradkit.errors import (
+    StructureError,
+    UnsupportedGraphError,
+    describe,
+    first_line,
+    message,
+)
 from gradkit.func._arguments import ArgNums, Arguments, check_options, read_arguments
 from gradkit.func._level import (
+    detached,
     differentiate,
     gradient_of_the_sum,
     require_tensor_or_constant,
@@ -27,7 +34,8 @@ from gradkit.func._level import (
 )
 
 # Of the tensors of one sample; gives gradients, and the tensors of aux.
-_OfSample: TypeAlias = Callable[..., tuple[list[Tensor | None], list[Tensor]]]
+_Gradients: TypeAlias = tuple[list[Tensor | None], list[Tensor]]
+_OfSample: TypeAlias = Callable[..., _Gradients]
 Randomness: TypeAlias = Literal["error", "same", "different"]
 
 
@@ -73,14 +81,16 @@ def per_sample_grads(
 
     Returns:
         A function of the arguments that returns what `grads` is in `value_and_grads`, or a pair of
-        that and aux: of B samples, gradients of shape `(B,) + tensor.shape`. If the variables
-        themselves are batched, `tensor.shape` is without that dimension. Tensors are passed by
-        position; keyword arguments go to every sample as they are, and may not hold any.
+        that and aux: of B samples, gradients of shape `(B,) + tensor.shape`; B may be 0, of which
+        `fn` is called with no samples at most. If the variables themselves are batched,
+        `tensor.shape` is without that dimension. Tensors are passed by position; keyword arguments
+        go to every sample as they are, and may not hold any.
 
     Raises:
         OptionError: An option has no such value.
-        StructureError: `in_dims` or the sizes of the batch do not fit.
-        UnsupportedGraphError: Batch norm in train mode; what vmap gets silently wrong.
+        StructureError: `in_dims` or the sizes of the batch do not fit; or it is empty, and torch
+            cannot tell what aux is, or what `fn` reaches.
+        UnsupportedGraphError: Batch norm in train mode; what vmap gets silently wrong or cannot do.
         GradkitError: As in `value_and_grads`.
 
     Source:
@@ -96,7 +106,7 @@ def per_sample_grads(
         batch = _read_batch(arguments, in_dims, kwargs)
         of_one: list[Any] = []  # from the trace of one sample
 
-        def of_sample(*tensors: Tensor) -> tuple[list[Tensor | None], list[Tensor]]:
+        def of_sample(*tensors: Tensor) -> _Gradients:
             result = differentiate(
                 fn,
                 arguments.at(batch.with_tensors(tensors)),
@@ -111,11 +121,14 @@ def per_sample_grads(
             return result.grads[0], [*result.values, *tensors_of_aux]
 
         first = arguments.at(batch.first_sample())
+        if not batch.size and not has_aux and unused == "zeros":
+            return first.finish([None] * len(first.variables), (0,))
         with leave_inference_mode(record=True):
             tensors = batch.tensors
             if create_graph is False:
-                tensors = [tensor.detach() for tensor in tensors]
-            grads, others = batch.run(of_sample, tensors, first.variables, randomness, chunk_size)
+                tensors = detached(tensors)
+            run = partial(batch.run, of_sample, tensors, first.variables, randomness, chunk_size)
+            grads, others = run() if batch.size else _run_of_none(run)
         count, refused, put_back = of_one
         result = first.finish(grads, (batch.size,), losses=others[:count], refused=refused)
         return (result, put_back(others[count:])) if has_aux else result
@@ -154,6 +167,8 @@ class _Batch:
     def first_sample(self) -> tuple[Any, ...]:
         """Return the arguments of the first sample."""
         pairs = zip(self.tensors, self.dims, strict=True)
+        if not self.size:  # of its shape
+            return self.with_tensors(tensor.sum(dim).to(tensor.dtype) for tensor, dim in pairs)
         return self.with_tensors(tensor.select(dim, 0) for tensor, dim in pairs)
 
     def run(
@@ -163,12 +178,12 @@ class _Batch:
         variables: list[Tensor],
         randomness: str,
         chunk_size: int | None,
-    ) -> tuple[list[Tensor | None], list[Tensor]]:
+    ) -> _Gradients:
         """Return the gradients and aux of all samples, stacked."""
         vmap = partial(engine.vmapped_grads, fn, in_dims=self.dims, randomness=randomness)
         traced = transforms() or torch.compiler.is_compiling()
         if chunk_size is None or chunk_size >= self.size or traced:
-            return vmap(*tensors, chunk_size=chunk_size)
+            return vmap(*tensors, chunk_size=chunk_size if self.size else None)
         # One chunk is in memory beside the results. torch's own chunks are joined at the end, which
         # takes the memory of the results twice, and draw other numbers for each chunk on CUDA where
         # they are to be the same.
@@ -269,12 +284,14 @@ def _size_of_batch(leaves: list[Any], dims: list[int | None], spec: Structure) -
     for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
         if dim is None:
             continue
-        fits = isinstance(leaf, Tensor) and isinstance(dim, int) and not isinstance(dim, bool)
-        if not fits or not -leaf.dim() <= dim < leaf.dim():
+        is_int = type(dim) is int
+        if not is_int or not isinstance(leaf, Tensor) or not -leaf.dim() <= dim < leaf.dim():
             where = pytree.path(spec, index, "args")
-            expected = f"a tensor with the batch dimension {dim!r}"
+            expected, got = f"a tensor with the batch dimension {dim!r}", describe(leaf)
+            if not is_int:
+                expected, got = "an int or None in in_dims, and no bool", f"the dimension {dim!r}"
             fix = "give in_dims, with None for what is not batched: in_dims=(None, 0, None)"
-            raise StructureError(message(where, expected, describe(leaf), fix))
+            raise StructureError(message(where, expected, got, fix))
         sizes.setdefault(leaf.shape[dim], index)
     if not sizes:
         fix = "pass the samples as an argument, or name their dimension in in_dims"
@@ -286,7 +303,15 @@ def _size_of_batch(leaves: list[Any], dims: list[int | None], spec: Structure) -
         fix = "pass as many targets as inputs, or give in_dims, with None for what is not batched"
         where = pytree.path(spec, index, "args")
         raise StructureError(message(where, expected, f"one of {other}", fix))
-    if size == 0:
-        where, fix = pytree.path(spec, first, "args"), "skip it: it has no gradients"
-        raise StructureError(message(where, "a batch of at least one sample", "an empty one", fix))
     return size
+
+
+def _run_of_none(run: Callable[[], _Gradients]) -> _Gradients:
+    """Run over an empty batch, for which some operations have no rule."""
+    try:
+        return run()
+    except (UnsupportedGraphError, IndexError) as error:
+        expected = "at least one sample, to know what fn returns as aux, and what it reaches"
+        got = f"an empty batch: {first_line(error.__cause__ or error)}"
+        fix = "skip the batch; or leave out has_aux and unused"
+        raise StructureError(message("args", expected, got, fix)) from error

@@ -14,8 +14,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradkit._compat.transforms import differentiated, is_differentiated_tensor, is_dual, transforms
+from gradkit._core.options import is_number
 from gradkit._state.grad_writes import set_grad
-from gradkit.errors import GradkitError, UnsupportedOptimizerError, describe, message
+from gradkit.errors import (
+    GradkitError,
+    OptionError,
+    UnsupportedOptimizerError,
+    describe,
+    first_line,
+    message,
+)
 from gradkit.meta._foreach import Tensors, safe_sqrt
 from gradkit.meta._optimizer import Columns, Optimizer, Settings, Updated, check_names
 from gradkit.meta._optimizers import adam, adamw, rmsprop, sgd
@@ -64,7 +72,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
         as 0.
 
     Raises:
-        OptionError: The class has no such argument.
+        OptionError: The class has no such argument, or refuses a number.
         UnsupportedOptimizerError: The class cannot be a pure function, or a hyper-parameter
             requires grad that torch would drop or get wrong. `step` raises it, too, when gradients
             flow through a class without `differentiable=True`, or a subclass of SGD.
@@ -84,6 +92,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
         return _REIMPLEMENTED[optimizer](**hyper)
     _check_hyper(name, hyper)
     settings = {**defaults, **hyper}
+    rule.check(settings)
     return Optimizer(name, settings, {"torch": lambda leaf: {}}, rule, scalar_hyperparams=True)
 
 
@@ -117,7 +126,7 @@ class _TorchRule:
             if not transforms() or isinstance(error, GradkitError):
                 raise
             expected = "an optimizer that runs inside torch.func's transforms"
-            got = f"one that does not: {str(error).partition(chr(10))[0]}"
+            got = f"one that does not: {first_line(error)}"
             fix = "use sgd, adam, adamw or rmsprop"
             raise UnsupportedOptimizerError(message(name, expected, got, fix)) from error
 
@@ -152,12 +161,24 @@ class _TorchRule:
         constants: dict[str, Any] = {k: flag for k, flag in flags.items() if k in self.arguments}
         for key in hyper.keys() & _CONSTRUCTOR_ONLY:
             value = hyper[key]
-            is_number = isinstance(value, Tensor) and value.numel() == 1
-            constants[key] = value.item() if is_number else value
-        opt = self.optimizer(params, **constants)
-        # The rest is put in afterwards: the constructor looks at the values of numbers.
+            constants[key] = value.item() if isinstance(value, Tensor) else value
+        # The constructor checks numbers; tensors, which it would read, are put in afterwards.
+        constants |= {key: value for key, value in hyper.items() if _all_numbers(value)}
+        try:
+            opt = self.optimizer(params, **constants)
+        except (TypeError, ValueError) as error:
+            name = self.optimizer.__name__
+            expected, fix = (
+                f"parameters and hyper-parameters that {name} takes",
+                f"see help({name})",
+            )
+            raise OptionError(message(name, expected, str(error), fix)) from error
         opt.param_groups[0].update(hyper)
         return opt
+
+    def check(self, hyper: Settings) -> None:
+        """Raise if the class refuses a hyper-parameter."""
+        self._temporary([torch.zeros(1, 1)], hyper, False)
 
     def _copy(self, key: str, value: Tensor, zero: Tensor) -> Tensor:
         # A counter is the same for all of a batch; torch reads it as a number.
@@ -221,6 +242,10 @@ def _check_hyper(name: str, hyper: Settings) -> None:
             expected += "gets it wrong"
             fix = "pass a number, or use sgd, adam, adamw or rmsprop, which keep every gradient"
             raise UnsupportedOptimizerError(message(where, expected, describe(learned[0]), fix))
+
+
+def _all_numbers(value: object) -> bool:
+    return all(map(is_number, value if isinstance(value, tuple) else (value,)))
 
 
 def _is_learned(value: object) -> bool:

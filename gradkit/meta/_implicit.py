@@ -17,10 +17,12 @@ from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import is_dual, transforms
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
+from gradkit._core.leaf_arithmetic import same_values
 from gradkit._core.options import check_option, is_positive_int
 from gradkit._core.pytree import PyTree
 from gradkit._state.recompute_state import RecomputeState
 from gradkit.errors import (
+    DetachedLossError,
     GradkitWarning,
     LeafTypeError,
     OptionError,
@@ -70,7 +72,9 @@ def implicit(
 
     Args:
         solver: `solver(params, outer)` returns params that minimize `inner_loss(params, outer)`, by
-            any means; it is not differentiated.
+            any means; it is not differentiated. It gets copies of params, which require grad where
+            params do, and constants for outer. Where they do, a solver by torch.func that is to
+            keep no graph of its steps runs under `torch.no_grad()`.
         inner_loss: One real element, twice differentiable, computed from its arguments alone.
         solve: How `H u = v` is solved, H being the inner Hessian: `"cg"`, conjugate gradients, for
             a positive definite H; `"neumann"`, a Neumann series with a step of one over the largest
@@ -88,8 +92,9 @@ def implicit(
         OptionError: An option has no such value.
         StructureError: Raised by `find` if the solver returns another tree.
         UnsupportedGraphError: Raised by `find` if the inner loss uses a tensor from outside that
-            requires grad, and inside torch.func; by a backward pass with `create_graph=True`, since
-            the gradient cannot be differentiated again.
+            requires grad, if the solver needs params that require grad, and inside torch.func; by a
+            backward pass with `create_graph=True`, since the gradient cannot be differentiated
+            again.
 
     Source:
         Rajeswaran et al. 2019, "Meta-Learning with Implicit Gradients", equation (6),
@@ -138,20 +143,34 @@ def _check_tensors(params: Tensors, outer: Tensors) -> None:
 def _minimize(solver: Callable[..., PyTree], params: InnerParams, outer: PyTree) -> Tensors:
     """Return new tensors: the variables at the minimum."""
     # Copies: a solver may change its start in place, as an optimizer does.
-    start = params.tree([x.detach().clone() for x in params.variables])
+    copies = [x.detach().clone().requires_grad_(x.requires_grad) for x in params.variables]
     root = "solver(params, outer)"
-    leaves = pytree.flatten_up_to(params.spec, "params", solver(start, outer), root)
+    try:
+        solved = solver(params.tree(copies), outer)
+    except RuntimeError as error:
+        constant = [i for i, copy in enumerate(copies) if not copy.requires_grad]
+        is_detached = isinstance(error, DetachedLossError | UnreachedParamError)
+        if constant and (is_detached or "does not require grad" in str(error)):
+            raise UnsupportedGraphError(_constant_start(params, constant[0])) from error
+        raise
+    leaves = pytree.flatten_up_to(params.spec, "params", solved, root)
     minimum = params.per_variable(leaves)
     for slot, leaf in zip(params.slots, leaves, strict=True):
         if slot is None:
             continue
         shape = params.variables[slot].shape
         fits = isinstance(leaf, Tensor) and leaf.shape == shape
-        if not fits or not (leaf is minimum[slot] or torch.equal(leaf, minimum[slot])):
+        if not fits or not (leaf is minimum[slot] or same_values(leaf, minimum[slot])):
             expected = f"one tensor of shape {tuple(shape)} wherever the variable stands"
             fix = "return params of the same shapes, and tied ones equal"
             raise StructureError(message(root, expected, describe(leaf), fix))
     return [x.detach().clone() for x in minimum]
+
+
+def _constant_start(params: InnerParams, variable: int) -> str:
+    expected = "a tensor that requires grad, as the solver differentiates with respect to it"
+    fix = "find(tensor.requires_grad_(), outer); or in the solver, x = x.detach().requires_grad_()"
+    return message(params.path(variable), expected, "one that does not", fix)
 
 
 def _linear_solver(

@@ -7,14 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
-from numbers import Real
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from gradkit._core import pytree
-from gradkit._core.options import check_bool
+from gradkit._core.options import check_bool, is_number
 from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import (
@@ -48,6 +47,8 @@ class Optimizer:
         rule: The update of a list of tensors that all have a gradient.
         scalar_hyperparams: Whether a hyper-parameter must be one value, not a tree with one value
             for each leaf.
+        checks_ranges: Whether a number that torch.optim refuses raises `OptionError`: a negative
+            one (but for `dampening`), or a beta of 1 or more. Tensors are not read.
     """
 
     name: str
@@ -55,6 +56,12 @@ class Optimizer:
     entries: Mapping[str, Callable[[Tensor], Any]]
     rule: Rule
     scalar_hyperparams: bool = False
+    checks_ranges: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the numbers among the hyper-parameters."""
+        if self.checks_ranges:
+            _check_ranges(self.hyper)
 
     def init(self, params: PyTree) -> State:
         """Return the state before the first step.
@@ -88,10 +95,13 @@ class Optimizer:
         Raises:
             LeafTypeError: A leaf of params or grads is not a floating-point tensor, or a
                 hyper-parameter is not a number or a tensor.
-            OptionError: There is no such hyper-parameter, or a flag is not a bool.
+            OptionError: There is no such hyper-parameter, a number is out of range, or a flag is
+                not a bool.
             StructureError: The trees do not match.
         """
         check_names(self.name, hyper, self.hyper, "opt.step(params, grads, state, lr=lr)")
+        if self.checks_ranges:
+            _check_ranges(hyper)
         leaves, spec = expand_params(params, "params")
         by_leaf = pytree.flatten_up_to(spec, "params", grads, "grads")
         check_grads(leaves, by_leaf, spec, "grads")
@@ -158,11 +168,11 @@ def _read_hyperparam(
             raise OptionError(message("betas", "a pair", describe(value), "betas=(0.9, 0.999)"))
         named = zip(("betas[0]", "betas[1]"), value, strict=True)
         return tuple(_read_hyperparam(one, beta, leaves, spec, moving) for one, beta in named)
-    if _is_number(value):
+    if is_number(value):
         return float(value)
     values = pytree.broadcast_prefix(value, name, pytree.unflatten(spec, leaves), "params")
     for index, (leaf, number) in enumerate(zip(leaves, values, strict=True)):
-        if leaf is None or _is_number(number):
+        if leaf is None or is_number(number):
             continue
         where = f"{name} of params"
         if not isinstance(number, Tensor):
@@ -176,8 +186,15 @@ def _read_hyperparam(
     return values
 
 
-def _is_number(value: object) -> bool:
-    return value is not True and value is not False and isinstance(value, Real)
+def _check_ranges(hyper: Mapping[str, Hyper]) -> None:
+    """Raise for a number that torch.optim refuses; the value of a tensor is not read."""
+    for name, value in hyper.items():
+        for number in pytree.flatten(value)[0] if name != "dampening" else ():
+            is_beta = name == "betas"
+            if is_number(number) and not (number >= 0 and (number < 1 or not is_beta)):
+                expected = "numbers of at least 0" + (", below 1" if is_beta else "")
+                fix = "betas=(0.9, 0.999)" if is_beta else f"{name}=0.1"
+                raise OptionError(message(name, expected, repr(number), fix))
 
 
 def require_optimizer(opt: object) -> None:

@@ -59,7 +59,8 @@ def sgd(
         An `Optimizer` whose values are those of `torch.optim.SGD`.
 
     Raises:
-        OptionError: There is no such hyper-parameter, or a flag is not a bool.
+        OptionError: There is no such hyper-parameter, a number is negative (`dampening` may be), a
+            beta is not below 1, or a flag is not a bool.
 
     Source:
         `torch.optim.SGD`, https://pytorch.org/docs/stable/generated/torch.optim.SGD.html. Its own
@@ -67,7 +68,7 @@ def sgd(
     """
     hyper = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
     hyper |= {"nesterov": nesterov, "maximize": maximize}
-    return Optimizer("sgd", hyper, {"momentum_buffer": lambda leaf: None}, _sgd)
+    return Optimizer("sgd", hyper, {"momentum_buffer": lambda leaf: None}, _sgd, checks_ranges=True)
 
 
 def _sgd(params: Tensors, grads: Tensors, state: Columns, hyper: Settings) -> Updated:
@@ -135,7 +136,8 @@ def adam(
         `differentiable=True` gives nan.
 
     Raises:
-        OptionError: There is no such hyper-parameter, or a flag is not a bool.
+        OptionError: There is no such hyper-parameter, a number is negative (`dampening` may be), a
+            beta is not below 1, or a flag is not a bool.
 
     Source:
         Kingma and Ba 2015, "Adam: A Method for Stochastic Optimization", algorithm 1,
@@ -176,7 +178,8 @@ def adamw(
         An `Optimizer` whose values are those of `torch.optim.AdamW`; derivatives as in `adam`.
 
     Raises:
-        OptionError: There is no such hyper-parameter, or a flag is not a bool.
+        OptionError: There is no such hyper-parameter, a number is negative (`dampening` may be), a
+            beta is not below 1, or a flag is not a bool.
 
     Source:
         Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2,
@@ -190,7 +193,7 @@ def _make(name: str, hyper: dict[str, Any]) -> Optimizer:
     averages = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if hyper["amsgrad"] else [])]
     entries: dict[str, Callable[[Tensor], Any]] = {"step": lambda leaf: 0}
     entries |= dict.fromkeys(averages, torch.zeros_like)
-    return Optimizer(name, hyper, entries, partial(_adam, name))
+    return Optimizer(name, hyper, entries, partial(_adam, name), checks_ranges=True)
 
 
 def _adam(name: str, params: Tensors, grads: Tensors, state: Columns, hyper: Settings) -> Updated:
@@ -259,7 +262,8 @@ def rmsprop(
         An `Optimizer` whose values are those of `torch.optim.RMSprop`; derivatives as in `adam`.
 
     Raises:
-        OptionError: There is no such hyper-parameter, or a flag is not a bool.
+        OptionError: There is no such hyper-parameter, a number is negative (`dampening` may be), a
+            beta is not below 1, or a flag is not a bool.
 
     Source:
         Tieleman and Hinton 2012, "Lecture 6.5: rmsprop"; Graves 2013 for `centered`,
@@ -272,7 +276,7 @@ def rmsprop(
         "grad_avg": torch.zeros_like if centered else lambda leaf: None,
         "momentum_buffer": torch.zeros_like,
     }
-    return Optimizer("rmsprop", hyper, entries, _rmsprop)
+    return Optimizer("rmsprop", hyper, entries, _rmsprop, checks_ranges=True)
 
 
 def _rmsprop(params: Tensors, grads: Tensors, state: Columns, hyper: Settings) -> Updated:

@@ -6,7 +6,7 @@ import builtins
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,15 @@ from gradkit.errors import LeafTypeError, OptionError, StructureError, describe,
 
 _shape = attrgetter("shape")
 Leaf: TypeAlias = Tensor | None
+
+
+class ClippedGrads(NamedTuple):
+    """What clipping returns: a pair, which is no tree of gradients itself."""
+
+    clipped: PyTree
+    norm: Tensor
+
+
 Unflatten: TypeAlias = Callable[[Sequence[Any]], PyTree]
 
 
@@ -259,6 +268,11 @@ def open_alike(
     trees: Sequence[PyTree], name: Callable[[int], str]
 ) -> tuple[list[list[Any]], Structure]:
     """Return the leaves of each tree in the order of the first, and the structure of that."""
+    for index, tree in enumerate(trees):
+        if type(tree) is ClippedGrads:
+            got = "a pair (gradients, norm) that was not unpacked"
+            fix = "clipped, norm = gradkit.tree.clip_by_global_norm(grads, max_norm)"
+            raise StructureError(message(name(index), "a tree of gradients", got, fix))
     # A module in a tree stands for its parameters, an iterator for its items.
     opened = [expand_params(tree, "tree", allow_distributed=True) for tree in trees]
     leaves, spec = opened[0]

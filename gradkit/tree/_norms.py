@@ -9,8 +9,10 @@ from gradkit._compat.distributed import full_tensor, is_dtensor
 from gradkit._compat.transforms import transforms
 from gradkit._core.leaf_arithmetic import largest, stored
 from gradkit._core.options import check_bool, check_number
+from gradkit._core.params import DIFFERENTIABLE
 from gradkit._core.pytree import PyTree
-from gradkit.tree._arithmetic import call_on_row, columns, dot, scale
+from gradkit.errors import LeafTypeError, describe, message
+from gradkit.tree._arithmetic import ClippedGrads, call_on_row, columns, dot, scale
 
 
 def global_norm(tree: PyTree) -> Tensor:
@@ -28,7 +30,7 @@ def global_norm(tree: PyTree) -> Tensor:
         A 0-dim tensor; zero if every leaf is None.
 
     Raises:
-        LeafTypeError: A leaf is not a tensor.
+        LeafTypeError: A leaf is not a tensor of floating-point or complex numbers.
 
     Source:
         `torch.nn.utils.get_total_norm`, the norm that `clip_grad_norm_` computes.
@@ -37,6 +39,22 @@ def global_norm(tree: PyTree) -> Tensor:
     dense = [stored(leaf) for leaf in leaves if leaf is not None]
     if not dense:
         return torch.zeros(())
+    return _checked_norm(dense)
+
+
+def _checked_norm(dense: list[Tensor]) -> Tensor:
+    """Return the norm of leaves; raise for integers, of which torch has none."""
+    try:
+        return _norm(dense)
+    except RuntimeError as error:
+        for leaf in dense:
+            if not leaf.is_floating_point() and not leaf.is_complex():
+                fix = "gradients are no integers; gradkit.tree.map(torch.Tensor.float, tree)"
+                raise LeafTypeError(message("tree", DIFFERENTIABLE, describe(leaf), fix)) from error
+        raise
+
+
+def _norm(dense: list[Tensor]) -> Tensor:
     # get_total_norm runs under no_grad, which would make the norm a constant; and it does not mix
     # DTensors with other tensors.
     mixed = len(set(map(is_dtensor, dense))) > 1
@@ -52,7 +70,9 @@ def clip_by_global_norm(grads: PyTree, max_norm: float | Tensor) -> tuple[PyTree
 
     Example:
         >>> import torch, gradkit
-        >>> gradkit.tree.clip_by_global_norm({"w": torch.tensor([3.0, 4.0])}, 1.0)
+        >>> grads = {"w": torch.tensor([3.0, 4.0])}
+        >>> clipped, norm = gradkit.tree.clip_by_global_norm(grads, 1.0)
+        >>> clipped, norm
         ({'w': tensor([0.6000, 0.8000])}, tensor(5.))
 
     Args:
@@ -77,7 +97,8 @@ def clip_by_global_norm(grads: PyTree, max_norm: float | Tensor) -> tuple[PyTree
     check_number("max_norm", max_norm, fix, nonnegative=True)
     (leaves,), unflatten = columns({"grads": grads})
     norm = global_norm(leaves)
-    return unflatten(scale(leaves, (max_norm / (norm + 1e-6)).clamp(max=1.0))), norm
+    clipped = scale(leaves, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return ClippedGrads(unflatten(clipped), norm)
 
 
 def cosine(a: PyTree, b: PyTree) -> Tensor:
@@ -149,6 +170,8 @@ def allclose(
 
     def close(x: Tensor, y: Tensor) -> bool:
         x, y = full_tensor(x).to_dense(), full_tensor(y).to_dense()
+        dtype = torch.promote_types(x.dtype, y.dtype)
+        x, y = x.to(dtype), y.to(x.device, dtype)
         return torch.allclose(x, y, rtol=rtol, atol=atol, equal_nan=equal_nan)
 
     leaves, _ = columns({"a": a, "b": b})

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import gradkit
+from gradkit.errors import with_article
 from tests.helpers import assert_owned, assert_same_bits, same_bits, unchanged
 
 Pair = namedtuple("Pair", "x y")
@@ -372,3 +373,12 @@ def test_an_unused_view_of_an_intermediate_value_is_a_structural_zero(
     changed = (w * 2).mul_(3)
     view = changed[2:]  # taken after the change
     assert gradkit.value_and_grads(changed.sum(), {"v": view, "w": w})[1]["v"] is None
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["a Linear", "an SGD", "an Adam", "a ReLU", "an MSELoss", "an L1Loss", "an LSTM", "a GRU",
+     "an int64", "a uint8", "a float32", "an Upsample", "a UNet", "a Sequential"],
+)  # fmt: skip
+def test_names_have_the_article_with_which_they_are_said(device: torch.device, said: str) -> None:
+    assert with_article(said.partition(" ")[2]) == said

@@ -398,6 +398,32 @@ def test_max_norm_is_checked_before_anything_changes(device: torch.device) -> No
     assert (w == 1).all()
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_tied_weight_that_overflows_is_skipped_as_in_the_loop(
+    device: torch.device, bad: float
+) -> None:
+    """A NaN differs from itself: the two places of the weight would not have one gradient."""
+    first, second = nn.Linear(3, 3).to(device), nn.Linear(3, 3).to(device)
+    second.weight = first.weight
+    model = {"first": first, "second": second}
+    optimizer = torch.optim.SGD([*first.parameters(), second.bias], lr=0.1)
+    scaler = torch.amp.GradScaler(device.type, init_scale=8.0)
+    x = torch.randn(2, 3, device=device)
+    for scale, after in ((1.0, 8.0), (bad, 4.0)):
+        before = first.weight.detach().clone()
+        loss = (second(first(x)) * scale).square().sum()
+        _, grads = gradkit.value_and_grads(scaler.scale(loss), model)
+        gradkit.step_(optimizer, model, grads, scaler=scaler)
+        scaler.update()
+        assert scaler.get_scale() == after
+        assert torch.equal(first.weight, before) == (scale == bad or scale != scale)
+    grads["second"]["weight"] = torch.zeros(3, 3, device=device)
+    with pytest.raises(
+        gradkit.StructureError, match=r"grads\['second'\]\['weight'\].*another place"
+    ):
+        gradkit.write_grads_(model, grads)
+
+
 def test_a_grad_scaler_with_an_overflow(device: torch.device) -> None:
     (theirs, x), (ours, _) = twins("mlp", device)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (theirs, ours)]

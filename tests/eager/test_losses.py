@@ -130,6 +130,59 @@ def test_an_empty_vector_of_losses_has_empty_gradients(device: torch.device) -> 
     grads = gradkit.per_loss_grads((w * 2)[:0], {"w": w, "v": v})
     assert grads["w"].shape == (0, 3)
     assert grads["v"] is None
+    for strategy in ("sequential", "batched", "auto"):  # and no warning that nothing was batched
+        for chunk_size in (None, 2):
+            options = {"strategy": strategy, "chunk_size": chunk_size}
+            assert gradkit.per_loss_grads((w * 2)[:0], w, **options).shape == (0, 3)
+            losses = {"none": (w * 2)[:0], "some": w * 2}
+            per_loss = gradkit.per_loss_grads(losses, w, **options)
+            assert per_loss["none"].shape == (0, 3)
+            assert torch.equal(per_loss["some"], 2 * torch.eye(3, device=device))
+            ours = gradkit.func.per_loss_grads(lambda w: (w * 2)[:0], **options)
+            assert ours(w.detach()).shape == (0, 3)
+
+
+class SkipsZero(torch.autograd.Function):
+    """Does no work where the cotangent is zero, so that an element may leave out a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+        return grad * 1 if bool(grad.ne(0).any()) else None
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize(
+    ("kinds", "shape"),
+    [
+        ("sd", (2,)), ("ds", (2,)), ("dsdn", (2, 2)), ("ndsn", (4,)), ("snds", (2, 1, 2)),
+        ("s", (1, 1)), ("ss", (2, 1)), ("nsns", (2, 2)), ("nnsn", (4,)), ("nd", (2,)),
+    ],
+)  # fmt: skip
+def test_sparse_and_dense_rows_are_those_of_autograd(
+    device: torch.device, kinds: str, shape: tuple[int, ...], create_graph: bool
+) -> None:
+    w = torch.randn(3, 2, device=device, requires_grad=True)
+    index = torch.tensor([1, 0], device=device)
+    other = torch.zeros((), device=device, requires_grad=True)
+    elements = {
+        "s": lambda: nn.functional.embedding(index, w, sparse=True).sum(),
+        "d": lambda: (3 * w**2).sum(),
+        "n": lambda: other * 2,
+    }
+    vector = torch.stack([SkipsZero.apply(elements[kind]()) for kind in kinds])
+    rows = [torch.autograd.grad(x, w, retain_graph=True, allow_unused=True)[0] for x in vector]
+    dense = [torch.zeros_like(w) if row is None else row.to_dense() for row in rows]
+    expected = torch.stack(dense).reshape(*shape, 3, 2)
+    options = {"create_graph": create_graph, "retain_graph": True}
+    got = gradkit.per_loss_grads(vector.reshape(shape), w, **options)
+    assert got.is_sparse == ("d" not in kinds)
+    assert got.shape == expected.shape
+    assert torch.equal(got.to_dense(), expected)
+    assert got.requires_grad == create_graph
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -233,6 +286,12 @@ def test_weights_that_do_not_fit_are_refused(
     with unchanged(w, *losses.values()), pytest.raises(error, match="weight"):
         gradkit.value_and_grads(losses, w, weights=weights)
     gradkit.value_and_grads(losses, w)
+
+
+def test_a_weight_that_no_float_holds_is_refused(device: torch.device) -> None:
+    w = torch.ones(2, device=device, requires_grad=True)
+    with unchanged(w), pytest.raises(gradkit.LeafTypeError, match="fits in a float"):
+        gradkit.value_and_grads(w.sum(), w, weights=10**400)
 
 
 def test_unused_none_zeros_error(device: torch.device) -> None:

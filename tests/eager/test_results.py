@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import gradkit
 from gradkit._autograd import captures
@@ -405,3 +407,64 @@ def test_threads_and_passes_inside_of_hooks_do_not_take_each_other_s_gradients(
     assert grads[0][0] == 30
     assert grads[1][0] == 60
     assert [g[0] for g in inner] == [1000, 1000]
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "batched"])
+@pytest.mark.parametrize("strided", [False, True])
+def test_tangents_of_forward_mode_are_those_of_autograd(
+    device: torch.device, strategy: Any, strided: bool
+) -> None:
+    """detach() drops a tangent: a gradient that is copied would have none."""
+    a = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=device).requires_grad_()
+    b = (a.detach().T if strided else a.detach()).clone().requires_grad_()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(a, torch.tensor([[1.0, 0.0], [0.5, 2.0]], device=device))
+        cubes = (dual + b) ** 3
+        loss, (x, y) = cubes.sum(), (a * 2, b * 3)
+        inner = (dual * x * y).sum()
+        expected = torch.autograd.grad(loss, [a, b], retain_graph=True)
+        value, grads = gradkit.value_and_grads(loss, [a, b, a], retain_graph=True)
+        per_loss = gradkit.per_loss_grads([loss, loss], [a, b], retain_graph=True)
+        rows = gradkit.per_loss_grads(cubes.flatten(), b, strategy=strategy, retain_graph=True)
+        theirs = torch.autograd.grad(inner, [x, y], retain_graph=True)
+        with gradkit.safe_retain([x, y]) as kept:
+            gradkit.value_and_grads(inner, [a, b])
+        gradkit.write_grads_([a, b], list(expected))
+        pairs = [
+            (value, loss), *zip(grads, (*expected, expected[0]), strict=True),
+            *zip(per_loss[0], expected, strict=True), *zip(per_loss[1], expected, strict=True),
+            (rows.sum(0), expected[1]), *zip(kept.grads, theirs, strict=True),
+            *zip(gradkit.read_grads([a, b]), expected, strict=True),
+        ]  # fmt: skip
+        for ours, plain in pairs:
+            tangent = forward_ad.unpack_dual(ours).tangent
+            torch.testing.assert_close(tangent, forward_ad.unpack_dual(plain).tangent.detach())
+            assert not ours.requires_grad
+
+
+@pytest.mark.parametrize("layout", ["sparse_csr", "sparse_csc"])
+def test_a_compressed_sparse_param_has_the_dense_gradient_of_autograd(
+    device: torch.device, layout: str
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls it a beta
+        sparse = torch.eye(3, device=device).to_sparse(layout=getattr(torch, layout))
+    w = sparse.requires_grad_()
+    out = w @ torch.randn(3, 2, device=device)
+    _, grad = gradkit.value_and_grads(out.sum(), w, retain_graph=True)
+    assert same_bits(grad, torch.autograd.grad(out.sum(), w, retain_graph=True)[0])
+    rows = gradkit.per_loss_grads(out.sum(1), w, retain_graph=True)
+    theirs = [torch.autograd.grad(x, w, retain_graph=True)[0] for x in out.sum(1)]
+    assert_same_bits(rows, theirs)
+
+
+def test_nested_params_have_gradients_of_scalars_only(device: torch.device) -> None:
+    parts = [torch.randn(n, 3, device=device) for n in (2, 4)]
+    jagged = torch.nested.nested_tensor(parts, layout=torch.jagged).requires_grad_()
+    loss = (jagged.values() * 2).sum(0)
+    with pytest.raises(gradkit.UnsupportedGraphError, match=r"params\['x'\].*a nested tensor"):
+        gradkit.per_loss_grads([loss.sum(), loss], {"x": jagged})
+    rows = gradkit.per_loss_grads(list(loss.flatten()), {"x": jagged}, retain_graph=True)
+    for row, element in zip(rows, loss, strict=True):
+        (expected,) = torch.autograd.grad(element, jagged, retain_graph=True)
+        assert same_bits(row["x"].values(), expected.values())

@@ -530,3 +530,34 @@ def test_a_module_that_writes_on_its_parameters_is_refused_or_right(
     with suppress(gradkit.UnsupportedGraphError), pure(module, params, x):
         call, _, buffers = make_functional(module)
         is_same(device, call(params, buffers, x)[0], expected)
+
+
+class TwoNames(nn.Module):
+    """One buffer under two names of one module, of which the forward pass assigns or writes one."""
+
+    def __init__(self, name: str, *, in_place: bool) -> None:
+        super().__init__()
+        count = torch.zeros(2)
+        self.register_buffer("a", count)
+        self.register_buffer("b", count)
+        self.name, self.in_place = name, in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_place:
+            getattr(self, self.name).add_(1)
+        else:
+            setattr(self, self.name, getattr(self, self.name) + 1)
+        return x * self.get_buffer("a") + x * self.get_buffer("b")
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_buffer_under_two_names_of_one_module(device: torch.device, name: str) -> None:
+    x = torch.ones(2, device=device)
+    module = TwoNames(name, in_place=True).to(device)
+    call, params, buffers = make_functional(module)
+    out, after = call(params, buffers, x)
+    assert torch.equal(out, module(x))
+    assert torch.equal(after["a"], module.get_buffer("a"))
+    call, params, buffers = make_functional(TwoNames(name, in_place=False).to(device))
+    with pytest.raises(gradkit.UnsupportedGraphError, match="under both its names, 'a' and 'b'"):
+        call(params, buffers, x)

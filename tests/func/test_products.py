@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -50,6 +51,38 @@ def test_a_product_is_that_of_torch(device: torch.device, mode: Any, program: Pr
     torch.testing.assert_close(products, expected, rtol=1e-9, atol=1e-9)
     assert_owned([*grads, *products], [*leaves, *leaves])
     world.assert_unchanged()
+
+
+@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_loss_of_torch_whose_forward_mode_fails(
+    device: torch.device, reduction: str, some: bool
+) -> None:
+    """The formula of mse_loss writes on the tangent of a constant, a ZeroTensor."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().to(device)
+    call, params, buffers = func.make_functional(model)
+    x, y = (torch.randn(5, n, dtype=torch.float64, device=device) for n in (3, 2))
+
+    def loss(params: Any) -> Tensor:
+        return functional.mse_loss(call(params, buffers, x)[0], y, reduction=reduction).sum()
+
+    along = {
+        name: None if some and name != "2.bias" else torch.randn_like(p)
+        for name, p in params.items()
+    }
+    fails = reduction == "mean"
+    with pytest.warns(gradkit.GradkitWarning, match="hvp fell back") if fails else nullcontext():
+        grads, products = func.hvp(loss, params, along)
+    expected = func.hvp(loss, params, along, mode="reverse-over-reverse")
+    torch.testing.assert_close((grads, products), expected, rtol=1e-10, atol=1e-10)
+    leaves = tuple(p.detach() for p in params.values())
+    v = tuple(
+        torch.zeros_like(p) if t is None else t for p, t in zip(leaves, along.values(), strict=True)
+    )
+    _, theirs = torch.autograd.functional.hvp(
+        lambda *tensors: loss(dict(zip(params, tensors, strict=True))), leaves, v
+    )
+    torch.testing.assert_close(tuple(products.values()), theirs, rtol=1e-10, atol=1e-10)
 
 
 @both_modes

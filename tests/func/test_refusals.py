@@ -285,3 +285,120 @@ def test_without_a_forward_derivative_the_other_mode_is_named(device: torch.devi
     with pytest.raises(gradkit.UnsupportedGraphError, match="reverse-over-reverse"):
         func.hvp(loss, x, x)
     func.hvp(loss, x, x, mode="reverse-over-reverse")
+
+
+class Plus(torch.autograd.Function):
+    """Without a rule for vmap, which torch says by a `raise` in its own Python."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x + 1
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+UNBATCHABLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "item": lambda w, x: (w * x).sum() * x.sum().item(),
+    "a number": lambda w, x: (w * x).sum() * float(x.sum()),
+    "a condition": lambda w, x: (w * x).sum() if x.sum() > 0 else w.sum(),
+    "numpy": lambda w, x: (w * torch.from_numpy(x.numpy())).sum(),
+    "a list": lambda w, x: w.sum() * sum(x.tolist()),
+    "a mask": lambda w, x: (w * x)[x > 0].sum(),
+    "in place": lambda w, x: torch.zeros_like(w.detach()).add_(x.detach() * w.detach()).sum() * w,
+    "shapes": lambda w, x: (torch.ones(3, 5, device=w.device) @ w).sum(),
+    "a backward pass": lambda w, x: (w * Plus.apply(x * w)).sum(),
+    "operator by name": lambda w, x: torch.ops.aten.dot(w, x[:1]),
+    "torch's Python": lambda w, x: torch.unique(x).sum() * w.sum(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", UNBATCHABLE)
+def test_what_torch_raises_in_a_vmap_raises_with_what_to_do(
+    device: torch.device, name: str
+) -> None:
+    w, x = torch.ones(2, device=device), torch.ones(3, 2, device=device)
+    for call in (
+        lambda: func.per_sample_grads(UNBATCHABLE[name])(w, x),
+        lambda: torch.vmap(func.value_and_grads(UNBATCHABLE[name]), (None, 0))(w, x),
+        lambda: gradkit.meta.mean_value_and_grads(UNBATCHABLE[name], w, x),
+    ):
+        with unchanged(w, x), pytest.raises(gradkit.UnsupportedGraphError) as caught:
+            call()
+        cause = caught.value.__cause__
+        assert type(cause) in (RuntimeError, NotImplementedError)
+        assert str(caught.value).count("What to do") == 1
+        assert not str(caught.value).startswith("fn: expected a function") or (
+            str(cause).partition("\n")[0].rstrip(".") in str(caught.value)
+        )
+
+
+class MineError(RuntimeError):
+    pass
+
+
+def raises(error: Exception) -> Callable[..., Any]:
+    def fn(*args: Any) -> Any:
+        raise error
+
+    return fn
+
+
+def raises_in_backward(error: Exception) -> Callable[..., Any]:
+    def fn(w: Tensor, *args: Any) -> Any:
+        product = w * 2
+        product.register_hook(raises(error))
+        return product.sum()
+
+    return fn
+
+
+@pytest.mark.parametrize("where", [raises, raises_in_backward])
+@pytest.mark.parametrize("kind", [RuntimeError, NotImplementedError, MineError, ValueError])
+def test_what_fn_raises_itself_comes_unchanged(
+    device: torch.device, where: Callable[..., Any], kind: type[Exception]
+) -> None:
+    error = kind("vmap: mine")
+    fn, w, x = where(error), torch.ones(2, device=device), torch.ones(3, 2, device=device)
+    calls: list[Callable[[], Any]] = [
+        lambda: func.per_sample_grads(fn)(w, x),
+        lambda: func.value_and_grads(fn)(w),
+        lambda: func.hvp(fn, w, w),
+        lambda: func.hvp(fn, w, w, mode="reverse-over-reverse"),
+        lambda: gradkit.meta.mean_value_and_grads(fn, w, x),
+    ]
+    for call in calls:
+        with pytest.raises(kind) as caught:
+            call()
+        assert caught.value is error
+
+
+def test_without_a_transform_around_torch_s_text_is_left(device: torch.device) -> None:
+    """One level differentiates nearly all that torch does: what fails there is mostly fn itself."""
+    w = torch.ones(2, device=device)
+    with pytest.raises(RuntimeError, match="size mismatch") as caught:
+        func.value_and_grads(lambda w: (torch.ones(3, 5, device=w.device) @ w).sum())(w)
+    assert type(caught.value) is RuntimeError
+    with pytest.raises(gradkit.UnsupportedGraphError, match="reads memory"):
+        func.value_and_grads(lambda w: torch.from_numpy(w.numpy()).sum())(w)
+
+
+@pytest.mark.parametrize("mode", ["forward-over-reverse", "reverse-over-reverse"])
+def test_what_torch_raises_in_hvp_raises_with_what_to_do(device: torch.device, mode: Any) -> None:
+    w = torch.rand(3, device=device)
+    with unchanged(w), pytest.raises(gradkit.UnsupportedGraphError, match="What to do") as caught:
+        func.hvp(lambda w: (w * torch.ones(2, device=w.device)).sum(), w, w, mode=mode)
+    assert type(caught.value.__cause__) is RuntimeError
+
+
+@pytest.mark.parametrize("in_dims", [True, (None, True), (None, "0"), (None, 0.0)])
+def test_in_dims_are_ints(device: torch.device, in_dims: Any) -> None:
+    w, x = torch.ones(2, device=device), torch.ones(3, 2, device=device)
+    with pytest.raises(gradkit.StructureError, match=r"expected an int or None in in_dims, and no"):
+        func.per_sample_grads(never, in_dims=in_dims)(w, x)

@@ -274,7 +274,8 @@ def test_a_recurrent_net_needs_a_copy_of_the_weights_for_each_sample(
         return total(call(params, buffers, x[None])[0][0])
 
     cpu = device.type == "cpu"  # where torch adds the states of a batch to a bias, in place
-    refused: Any = pytest.raises(RuntimeError, match="doesn't match the broadcast shape")
+    text = "torch.vmap can batch, got output with shape.*doesn't match the broadcast shape"
+    refused: Any = pytest.raises(gradkit.UnsupportedGraphError, match=text)
     says = suppress(RuntimeError)  # as cuDNN does, of what it cannot batch
     with unchanged(*params.values(), x), refused if cpu else says:
         assert_close(per_sample_grads(fn)(params, x), expected)
@@ -300,6 +301,59 @@ def test_what_torch_cannot_batch_it_says(
 ) -> None:
     with pytest.raises(RuntimeError, match=words):
         ours(build().to(device, F64), [make(device)])  # which also sees that nothing has changed
+
+
+@slow_in_torch
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("build", [lambda: nn.Linear(3, 2), lambda: nn.LSTM(3, 2)])
+def test_an_empty_batch_has_empty_gradients(
+    device: torch.device, build: Build, chunk_size: int | None
+) -> None:
+    """The LSTM of the CPU cannot be batched over no samples: it need not be."""
+    call, params, buffers = make_functional(build().to(device))
+    x = torch.ones(0, 4, 3, device=device)
+
+    def fn(params: Any, x: Tensor) -> Tensor:
+        return total(call(params, buffers, x)[0])
+
+    grads = per_sample_grads(fn, chunk_size=chunk_size)(params, x)
+    for name, p in params.items():
+        assert grads[name].shape == (0, *p.shape)
+        assert grads[name].dtype == p.dtype
+        assert not grads[name].requires_grad
+    swapped = x.movedim(0, 1)
+    both = per_sample_grads(fn, (0, 1), in_dims=(None, 1), chunk_size=chunk_size)(params, swapped)
+    assert both[1].shape == (0, 4, 3)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_an_empty_batch_with_aux_and_unused(device: torch.device, chunk_size: int | None) -> None:
+    w, v = torch.ones(2, device=device), torch.ones(3, device=device)
+    x = torch.ones(0, 2, device=device)
+
+    def fn(tree: Any, x: Tensor) -> Any:
+        return (tree["w"] * x).sum(), {"out": tree["w"] * x, "first": x[0], "note": 3}
+
+    options: Any = {"has_aux": True, "chunk_size": chunk_size}
+    grads, aux = per_sample_grads(fn, **options)({"w": w, "v": v}, x)
+    assert grads["w"].shape == (0, 2)
+    assert grads["v"].shape == (0, 3)
+    assert (aux["out"].shape, aux["first"].shape, aux["note"]) == ((0, 2), (0,), 3)
+    grads, _ = per_sample_grads(fn, unused="none", **options)({"w": w, "v": v}, x)
+    assert grads["v"] is None
+    with pytest.raises(gradkit.UnreachedParamError):
+        per_sample_grads(fn, unused="error", **options)({"w": w, "v": v}, x)
+
+
+def test_aux_of_an_empty_batch_that_torch_cannot_tell(device: torch.device) -> None:
+    w, x = torch.ones(1, 1, 2, 2, device=device), torch.ones(0, 1, 4, 4, device=device)
+
+    def fn(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.conv2d(x[None], w).amax(), x
+
+    with unchanged(w, x), pytest.raises(gradkit.StructureError, match=r"at least one sample.*amax"):
+        per_sample_grads(fn, has_aux=True)(w, x)
+    assert per_sample_grads(lambda w, x: fn(w, x)[0])(w, x).shape == (0, 1, 1, 2, 2)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])

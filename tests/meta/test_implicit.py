@@ -175,7 +175,8 @@ def test_trees_of_parameters_and_outer_variables(device: torch.device) -> None:
     outer = {"x": xs, "y": ys, "still": make().detach(), "n": 2, "none": None}
 
     def solver(p: Any, o: Any) -> Any:
-        assert not any(t.requires_grad for t in (p["a"], p["b"][0], o["x"], *o["y"]))
+        assert not any(t.requires_grad for t in (o["x"], *o["y"]))
+        assert all(t.requires_grad and t.is_leaf for t in (p["a"], p["b"][0]))  # as they came
         return {"a": o["x"] ** 3 * o["still"], "b": [o["y"][0].sin() * o["n"], None]}
 
     def loss(p: Any, o: Any) -> Tensor:
@@ -354,3 +355,69 @@ def test_implicit_is_what_a_long_unroll_comes_to(device: torch.device) -> None:
     adapted = meta.unroll(r.loss_of_batch, r.start, [()] * 300, meta.sgd(lr=0.3), outer=r.outer())
     w = meta.implicit(r.steps, r.loss, tol=1e-12)(r.start, r.outer())
     torch.testing.assert_close(r.gradients(w), r.gradients(adapted.params), rtol=1e-6, atol=1e-8)
+
+
+class Solvers:
+    """Gradient descent, written with autograd, with gradkit and with an optimizer of torch."""
+
+    def inner(self, w: Tensor, o: Tensor) -> Tensor:
+        return ((w - o) ** 2).sum()
+
+    def autograd(self, w: Tensor, o: Tensor) -> Tensor:
+        for _ in range(60):
+            w = w - 0.3 * torch.autograd.grad(self.inner(w, o), w)[0]
+        return w
+
+    def gradkit(self, w: Tensor, o: Tensor) -> Tensor:
+        for _ in range(60):
+            w = w - 0.3 * gradkit.value_and_grads(self.inner(w, o), w)[1]
+        return w
+
+    def optim(self, w: Tensor, o: Tensor) -> Tensor:
+        optimizer = torch.optim.SGD([w], lr=0.3)
+        for _ in range(60):
+            optimizer.zero_grad()
+            self.inner(w, o).backward()
+            optimizer.step()
+        return w
+
+
+@pytest.mark.parametrize("name", ["autograd", "gradkit", "optim"])
+def test_a_solver_gets_params_that_require_grad_where_they_do(
+    device: torch.device, name: str
+) -> None:
+    solvers = Solvers()
+    find = meta.implicit(getattr(solvers, name), solvers.inner)
+    o = torch.randn(2, device=device, requires_grad=True)
+    for start in (
+        torch.zeros(2, device=device, requires_grad=True),
+        torch.nn.Parameter(torch.zeros(2, device=device)),
+        torch.zeros(2, device=device, requires_grad=True) * 2,
+    ):
+        with unchanged(start.detach(), o):
+            w = find(start, o)
+            _, grad = gradkit.value_and_grads(w.sum(), o)
+        torch.testing.assert_close(grad, torch.ones_like(o))
+        assert start.is_leaf is False or start.grad is None
+    constant = torch.zeros(2, device=device)
+    with (
+        unchanged(constant, o),
+        pytest.raises(
+            gradkit.UnsupportedGraphError, match=r"^params: expected a tensor that requires grad"
+        ),
+    ):
+        find(constant, o)
+    find(constant.requires_grad_(), o)
+
+
+def test_what_a_solver_raises_itself_comes_unchanged(device: torch.device) -> None:
+    error = RuntimeError("the solver has not converged")
+
+    def solver(w: Tensor, o: Tensor) -> Tensor:
+        raise error
+
+    with pytest.raises(RuntimeError) as caught:
+        meta.implicit(solver, lambda w, o: (w * o).sum())(
+            torch.zeros(2, device=device), torch.ones(2, device=device)
+        )
+    assert caught.value is error

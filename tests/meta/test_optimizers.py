@@ -648,6 +648,57 @@ def test_nesterov_needs_what_torch_needs(device: torch.device) -> None:
             opt.step(p, p, opt.init(p))
 
 
+OUT_OF_RANGE = [
+    (optim.SGD, {"lr": -0.1}), (optim.Adam, {"lr": float("nan")}), (optim.SGD, {"momentum": -0.5}),
+    (optim.SGD, {"weight_decay": -1}), (optim.Adam, {"lr": -1}), (optim.Adam, {"eps": -1e-8}),
+    (optim.Adam, {"betas": (1.0, 0.0)}), (optim.Adam, {"betas": (0.9, 1.5)}),
+    (optim.AdamW, {"betas": (-0.1, 0.9)}), (optim.AdamW, {"weight_decay": -1}),
+    (optim.RMSprop, {"momentum": -1.0}), (optim.RMSprop, {"alpha": -0.1}),
+    (optim.RAdam, {"betas": (1.0, 0.0)}), (optim.Adadelta, {"rho": 1.1}),
+    (optim.Rprop, {"etas": (1.0, 0.5)}), (optim.Adafactor, {"beta2_decay": 0.8}),
+    (optim.NAdam, {"lr": -0.1}), (optim.Adagrad, {"initial_accumulator_value": -1.0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cls", "hyper"), OUT_OF_RANGE)
+def test_a_number_that_torch_refuses_is_refused(
+    device: torch.device, cls: Any, hyper: dict[str, Any]
+) -> None:
+    p = torch.ones(2, 2, device=device)
+    with pytest.raises(ValueError, match=r".*"):
+        cls([p], **hyper)
+    ((name, value),) = hyper.items()
+    written = cls in (optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop)
+    text = rf"^{name}: expected numbers of at least 0" if written else rf"^{cls.__name__}: .*nvalid"
+    text = text if cls is not optim.Adafactor else r"beta2_decay should be <= 0"
+    with pytest.raises(gradkit.OptionError, match=text):
+        meta.from_torch(cls, **hyper)
+    opt = meta.from_torch(cls)
+    with unchanged(p), pytest.raises(gradkit.OptionError, match=text):
+        opt.step(p, p, opt.init(p), **hyper)
+    if written and name != "betas":
+        tree = {"a": [0.1, value]}
+        with pytest.raises(gradkit.OptionError, match=text):
+            meta.from_torch(cls, **{name: tree})
+        # A tensor is not read: that would wait for the device.
+        meta.from_torch(cls, **{name: torch.tensor(value, device=device)})
+
+
+def test_numbers_that_torch_takes_are_taken(device: torch.device) -> None:
+    p = torch.ones(2, 2, device=device)
+    for cls, hyper in (
+        (optim.SGD, {"lr": 0.0, "momentum": 0.9, "dampening": -0.5}),
+        (optim.Adam, {"betas": (0.0, 0.5)}),
+        (optim.RMSprop, {"alpha": 0.0}),
+        (optim.NAdam, {"momentum_decay": 0.0}),
+    ):
+        every: dict[str, Any] = {"lr": 0.1, **hyper}
+        assert_close(ours(meta.from_torch(cls, **every), [p])[0], torchs(cls, [p], every))
+    opt = meta.sgd(lr=10**400)  # which no float can hold
+    with pytest.raises(gradkit.LeafTypeError, match=r"^lr of params.*the int"):
+        opt.step(p, p, opt.init(p))
+
+
 @pytest.mark.parametrize("make", [meta.sgd, meta.adam, meta.adamw, meta.rmsprop])
 def test_names_and_flags_that_an_optimizer_does_not_have(device: torch.device, make: Any) -> None:
     name = make.__name__

@@ -156,6 +156,24 @@ def second_of_once_differentiable(device: torch.device) -> Case:
     return Case(theirs(once), theirs(cubed), lambda: ours(once), lambda: ours(cubed))
 
 
+def jvp_of_cholesky(device: torch.device) -> Case:
+    a = torch.tensor([[4.0, 1.0], [1.0, 3.0]], dtype=D, device=device)
+    along = torch.tensor([[0.0, 1.0], [0.0, 0.0]], dtype=D, device=device)
+
+    def fn(a: Tensor) -> Tensor:
+        return torch.linalg.cholesky(a).sum()
+
+    def symmetric(a: Tensor) -> Tensor:
+        return fn((a + a.mT) / 2)
+
+    return Case(
+        jvp(fn, (a,), (along,))[1],
+        (torch.func.grad(fn)(a) * along).sum(),
+        lambda: func.check_grads(fn, a),
+        lambda: jvp(symmetric, (a,), (along,))[1],
+    )
+
+
 Show = Callable[[torch.device], Case]
 REFUSED = gradkit.UnsupportedGraphError
 
@@ -248,5 +266,11 @@ ROWS = [
         [[0.1050, -0.1574, 0.0525]], [[0.2099, -0.1312, -0.0787]],
         "`func.value_and_grads`", derivative_of_jvp_of_layer_norm, REFUSED,
         "with the norm written out",
+    ),
+    Row(
+        "`jvp(f, (a,), (v,))[1]`, where `f` is the sum of `torch.linalg.cholesky` and `v` is not "
+        "symmetric; the gradient is that of a function of symmetric matrices",
+        -0.07538, 0.1746, "`func.check_grads`", jvp_of_cholesky, gradkit.GradientCheckError,
+        "of `(a + a.mT) / 2`",
     ),
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gradkit
 from gradkit import tree
-from tests.helpers import same_bits, unchanged
+from tests.helpers import assert_same_bits, same_bits, unchanged
 
 SHAPES = {"w": (2, 3), "b": (3,), "s": ()}
 
@@ -260,6 +260,46 @@ def test_complex_leaves(device: torch.device) -> None:
     torch.testing.assert_close(tree.gram([z, v.conj()])[0, 1], torch.vdot(z, v.conj()).real)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_a_complex_leaf_after_an_odd_number_of_reals(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    """view_as_complex takes even offsets only: the columns before are three."""
+    leaves = {"a": torch.randn(3, device=device), "z": torch.randn(2, device=device, dtype=dtype)}
+    matrix, unravel = tree.to_matrix([leaves])
+    assert_same_bits(unravel(matrix[0]).values(), leaves.values())
+    half = gradkit.combine([leaves, {"a": None, "z": None}], lambda m: m.mean(0))
+    torch.testing.assert_close(half, {name: leaf / 2 for name, leaf in leaves.items()})
+
+
+def test_a_pair_that_was_not_unpacked_is_no_tree(device: torch.device) -> None:
+    """Nor are the norm and the gradients two leaves of one tree."""
+    grads = {"w": torch.randn(3, device=device)}
+    pair = tree.clip_by_global_norm(grads, 0.5)
+    clipped, norm = pair
+    assert same_bits(norm, tree.global_norm(grads))
+    calls: dict[str, Any] = {
+        "tree": lambda: tree.scale(pair, 2.0), "b": lambda: tree.add(grads, pair),
+        r"per_loss\[1\]": lambda: gradkit.combine([grads, pair], lambda matrix: matrix.mean(0)),
+        "grads": lambda: tree.clip_by_global_norm(pair, 1.0),
+    }  # fmt: skip
+    for name, call in calls.items():
+        text = rf"^{name}: expected a tree of gradients, got a pair.*not unpacked"
+        with pytest.raises(gradkit.StructureError, match=text):
+            call()
+    assert same_bits(tree.scale(clipped, 2.0)["w"], clipped["w"] * 2)
+
+
+def test_integers_have_no_norm(device: torch.device) -> None:
+    counts = {
+        "w": torch.ones(3, device=device),
+        "n": torch.ones(2, dtype=torch.int64, device=device),
+    }
+    for call in (tree.global_norm, lambda t: tree.clip_by_global_norm(t, 1.0)):
+        with pytest.raises(gradkit.LeafTypeError, match=r"^tree: expected a floating-point.*int64"):
+            call(counts)
+
+
 def test_small_and_large_gradients_keep_their_angle(device: torch.device) -> None:
     """The product of two squared norms would underflow, and the cosine be zero."""
     a = torch.tensor([3e-15, 4e-15], device=device)
@@ -345,6 +385,13 @@ def test_the_cosine_at_any_scale(device: torch.device, size: float) -> None:
     assert tree.cosine(x, torch.zeros_like(x)) == 0
     assert tree.cosine(torch.zeros_like(x), x * float("nan")).isnan()
     assert tree.cosine(x, x * float("nan")).isnan()
+
+
+def test_leaves_of_two_dtypes_are_compared_in_the_larger(device: torch.device) -> None:
+    x, third = torch.ones(2, device=device), torch.tensor([1 / 3], device=device)
+    assert tree.allclose([x], [x.double()])
+    assert not tree.allclose([third], [third.double() + 1e-4], atol=0.0)
+    assert tree.allclose([x.half(), None], [x.to(torch.complex64), torch.zeros(1, device=device)])
 
 
 def test_leaves_of_two_dtypes(device: torch.device) -> None:

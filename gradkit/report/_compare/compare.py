@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,12 @@ from gradkit._checks.reachability import refuse_no_variables
 from gradkit._compat.transforms import transforms
 from gradkit._core.call import Call, Pass
 from gradkit._core.devices import available_devices
+from gradkit._core.options import check_option
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.report._compare.distance import distance, same_bits
+from gradkit.report._compare.products import errors_of_products
 from gradkit.report._compare.reasons import model_reason, reason
 from gradkit.report._compare.runner import BACKWARD, FUNC, GRAD, PER_LOSS, Runner, RunResult
 from gradkit.report._compare.step import Step, moved, read_step
@@ -38,6 +40,8 @@ _POST_HOOKS = (
     "post-accumulate-grad hooks, which only .backward() runs, were left out: often they step an "
     "optimizer."
 )
+
+_ROUNDED = 1e-5  # what finite differences in float64 are sure of
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,9 @@ class Comparison(Report):
         refused: For each method that torch cannot run, why.
         differences: `differences[method][leaf]`, for all methods but `.backward()` and the refused.
         notes: What holds for all methods, a sentence each.
+        products: With `order=2`, for each pair of modes and each leaf how far its Hessian-vector
+            product along a random direction is from finite differences, both in float64, relative
+            to the largest entry of the product.
     """
 
     called: str
@@ -75,6 +82,7 @@ class Comparison(Report):
     refused: dict[str, str]
     differences: dict[str, dict[str, Difference]]
     notes: tuple[str, ...]
+    products: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def same(self) -> bool:
@@ -106,7 +114,19 @@ class Comparison(Report):
         params, differing = plural(len(self._names), "param"), len(self.differing())
         result = f"{differing} of {params} differ" if differing else f"the same bits in {params}"
         title = f"{self.called}: .backward() against {listed(list(self.differences))}: {result}"
-        return [title, self._table(), *self._reasons(), *refused, *self.notes]
+        blocks = [title, self._table(), *self._reasons(), *self._products()]
+        return [*blocks, *refused, *self.notes]
+
+    def _products(self) -> list[Block]:
+        if not self.products:
+            return []
+        text = "Hessian-vector products in float64: how far each is from finite differences"
+        modes = self.products.values()
+        cells = {
+            name: tuple(_error(leaves[name]) for leaves in modes) for name in next(iter(modes))
+        }
+        rows = [[label, str(len(group)), *kind] for label, group, kind in folded(cells)]
+        return [text, Table(["param", "count", *self.products], rows)]
 
     def _table(self) -> Table:
         methods = self.differences.values()
@@ -121,6 +141,10 @@ class Comparison(Report):
                 if not difference.same:
                     names.setdefault((method, difference.reason), []).append(name)
         return [f"{method} ({listed(some)}): {why}" for (method, why), some in names.items()]
+
+
+def _error(relative: float) -> str:
+    return Styled("same", "good") if relative < _ROUNDED else Styled(f"{relative:.2g}", "bad")
 
 
 def _cell(difference: Difference) -> str:
@@ -138,6 +162,7 @@ def compare(
     *args: Any,
     other: PyTree = None,
     device: torch.device | str | None = None,
+    order: int = 1,
 ) -> Comparison:
     """Return where `.backward()`, `torch.autograd.grad` and `torch.func` give other gradients.
 
@@ -163,6 +188,9 @@ def compare(
         other: A second tree of the same structure: `loss_fn(other, *args)` is compared, too, with
             args on its device.
         device: Run a copy of params and args there, and compare this, too.
+        order: 2 compares Hessian-vector products, too: of every pair of modes, by torch.autograd
+            and by torch.func, with finite differences of the gradient. `gradkit.func.check_grads`
+            finds the operation that is wrong.
 
     Returns:
         For each method and leaf the largest difference from `.backward()` and the reason. Several
@@ -175,8 +203,8 @@ def compare(
         LeafTypeError: A leaf is no leaf tensor; a loss is no real floating-point tensor; an
             argument has a graph, or can be read only once.
         NotScalarLossError: A loss has not exactly one element.
-        OptionError: `device` is not available here; `other` and `device` are both given, or one of
-            them for a loss_fn of `(*args)`.
+        OptionError: `order` is neither 1 nor 2; `device` is not available here; `other` and
+            `device` are both given, or one of them for a loss_fn of `(*args)`.
         StructureError: A tree is empty, `other` does not match, or loss_fn is no function of these
             arguments.
         UnreachedParamError: Nothing in params requires grad.
@@ -192,6 +220,7 @@ def compare(
         got = f"one inside of {listed(active)}, in which .backward() cannot run"
         fix = "call it outside of the transformed function"
         raise UnsupportedGraphError(message("compare", expected, got, fix))
+    check_option("order", order, (1, 2))
     second_device = _read_device(device, other)
     with leave_inference_mode(record=True):
         step = read_step(loss_fn, params, args)
@@ -207,13 +236,15 @@ def compare(
         for name, another in second.items():
             results[name] = another.run(BACKWARD)
             whys[name] = partial(model_reason, runner, another)
+        products, refused = errors_of_products(runner) if order == 2 else ({}, {})
         ran = {name: result for name, result in results.items() if not result.refused}
         return Comparison(
             called=step.called,
             values={name: result.values for name, result in ran.items()},
-            refused={name: run.refused for name, run in results.items() if run.refused},
+            refused={n: run.refused for n, run in results.items() if run.refused} | refused,
             differences={n: _differences(runner, ran[n], whys[n]) for n in whys if n in ran},
             notes=_notes(runner),
+            products=products,
         )
 
 

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from gradkit._autograd import engine
+from gradkit._core.captured import captured_by
 from gradkit._core.graph import Subgraph
 from gradkit._core.losses import require_graph
 from gradkit._state.grad_writes import copy_into_grads, grad_dtypes_put_back, grads_put_back
 from gradkit._state.snapshot import Snapshot
+from gradkit.errors import first_line
 from gradkit.report._compare.step import Inputs, Step, tensors_in
-from gradkit.report._explain.verdicts import captured_by, checkpointed_tensors
+from gradkit.report._explain.verdicts import checkpointed_tensors
 
 BACKWARD, GRAD, FUNC, PER_LOSS = ".backward()", "autograd.grad", "torch.func", "loss by loss"
 
@@ -73,11 +75,8 @@ class Runner:
     def snapshot(self) -> Snapshot:
         """The state that every run starts from."""
         captured = captured_by((self.step.fn, self.step.args, self.step.modules))
-        modules = [value for value in captured if isinstance(value, nn.Module)]
         arguments = [t for t in tensors_in(self.step.args) if t.requires_grad]  # others are copied
-        attributes = [a for module in modules for m in module.modules() for a in vars(m).values()]
-        generators = [v for v in (*captured, *attributes) if isinstance(v, torch.Generator)]
-        return Snapshot(modules, tensors_in((self.leaves, arguments, modules)), generators)
+        return Snapshot(captured, [*tensors_in(self.leaves), *arguments])
 
     @cached_property
     def forward(self) -> ForwardPass:
@@ -211,5 +210,9 @@ def _values(losses: Sequence[Tensor]) -> tuple[float, ...]:
 
 
 def _refused(error: Exception) -> RunResult:
-    line = str(error).strip().partition("\n")[0]
-    return RunResult([], refused=f"{type(error).__name__}: {line}")
+    return RunResult([], refused=why_refused(error))
+
+
+def why_refused(error: Exception) -> str:
+    """Return the class of an error and its first line."""
+    return f"{type(error).__name__}: {first_line(error)}"

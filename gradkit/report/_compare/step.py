@@ -67,15 +67,15 @@ class Step:
         tensors = {key: x for key, x in given.items() if isinstance(x, Tensor)}
         return {k: x for k, x in tensors.items() if x.is_floating_point() or x.is_complex()}
 
-    def losses_at(self, inputs: Inputs) -> Losses:
+    def losses_at(self, inputs: Inputs, copy: Callable[[Tensor], Tensor] = Tensor.clone) -> Losses:
         """Call the function with other tensors in place of its inputs."""
         leaves, spec = pytree.flatten(self.tree)
         tree = pytree.unflatten(spec, [inputs.get(i, leaf) for i, leaf in enumerate(leaves)])
         container = _Container(self.modules)
         # In a transform, only buffers that are made in it can be written on.
-        named = {name: buffer.clone() for name, buffer in container.named_buffers()}
+        named = {name: copy(buffer) for name, buffer in container.named_buffers()}
         named |= {key: x for key, x in inputs.items() if isinstance(key, str)}
-        call = partial(self.fn, *((tree,) if self.takes_params else ()), *_copied(self.args))
+        call = partial(self.fn, *((tree,) if self.takes_params else ()), *_copied(self.args, copy))
         with attributes_put_back(container):
             return read_losses(functional_call(container, named, (call,)), scalar=True)
 
@@ -149,12 +149,21 @@ def _takes_params(fn: Callable[..., PyTree], tree: PyTree, args: tuple[Any, ...]
     raise StructureError(message("loss_fn", expected, got, fix))
 
 
-def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def in_double(tensor: Tensor) -> Tensor:
+    """Return a copy in double precision; integers stay what they are."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor.clone()
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float64), copy=True)
+
+
+def _copied(
+    args: tuple[Any, ...], copy: Callable[[Tensor], Tensor] = Tensor.clone
+) -> tuple[Any, ...]:
     """Copy the arguments that a function may write on: all but those that require grad."""
     leaves, spec = pytree.flatten(args)
     for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and not leaf.requires_grad:
-            leaves[index] = leaf.clone()
+        if isinstance(leaf, Tensor) and (copy is not Tensor.clone or not leaf.requires_grad):
+            leaves[index] = copy(leaf)
     copies: tuple[Any, ...] = pytree.unflatten(spec, leaves)
     return copies
 

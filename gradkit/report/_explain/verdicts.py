@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection, Mapping
-from functools import cached_property, partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, TypeAlias, cast
+from collections.abc import Collection
+from functools import cached_property
+from typing import Any, cast
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradkit._checks import reachability
 from gradkit._compat.autograd import without_torch_function
+from gradkit._core.captured import captured_by
 from gradkit._core.graph import Subgraph, edge, has_rebuilt_history, was_used_before_change
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit.report._explain.explanation import Verdict
 
-Captured: TypeAlias = Tensor | nn.Module | Generator
-
 _CHECKPOINT = "CheckpointFunctionBackward"
-_MAX_DEPTH = 4
-_MAX_LENGTH = 10_000  # a longer container is data, and not searched
 
 _REACHED = Verdict("reached")
 _FROZEN = Verdict("frozen", "requires_grad is False")
@@ -141,36 +136,3 @@ def _memory_of(tensor: Tensor) -> tuple[int, range]:
     length = 1 + sum((size - 1) * stride for size, stride in steps)
     start, itemsize = tensor.storage_offset(), tensor.element_size()
     return storage, range(start * itemsize, (start + length) * itemsize)
-
-
-def captured_by(function: object) -> list[Captured]:
-    """Return the tensors, modules and generators that a function, object or container refers to."""
-    captured: dict[int, Captured] = {}
-    seen: set[int] = set()
-    level = [function]
-    for _ in range(_MAX_DEPTH):
-        new = {id(value): value for value in level if id(value) not in seen}
-        seen |= new.keys()
-        captured |= {key: value for key, value in new.items() if isinstance(value, Captured)}
-        level = [part for key in new if key not in captured for part in _contents(new[key])]
-    return list(captured.values())
-
-
-def _contents(value: object) -> list[Any]:
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, FunctionType):
-        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        try:
-            names = inspect.getclosurevars(value)
-        except ValueError:  # a variable of its closure has no value yet
-            return defaults
-        return [*names.nonlocals.values(), *names.globals.values(), *defaults]
-    if isinstance(value, Mapping | list | tuple | set | frozenset):
-        items = value.values() if isinstance(value, Mapping) else value
-        return list(items) if len(value) <= _MAX_LENGTH else []
-    if isinstance(value, type | BuiltinFunctionType | ModuleType) or not hasattr(value, "__dict__"):
-        return []
-    return [*vars(value).values(), *([type(value).__call__] if callable(value) else [])]

@@ -1,0 +1,49 @@
+"""The tensors, modules and generators that a function refers to."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeAlias
+
+from torch import Generator, Tensor, nn
+
+Captured: TypeAlias = Tensor | nn.Module | Generator
+
+_MAX_DEPTH = 4
+_MAX_LENGTH = 10_000  # a longer container is data, and not searched
+
+
+def captured_by(function: object) -> list[Captured]:
+    """Return the tensors, modules and generators that a function, object or container refers to."""
+    captured: dict[int, Captured] = {}
+    seen: set[int] = set()
+    level = [function]
+    for _ in range(_MAX_DEPTH):
+        new = {id(value): value for value in level if id(value) not in seen}
+        seen |= new.keys()
+        captured |= {key: value for key, value in new.items() if isinstance(value, Captured)}
+        level = [part for key in new if key not in captured for part in _contents(new[key])]
+    return list(captured.values())
+
+
+def _contents(value: object) -> list[Any]:
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, FunctionType):
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        try:
+            names = inspect.getclosurevars(value)
+        except ValueError:  # a variable of its closure has no value yet
+            return defaults
+        return [*names.nonlocals.values(), *names.globals.values(), *defaults]
+    if isinstance(value, Mapping | list | tuple | set | frozenset):
+        items = value.values() if isinstance(value, Mapping) else value
+        return list(items) if len(value) <= _MAX_LENGTH else []
+    if isinstance(value, type | BuiltinFunctionType | ModuleType) or not hasattr(value, "__dict__"):
+        return []
+    return [*vars(value).values(), *([type(value).__call__] if callable(value) else [])]

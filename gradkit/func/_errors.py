@@ -1,0 +1,125 @@
+"""The errors of torch.func, and what to do about each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from traceback import walk_tb
+from typing import TypeVar
+
+import torch
+
+from gradkit._compat.transforms import BATCH, transforms
+from gradkit.errors import GradkitError, UnsupportedGraphError, message
+
+R = TypeVar("R")
+_MAKE_FUNCTIONAL = "call, params, buffers = gradkit.func.make_functional(module)"
+
+
+def named_errors(run: Callable[[], R], *, nested: bool = False) -> R:
+    """Return what `run` returns; errors of torch.func raise with what to do."""
+    # All that are known; and all of torch's inside of another transform, or if `run` is `nested`
+    # ones: in one level alone they are mostly mistakes of fn, and torch's text says which.
+    if torch.compiler.is_compiling():
+        return run()
+    try:
+        return run()
+    except RuntimeError as error:
+        for text, (expected, got, fix) in _KNOWN.items():
+            if text in str(error) and not isinstance(error, GradkitError):
+                got = got or str(error).partition("\n")[0].rstrip(".")
+                raise UnsupportedGraphError(message("fn", expected, got, fix)) from error
+        stack = transforms()
+        if (stack or nested) and _raised_by_torch(error):
+            expected, fix = _BATCHED if BATCH in stack else _NESTED
+            got = str(error).partition("\n")[0].rstrip(".")
+            raise UnsupportedGraphError(message("fn", expected, got, fix)) from error
+        raise
+
+
+def _raised_by_torch(error: RuntimeError) -> bool:
+    """Return whether an operator of torch raised an error, not the caller's own code."""
+    # torch's own are of these two classes, and subclasses that say what they are (out of memory).
+    # An operator fails in the frame of OpMonitor, of a pass, or of torch's code that called it;
+    # the last frame of what the caller's code raises is the caller's.
+    if type(error) not in (RuntimeError, NotImplementedError) or error.__traceback__ is None:
+        return False
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").partition(".")[0] in {"gradkit", "torch"}
+
+
+_BATCHED = (
+    "a function of one sample, or of one task, that torch.vmap can batch",
+    "if fn fails on one by itself, too, mend it (a module may need x[None]); else take them in a "
+    "loop: gradkit.func.value_and_grads(fn)(params, x[i]), and gradkit.tree.stack",
+)
+_NESTED = (
+    "what torch.func can differentiate once more",
+    "if fn fails by itself, too, mend it; else the other mode of hvp; or two eager passes of "
+    "gradkit.value_and_grads, the first with create_graph=True",
+)
+_DIFFERENTIABLE = "what torch.func can differentiate"
+_EAGERLY = "compute the losses eagerly: gradkit.value_and_grads(losses, params)"
+_AUTOGRAD_CALL = (
+    _DIFFERENTIABLE,
+    "a call of backward(), retain_grad() or requires_grad_(), or of torch.autograd.functional",
+    "nest gradkit.func or torch.func calls, and return intermediate values as aux",
+)
+_SAVED_HOOKS = (
+    _DIFFERENTIABLE,
+    "saved-tensor hooks: a checkpoint, or save_on_cpu",
+    f"leave them out, or {_EAGERLY}",
+)
+_MEMORY = (
+    _DIFFERENTIABLE,
+    "an operation that reads memory: numpy(), tolist(), or ctc_loss whose lengths are tuples",
+    f"give it constants from outside, lengths as tensors; or {_EAGERLY}",
+)
+ZERO_TENSOR = "ZeroTensors are immutable"
+_FORWARD = (
+    "operations that have a forward-mode derivative",
+    "",
+    'hvp(..., mode="reverse-over-reverse"), or vjp in place of jvp',
+)
+# By a part of torch's text: what was expected, what came (torch's text if empty), what to do.
+_KNOWN = {
+    "saved tensor hooks": _SAVED_HOOKS,
+    "vmap over _NoopSaveInputs": _SAVED_HOOKS,  # a checkpoint, in torch 2.11
+    "backward() called inside a functorch transform": _AUTOGRAD_CALL,
+    "inside of a function being transformed by a functorch transform": _AUTOGRAD_CALL,
+    "would mutate a captured Tensor": (
+        _DIFFERENTIABLE,
+        "an in-place operation on a tensor from outside: batch norm in train mode, say",
+        f"{_MAKE_FUNCTIONAL}, and return the new buffers as aux",
+    ),
+    "setup_context": (
+        _DIFFERENTIABLE,
+        "an autograd.Function whose forward takes ctx, or a full backward hook of a module",
+        f"give the Function a setup_context staticmethod; or {_EAGERLY}",
+    ),
+    "randomness error mode": (
+        'no random operation, with randomness="error"',
+        "one: dropout, say",
+        'randomness="different" for other numbers in each sample, or "same"',
+    ),
+    "while the running_mean or running_var": (
+        "a function of one sample at a time",
+        "a norm layer that updates its running statistics from a batch",
+        "module.eval(), or track_running_stats=False",
+    ),
+    "forward AD": _FORWARD,
+    "forward mode AD": _FORWARD,
+    ZERO_TENSOR: _FORWARD,
+    "data pointer of Tensor that doesn't have storage": _MEMORY,
+    "Can't call numpy()": _MEMORY,
+}
+
+
+def independent(where: str) -> str:
+    """Return the text of the error for what does not depend on the arguments of a function."""
+    expected = "a loss computed from the arguments that argnums names"
+    got = (
+        "one that does not depend on them: fn uses a module, or tensors, from outside, or cuts "
+        "the path (detach(), .data, .item(), no_grad)"
+    )
+    fix = f"compute it from fn's own arguments: {_MAKE_FUNCTIONAL}"
+    return message(where, expected, got, fix)

@@ -1,0 +1,277 @@
+"""Products with the Jacobian of a function: vjp, jvp, and those with its Gauss-Newton matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gradkit._checks.op_monitor import OpMonitor
+from gradkit._compat.transforms import carries_graph, differentiated, level_of
+from gradkit._core import pytree
+from gradkit._core.constants import with_refused_derivatives
+from gradkit._core.losses import Losses, read_losses
+from gradkit._core.options import check_bool, check_function, check_optional_bool
+from gradkit._core.ownership import leave_inference_mode
+from gradkit._core.pytree import PyTree
+from gradkit.errors import DetachedLossError
+from gradkit.func._arguments import Arguments, read_arguments
+from gradkit.func._errors import independent, named_errors
+from gradkit.func._grads import value_and_grads
+from gradkit.func._hvp import check_direction, one_forward_level, read_directions, read_primals
+from gradkit.func._level import OuterGraph, Passes, cast_to, detached, split_aux, tensors_of
+
+
+def vjp(
+    fn: Callable[..., Any],
+    *primals: PyTree,
+    has_aux: bool = False,
+    create_graph: bool | None = None,
+) -> Any:
+    """Return a function's outputs, and a function that multiplies by its transposed Jacobian.
+
+    Example:
+        >>> import torch, gradkit
+        >>> def predict(w):
+        ...     return {"squares": w * w, "sum": w.sum()}
+        >>> values, pull = gradkit.func.vjp(predict, torch.tensor([1.0, 2.0]))
+        >>> pull({"squares": torch.tensor([1.0, 1.0]), "sum": None})
+        (tensor([2., 4.]),)
+
+    Args:
+        fn: Takes the primals, and returns a tree of real floating-point tensors of any shapes; with
+            `has_aux` a pair of that and a tree of anything.
+        primals: Its positional arguments, all of them differentiated; their leaves are as in
+            `value_and_grads`.
+        has_aux: Whether `fn` returns something beside the outputs.
+        create_graph: As in `value_and_grads`.
+
+    Returns:
+        `(values, pull)`, or `(values, pull, aux)`. `pull(cotangents)` takes a tree like `values` of
+        tensors of the same shapes and dtypes, where None is zero, and returns a tuple of trees like
+        the primals, as often as it is called.
+
+    Raises:
+        OptionError: `fn` is not a function, or an option has no such value.
+        StructureError: `pull` raises it for cotangents that do not match the outputs.
+        GradkitError: As in `value_and_grads`.
+
+    Source:
+        `torch.func.vjp`, https://pytorch.org/docs/stable/func.api.html
+    """
+    check_function(fn)
+    check_bool("has_aux", has_aux)
+    check_optional_bool("create_graph", create_graph)
+    arguments = read_arguments(primals, tuple(range(len(primals))))
+    run = _Run(fn, arguments, has_aux, OpMonitor(), transposed=True)
+    with leave_inference_mode(record=True):
+        point = _cut(arguments.variables, create_graph)
+        results: Any = named_errors(lambda: torch.func.vjp(run, *point, has_aux=True))
+    torch_pull, (values, aux) = results[1], (_cut(x, create_graph) for x in results[::2])
+
+    def pull(cotangents: PyTree) -> tuple[PyTree, ...]:
+        refused = run.check_pass(create_graph)
+        with leave_inference_mode(record=True):
+            grads = torch_pull(tuple(_read_cotangents(run.outputs, values, cotangents)))
+        grads = cast_to(arguments.dtypes, _cut(grads, create_graph))
+        trees: tuple[PyTree, ...] = arguments.finish(grads, losses=values, refused=refused)
+        return trees
+
+    tree = pytree.unflatten(run.outputs.spec, values)
+    return (tree, pull, run.put_aux_back(aux)) if has_aux else (tree, pull)
+
+
+def jvp(
+    fn: Callable[..., Any],
+    primals: PyTree,
+    tangents: PyTree,
+    *,
+    has_aux: bool = False,
+    create_graph: bool | None = None,
+) -> Any:
+    """Return a function's outputs, and its Jacobian times a direction, from one forward pass.
+
+    Example:
+        >>> import torch, gradkit
+        >>> gradkit.func.jvp(lambda w: w * w, torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]))
+        (tensor([1., 4.]), tensor([2., 0.]))
+
+    Args:
+        fn: As in `vjp`.
+        primals: As in `hvp`.
+        tangents: As in `hvp`.
+        has_aux: As in `vjp`.
+        create_graph: As in `value_and_grads`.
+
+    Returns:
+        `(values, products)`, or `(values, products, aux)`: both are trees like the outputs of `fn`.
+
+    Raises:
+        LeafTypeError: A leaf is no tensor that has a gradient, or complex.
+        OptionError: `fn` is not a function, or an option has no such value.
+        StructureError: `tangents` do not match `primals`.
+        GradkitError: As in `value_and_grads`.
+
+    Source:
+        `torch.func.jvp`, https://pytorch.org/docs/stable/func.api.html
+    """
+    check_function(fn)
+    check_bool("has_aux", has_aux)
+    check_optional_bool("create_graph", create_graph)
+    arguments = read_primals(primals)
+    directions = read_directions(arguments, tangents)
+    run = _Run(fn, arguments, has_aux, OpMonitor(), transposed=False)
+    with one_forward_level(), leave_inference_mode(record=True):
+        point, along = (tuple(_cut(x, create_graph)) for x in (arguments.variables, directions))
+        results: Any = named_errors(lambda: torch.func.jvp(run, point, along, has_aux=True))
+    values, tangents_out, aux = (_cut(tensors, create_graph) for tensors in results)
+    # In forward mode, torch makes float64 of a 0-dim float32 times a number.
+    products = cast_to([value.dtype for value in values], tangents_out)
+    refused = run.why_not_differentiable(values)
+    if refused is not None:
+        products = with_refused_derivatives(products, values, refused)
+    trees = [pytree.unflatten(run.outputs.spec, tensors) for tensors in (values, products)]
+    return (*trees, run.put_aux_back(aux)) if has_aux else tuple(trees)
+
+
+def ggn_vp(
+    fn: Callable[[Any], Any],
+    loss: Callable[[Any], Any],
+    params: PyTree,
+    v: PyTree,
+    *,
+    create_graph: bool | None = None,
+) -> tuple[Tensor, PyTree]:
+    """Return the loss, and the generalized Gauss-Newton matrix times a direction.
+
+    The matrix is `J^T H J`, with the Jacobian J of `fn` and the Hessian H of `loss` at its outputs.
+    For the negative logarithm of a likelihood of the exponential family in its natural parameters,
+    such as cross entropy of logits or the squared error, it is the Fisher information matrix.
+
+    Example:
+        >>> import torch, gradkit
+        >>> x, w = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.zeros(2)
+        >>> def half_square(out):
+        ...     return (out**2).sum() / 2
+        >>> gradkit.func.ggn_vp(lambda w: x @ w, half_square, w, torch.tensor([1.0, 0.0]))
+        (tensor(0.), tensor([10., 14.]))
+
+    Args:
+        fn: The model, from `params` to a tree of real floating-point tensors. It runs once.
+        loss: From these to a real loss of one element; it must be twice differentiable.
+        params: A tree of tensors, as in `hvp`.
+        v: The direction, as the `tangents` of `hvp`.
+        create_graph: As in `value_and_grads`.
+
+    Returns:
+        `(value, product)`: the loss, and a tree like `params`.
+
+    Raises:
+        LeafTypeError: A leaf is no tensor that has a gradient, or complex.
+        OptionError: `fn` or `loss` is not a function, or an option has no such value.
+        StructureError: `v` does not match `params`.
+        GradkitError: As in `value_and_grads`.
+
+    Source:
+        Schraudolph 2002, "Fast Curvature Matrix-Vector Products for Second-Order Gradient Descent";
+        Martens 2020, "New Insights and Perspectives on the Natural Gradient Method", section 8,
+        https://arxiv.org/abs/1412.1193
+    """
+    check_function(fn)
+    check_function(loss, "loss")
+    check_optional_bool("create_graph", create_graph)
+    arguments = read_arguments((params,), 0, "params")
+    read_directions(arguments, v, "v")
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
+        outputs, pull = vjp(fn, arguments.args[0])
+    # A pullback is linear in the cotangents; its own pullback is the product with the Jacobian.
+    _, push = vjp(lambda cotangents: pull(cotangents)[0], _mapped(torch.zeros_like, outputs))
+    (tangents,) = push(v)
+
+    def gradient(outputs: PyTree) -> tuple[PyTree, Tensor]:
+        value, grads = value_and_grads(loss)(outputs)
+        return grads, value
+
+    _, multiply, value = vjp(gradient, outputs, has_aux=True)
+    (cotangents,) = multiply(tangents)
+    (product,) = pull(cotangents)
+    if create_graph is False:
+        value, product = _mapped(Tensor.detach, (value, product))
+    return value, product
+
+
+def _mapped(fn: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:
+    leaves, spec = pytree.flatten(tree)
+    return pytree.unflatten(spec, [None if leaf is None else fn(leaf) for leaf in leaves])
+
+
+@dataclass
+class _Run:
+    """A function of a flat list of variables, and what is known once it has run."""
+
+    fn: Callable[..., Any]
+    arguments: Arguments
+    has_aux: bool
+    monitor: OpMonitor
+    transposed: bool  # the pass that follows is a backward pass
+    variables: list[Tensor] = field(init=False)
+    outputs: Losses = field(init=False)
+    put_aux_back: Callable[[Iterable[Tensor]], PyTree] = field(init=False)
+
+    def __call__(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        with self.monitor:
+            returned = self.fn(*self.arguments.with_variables(tensors))
+        tree, aux = split_aux(returned) if self.has_aux else (returned, None)
+        self.outputs = read_losses(tree, scalar=False, returned=True, may_be_aux=not self.has_aux)
+        self.variables = list(tensors)
+        if self.transposed and not torch.compiler.is_compiling():
+            passes = self._passes(None, level_of(tensors[0]))
+            if not any(map(passes.depends, self.outputs.leaves)):
+                raise DetachedLossError(independent(self.outputs.first_paths()))
+        tensors_of_aux, self.put_aux_back = tensors_of(aux)
+        return tuple(self.outputs.leaves), tensors_of_aux
+
+    def _passes(self, create_graph: bool | None, level: int) -> Passes:
+        outer = OuterGraph(create_graph, differentiated(), torch.is_grad_enabled())
+        return Passes(self.variables, level, outer, self.monitor)
+
+    def check_pass(self, create_graph: bool | None) -> str | None:
+        """Raise if a backward pass would be wrong; return why its derivative would be, if so."""
+        if torch.compiler.is_compiling():
+            return None
+        self.monitor.check()
+        passes = self._passes(create_graph, _NO_LEVEL)
+        if create_graph is not False:
+            roots = [output for output in self.outputs.leaves if output.grad_fn is not None]
+            passes.check_derivative(roots, self.variables)
+        return passes.outer.refused
+
+    def why_not_differentiable(self, values: Iterable[Tensor]) -> str | None:
+        """Return why a derivative that eager code takes of a jvp would be wrong."""
+        if torch.compiler.is_compiling() or not any(map(carries_graph, values)):
+            return None
+        outer = OuterGraph(None, False, True)
+        outer.allows(self.monitor.check_derivative, may_differentiate=False)
+        return outer.refused
+
+
+_NO_LEVEL = -1  # the level has ended; those around it are left
+
+
+def _cut(tensors: Iterable[Tensor], create_graph: bool | None) -> list[Tensor]:
+    return detached(tensors) if create_graph is False else list(tensors)
+
+
+def _read_cotangents(
+    outputs: Losses, values: Sequence[Tensor], cotangents: PyTree
+) -> Iterable[Tensor]:
+    by_leaf = pytree.flatten_up_to(outputs.spec, "values", cotangents, "cotangents")
+    for index, (value, cotangent) in enumerate(zip(values, by_leaf, strict=True)):
+        if cotangent is not None:
+            where = pytree.path(outputs.spec, index, "cotangents")
+            check_direction(cotangent, value, where, "torch.ones_like(value)")
+        yield torch.zeros_like(value) if cotangent is None else cotangent

@@ -1,0 +1,232 @@
+"""vjp, jvp and ggn_vp: against torch.func and dense Jacobians, inside and around transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import hessian, jacrev, vmap
+from torch.nn import functional
+
+import gradkit
+from gradkit import func
+from tests.func.test_graphs import UNARY, Once, derivatives, inputs
+from tests.helpers import World, assert_owned, assert_same_bits, same_bits
+
+F64 = torch.float64
+
+
+def model_of(ops: list[str]) -> Callable[[Any], Any]:
+    def outputs(params: Any) -> Any:
+        out = params["a"] * params["b"]
+        for op in ops:
+            out = UNARY[op](out) + params["a"]
+        return {"out": out, "pair": [out[:2] * params["b"][1], params["b"].sum()]}
+
+    return outputs
+
+
+def params_on(device: torch.device) -> dict[str, Tensor]:
+    a, b, c = (x.detach() for x in inputs(device))
+    return {"a": a, "b": b, "unused": c}
+
+
+def flat(tree: Any) -> Tensor:
+    return torch.cat([leaf.reshape(-1) for leaf in torch.utils._pytree.tree_leaves(tree)])
+
+
+programs = st.lists(st.sampled_from(sorted(UNARY)), max_size=3)
+
+
+@given(ops=programs)
+def test_vjp_and_jvp_are_those_of_torch(device: torch.device, ops: list[str]) -> None:
+    fn, params = model_of(ops), params_on(device)
+    along = {name: torch.cos(p) for name, p in params.items()}
+    world = World(*params.values(), *along.values())
+    values, pull = func.vjp(fn, params)
+    theirs, their_pull = torch.func.vjp(fn, params)  # type: ignore[misc]
+    cotangents = torch.utils._pytree.tree_map(torch.sin, theirs)
+    (grads,), (expected,) = pull(cotangents), their_pull(cotangents)
+    assert_same_bits([flat(values), *grads.values()], [flat(theirs), *expected.values()])
+    assert_owned(grads.values(), params.values())
+    values, products = func.jvp(fn, params, along)
+    theirs, expected = torch.func.jvp(fn, (params,), (along,))  # type: ignore[misc]
+    assert_same_bits([flat(values), flat(products)], [flat(theirs), flat(expected)])
+    # <u, Jv> == <J^T u, v>
+    torch.testing.assert_close(
+        flat(cotangents) @ flat(products), gradkit.tree.dot(grads, along), rtol=1e-10, atol=1e-10
+    )
+    world.assert_unchanged()
+
+
+@given(ops=programs)
+def test_ggn_vp_is_that_of_dense_matrices(device: torch.device, ops: list[str]) -> None:
+    w, x, v = (tensor.detach() for tensor in inputs(device))
+
+    def fn(w: Tensor) -> Tensor:
+        out = w * x
+        for op in ops:
+            out = UNARY[op](out) + w.flip(0)
+        return out
+
+    def loss(out: Tensor) -> Tensor:
+        return out.logsumexp(0) + (out**2).sum() / 3
+
+    value, product = func.ggn_vp(fn, loss, w, v)
+    jacobian, out = jacrev(fn)(w), fn(w)
+    torch.testing.assert_close(value, loss(out))
+    torch.testing.assert_close(product, jacobian.T @ hessian(loss)(out) @ jacobian @ v)
+
+
+def test_ggn_vp_of_a_model_on_trees(device: torch.device) -> None:
+    """With several outputs, a tied weight, attention and dropout: one forward pass."""
+    net = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.5).to(device, F64)
+    call, params, buffers = func.make_functional(net)
+    x = torch.randn(2, 3, 4, device=device, dtype=F64)
+    y = torch.randint(4, (6,), device=device)
+    along = {name: torch.randn_like(p) for name, p in params.items()}
+
+    def fn(params: Any) -> Any:
+        out = call(params, buffers, x)[0]
+        return {"logits": out.reshape(6, 4), "size": out.square().mean()}
+
+    def loss(outputs: Any) -> Tensor:
+        return functional.cross_entropy(outputs["logits"], y) + outputs["size"]
+
+    torch.manual_seed(0)
+    value, product = func.ggn_vp(fn, loss, params, along)
+    torch.manual_seed(0)
+    values, pull = func.vjp(fn, params)
+    torch.testing.assert_close(value, loss(values))
+    # <v, G v> is the curvature of the loss along J v, from a pass in forward mode.
+    torch.manual_seed(0)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        _, tangents = func.jvp(fn, params, along)
+    _, curvature = func.hvp(loss, values, tangents)
+    torch.testing.assert_close(
+        gradkit.tree.dot(along, product), gradkit.tree.dot(tangents, curvature)
+    )
+    assert gradkit.tree.allclose(pull(curvature)[0], product)
+
+
+@pytest.mark.parametrize("name", ["vjp", "jvp", "ggn_vp"])
+def test_results_carry_graphs_unless_cut(device: torch.device, name: str) -> None:
+    """Law: eagerly differentiated, first and second order, as the same through torch.func."""
+
+    def fn(w: Tensor, x: Tensor, s: Tensor) -> Tensor:
+        return (w * x).sin() * s + w**3
+
+    def loss(out: Tensor) -> Tensor:
+        return out.logsumexp(0)
+
+    def ours(w: Tensor, x: Tensor, s: Tensor, **cut: Any) -> Tensor:
+        if name == "vjp":
+            value, pull = func.vjp(lambda w: fn(w, x, s), w, **cut)
+            return torch.cat([value, pull(x * s)[0]])
+        if name == "jvp":
+            return torch.cat(func.jvp(lambda w: fn(w, x, s), w, x * s, **cut))
+        value, product = func.ggn_vp(lambda w: fn(w, x, s), loss, w, x * s, **cut)
+        return torch.cat([value[None], product])
+
+    def dense(w: Tensor, x: Tensor, s: Tensor) -> Tensor:
+        out, jacobian = fn(w, x, s), torch.diag(x * (w * x).cos() * s + 3 * w**2)
+        if name in {"vjp", "jvp"}:
+            return torch.cat([out, jacobian @ (x * s)])
+        p = out.softmax(0)
+        second = torch.diag(p) - torch.outer(p, p)
+        return torch.cat([loss(out)[None], jacobian.T @ second @ jacobian @ (x * s)])
+
+    results = []
+    for call in (ours, dense):
+        tensors = inputs(device)
+        out = call(*tensors)
+        weights = torch.arange(1, len(out) + 1, dtype=F64, device=device)
+        results.append([out, *derivatives((out * weights).sum(), tensors)])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
+    assert not ours(*inputs(device), create_graph=False).requires_grad
+
+
+def test_inside_vmap_and_under_compile(device: torch.device) -> None:
+    w, x, v = (tensor.detach() for tensor in inputs(device))
+
+    def product(x: Tensor) -> tuple[Tensor, ...]:
+        value, pull = func.vjp(lambda w: (w * x).sin(), w)
+        along = func.jvp(lambda w: (w * x).sin(), w, v)[1]
+        gauss = func.ggn_vp(lambda w: (w * x).sin(), lambda out: (out**2).sum() / 2, w, v)[1]
+        return value, pull(v)[0], along, gauss
+
+    data = torch.stack([x, v])
+    batched = vmap(product)(data)
+    compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
+    for row, one in enumerate(data):
+        for got, traced, expected in zip(batched, compiled(one), product(one), strict=True):
+            torch.testing.assert_close(got[row], expected)
+            torch.testing.assert_close(traced, expected)
+
+
+def test_aux_ties_and_modules(device: torch.device) -> None:
+    net = nn.Linear(2, 2).to(device)
+    w = torch.tensor([1.0, 2.0], device=device)
+    values, pull, aux = func.vjp(
+        lambda p: (p["a"] * p["b"], {"n": 3}), {"a": w, "b": w}, has_aux=True
+    )
+    (grads,) = pull(torch.ones_like(w))
+    assert_same_bits([grads["a"], grads["b"], values], [2 * w, 2 * w, w * w])
+    assert aux == {"n": 3}
+    _, products, aux = func.jvp(lambda w: (w * w, "text"), w, torch.ones_like(w), has_aux=True)
+    assert same_bits(products, 2 * w)
+    assert aux == "text"
+    _, pull = func.vjp(lambda p, w: functional.linear(w, p["weight"], p["bias"]), net, w)
+    of_net, of_w = pull(None)
+    assert list(of_net) == ["weight", "bias"]
+    assert not of_w.any()
+
+
+def test_bad_input(device: torch.device) -> None:
+    w = torch.ones(2, device=device)
+    _, pull = func.vjp(lambda w: {"y": w * 2}, w)
+
+    def fn(out: Any) -> Tensor:
+        return torch.as_tensor(out).sum()
+
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (lambda: pull({"y": torch.ones(3)}), gradkit.StructureError, r"cotangents\['y'\]"),
+        (lambda: pull({"y": 1.0}), gradkit.LeafTypeError, r"cotangents\['y'\]"),
+        (lambda: pull({"x": w}), gradkit.StructureError, "cotangents"),
+        (lambda: func.vjp(3, w), gradkit.OptionError, "fn"),
+        (lambda: func.vjp(lambda w: w.detach() * 2, w), gradkit.DetachedLossError, "depend"),
+        (lambda: func.vjp(lambda w: "text", w), gradkit.LeafTypeError, "losses"),
+        (lambda: func.jvp(lambda w: w * 2, w, w.double()), gradkit.StructureError, "tangents"),
+        (lambda: func.jvp(lambda w: w * 2, w, w, has_aux=1), gradkit.OptionError, "has_aux"),
+        (lambda: func.ggn_vp(lambda w: w, lambda o: o, w, w), gradkit.NotScalarLossError, "losses"),
+        (lambda: func.ggn_vp(lambda w: w, 1, w, w), gradkit.OptionError, "loss"),
+        (
+            lambda: func.ggn_vp(lambda w: w, fn, [w], [w, w]),
+            gradkit.StructureError,
+            "v: .*as params is",
+        ),
+        (lambda: func.ggn_vp(lambda w: w, fn, [w], [w[:1]]), gradkit.StructureError, r"v\[0\]"),
+    ]
+    for call, error, text in cases:
+        with pytest.raises(error, match=text):
+            call()
+
+
+def test_a_wrong_derivative_raises(device: torch.device) -> None:
+    w, x, _ = inputs(device)
+    _, pull = func.vjp(Once.apply, w)
+    (gradient,) = pull(x.detach())
+    assert_same_bits([gradient], [2 * w.detach() * x.detach()])
+    with pytest.raises(gradkit.UnsupportedGraphError, match="once_differentiable"):
+        torch.autograd.grad(gradient.sum(), w)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="once_differentiable"):
+        func.ggn_vp(Once.apply, lambda out: out.sum() ** 2, w.detach(), x.detach())
+    distances = func.vjp(lambda w: torch.cdist(w[None], x.detach()[None]), w.detach())[1]
+    with pytest.raises(gradkit.UnsupportedGraphError, match="cdist"):
+        vmap(lambda u: distances(u)[0])(torch.ones(2, 1, 1, device=device, dtype=F64))
