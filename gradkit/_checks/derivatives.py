@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradkit._checks.wrong_derivatives import NODES, SWEPT
 from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.transforms import is_differentiated_tensor
-from gradkit._compat.versions import is_mended
+from gradkit._compat.versions import is_mended, is_seen
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
 from gradkit._core.params import Params
 from gradkit._core.user_code import user_functions
 from gradkit.errors import UnsupportedGraphError, message
 
-# The backward pass of these takes the mean and the deviation for constants, so that its own
-# derivative, the third in all, is wrong. Not so group_norm and rms_norm.
-_NORMS = ("NativeLayerNormBackwardBackward0", "NativeBatchNormBackwardBackward0")
-_WRONG_THIRD = {kind for kind in _NORMS if not is_mended(kind)}
+_IN_EVAL_MODE = " in eval mode"
+# The kinds of nodes, as `label` has them, through which a derivative is wrong, and of which order.
+_WRONG: dict[str, str] = {
+    kind: order
+    for kind, by_order in NODES.items()
+    for order, seen in by_order.items()
+    if is_seen(seen, SWEPT)
+}
 # The derivative of torch.compile's backward pass is a node that raises. It has no path to what the
 # function was computed from where that is not saved, and is left out then.
 _COMPILED = "CompiledFunctionBackward"
-_REFUSED = _WRONG_THIRD | {_COMPILED}
+# The names of types: a part of what `label` has.
+_REFUSED = {kind.removesuffix(_IN_EVAL_MODE) for kind in _WRONG} | {_COMPILED}
 _DTENSORS_ARE_WRONG = not is_mended("DTensor")
 
 
@@ -50,11 +57,18 @@ def refuse_wrong_derivative(where: str, variables: Sequence[Tensor], below: Subg
     """Raise if a pass executes a node whose derivative torch gets silently wrong, or drops."""
     if _REFUSED.isdisjoint(kind.__name__ for kind in below.kinds):
         return
-    for kind in sorted(set(map(type, below.leading_to(variables))), key=lambda kind: kind.__name__):
-        if kind.__name__ in _WRONG_THIRD:
-            raise UnsupportedGraphError(_wrong_third(where, kind))
-        if kind.__name__ == _COMPILED and not user_functions([kind]):
+    nodes = {label(node): type(node) for node in below.leading_to(variables)}
+    for name, kind in sorted(nodes.items()):
+        if name in _WRONG:
+            raise UnsupportedGraphError(_wrong(where, name))
+        if name == _COMPILED and not user_functions([kind]):
             raise UnsupportedGraphError(_compiled(where))
+
+
+def label(node: Any) -> str:
+    """Return the kind of a node, as the table has it: normalizations run in two modes."""
+    training = getattr(node, "_saved_training", getattr(node, "_saved_train", True))
+    return type(node).__name__ if training else f"{type(node).__name__}{_IN_EVAL_MODE}"
 
 
 def _compiled(where: str) -> str:
@@ -67,15 +81,42 @@ def _compiled(where: str) -> str:
     )
 
 
-def _wrong_third(where: str, kind: type) -> str:
+def _wrong(where: str, name: str) -> str:
+    if _WRONG[name] == "2":
+        operation, fix = _SECOND.get(name, (name, "write it out in other operations"))
+        got = f"{operation}, whose second derivative torch gets silently wrong"
+        fix = f"leave out create_graph=True; take unroll(..., first_order=True); or {fix}"
+        return message(where, "a graph whose derivative can be differentiated", got, fix)
     return message(
         where,
         "a graph whose derivative can be differentiated again",
-        f"a second derivative through {kind.__name__.removesuffix('BackwardBackward0')}, whose "
+        f"a second derivative through {name.removesuffix('BackwardBackward0')}, whose "
         "third torch gets silently wrong",
         "leave out create_graph=True, or an unroll inside of another, in the last call; or use "
         "group_norm or rms_norm, or write the norm out",
     )
+
+
+# By the kind of node: the operation, and what to write in its place.
+_LOOP = "a loop of Python"
+_SECOND = {
+    "WeightNormInterfaceBackward0": (
+        "weight_norm",
+        "take all derivatives by gradkit.func, which differentiates its formula; or write that: "
+        "g * v / torch.norm_except_dim(v, 2, dim)",
+    ),
+    "SparseCooTensorWithDimsAndTensorsBackward0": (
+        "the values of a sparse tensor",
+        "make it dense: torch.zeros(size).index_put(tuple(indices), values, accumulate=True)",
+    ),
+    "GeneratedBackwardFor_torch_nn__linear_cross_entropy_batch_chunked_defaultBackward": (
+        "linear_cross_entropy in chunks",
+        "leave out its options",
+    ),
+    "CondAutogradOpBackward": ("torch.cond", "torch.where, or an if of Python"),
+    "ScanAutogradOpBackward": ("scan", _LOOP),
+    "WhileLoopAutogradOpBackward": ("while_loop", _LOOP),
+}
 
 
 def refuse_inside_transforms(call: Call) -> None:

@@ -1,7 +1,7 @@
 """The operations whose derivative torch.func gets silently wrong, and where it does.
 
-Each entry is a defect of torch's own formulas or batching rules, in every release that gradkit runs
-on but those from which on `MENDED` says otherwise.
+`wrong_derivatives` says under which transforms, as a sweep has found; here stands what it cannot
+say: which calls of an operation are concerned, and what to write in its place.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from gradkit._compat.transforms import BATCH, DERIVATIVES, FORWARD
-from gradkit._compat.versions import is_mended
+from gradkit._checks.formulas import FORMULAS
+from gradkit._checks.wrong_derivatives import OPERATIONS, SWEPT
+from gradkit._compat.transforms import BATCH, DERIVATIVES
+from gradkit._compat.versions import is_seen
 
 Stack: TypeAlias = tuple[str, ...]
 EAGER = "Grad"  # autograd, which is like a transform around all others
@@ -48,98 +50,155 @@ def differentiated_around(stack: Stack, kind: str) -> bool:
     return not DERIVATIVES.isdisjoint(stack[:last])
 
 
-Condition: TypeAlias = Callable[[OpCall], bool]
+def holds(stack: Stack, part: Stack) -> bool:
+    """Return whether a stack holds some transforms, in their order."""
+    rest = iter(stack)
+    return all(kind in rest for kind in part)
+
+
+# Of a call, and the transforms of an entry of the table.
+Condition: TypeAlias = Callable[[OpCall, Stack], bool]
+_PASS = "+Vmap"  # a backward pass alone is batched
+_BATCHED, _DERIVATIVE_OF_BATCHED = ("Grad", _PASS), ("Grad", "Grad", _PASS)
 
 
 @dataclass(frozen=True)
 class KnownBug:
     """What torch gets wrong about an operation."""
 
-    what: str
     fix: str  # what to write in its place
-    wrong_now: Condition  # the call is wrong, or will be with the transforms around it
-    wrong_batched: bool = False  # a batched backward pass through it is wrong
-    wrong_derivative: Condition = lambda call: False  # so is the derivative of such a pass
-    concerns: Condition = lambda call: True  # which calls of the operation have the bug
+    stacks: tuple[Stack, ...] = ()  # the transforms under which it is wrong, from the outermost
+    concerns: Condition = lambda call, stack: True  # which calls of the operation have the bug
+
+    @property
+    def what(self) -> str:
+        """What is wrong, in words."""
+        several = dict.fromkeys(_WORDS.get(stack, "its derivative") for stack in self.stacks)
+        return f"{', or '.join(several)} is silently wrong"
+
+    def wrong_now(self, call: OpCall) -> bool:
+        """Return whether the call is wrong, or will be with the transforms around it."""
+        return any(
+            self.concerns(call, stack)
+            and (holds(call.stack, stack) or (stack == _BATCHED and call.differentiated_outside()))
+            for stack in self.stacks
+        )
+
+    def wrong_batched(self, call: OpCall) -> bool:
+        """Return whether a batched backward pass through the call is wrong."""
+        return _BATCHED in self.stacks and self.concerns(call, _BATCHED)
+
+    def wrong_derivative(self, call: OpCall) -> bool:
+        """Return whether the derivative of such a pass is wrong."""
+        return _DERIVATIVE_OF_BATCHED in self.stacks and self.concerns(call, _DERIVATIVE_OF_BATCHED)
 
 
-_NORM = KnownBug(
-    "a derivative of a batched gradient, grad(vmap(grad(f))), or a third derivative, or one of a "
-    "jvp, is silently wrong",
-    "take every derivative inside of the vmap, two at most; or use group_norm or rms_norm",
-    lambda call: (
-        differentiated_around(call.stack, FORWARD)
-        or sum(kind in DERIVATIVES for kind in call.stack) > 2
-    ),
-    wrong_derivative=lambda call: call.argument(3 if call.functional else 1, "weight") is not None,
-)
-_DETERMINANT = KnownBug(
-    "the derivative of its jvp is silently wrong",
-    "take the jvp of the gradient: hvp(f, primals, tangents)",
-    lambda call: differentiated_around(call.stack, FORWARD),
-)
-_FORWARD = KnownBug(
-    "its forward-mode derivative is silently wrong",
-    'hvp(..., mode="reverse-over-reverse"), and grad or jacrev in place of jvp or jacfwd',
-    lambda call: FORWARD in call.stack,
-)
-EVERY_BUG: dict[str, KnownBug] = {
-    "cdist": KnownBug(
-        "a batched backward pass through it is silently wrong",
-        "(a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)",
-        OpCall.differentiated_outside,
-        wrong_batched=True,
-    ),
-    "as_strided_scatter": KnownBug(
-        "its derivative is silently wrong",
-        "index_put, or torch.where",
-        lambda call: (
-            BATCH in call.stack
-            or FORWARD in call.stack
-            or call.differentiated_outside()
-            or call.argument(0, "input").requires_grad
-            or call.argument(1, "src").requires_grad
-        ),
-    ),
+_OF_BATCHED = "a derivative of a batched gradient, grad(vmap(grad(f))),"
+_WORDS: dict[Stack, str] = {
+    ("Jvp",): "its forward-mode derivative",
+    ("Grad", "Jvp"): "the derivative of its jvp",
+    ("Jvp", "Jvp"): "the derivative of its jvp",
+    ("Jvp", "Grad"): "the jvp of its gradient",
+    ("Grad", "Grad"): "its second derivative",
+    ("Grad", "Grad", "Grad"): "its third derivative",
+    ("Jvp", "Grad", "Grad"): "its third derivative",
+    ("Jvp", "Jvp", "Grad"): "its third derivative by forward mode",
+    ("Jvp", "Jvp", "Jvp"): "its third derivative by forward mode",
+    ("Vmap",): "what vmap makes of it",
+    ("Grad", "Vmap"): "the derivative of its batching rule",
+    ("Vmap", "Vmap"): "a batch of batches",
+    _BATCHED: "a batched backward pass through it",
+    _DERIVATIVE_OF_BATCHED: _OF_BATCHED,
+    ("Grad", "Vmap", "Grad"): _OF_BATCHED,
+    ("Jvp", "Vmap", "Grad"): _OF_BATCHED,
+}
+_OVER_JVP = "take the jvp of the gradient: hvp(f, primals, tangents)"
+_FORWARD = 'hvp(..., mode="reverse-over-reverse"), and grad or jacrev in place of jvp or jacfwd'
+_INSIDE = "take every derivative inside of the vmap, two at most; or use group_norm or rms_norm"
+_SOLVED = f"{_OVER_JVP}; or torch.linalg.inv(a) @ b"
+
+
+def _of_norm(position: int, functional: int) -> Condition:
+    """Return the condition of a norm: batched, it is wrong only with a weight."""
+
+    def concerns(call: OpCall, stack: Stack) -> bool:
+        weight = call.argument(functional if call.functional else position, "weight")
+        return weight is not None or not {BATCH, _PASS} & set(stack)
+
+    return concerns
+
+
+def _by_its_own_statistics(name: str) -> Condition:
+    of_norm, default = _of_norm(1, 3), name == "use_input_stats"
+
+    def concerns(call: OpCall, stack: Stack) -> bool:
+        flag = call.argument(5, name)
+        return bool(default if flag is None else flag) and of_norm(call, stack)
+
+    return concerns
+
+
+def _broadcasts(call: OpCall, _: Stack) -> bool:
+    shapes = call.argument(0, "input").shape, call.argument(1, "mask").shape
+    return len(set(shapes)) > 1
+
+
+def _is_differentiated(call: OpCall, stack: Stack) -> bool:
+    tensors = call.argument(0, "input"), call.argument(1, "src")
+    return len(call.stack) > 1 or any(tensor.requires_grad for tensor in tensors)
+
+
+def _has_values_to_differentiate(call: OpCall, _: Stack) -> bool:
+    values = call.argument(1, "values")
+    return isinstance(values, Tensor) and (values.requires_grad or "Jvp" in call.stack)
+
+
+_BY_HAND: dict[str, KnownBug] = {
+    "cdist": KnownBug("(a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)"),
+    "as_strided_scatter": KnownBug("index_put, or torch.where", concerns=_is_differentiated),
     "roll": KnownBug(
-        "vmap gets it silently wrong for a tensor without dimensions",
-        "leave it out: it moves nothing there",
-        lambda call: BATCH in call.stack,
-        wrong_batched=True,
-        concerns=lambda call: call.argument(0, "input").dim() == 0,
+        "leave it out: it moves nothing in a tensor without dimensions",
+        concerns=lambda call, _: call.argument(0, "input").dim() == 0,
     ),
     "masked_select": KnownBug(
-        "a batched backward pass through it is silently wrong where it broadcasts",
-        "expand the tensor to the shape of the mask first",
-        OpCall.differentiated_outside,
-        wrong_batched=True,
-        concerns=lambda call: call.argument(0, "input").shape != call.argument(1, "mask").shape,
+        "expand the tensor to the shape of the mask first", concerns=_broadcasts
     ),
     "index_fill": KnownBug(
-        "vmap gets it silently wrong for a value that is a tensor",
         "torch.where, or index_put",
-        lambda call: BATCH in call.stack,
-        wrong_batched=True,
-        concerns=lambda call: isinstance(call.argument(3, "value"), Tensor),
+        concerns=lambda call, _: isinstance(call.argument(3, "value"), Tensor),
     ),
-    "select_scatter": KnownBug(
-        "the derivative of its batching rule is silently wrong",
-        "torch.where, or index_put; or take the gradient inside the vmap",
-        lambda call: differentiated_around(call.stack, BATCH),
+    "select_scatter": KnownBug("torch.where, or index_put; or take the gradient inside the vmap"),
+    "sparse_coo_tensor": KnownBug(
+        "make it dense: torch.zeros(size).index_put(tuple(indices), values, accumulate=True)",
+        concerns=_has_values_to_differentiate,
     ),
-    "det": _DETERMINANT,
-    "slogdet": _DETERMINANT,
-    "logdet": _DETERMINANT,
-    "cholesky_inverse": _FORWARD,
-    "triangular_solve": _FORWARD,
-    "scatter_reduce": replace(_FORWARD, concerns=lambda call: call.argument(4, "reduce") == "prod"),
-    "layer_norm": replace(
-        _NORM, wrong_derivative=lambda call: call.argument(2, "weight") is not None
+    "lu_solve": KnownBug("torch.linalg.solve(a, b)"),
+    "det": KnownBug(f"{_OVER_JVP}; a third derivative by gradkit.value_and_grads, eagerly"),
+    **dict.fromkeys(("slogdet", "logdet", "householder_product", "cumprod"), KnownBug(_OVER_JVP)),
+    **dict.fromkeys(("solve", "solve_ex", "tensorsolve"), KnownBug(_SOLVED)),
+    **dict.fromkeys(
+        ("cholesky_inverse", "triangular_solve", "eig", "eigvals", "prod"), KnownBug(_FORWARD)
     ),
-    "batch_norm": replace(_NORM, concerns=lambda call: bool(call.argument(5, "training"))),
-    "instance_norm": _NORM,
+    "scatter_reduce": KnownBug(
+        _FORWARD, concerns=lambda call, _: call.argument(4, "reduce") == "prod"
+    ),
+    "layer_norm": KnownBug(_INSIDE, concerns=_of_norm(2, 2)),
+    "batch_norm": KnownBug(_INSIDE, concerns=_by_its_own_statistics("training")),
+    "instance_norm": KnownBug(_INSIDE, concerns=_by_its_own_statistics("use_input_stats")),
 }
-KNOWN_BUGS = {name: bug for name, bug in EVERY_BUG.items() if not is_mended(name)}
+
+
+def stacks_of(name: str) -> tuple[Stack, ...]:
+    rows = OPERATIONS.get(name, {}).items()
+    return tuple(tuple(stack.split()) for stack, seen in rows if is_seen(seen, SWEPT))
+
+
+EVERY_BUG = {
+    name: KnownBug(bug.fix, stacks_of(name), bug.concerns) for name, bug in _BY_HAND.items()
+}
+KNOWN_BUGS = {name: bug for name, bug in EVERY_BUG.items() if bug.stacks}
+# Operations that run by a formula where torch's own rules are wrong.
+BY_FORMULA = {name: KnownBug("", stacks_of(name)) for name in FORMULAS if name in OPERATIONS}
 # The same under other names, and torch's operators beneath them.
 _EVERY_ALIAS = {
     "native_layer_norm": "layer_norm",
@@ -147,11 +206,13 @@ _EVERY_ALIAS = {
     "_native_batch_norm_legit": "batch_norm",
     "_batch_norm_with_update": "batch_norm",
     "_cdist_forward": "cdist",
-    "linalg_det": "det",
-    "_linalg_det": "det",
-    "linalg_slogdet": "slogdet",
-    "_linalg_slogdet": "slogdet",
     "scatter_reduce_": "scatter_reduce",
     "index_fill_": "index_fill",
+    "_weight_norm_interface": "weight_norm",
+    "orgqr": "householder_product",
 }
-ALIASES = {alias: name for alias, name in _EVERY_ALIAS.items() if name in KNOWN_BUGS}
+_WRITTEN = (*KNOWN_BUGS, *BY_FORMULA)
+_EVERY_ALIAS |= {
+    prefix + name: name for name in _WRITTEN for prefix in ("_", "linalg_", "_linalg_")
+}
+ALIASES = {alias: name for alias, name in _EVERY_ALIAS.items() if name in _WRITTEN}

@@ -11,9 +11,22 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from gradkit._checks.known_bugs import ALIASES, KNOWN_BUGS, OpCall, differentiated_around
+from gradkit._checks.formulas import FORMULAS
+from gradkit._checks.known_bugs import (
+    ALIASES,
+    BY_FORMULA,
+    KNOWN_BUGS,
+    OpCall,
+    differentiated_around,
+)
 from gradkit._checks.op_nodes import calls_of
-from gradkit._compat.transforms import BATCH, DERIVATIVES, autograd_grad, transforms
+from gradkit._compat.transforms import (
+    BATCH,
+    DERIVATIVES,
+    autograd_grad,
+    recording_levels,
+    transforms,
+)
 from gradkit._core.graph import Subgraph
 from gradkit.errors import UnsupportedGraphError, message
 
@@ -22,7 +35,7 @@ __all__ = ["KNOWN_BUGS", "OpMonitor"]
 _BACKWARD_PASS = "a backward pass"
 _NAMES: dict[Any, str] = {
     getattr(owner, alias): name
-    for alias, name in [*((name, name) for name in KNOWN_BUGS), *ALIASES.items()]
+    for alias, name in [*((name, name) for name in (*KNOWN_BUGS, *BY_FORMULA)), *ALIASES.items()]
     for owner in (torch, Tensor, torch.linalg, functional)
     if hasattr(owner, alias)
 } | {torch.autograd.grad: _BACKWARD_PASS, autograd_grad: _BACKWARD_PASS}
@@ -82,14 +95,15 @@ class OpMonitor(TorchFunctionMode):
             self.check()
         elif name is not None:
             is_functional = func in _FUNCTIONAL
-            self._note(name, OpCall(args, kwargs or {}, is_functional, transforms(), self._outer))
+            call = OpCall(args, kwargs or {}, is_functional, transforms(), self._outer)
+            if name in BY_FORMULA:
+                return _run(name, func, call)
+            self._note(name, call)
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _note(self, name: str, call: OpCall) -> None:
         bug = KNOWN_BUGS[name]
-        if not bug.concerns(call):
-            return
-        if name == "batch_norm" and self._per_sample:
+        if name == "batch_norm" and self._per_sample and call.argument(5, "training"):
             got = (
                 "batch_norm in train mode, which mixes the samples of a batch, so that no "
                 "sample has a separate gradient"
@@ -99,7 +113,7 @@ class OpMonitor(TorchFunctionMode):
             raise UnsupportedGraphError(message("per_sample_grads", expected, got, fix))
         if bug.wrong_now(call):
             _raise(name)
-        if bug.wrong_batched:
+        if bug.wrong_batched(call):
             self._wrong_batched.append(name)
         if bug.wrong_derivative(call):
             self._wrong_derivative.append(name)
@@ -149,7 +163,21 @@ def _name_of_operator(func: Any) -> str | None:
     """Return the name of a buggy operator that was called as torch.ops.aten.name."""
     packet = func.overloadpacket if isinstance(func, _OVERLOAD) else func
     name = ALIASES.get(packet.__name__, packet.__name__)
-    return name if name in KNOWN_BUGS else None
+    return name if name in KNOWN_BUGS or name in BY_FORMULA else None
+
+
+def _run(name: str, func: Callable[..., Any], call: OpCall) -> Any:
+    """Run an operation, by its formula where a derivative of it would be wrong."""
+    bug = BY_FORMULA[name]
+    wrong = bug.wrong_now(call)
+    if not wrong and bug.wrong_now(call.differentiated_by_eager_code()):
+        # Wrong if eager code differentiates what the transforms give.
+        tensors = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
+        # torch.compile cannot tell.
+        wrong = torch.compiler.is_compiling() or any(0 in recording_levels(x) for x in tensors)
+    if wrong:
+        return FORMULAS[name](func, *call.args, **call.kwargs)
+    return func(*call.args, **call.kwargs)
 
 
 def _raise(name: str) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Sequence
 from typing import TypeAlias
 
 Release: TypeAlias = tuple[int, int]
@@ -12,11 +13,13 @@ FLOORS: dict[str, Release] = {"torch": (2, 11), "optree": (0, 14)}  # as in pypr
 NEWEST: Release = (2, 15)  # the newest torch that all tests were run on
 
 # The first release in which the derivatives of an operation, or of a node of the graph, are not
-# silently wrong. What is not here is in all of them; `python -m gradkit` tries each.
+# silently wrong. What is not here is in all of them; `python -m gradkit` tries each. What raises
+# where is by `_checks.wrong_derivatives`.
 MENDED: dict[str, Release] = {
     "det": (2, 15),
     "slogdet": (2, 15),
     "logdet": (2, 15),
+    **dict.fromkeys(("solve", "solve_ex", "tensorsolve", "eig", "eigvals"), (2, 15)),
     "NativeBatchNormBackwardBackward0": (2, 14),  # raises at the third derivative
     "DTensor": (2, 12),  # the second derivative, where a pass redistributes
 }
@@ -49,9 +52,24 @@ def is_mended(defect: str, version: str = torch.__version__) -> bool:
     mended = MENDED.get(defect)
     if mended is None:
         return False
-    # An alpha, a nightly or a candidate of that release may be older than the change.
-    preview = re.match(r"\d+\.\d+[.\d]*(a|b|rc|\.?dev)", version)
-    return release(version) > mended or (release(version) == mended and not preview)
+    return release(version) > mended or (release(version) == mended and not _is_preview(version))
+
+
+def _is_preview(version: str) -> bool:
+    # An alpha, a nightly or a candidate of a release may be older than a change in it.
+    return re.match(r"\d+\.\d+[.\d]*(a|b|rc|\.?dev)", version) is not None
+
+
+def is_seen(
+    releases: Sequence[str], swept: Sequence[str], version: str = torch.__version__
+) -> bool:
+    """Return whether a defect that some of the swept releases have is in this one.
+
+    A release that was not swept has what the one before it has.
+    """
+    until = [one for one in swept if release(one) <= release(version)]
+    last = until[-2 if _is_preview(version) else -1 :]
+    return not last or not set(last).isdisjoint(releases)
 
 
 def is_untested(version: str = torch.__version__) -> bool:

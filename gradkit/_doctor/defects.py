@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -17,6 +18,7 @@ from torch.func import grad, jacrev, jvp, vmap
 from torch.nn import functional
 
 from gradkit._compat.versions import is_mended
+from gradkit._doctor import matrices
 
 D = torch.float64
 Function: TypeAlias = Callable[[Tensor], Tensor]
@@ -48,6 +50,48 @@ def over_reverse(fn: Function, x: Tensor, along: Tensor) -> Values:
     """Return a Hessian-vector product of the sum of squares: by jvp, and by two gradients."""
     slope = grad(lambda x: fn(x).square().sum())
     return jvp(slope, (x,), (along,))[1], grad(lambda x: (slope(x) * along).sum())(x)
+
+
+def second(fn: Function, written: Function, x: Tensor) -> Values:
+    """Return a second derivative: of a function, and of the function written out."""
+
+    def squared_slope(fn: Function) -> Function:
+        return lambda x: grad(lambda x: fn(x).sin().sum())(x).square().sum()
+
+    return grad(squared_slope(fn))(x), grad(squared_slope(written))(x)
+
+
+def third_by_forward(fn: Function, x: Tensor, along: Tensor) -> Values:
+    """Return a third derivative along directions: by two jvps of a gradient, and by gradients."""
+    slope = grad(lambda x: fn(x).sin().sum())
+    by_jvp = jvp(lambda x: jvp(slope, (x,), (along,))[1], (x,), (along,))[1]
+    curvature = grad(lambda x: (slope(x) * along).sum())
+    return by_jvp, grad(lambda x: (curvature(x) * along).sum())(x)
+
+
+def jvp_twice(device: torch.device) -> Values:
+    """Return a second derivative of a cumulative product with a zero: by jvp, and by gradients."""
+    x, along = torch.tensor([[2.0, 0.0, 3.0], [1.0, 1.0, 1.0]], dtype=D, device=device)
+
+    def product(x: Tensor) -> Tensor:
+        return torch.cumprod(x, 0).exp().sum()
+
+    by_jvp = jvp(lambda x: jvp(product, (x,), (along,))[1], (x,), (along,))[1]
+    return by_jvp, (grad(lambda x: (grad(product)(x) * along).sum())(x) * along).sum()
+
+
+def in_two_vmaps(device: torch.device) -> Values:
+    """Return the sums of the solutions of systems: under two vmaps, and one by one."""
+    a, b = (torch.tensor(x, dtype=D, device=device) for x in matrices.SYSTEMS)
+    solve = matrices.by_factors
+    in_batches = vmap(lambda a: vmap(lambda b: solve(a, b).sum())(b))(a)
+    return in_batches, torch.stack([solve(x, y).sum() for x in a for y in b]).view(2, 2)
+
+
+def by_values(device: torch.device) -> Values:
+    """Return a second derivative by the values of a tensor: of a sparse one, and of a dense one."""
+    x = torch.tensor([1.0, 2.0], dtype=D, device=device)
+    return second(matrices.sparse, matrices.dense, x)
 
 
 def squared_jvp(norm: Function, x: Tensor, along: Tensor) -> Values:
@@ -275,6 +319,10 @@ def _of_jvp(name: str, fn: Function) -> Defect:
     return Defect(name, "the gradient of a jvp", lambda d: of_jvp(*determinant(fn, d)))
 
 
+def _by_forward(fn: Function, device: torch.device) -> Values:
+    return third_by_forward(*determinant(fn, device))
+
+
 def _over_reverse(name: str, example: Callable[[torch.device], Along]) -> Defect:
     derivative = "a Hessian-vector product by forward mode"
     return Defect(name, derivative, lambda d: over_reverse(*example(d)))
@@ -312,6 +360,14 @@ DEFECTS = [
     _of_jvp("det", torch.linalg.det),
     _of_jvp("slogdet", slogdet),
     _of_jvp("logdet", torch.logdet),
+    *(_of_jvp(name, fn) for name, fn in matrices.SOLVED.items()),
+    *(
+        Defect(name, "a third derivative by forward mode", partial(_by_forward, fn))
+        for name, fn in matrices.BY_FORWARD.items()
+    ),
+    Defect("cumprod", "a jvp of its jvp", jvp_twice),
+    Defect("lu_solve", "a batch of batches", in_two_vmaps),
+    Defect("sparse_coo_tensor", "the second derivative by its values", by_values),
     _over_reverse("cholesky_inverse", cholesky_inverse),
     _over_reverse("triangular_solve", triangular_solve),
     _over_reverse("scatter_reduce", scatter_reduce),

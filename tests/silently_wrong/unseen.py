@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 import gradkit
 from tests.helpers import OnceCubed
 from tests.silently_wrong._row import Case, D, Row
+from tests.silently_wrong.operations import NORMALIZED, second_of_weight_norm_compiled
 from tests.silently_wrong.processes import ddp_passed_by, parameters_of_ddp, shown
 
 CHECKED = "inside `gradkit.checked()`: right"
@@ -184,6 +185,11 @@ ROWS = [
         [1.0], [3.0],
         f"`func.value_and_grads`: {REFUSED}; `value_and_grads`", by_source_of_as_strided_scatter,
         same=True,
+    ),
+    Row(
+        "`torch.compile` of `grad` of `grad` through `weight_norm`",
+        *NORMALIZED, "`func.value_and_grads`, nested: right; compiled",
+        second_of_weight_norm_compiled, same=True,
     ),
     Row(
         "`grad(3 * y, w)`, after `y.retain_grad()`: `y.grad`",

@@ -1,0 +1,310 @@
+"""Operations whose own rules are wrong in a second or third derivative, or under two vmaps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad, jvp, vmap
+
+import gradkit
+from gradkit import func
+from gradkit._compat.versions import MENDED, Release
+from gradkit._doctor import defects, matrices
+from tests.silently_wrong._row import Case, D, Row
+
+Function = Callable[[Tensor], Tensor]
+
+
+def _of_jvp(name: str, device: torch.device) -> Case:
+    fn, a, along = defects.determinant(matrices.SOLVED[name], device)
+
+    def slope(a: Tensor) -> Tensor:
+        return jvp(fn, (a,), (along,))[1]
+
+    return Case(
+        *defects.of_jvp(fn, a, along),
+        lambda: func.value_and_grads(slope)(a)[1],
+        lambda: func.hvp(fn, a, along)[1],
+    )
+
+
+def derivative_of_jvp_of_solve(device: torch.device) -> Case:
+    return _of_jvp("solve", device)
+
+
+def derivative_of_jvp_of_solve_ex(device: torch.device) -> Case:
+    return _of_jvp("solve_ex", device)
+
+
+def derivative_of_jvp_of_tensorsolve(device: torch.device) -> Case:
+    return _of_jvp("tensorsolve", device)
+
+
+def derivative_of_jvp_of_householder_product(device: torch.device) -> Case:
+    return _of_jvp("householder_product", device)
+
+
+def _third(name: str, device: torch.device) -> Case:
+    fn, a, along = defects.determinant(matrices.BY_FORWARD[name], device)
+
+    def loss(a: Tensor) -> Tensor:
+        return fn(a).sin().sum()
+
+    def curvature(a: Tensor) -> Tensor:
+        product = func.hvp(loss, a, along, mode="reverse-over-reverse")[1]
+        return (product * along).sum()
+
+    def by_forward(a: Tensor) -> Tensor:
+        return jvp(lambda a: func.hvp(loss, a, along)[1], (a,), (along,))[1]
+
+    return Case(
+        *defects.third_by_forward(fn, a, along),
+        lambda: by_forward(a),
+        lambda: func.value_and_grads(curvature)(a)[1],
+    )
+
+
+def third_of_eigvals(device: torch.device) -> Case:
+    return _third("eigvals", device)
+
+
+def third_of_prod(device: torch.device) -> Case:
+    return _third("prod", device)
+
+
+def third_of_eig(device: torch.device) -> Case:
+    return _third("eig", device)
+
+
+def _second(
+    fn: Function, written: Function, x: Tensor, *, ours: str = "eager", instead: Any = None
+) -> Case:
+    """The derivative of the squared gradient of the sine of a function, or of it written out."""
+
+    def theirs(fn: Function) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(fn(leaf).sin().sum(), leaf, create_graph=True)
+        total = slope.square().sum() + leaf.sum()  # it has a derivative, if not the right one
+        return torch.autograd.grad(total, leaf)[0] - 1
+
+    def eager(fn: Function) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        _, slope = gradkit.value_and_grads(fn(leaf).sin().sum(), leaf, create_graph=True)
+        return gradkit.value_and_grads(slope.square().sum(), leaf)[1]
+
+    def nested(fn: Function) -> Tensor:
+        slope = func.value_and_grads(lambda x: fn(x).sin().sum())
+        return func.value_and_grads(lambda x: slope(x)[1].square().sum())(x)[1]
+
+    ways = {"eager": eager, "nested": nested}
+    return Case(
+        theirs(fn), theirs(written), partial(ways[ours], fn), instead or partial(nested, written)
+    )
+
+
+def _direction(device: torch.device) -> Tensor:
+    return torch.tensor([[0.6, 0.8]], dtype=D, device=device)
+
+
+def normalized(v: Tensor) -> Tensor:
+    return torch._weight_norm(v, torch.full_like(v[:, :1], 2.0), 0)
+
+
+def normalized_by_hand(v: Tensor) -> Tensor:
+    return 2 * v / v.norm(dim=1, keepdim=True)
+
+
+def second_of_weight_norm(device: torch.device) -> Case:
+    v = _direction(device)
+    written = partial(_second, normalized, normalized_by_hand, v)
+    return written(instead=lambda: written(ours="nested").ours())
+
+
+def second_of_weight_norm_in_func(device: torch.device) -> Case:
+    return _second(normalized, normalized_by_hand, _direction(device), ours="nested")
+
+
+def second_of_weight_norm_compiled(device: torch.device) -> Case:
+    """In the section of what gradkit does not see."""
+    v = _direction(device)
+
+    def nested(differentiate: Any, fn: Function) -> Function:
+        slope = differentiate(lambda v: fn(v).sin().sum())
+        return differentiate(lambda v: slope(v).square().sum())
+
+    def compiled(differentiate: Any) -> Tensor:
+        run = torch.compile(nested(differentiate, normalized), backend="aot_eager", fullgraph=True)
+        return run(v)
+
+    def by_gradkit(fn: Function) -> Function:
+        return lambda v: func.value_and_grads(fn)(v)[1]
+
+    return Case(compiled(grad), nested(grad, normalized_by_hand)(v), lambda: compiled(by_gradkit))
+
+
+def second_of_sparse_values(device: torch.device) -> Case:
+    x = torch.tensor([1.0, 2.0], dtype=D, device=device)
+    return _second(matrices.sparse, matrices.dense, x)
+
+
+def second_of_sparse_values_in_func(device: torch.device) -> Case:
+    x = torch.tensor([1.0, 2.0], dtype=D, device=device)
+    return _second(matrices.sparse, matrices.dense, x, ours="nested")
+
+
+def second_of_cond(device: torch.device) -> Case:
+    x = torch.tensor([1.0, 2.0], dtype=D, device=device)
+    yes = torch.tensor(True, device=device)
+
+    def either(x: Tensor) -> Tensor:
+        return torch.cond(yes, torch.sin, torch.cos, (x,))
+
+    return _second(either, torch.sin, x)
+
+
+def hessian_of_cholesky(device: torch.device) -> Case:
+    """Along a direction that is not symmetric."""
+    a = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=D, device=device)
+    along = torch.tensor([[0.0, 1.0], [0.0, 0.0]], dtype=D, device=device)
+
+    def loss(a: Tensor) -> Tensor:
+        return torch.linalg.cholesky(a).sin().sum()
+
+    def symmetrized(a: Tensor) -> Tensor:
+        return loss((a + a.mT) / 2)
+
+    theirs, right = (jvp(grad(fn), (a,), (along,))[1] for fn in (loss, symmetrized))
+    return Case(theirs, right, lambda: func.hvp(loss, a, along)[1])
+
+
+def jvp_of_jvp_of_cumprod(device: torch.device) -> Case:
+    x, along = torch.tensor([[2.0, 0.0, 3.0], [1.0, 1.0, 1.0]], dtype=D, device=device)
+
+    def product(x: Tensor) -> Tensor:
+        return torch.cumprod(x, 0).exp().sum()
+
+    def curvature(x: Tensor) -> Tensor:
+        return jvp(lambda x: jvp(product, (x,), (along,))[1], (x,), (along,))[1]
+
+    return Case(
+        *defects.jvp_twice(device),
+        lambda: func.value_and_grads(curvature)(x)[0],
+        lambda: (func.hvp(product, x, along)[1] * along).sum(),
+    )
+
+
+def lu_solve_in_two_vmaps(device: torch.device) -> Case:
+    a, b = (torch.tensor(x, dtype=D, device=device) for x in matrices.SYSTEMS)
+
+    def each(a: Tensor, b: Tensor, solve: Any) -> Tensor:
+        return func.value_and_grads(lambda b: solve(a, b).sum())(b)[0]
+
+    def ours(solve: Any) -> Tensor:
+        return vmap(lambda a: vmap(lambda b: each(a, b, solve))(b))(a)
+
+    return Case(
+        *defects.in_two_vmaps(device),
+        *(lambda solve=solve: ours(solve) for solve in (matrices.by_factors, torch.linalg.solve)),
+    )
+
+
+REFUSED = gradkit.UnsupportedGraphError
+_NESTED = "`func.value_and_grads`, nested"
+_EAGER = "`value_and_grads(..., create_graph=True)`"
+SOLVED = [[0.7113, -2.845], [3.515, -14.06]], [[0.0531, 0.006982], [4.797, -19.62]]
+
+
+NORMALIZED = [[-4.145, 3.109]], [[-4.598, 2.504]]
+ENTRIES = [0.0, 0.0], [-0.9093, 0.7568]
+
+
+def of_jvp(
+    name: str,
+    gives: Any,
+    right: Any,
+    show: Callable[[torch.device], Case],
+    mended: Release | None = MENDED["solve"],
+) -> Row:
+    return Row(
+        f"`grad(lambda a: jvp({name}, (a,), (v,))[1])(a)`", gives, right,
+        "`func.value_and_grads`", show, REFUSED, "`func.hvp(f, a, v)`",
+        mended=mended,
+    )  # fmt: skip
+
+
+ROWS = [
+    of_jvp("lambda a: torch.linalg.solve(a, b).sin().sum()", *SOLVED, derivative_of_jvp_of_solve),
+    of_jvp(
+        "lambda a: torch.linalg.solve_ex(a, b).result.sin().sum()",
+        *SOLVED, derivative_of_jvp_of_solve_ex,
+    ),
+    of_jvp(
+        "lambda a: torch.linalg.tensorsolve(a, b).sin().sum()",
+        *SOLVED, derivative_of_jvp_of_tensorsolve,
+    ),
+    of_jvp(
+        "lambda a: torch.linalg.householder_product(a, t).sin().sum()",
+        [[0.0, 0.0], [-3.128, 0.0]], [[0.0, 0.0], [-1.646, 0.0]],
+        derivative_of_jvp_of_householder_product, None,
+    ),
+    *(
+        Row(
+            f"two `jvp` around `grad`, where `f` is the sum of sines of `{name}`",
+            [[1.2646, -10.691], [6.0863, -6.0306]], [[6.7824, 0.4418], [8.997, -1.4783]],
+            "`jvp` of `func.hvp`", show, REFUSED, '`mode="reverse-over-reverse"`, differentiated',
+            mended=MENDED["eig"],
+        )
+        for name, show in (
+            ("torch.linalg.eigvals", third_of_eigvals), ("torch.linalg.eig", third_of_eig)
+        )
+    ),
+    Row(
+        "two `jvp` around `grad`, where `f` is the sine of `torch.prod(a)`, and `a` has a zero",
+        [[18.0, 30.0], [-28.0, 15.0]], [[36.0, 54.0], [-28.0, 30.0]],
+        "`jvp` of `func.hvp`", third_of_prod, REFUSED,
+        '`mode="reverse-over-reverse"`, differentiated',
+    ),
+    Row(
+        "`jvp` of `jvp`, where `f` is the sum of exponentials of `torch.cumprod(x, 0)`, and `x` "
+        "has a zero",
+        53.39, 59.39, "`func.value_and_grads` of it", jvp_of_jvp_of_cumprod, REFUSED,
+        "`func.hvp(f, x, v)`",
+    ),
+    Row(
+        "`jvp(grad(f), (a,), (v,))[1]`, where `f` has a `torch.linalg.cholesky(a)`, and `v` is not "
+        "symmetric",
+        [[0.01242, -0.02484], [-0.02484, 0.04967]], [[-0.01499, -0.1052], [-0.1052, 0.04967]],
+        "`func.hvp`", hessian_of_cholesky,
+    ),
+    Row(
+        "a second derivative through `weight_norm` (the hook and the parametrization, too), with "
+        "`torch.autograd.grad`",
+        *NORMALIZED, _EAGER, second_of_weight_norm, REFUSED, _NESTED,
+    ),
+    Row(
+        "`grad` of `grad` through `weight_norm`",
+        *NORMALIZED, _NESTED, second_of_weight_norm_in_func,
+    ),
+    Row(
+        "a second derivative by the values of a `sparse_coo_tensor`, with `torch.autograd.grad`",
+        *ENTRIES, _EAGER, second_of_sparse_values, REFUSED, "with a dense tensor",
+    ),
+    Row(
+        "`grad` of `grad` by the values of a `sparse_coo_tensor`",
+        *ENTRIES, _NESTED, second_of_sparse_values_in_func, REFUSED, "with a dense tensor",
+    ),
+    Row(
+        "a second derivative through `torch.cond`, with `torch.autograd.grad`",
+        [0.0, 0.0], [-0.5605, 0.3555], _EAGER, second_of_cond, REFUSED, "with an `if`",
+    ),
+    Row(
+        "`torch.linalg.lu_solve`, under a `vmap` over the factors and another over `b`",
+        [[0.7, 1.8], [26.0, 62.0]], [[0.7, 1.8], [0.5, 1.375]],
+        "`func.value_and_grads` in two `vmap`", lu_solve_in_two_vmaps, REFUSED,
+        "with `torch.linalg.solve`",
+    ),
+]  # fmt: skip

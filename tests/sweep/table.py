@@ -1,0 +1,143 @@
+"""What a sweep has found, as the table that gradkit reads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from pprint import pformat
+
+import torch
+
+from gradkit._checks import wrong_derivatives
+from gradkit._compat.versions import release
+
+PATH = Path(wrong_derivatives.__file__)
+Versions = tuple[str, ...]
+Rows = dict[str, dict[str, Versions]]
+
+HEAD = '''"""Derivatives that torch computes wrongly. Written by `python -m tests.sweep --write`.
+
+By operation: the transforms around it, from the outermost, and the releases of torch where that is
+wrong. "Grad Jvp" is the derivative of a jvp; in "Grad +Vmap" the backward pass alone is batched. By
+kind of node: which derivative by `create_graph=True` is wrong through it.
+"""
+
+from __future__ import annotations
+'''
+
+
+@dataclass
+class Found:
+    """The verdicts on the cases of a sweep.
+
+    Attributes:
+        wrong: For each operation, the programs that are wrong with some case.
+        raising: Those that raise.
+        nodes: For each order, the kinds of nodes of each wrong derivative.
+        right: The kinds of nodes in right ones.
+    """
+
+    wrong: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    raising: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    nodes: dict[int, list[set[str]]] = field(default_factory=lambda: defaultdict(list))
+    right: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+
+    def add(self, operation: str, verdicts: dict[str, str], kinds: dict[int, set[str]]) -> None:
+        """Add the verdicts on a case, and the nodes of its derivatives."""
+        eager = [(order, verdicts[f"eager {order}"]) for order in sorted(kinds)]
+        for order, verdict in eager:
+            if verdict == "wrong":
+                self.nodes[order].append(kinds[order])
+                break  # the higher ones are, too
+            self.right[order] |= kinds[order]
+        for program, verdict in verdicts.items():
+            if program.startswith("eager"):
+                continue
+            if verdict == "wrong":
+                self.wrong[operation].add(program)
+            elif verdict.startswith("raises"):
+                self.raising[operation].add(program)
+
+    def operations(self) -> dict[str, list[str]]:
+        """Return for each operation the shortest stacks that are wrong.
+
+        Or that raise, where another of as many derivatives is wrong: torch would advise that one.
+        What a module gets wrong is one of its operations.
+        """
+        names = sorted(name for name in self.wrong if not name.startswith("module "))
+        return {name: shortest(self._stacks(name)) for name in names}
+
+    def _stacks(self, name: str) -> set[str]:
+        orders = {len(stack.split()) for stack in self.wrong[name] if "Vmap" not in stack}
+        return self.wrong[name] | {
+            stack
+            for stack in self.raising[name]
+            if "Vmap" not in stack and len(stack.split()) in orders
+        }
+
+    def kinds(self) -> dict[str, str]:
+        """Return the fewest kinds of nodes that tell wrong derivatives, and of which order."""
+        fewest: dict[str, str] = {}
+        for order in range(2, max(self.nodes, default=1) + 1):
+            cases = [case - self.right[order] for case in self.nodes[order]]
+            while cases := [case for case in cases if case and fewest.keys().isdisjoint(case)]:
+                counts = Counter(chain.from_iterable(cases))
+                fewest[max(sorted(counts), key=counts.__getitem__)] = str(order)
+        return fewest
+
+
+def shortest(stacks: Iterable[str]) -> list[str]:
+    """Return the stacks that hold no other one."""
+    every = {tuple(stack.split()) for stack in stacks}
+    return sorted(" ".join(s) for s in every if not any(o != s and holds(s, o) for o in every))
+
+
+def holds(stack: Iterable[str], other: Iterable[str]) -> bool:
+    """Return whether a stack holds the transforms of another one, in that order."""
+    rest = iter(stack)
+    return all(kind in rest for kind in other)
+
+
+def merge(old: Rows, here: str, found: dict[str, list[str]], *, everything: bool) -> Rows:
+    """Return the rows, with what was found in a release of torch: by everything, or added."""
+    gone = {here} if everything else set()
+    rows: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for name, row in old.items():
+        for stack, versions in row.items():
+            rows[name][stack] |= set(versions) - gone
+    for name, stacks in found.items():
+        for stack in stacks:
+            rows[name][stack].add(here)
+    return {
+        name: {s: in_order(v) for s, v in sorted(rows[name].items()) if v}
+        for name in sorted(rows)
+        if any(rows[name].values())
+    }
+
+
+def in_order(versions: Iterable[str]) -> Versions:
+    """Return releases, the oldest first."""
+    return tuple(sorted(set(versions), key=release))
+
+
+def write(found: Found, *, everything: bool) -> None:
+    """Write the table, with what was found in the torch that is installed."""
+    here = ".".join(map(str, release(torch.__version__)))
+    kinds = {name: [order] for name, order in found.kinds().items()}
+    parts = {
+        "SWEPT: tuple[str, ...]": in_order({*wrong_derivatives.SWEPT, here}),
+        "OPERATIONS: dict[str, dict[str, tuple[str, ...]]]": merge(
+            wrong_derivatives.OPERATIONS, here, found.operations(), everything=everything
+        ),
+        "NODES: dict[str, dict[str, tuple[str, ...]]]": merge(
+            wrong_derivatives.NODES, here, kinds, everything=everything
+        ),
+    }
+    text = [f"{name} = {pformat(value, width=80)}\n" for name, value in parts.items()]
+    PATH.write_text("\n".join([HEAD, *text]), encoding="utf-8")
+    subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", PATH], check=False)

@@ -1,0 +1,135 @@
+"""The table of wrong derivatives holds for the torch that is installed, and the sweep would see."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradkit._checks import wrong_derivatives
+from gradkit._checks.known_bugs import BY_FORMULA, EVERY_BUG, stacks_of
+from gradkit._compat import versions
+from gradkit._compat.versions import is_seen
+from tests.sweep import table
+from tests.sweep.__main__ import judge
+from tests.sweep.cases import operations
+from tests.sweep.extra import extra
+from tests.sweep.programs import Case, difference, directions, scalar, verdicts_of
+
+OPERATIONS = sorted({name: None for name in wrong_derivatives.OPERATIONS if stacks_of(name)})
+here = pytest.mark.skipif(versions.is_untested(), reason="a torch that gradkit was not run on")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, about sparse tensors and old names
+
+
+def cases_of(operation: str) -> Iterator[Case]:
+    return (case for case in extra().values() if case.operation == operation)
+
+
+@here
+@pytest.mark.long
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_each_row_is_found_again(device: torch.device, operation: str) -> None:
+    found = table.Found()
+    for case in cases_of(operation):
+        found.add(operation, verdicts_of(case), {})
+    assert set(found.operations()[operation]) == {" ".join(s) for s in stacks_of(operation)}
+
+
+@here
+@pytest.mark.long
+def test_each_kind_of_node_is_found_again(device: torch.device) -> None:
+    found = table.Found()
+    names = [name for name in extra() if not name.startswith(("sparse_csr", "lu_", "inv"))]
+    for name in names:
+        found.add("", *judge(extra()[name], 3))
+    kinds = wrong_derivatives.NODES
+    assert set(found.kinds()) == {
+        k for k in kinds if any(is_seen(v, wrong_derivatives.SWEPT) for v in kinds[k].values())
+    }
+
+
+def test_each_operation_of_the_table_is_refused_or_runs_by_its_formula(
+    device: torch.device,
+) -> None:
+    assert set(wrong_derivatives.OPERATIONS) == EVERY_BUG.keys() | BY_FORMULA.keys()
+
+
+def test_the_table_is_written_by_release(device: torch.device) -> None:
+    old = {"a": {"Grad": ("2.12", "2.13")}, "b": {"Jvp": ("2.13",)}}
+    found = {"c": ["Vmap"], "a": ["Jvp"]}
+    of_all = {"a": {"Grad": ("2.12",), "Jvp": ("2.13",)}, "c": {"Vmap": ("2.13",)}}
+    assert table.merge(old, "2.13", found, everything=True) == of_all
+    of_some = {**of_all, "a": {"Grad": ("2.12", "2.13"), "Jvp": ("2.13",)}, "b": old["b"]}
+    assert table.merge(old, "2.13", found, everything=False) == of_some
+
+
+@pytest.mark.parametrize(
+    ("version", "seen"),
+    [("2.11.0", True), ("2.12.1", True), ("2.13.0", False), ("2.16.0", False), ("2.10.0", True)],
+)
+def test_a_release_that_was_not_swept_is_as_the_one_before(
+    device: torch.device, version: str, seen: bool
+) -> None:
+    assert is_seen(("2.11", "2.12"), ("2.11", "2.12", "2.13", "2.15"), version) is seen
+
+
+def test_a_preview_may_be_older_than_what_mended_it(device: torch.device) -> None:
+    assert is_seen(("2.14",), ("2.14", "2.15"), "2.15.0.dev20260901")
+    assert not is_seen(("2.14",), ("2.14", "2.15"), "2.15.0")
+
+
+class Halved(torch.autograd.Function):
+    """A square whose second derivative is a half of the right one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * (x + x.detach())
+
+
+def test_the_sweep_sees_a_wrong_second_derivative(device: torch.device) -> None:
+    case = Case("square", Halved.apply, (torch.tensor([0.5, 1.5], dtype=torch.float64),))
+    verdicts, kinds = judge(case, 3)
+    assert [verdicts["eager 1"], verdicts["eager 2"]] == ["right", "wrong"]
+    found = table.Found()
+    found.add("square", verdicts, kinds)
+    found.add("sum", *judge(Case("sum", lambda x: x.sum()[None], case.point), 3))
+    assert found.kinds() == {"HalvedBackward": "2"}
+
+
+def test_differences_are_none_at_a_kink(device: torch.device) -> None:
+    point = (torch.full((2,), 1e-4, dtype=torch.float64),)
+    along = directions(point, 1)[0]
+    assert difference(scalar(torch.abs), point, along) is None
+    assert difference(scalar(torch.sin), point, along) is not None
+
+
+@here
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
+def test_no_operation_of_torch_is_wrong_that_the_table_does_not_have(
+    device: torch.device, part: int
+) -> None:
+    """A sample of each, to the second order; `python -m tests.sweep` tries more."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for name, make in list(operations())[part::8]:
+        for case in make(1):
+            known = stacks_of(case.operation)
+            for program, verdict in verdicts_of(case, 2).items():
+                if verdict == "wrong" and not any(table.holds(stack(program), k) for k in known):
+                    found[name].add(program)
+    assert found == {}
+
+
+def stack(program: str) -> list[str]:
+    eager = program.startswith("eager")
+    return ["Grad"] * int(program.removeprefix("eager ")) if eager else program.split()
