@@ -93,11 +93,10 @@ def fuzz(plan: Plan) -> Summary:
         while jobs and time.monotonic() < deadline:
             ready = wait([job.pipe for job in jobs], timeout=1)
             for job in list(jobs):
-                hangs = time.monotonic() - job.since > plan.hangs
-                if hangs:
-                    end(job, jobs, plan, summary, "it did not end")
-                elif job.pipe in ready:
+                if job.pipe in ready:
                     take(job, jobs, plan, summary)
+                elif job.number is not None and time.monotonic() - job.since > plan.hangs:
+                    end(job, jobs, plan, summary, "it did not end")
     return summary
 
 
@@ -115,8 +114,10 @@ def take(job: Job, jobs: list[Job], plan: Plan, summary: Summary) -> None:
 
 def end(job: Job, jobs: list[Job], plan: Plan, summary: Summary, reason: str) -> None:
     """Take a process out; if it was in a program, that was wrong, and another goes on after it."""
-    job.stop()
+    code = job.stop()
     jobs.remove(job)
+    if job.number is None and code:
+        raise RuntimeError(f"a process ended before its next program, with exit code {code}")
     if job.number is not None:
         summary.add(Outcome(job.number, WRONG, reason))
         jobs.append(Job(plan, job.share, job.number))
