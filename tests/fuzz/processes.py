@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection, wait
@@ -44,6 +45,7 @@ class Plan:
 def work(pipe: Connection, plan: Plan, share: int, after: int) -> None:
     """Run programs in a process, and say of each that it starts, and what came of it."""
     set_up()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the process that prints the summary
     for number in plan.numbers(share, after):
         pipe.send(number)
         pipe.send(plan.runner(plan.seed, number))
@@ -87,9 +89,9 @@ def started(plan: Plan) -> Iterator[list[Job]]:
 
 
 def fuzz(plan: Plan) -> Summary:
-    """Run the programs of a plan until its time is up, or none is left."""
+    """Run the programs of a plan until its time is up, none is left, or it is interrupted."""
     summary, deadline = Summary(), time.monotonic() + plan.seconds
-    with started(plan) as jobs:
+    with suppress(KeyboardInterrupt), started(plan) as jobs:
         while jobs and time.monotonic() < deadline:
             ready = wait([job.pipe for job in jobs], timeout=1)
             for job in list(jobs):

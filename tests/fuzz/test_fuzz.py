@@ -93,6 +93,33 @@ def test_a_defect_is_seen_and_its_number_repeats_it(
     assert main(["--seed", str(SEED), "--program", str(number)]) == 0
 
 
+def scaled(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call, with each gradient a little too large."""
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        result = call(*args, **options)
+        if callable(result):  # of gradkit.func, which takes the function first
+            return scaled(result)
+        return gradkit.tree.map(lambda leaf: leaf * 1.001, result)
+
+    return wrong
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if room not in NOT_YET])
+def test_every_room_sees_gradients_that_are_a_little_too_large(
+    monkeypatch: pytest.MonkeyPatch, room: str
+) -> None:
+    for module in (gradkit, gradkit.func):
+        for name in ("value_and_grads", "per_loss_grads"):
+            monkeypatch.setattr(module, name, scaled(getattr(module, name)))
+    for name in ("per_sample_grads", "hvp"):
+        monkeypatch.setattr(gradkit.func, name, scaled(getattr(gradkit.func, name)))
+    outcomes = [run(SEED, number) for number in first_of(room, 20)]
+    wrong = [outcome.text for outcome in outcomes if outcome.kind == WRONG]
+    assert wrong
+    assert all("AssertionError" in text for text in wrong)
+
+
 @pytest.mark.parametrize(
     "error", [gradkit.UnsupportedGraphError("written in place"), RuntimeError("raw")], ids=repr
 )
