@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from threading import Barrier, Thread
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.optim import Optimizer
 
 import gradkit
 from gradkit import func, meta
@@ -21,9 +23,9 @@ from tests.func.test_graphs import (
 )
 from tests.fuzz.cases import CPU, WRITTEN, Case, Op, Refused, draw, may_refuse
 from tests.fuzz.functions import Sevenfold
-from tests.fuzz.laws import Grads, assert_close, backward, require_reached, weighted
+from tests.fuzz.laws import Grads, assert_close, backward, one, require_reached, weighted
 from tests.helpers import assert_same_bits, unchanged
-from tests.strategies import HOOKLESS
+from tests.strategies import HOOKLESS, Graph
 
 SMOOTH = tuple(op for op in HOOKLESS if op != "halve")  # no old-style Function under torch.func
 F64 = (torch.float64,)
@@ -45,19 +47,12 @@ def expected_grads(case: Case) -> Grads:
 def transforms(rng: Random) -> None:
     """The calls of gradkit.func on a program, against `.backward()` and torch.func."""
     case = draw(rng, SMOOTH, dtypes=F64)
-    leaves = detached(case)
+    leaves, reached = detached(case), expected_grads(case)
     losses = lambda leaves: case.build(leaves).losses  # noqa: E731
-    reached = expected_grads(case)
-    options: Any = {"create_graph": rng.choice((None, False))}
-    call = lambda: func.value_and_grads(losses, **options)(leaves)  # noqa: E731
-    if all(grad is None for grad in reached):
-        try:
-            call()
-        except gradkit.DetachedLossError as error:
-            raise Refused("DetachedLossError: nothing is reached") from error
-        raise AssertionError("nothing is reached, and nothing raised")
+    call = func.value_and_grads(losses, create_graph=rng.choice((None, False)))
+    require_differentiable(reached, lambda: call(leaves))
     with unchanged(*leaves):
-        _, grads = call()
+        _, grads = call(leaves)
         rows = func.per_loss_grads(losses, chunk_size=rng.choice((None, 1, 2)))(leaves)
     assert_close(grads, reached)
     for index, grads in enumerate(rows):
@@ -65,6 +60,17 @@ def transforms(rng: Random) -> None:
         pairs = zip(grads, leaves, strict=True)
         row = [None if grad is None else grad.reshape(leaf.shape) for grad, leaf in pairs]
         assert_close(row, torch.func.grad(loss, tuple(range(len(leaves))))(*leaves))
+
+
+def require_differentiable(expected: Grads, call: Callable[[], object]) -> None:
+    """Leave a program that does not depend on its arguments, where the call has to raise."""
+    if any(grad is not None for grad in expected):
+        return
+    try:
+        call()
+    except gradkit.DetachedLossError as error:
+        raise Refused("DetachedLossError: nothing is reached") from error
+    raise AssertionError("nothing is reached, and nothing raised")
 
 
 def penalties(rng: Random) -> None:
@@ -147,24 +153,18 @@ def duals(rng: Random) -> None:
 
 def threads(rng: Random) -> None:
     """Calls in several threads at once, some on leaves in common, are those of one thread."""
-    number = rng.randint(2, 4)
-    shared = draw(rng)
+    shared, number = draw(rng), rng.randint(2, 4)
     leaves = shared.build().leaves
     cases = [shared if rng.random() < 0.3 else draw(rng) for _ in range(number)]
-    expected = [expected_grads(case) for case in cases]
     graphs = [case.build(leaves if case is shared else None) for case in cases]
     results: list[Any] = [None] * number
     barrier = Barrier(number)
 
     def run(index: int) -> None:
-        graph = graphs[index]
+        call = separately if index % 2 else jointly
         barrier.wait()
         try:
-            if index % 2:
-                _, results[index] = gradkit.value_and_grads(graph.losses, graph.leaves)
-            else:
-                scalars = [loss.reshape(()) for loss in graph.losses]
-                results[index] = gradkit.per_loss_grads(scalars, graph.leaves)
+            results[index] = call(graphs[index])
         except Exception as error:
             results[index] = error
 
@@ -173,15 +173,28 @@ def threads(rng: Random) -> None:
         thread.start()
     for thread in running:
         thread.join()
-    for index, (result, grads) in enumerate(zip(results, expected, strict=True)):
-        if isinstance(result, gradkit.UnreachedParamError) and grads.count(None) == len(grads):
-            continue
-        if isinstance(result, Exception):
-            raise result
-        if index % 2:
-            assert_same_bits(result, grads)
-        else:
-            assert_close(gradkit.tree.weighted_sum(result), grads)
+    for index, (case, result) in enumerate(zip(cases, results, strict=True)):
+        roots = map(one, range(len(case.program.losses))) if index % 2 else [ones(case)]
+        assert_thread(result, [leaf.grad for r in roots for leaf in backward(case, r).leaves])
+
+
+def jointly(graph: Graph) -> Grads:
+    grads: Grads = gradkit.value_and_grads(graph.losses, graph.leaves)[1]
+    return grads
+
+
+def separately(graph: Graph) -> Grads:
+    scalars = [loss.reshape(()) for loss in graph.losses]
+    return [grad for row in gradkit.per_loss_grads(scalars, graph.leaves) for grad in row]
+
+
+def assert_thread(result: Any, expected: Grads) -> None:
+    unreached = all(grad is None for grad in expected)
+    if unreached and isinstance(result, gradkit.UnreachedParamError):
+        return
+    if isinstance(result, Exception):
+        raise result
+    assert_same_bits(result, expected)
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -203,32 +216,43 @@ def steps(rng: Random) -> None:
     name, kind = rng.choice(sorted(OPTIMIZERS)), rng.choice((None, True, False))
     ours, theirs = (case.build().leaves for _ in range(2))
     mine, other = (OPTIMIZERS[name](leaves, kind) for leaves in (ours, theirs))
-    written = rng.choice(("step_", "write_grads_", "add_grads_", "backward_", "capture_grads"))
-    require_reached(
-        expected_grads(case), lambda: gradkit.value_and_grads(case.build(ours).losses, ours)
-    )
+    step = rng.choice(STEPS)
+    call = lambda: gradkit.value_and_grads(case.build(ours).losses, ours)  # noqa: E731
+    require_reached(expected_grads(case), call)
     for _ in range(count):
         losses = case.build(theirs).losses
         other.zero_grad()
         torch.autograd.backward(losses)
         other.step()
-        losses = case.build(ours).losses
-        if written == "backward_":
-            mine.zero_grad()
-            gradkit.backward_(losses)
-            mine.step()
-            continue
-        if written == "capture_grads":
-            with gradkit.capture_grads(ours) as captured:
-                torch.autograd.backward(losses)
-            grads = captured.grads
-        else:
-            _, grads = gradkit.value_and_grads(losses, ours)
-        if written in ("write_grads_", "add_grads_"):
-            mine.zero_grad()
-            getattr(gradkit, written)(ours, grads)
-            mine.step()
-        else:
-            gradkit.step_(mine, ours, grads)
-            assert all(leaf.grad is None for leaf in ours)
+        mine.zero_grad()
+        step(mine, case.build(ours).losses, ours)
     assert_same_bits(ours, theirs)
+
+
+def with_step(optimizer: Optimizer, losses: list[Tensor], params: list[Tensor]) -> None:
+    gradkit.step_(optimizer, params, gradkit.value_and_grads(losses, params)[1])
+    assert all(param.grad is None for param in params)
+
+
+def with_captured(optimizer: Optimizer, losses: list[Tensor], params: list[Tensor]) -> None:
+    with gradkit.capture_grads(params) as captured:
+        torch.autograd.backward(losses)
+    gradkit.step_(optimizer, params, captured.grads)
+
+
+def with_written(optimizer: Optimizer, losses: list[Tensor], params: list[Tensor]) -> None:
+    gradkit.write_grads_(params, gradkit.value_and_grads(losses, params)[1])
+    optimizer.step()
+
+
+def with_added(optimizer: Optimizer, losses: list[Tensor], params: list[Tensor]) -> None:
+    gradkit.add_grads_(params, gradkit.value_and_grads(losses, params)[1])
+    optimizer.step()
+
+
+def with_backward(optimizer: Optimizer, losses: list[Tensor], params: list[Tensor]) -> None:
+    gradkit.backward_(losses)
+    optimizer.step()
+
+
+STEPS = (with_step, with_captured, with_written, with_added, with_backward)

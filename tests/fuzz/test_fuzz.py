@@ -23,7 +23,7 @@ SEED = 0
 ROUNDS = 100
 
 # Rooms whose programs are not all right or refused as yet, and why.
-NOT_YET = {
+NOT_YET: dict[str, str] = {
     "AccumulateGrad pre-hooks": "they are not run, nor refused",
     "hidden once_differentiable": "a decorator around it, or the name vjp, hides it",
     "writes": "a write is taken for a sum's own where a value above is used twice",
@@ -105,6 +105,7 @@ def scaled(call: Callable[..., Any]) -> Callable[..., Any]:
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("room", [room for room in ROOMS if room not in NOT_YET])
 def test_every_room_sees_gradients_that_are_a_little_too_large(
     monkeypatch: pytest.MonkeyPatch, room: str
