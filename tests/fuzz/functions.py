@@ -262,7 +262,7 @@ def rows(index: list[int]) -> Callable[[Tensor, Tensor, list[Tensor]], Tensor]:
 
 
 def mixed(a: Tensor, b: Tensor, kept: list[Tensor]) -> Tensor:
-    """Rows of which some have a sparse gradient, some a dense one, and each alone."""
+    """Rows of which one has a sparse gradient, the others a dense one, and each alone."""
     sparse = rows([1])(a, torch.ones_like(b), kept)[0]
     return torch.stack([SkipsZero.apply(row) for row in (sparse, 3 * a[1], b[2])])
 
@@ -271,5 +271,6 @@ SPARSE = {
     "rows": Op(rows([0, 0, 2])),
     "one row": Op(rows([1, 1, 1])),
     "mixed": Op(mixed),
+    "mixed, of one": Op(lambda a, b, kept: mixed(a, a, kept)),
     "skips zeros": Op(lambda a, b, kept: SkipsZero.apply(a) if not a.is_leaf else a * 1),
 }
