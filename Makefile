@@ -35,6 +35,14 @@ test-fast: $(VENV)/ready
 test-slow: $(VENV)/bench
 	$(PYTEST) -m slow
 
+# Random programs with gradkit and with plain torch: make fuzz SECONDS=600 SEED=1. Exit status 1 if
+# any was wrong; each is named with the command that runs it again.
+.PHONY: fuzz
+SECONDS ?= 600
+SEED ?= 0
+fuzz: $(VENV)/ready
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED)
+
 # Branches of gradkit that `make test` does not take, those in processes that it starts included.
 coverage: $(VENV)/ready
 	$(PYTEST) -m 'not slow' --cov --cov-report term-missing:skip-covered

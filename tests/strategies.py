@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -14,6 +14,9 @@ from tests.helpers import Halve, Scribble
 
 SIZE = 3
 Fresh: TypeAlias = Callable[..., Tensor]
+# Of two values; the list is for what its hooks keep.
+Operation: TypeAlias = Callable[[Tensor, Tensor, list[Tensor]], Tensor]
+
 
 OPS = (
     "add", "mul", "sub", "tanh", "matmul", "transpose", "slice", "split", "unbind", "stack",
@@ -70,8 +73,10 @@ def build(
     device: torch.device,
     dtype: torch.dtype,
     leaves: Sequence[Tensor] | None = None,
+    others: Mapping[str, Operation] | None = None,
 ) -> Graph:
-    """Run a program, on leaves of its own or on these."""
+    """Run a program, on leaves of its own or on these; `others` are operations besides OPS."""
+    others = others or {}
     source = torch.Generator().manual_seed(program.seed)
 
     def fresh(*shape: int) -> Tensor:
@@ -94,7 +99,8 @@ def build(
     graph.values = list(graph.leaves)
     for op, i, j in program.ops:
         a, b = graph.values[i % len(graph.values)], graph.values[j % len(graph.values)]
-        graph.values.append(_apply(op, a, b, fresh, graph.kept))
+        new = others[op](a, b, graph.kept) if op in others else _apply(op, a, b, fresh, graph.kept)
+        graph.values.append(new)
     for reduction, i in program.losses:
         graph.losses.append(_reduce(reduction, graph.values[i % len(graph.values)], fresh))
     return graph

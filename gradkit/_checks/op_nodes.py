@@ -32,7 +32,7 @@ def _result(node: Any) -> Tensor:
 
 def _batch_norm(node: Any) -> dict[str, Any]:
     training = getattr(node, "_saved_training", True)  # cuDNN's is that of training alone
-    return {"weight": node._saved_weight, "training": training}
+    return {"weight": node._saved_weight, "training": training, "use_input_stats": training}
 
 
 def _name_of_norm(node: Any) -> str:

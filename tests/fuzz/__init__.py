@@ -1,0 +1,1 @@
+"""Random programs, each run with gradkit and with plain torch: `python -m tests.fuzz`."""
