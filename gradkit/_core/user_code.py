@@ -67,6 +67,11 @@ def hooks_registered() -> bool:
     return RemovableHandle.next_id > _own_hooks.count
 
 
+def may_run() -> bool:
+    """Return whether a pass in this process could run a hook, or a Function of the user's."""
+    return hooks_registered() or functions_alive().users
+
+
 class _OwnHooks:
     def __init__(self) -> None:
         self.lock = Lock()

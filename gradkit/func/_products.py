@@ -18,6 +18,7 @@ from gradkit._core.losses import Losses, read_losses
 from gradkit._core.options import check_bool, check_function, check_optional_bool
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
+from gradkit._core.user_code import may_run
 from gradkit.errors import DetachedLossError
 from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._errors import independent, named_errors
@@ -223,6 +224,9 @@ class _Run:
     put_aux_back: Callable[[Iterable[Tensor]], PyTree] = field(init=False)
 
     def __call__(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        if self.transposed and not torch.compiler.is_compiling() and may_run():
+            # The pass comes after the level, where its own tensors show no nodes of the graph.
+            tensors = tuple(tensor.view_as(tensor) for tensor in tensors)
         with self.monitor:
             returned = self.fn(*self.arguments.with_variables(tensors))
         tree, aux = split_aux(returned) if self.has_aux else (returned, None)

@@ -230,3 +230,20 @@ def test_a_wrong_derivative_raises(device: torch.device) -> None:
     distances = func.vjp(lambda w: torch.cdist(w[None], x.detach()[None]), w.detach())[1]
     with pytest.raises(gradkit.UnsupportedGraphError, match="cdist"):
         vmap(lambda u: distances(u)[0])(torch.ones(2, 1, 1, device=device, dtype=F64))
+
+
+def test_a_hook_that_writes_is_noticed_in_a_pull(device: torch.device) -> None:
+    """The pass comes after the level of torch.func has ended."""
+
+    def fn(a: Tensor, b: Tensor) -> Tensor:
+        inner = b * 1
+        inner.register_hook(lambda grad: grad.mul_(7))
+        return (a + inner) * 1
+
+    a, b = inputs(device)[:2]
+    for one, other in ((a, b), (a.detach(), b.detach())):
+        _, pull = func.vjp(fn, one, other)
+        with pytest.raises(gradkit.UnsupportedGraphError, match="written in place"):
+            pull(torch.ones_like(one))
+    _, pull = func.vjp(lambda w: w, a)
+    assert_same_bits(pull(b.detach()), [b.detach()])
