@@ -223,10 +223,22 @@ def steps(rng: Random) -> None:
         losses = case.build(theirs).losses
         other.zero_grad()
         torch.autograd.backward(losses)
+        if step is not with_backward:
+            unshare(theirs)
         other.step()
         mine.zero_grad()
         step(mine, case.build(ours).losses, ours)
     assert_same_bits(ours, theirs)
+
+
+def unshare(leaves: list[Tensor]) -> None:
+    """Give each leaf a `.grad` of its own: `.backward()` may leave two views of one memory.
+
+    An optimizer that writes on gradients (SGD with Nesterov's momentum and `foreach`) then writes
+    twice. The gradients that gradkit returns share nothing; `backward_` leaves what torch leaves.
+    """
+    for leaf in leaves:
+        leaf.grad = None if leaf.grad is None else leaf.grad.clone()
 
 
 def with_step(optimizer: Optimizer, losses: list[Tensor], params: list[Tensor]) -> None:

@@ -121,6 +121,21 @@ def clipped_twice(device: torch.device) -> Case:
     return Case(clipped(assign), clipped(backward), lambda: clipped(ours))
 
 
+def backward_into_shared_memory(device: torch.device) -> Case:
+    def clipped(write: Write) -> list[Tensor | None]:
+        a, b = leaf(device, 1), leaf(device, 1)
+        together = a.view_as(a) + b.view_as(b)  # whose gradient arrives as a view, twice
+        write((together * torch.ones(1, device=device)).sum(), a, b)
+        nn.utils.clip_grad_norm_([a, b], 1.0, foreach=False)
+        return [a.grad, b.grad]
+
+    def apart(loss: Tensor, a: Tensor, b: Tensor) -> None:
+        loss.backward()
+        b.grad = b.grad.clone()
+
+    return Case(clipped(backward), clipped(apart), lambda: clipped(ours))
+
+
 def assign(loss: Tensor, a: Tensor, b: Tensor) -> None:
     a.grad, b.grad = grad(loss, (a, b))
 
@@ -276,6 +291,10 @@ ROWS = [
     Row(
         "`a.grad, b.grad = grad(a + b, (a, b))`, then `clip_grad_norm_` to 1, `foreach=False`",
         [[0.5], [0.5]], [[0.7071], [0.7071]], "`write_grads_`", clipped_twice,
+    ),
+    Row(
+        "`(a.view_as(a) + b.view_as(b)).backward()`, then `clip_grad_norm_` to 1, `foreach=False`",
+        [[0.5], [0.5]], [[0.7071], [0.7071]], "`write_grads_`", backward_into_shared_memory,
     ),
     Row(
         "`w.grad = g`, where `g` is a gradient of 2, then `(w * w).backward()`: `g`",
