@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from gradkit._checks.derivatives import dropped
 from gradkit._compat.autograd import current_pass, sequence_number
 from gradkit._compat.transforms import is_transform_tensor, layers, recorded_copy, unbatched
 from gradkit._core.graph import Subgraph, leaf_tensors, nodes_below
 from gradkit._core.user_code import Cotangents, listen_at, user_functions
-from gradkit.errors import UnsupportedGraphError, message
+from gradkit.errors import UnsupportedGraphError
 
 
 @contextmanager
@@ -68,7 +69,7 @@ class _Probe:
         present = [unbatched(grad) for grad in grads if grad is not None]
         if self._new_nodes(present, oldest).isdisjoint(copy.node for copy in copies):
             if any(map(_is_lost, present)):
-                raise UnsupportedGraphError(_dropped(self._where, self._kind))
+                raise UnsupportedGraphError(dropped(self._where, self._kind))
             return None
         leaves = [copy.leaf for copy in copies if copy.leaf is not None]
         for leaf in leaves:
@@ -109,15 +110,3 @@ def _copied(cotangent: Tensor | None, copies: list[_Copy]) -> Tensor | None:
 def _is_lost(grad: Tensor) -> bool:
     """Return whether no transform further out has recorded a gradient, either."""
     return not any(layer.requires_grad for layer in [*layers(grad)][1:])
-
-
-def _dropped(where: str, kind: type) -> str:
-    name = kind.__name__.removesuffix("Backward").removesuffix("Generated")
-    return message(
-        where,
-        "a graph whose derivative can be differentiated",
-        f"{name}, a Function whose backward cannot be: it is once_differentiable, or cuts the path "
-        "to its gradients (no_grad, detach(), .data, NumPy, a kernel that autograd does not know)",
-        "leave out create_graph=True; take unroll(..., first_order=True); or give it a backward "
-        "made of operations that can be differentiated, that returns None where there is none",
-    )

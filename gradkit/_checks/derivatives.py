@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
 
 from gradkit._checks.wrong_derivatives import NODES, SWEPT
 from gradkit._compat.distributed import is_dtensor
@@ -55,10 +56,13 @@ def _refuse_dtensors(params: Params) -> None:
 
 def refuse_wrong_derivative(where: str, variables: Sequence[Tensor], below: Subgraph) -> None:
     """Raise if a pass executes a node whose derivative torch gets silently wrong, or drops."""
-    if _REFUSED.isdisjoint(kind.__name__ for kind in below.kinds):
+    once = set(filter(_is_once_differentiable, user_functions(below.kinds)))
+    if not once and _REFUSED.isdisjoint(kind.__name__ for kind in below.kinds):
         return
     nodes = {label(node): type(node) for node in below.leading_to(variables)}
     for name, kind in sorted(nodes.items()):
+        if kind in once:
+            raise UnsupportedGraphError(dropped(where, kind))
         if name in _WRONG:
             raise UnsupportedGraphError(_wrong(where, name))
         if name == _COMPILED and not user_functions([kind]):
@@ -69,6 +73,32 @@ def label(node: Any) -> str:
     """Return the kind of a node, as the table has it: normalizations run in two modes."""
     training = getattr(node, "_saved_training", getattr(node, "_saved_train", True))
     return type(node).__name__ if training else f"{type(node).__name__}{_IN_EVAL_MODE}"
+
+
+def _is_once_differentiable(kind: Any) -> bool:
+    """Return whether the decorator shows; where it is hidden, the pass itself finds out."""
+    backward: Any = kind._forward_cls.backward
+    if not issubclass(kind._forward_cls, Function):  # torch.func's own, around the user's
+        closure = [cell.cell_contents for cell in getattr(backward, "__closure__", None) or ()]
+        backward = next((getattr(fn, "backward", None) for fn in closure), None)
+    return getattr(backward, "__code__", None) is _WRAPPER_CODE
+
+
+# Of the wrapper that once_differentiable makes, which is the same for all.
+_WRAPPER_CODE = once_differentiable(lambda ctx: None).__code__
+
+
+def dropped(where: str, kind: type) -> str:
+    """Return the message for a Function whose gradients cannot be differentiated."""
+    name = kind.__name__.removesuffix("Backward").removesuffix("Generated")
+    return message(
+        where,
+        "a graph whose derivative can be differentiated",
+        f"{name}, a Function whose backward cannot be: it is once_differentiable, or cuts the path "
+        "to its gradients (no_grad, detach(), .data, NumPy, a kernel that autograd does not know)",
+        "leave out create_graph=True; take unroll(..., first_order=True); or give it a backward "
+        "made of operations that can be differentiated, that returns None where there is none",
+    )
 
 
 def _compiled(where: str) -> str:

@@ -195,12 +195,13 @@ _WRITE_ON_THEIR_OWN = frozenset((
 _MAKE_NEW = frozenset(
     f"{name}Backward0"
     for name in (
-        "Abs", "AdaptiveAvgPool2D", "AvgPool2D", "Bmm", "Convolution", "Cos", "CudnnBatchNorm",
-        "Div", "Dot", "Elu", "Embedding", "Exp", "Gelu", "LeakyRelu", "Log", "LogSoftmax",
-        "MaxPool2DWithIndices", "Mean", "Mm", "MseLoss", "Mul", "Mv", "NativeBatchNorm",
-        "NativeDropout", "NativeLayerNorm", "Neg", "NllLoss", "Pow", "Relu", "Rsqrt",
-        "ScaledDotProductEfficientAttention", "ScaledDotProductFlashAttention",
-        "ScaledDotProductFlashAttentionForCpu", "Select", "Sigmoid", "Silu", "Sin", "Slice",
-        "SmoothL1Loss", "Softmax", "Softplus", "Sqrt", "Tanh",
+        "Abs", "AdaptiveAvgPool2D", "AvgPool2D", "Bmm", "Clamp", "Convolution", "Cos",
+        "CudnnBatchNorm", "Div", "Dot", "Elu", "Embedding", "Exp", "Flip", "Gelu", "LeakyRelu",
+        "Log", "LogSoftmax", "MaskedFill", "MaxPool2DWithIndices", "Mean", "Mm", "MseLoss", "Mul",
+        "Mv", "NativeBatchNorm", "NativeDropout", "NativeLayerNorm", "Neg", "NllLoss", "Pow",
+        "Relu", "Roll", "Rsqrt", "ScaledDotProductEfficientAttention",
+        "ScaledDotProductFlashAttention", "ScaledDotProductFlashAttentionForCpu", "Select",
+        "Sigmoid", "Silu", "Sin", "Slice", "SmoothL1Loss", "Softmax", "Softplus", "Sqrt", "Tanh",
+        "Tril", "Triu", "Where",
     )
 )  # fmt: skip

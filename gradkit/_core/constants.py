@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias, cast
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -26,10 +27,14 @@ def with_zero_derivatives(grads: Iterable[Tensor | None], sources: Iterable[Tens
     graphs = [(source, recording_levels(source)) for source in sources]
     every = set().union(*(levels for _, levels in graphs))
     carriers = [source for source, levels in graphs if levels]
-    return [
-        grad if grad is None or recording_levels(grad) >= every else _attach(grad, carriers)
-        for grad in grads
-    ]
+    return [_with_graphs(grad, every, carriers) for grad in grads]
+
+
+def _with_graphs(grad: Tensor | None, every: set[int], carriers: list[Tensor]) -> Tensor | None:
+    # Sparse ones stay constants: torch has no derivative of most of their operations.
+    if grad is None or grad.layout != torch.strided or recording_levels(grad) >= every:
+        return grad
+    return _attach(grad, carriers)
 
 
 def with_refused_derivatives(

@@ -22,16 +22,12 @@ pytestmark = pytest.mark.usefixtures("device")
 SEED = 0
 ROUNDS = 100
 
-# Rooms whose programs are not all right or refused as yet, and why.
-NOT_YET: dict[str, str] = {
-    "AccumulateGrad pre-hooks": "they are not run, nor refused",
-    "hidden once_differentiable": "a decorator around it, or the name vjp, hides it",
-    "writes": "a write is taken for a sum's own where a value above is used twice",
-    "writes under vmap": "the guard does not see a Function under vmap",
-    "sparse rows": "rows that are dense or missing beside sparse ones",
-    "doubtful formulas": "second derivatives of weight_norm and of sparse values; the third of det",
-    "traced writes": "gradkit.func and unroll have no guard",
-    "duals": "tangents are dropped where a gradient is copied",
+# Rooms with a hazard that gradkit does not always see; docs/silently_wrong.md has a row for each.
+NOT_SEEN: dict[str, str] = {
+    "AccumulateGrad pre-hooks": "seen inside checked() only",
+    "writes": "below a sum, a write may be the engine's own",
+    "writes under vmap": "the same",
+    "traced writes": "the same",
 }
 
 
@@ -41,17 +37,17 @@ def first_of(room: str, rounds: int) -> list[int]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("room", [room for room in ROOMS if room not in NOT_YET])
+@pytest.mark.parametrize("room", [room for room in ROOMS if room not in NOT_SEEN])
 def test_programs_are_right_or_refused_for_what_they_have(room: str) -> None:
     summary = Summary()
     for number in first_of(room, ROUNDS):
         summary.add(run(SEED, number))
     assert summary.wrong == [], "\n".join(summary.lines(SEED))
-    assert summary.right > ROUNDS / 2
+    assert summary.right > ROUNDS / 3
 
 
 def test_rooms_that_are_left_out_exist() -> None:
-    assert NOT_YET.keys() <= ROOMS.keys()
+    assert NOT_SEEN.keys() <= ROOMS.keys()
 
 
 def off_by_one_ulp(grads: Any) -> Any:
@@ -106,7 +102,7 @@ def scaled(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("room", [room for room in ROOMS if room not in NOT_YET])
+@pytest.mark.parametrize("room", [room for room in ROOMS if room not in NOT_SEEN])
 def test_every_room_sees_gradients_that_are_a_little_too_large(
     monkeypatch: pytest.MonkeyPatch, room: str
 ) -> None:

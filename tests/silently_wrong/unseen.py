@@ -109,6 +109,14 @@ def hook_that_writes_where_torch_has_written(device: torch.device) -> Case:
     return _by_hook(_times_ten, lambda a, z: (a + z)[index], device)
 
 
+def hook_that_writes_below_a_sum(device: torch.device) -> Case:
+    def twice(a: Tensor, z: Tensor) -> Tensor:
+        y = a + z
+        return y + y  # two parts of a gradient, which the engine might have added in place
+
+    return _by_hook(_times_ten, twice, device)
+
+
 def _by_hook(
     hook: Callable[[Tensor], None], fn: Callable[[Tensor, Tensor], Tensor], device: torch.device
 ) -> Case:
@@ -209,6 +217,10 @@ ROWS = [
         "`grad((a + z)[index], (a, b))` with that hook: with respect to `a`",
         [10.0], [1.0], f"{CHECKED}; `value_and_grads`", hook_that_writes_where_torch_has_written,
         same=True,
+    ),
+    Row(
+        "`grad(y + y, (a, b))` with that hook, where `y = a + z`: with respect to `a`",
+        [20.0], [2.0], f"{CHECKED}; `value_and_grads`", hook_that_writes_below_a_sum, same=True,
     ),
     Row(
         "`grad(3 * w, w)`, where the `AccumulateGrad` node of `w` has a pre-hook `g * 10`, which "
