@@ -368,7 +368,9 @@ def meta_step(s: Setting) -> Any:
     def meta_loss(params: Any, x: Tensor) -> Tensor:
         return loss(gradkit.meta.unroll(loss, params, [x, x], opt).params, (), x.cos())
 
-    _, grads = gradkit.meta.mean_value_and_grads(meta_loss, params, s.x[:, None])
+    _, grads = gradkit.meta.mean_value_and_grads(
+        meta_loss, params, s.x[:, None], create_graph=False
+    )
     return grads if s.module is s.single else gradkit.distributed.all_reduce(grads)
 
 

@@ -88,7 +88,8 @@ def test_what_torch_gets_wrong_is_found(device: torch.device, case: str) -> None
         check_grads(fn, spd(device))
     error = caught.value
     assert (error.leaf, error.order, error.mode) == ("args[0]", order, mode)
-    assert error.operation == operation
+    # A Gaussian takes the factor of its covariance by one or the other, and checks the argument.
+    assert str(error.operation).removesuffix("_ex") == operation.removesuffix("_ex")
     assert error.difference > 1e-4
     assert f"order {order}" in str(error)
     assert operation in str(error)

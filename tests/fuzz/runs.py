@@ -12,10 +12,20 @@ from typing import NamedTuple
 
 import torch
 
+import gradkit
 from tests.fuzz.cases import Refused
 from tests.fuzz.rooms import ROOMS
 
 RIGHT, REFUSED, WRONG = "right", "refused", "wrong"
+NOT_SEEN = "not seen"  # wrong for a reason that docs/silently_wrong.md has a row of
+# Rooms with a hazard that gradkit does not always see, and that `gradkit.checked()` sees or repairs;
+# but for a write on a part of a sum, which `.backward()` gets wrong as well.
+HAZARDS: dict[str, str] = {
+    "AccumulateGrad pre-hooks": "no look that costs little shows them",
+    "writes": "below a sum, a write may be the engine's own",
+    "writes under vmap": "the same",
+    "traced writes": "the same, and on a part of a sum",
+}
 
 
 class Outcome(NamedTuple):
@@ -33,6 +43,17 @@ def room_of(number: int) -> str:
 
 def run(seed: int, number: int) -> Outcome:
     """Run one program, which the seed and the number determine."""
+    outcome = _run(seed, number)
+    if outcome.kind == WRONG and room_of(number) in HAZARDS:
+        with gradkit.checked(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", gradkit.GradkitWarning)
+            again = _run(seed, number)
+        if again.kind != WRONG or room_of(number) == "traced writes":
+            return Outcome(number, NOT_SEEN, room_of(number))
+    return outcome
+
+
+def _run(seed: int, number: int) -> Outcome:
     try:
         ROOMS[room_of(number)](Random(f"{seed}/{number}"))
     except Refused as refusal:
@@ -52,31 +73,37 @@ def set_up() -> None:
 
 @dataclass
 class Summary:
-    """How many programs were right, refused (by reason) and wrong (each of them)."""
+    """How many programs were right, refused (by reason), not seen and wrong (each of them)."""
 
     right: int = 0
     refused: Counter[str] = field(default_factory=Counter)
+    not_seen: Counter[str] = field(default_factory=Counter)
     wrong: list[Outcome] = field(default_factory=list)
 
     def add(self, outcome: Outcome) -> None:
         self.right += outcome.kind == RIGHT
         self.refused[outcome.text] += outcome.kind == REFUSED
+        self.not_seen[outcome.text] += outcome.kind == NOT_SEEN
         if outcome.kind == WRONG:
             self.wrong.append(outcome)
 
     def total(self) -> int:
-        return self.right + self.refused.total() + len(self.wrong)
+        return self.right + self.refused.total() + self.not_seen.total() + len(self.wrong)
 
     def lines(self, seed: int) -> list[str]:
         """Return the counts by reason, and how to run again what was wrong."""
-        counts = f"right {self.right}, refused {self.refused.total()}, wrong {len(self.wrong)}"
+        counts = (
+            f"right {self.right}, refused {self.refused.total()}, "
+            f"not seen {self.not_seen.total()}, wrong {len(self.wrong)}"
+        )
         reasons = [f"  {number:8} {reason}" for reason, number in (+self.refused).most_common()]
         failures = [
             f"wrong: {room_of(each.number)}, python -m tests.fuzz --seed {seed} "
             f"--program {each.number}\n  {shortest(each.text)}"
             for each in sorted(self.wrong)
         ]
-        return [counts, *reasons, *failures]
+        unseen = [f"  {number:8} not seen: {room}" for room, number in (+self.not_seen).items()]
+        return [counts, *reasons, *unseen, *failures]
 
 
 def shortest(text: str) -> str:
