@@ -18,8 +18,8 @@ from tests.fuzz.rooms import ROOMS
 
 RIGHT, REFUSED, WRONG = "right", "refused", "wrong"
 NOT_SEEN = "not seen"  # wrong for a reason that docs/silently_wrong.md has a row of
-# Rooms with a hazard that gradkit does not always see, and that `gradkit.checked()` sees or repairs;
-# but for a write on a part of a sum, which `.backward()` gets wrong as well.
+# Rooms with a hazard that gradkit does not always see, and that `gradkit.checked()` sees or
+# repairs; but for a write on a part of a sum, which `.backward()` gets wrong as well.
 HAZARDS: dict[str, str] = {
     "AccumulateGrad pre-hooks": "no look that costs little shows them",
     "writes": "below a sum, a write may be the engine's own",
