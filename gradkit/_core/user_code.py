@@ -67,6 +67,11 @@ def hooks_registered() -> bool:
     return RemovableHandle.next_id > _own_hooks.count
 
 
+def hooks_made() -> int:
+    """Return how many hooks this process has ever registered, but for gradkit's own."""
+    return int(RemovableHandle.next_id) - _own_hooks.count
+
+
 def may_run() -> bool:
     """Return whether a pass in this process could run a hook, or a Function of the user's."""
     return hooks_registered() or functions_alive().users

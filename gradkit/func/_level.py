@@ -33,6 +33,7 @@ from gradkit._core.graph import Subgraph
 from gradkit._core.losses import Losses, read_losses, read_weights
 from gradkit._core.ownership import PLAIN_TYPES, leave_inference_mode
 from gradkit._core.pytree import PyTree, Structure
+from gradkit._core.user_code import functions_alive, hooks_made, user_functions
 from gradkit.errors import (
     DetachedLossError,
     LeafTypeError,
@@ -55,12 +56,14 @@ class OuterGraph:
         create_graph: The option. False: nothing does. True: a wrong derivative raises at once.
         in_transform: A transform around the level differentiates its results.
         eager: Eager code records what it computes.
+        hooked: The function has registered hooks, which may use tensors that its losses do not.
         refused: Why a derivative that eager code may take of the results would be wrong.
     """
 
     create_graph: bool | None
     in_transform: bool
     eager: bool
+    hooked: bool = False
     refused: str | None = None
 
     def keeps(self, levels: set[int] | None) -> bool:
@@ -133,9 +136,12 @@ class Passes:
         keep = self.outer.keeps(self.levels_around([*roots, *weights]))
         if self.level is None:
             return run(keep)
+        below = Subgraph(roots)
+        inner = InnerPass("the loss", self.path, variables, below)
+        if not keep and self._may_reach_outside(below):
+            return inner.guarded(partial(run, True), create_graph=False)
         if keep:
             keep = self.check_derivative(roots, variables)
-        inner = InnerPass("the loss", self.path, variables, Subgraph(roots))
         try:
             return inner.guarded(partial(run, keep), create_graph=keep)
         except UnsupportedGraphError as error:
@@ -143,6 +149,12 @@ class Passes:
                 raise
             self.outer.refused = str(error)
         return inner.guarded(partial(run, False), create_graph=False)
+
+    def _may_reach_outside(self, below: Subgraph) -> bool:
+        """Return whether code of the user's in the pass may use tensors that the losses do not."""
+        if self.outer.create_graph is not None or not self.outer.eager:
+            return False
+        return self.outer.hooked or (functions_alive().users and bool(user_functions(below.kinds)))
 
     def levels_around(self, tensors: Iterable[Tensor]) -> set[int] | None:
         """Return the levels around this one, 0 for eager code, that record these tensors."""
@@ -209,8 +221,10 @@ def differentiate(
             for tensor, dtype in zip(tensors, arguments.dtypes, strict=True):
                 if tensor.dtype != dtype:
                     tensor.grad_dtype = dtype  # not of the result alone: of the sum over uses [B1]
+        made = 0 if level is None else hooks_made()
         with monitor:
             returned = fn(*arguments.with_variables(tensors), **kwargs)
+            outer.hooked = level is not None and hooks_made() > made
             tree, aux = split_aux(returned) if has_aux else (returned, None)
         losses = read_losses(tree, scalar=scalar, returned=True, may_be_aux=not has_aux)
         passes = Passes(list(tensors), level, outer, monitor, arguments.path)

@@ -18,7 +18,7 @@ from gradkit._core.losses import Losses, read_losses
 from gradkit._core.options import check_bool, check_function, check_optional_bool
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
-from gradkit._core.user_code import may_run
+from gradkit._core.user_code import hooks_made, may_run
 from gradkit.errors import DetachedLossError
 from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._errors import independent, named_errors
@@ -220,6 +220,7 @@ class _Run:
     monitor: OpMonitor
     transposed: bool  # the pass that follows is a backward pass
     variables: list[Tensor] = field(init=False)
+    hooked: bool = field(init=False)
     outputs: Losses = field(init=False)
     put_aux_back: Callable[[Iterable[Tensor]], PyTree] = field(init=False)
 
@@ -227,8 +228,11 @@ class _Run:
         if self.transposed and not torch.compiler.is_compiling() and may_run():
             # The pass comes after the level, where its own tensors show no nodes of the graph.
             tensors = tuple(tensor.view_as(tensor) for tensor in tensors)
+        is_traced = torch.compiler.is_compiling()
+        made = 0 if is_traced else hooks_made()
         with self.monitor:
             returned = self.fn(*self.arguments.with_variables(tensors))
+        self.hooked = not is_traced and hooks_made() > made
         tree, aux = split_aux(returned) if self.has_aux else (returned, None)
         self.outputs = read_losses(tree, scalar=False, returned=True, may_be_aux=not self.has_aux)
         self.variables = list(tensors)
@@ -240,7 +244,8 @@ class _Run:
         return tuple(self.outputs.leaves), tensors_of_aux
 
     def _passes(self, create_graph: bool | None, level: int) -> Passes:
-        outer = OuterGraph(create_graph, differentiated(), torch.is_grad_enabled())
+        eager = torch.is_grad_enabled()
+        outer = OuterGraph(create_graph, differentiated(), eager, self.hooked)
         return Passes(self.variables, level, outer, self.monitor, self.arguments.path)
 
     def pulled(

@@ -367,3 +367,47 @@ def test_the_option_is_checked(device: torch.device) -> None:
     for call in calls:
         with pytest.raises(gradkit.OptionError, match=r"create_graph.*None or False or True"):
             call("no")
+
+
+class Scaled(torch.autograd.Function):
+    """The identity, whose gradient has a factor that is no argument."""
+
+    generate_vmap_rule = True
+    factor: Tensor
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return cotangent * Scaled.factor
+
+
+@pytest.mark.parametrize("kind", ["hook", "Function"])
+def test_what_a_hook_or_a_backward_uses_counts(device: torch.device, kind: str) -> None:
+    """Though the loss does not depend on it: as in torch.func."""
+    w, _, s = inputs(device)
+    w = w.detach()
+
+    def fn(w: Tensor) -> Tensor:
+        if kind == "Function":
+            Scaled.factor = s
+            return (Scaled.apply(w) ** 2).sum()
+        h = w * 1
+        h.register_hook(lambda grad: grad * s)
+        return (h**2).sum()
+
+    (expected,) = torch.autograd.grad(grad(fn)(w).sum(), s)
+    assert torch.equal(expected, 2 * w)
+    for gradient in (
+        func.value_and_grads(fn)(w)[1],
+        func.per_loss_grads(fn)(w),
+        func.vjp(fn, w)[1](torch.ones((), device=device, dtype=F64))[0],
+    ):
+        torch.testing.assert_close(torch.autograd.grad(gradient.sum(), s)[0], expected)
+    assert not func.value_and_grads(fn, create_graph=False)(w)[1].requires_grad
