@@ -71,13 +71,15 @@ class OpMonitor(TorchFunctionMode):
 
     def __enter__(self) -> Self:
         """Note the operations from here on."""
-        _active.count = active_monitors() + 1
+        if not torch.compiler.is_compiling():  # which would compile again for each count
+            _active.count = active_monitors() + 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: object) -> None:
         """Note no more."""
-        _active.count -= 1
+        if not torch.compiler.is_compiling():
+            _active.count -= 1
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
