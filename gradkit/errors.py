@@ -124,11 +124,14 @@ def describe(value: object) -> str:
         value: Anything, such as a leaf of a tree.
 
     Returns:
-        The dtype, shape and device of a tensor; else the type, with the value if that is short.
+        The dtype, shape and device of a tensor; the class of a module or an optimizer; else the
+        type, with the value if that is short.
     """
     if isinstance(value, torch.Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         return f"{with_article(kind)} tensor of shape {tuple(value.shape)} on {value.device}"
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+        return with_article(type(value).__name__)
     text = repr(value)
     shown = f" {text}" if len(text) <= 40 else ""
     return f"the {type(value).__name__}{shown}"

@@ -105,16 +105,19 @@ def require_reached(call: Call, results: Sequence[Grads], unused: str | None = N
     """Raise if the passes gave no gradient at all, or not every one under `unused="error"`."""
     if (unused or call.unused) == "error":
         for grads, one in zip(results, call.passes, strict=True):
-            missing = [index for index, grad in enumerate(grads) if grad is None]
-            if missing:  # in the graph, but a custom Function has returned None
-                raise UnreachedParamError(unreached(call.losses, [one], missing[0]))
+            unfilled = [index for index, grad in enumerate(grads) if grad is None]
+            if unfilled:  # in the graph, but a custom Function has returned None
+                raise UnreachedParamError(unreached(call.losses, [one], unfilled[0]))
     if type(None) not in set(map(type, chain.from_iterable(results))):
         return
-    refuse_stale(call, results)
-    if any(grad is not None for grads in results for grad in grads):
+    is_reached = any(grad is not None for grads in results for grad in grads)
+    missing = _without_gradient(call, results)
+    if is_reached and not missing:
         return
+    below = call.graph.below(call.differentiated)
+    _refuse_moved(missing, below)
     # Not for a gradient that is a constant, of a linear function, say: its derivative is zero.
-    if constants.NODE not in call.graph.below(call.differentiated).kinds:
+    if not is_reached and constants.NODE not in below.kinds:
         refuse_nothing_reached(call)
 
 
@@ -122,15 +125,17 @@ _ONLY_NONE = {type(None)}
 
 
 def refuse_stale(call: Call, results: Sequence[Grads]) -> None:
-    """Raise if a leaf has no gradient since it was moved or cast after the losses were computed.
+    """Raise if a leaf has no gradient since it was moved or cast after the losses were computed."""
+    if missing := _without_gradient(call, results):
+        _refuse_moved(missing, call.graph.below(call.differentiated))
 
-    Its `.data` of another type has another node for gradients to arrive at, apart from the graph:
-    torch.autograd.grad reports it as unused, and `.backward()` fills the `.grad` of the old type.
-    """
+
+def _without_gradient(call: Call, results: Sequence[Grads]) -> list[tuple[Params, int]]:
+    """Return the leaves that have no gradient of any pass."""
     if len(call.params) == 1 and all(
         set(map(type, by_pass)) != _ONLY_NONE for by_pass in zip(*results, strict=True)
     ):
-        return  # each variable has a gradient of some loss
+        return []  # each variable has a gradient of some loss
     missing: dict[int, tuple[Params, int]] = {}
     arrived: set[int] = set()
     for grads, (_, params) in zip(results, call.passes, strict=True):
@@ -139,10 +144,16 @@ def refuse_stale(call: Call, results: Sequence[Grads]) -> None:
                 arrived.add(id(variable))
             elif variable.grad_fn is None:
                 missing.setdefault(id(variable), (params, index))
-    if missing.keys() <= arrived:
-        return
-    below = call.graph.below(call.differentiated)
-    for params, index in (missing[key] for key in missing.keys() - arrived):
+    return [missing[key] for key in missing.keys() - arrived]
+
+
+def _refuse_moved(missing: Sequence[tuple[Params, int]], below: Subgraph) -> None:
+    """Raise if one of the leaves is in the graph, but as it was before it was moved or cast.
+
+    Its `.data` of another type has another node for gradients to arrive at, apart from the graph:
+    torch.autograd.grad reports it as unused, and `.backward()` fills the `.grad` of the old type.
+    """
+    for params, index in missing:
         variable = params.variables[index]
         if id(variable) in below.leaves and edge(variable).node not in below.nodes:
             raise UnreachedParamError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeGuard, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -57,15 +57,8 @@ def read_losses(
 ) -> Losses:
     """Check a tree of losses: given by the caller, or `returned` by the caller's function."""
     leaves, spec = pytree.flatten(tree)
-    if set(map(type, leaves)) - PLAIN_TYPES:
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, nn.Module | Optimizer):
-                fix = "return the loss, computed with it" if returned else _LOSSES_FIRST
-                if not returned and not any(True for _ in _parameters(leaf)):  # a criterion
-                    fix = "call it, and pass the loss that it returns"
-                where, got = pytree.path(spec, index, "losses"), with_article(type(leaf).__name__)
-                raise LeafTypeError(message(where, "a tensor", got, fix))
-        leaves, spec = expand_params(tree, "losses")
+    if set(map(type, leaves)) - PLAIN_TYPES and not any(map(_has_params, leaves)):
+        leaves, spec = expand_params(tree, "losses")  # an iterator of losses, say
     losses = Losses(leaves, spec)
     if not leaves:
         is_iterator = hasattr(tree, "__next__")
@@ -83,8 +76,8 @@ def read_losses(
     return losses
 
 
-def _parameters(leaf: nn.Module | Optimizer) -> Iterator[object]:
-    return leaf.parameters() if isinstance(leaf, nn.Module) else iter(leaf.param_groups)
+def _has_params(leaf: object) -> TypeGuard[nn.Module | Optimizer]:
+    return isinstance(leaf, nn.Module | Optimizer)
 
 
 def _defect(loss: Any, scalar: bool, returned: bool) -> Defect | None:
@@ -109,6 +102,11 @@ def _defect(loss: Any, scalar: bool, returned: bool) -> Defect | None:
 def _advice_for_no_tensor(loss: object, returned: bool) -> str:
     if isinstance(loss, Real):
         return "pass the tensor itself, before .item() or float()"
+    if _has_params(loss):
+        if returned:
+            return "return the loss, computed with it"
+        is_criterion = isinstance(loss, nn.Module) and not any(True for _ in loss.parameters())
+        return "call it, and pass the loss that it returns" if is_criterion else _LOSSES_FIRST
     if not callable(loss):
         return "pass the tensor"
     if returned:
