@@ -33,10 +33,14 @@ def cases_of(operation: str) -> Iterator[Case]:
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_each_row_is_found_again(device: torch.device, operation: str) -> None:
+    rows = {" ".join(stack) for stack in stacks_of(operation)}
     found = table.Found()
     for case in cases_of(operation):
-        found.add(operation, verdicts_of(case), {})
-    assert set(found.operations()[operation]) == {" ".join(s) for s in stacks_of(operation)}
+        verdicts = verdicts_of(case)
+        # The third derivative of det is wrong or not finite by the rounding of the CPU.
+        infinite = {program for program in rows if verdicts.get(program) == "not finite"}
+        found.add(operation, verdicts | dict.fromkeys(infinite, "wrong"), {})
+    assert set(found.operations()[operation]) == rows
 
 
 @here
