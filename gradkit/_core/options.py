@@ -61,12 +61,10 @@ def check_batching(strategy: object, chunk_size: object) -> None:
     check_chunk_size(chunk_size)
 
 
-def check_chunk_size(value: object) -> None:
+def check_chunk_size(value: object, name: str = "chunk_size") -> None:
     """Raise if a chunk size is neither a positive int nor None, which is everything at once."""
     if value is not None and not is_positive_int(value):
-        raise OptionError(
-            message("chunk_size", "a positive int or None", repr(value), "chunk_size=None")
-        )
+        raise OptionError(message(name, "a positive int or None", repr(value), f"{name}=None"))
 
 
 def is_number(value: object) -> bool:

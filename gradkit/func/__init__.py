@@ -13,6 +13,7 @@ from gradkit.func._hvp import hvp
 from gradkit.func._make_functional import make_functional
 from gradkit.func._per_sample import per_sample_grads
 from gradkit.func._products import ggn_vp, jvp, vjp
+from gradkit.func._staged import staged_value_and_grads
 
 __all__ = [
     "check_grads",
@@ -22,6 +23,7 @@ __all__ = [
     "make_functional",
     "per_loss_grads",
     "per_sample_grads",
+    "staged_value_and_grads",
     "value_and_grads",
     "vjp",
 ]

@@ -1,0 +1,104 @@
+"""A batch that is encoded in chunks, each a second time for its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradkit._autograd.engine import inner_grads
+from gradkit._autograd.inner_pass import InnerPass
+from gradkit._checks import graphs, recomputation
+from gradkit._core import pytree
+from gradkit._core.graph import Subgraph
+from gradkit._core.losses import read_losses
+from gradkit._core.pytree import PyTree, Structure
+from gradkit._state.recompute_state import RecomputeState, watched
+from gradkit.func import _checkpoints as checkpoints
+from gradkit.func._arguments import Arguments
+from gradkit.func._chunks import Batch, joined, separated, tensors_in
+from gradkit.func._level import detached
+
+
+class _Run(NamedTuple):
+    """What a run of the function made, with its graph."""
+
+    variables: list[Tensor]
+    outputs: list[Tensor]
+    spec: Structure
+
+    def values(self) -> PyTree:
+        """Return the outputs without the graph."""
+        return pytree.unflatten(self.spec, detached(self.outputs))
+
+
+class EncoderStage:
+    """The outputs of a function for a whole batch, and the gradients of each chunk."""
+
+    def __init__(
+        self,
+        encode: Callable[..., Any],
+        arguments: Arguments,
+        batch: Batch,
+        chunk_size: int | None,
+    ) -> None:
+        self._encode, self._arguments = encode, arguments
+        self._chunks = batch.chunks(chunk_size)
+        self.is_differentiable = False  # whether an output depends on the variables
+        self._only_run: _Run | None = None  # if there is one chunk: it runs once
+        self._states: list[RecomputeState] = []
+        self._rows: list[list[int]] = []  # of each output, by chunk
+
+    def outputs(self) -> PyTree:
+        """Return the outputs for all chunks; several leave no graph."""
+        if len(self._chunks) == 1:
+            self._only_run = self._run(self._chunks[0])
+            return self._only_run.values()
+        outputs = []
+        for chunk in self._chunks:
+            state = RecomputeState([*self._arguments.variables, *tensors_in(chunk)])
+            with state.first_run():
+                run = self._run(chunk)
+            state.record_outputs(run.outputs)
+            self._states.append(state)
+            outputs.append(run.values())
+            del run  # and with it the graph, before the next one is made
+        values, self._rows = joined(outputs, "encode(params, chunk)")
+        return values
+
+    def grads(self, cotangents: PyTree) -> Iterator[list[Tensor | None]]:
+        """Yield the gradients of each chunk, one for each variable."""
+        if self._only_run is not None:
+            yield self._pass(self._only_run, cotangents)
+            return
+        parts = separated(cotangents, self._rows)
+        for chunk, state, part in zip(self._chunks, self._states, parts, strict=True):
+            with state.second_run() as second:
+                run = self._run(chunk)
+                second.compare(run.outputs, "encode")
+                grads = self._pass(run, part)
+            del run  # and with it the graph, before the next one is made
+            yield grads
+
+    def _run(self, chunk: PyTree) -> _Run:
+        with torch.enable_grad():
+            variables = [x.detach().requires_grad_() for x in self._arguments.variables]
+            before = checkpoints.before(variables)
+            with watched():
+                returned = self._encode(*self._arguments.with_variables(variables), chunk)
+            recomputation.refuse(returned, before)
+        outputs = read_losses(returned, scalar=False, returned=True)
+        self.is_differentiable |= any(output.requires_grad for output in outputs.leaves)
+        return _Run(variables, outputs.leaves, outputs.spec)
+
+    def _pass(self, run: _Run, cotangents: PyTree) -> list[Tensor | None]:
+        seeds: Sequence[Tensor] = pytree.flatten(cotangents)[0]
+        below = Subgraph(run.outputs)
+        graphs.refuse_nodes(map(type, below.nodes), "encode")
+        one = InnerPass("encode", self._arguments.path, run.variables, below)
+        return one.guarded(
+            partial(inner_grads, run.outputs, run.variables, seeds), create_graph=False
+        )
