@@ -42,7 +42,7 @@ META = {
 DIST = {"all_reduce", "per_loss_grads", "value_and_grads"}
 FUNC = {
     "value_and_grads", "per_loss_grads", "per_sample_grads", "hvp", "make_functional", "vjp", "jvp",
-    "ggn_vp", "check_grads",
+    "ggn_vp", "check_grads", "staged_value_and_grads",
 }  # fmt: skip
 REPORT = {
     "Comparison", "Conflicts", "Difference", "Explanation", "History", "LossGraph", "Part",

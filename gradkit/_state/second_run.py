@@ -98,7 +98,8 @@ def another_result(where: str) -> UnsupportedGraphError:
     expected = "a function that gives the same when it runs again, in the backward pass"
     got = "another result than before: it reads something that has changed since (a "
     got += "variable of a loop, a module, a list), or draws from its own generator"
-    fix = 'pass what changes in batches or outer; or memory="store"'
+    fix = 'pass what changes as an argument, in the batch, say; or run it once: memory="store", '
+    fix += "chunk_size=None"
     return UnsupportedGraphError(message(where, expected, got, fix))
 
 

@@ -50,7 +50,7 @@ class EncoderStage:
         self.is_differentiable = False  # whether an output depends on the variables
         self._only_run: _Run | None = None  # if there is one chunk: it runs once
         self._states: list[RecomputeState] = []
-        self._rows: list[list[int]] = []  # of each output, by chunk
+        self._row_counts: list[list[int]] = []  # of each output, by chunk
 
     def outputs(self) -> PyTree:
         """Return the outputs for all chunks; several leave no graph."""
@@ -66,7 +66,7 @@ class EncoderStage:
             self._states.append(state)
             outputs.append(run.values())
             del run  # and with it the graph, before the next one is made
-        values, self._rows = joined(outputs, "encode(params, chunk)")
+        values, self._row_counts = joined(outputs, "encode(params, chunk)")
         return values
 
     def grads(self, cotangents: PyTree) -> Iterator[list[Tensor | None]]:
@@ -74,7 +74,7 @@ class EncoderStage:
         if self._only_run is not None:
             yield self._pass(self._only_run, cotangents)
             return
-        parts = separated(cotangents, self._rows)
+        parts = separated(cotangents, self._row_counts)
         for chunk, state, part in zip(self._chunks, self._states, parts, strict=True):
             with state.second_run() as second:
                 run = self._run(chunk)
