@@ -82,12 +82,21 @@ versions:
 # BackPACK goes without what it asks for: torchvision, which only its examples import, and whose
 # wheel does not load beside a torch for the CPU. The others of its needs are in the extra.
 $(VENV)/bench: $(VENV)/ready
-	$(PIP) -e '.[bench]'
+	$(PIP) -e '.[bench,release]'
 	$(PIP) --no-deps backpack-for-pytorch
 	touch $@
 
+# The wheel and the source distribution in dist/, checked, and tried in an empty environment.
+.PHONY: package
+package: $(VENV)/bench
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+	$(BIN)/python release/try_wheel.py dist/*.whl
+
 clean:
-	rm -rf $(VENVS)/.venv $(VENVS)/.venv-* .gpu docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENVS)/.venv $(VENVS)/.venv-* .gpu dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f .coverage .coverage.*
 
 # The pictures in docs/pictures, from full runs of the examples: a few minutes.

@@ -83,7 +83,7 @@ __all__ = [
     "write_grads_",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _versions.warn_if_untested()
 
