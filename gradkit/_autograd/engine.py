@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from gradkit._autograd.function_probe import refuse_dropped
+from gradkit._checks.changed import changed
 from gradkit._checks.graphs import freed, losses_freed
 from gradkit._compat.autograd import function_mode_enabled, run_engine
 from gradkit._compat.transforms import autograd_grad, compiled_autograd_disabled
@@ -133,7 +134,7 @@ def _raise_named(error: RuntimeError, call: Call) -> None:
     if "does not support 3rd+ order derivatives" in str(error):
         raise UnsupportedGraphError(_third(call)) from error
     if "modified by an inplace operation" in str(error):
-        raise UnsupportedGraphError(_modified(error, call)) from error
+        raise UnsupportedGraphError(changed(error, call)) from error
 
 
 _MULTI_GRAD_HOOK = message(
@@ -155,15 +156,6 @@ def _third(call: Call) -> str:
 
 def _paths(call: Call) -> str:
     return ", ".join(map(call.losses.path, range(min(3, len(call.losses.leaves)))))
-
-
-def _modified(error: RuntimeError, call: Call) -> str:
-    return message(
-        _paths(call),
-        "a graph whose saved tensors are as they were in the forward pass",
-        f"one that has changed since: {str(error).partition(' Hint')[0].rstrip('.')}",
-        "take the gradients before the optimizer's step, or change a copy",
-    )
 
 
 def accumulate_through_engine(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:

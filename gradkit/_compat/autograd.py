@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -10,8 +11,11 @@ from typing import Any, cast
 import torch
 import torch._utils
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_TORCH = os.path.dirname(torch.__file__)
 
 # The type of the nodes that accumulate the gradient of a leaf tensor.
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -29,6 +33,36 @@ def sequence_number(node: Node) -> int:
     """
     number: int = node._sequence_nr()
     return number
+
+
+def changed_since_saved(node: Node, name: str) -> str | None:
+    """Return torch's error if what a node shows as `_raw_saved_x` was changed in place since.
+
+    It unpacks the tensor, which computes nothing: one with hooks, whose unpacking may recompute a
+    checkpoint, is left alone. Run on torch 2.13.
+    """
+    try:
+        raw = getattr(node, name)
+        each = raw if isinstance(raw, tuple | list) else (raw,)
+        if all(getattr(one, "unpack_hook", None) is None for one in each):
+            is_custom = isinstance(node, BackwardCFunction)
+            getattr(node, name.removeprefix("_raw_" if is_custom else "_raw"))
+    except RuntimeError as error:  # of one that a pass has freed, it is another
+        return str(error) if "modified by an inplace operation" in str(error) else None
+    return None
+
+
+def forward_line(node: Node) -> str | None:
+    """Return the line of the forward pass that made a node, if anomaly detection was on.
+
+    Run on torch 2.13.
+    """
+    frames = cast("list[str]", node.metadata.get("traceback_", ()))
+    ours = [frame for frame in frames if _TORCH not in frame.partition("\n")[0]]
+    if not ours:
+        return None
+    where, code, *_ = *map(str.strip, ours[-1].strip().split("\n")), ""
+    return f"{where.removeprefix('File ')}{code and f': {code}'}"
 
 
 # What torch.autograd.grad calls once it has read its arguments, which takes it 13 us and 0.5 us an

@@ -10,6 +10,7 @@ from operator import or_
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from gradkit._checks.changed import changed_tensor
 from gradkit._checks.graphs import refused_nodes
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph, edge, has_released, is_leaf_node
@@ -27,8 +28,8 @@ def explain(losses: PyTree, params: PyTree) -> Explanation:
     """Return which loss reaches which parameter, why not, and what the losses share.
 
     The graph is read, not run: nothing is computed, freed or written. Where the other calls raise
-    (a reentrant checkpoint, a module wrapped for several processes, a freed graph, a constant),
-    this one says so in its result.
+    (a reentrant checkpoint, a module wrapped for several processes, a freed graph, a saved tensor
+    that was changed in place, a constant), this one says so in its result.
 
     Example:
         >>> import torch, gradkit
@@ -120,9 +121,10 @@ def _loss_graph(
     name: str, index: int, graphs: _Graphs, part: int | None, params: Params
 ) -> LossGraph:
     graph, bit = graphs.each[index], 1 << index
+    changed = changed_tensor(graph.leading_to(params.variables))
     notes = [
         f"the other calls raise: expected {expected}, got {got}. What to do: {fix}"
-        for expected, got, fix in refused_nodes(graph.kinds)
+        for expected, got, fix in (*refused_nodes(graph.kinds), *([changed] if changed else []))
     ]
     if graphs.meets_released(graph, params.variables):
         notes.append(
