@@ -99,7 +99,7 @@ class GradientCheckError(GradkitError, AssertionError):
 
 
 class GradkitWarning(UserWarning):
-    """A fallback that costs time, or a solve that has not converged."""
+    """A fallback that costs time, a solve that has not converged, or a find of `checked()`."""
 
 
 def message(where: str, expected: str, got: str, do: str) -> str:

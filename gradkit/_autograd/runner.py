@@ -12,7 +12,7 @@ from torch import Tensor
 from gradkit._autograd.captures import ArrivalCapture, any_observers, observed
 from gradkit._autograd.engine import run_backward, run_grad
 from gradkit._autograd.write_finder import WriteFinder
-from gradkit._checks.checked import is_checked
+from gradkit._checks.checked import step_monitor
 from gradkit._checks.writes import exposed, refuse_written, user_code_alive, versions
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
@@ -84,7 +84,8 @@ class PassRunner:
         with ExitStack() as stack:
             stack.enter_context(grads_put_back(list({id(t): t for t in retained}.values())))
             create = self.call.create_graph
-            finder = WriteFinder() if is_checked() else None
+            monitor = step_monitor()
+            finder = None if monitor is None else WriteFinder()
             capture = ArrivalCapture(variables, copied, stack, create_graph=create, finder=finder)
             roots, cotangents = [*outputs, *capture.roots], [*seeds, *(None for _ in capture.roots)]
             inputs += capture.leaves
@@ -92,6 +93,8 @@ class PassRunner:
                 grads = run_grad(self.call, roots, inputs, cotangents, retain_graph=retain)
             if finder is not None:
                 finder.report(self._params_of(variables))
+            if monitor is not None:
+                monitor.note(variables, grads[: len(variables)])
             return capture.replace(grads[: len(variables)]), capture.versions
 
     def _params_of(self, variables: list[Tensor]) -> Params:

@@ -1,4 +1,4 @@
-"""`checked`: passes that copy every gradient as it arrives, and name what writes on it."""
+"""`checked`: finds what writes on gradients, and optimizers that step without any."""
 
 from __future__ import annotations
 
@@ -7,20 +7,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_checking = ContextVar("checking", default=os.environ.get("GRADKIT_CHECKED", "0") not in ("", "0"))
+from gradkit._checks.idle_steps import StepMonitor
+
+_of_process = StepMonitor() if os.environ.get("GRADKIT_CHECKED", "0") not in ("", "0") else None
+_monitor = ContextVar("monitor", default=_of_process)
+if _of_process is not None:
+    _of_process.listen()
 
 
 @contextmanager
 def checked() -> Iterator[None]:
-    """Find what writes on gradients in place: a context around eager calls; slow.
+    """Find what writes on gradients in place, and steps without any; slow.
 
     A hook, or the backward of a custom Function, that writes on the gradient it is given may spoil
     that of another tensor, which torch hands the same memory. gradkit's eager calls refuse such a
     gradient where they see that it was written on. Inside this context they copy every gradient as
     it arrives, so that those of leaves are right, and a `GradkitWarning` names each place that
     wrote: the hook or function, its file and line. They also refuse pre-hooks of leaves'
-    AccumulateGrad nodes, which torch runs in `.backward()` only. The environment variable
-    `GRADKIT_CHECKED=1` does the same for a whole process.
+    AccumulateGrad nodes, which torch runs in `.backward()` only.
+
+    One more `GradkitWarning`, once, is for a loop of which only half was moved: `optimizer.step()`
+    runs with every `.grad` None, after gradkit has returned gradients of its parameters. Steps are
+    seen by hooks that all optimizers of the process run while the context is open.
+
+    The environment variable `GRADKIT_CHECKED=1` does the same for a whole process.
 
     Example:
         >>> import torch, gradkit, warnings
@@ -43,13 +53,24 @@ def checked() -> Iterator[None]:
         torch forbids such writes ("the hook should not modify its argument"),
         https://pytorch.org/docs/stable/generated/torch.Tensor.register_hook.html
     """
-    token = _checking.set(True)
+    if is_checked():
+        yield
+        return
+    monitor = StepMonitor()
+    token, handles = _monitor.set(monitor), monitor.listen()
     try:
         yield
     finally:
-        _checking.reset(token)
+        _monitor.reset(token)
+        for handle in handles:
+            handle.remove()
 
 
 def is_checked() -> bool:
     """Return whether calls here copy every gradient as it arrives."""
-    return _checking.get()
+    return _monitor.get() is not None
+
+
+def step_monitor() -> StepMonitor | None:
+    """Return what notes which gradients were returned, inside `checked()`."""
+    return _monitor.get()

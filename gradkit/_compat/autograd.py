@@ -15,7 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_TORCH = os.path.dirname(torch.__file__)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 # The type of the nodes that accumulate the gradient of a leaf tensor.
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -57,12 +57,10 @@ def forward_line(node: Node) -> str | None:
 
     Run on torch 2.13.
     """
-    frames = cast("list[str]", node.metadata.get("traceback_", ()))
+    frames: list[str] = cast("Any", node.metadata).get("traceback_", [])
     ours = [frame for frame in frames if _TORCH not in frame.partition("\n")[0]]
-    if not ours:
-        return None
-    where, code, *_ = *map(str.strip, ours[-1].strip().split("\n")), ""
-    return f"{where.removeprefix('File ')}{code and f': {code}'}"
+    lines = [line.strip() for line in ours[-1].strip().splitlines()] if ours else []
+    return ": ".join(lines[:2]).removeprefix("File ") or None
 
 
 # What torch.autograd.grad calls once it has read its arguments, which takes it 13 us and 0.5 us an

@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from gradkit._compat import distributed
@@ -36,6 +41,19 @@ def listen_at(
     """Register hooks of gradkit's around a node, which `hooks_registered` does not count."""
     with _own_hooks.lock:
         handles = [node.register_prehook(before), node.register_hook(after)]
+        _own_hooks.count += len(handles)
+    return handles
+
+
+def listen_to_steps(
+    before: Callable[[Optimizer, Any, Any], None], after: Callable[[Optimizer, Any, Any], None]
+) -> list[RemovableHandle]:
+    """Register hooks of gradkit's around steps of all optimizers, which are not counted either."""
+    with _own_hooks.lock:
+        handles = [
+            register_optimizer_step_pre_hook(before),
+            register_optimizer_step_post_hook(after),
+        ]
         _own_hooks.count += len(handles)
     return handles
 

@@ -95,9 +95,14 @@ def test_a_pre_hook_of_a_leaf_s_node_is_refused(device: torch.device) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("value", "expected"), [("1", "True"), ("0", "False"), ("", "False")])
+@pytest.mark.parametrize(
+    ("value", "expected"), [("1", "True 1"), ("0", "False 0"), ("", "False 0")]
+)
 def test_the_environment_variable(device: torch.device, value: str, expected: str) -> None:
-    code = "from gradkit._checks.checked import is_checked; print(is_checked())"
+    code = (
+        "from gradkit._checks.checked import is_checked; from torch.optim import optimizer; "
+        "print(is_checked(), len(optimizer._global_optimizer_post_hooks))"
+    )
     environment = {**os.environ, "GRADKIT_CHECKED": value}
     run = [sys.executable, "-c", code]
     done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)

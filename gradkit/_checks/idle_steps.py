@@ -1,0 +1,63 @@
+"""Steps of an optimizer that has no gradient: gradkit returned them, and nothing wrote `.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from gradkit._core.user_code import listen_to_steps
+from gradkit.errors import warn_fallback
+
+
+class StepMonitor:
+    """Warns once of an optimizer that steps without a gradient, though gradkit returned some."""
+
+    def __init__(self) -> None:
+        self._returned: dict[int, ref[Tensor]] = {}
+        self._began_idle: set[int] = set()  # the optimizers in whose step a closure may run
+        self._warned = False
+
+    def note(self, variables: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
+        """Note the tensors whose gradients a call returns."""
+        pairs = zip(variables, grads, strict=True)
+        self._returned |= {id(v): ref(v) for v, grad in pairs if grad is not None}
+
+    def listen(self) -> list[RemovableHandle]:
+        """Look at every step that an optimizer of this process takes, until the handles go."""
+        return listen_to_steps(self._before, self._after)
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if _is_idle(optimizer):
+            self._began_idle.add(id(optimizer))
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # A closure may have written the gradients, and a hook may have cleared them.
+        began_idle = id(optimizer) in self._began_idle
+        self._began_idle.discard(id(optimizer))
+        if self._warned or not began_idle or not _is_idle(optimizer):
+            return
+        if any(self._has_returned(param) for param in _params(optimizer)):
+            self._warned = True
+            warn_fallback(
+                f"{type(optimizer).__name__} has stepped with every .grad None, and changed "
+                "nothing, though gradkit has returned gradients of its parameters: call "
+                "gradkit.step_(optimizer, params, grads) instead of optimizer.step(), with "
+                "max_norm= instead of clip_grad_norm_"
+            )
+
+    def _has_returned(self, param: Tensor) -> bool:
+        noted = self._returned.get(id(param))
+        return noted is not None and noted() is param
+
+
+def _is_idle(optimizer: Optimizer) -> bool:
+    return all(param.grad is None for param in _params(optimizer))
+
+
+def _params(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
