@@ -1,4 +1,4 @@
-"""What the five scripts share: options, the comparison, and the last line."""
+"""What the six scripts share: options, the comparison, and the last line."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ def step_(
 
     Args:
         optimizer: Its `step()` is called once, with its hooks and those of its scheduler.
-        params: As in `write_grads_`.
+        params: As in `write_grads_`. For the gradients of `value_and_grads(losses, optimizer)`, the
+            optimizer itself: `step_(optimizer, optimizer, grads)`.
         grads: As in `write_grads_`. With a `scaler`: the gradients of the scaled loss; or the
             unscaled ones, if `scaler.unscale_(optimizer)` has been called in this step (to clip).
         scaler: Unscales the gradients, and skips the step if one is inf or NaN, by
@@ -156,5 +157,8 @@ def _refuse_foreign(params: Params, pairs: Pairs, own_params: Iterable[Tensor]) 
             index = next(i for i, x in enumerate(params.leaves) if x is leaf)
             where = pytree.path(params.spec, index, "params")
             got = f"{describe(leaf)} that it does not have: its gradient would be dropped"
-            advice = "pass the part of params and grads that this optimizer steps"
+            advice = (
+                "pass the part of params and grads that this optimizer steps; or "
+                "_, grads = value_and_grads(losses, optimizer); step_(optimizer, optimizer, grads)"
+            )
             raise StructureError(message(where, "a parameter of the optimizer", got, advice))

@@ -1,4 +1,4 @@
-"""The five loops that were moved: both versions leave equal weights, and a difference is seen."""
+"""The six loops that were moved: both versions leave equal weights, and a difference is seen."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ import pytest
 import torch
 from torch import nn
 
+import gradkit
+
 pytest.importorskip("sklearn")
 
 Load: TypeAlias = Callable[[str], Any]
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "migrate"
-SCRIPTS = ["amp", "classifier", "gan", "language_model", "lbfgs"]
+SCRIPTS = ["amp", "classifier", "dcgan", "gan", "language_model", "lbfgs"]
 GRADKIT = {
     "amp": {"value_and_grads", "step_"},
     "classifier": {"value_and_grads", "tree.add", "tree.clip_by_global_norm", "step_"},
+    "dcgan": {"value_and_grads", "per_loss_grads", "tree.add", "step_"},
     "gan": {"value_and_grads", "simultaneous_grads", "step_"},
     "language_model": {"value_and_grads", "tree.clip_by_global_norm", "step_"},
     "lbfgs": {"value_and_grads", "write_grads_", "capture_grads", "tree.global_norm"},
@@ -151,6 +154,55 @@ def test_the_legacy_loop_trains_without_gradkit(
     # Only to look at the last gradient, after the training.
     looks = {"read_grads", "tree.global_norm"} if name == "lbfgs" else set()
     assert calls(script.legacy) == looks
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_half_moved_loop_is_caught(
+    device: torch.device, name: str, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`checked()` sees the step that was left behind; the scaler's raises by itself."""
+    script, functional = load(name), load(name).functional
+    models: list[nn.Module] = []
+    before: list[nn.Module] = []
+
+    def leftover(optimizer: Any, *_: Any, scaler: Any = None, **__: Any) -> None:
+        optimizer.step() if scaler is None else scaler.step(optimizer)
+
+    def half_moved(*args: Any) -> Any:
+        models.extend(arg for arg in args if isinstance(arg, nn.Module))
+        before.extend(deepcopy(models))
+        with gradkit.checked():
+            return functional(*args)
+
+    monkeypatch.setattr(gradkit, "step_", leftover)
+    monkeypatch.setattr(gradkit, "write_grads_", lambda params, grads: None)
+    monkeypatch.setattr(script, "legacy", half_moved)  # the first that runs
+    caught = (gradkit.GradkitWarning, AssertionError)
+    with pytest.raises(caught, match=r"with every \.grad None|No inf checks were recorded"):
+        script.main(["--smoke", "--device", str(device)])
+    differing = load("side_by_side").differing_weights
+    assert models
+    assert not any(map(differing, before, models))
+
+
+def test_the_pass_of_dcgan_s_generator_computes_no_gradient_of_the_critic(
+    device: torch.device, load: Load
+) -> None:
+    script = load("dcgan")
+    batches = script.load(device, epochs=1)[:2]
+
+    def arrivals(loop: Callable[..., float]) -> int:
+        """Return how many gradients of the critic's first weight a batch takes."""
+        arrived: list[torch.Tensor] = []
+
+        def counted(generator: nn.Module, critic: nn.Module, batches: Any) -> float:
+            next(critic.parameters()).register_hook(arrived.append)
+            return loop(generator, critic, batches)
+
+        script.train(counted, batches, device)
+        return len(arrived) // len(batches)
+
+    assert (arrivals(script.legacy), arrivals(script.functional)) == (3, 2)
 
 
 def test_amp_without_an_overflow_fails(

@@ -309,6 +309,48 @@ def test_optimizers_for_some_tensors_only(device: torch.device, name: str) -> No
         assert_same_bits(matrices[1], matrices[0])
 
 
+def parts(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return an optimizer of two groups, and one of the other parameters."""
+    first, second, *others = model.parameters()
+    groups = [{"params": [first]}, {"params": [second], "lr": 0.5}]
+    return [torch.optim.SGD(groups, lr=0.1, momentum=0.9), torch.optim.AdamW(others)]
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_optimizers_stand_for_their_parameters(
+    device: torch.device, max_norm: float | None
+) -> None:
+    (theirs, x), (ours, _) = twins("mlp", device)
+    theirs_parts, ours_parts = parts(theirs), parts(ours)
+    for step in range(3):
+        theirs.zero_grad()
+        theirs(x + step).square().mean().backward()
+        for optimizer in theirs_parts:
+            if max_norm is not None:
+                own = [p for group in optimizer.param_groups for p in group["params"]]
+                nn.utils.clip_grad_norm_(own, max_norm)
+            optimizer.step()
+        _, grads = gradkit.value_and_grads(ours(x + step).square().mean(), ours_parts)
+        for optimizer, its_grads in zip(ours_parts, grads, strict=True):
+            gradkit.step_(optimizer, optimizer, its_grads, max_norm=max_norm)
+        assert_same_bits(ours.parameters(), theirs.parameters())
+    assert all(map(same_state, ours_parts, theirs_parts))
+    assert all(p.grad is None for p in ours.parameters())
+
+
+def test_the_gradients_of_a_whole_model_are_too_many_for_a_part(device: torch.device) -> None:
+    model, x = twins("mlp", device)[0]
+    optimizer, other = parts(model)
+    _, grads = gradkit.value_and_grads(model(x).sum(), model)
+    with (
+        unchanged(*model.parameters()),
+        pytest.raises(gradkit.StructureError, match=r"step_\(optimizer, optimizer, grads\)"),
+    ):
+        gradkit.step_(optimizer, model, grads)
+    with unchanged(*model.parameters()), pytest.raises(gradkit.StructureError, match="params"):
+        gradkit.step_(other, optimizer, list(grads.values())[:2])
+
+
 def test_lbfgs_is_refused_and_runs_through_capture_grads(device: torch.device) -> None:
     w, v = (torch.ones(3, device=device, requires_grad=True) for _ in range(2))
     opt_w, opt_v = torch.optim.LBFGS([w], max_iter=5), torch.optim.LBFGS([v], max_iter=5)
