@@ -20,7 +20,7 @@ FAST := -m 'not slow and not long and not processes' --hypothesis-profile fast \
 
 .PHONY: demo test test-fast test-slow coverage check style types bench docs clean
 
-demo: $(VENV)/ready
+demo: $(VENV)/demo
 	$(BIN)/python examples/multitask_digits.py
 
 # Everything but the slow tier.
@@ -64,11 +64,18 @@ docs: $(VENV)/ready
 bench: $(VENV)/bench
 	$(BIN)/python -m benchmarks $(if $(ROOMS),--only $(ROOMS))
 
-$(VENV)/ready: pyproject.toml constraints.txt
+$(VENV)/constraints.txt: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PYTHON) tests/versions.py constraints --torch '$(TORCH)' --optree '$(OPTREE)' > $(VENV)/constraints.txt
-	PIP_CONSTRAINT=$(CONSTRAINTS) $(PIP) -e '.[test,examples,plot,docs]'
+	$(PYTHON) tests/versions.py constraints --torch '$(TORCH)' --optree '$(OPTREE)' > $@
+
+# The demo does without what tests and documents need, which takes longer to install.
+$(VENV)/demo: $(VENV)/constraints.txt
+	PIP_CONSTRAINT=$(CONSTRAINTS) $(PIP) -e '.[examples]'
 	touch $@
+
+$(VENV)/ready: $(VENV)/constraints.txt
+	PIP_CONSTRAINT=$(CONSTRAINTS) $(PIP) -e '.[test,examples,plot,docs]'
+	touch $(VENV)/demo $@
 
 # The virtual environment, and nothing run.
 .PHONY: ready
