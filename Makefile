@@ -18,6 +18,9 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 FAST := -m 'not slow and not long and not processes' --hypothesis-profile fast \
 	$(addprefix --ignore=tests/,docs benchmarks distributed silently_wrong func/test_compile.py)
 
+# A command that fails leaves no half-written file of constraints.
+.DELETE_ON_ERROR:
+
 .PHONY: demo test test-fast test-slow coverage check style types bench docs clean
 
 demo: $(VENV)/demo
