@@ -11,11 +11,15 @@ from torch import Tensor
 from gradkit._compat.distributed import full_tensor, is_dtensor, sharded_like
 
 
-def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Return a + b in new memory. Sparse plus sparse stays sparse, else the sum is dense."""
-    if a is None or b is None:
-        summand = b if a is None else a
-        return None if summand is None else summand.clone()
+def plus(*summands: Tensor | None) -> Tensor | None:
+    """Return a sum in new memory. Sparse plus sparse stays sparse, else the sum is dense."""
+    present = [x for x in summands if x is not None]
+    if len(present) < 2:
+        return present[0].clone() if present else None
+    return reduce(_plus, present)
+
+
+def _plus(a: Tensor, b: Tensor) -> Tensor:
     # torch adds a sparse tensor to a dense one, not the other way round [B3].
     return b + a if a.is_sparse and not b.is_sparse else a + b
 

@@ -85,6 +85,14 @@ def path(spec: optree.PyTreeSpec, index: int, root: str) -> str:
     return spec.accessors()[index].codify(root)
 
 
+def mutable_entry(tree: PyTree, spec: optree.PyTreeSpec, index: int) -> tuple[Any, Any] | None:
+    """Return the list or dict that holds a leaf, and its index or key; None if another does."""
+    accessor = spec.accessors()[index]
+    container = accessor[:-1](tree) if len(accessor) else None
+    is_mutable = type(container) in (*_MAPPINGS, list)
+    return (container, accessor[-1].entry) if is_mutable else None
+
+
 def labels(spec: optree.PyTreeSpec, lone: str) -> list[str]:
     """Return short, distinct names of all leaves: `encoder.weight`, or `loss[0]` with a `lone`."""
     paths = [accessor.codify("") for accessor in spec.accessors()]

@@ -90,7 +90,7 @@ def value_and_grads(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = read_arguments(args, argnums, unused=unused)
-        run = partial(gradient_of_the_sum, weights=weights)
+        run = partial(gradient_of_the_sum, weights=weights, may_be_aux=not has_aux)
         result = differentiate(
             fn, arguments, kwargs, run, has_aux=has_aux, create_graph=create_graph
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from threading import RLock
 from typing import Any, Literal, TypeAlias, cast
 
@@ -90,7 +91,8 @@ def hvp(
 
     def grads_at(*tensors: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         here = arguments.at(arguments.with_variables(tensors))
-        result = differentiate(fn, here, {}, gradient_of_the_sum, has_aux=False, create_graph=None)
+        run = partial(gradient_of_the_sum, may_be_aux=True)
+        result = differentiate(fn, here, {}, run, has_aux=False, create_graph=None)
         refused[:] = [result.refused]
         pairs = zip(result.grads[0], here.variables, strict=True)
         return tuple(torch.zeros_like(x) if g is None else g for g, x in pairs), result.values

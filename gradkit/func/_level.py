@@ -275,15 +275,29 @@ def _trace_level(
 
 
 def gradient_of_the_sum(
-    losses: Losses, passes: Passes, weights: PyTree = None
+    losses: Losses, passes: Passes, *, weights: PyTree = None, may_be_aux: bool
 ) -> list[list[Tensor | None]]:
     """Run one pass from all losses together, with weights; a `run` for `differentiate`."""
+    if may_be_aux and weights is None and losses.spec.type is tuple:
+        _refuse_pair(losses)
     seeds: list[Tensor | None] = [None] * len(losses.leaves)
     by_loss = read_weights(weights, losses)
     if by_loss is not None:
         pairs = zip(by_loss, losses.leaves, strict=True)
         seeds = [_cotangent(weight, loss) for weight, loss in pairs]
     return [passes.grads(losses.leaves, seeds, passes.variables, retain=False)]
+
+
+def _refuse_pair(losses: Losses) -> None:
+    """Raise for a bare pair: summed, a metric in it would change the gradient silently."""
+    if losses.spec.num_children == 2:
+        expected = "one loss, or several that are meant to be summed"
+        got = "a tuple of two, which may be (loss, aux)"
+        fix = (
+            "has_aux=True if the second is no loss; if both are, return a list or a dict, or pass "
+            "weights=(1.0, 1.0)"
+        )
+        raise StructureError(message("fn", expected, got, fix))
 
 
 def _cotangent(weight: float | Tensor, loss: Tensor) -> Tensor:

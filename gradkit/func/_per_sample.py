@@ -111,7 +111,7 @@ def per_sample_grads(
                 fn,
                 arguments.at(batch.with_tensors(tensors)),
                 kwargs,
-                gradient_of_the_sum,
+                partial(gradient_of_the_sum, may_be_aux=not has_aux),
                 has_aux=has_aux,
                 create_graph=create_graph,
                 per_sample=True,

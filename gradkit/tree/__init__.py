@@ -1,7 +1,7 @@
 """Arithmetic on trees of gradients. None is an exact zero, and takes no memory.
 
-Every function is pure: it returns new tensors, and is differentiable where its inputs carry a
-graph. Trees are optree's; dictionaries match by key and keep the order of the first tree. A module
+Every function is pure, but for `add_` and `lerp_`, which change their first tree: it returns new
+tensors, and is differentiable where its inputs carry a graph. Trees are optree's; dictionaries match by key and keep the order of the first tree. A module
 in a tree stands for `dict(module.named_parameters())`, an iterator for the tuple of its items, an
 optimizer for the tuple of its parameters.
 
@@ -10,22 +10,28 @@ of their ranks: all ranks make the call, and the leaves are gathered one after t
 """
 
 from gradkit.tree._arithmetic import add, dot, map, scale, stack, sub, unstack
+from gradkit.tree._in_place import add_, lerp_
+from gradkit.tree._like import randn_like, zeros_like
 from gradkit.tree._norms import allclose, clip_by_global_norm, cosine, global_norm
 from gradkit.tree._per_loss import gram, to_matrix, weighted_sum
 
 __all__ = [
     "add",
+    "add_",
     "allclose",
     "clip_by_global_norm",
     "cosine",
     "dot",
     "global_norm",
     "gram",
+    "lerp_",
     "map",
+    "randn_like",
     "scale",
     "stack",
     "sub",
     "to_matrix",
     "unstack",
     "weighted_sum",
+    "zeros_like",
 ]

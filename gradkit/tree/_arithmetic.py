@@ -64,8 +64,8 @@ def map(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     return _map_rows(partial(call_on_row, fn), {"tree": tree, **others})
 
 
-def add(a: PyTree, b: PyTree) -> PyTree:
-    """Return a + b.
+def add(a: PyTree, b: PyTree, *rest: PyTree) -> PyTree:
+    """Return the sum of two or more trees, added from the left.
 
     Example:
         >>> import torch, gradkit
@@ -75,15 +75,17 @@ def add(a: PyTree, b: PyTree) -> PyTree:
     Args:
         a: A tree of tensors or None.
         b: A tree of the same structure.
+        rest: More of them.
 
     Returns:
-        A tree like `a`, None where both are. Two sparse leaves give a sparse one.
+        A tree like `a`, None where all are. Sparse leaves give a sparse one.
 
     Raises:
         LeafTypeError: A leaf is not a tensor.
         StructureError: The trees do not match.
     """
-    return _map_rows(plus, {"a": a, "b": b})
+    others = {f"rest[{index}]": other for index, other in enumerate(rest)}
+    return _map_rows(plus, {"a": a, "b": b, **others})
 
 
 def sub(a: PyTree, b: PyTree) -> PyTree:
@@ -131,7 +133,7 @@ def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
     check_number("factor", factor, fix)
     (leaves,), unflatten = columns({"tree": tree})
     scaled = list(leaves)
-    for (device, dtype, layout, _), indices in _alike(leaves).items():
+    for (device, dtype, layout, _), indices in group_alike(leaves).items():
         by = factor.reshape(()).to(device) if isinstance(factor, Tensor) else factor
         group = cast("list[Tensor]", [leaves[index] for index in indices])
         # foreach has no rule for vmap, and fails at the gradient with respect to a tensor factor.
@@ -143,7 +145,7 @@ def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
     return unflatten(scaled)
 
 
-def _alike(leaves: Sequence[Leaf]) -> dict[Any, list[int]]:
+def group_alike(leaves: Sequence[Leaf]) -> dict[Any, list[int]]:
     """Return the leaves of each device, dtype, layout and type, as `clip_grads_with_norm_` does."""
     groups: dict[Any, list[int]] = {}
     for index, x in enumerate(leaves):
@@ -245,12 +247,18 @@ def unstack(tree: PyTree) -> list[PyTree]:
 
 def columns(trees: Mapping[str, PyTree]) -> tuple[list[list[Leaf]], Unflatten]:
     """Return the leaves of each tree, in the order of the first, and how to build such a tree."""
+    opened, spec = read_columns(trees)
+    return opened, spec.unflatten
+
+
+def read_columns(trees: Mapping[str, PyTree]) -> tuple[list[list[Leaf]], Structure]:
+    """Return the leaves of each tree, in the order of the first, and the structure of that."""
     names = list(trees)
     opened, spec = open_alike(list(trees.values()), names.__getitem__)
     if not _plainly_alike(opened):
         for index, row in enumerate(zip(*opened, strict=True)):
             _check_row(row, names, spec, index)
-    return opened, spec.unflatten
+    return opened, spec
 
 
 def _plainly_alike(columns: Sequence[list[Any]]) -> bool:

@@ -2,50 +2,101 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from gradkit._compat.distributed import full_tensor, is_dtensor
 from gradkit._compat.transforms import transforms
-from gradkit._core.leaf_arithmetic import largest, stored
+from gradkit._core import pytree
+from gradkit._core.leaf_arithmetic import largest, promoted, stored
 from gradkit._core.options import check_bool, check_number
 from gradkit._core.params import DIFFERENTIABLE
-from gradkit._core.pytree import PyTree
-from gradkit.errors import LeafTypeError, describe, message
-from gradkit.tree._arithmetic import ClippedGrads, call_on_row, columns, dot, scale
+from gradkit._core.pytree import PyTree, Structure
+from gradkit.errors import LeafTypeError, OptionError, StructureError, describe, message
+from gradkit.tree._arithmetic import (
+    ClippedGrads,
+    Leaf,
+    call_on_row,
+    columns,
+    dot,
+    read_columns,
+    scale,
+)
 
 
-def global_norm(tree: PyTree) -> Tensor:
-    """Return the Euclidean norm of all leaves taken as one vector.
+def global_norm(tree: PyTree, *, batch_dims: int = 0) -> Tensor:
+    """Return the Euclidean norm of all leaves taken as one vector, or of one for each sample.
 
     Example:
         >>> import torch, gradkit
         >>> gradkit.tree.global_norm({"w": torch.tensor([3.0, 4.0]), "b": None})
         tensor(5.)
+        >>> per_sample = {"w": torch.tensor([[3.0], [6.0]]), "b": torch.tensor([4.0, 8.0])}
+        >>> gradkit.tree.global_norm(per_sample, batch_dims=1)
+        tensor([ 5., 10.])
 
     Args:
         tree: A tree of tensors or None.
+        batch_dims: How many leading dimensions count the samples, or the elements of a loss: 1 for
+            what `per_sample_grads` returns. They have the same sizes in all leaves.
 
     Returns:
-        A 0-dim tensor; zero if every leaf is None.
+        A 0-dim tensor, zero if every leaf is None; or one of the shape of the leading dimensions.
 
     Raises:
         LeafTypeError: A leaf is not a tensor of floating-point or complex numbers.
+        OptionError: `batch_dims` is no int of at least 0.
+        StructureError: The leading dimensions differ, or every leaf is None, which has none.
 
     Source:
         `torch.nn.utils.get_total_norm`, the norm that `clip_grad_norm_` computes.
     """
-    (leaves,), _ = columns({"tree": tree})
-    dense = [stored(leaf) for leaf in leaves if leaf is not None]
-    if not dense:
+    if isinstance(batch_dims, bool) or not isinstance(batch_dims, int) or batch_dims < 0:
+        expected, fix = "an int of at least 0", "batch_dims=1"
+        raise OptionError(message("batch_dims", expected, repr(batch_dims), fix))
+    (leaves,), spec = read_columns({"tree": tree})
+    present = [leaf for leaf in leaves if leaf is not None]
+    if batch_dims:
+        _check_batch(leaves, spec, batch_dims)
+        dense = [full_tensor(leaf).to_dense() for leaf in present]
+        return _checked_norm(dense, partial(_norms_of_samples, batch_dims=batch_dims))
+    if not present:
         return torch.zeros(())
-    return _checked_norm(dense)
+    return _checked_norm([stored(leaf) for leaf in present], _norm)
 
 
-def _checked_norm(dense: list[Tensor]) -> Tensor:
+def _check_batch(leaves: Sequence[Leaf], spec: Structure, batch_dims: int) -> None:
+    """Raise unless all leaves have the same leading sizes."""
+    shapes = {i: tuple(leaf.shape) for i, leaf in enumerate(leaves) if leaf is not None}
+    first = next(iter(shapes.values()), ())[:batch_dims]
+    fix = "pass what per_sample_grads returned; batch_dims=0 for the norm of all leaves"
+    if not shapes:
+        expected = f"{batch_dims} leading dimensions"
+        raise StructureError(message("tree", expected, "None everywhere, which has none", fix))
+    for index, shape in shapes.items():
+        if len(shape) < batch_dims or shape[:batch_dims] != first:
+            sizes = f"the sizes {first}" if len(first) == batch_dims else f"{batch_dims} sizes"
+            where = pytree.path(spec, index, "tree")
+            raise StructureError(
+                message(where, f"a shape that begins with {sizes}", f"{shape}", fix)
+            )
+
+
+def _norms_of_samples(dense: list[Tensor], batch_dims: int) -> Tensor:
+    # Not by reshape: a batch may be empty, and a leaf a number for each sample.
+    rows = [leaf.unsqueeze(-1).flatten(batch_dims) for leaf in dense]
+    norms = [torch.linalg.vector_norm(row, dim=-1) for row in rows]
+    result: Tensor = torch.linalg.vector_norm(torch.stack(promoted(norms), -1), dim=-1)
+    return result
+
+
+def _checked_norm(dense: list[Tensor], norm: Callable[[list[Tensor]], Tensor]) -> Tensor:
     """Return the norm of leaves; raise for integers, of which torch has none."""
     try:
-        return _norm(dense)
+        return norm(dense)
     except RuntimeError as error:
         for leaf in dense:
             if not leaf.is_floating_point() and not leaf.is_complex():

@@ -1,0 +1,55 @@
+"""Memory that several tensors, or several entries of one, share: what an in-place change reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Return whether two entries of a tensor may lie in one place in memory, as if expanded."""
+    if tensor.is_contiguous():
+        return False
+    end = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < end:
+                return True
+            end = stride * (size - 1) + end
+    return False
+
+
+def shared_by(written: Sequence[Tensor], read: Sequence[Tensor]) -> tuple[int, int] | None:
+    """Return a tensor that is written, and another one in its memory; None if there is none.
+
+    The second is counted through both lists. A tensor may be read where it is written itself.
+    """
+    spans = [(*_span(x), index) for index, x in enumerate(written) if x.numel()]
+    for index, (x, y) in enumerate(zip(written, read, strict=True)):
+        if y.numel() and not _is_same(x, y):
+            spans.append((*_span(y), len(written) + index))
+    last_end, last = [0, 0], [0, 0]  # of those that are written, and of those that are read
+    for start, end, index in sorted(spans):
+        is_read = index >= len(written)
+        for kind in (0,) if is_read else (0, 1):
+            if start < last_end[kind]:
+                first, second = sorted((index, last[kind]))
+                return first, second
+        if end > last_end[is_read]:
+            last_end[is_read], last[is_read] = end, index
+    return None
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride())
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first address of a dense tensor, and the one after its last."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * tensor.element_size()
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    last = sum(stride * (size - 1) for stride, size in pairs)
+    return start, start + (last + 1) * tensor.element_size()

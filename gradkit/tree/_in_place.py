@@ -1,0 +1,249 @@
+"""Sums and averages of trees in the memory of the first: no second set of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from gradkit._compat.distributed import is_dtensor
+from gradkit._compat.transforms import transforms
+from gradkit._core import pytree
+from gradkit._core.options import is_number
+from gradkit._core.overlap import overlaps_itself, shared_by
+from gradkit._core.ownership import PLAIN_TYPES
+from gradkit._core.params import DIFFERENTIABLE
+from gradkit._core.pytree import PyTree, Structure
+from gradkit.errors import (
+    GradkitError,
+    LeafTypeError,
+    OptionError,
+    StructureError,
+    UnsupportedGraphError,
+    describe,
+    message,
+)
+from gradkit.tree._arithmetic import Leaf, group_alike, read_columns
+
+# Of tensors of one device, dtype and layout, and as many others.
+_Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor]], object]
+_Defect: TypeAlias = tuple[type[GradkitError], str, str, str, str]
+
+
+def add_(tree: PyTree, other: PyTree, *, alpha: float = 1) -> PyTree:
+    """Add `alpha` times another tree to a tree, in its own memory, and return that tree.
+
+    Example:
+        >>> import torch, gradkit
+        >>> total = {"w": torch.ones(2), "b": None}
+        >>> gradkit.tree.add_(total, {"w": torch.ones(2), "b": torch.ones(1)}, alpha=0.5)
+        {'w': tensor([1.5000, 1.5000]), 'b': tensor([0.5000])}
+
+    Args:
+        tree: A tree of tensors or None; its tensors are changed. Where it has None and `other` has
+            a tensor, the entry of its list or dict is set to a new tensor.
+        other: A tree of the same structure, of the same dtypes or of ones with less precision.
+        alpha: The factor of `other`, a number.
+
+    Returns:
+        `tree` itself.
+
+    Raises:
+        LeafTypeError: A leaf is no floating-point or complex tensor.
+        OptionError: `alpha` is no number.
+        StructureError: The trees do not match; leaves of `tree` share memory with each other, or
+            with other leaves of `other`; or a None stands where nothing can be set, as in a tuple.
+        UnsupportedGraphError: A leaf requires grad, outside of `torch.no_grad()`; or the call is
+            inside a transform of torch.func.
+
+    Source:
+        `torch.Tensor.add_`
+    """
+    _check_number("alpha", alpha)
+
+    def add(xs: list[Tensor], ys: list[Tensor]) -> None:
+        if {(y.dtype, y.layout) for y in ys} == {(xs[0].dtype, torch.strided)}:
+            torch._foreach_add_(xs, ys, alpha=alpha)
+        else:
+            for x, y in zip(xs, ys, strict=True):
+                x.add_(y, alpha=alpha)
+
+    leaves = _read(tree, other, "other", may_be_sparse=True)
+    leaves.change(add)
+    leaves.fill(lambda y: y * alpha)
+    return tree
+
+
+def lerp_(tree: PyTree, end: PyTree, weight: float) -> PyTree:
+    """Move a tree towards another one, in its own memory, and return it: an average over steps.
+
+    Example:
+        >>> import torch, gradkit
+        >>> average = {"w": torch.zeros(2)}
+        >>> gradkit.tree.lerp_(average, {"w": torch.ones(2)}, 0.25)
+        {'w': tensor([0.2500, 0.2500])}
+
+    Args:
+        tree: As in `add_`, but no leaf is sparse. A module stands for its parameters.
+        end: As `other` in `add_`.
+        weight: A number: 0 leaves `tree` as it is, 1 makes it `end`. An exponential moving average
+            with the decay d has the weight 1 - d.
+
+    Returns:
+        `tree` itself, of the values `tree + weight * (end - tree)`.
+
+    Raises:
+        OptionError: `weight` is no number.
+        GradkitError: As in `add_`.
+
+    Source:
+        `torch.lerp`; `torch.optim.swa_utils.get_ema_multi_avg_fn`
+    """
+    _check_number("weight", weight)
+
+    def lerp(xs: list[Tensor], ys: list[Tensor]) -> None:
+        torch._foreach_lerp_(xs, [y.to_dense().to(xs[0].dtype) for y in ys], weight)
+
+    leaves = _read(tree, end, "end", may_be_sparse=False)
+    leaves.change(lerp)
+    for x in leaves.alone:
+        x.mul_(1 - weight)
+    leaves.fill(lambda y: y * weight)
+    return tree
+
+
+def _check_number(name: str, value: object) -> None:
+    if not is_number(value):
+        fix = f"{name}=0.5; or {name}=float({name}), of a tensor"
+        raise OptionError(message(name, "a real number", describe(value), fix))
+
+
+@dataclass(frozen=True)
+class _Leaves:
+    """The leaves of two trees, all checked: nothing that is done with them raises."""
+
+    pairs: list[tuple[Tensor, Tensor]]  # where both trees have a tensor
+    alone: list[Tensor]  # of the first tree, where the second has None
+    entries: list[
+        tuple[Any, Any, Tensor]
+    ]  # container, key and second leaf, where the first is None
+
+    def change(self, kernel: _Kernel) -> None:
+        """Run an operation for several leaves on all pairs, those of a kind together."""
+        for indices in group_alike([x for x, _ in self.pairs]).values():
+            group = [self.pairs[index] for index in indices]
+            kernel([x for x, _ in group], [y for _, y in group])
+
+    def fill(self, make: Callable[[Tensor], Tensor]) -> None:
+        """Set the entries of the first tree that are None."""
+        for container, key, leaf in self.entries:
+            container[key] = make(leaf)
+
+
+def _read(tree: PyTree, other: PyTree, name: str, *, may_be_sparse: bool) -> _Leaves:
+    """Open and check both trees."""
+    if transforms():
+        expected, fix = (
+            "a call outside of torch.func's transforms",
+            "gradkit.tree.add, which is pure",
+        )
+        raise UnsupportedGraphError(message("tree", expected, "one inside", fix))
+    columns, spec = read_columns({"tree": tree, name: other})
+    entries = []
+    for index, (x, y) in enumerate(zip(*columns, strict=True)):
+        defect = _defect(x, y, may_be_sparse)
+        if defect is not None:
+            error, root, expected, got, fix = defect
+            raise error(message(pytree.path(spec, index, root or name), expected, got, fix))
+        if x is None and y is not None:
+            container, key = _entry(tree, spec, index)
+            if any(container is other and key == other_key for other, other_key, _ in entries):
+                raise StructureError(_set_twice(spec, index))
+            entries.append((container, key, y))
+    rows = list(zip(*columns, strict=True))
+    leaves = _Leaves(
+        [(x, y) for x, y in rows if x is not None and y is not None],
+        [x for x, y in rows if x is not None and y is None],
+        entries,
+    )
+    _refuse_shared_memory(columns, spec, name)
+    return leaves
+
+
+def _defect(x: Leaf, y: Leaf, may_be_sparse: bool) -> _Defect | None:
+    """Return why a leaf cannot be changed by another one: error, tree, expected, got, fix."""
+    for root, leaf in (("tree", x), ("", y)):
+        if leaf is None:
+            continue
+        if not leaf.is_floating_point() and not leaf.is_complex():
+            fix = "leave integers out: gradients are none"
+            return LeafTypeError, root, DIFFERENTIABLE, describe(leaf), fix
+        if leaf.requires_grad and torch.is_grad_enabled():
+            expected = "a tensor that does not require grad, as a change in place is not recorded"
+            fix = "with torch.no_grad(): around the call; or gradkit.tree.add, which is recorded"
+            return UnsupportedGraphError, root, expected, "one that does", fix
+    if x is None:
+        return None
+    if torch.compiler.is_compiling():
+        pass  # which cannot tell
+    elif x.is_inference() and not torch.is_inference_mode_enabled():
+        got, fix = "one made in inference mode", "clone it"
+        return StructureError, "tree", "a tensor that can be changed in place", got, fix
+    if y is not None:
+        alike = x.device == y.device and is_dtensor(x) == is_dtensor(y)
+        if not alike or torch.promote_types(x.dtype, y.dtype) != x.dtype:
+            fix = "gradkit.tree.map(lambda x: x.to(device, dtype), other)"
+            return StructureError, "", f"what can be added to {describe(x)}", describe(y), fix
+    if x.layout != torch.strided and not (may_be_sparse and (y is None or y.layout == x.layout)):
+        fix = "gradkit.tree.add; or gradkit.tree.map(torch.Tensor.to_dense, tree)"
+        return StructureError, "tree", "a dense tensor", f"one of layout {x.layout}", fix
+    return None
+
+
+def _entry(tree: PyTree, spec: Structure, index: int) -> tuple[Any, Any]:
+    """Return the list or dict of a tree that a leaf is in, and its index or key there."""
+    entry = pytree.mutable_entry(tree, spec, index)
+    if entry is None:
+        expected = "a tensor, or None in a list or a dict"
+        fix = "gradkit.tree.add, which returns a new tree; or gradkit.tree.zeros_like"
+        where = pytree.path(spec, index, "tree")
+        raise StructureError(
+            message(where, expected, "None, in whose place nothing can be set", fix)
+        )
+    return entry
+
+
+def _set_twice(spec: Structure, index: int) -> str:
+    got = "None in a list or dict that stands in two places"
+    where, fix = pytree.path(spec, index, "tree"), "pass a copy in one of them"
+    return message(where, "a list or dict of its own", got, fix)
+
+
+def _refuse_shared_memory(columns: Sequence[list[Leaf]], spec: Structure, name: str) -> None:
+    """Raise if a change of one leaf would change another one, which is still to be read."""
+    if torch.compiler.is_compiling():  # which knows no addresses
+        return
+    rows = [row for row in enumerate(zip(*columns, strict=True)) if _has_address(row[1][0])]
+    indices = [index for index, _ in rows]
+    written = [cast("Tensor", x) for _, (x, _) in rows]
+    read = [cast("Tensor", y if _has_address(y) else x) for _, (x, y) in rows]
+    for index, x in zip(indices, written, strict=True):
+        if overlaps_itself(x):
+            where, expected = pytree.path(spec, index, "tree"), "a tensor with memory of its own"
+            got, fix = "an expanded one, whose entries share theirs", "pass a clone of it"
+            raise StructureError(message(where, expected, got, fix))
+    shared = shared_by(written, read)
+    if shared is not None:
+        first, second = shared
+        root = "tree" if second < len(written) else name
+        got = f"one in the memory of {pytree.path(spec, indices[second % len(written)], root)}"
+        where, fix = pytree.path(spec, indices[first], "tree"), "pass clones; a tied tensor once"
+        raise StructureError(message(where, "a tensor with memory of its own", got, fix))
+
+
+def _has_address(leaf: Leaf) -> bool:
+    # A subclass may have several storages, or none; of what is not dense nobody has a view.
+    return type(leaf) in PLAIN_TYPES and cast("Tensor", leaf).layout == torch.strided
