@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
@@ -17,6 +17,7 @@ from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import is_transform_tensor, transforms
 from gradkit._core import graph, pytree, user_code
 from gradkit._core.leaf_arithmetic import plus
+from gradkit._core.options import check_bool
 from gradkit._core.ownership import copy_for
 from gradkit._core.pytree import PyTree
 from gradkit.errors import (
@@ -29,6 +30,9 @@ from gradkit.errors import (
 )
 
 __all__ = ["RetainedGrads", "safe_retain"]
+
+# Of the name of a module, and a tree of what one run of it was given, or has returned.
+_SeeRun: TypeAlias = Callable[[str, PyTree], None]
 
 
 class _GradRecorder:
@@ -93,7 +97,8 @@ def _require_graph(tensor: object, where: Callable[[], str]) -> None:
 class RetainedGrads:
     """The tensors of a `safe_retain` block, and their gradients so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: RetainedGrads | None = None) -> None:
+        self._inputs = inputs
         self._recorders: dict[int, _GradRecorder] = {}
         self._read_values: Callable[[], PyTree] = dict
 
@@ -113,7 +118,7 @@ class RetainedGrads:
         Of the tensor's shape and dtype, and of its strides if it is dense; None where no pass has
         reached the tensor.
         """
-        return self._map(lambda recorder: _total(recorder.passes))
+        return self._map(lambda recorder: plus(*recorder.passes))
 
     @property
     def passes(self) -> PyTree:
@@ -121,6 +126,18 @@ class RetainedGrads:
         return self._map(
             lambda recorder: tuple(grad.clone() for grad in recorder.passes), missing=()
         )
+
+    @property
+    def inputs(self) -> RetainedGrads:
+        """The same three trees of what the modules were called with; `inputs=True` asks for them.
+
+        In `values`, a run of a module has its argument; or a tuple of several arguments, behind
+        them a dict of those by keyword. In `grads`, None stands for what requires no grad, too.
+        """
+        if self._inputs is None:
+            expected, fix = "inputs=True", "safe_retain(model, names, inputs=True)"
+            raise OptionError(message("inputs", expected, "a block that keeps outputs only", fix))
+        return self._inputs
 
     def _map(self, read: Callable[[_GradRecorder], Any], missing: Any = None) -> PyTree:
         leaves, spec = pytree.flatten(self.values)
@@ -148,17 +165,13 @@ class RetainedGrads:
             stack.callback(recorder.remove)
 
 
-def _total(passes: Iterable[Tensor]) -> Tensor | None:
-    total: Tensor | None = None
-    for grad in passes:
-        total = plus(total, grad)
-    return total
-
-
 @disable_compile
 @contextmanager
 def safe_retain(
-    tensors: PyTree | nn.Module, names: str | Sequence[str] | None = None
+    tensors: PyTree | nn.Module,
+    names: str | Sequence[str] | None = None,
+    *,
+    inputs: bool = False,
 ) -> Iterator[RetainedGrads]:
     """Keep the gradients of intermediate tensors, for every backward pass inside the block.
 
@@ -187,13 +200,15 @@ def safe_retain(
             the block.
         names: With a module: the names of submodules (as in `named_modules()`, "" for the module
             itself) or globs, whose outputs, trees of tensors, are watched.
+        inputs: With a module: whether to keep what these submodules are called with, too.
 
     Yields:
-        The tensors' `values`, `grads` (summed over passes) and `passes` (one by one).
+        The tensors' `values`, `grads` (summed over passes) and `passes` (one by one); with `inputs`
+        the same three of the modules' inputs, as `kept.inputs.values` and so on.
 
     Raises:
         LeafTypeError: A leaf is no tensor.
-        OptionError: `names` beside tensors.
+        OptionError: `names` or `inputs` beside tensors, or `inputs` is no bool.
         StructureError: There are no leaves, or a name fits no module.
         UnsupportedGraphError: A tensor has no graph, is inside a `torch.func` transform, or is a
             view whose memory was changed in place inside the block (raised before gradkit's next
@@ -202,18 +217,26 @@ def safe_retain(
     Source:
         `torch.Tensor.retain_grad`, whose value this is wherever that one is right.
     """
-    retained = RetainedGrads()
+    check_bool("inputs", inputs)
+    retained = RetainedGrads(RetainedGrads() if inputs else None)
+    every = [retained, retained.inputs] if inputs else [retained]
     with ExitStack() as stack:
         if isinstance(tensors, nn.Module):
             _watch_modules(retained, tensors, names, stack)
         else:
-            if names is not None:
+            if names is not None or inputs:
+                where, expected, got = "names", "None beside tensors", repr(names)
+                if names is None:
+                    where, expected, got = "inputs", "False beside tensors", "True"
                 fix = "safe_retain(model, names), or safe_retain(tensors)"
-                raise OptionError(message("names", "None beside tensors", repr(names), fix))
+                raise OptionError(message(where, expected, got, fix))
             _watch_tensors(retained, tensors, stack)
-        with observing(retained):
+        with ExitStack() as passes:
+            for one in every:
+                passes.enter_context(observing(one))
             yield retained
-        retained.before_pass()
+        for one in every:
+            one.before_pass()
         if isinstance(tensors, nn.Module) and not any(
             v is not None for v in retained.values.values()
         ):
@@ -242,24 +265,49 @@ def _watch_modules(
     retained: RetainedGrads, module: nn.Module, names: str | Sequence[str] | None, stack: ExitStack
 ) -> None:
     chosen = _choose(module, names)
-    outputs: dict[str, list[PyTree]] = {name: [] for name in chosen}
+    see_output = _recorder_of_runs(retained, list(chosen), "output", stack)
+    inputs = retained._inputs
+    see_input = inputs and _recorder_of_runs(inputs, list(chosen), "input", stack)
+    for name, part in chosen.items():
+        if see_input is not None:
+            before = partial(_with_input, see_input, name)
+            stack.callback(part.register_forward_pre_hook(before, with_kwargs=True).remove)
+        after = partial(_with_output, see_output, name)
+        stack.callback(part.register_forward_hook(after).remove)
 
-    def watch(name: str, output: PyTree) -> None:
+
+def _with_input(see: _SeeRun, name: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    if kwargs:
+        see(name, (*args, kwargs) if args else kwargs)
+    else:
+        see(name, args[0] if len(args) == 1 else args)
+
+
+def _with_output(see: _SeeRun, name: str, _: nn.Module, args: Any, output: PyTree) -> None:
+    see(name, output)
+
+
+def _recorder_of_runs(
+    retained: RetainedGrads, names: list[str], role: str, stack: ExitStack
+) -> _SeeRun:
+    """Return what is to be called with the inputs, or the outputs, of each run of a module."""
+    runs: dict[str, list[PyTree]] = {name: [] for name in names}
+    retained._read_values = lambda: {name: _one_or_all(trees) for name, trees in runs.items()}
+
+    def see(name: str, tree: PyTree) -> None:
         if current_pass() != -1:
             return  # a checkpoint's recomputation, inside a backward pass: the graph exists already
-        leaves, spec = pytree.flatten(output)
+        leaves, spec = pytree.flatten(tree)
         with_graph = {id(x) for x in leaves if isinstance(x, Tensor) and x.requires_grad}
         for index, leaf in enumerate(leaves):
-            if not with_graph or id(leaf) in with_graph:
-                where = partial(pytree.path, spec, index, f"the output of {name!r}")
+            # An input may well be a constant: the data.
+            if id(leaf) in with_graph or (role == "output" and not with_graph):
+                where = partial(pytree.path, spec, index, f"the {role} of {name!r}")
                 _require_graph(leaf, where)
                 retained._listen(leaf, where, stack)
-        outputs[name].append(output)
+        runs[name].append(tree)
 
-    for name, part in chosen.items():
-        hook = part.register_forward_hook(lambda _m, _i, output, name=name: watch(name, output))
-        stack.callback(hook.remove)
-    retained._read_values = lambda: {name: _one_or_all(runs) for name, runs in outputs.items()}
+    return see
 
 
 def _one_or_all(runs: list[PyTree]) -> PyTree:

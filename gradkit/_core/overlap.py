@@ -1,4 +1,4 @@
-"""Memory that several tensors, or several entries of one, share: what an in-place change reaches."""
+"""Memory that several tensors share, or entries of one: what else an in-place change reaches."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def overlaps_itself(tensor: Tensor) -> bool:
     return False
 
 
-def shared_by(written: Sequence[Tensor], read: Sequence[Tensor]) -> tuple[int, int] | None:
+def shared_by(written: Sequence[Tensor], read: Sequence[Tensor | None]) -> tuple[int, int] | None:
     """Return a tensor that is written, and another one in its memory; None if there is none.
 
-    The second is counted through both lists. A tensor may be read where it is written itself.
+    Both are indices of the two lists in succession. What is written may be read beside it.
     """
     spans = [(*_span(x), index) for index, x in enumerate(written) if x.numel()]
     for index, (x, y) in enumerate(zip(written, read, strict=True)):
-        if y.numel() and not _is_same(x, y):
+        if y is not None and y.numel() and not _is_same(x, y):
             spans.append((*_span(y), len(written) + index))
     last_end, last = [0, 0], [0, 0]  # of those that are written, and of those that are read
     for start, end, index in sorted(spans):

@@ -1,9 +1,10 @@
 """Arithmetic on trees of gradients. None is an exact zero, and takes no memory.
 
-Every function is pure, but for `add_` and `lerp_`, which change their first tree: it returns new
-tensors, and is differentiable where its inputs carry a graph. Trees are optree's; dictionaries match by key and keep the order of the first tree. A module
-in a tree stands for `dict(module.named_parameters())`, an iterator for the tuple of its items, an
-optimizer for the tuple of its parameters.
+Every function but `add_` and `lerp_`, which change their first tree, is pure: it returns new
+tensors, and is differentiable where its inputs carry a graph. Trees are optree's; dictionaries
+match by key and keep the order of the first tree. A module in a tree stands for
+`dict(module.named_parameters())`, an iterator for the tuple of its items, an optimizer for the
+tuple of its parameters.
 
 DTensors stay DTensors in sums. A number or a matrix made of them is a plain tensor, the same on all
 of their ranks: all ranks make the call, and the leaves are gathered one after the other.

@@ -30,6 +30,8 @@ from gradkit.tree._arithmetic import Leaf, group_alike, read_columns
 
 # Of tensors of one device, dtype and layout, and as many others.
 _Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor]], object]
+# A list or dict of the caller's, the index or key in it, and the leaf of the second tree.
+_Entry: TypeAlias = tuple[Any, Any, Tensor]
 _Defect: TypeAlias = tuple[type[GradkitError], str, str, str, str]
 
 
@@ -127,9 +129,7 @@ class _Leaves:
 
     pairs: list[tuple[Tensor, Tensor]]  # where both trees have a tensor
     alone: list[Tensor]  # of the first tree, where the second has None
-    entries: list[
-        tuple[Any, Any, Tensor]
-    ]  # container, key and second leaf, where the first is None
+    entries: list[_Entry]  # where the first is None, and the second has a tensor
 
     def change(self, kernel: _Kernel) -> None:
         """Run an operation for several leaves on all pairs, those of a kind together."""
@@ -146,31 +146,20 @@ class _Leaves:
 def _read(tree: PyTree, other: PyTree, name: str, *, may_be_sparse: bool) -> _Leaves:
     """Open and check both trees."""
     if transforms():
-        expected, fix = (
-            "a call outside of torch.func's transforms",
-            "gradkit.tree.add, which is pure",
-        )
+        expected = "a call outside of torch.func's transforms"
+        fix = "gradkit.tree.add, which is pure"
         raise UnsupportedGraphError(message("tree", expected, "one inside", fix))
     columns, spec = read_columns({"tree": tree, name: other})
-    entries = []
-    for index, (x, y) in enumerate(zip(*columns, strict=True)):
+    rows = list(zip(*columns, strict=True))
+    for index, (x, y) in enumerate(rows):
         defect = _defect(x, y, may_be_sparse)
         if defect is not None:
             error, root, expected, got, fix = defect
             raise error(message(pytree.path(spec, index, root or name), expected, got, fix))
-        if x is None and y is not None:
-            container, key = _entry(tree, spec, index)
-            if any(container is other and key == other_key for other, other_key, _ in entries):
-                raise StructureError(_set_twice(spec, index))
-            entries.append((container, key, y))
-    rows = list(zip(*columns, strict=True))
-    leaves = _Leaves(
-        [(x, y) for x, y in rows if x is not None and y is not None],
-        [x for x, y in rows if x is not None and y is None],
-        entries,
-    )
-    _refuse_shared_memory(columns, spec, name)
-    return leaves
+    entries = _entries(tree, rows, spec)
+    _refuse_shared_memory(rows, spec, name)
+    pairs = [(x, y) for x, y in rows if x is not None and y is not None]
+    return _Leaves(pairs, [x for x, y in rows if x is not None and y is None], entries)
 
 
 def _defect(x: Leaf, y: Leaf, may_be_sparse: bool) -> _Defect | None:
@@ -203,45 +192,45 @@ def _defect(x: Leaf, y: Leaf, may_be_sparse: bool) -> _Defect | None:
     return None
 
 
-def _entry(tree: PyTree, spec: Structure, index: int) -> tuple[Any, Any]:
-    """Return the list or dict of a tree that a leaf is in, and its index or key there."""
-    entry = pytree.mutable_entry(tree, spec, index)
-    if entry is None:
-        expected = "a tensor, or None in a list or a dict"
-        fix = "gradkit.tree.add, which returns a new tree; or gradkit.tree.zeros_like"
-        where = pytree.path(spec, index, "tree")
-        raise StructureError(
-            message(where, expected, "None, in whose place nothing can be set", fix)
-        )
-    return entry
+def _entries(tree: PyTree, rows: Sequence[Sequence[Leaf]], spec: Structure) -> list[_Entry]:
+    """Return where the first tree has None, and the second a tensor, which is to be set there."""
+    entries: dict[tuple[int, object], _Entry] = {}
+    for index, (x, y) in enumerate(rows):
+        if x is not None or y is None:
+            continue
+        container, key = pytree.mutable_entry(tree, spec, index) or (None, None)
+        if container is None or (id(container), key) in entries:
+            where = pytree.path(spec, index, "tree")
+            expected = "a tensor, or None in a list or dict of its own"
+            fix = (
+                "gradkit.tree.add, which returns a new tree; or start with gradkit.tree.zeros_like"
+            )
+            raise StructureError(message(where, expected, "None, which cannot be set here", fix))
+        entries[id(container), key] = container, key, y
+    return list(entries.values())
 
 
-def _set_twice(spec: Structure, index: int) -> str:
-    got = "None in a list or dict that stands in two places"
-    where, fix = pytree.path(spec, index, "tree"), "pass a copy in one of them"
-    return message(where, "a list or dict of its own", got, fix)
-
-
-def _refuse_shared_memory(columns: Sequence[list[Leaf]], spec: Structure, name: str) -> None:
+def _refuse_shared_memory(rows: Sequence[Sequence[Leaf]], spec: Structure, name: str) -> None:
     """Raise if a change of one leaf would change another one, which is still to be read."""
     if torch.compiler.is_compiling():  # which knows no addresses
         return
-    rows = [row for row in enumerate(zip(*columns, strict=True)) if _has_address(row[1][0])]
-    indices = [index for index, _ in rows]
-    written = [cast("Tensor", x) for _, (x, _) in rows]
-    read = [cast("Tensor", y if _has_address(y) else x) for _, (x, y) in rows]
+    indices = [index for index, (x, _) in enumerate(rows) if _has_address(x)]
+    written = [cast("Tensor", rows[index][0]) for index in indices]
+    read = [rows[index][1] for index in indices]
     for index, x in zip(indices, written, strict=True):
         if overlaps_itself(x):
-            where, expected = pytree.path(spec, index, "tree"), "a tensor with memory of its own"
             got, fix = "an expanded one, whose entries share theirs", "pass a clone of it"
-            raise StructureError(message(where, expected, got, fix))
-    shared = shared_by(written, read)
+            raise StructureError(message(pytree.path(spec, index, "tree"), _OWN, got, fix))
+    shared = shared_by(written, [y if _has_address(y) else None for y in read])
     if shared is not None:
         first, second = shared
         root = "tree" if second < len(written) else name
         got = f"one in the memory of {pytree.path(spec, indices[second % len(written)], root)}"
         where, fix = pytree.path(spec, indices[first], "tree"), "pass clones; a tied tensor once"
-        raise StructureError(message(where, "a tensor with memory of its own", got, fix))
+        raise StructureError(message(where, _OWN, got, fix))
+
+
+_OWN = "a tensor with memory of its own"
 
 
 def _has_address(leaf: Leaf) -> bool:

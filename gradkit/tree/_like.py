@@ -37,9 +37,7 @@ def zeros_like(tree: PyTree, *, dtype: torch.dtype | None = None) -> PyTree:
     Source:
         `torch.zeros_like`
     """
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        fix = "dtype=torch.float32"
-        raise OptionError(message("dtype", "a torch.dtype or None", describe(dtype), fix))
+    _check_type("dtype", dtype, torch.dtype, "dtype=torch.float32")
     return map(partial(torch.zeros_like, dtype=dtype), tree)
 
 
@@ -69,10 +67,8 @@ def randn_like(tree: PyTree, *, generator: torch.Generator | None = None) -> PyT
     Source:
         `torch.randn_like`
     """
-    if generator is not None and not isinstance(generator, torch.Generator):
-        fix = "generator=torch.Generator().manual_seed(0)"
-        expected = "a torch.Generator or None"
-        raise OptionError(message("generator", expected, describe(generator), fix))
+    fix = "generator=torch.Generator().manual_seed(0)"
+    _check_type("generator", generator, torch.Generator, fix)
     (leaves,), spec = read_columns({"tree": tree})
     for index, leaf in enumerate(leaves):
         if leaf is not None and not leaf.is_floating_point() and not leaf.is_complex():
@@ -91,9 +87,14 @@ def randn_like(tree: PyTree, *, generator: torch.Generator | None = None) -> PyT
     return pytree.unflatten(spec, result)
 
 
+def _check_type(name: str, value: object, kind: type, fix: str) -> None:
+    if value is not None and not isinstance(value, kind):
+        expected = f"a torch.{kind.__name__} or None"
+        raise OptionError(message(name, expected, describe(value), fix))
+
+
 def _normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
     if is_dtensor(like) and generator is None:
         return torch.randn_like(like)  # whose shards differ
-    options = {"dtype": like.dtype, "device": like.device}
-    numbers = torch.randn(like.shape, generator=generator, **options)
+    numbers = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
     return sharded_like(numbers, like) if is_dtensor(like) else numbers
