@@ -133,6 +133,9 @@ class RetainedGrads:
 
         In `values`, a run of a module has its argument; or a tuple of several arguments, behind
         them a dict of those by keyword. In `grads`, None stands for what requires no grad, too.
+
+        Raises:
+            OptionError: The block was entered without `inputs=True`.
         """
         if self._inputs is None:
             expected, fix = "inputs=True", "safe_retain(model, names, inputs=True)"
@@ -266,8 +269,9 @@ def _watch_modules(
 ) -> None:
     chosen = _choose(module, names)
     see_output = _recorder_of_runs(retained, list(chosen), "output", stack)
-    inputs = retained._inputs
-    see_input = inputs and _recorder_of_runs(inputs, list(chosen), "input", stack)
+    see_input = None
+    if retained._inputs is not None:
+        see_input = _recorder_of_runs(retained._inputs, list(chosen), "input", stack)
     for name, part in chosen.items():
         if see_input is not None:
             before = partial(_with_input, see_input, name)

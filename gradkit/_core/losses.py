@@ -91,8 +91,9 @@ def _defect(loss: Any, scalar: bool, returned: bool) -> Defect | None:
         return LeafTypeError, "a real floating-point loss", fix
     if scalar and loss.numel() != 1:
         fix = (
-            "loss.sum() or loss.mean(); or gradkit.per_loss_grads(losses, params) for the gradient "
-            "of each element"
+            "loss.sum() or loss.mean(); with a weight for each element, (weights * loss).sum(), or "
+            "gradkit.func.vjp(fn, params) and its pull(weights); for the gradient of each element, "
+            "gradkit.per_loss_grads(losses, params)"
         )
         fix = _LOSSES_FIRST if isinstance(loss, nn.Parameter) else fix
         return NotScalarLossError, "a loss of exactly one element", fix

@@ -1,4 +1,4 @@
-"""Products with the Jacobian of a function: vjp, jvp, and those with its Gauss-Newton matrix."""
+"""Products with the Jacobian of a function, and with its Gauss-Newton matrix."""
 
 from __future__ import annotations
 
@@ -186,12 +186,9 @@ def ggn_vp(
     check_function(loss, "loss")
     check_optional_bool("create_graph", create_graph)
     arguments = read_arguments((params,), 0, "params")
-    read_directions(arguments, v, "v")
-    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
-        outputs, pull = vjp(fn, arguments.args[0])
-    # A pullback is linear in the cotangents; its own pullback is the product with the Jacobian.
-    _, push = vjp(lambda cotangents: pull(cotangents)[0], _mapped(torch.ones_like, outputs))
-    (tangents,) = push(v)
+    directions = read_directions(arguments, v, "v")
+    outputs, pull, push = _linear_maps(fn, arguments)
+    tangents = push(directions)
 
     def gradient(outputs: PyTree) -> tuple[PyTree, Tensor]:
         value, grads = value_and_grads(loss)(outputs)
@@ -203,6 +200,70 @@ def ggn_vp(
     if create_graph is False:
         value, product = _mapped(Tensor.detach, (value, product))
     return value, product
+
+
+def linearize(
+    fn: Callable[..., Any], *primals: PyTree, create_graph: bool | None = None
+) -> tuple[PyTree, Callable[..., PyTree]]:
+    """Return a function's outputs, and a function that multiplies by its Jacobian there.
+
+    For many directions at one point: `fn` runs once, and each product takes a backward pass through
+    the graph that is kept, without forward-mode derivatives. For one direction take `jvp`.
+
+    Example:
+        >>> import torch, gradkit
+        >>> values, push = gradkit.func.linearize(lambda w: w * w, torch.tensor([1.0, 2.0]))
+        >>> push(torch.tensor([1.0, 0.0])), push(torch.tensor([0.0, 1.0]))
+        (tensor([2., 0.]), tensor([0., 4.]))
+
+    Args:
+        fn: As in `vjp`; it is differentiated twice. Attention inside is as in `hvp`.
+        primals: As in `vjp`, but real.
+        create_graph: As in `value_and_grads`.
+
+    Returns:
+        `(values, push)`. `push(*tangents)` takes a tree like each of the primals, as the `tangents`
+        of `hvp`, and returns a tree like `values`, as often as it is called.
+
+    Raises:
+        LeafTypeError: A leaf is no tensor that has a gradient, or complex.
+        OptionError: `fn` is not a function, or `create_graph` has no such value.
+        StructureError: `push` raises it for tangents that do not match the primals.
+        GradkitError: As in `value_and_grads`.
+
+    Source:
+        `torch.func.linearize`, https://pytorch.org/docs/stable/func.api.html
+    """
+    check_function(fn)
+    check_optional_bool("create_graph", create_graph)
+    arguments = read_arguments(primals, tuple(range(len(primals))))
+    read_directions(arguments, _mapped(torch.zeros_like, arguments.args))  # raises for complex ones
+    values, _, push = _linear_maps(fn, arguments)
+
+    def cut(tree: PyTree) -> PyTree:
+        return _mapped(Tensor.detach, tree) if create_graph is False else tree
+
+    return cut(values), lambda *tangents: cut(push(read_directions(arguments, tangents)))
+
+
+def _linear_maps(
+    fn: Callable[..., Any], arguments: Arguments
+) -> tuple[PyTree, Callable[..., Any], Callable[[list[Tensor]], PyTree]]:
+    """Return a function's outputs, and products with its transposed Jacobian and with itself.
+
+    The second is of a direction for each variable.
+    """
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
+        outputs, pull = vjp(fn, *arguments.args)
+
+    def grads_of_variables(cotangents: PyTree) -> list[Tensor]:
+        # Once each: what `pull` gives for all places of a tied tensor would be added up.
+        leaves, _ = pytree.flatten(pull(cotangents))
+        return arguments.params.per_variable(leaves)
+
+    # A pullback is linear in the cotangents; its own pullback is the product with the Jacobian.
+    _, push = vjp(grads_of_variables, _mapped(torch.ones_like, outputs))
+    return outputs, pull, lambda directions: push(directions)[0]
 
 
 def _mapped(fn: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:

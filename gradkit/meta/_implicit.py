@@ -181,8 +181,8 @@ def _linear_solver(
 ) -> LinearSolver:
     """Return the chosen solver, on lists of the variables; the caller's own is one of trees."""
     if not callable(method):
-        solver = _conjugate_gradients if method == "cg" else _neumann
-        return lambda product, v: solver(product, v, maxiter, tol)
+        solver = tree.cg if method == "cg" else tree.neumann
+        return lambda product, v: solver(product, v, maxiter=maxiter, tol=tol)[0]
     # Directions are trees like params that are zero where it is fixed.
     zeros = [None if leaf is None else torch.zeros_like(leaf) for leaf in params.leaves]
     directions = replace(params, leaves=zeros)
@@ -323,42 +323,3 @@ class _AtMinimum(torch.autograd.Function):
         needed = ctx.needs_input_grad[2 + ctx.count :]
         grads = ctx.condition.outer_grads(minimum, outer, needed, list(cotangents))
         return (None, None, *[None] * ctx.count, *grads)
-
-
-def _conjugate_gradients(product: Product, v: Tensors, maxiter: int, tol: float) -> Tensors:
-    """Solve a positive definite system: Hestenes and Stiefel 1952, section 3."""
-    x, r = tree.scale(v, 0.0), v
-    p, rr = r, tree.dot(r, r)
-    enough = tol**2 * rr
-    for _ in range(maxiter):
-        if rr <= enough:
-            break
-        hp = product(p)
-        step = rr / tree.dot(p, hp)
-        x = tree.add(x, tree.scale(p, step))
-        r = tree.sub(r, tree.scale(hp, step))
-        rr, before = tree.dot(r, r), rr
-        p = tree.add(r, tree.scale(p, rr / before))
-    return list(x)
-
-
-def _neumann(product: Product, v: Tensors, maxiter: int, tol: float) -> Tensors:
-    """Sum (1 - a H)^k a v, where a is one over the largest eigenvalue."""
-    step = 1 / _largest_eigenvalue(product, v)
-    x, r = tree.scale(v, 0.0), v
-    enough = tol * tree.global_norm(v)
-    for _ in range(maxiter):
-        if tree.global_norm(r) <= enough:
-            break
-        x = tree.add(x, tree.scale(r, step))
-        r = tree.sub(v, product(x))
-    return list(x)
-
-
-def _largest_eigenvalue(product: Product, v: Tensors, rounds: int = 20) -> Tensor:
-    """Estimate the largest eigenvalue by power iteration, from above."""
-    value = tree.global_norm(v)
-    for _ in range(rounds):
-        v = product(tree.scale(v, 1 / tree.global_norm(v)))
-        value = tree.global_norm(v)
-    return value * 1.1

@@ -15,11 +15,13 @@ from gradkit.tree._in_place import add_, lerp_
 from gradkit.tree._like import randn_like, zeros_like
 from gradkit.tree._norms import allclose, clip_by_global_norm, cosine, global_norm
 from gradkit.tree._per_loss import gram, to_matrix, weighted_sum
+from gradkit.tree._solvers import cg, neumann
 
 __all__ = [
     "add",
     "add_",
     "allclose",
+    "cg",
     "clip_by_global_norm",
     "cosine",
     "dot",
@@ -27,6 +29,7 @@ __all__ = [
     "gram",
     "lerp_",
     "map",
+    "neumann",
     "randn_like",
     "scale",
     "stack",

@@ -1,0 +1,211 @@
+"""Linear systems whose matrix is a function of trees: conjugate gradients, and a Neumann series."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from gradkit._core.leaf_arithmetic import largest
+from gradkit._core.options import check_function, check_number, is_positive_int
+from gradkit._core.pytree import PyTree
+from gradkit.errors import OptionError, UnsupportedGraphError, message
+from gradkit.tree._arithmetic import Leaf, Unflatten, add, columns, dot, scale, sub
+from gradkit.tree._norms import global_norm
+
+_POWER_ITERATIONS = 20
+
+
+class SolveInfo(NamedTuple):
+    """How far a solve has come.
+
+    Attributes:
+        residual: The norm of `b - A x`, relative to that of `b`: a 0-dim tensor.
+        iterations: How many steps were taken.
+    """
+
+    residual: Tensor
+    iterations: int
+
+
+def cg(
+    matvec: Callable[[PyTree], PyTree],
+    b: PyTree,
+    *,
+    x0: PyTree = None,
+    tol: float = 1e-6,
+    maxiter: int = 100,
+    damping: float = 0.0,
+) -> tuple[PyTree, SolveInfo]:
+    """Return the solution of a positive definite linear system, by conjugate gradients.
+
+    Example:
+        >>> import torch, gradkit
+        >>> matrix = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+        >>> x, info = gradkit.tree.cg(lambda v: {"w": matrix @ v["w"]}, {"w": torch.ones(2)})
+        >>> x, info.iterations
+        ({'w': tensor([0.4000, 0.2000])}, 2)
+
+    Args:
+        matvec: Multiplies a tree like `b` by the matrix, which is symmetric and positive definite.
+        b: The right-hand side, a tree of tensors or None.
+        x0: Where to start, a tree like `b`; None is zero.
+        tol: The solve ends when the norm of the residual, relative to that of `b`, is below this.
+        maxiter: The largest number of steps; each has one product.
+        damping: This times the identity is added to the matrix.
+
+    Returns:
+        `(x, info)`: a tree like `b`, and `info.residual`, the relative norm of what the recursion
+        takes for the residual, and `info.iterations`. A solve that has not come to `tol` returns
+        what it has; so does one with a matrix that is not positive definite, and a residual that is
+        large or NaN. The host waits for the device in every step.
+
+    Raises:
+        LeafTypeError: A leaf is not a tensor.
+        OptionError: An option has no such value, or `matvec` is no function.
+        StructureError: `x0`, or what `matvec` returns, is no tree like `b`.
+        UnsupportedGraphError: A tensor requires grad, outside of `torch.no_grad()`: the steps are
+            not differentiated. `gradkit.meta.implicit` is, by solving once more.
+
+    Source:
+        Hestenes and Stiefel 1952, "Methods of Conjugate Gradients for Solving Linear Systems",
+        section 3; arguments as in `jax.scipy.sparse.linalg.cg`.
+    """
+    system = _read_system(matvec, b, tol, maxiter, damping)
+    v = system.b
+    x = scale(v, 0.0)
+    r = v
+    if x0 is not None:
+        x = scale(system.leaves(x0, "x0"), 1 / system.unit)
+        r = sub(v, system.product(x))
+    p, rr = r, dot(r, r)
+    enough = tol**2 * dot(v, v)
+    count = 0
+    while count < maxiter and rr > enough:
+        hp = system.product(p)
+        step = rr / dot(p, hp)
+        x = add(x, scale(p, step))
+        r = sub(r, scale(hp, step))
+        rr, before = dot(r, r), rr
+        p = add(r, scale(p, rr / before))
+        count += 1
+    return system.result(x, rr.sqrt(), count)
+
+
+def neumann(
+    matvec: Callable[[PyTree], PyTree],
+    b: PyTree,
+    *,
+    step: float | None = None,
+    tol: float = 1e-6,
+    maxiter: int = 100,
+    damping: float = 0.0,
+) -> tuple[PyTree, SolveInfo]:
+    """Return the solution of a linear system, by a Neumann series: the sum of (1 - aA)^k a b.
+
+    Example:
+        >>> import torch, gradkit
+        >>> x, _ = gradkit.tree.neumann(lambda v: 2 * v, torch.tensor([2.0, 4.0]), step=0.4)
+        >>> x
+        tensor([1.0000, 2.0000])
+
+    Args:
+        matvec: As in `cg`.
+        b: As in `cg`.
+        step: The number a. None: one over the largest eigenvalue, which 20 more products estimate.
+        tol: As in `cg`.
+        maxiter: As in `cg`: the largest number of terms.
+        damping: As in `cg`.
+
+    Returns:
+        `(x, info)`, as in `cg`.
+
+    Raises:
+        OptionError: An option has no such value.
+        GradkitError: As in `cg`.
+
+    Source:
+        Lorraine et al. 2020, "Optimizing Millions of Hyperparameters by Implicit Differentiation",
+        algorithm 3, https://arxiv.org/abs/1911.02590
+    """
+    system = _read_system(matvec, b, tol, maxiter, damping)
+    if step is not None:
+        check_number("step", step, "step=0.1, less than two over the largest eigenvalue")
+    v = system.b
+    factor = 1 / _largest_eigenvalue(system) if step is None else step
+    x, r = scale(v, 0.0), v
+    left = global_norm(v)
+    enough = tol * left
+    count = 0
+    while count < maxiter and left > enough:
+        x = add(x, scale(r, factor))
+        r = sub(v, system.product(x))
+        left = global_norm(r)
+        count += 1
+    return system.result(x, left, count)
+
+
+def _largest_eigenvalue(system: _System) -> Tensor:
+    """Estimate the largest eigenvalue by power iteration, from above."""
+    v = system.b
+    value = global_norm(v)
+    for _ in range(_POWER_ITERATIONS):
+        v = system.product(scale(v, 1 / global_norm(v)))
+        value = global_norm(v)
+    return value * 1.1
+
+
+@dataclass(frozen=True)
+class _System:
+    """A linear system, on lists of leaves."""
+
+    matvec: Callable[[PyTree], PyTree]
+    b: list[Leaf]  # divided by the unit, since squares of gradients leave the range of float32
+    unit: Tensor  # the largest entry of the right-hand side, or one
+    unflatten: Unflatten
+    damping: float
+
+    def product(self, u: list[Leaf]) -> list[Leaf]:
+        """Return the matrix times a vector."""
+        au = self.leaves(self.matvec(self.unflatten(u)), "matvec(v)")
+        return cast("list[Leaf]", add(au, scale(u, self.damping))) if self.damping else au
+
+    def leaves(self, tree: PyTree, name: str) -> list[Leaf]:
+        """Return the leaves of a tree like the right-hand side."""
+        (_, leaves), _ = columns({"b": self.unflatten(self.b), name: tree})
+        _refuse_graph(leaves, name)
+        return leaves
+
+    def result(self, x: list[Leaf], left: Tensor, count: int) -> tuple[PyTree, SolveInfo]:
+        """Return the solution as a tree, and the norm of the residual relative to that of b."""
+        size = global_norm(self.b)
+        relative = left / torch.where(size == 0, torch.ones_like(size), size)
+        return self.unflatten(scale(x, self.unit)), SolveInfo(relative, count)
+
+
+def _read_system(
+    matvec: Callable[[PyTree], PyTree], b: PyTree, tol: float, maxiter: int, damping: float
+) -> _System:
+    check_function(matvec, "matvec")
+    for name, value in (("tol", tol), ("damping", damping)):
+        check_number(name, value, f"{name}=1e-6", nonnegative=True)
+    if not is_positive_int(maxiter):
+        raise OptionError(message("maxiter", "a positive int", repr(maxiter), "maxiter=100"))
+    (leaves,), unflatten = columns({"b": b})
+    _refuse_graph(leaves, "b")
+    unit = largest(leaves)
+    unit = torch.where(unit == 0, torch.ones_like(unit), unit)
+    return _System(matvec, scale(leaves, 1 / unit), unit, unflatten, damping)
+
+
+def _refuse_graph(leaves: list[Leaf], name: str) -> None:
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves):
+        expected = "tensors that do not require grad, since the steps are not differentiated"
+        fix = (
+            "call it under torch.no_grad(); gradkit.meta.implicit for a solution that is "
+            "differentiated"
+        )
+        raise UnsupportedGraphError(message(name, expected, "one that does", fix))
