@@ -151,38 +151,57 @@ def in_inference_mode() -> Tensor:
         return ones(2)
 
 
-SHARED = {"w": None}
-LONG = ones(6)
-REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
-    "a None in a tuple": ((ones(2), None), (ones(2), ones(2)), ValueError, r"tree\[1\].*None"),
-    "a None in a namedtuple": (Pair(ones(2), None), Pair(None, ones(2)), ValueError, r"tree\.b"),
-    "a lone None": (None, ones(2), ValueError, r"(?s)tree: .*tree\.add"),
+REFUSED: dict[str, tuple[Callable[[], tuple[Any, Any]], type[Exception], str]] = {
+    "a None in a tuple": (
+        lambda: ((ones(2), None), (ones(2), ones(2))), ValueError, r"tree\[1\].*None",
+    ),
+    "a None in a namedtuple": (
+        lambda: (Pair(ones(2), None), Pair(None, ones(2))), ValueError, r"tree\.b",
+    ),
+    "a lone None": (lambda: (None, ones(2)), ValueError, r"(?s)tree: .*tree\.add"),
     "a None in two places": (
-        {"x": SHARED, "y": SHARED}, {"x": {"w": ones(1)}, "y": {"w": ones(1)}}, ValueError,
-        r"tree\['y'\]\['w'\]",
+        lambda: ([d := {"w": None}, d], [{"w": ones(1)}, {"w": ones(1)}]), ValueError,
+        r"tree\[1\]\['w'\]",
     ),
-    "other keys": ({"w": ones(2)}, {"v": ones(2)}, ValueError, "'w'"),
-    "another shape": ([ones(2), ones(2)], [ones(2), ones(1)], ValueError, r"\[1\].*shape"),
+    "other keys": (lambda: ({"w": ones(2)}, {"v": ones(2)}), ValueError, "'w'"),
+    "another shape": (
+        lambda: ([ones(2), ones(2)], [ones(2), ones(1)]), ValueError, r"\[1\].*shape",
+    ),
     "more precision": (
-        [ones(2), ones(2)], [ones(2), ones(2, dtype=torch.float64)], ValueError, r"\[1\].*float64",
+        lambda: ([ones(2), ones(2)], [ones(2), ones(2).double()]), ValueError, r"\[1\].*float64",
     ),
-    "complex into real": ([ones(2)], [ones(2, dtype=torch.complex64)], ValueError, "complex64"),
-    "another device": ([ones(2)], [ones(2, device="meta")], ValueError, "meta"),
-    "integers": ([ones(2, dtype=torch.int64)], [ones(2)], TypeError, r"tree\[0\].*int64"),
-    "no tensors": ([ones(2)], [1.0], TypeError, r"\[0\].*float 1.0"),
+    "complex into real": (
+        lambda: ([ones(2)], [ones(2, dtype=torch.complex64)]), ValueError, "complex64",
+    ),
+    "another device": (lambda: ([ones(2)], [ones(2, device="meta")]), ValueError, "meta"),
+    "integers": (lambda: ([ones(2).long()], [ones(2)]), TypeError, r"tree\[0\].*int64"),
+    "no tensors": (lambda: ([ones(2)], [1.0]), TypeError, r"\[0\].*float 1.0"),
     "that require grad": (
-        [ones(2), ones(2, requires_grad=True)], [ones(2), ones(2)], RuntimeError,
+        lambda: ([ones(2), ones(2, requires_grad=True)], [ones(2), ones(2)]), RuntimeError,
         r"(?s)tree\[1\].*torch.no_grad",
     ),
     "of others that require grad": (
-        [ones(2)], [ones(2, requires_grad=True)], RuntimeError, r"(?s)\[0\].*torch.no_grad",
+        lambda: ([ones(2)], [ones(2, requires_grad=True)]), RuntimeError,
+        r"(?s)\[0\].*torch.no_grad",
     ),
-    "inference tensors": ([ones(2), in_inference_mode()], [ones(2)] * 2, ValueError, "inference"),
-    "expanded": ([ones(2), ones(1).expand(2)], [ones(2)] * 2, ValueError, r"tree\[1\].*expanded"),
-    "one tensor twice": ([LONG, LONG], [ones(6), ones(6)], ValueError, r"tree\[0\].*tree\[1\]"),
-    "views of one": ([LONG[:4], LONG[2:]], [ones(4), ones(4)], ValueError, r"tree\[1\]"),
-    "other entries of it": ([LONG[:4]], [LONG[2:]], ValueError, r"tree\[0\].*\[0\]"),
-    "another leaf of it": ([LONG[:3], LONG[3:]], [LONG[3:], ones(3)], ValueError, r"tree\[1\]"),
+    "inference tensors": (
+        lambda: ([ones(2), in_inference_mode()], [ones(2)] * 2), ValueError, "inference",
+    ),
+    "expanded": (
+        lambda: ([ones(2), ones(1).expand(2)], [ones(2)] * 2), ValueError, r"tree\[1\].*expanded",
+    ),
+    "one tensor twice": (
+        lambda: ([x := ones(6), x], [ones(6), ones(6)]), ValueError, r"tree\[0\].*tree\[1\]",
+    ),
+    "views of one": (
+        lambda: ([(x := ones(6))[:4], x[2:]], [ones(4), ones(4)]), ValueError, r"tree\[1\]",
+    ),
+    "other entries of it": (
+        lambda: ([(x := ones(6))[:4]], [x[2:]]), ValueError, r"tree\[0\].*\[0\]",
+    ),
+    "another leaf of it": (
+        lambda: ([(x := ones(6))[:3], x[3:]], [x[3:], ones(3)]), ValueError, r"tree\[1\]",
+    ),
 }  # fmt: skip
 
 
