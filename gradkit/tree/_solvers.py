@@ -135,11 +135,11 @@ def neumann(
     if step is not None:
         check_number("step", step, "step=0.1, less than two over the largest eigenvalue")
     v = system.b
-    factor = 1 / _largest_eigenvalue(system) if step is None else step
     x, r = scale(v, 0.0), v
     left = global_norm(v)
     enough = tol * left
     count = 0
+    factor = 1 / _largest_eigenvalue(system) if step is None else step
     while count < maxiter and left > enough:
         x = add(x, scale(r, factor))
         r = sub(v, system.product(x))

@@ -561,3 +561,84 @@ def test_large_and_many_leaves_have_the_products_of_the_matrix(device: torch.dev
     total = gradkit.tree.weighted_sum(per_loss, [0.5, 2.0])
     expected = {key: 0.5 * grad + 2.0 * per_loss[1][key] for key, grad in per_loss[0].items()}
     assert gradkit.tree.allclose(total, expected)
+
+
+@given(many=trees(4))
+def test_sums_of_several_trees(device: torch.device, many: Any) -> None:
+    a, b, c, d = to(device, *many)
+    total = tree.add(a, b, c, d)
+    expected = tree.add(tree.add(tree.add(a, b), c), d)
+    assert_same_bits(total.values(), expected.values())
+    assert same_bits(tree.add(None, a["w"], None), a["w"])
+    tensors = {x.data_ptr() for one in (a, b, c, d) for x in one.values() if x is not None}
+    assert tensors.isdisjoint(x.data_ptr() for x in total.values() if x is not None)
+    with pytest.raises(gradkit.StructureError, match=r"rest\[0\]"):
+        tree.add(a, b, [None])
+
+
+def test_zeros_and_random_numbers_of_a_tree(device: torch.device) -> None:
+    transposed = torch.ones(3, 2, device=device).t()
+    model = nn.Linear(2, 1).to(device)
+    w = torch.ones(4, dtype=torch.bfloat16, device=device, requires_grad=True)
+    one = {"t": transposed, "m": model, "n": None, "w": w, "again": w, "i": torch.ones(2).cfloat()}
+    with unchanged(transposed, w, *model.parameters()):
+        zeros, wide = tree.zeros_like(one), tree.zeros_like([w, None], dtype=torch.float32)
+        drawn = tree.randn_like(one)
+    assert zeros["n"] is drawn["n"] is wide[1] is None
+    assert wide[0].dtype == torch.float32
+    assert zeros["t"].stride() == transposed.stride()
+    for result in (zeros, drawn):
+        assert list(result["m"]) == ["weight", "bias"]
+        for key, like in (("t", transposed), ("w", w), ("again", w), ("i", one["i"])):
+            leaf = result[key]
+            assert (leaf.shape, leaf.dtype, leaf.device) == (like.shape, like.dtype, like.device)
+            assert not leaf.requires_grad
+    assert not any(leaf.any() for leaf in (zeros["t"], zeros["w"], *zeros["m"].values()))
+    assert torch.equal(drawn["w"], drawn["again"])  # one variable has one direction
+    assert drawn["w"].data_ptr() != drawn["again"].data_ptr()
+    same = [
+        tree.randn_like([w, w.double()], generator=torch.Generator(device).manual_seed(0))
+        for _ in range(2)
+    ]
+    assert_same_bits(*same)
+    assert not torch.equal(*(x.double() for x in same[0]))
+    for call, text in (
+        (lambda: tree.zeros_like(w, dtype="float32"), "dtype: expected a torch.dtype"),
+        (lambda: tree.randn_like(w, generator=0), "generator: expected a torch.Generator"),
+        (lambda: tree.randn_like([w, torch.ones(2).long()]), r"tree\[1\]: expected a floating"),
+    ):
+        with pytest.raises(gradkit.GradkitError, match=text):
+            call()
+
+
+@given(many=trees(3))
+def test_norms_of_samples_are_those_of_each(device: torch.device, many: Any) -> None:
+    stacked = tree.stack(to(device, *many))
+    if all(leaf is None for leaf in stacked.values()):
+        with pytest.raises(gradkit.StructureError, match="None everywhere"):
+            tree.global_norm(stacked, batch_dims=1)
+        return
+    expected = torch.stack([tree.global_norm(one).double() for one in tree.unstack(stacked)])
+    torch.testing.assert_close(tree.global_norm(stacked, batch_dims=1), expected)
+    again = tree.map(lambda leaf: torch.stack([leaf, 2 * leaf]), stacked)
+    both = torch.stack([expected, 2 * expected])
+    torch.testing.assert_close(tree.global_norm(again, batch_dims=2), both)
+
+
+def test_norms_of_an_empty_batch_and_what_is_no_batch(device: torch.device) -> None:
+    empty = {"a": torch.zeros(0, 3, device=device), "b": torch.zeros(0, device=device)}
+    assert tree.global_norm(empty, batch_dims=1).shape == (0,)
+    x = torch.ones(2, 3, device=device, requires_grad=True)
+    (grad,) = torch.autograd.grad(tree.global_norm([x], batch_dims=1).sum(), x)
+    torch.testing.assert_close(grad, torch.full_like(grad, 3**-0.5))
+    for one, text in (
+        ([torch.ones(2, 3), torch.ones(3, 3)], r"tree\[1\]: .*\(2,\), got \(3, 3\)"),
+        ([torch.ones(2), torch.ones(())], r"tree\[1\]"),
+    ):
+        with pytest.raises(gradkit.StructureError, match=text):
+            tree.global_norm(one, batch_dims=1)
+    for wrong in (-1, True, 1.0, None):
+        with pytest.raises(gradkit.OptionError, match="batch_dims: expected an int"):
+            tree.global_norm([x], batch_dims=wrong)
+    with pytest.raises(gradkit.LeafTypeError, match="integers"):
+        tree.global_norm([torch.ones(2, 3).long()], batch_dims=1)
