@@ -262,7 +262,9 @@ def _linear_maps(
         return arguments.params.per_variable(leaves)
 
     # A pullback is linear in the cotangents; its own pullback is the product with the Jacobian.
-    _, push = vjp(grads_of_variables, _mapped(torch.ones_like, outputs))
+    with leave_inference_mode(record=True):
+        ones = _mapped(torch.ones_like, outputs)
+    _, push = vjp(grads_of_variables, ones)
     return outputs, pull, lambda directions: push(directions)[0]
 
 

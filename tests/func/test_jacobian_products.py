@@ -1,4 +1,4 @@
-"""vjp, jvp and ggn_vp: against torch.func and dense Jacobians, inside and around transforms."""
+"""vjp, jvp, linearize and ggn_vp: against torch.func and dense Jacobians, and inside transforms."""
 
 from __future__ import annotations
 
@@ -65,6 +65,26 @@ def test_vjp_and_jvp_are_those_of_torch(device: torch.device, ops: list[str]) ->
 
 
 @given(ops=programs)
+def test_linearize_is_jvp_at_one_point(device: torch.device, ops: list[str]) -> None:
+    fn, params = model_of(ops), params_on(device)
+    calls = []
+
+    def counted(params: Any) -> Any:
+        calls.append(1)
+        return fn(params)
+
+    along = {name: torch.cos(p) for name, p in params.items()}
+    world = World(*params.values(), *along.values())
+    values, push = func.linearize(counted, params)
+    for direction in (along, {**along, "a": None}, gradkit.tree.scale(along, -2)):
+        theirs, expected = func.jvp(fn, params, direction)
+        torch.testing.assert_close(flat(push(direction)), flat(expected), rtol=1e-10, atol=1e-10)
+        assert_same_bits([flat(values)], [flat(theirs)])
+    assert len(calls) == 1
+    world.assert_unchanged()
+
+
+@given(ops=programs)
 def test_ggn_vp_is_that_of_dense_matrices(device: torch.device, ops: list[str]) -> None:
     w, x, v = (tensor.detach() for tensor in inputs(device))
 
@@ -114,7 +134,7 @@ def test_ggn_vp_of_a_model_on_trees(device: torch.device) -> None:
     assert gradkit.tree.allclose(pull(curvature)[0], product)
 
 
-@pytest.mark.parametrize("name", ["vjp", "jvp", "ggn_vp"])
+@pytest.mark.parametrize("name", ["vjp", "jvp", "linearize", "ggn_vp"])
 def test_results_carry_graphs_unless_cut(device: torch.device, name: str) -> None:
     """Law: eagerly differentiated, first and second order, as the same through torch.func."""
 
@@ -130,12 +150,15 @@ def test_results_carry_graphs_unless_cut(device: torch.device, name: str) -> Non
             return torch.cat([value, pull(x * s)[0]])
         if name == "jvp":
             return torch.cat(func.jvp(lambda w: fn(w, x, s), w, x * s, **cut))
+        if name == "linearize":
+            value, push = func.linearize(lambda w: fn(w, x, s), w, **cut)
+            return torch.cat([value, push(x * s)])
         value, product = func.ggn_vp(lambda w: fn(w, x, s), loss, w, x * s, **cut)
         return torch.cat([value[None], product])
 
     def dense(w: Tensor, x: Tensor, s: Tensor) -> Tensor:
         out, jacobian = fn(w, x, s), torch.diag(x * (w * x).cos() * s + 3 * w**2)
-        if name in {"vjp", "jvp"}:
+        if name != "ggn_vp":
             return torch.cat([out, jacobian @ (x * s)])
         p = out.softmax(0)
         second = torch.diag(p) - torch.outer(p, p)
@@ -159,7 +182,8 @@ def test_inside_vmap_and_under_compile(device: torch.device) -> None:
         value, pull = func.vjp(lambda w: (w * x).sin(), w)
         along = func.jvp(lambda w: (w * x).sin(), w, v)[1]
         gauss = func.ggn_vp(lambda w: (w * x).sin(), lambda out: (out**2).sum() / 2, w, v)[1]
-        return value, pull(v)[0], along, gauss
+        pushed = func.linearize(lambda w: (w * x).sin(), w)[1](v)
+        return value, pull(v)[0], along, gauss, pushed
 
     data = torch.stack([x, v])
     batched = vmap(product)(data)
@@ -188,6 +212,49 @@ def test_aux_ties_and_modules(device: torch.device) -> None:
     assert not of_w.any()
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_one_variable_in_two_places_has_one_direction(device: torch.device, frozen: bool) -> None:
+    w, x, v = (tensor.detach() for tensor in inputs(device))
+    other = nn.Parameter(w.clone(), requires_grad=False) if frozen else w
+    params, along = {"a": w, "b": other, "n": None}, {"a": v, "b": v, "n": None}
+
+    def fn(params: Any) -> Tensor:
+        return (params["a"] * x).sin() * params["b"]
+
+    def of_one(w: Tensor) -> Tensor:
+        return fn({"a": w, "b": other if frozen else w})
+
+    def loss(out: Tensor) -> Tensor:
+        return out.logsumexp(0)
+
+    _, expected = func.jvp(of_one, w, v)
+    torch.testing.assert_close(func.jvp(fn, params, along)[1], expected)
+    torch.testing.assert_close(func.linearize(fn, params)[1](along), expected)
+    _, product = func.ggn_vp(fn, loss, params, along)
+    _, expected = func.ggn_vp(of_one, loss, w, v)
+    torch.testing.assert_close(product["a"], expected)
+    torch.testing.assert_close(product["b"], expected * (not frozen))
+    assert product["n"] is None
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_linearize_of_several_arguments_in_any_mode(device: torch.device, mode: Any) -> None:
+    net, w = nn.Linear(3, 2).to(device, F64), torch.ones(3, device=device, dtype=F64)
+    directions = gradkit.tree.randn_like(net), torch.randn_like(w)
+    with mode():
+        values, push = func.linearize(
+            lambda p, w: {"y": functional.linear(w, p["weight"], p["bias"]).tanh()}, net, w
+        )
+        product = push(*directions)["y"]
+    out = net(w).detach().tanh()
+    inner = (
+        directions[0]["weight"] @ w + directions[0]["bias"] + net.weight.detach() @ directions[1]
+    )
+    torch.testing.assert_close(values["y"].detach(), out)
+    torch.testing.assert_close(product.detach(), (1 - out**2) * inner)
+    assert mode is not torch.no_grad or not product.requires_grad
+
+
 def test_bad_input(device: torch.device) -> None:
     w = torch.ones(2, device=device)
     _, pull = func.vjp(lambda w: {"y": w * 2}, w)
@@ -206,6 +273,11 @@ def test_bad_input(device: torch.device) -> None:
         (lambda: func.jvp(lambda w: w * 2, w, w, has_aux=1), gradkit.OptionError, "has_aux"),
         (lambda: func.ggn_vp(lambda w: w, lambda o: o, w, w), gradkit.NotScalarLossError, "losses"),
         (lambda: func.ggn_vp(lambda w: w, 1, w, w), gradkit.OptionError, "loss"),
+        (lambda: func.linearize(3, w), gradkit.OptionError, "fn"),
+        (lambda: func.linearize(fn, w, create_graph=1), gradkit.OptionError, "create_graph"),
+        (lambda: func.linearize(fn, w.cfloat()), gradkit.LeafTypeError, r"\[0\].*real tensor"),
+        (lambda: func.linearize(fn, w)[1](w, w), gradkit.StructureError, "tangents"),
+        (lambda: func.linearize(fn, w)[1](w.double()), gradkit.StructureError, r"tangents\[0\]"),
         (
             lambda: func.ggn_vp(lambda w: w, fn, [w], [w, w]),
             gradkit.StructureError,
@@ -227,6 +299,8 @@ def test_a_wrong_derivative_raises(device: torch.device) -> None:
         torch.autograd.grad(gradient.sum(), w)
     with pytest.raises(gradkit.UnsupportedGraphError, match="once_differentiable"):
         func.ggn_vp(Once.apply, lambda out: out.sum() ** 2, w.detach(), x.detach())
+    with pytest.raises(gradkit.UnsupportedGraphError, match="once_differentiable"):
+        func.linearize(Once.apply, w.detach())[1](x.detach())
     distances = func.vjp(lambda w: torch.cdist(w[None], x.detach()[None]), w.detach())[1]
     with pytest.raises(gradkit.UnsupportedGraphError, match="cdist"):
         vmap(lambda u: distances(u)[0])(torch.ones(2, 1, 1, device=device, dtype=F64))
@@ -247,3 +321,26 @@ def test_a_hook_that_writes_is_noticed_in_a_pull(device: torch.device) -> None:
             pull(torch.ones_like(one))
     _, pull = func.vjp(lambda w: w, a)
     assert_same_bits(pull(b.detach()), [b.detach()])
+
+
+@pytest.mark.slow
+def test_products_and_solutions_are_those_of_curvlinops(device: torch.device) -> None:
+    curvlinops = pytest.importorskip("curvlinops")
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device, F64)
+    x, y = torch.randn(9, 3, device=device, dtype=F64), torch.arange(9, device=device) % 2
+    call, params, buffers = func.make_functional(net)
+    v = gradkit.tree.randn_like(params)
+
+    def outputs(params: Any) -> Tensor:
+        return call(params, buffers, x)[0]
+
+    def loss(out: Tensor) -> Tensor:
+        return functional.cross_entropy(out, y)
+
+    theirs = net, nn.CrossEntropyLoss(), list(net.parameters()), [(x, y)]
+    _, product = func.ggn_vp(outputs, loss, params, v)
+    expected = curvlinops.GGNLinearOperator(*theirs) @ list(v.values())
+    torch.testing.assert_close(list(product.values()), list(expected))
+    _, product = func.hvp(lambda params: loss(outputs(params)), params, v)
+    expected = curvlinops.HessianLinearOperator(*theirs) @ list(v.values())
+    torch.testing.assert_close(list(product.values()), list(expected))

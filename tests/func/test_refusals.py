@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -402,3 +402,56 @@ def test_in_dims_are_ints(device: torch.device, in_dims: Any) -> None:
     w, x = torch.ones(2, device=device), torch.ones(3, 2, device=device)
     with pytest.raises(gradkit.StructureError, match=r"expected an int or None in in_dims, and no"):
         func.per_sample_grads(never, in_dims=in_dims)(w, x)
+
+
+def loss_and_metric(w: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    return (w * w).sum(), w.max()
+
+
+@pytest.mark.parametrize("metric", [lambda w: w.max(), lambda w: w.detach().max(), dict])
+def test_a_bare_pair_is_not_summed(device: torch.device, metric: Callable[..., Any]) -> None:
+    """It may be (loss, aux), whose metric would change the gradient silently."""
+    w, x = torch.tensor([1.0, 2.0], device=device), torch.ones(3, 2, device=device)
+
+    def fn(w: Tensor, *_: Tensor) -> Any:
+        return (w * w).sum(), metric(w) if metric is not dict else {"max": w.max()}
+
+    calls: list[Callable[[], Any]] = [
+        lambda: func.value_and_grads(fn)(w),
+        lambda: func.per_sample_grads(fn)(w, x),
+        lambda: func.hvp(fn, w, w),
+        lambda: func.hvp(fn, w, w, mode="reverse-over-reverse"),
+        lambda: func.ggn_vp(lambda w: w, fn, w, w),
+    ]
+    for call in calls:
+        with (
+            unchanged(w, x),
+            pytest.raises(gradkit.StructureError, match=r"(?s)^fn: .*\(loss, aux\).*has_aux=True"),
+        ):
+            call()
+    _, grad = func.value_and_grads(fn, has_aux=True)(w)
+    assert torch.equal(grad, 2 * w)
+    grad, _ = func.per_sample_grads(fn, has_aux=True)(w, x)
+    assert torch.equal(grad, 2 * w.expand(3, 2))
+
+
+def test_a_pair_of_losses_says_that_it_is_one(device: torch.device) -> None:
+    w = torch.tensor([1.0, 3.0], device=device)
+    first, second = torch.tensor([2.0, 6.0], device=device), torch.tensor([0.0, 1.0], device=device)
+    pairs: list[Callable[[Any], Any]] = [list, Pair._make, lambda p: {"a": p[0], "b": p[1]}]
+    for make in pairs:
+        _, grad = func.value_and_grads(lambda w, make=make: make(loss_and_metric(w)))(w)
+        assert torch.equal(grad, first + second)
+    for weights in (1.0, (1.0, 1.0)):
+        _, grad = func.value_and_grads(loss_and_metric, weights=weights)(w)
+        assert torch.equal(grad, first + second)
+    _, grad = func.value_and_grads(lambda w: (loss_and_metric(w), None), has_aux=True)(w)
+    assert torch.equal(grad, first + second)
+    _, grad = func.value_and_grads(lambda w: (*loss_and_metric(w), w.sum()))(w)
+    assert torch.equal(grad, first + second + 1)
+    assert torch.equal(func.per_loss_grads(loss_and_metric)(w)[1], second)
+
+
+class Pair(NamedTuple):
+    a: Tensor
+    b: Tensor
