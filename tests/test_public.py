@@ -33,7 +33,8 @@ ERRORS = {
 }
 TREE = {
     "add", "sub", "scale", "weighted_sum", "dot", "global_norm", "cosine", "clip_by_global_norm",
-    "map", "stack", "unstack", "allclose", "to_matrix", "gram",
+    "map", "stack", "unstack", "allclose", "to_matrix", "gram", "add_", "lerp_", "zeros_like",
+    "randn_like", "cg", "neumann",
 }  # fmt: skip
 META = {
     "Adapted", "Optimizer", "adam", "adamw", "from_torch", "implicit", "rmsprop", "sgd", "unroll",
@@ -42,7 +43,7 @@ META = {
 DIST = {"all_reduce", "per_loss_grads", "value_and_grads"}
 FUNC = {
     "value_and_grads", "per_loss_grads", "per_sample_grads", "hvp", "make_functional", "vjp", "jvp",
-    "ggn_vp", "check_grads", "staged_value_and_grads",
+    "ggn_vp", "check_grads", "staged_value_and_grads", "linearize",
 }  # fmt: skip
 REPORT = {
     "Comparison", "Conflicts", "Difference", "Explanation", "History", "LossGraph", "Part",

@@ -45,7 +45,8 @@ def value_and_grads(
     Args:
         fn: Takes any arguments, and returns a tree of real floating-point losses of one element
             each; with `has_aux` a pair of that and a tree of anything. It must not change its
-            arguments.
+            arguments. A bare tuple of two losses raises, as it may be (loss, aux), unless
+            `weights` are given; a list, a dict or a namedtuple of two does not.
         argnums: The positional arguments to differentiate with respect to: an int, or a tuple of
             ints. They are trees of floating-point or complex tensors and None. A module in them
             stands for `dict(module.named_parameters())`, an iterator for the tuple of its items, an

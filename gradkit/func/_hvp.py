@@ -57,7 +57,8 @@ def hvp(
         (tensor([ 3., 12.]), tensor([6., 0.]))
 
     Args:
-        fn: Returns real floating-point losses of one element each, which are added.
+        fn: Returns real floating-point losses of one element each, which are added. A bare tuple of
+            two raises, as in `value_and_grads`.
         primals: Where to differentiate: a tuple (no named one) is the positional arguments of
             `fn`, any other tree its one argument. Its leaves are as in `value_and_grads`, but real;
             a module stands for the dict of its named parameters here, too.

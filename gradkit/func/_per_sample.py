@@ -65,7 +65,8 @@ def per_sample_grads(
 
     Args:
         fn: As in `value_and_grads`, for one sample: its arguments come without the batch
-            dimension. A module that needs one gets `x[None]`. Several losses are added.
+            dimension. A module that needs one gets `x[None]`. Several losses are added; of a bare
+            tuple of two, see there.
         argnums: As in `value_and_grads`.
         in_dims: Where the batch dimension of the positional arguments is: as in `torch.vmap` an
             int, or a tuple with an entry for each argument, each an int, None (not batched), or a

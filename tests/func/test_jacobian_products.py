@@ -275,7 +275,11 @@ def test_bad_input(device: torch.device) -> None:
         (lambda: func.ggn_vp(lambda w: w, 1, w, w), gradkit.OptionError, "loss"),
         (lambda: func.linearize(3, w), gradkit.OptionError, "fn"),
         (lambda: func.linearize(fn, w, create_graph=1), gradkit.OptionError, "create_graph"),
-        (lambda: func.linearize(fn, w.cfloat()), gradkit.LeafTypeError, r"\[0\].*real tensor"),
+        (
+            lambda: func.linearize(fn, w.to(torch.complex64)),
+            gradkit.LeafTypeError,
+            r"\[0\].*real tensor",
+        ),
         (lambda: func.linearize(fn, w)[1](w, w), gradkit.StructureError, "tangents"),
         (lambda: func.linearize(fn, w)[1](w.double()), gradkit.StructureError, r"tangents\[0\]"),
         (

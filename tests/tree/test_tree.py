@@ -580,7 +580,14 @@ def test_zeros_and_random_numbers_of_a_tree(device: torch.device) -> None:
     transposed = torch.ones(3, 2, device=device).t()
     model = nn.Linear(2, 1).to(device)
     w = torch.ones(4, dtype=torch.bfloat16, device=device, requires_grad=True)
-    one = {"t": transposed, "m": model, "n": None, "w": w, "again": w, "i": torch.ones(2).cfloat()}
+    one = {
+        "t": transposed,
+        "m": model,
+        "n": None,
+        "w": w,
+        "again": w,
+        "i": torch.ones(2, dtype=torch.complex64),
+    }
     with unchanged(transposed, w, *model.parameters()):
         zeros, wide = tree.zeros_like(one), tree.zeros_like([w, None], dtype=torch.float32)
         drawn = tree.randn_like(one)
