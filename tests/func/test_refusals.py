@@ -452,6 +452,21 @@ def test_a_pair_of_losses_says_that_it_is_one(device: torch.device) -> None:
     assert torch.equal(func.per_loss_grads(loss_and_metric)(w)[1], second)
 
 
+def test_weights_of_elements_are_sent_to_vjp(device: torch.device) -> None:
+    w = torch.ones(3, device=device, requires_grad=True)
+    weights = torch.tensor([1.0, 2.0, 3.0], device=device)
+    for call in (
+        lambda: gradkit.value_and_grads(w * w, w, weights=weights),
+        lambda: func.value_and_grads(lambda w: w * w, weights=weights)(w),
+    ):
+        with pytest.raises(
+            gradkit.NotScalarLossError, match=r"\(weights \* loss\)\.sum.*func\.vjp"
+        ):
+            call()
+    _, pull = func.vjp(lambda w: w * w, w.detach())
+    assert torch.equal(pull(weights)[0], 2 * weights)
+
+
 class Pair(NamedTuple):
     a: Tensor
     b: Tensor
