@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from operator import add, attrgetter
 
 from torch import Tensor
+
+_nbytes = attrgetter("nbytes")
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
@@ -25,6 +29,8 @@ def shared_by(written: Sequence[Tensor], read: Sequence[Tensor | None]) -> tuple
 
     Both are indices of the two lists in succession. What is written may be read beside it.
     """
+    if _are_apart([*written, *(y for y in read if y is not None)]):
+        return None
     spans = [(*_span(x), index) for index, x in enumerate(written) if x.numel()]
     for index, (x, y) in enumerate(zip(written, read, strict=True)):
         if y is not None and y.numel() and not _is_same(x, y):
@@ -39,6 +45,16 @@ def shared_by(written: Sequence[Tensor], read: Sequence[Tensor | None]) -> tuple
         if end > last_end[is_read]:
             last_end[is_read], last[is_read] = end, index
     return None
+
+
+def _are_apart(tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors are contiguous, and no two share memory; False if unsure."""
+    # One attribute of all at a time: a Python loop over the leaves takes as long as their sum.
+    if not all(map(Tensor.is_contiguous, tensors)):
+        return False
+    starts = list(map(Tensor.data_ptr, tensors))
+    spans = sorted(zip(starts, map(add, starts, map(_nbytes, tensors)), strict=True))
+    return all(end <= start for (_, end), (start, _) in pairwise(spans))
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:

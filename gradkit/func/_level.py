@@ -294,8 +294,8 @@ def _refuse_pair(losses: Losses) -> None:
         expected = "one loss, or several that are meant to be summed"
         got = "a tuple of two, which may be (loss, aux)"
         fix = (
-            "has_aux=True if the second is no loss; if both are, return a list or a dict, or pass "
-            "weights=(1.0, 1.0)"
+            "if the second is no loss, return the first alone, or pass has_aux=True to a call that "
+            "takes it; if both are losses, return a list of them"
         )
         raise StructureError(message("fn", expected, got, fix))
 

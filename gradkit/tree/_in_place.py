@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -30,6 +31,9 @@ from gradkit.tree._arithmetic import Leaf, group_alike, read_columns
 
 # Of tensors of one device, dtype and layout, and as many others.
 _Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor]], object]
+_dtype, _layout, _device, _requires_grad = map(
+    attrgetter, ("dtype", "layout", "device", "requires_grad")
+)
 # A list or dict of the caller's, the index or key in it, and the leaf of the second tree.
 _Entry: TypeAlias = tuple[Any, Any, Tensor]
 _Defect: TypeAlias = tuple[type[GradkitError], str, str, str, str]
@@ -151,7 +155,7 @@ def _read(tree: PyTree, other: PyTree, name: str, *, may_be_sparse: bool) -> _Le
         raise UnsupportedGraphError(message("tree", expected, "one inside", fix))
     columns, spec = read_columns({"tree": tree, name: other})
     rows = list(zip(*columns, strict=True))
-    for index, (x, y) in enumerate(rows):
+    for index, (x, y) in enumerate(() if _plainly_fit(columns) else rows):
         defect = _defect(x, y, may_be_sparse)
         if defect is not None:
             error, root, expected, got, fix = defect
@@ -160,6 +164,20 @@ def _read(tree: PyTree, other: PyTree, name: str, *, may_be_sparse: bool) -> _Le
     _refuse_shared_memory(rows, spec, name)
     pairs = [(x, y) for x, y in rows if x is not None and y is not None]
     return _Leaves(pairs, [x for x, y in rows if x is not None and y is None], entries)
+
+
+def _plainly_fit(columns: Sequence[list[Any]]) -> bool:
+    """Return whether all leaves are ordinary tensors of one kind that no graph records."""
+    leaves = [leaf for column in columns for leaf in column]
+    if torch.compiler.is_compiling() or not PLAIN_TYPES.issuperset(map(type, leaves)):
+        return False
+    dtypes, layouts = set(map(_dtype, leaves)), set(map(_layout, leaves))
+    return (
+        (len(dtypes), len(set(map(_device, leaves))), layouts) == (1, 1, {torch.strided})
+        and all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
+        and not (torch.is_grad_enabled() and any(map(_requires_grad, leaves)))
+        and not any(map(Tensor.is_inference, columns[0]))
+    )
 
 
 def _defect(x: Leaf, y: Leaf, may_be_sparse: bool) -> _Defect | None:
