@@ -580,7 +580,7 @@ def test_zeros_and_random_numbers_of_a_tree(device: torch.device) -> None:
     transposed = torch.ones(3, 2, device=device).t()
     model = nn.Linear(2, 1).to(device)
     w = torch.ones(4, dtype=torch.bfloat16, device=device, requires_grad=True)
-    one = {
+    one: dict[str, Any] = {
         "t": transposed,
         "m": model,
         "n": None,
