@@ -46,7 +46,10 @@ def read_loss(returned: PyTree, fn: str, *, has_aux: bool = False) -> tuple[Tens
         returned, aux = returned
     losses = read_losses(returned, scalar=True, returned=True, may_be_aux=not has_aux).leaves
     if len(losses) != 1:
-        fix = "return their sum; or if this is (loss, aux), pass has_aux=True"
+        fix = (
+            "return their sum; or if this is (loss, aux), return the loss alone, or pass "
+            "has_aux=True to a call that takes it"
+        )
         raise NotScalarLossError(message(fn, "one loss", f"{len(losses)} losses", fix))
     return losses[0].reshape(()), aux
 
