@@ -594,14 +594,57 @@ def test_classes_and_arguments_that_are_no_pure_optimizer(device: torch.device) 
         with pytest.raises(refused, match=r"a class of torch\.optim"):
             meta.from_torch(wrong)
     for tree in ({"w": 0.1}, [0.1, 0.2]):
-        with pytest.raises(refused, match=r"lr of NAdam.*several"):
-            meta.from_torch(optim.NAdam, lr=tree)
-        opt = meta.from_torch(optim.NAdam)
-        with pytest.raises(refused, match=r"lr of NAdam.*several"):
-            opt.step([p], [p], opt.init([p]), lr=tree)
+        opt = meta.from_torch(optim.NAdam, lr=tree)
+        with pytest.raises(gradkit.StructureError, match="^lr: "):
+            opt.step([p], [p], opt.init([p]))
+    for beta in ({"w": 0.1}, [0.1]):
+        with pytest.raises(refused, match=r"betas of NAdam.*tuple of trees"):
+            meta.from_torch(optim.NAdam, betas=(beta, 0.9))
+    with pytest.raises(gradkit.OptionError, match="NAdam"):
+        meta.from_torch(optim.NAdam, lr={"w": 0.1, "b": -0.1})
     for cls in CASES:
         with pytest.raises(gradkit.OptionError, match=rf"^{cls.__name__} has .*'lrr'; it has lr, "):
             meta.from_torch(cls, lrr=1)
+
+
+BY_LEAF = [(cls, "weight_decay") for cls in (optim.NAdam, optim.Adamax, optim.ASGD, optim.Adagrad)]
+
+
+@pytest.mark.parametrize(("cls", "key"), [(cls, "lr") for cls in WRAPPED] + BY_LEAF)
+def test_a_wrapped_class_takes_a_tree_of_hyper_parameters(
+    device: torch.device, cls: Any, key: str
+) -> None:
+    params = initial(device)
+    tree = {"w": 0.03, "more": [0.1, 0.2], "none": None}
+    expected = [p.detach().clone() for p in leaves(params)]
+    groups = [{"params": [p], key: x} for p, x in zip(expected, [0.03, 0.1, 0.2], strict=True)]
+    theirs = cls(groups)
+    for t in range(5):
+        for p, grad in zip(expected, slopes(expected, t), strict=True):
+            p.grad = grad
+        with exact_counts(cls):
+            theirs.step()
+    assert_close(ours(meta.from_torch(cls, **{key: tree}), params)[0], expected)
+    assert_close(ours(meta.from_torch(cls), params, **{key: tree})[0], expected)
+    prefix = {"w": 0.03, "more": 0.1, "none": None}  # one for all below it
+    got = ours(meta.from_torch(cls, **{key: prefix}), params, 1)[0]
+    assert_close([got["w"]], [ours(meta.from_torch(cls, **{key: tree}), params, 1)[0]["w"]])
+
+
+def test_a_tree_of_learned_rates_in_a_wrapped_class(device: torch.device) -> None:
+    params = {
+        "w": torch.randn(3, dtype=D, device=device),
+        "b": torch.randn((), dtype=D, device=device),
+    }
+    rates = [torch.tensor(x, dtype=D, device=device, requires_grad=True) for x in (0.1, 0.2)]
+
+    def after(*rates: Tensor) -> Any:
+        opt = meta.from_torch(optim.NAdam, lr=dict(zip(params, rates, strict=True)))
+        return height(leaves(ours(opt, params, 3)[0]))
+
+    assert gradcheck(after, rates, eps=1e-6, atol=1e-6, rtol=1e-6)
+    with pytest.raises(gradkit.UnsupportedOptimizerError, match="lr of ASGD.*drops the gradient"):
+        meta.from_torch(optim.ASGD, lr=dict(zip(params, rates, strict=True)))
 
 
 class Signs(optim.Optimizer):
