@@ -595,7 +595,7 @@ def test_classes_and_arguments_that_are_no_pure_optimizer(device: torch.device) 
             meta.from_torch(wrong)
     for tree in ({"w": 0.1}, [0.1, 0.2]):
         opt = meta.from_torch(optim.NAdam, lr=tree)
-        with pytest.raises(gradkit.StructureError, match="^lr: "):
+        with pytest.raises(gradkit.StructureError, match=r"^lr: "):
             opt.step([p], [p], opt.init([p]))
     for beta in ({"w": 0.1}, [0.1]):
         with pytest.raises(refused, match=r"betas of NAdam.*tuple of trees"):
@@ -643,7 +643,7 @@ def test_a_tree_of_learned_rates_in_a_wrapped_class(device: torch.device) -> Non
         return height(leaves(ours(opt, params, 3)[0]))
 
     assert gradcheck(after, rates, eps=1e-6, atol=1e-6, rtol=1e-6)
-    with pytest.raises(gradkit.UnsupportedOptimizerError, match="lr of ASGD.*drops the gradient"):
+    with pytest.raises(gradkit.UnsupportedOptimizerError, match=r"lr of ASGD.*drops the gradient"):
         meta.from_torch(optim.ASGD, lr=dict(zip(params, rates, strict=True)))
 
 
