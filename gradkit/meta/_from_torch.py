@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gradkit._compat.transforms import differentiated, is_differentiated_tensor, is_dual, transforms
+from gradkit._compat.transforms import (
+    differentiated,
+    in_jvp,
+    is_differentiated_tensor,
+    is_dual,
+    transforms,
+)
 from gradkit._core import pytree
 from gradkit._core.options import is_number
 from gradkit._state.grad_writes import set_grad
@@ -236,9 +242,10 @@ class _TorchRule:
 
 
 def _needs_graph(inputs: Any) -> bool:
-    return torch.is_grad_enabled() and (
-        differentiated() or any(x.requires_grad for x in open_tensors(inputs)[0])
-    )
+    tensors = open_tensors(inputs)[0]
+    if in_jvp() or (not transforms() and any(map(is_dual, tensors))):
+        return True  # whether or not gradients are enabled
+    return torch.is_grad_enabled() and (differentiated() or any(x.requires_grad for x in tensors))
 
 
 def _check_class(optimizer: object) -> None:

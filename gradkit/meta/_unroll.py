@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit._compat.transforms import differentiated, is_dual, transforms
+from gradkit._compat.transforms import differentiated, in_jvp, is_dual, transforms
 from gradkit._core.options import check_bool, is_positive_int
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
@@ -143,7 +143,7 @@ def unroll(
     has_buffers = buffers is not None
     enabled = torch.is_grad_enabled()
     is_learned = transform is not None and transform.is_learned
-    create_graph = enabled and (is_learned or not first_order)
+    create_graph = (enabled or in_jvp()) and (is_learned or not first_order)
     with leave_inference_mode(record=True), torch.set_grad_enabled(enabled):
         data = _read_batches(batches)
         inner = read_inner_params(params)
