@@ -618,7 +618,10 @@ def test_no_grad_does_not_switch_forward_mode_off(
         def loss(w: Tensor, _: Any, x: Tensor) -> Tensor:
             return (x @ w).sin().square().sum()
 
-        for opt in (meta.adam(lr=rate.sigmoid() / 10, eps=0.01), meta.from_torch(torch.optim.NAdam)):
+        for opt in (
+            meta.adam(lr=rate.sigmoid() / 10, eps=0.01),
+            meta.from_torch(torch.optim.NAdam),
+        ):
             adapted = meta.unroll(loss, w * rate, [x] * 4, opt, memory=memory)
             rate = height(adapted)
         return rate
