@@ -181,6 +181,38 @@ def test_classes_without_a_derivative_run_without_a_graph(device: torch.device, 
         func_grad(lambda p: ours(opt, [p])[0][0].sum())(params[0].detach())
 
 
+@pytest.mark.parametrize(
+    "hyper",
+    [
+        {},
+        {"lr": 0.1, "nesterov": False, "momentum": 0.5},
+        {"lr": 0.1, "weight_decay": 0.3, "adjust_lr_fn": "match_rms_adamw"},
+        {"lr": 0.1, "ns_steps": 3, "ns_coefficients": (3.0, -4.0, 2.0), "eps": 1e-3},
+    ],
+)
+def test_muon_is_that_of_torch(device: torch.device, hyper: dict[str, Any]) -> None:
+    params = [torch.randn(*shape, dtype=D, device=device) for shape in ((3, 2), (2, 5), (4, 4))]
+    opt = meta.from_torch(optim.Muon, **hyper)
+    assert_close(ours(opt, params)[0], torchs(optim.Muon, params, hyper))
+    rates = [0.1, 0.2, 0.3]
+    alone = [
+        torchs(optim.Muon, [p], {**hyper, "lr": r}, 1) for p, r in zip(params, rates, strict=True)
+    ]
+    by_leaf = meta.from_torch(optim.Muon, **{**hyper, "lr": rates})
+    got = [by_leaf.step(params, [slopes([p])[0] for p in params], by_leaf.init(params))[0]]
+    assert_close(got, alone)
+    adapted = meta.unroll(
+        lambda params, _, x: sum((p**4).sum() for p in params),
+        params,
+        [()] * 3,
+        meta.from_torch(optim.Muon, lr=0.01),
+        first_order=True,
+    )
+    assert adapted.values[-1] < adapted.values[0]
+    with pytest.raises(gradkit.OptionError, match=r"Muon.*2D"):
+        opt.step(params[0][0], params[0][0], opt.init(params[0][0]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex128])
 @pytest.mark.parametrize("shape", [(3, 2), ()])
 @every_class
@@ -582,6 +614,26 @@ def test_they_are_never_silently_dropped(
         return
     assert got is not None
     torch.testing.assert_close(got.reshape(()), expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("cls", [optim.NAdam, optim.Adagrad])
+def test_a_tangent_is_not_dropped(device: torch.device, cls: Any, enabled: bool) -> None:
+    """`no_grad` does not switch forward mode off, nor does a dual tensor require grad."""
+    opt = meta.from_torch(cls, lr=0.1)
+    w, g, along = (torch.randn(3, dtype=D, device=device) for _ in range(3))
+
+    def after(g: Tensor) -> Tensor:
+        return cast("Tensor", opt.step(w, g, opt.init(w))[0])
+
+    eps = 1e-6
+    expected = (after(g + eps * along) - after(g - eps * along)) / (2 * eps)
+    with torch.set_grad_enabled(enabled):
+        torch.testing.assert_close(jvp(after, (g,), (along,))[1], expected, rtol=1e-5, atol=1e-7)
+        with forward_ad.dual_level():
+            out = after(forward_ad.make_dual(g, along))
+            got = forward_ad.unpack_dual(out).tangent
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_classes_and_arguments_that_are_no_pure_optimizer(device: torch.device) -> None:
