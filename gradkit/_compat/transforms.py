@@ -51,6 +51,11 @@ def differentiated() -> bool:
     return not DERIVATIVES.isdisjoint(transforms())
 
 
+def in_jvp() -> bool:
+    """Return whether a jvp is around this call; `no_grad` does not switch its tangents off."""
+    return "Jvp" in transforms()
+
+
 def recording_levels(tensor: Tensor) -> set[int]:
     """Return the transform levels that record a graph of a tensor; that of eager code is 0.
 

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from gradkit._compat.transforms import differentiated, is_differentiated_tensor, is_dual, transforms
+from gradkit._compat.transforms import (
+    differentiated,
+    in_jvp,
+    is_differentiated_tensor,
+    is_dual,
+    transforms,
+)
+from gradkit._core import pytree
 from gradkit._core.options import is_number
 from gradkit._state.grad_writes import set_grad
 from gradkit.errors import (
@@ -65,7 +72,8 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
 
     Args:
         optimizer: The class.
-        hyper: Its arguments. `foreach`, `fused`, `capturable` and `differentiable` are ignored.
+        hyper: Its arguments. `foreach`, `fused`, `capturable` and `differentiable` are ignored. A
+            dict or a list is a tree like params, with a number or a tensor for each leaf.
 
     Returns:
         An `Optimizer` with the values of the class. The derivative of a square root at 0 is taken
@@ -121,6 +129,8 @@ class _TorchRule:
             fix = "call it under torch.no_grad(), or use another optimizer"
             raise UnsupportedOptimizerError(message(name, expected, got, fix))
         try:
+            if any(isinstance(value, list) for value in hyper.values()):
+                return self._step_by_leaf(params, grads, state, hyper, create_graph)
             return self._step(params, grads, state, hyper, create_graph)
         except (RuntimeError, IndexError) as error:
             if not transforms() or isinstance(error, GradkitError):
@@ -129,6 +139,21 @@ class _TorchRule:
             got = f"one that does not: {first_line(error)}"
             fix = "use sgd, adam, adamw or rmsprop"
             raise UnsupportedOptimizerError(message(name, expected, got, fix)) from error
+
+    def _step_by_leaf(
+        self, params: Tensors, grads: Tensors, state: Columns, hyper: Settings, create_graph: bool
+    ) -> Updated:
+        """Run torch's step for each leaf, with hyper-parameters of its own."""
+        new, states = [], []
+        for index, (param, grad, before) in enumerate(
+            zip(params, grads, state["torch"], strict=True)
+        ):
+            of_leaf = {k: v[index] if isinstance(v, list) else v for k, v in hyper.items()}
+            column = {"torch": [before]}
+            (after,), entries = self._step([param], [grad], column, of_leaf, create_graph)
+            new.append(after)
+            states += entries["torch"]
+        return new, {"torch": states}
 
     def _step(
         self, params: Tensors, grads: Tensors, state: Columns, hyper: Settings, create_graph: bool
@@ -177,8 +202,12 @@ class _TorchRule:
         return opt
 
     def check(self, hyper: Settings) -> None:
-        """Raise if the class refuses a hyper-parameter."""
-        self._temporary([torch.zeros(1, 1)], hyper, False)
+        """Raise if the class refuses a hyper-parameter, or one of those for each leaf."""
+        trees = {key: value for key, value in hyper.items() if isinstance(value, Mapping | list)}
+        scalars = {key: value for key, value in hyper.items() if key not in trees}
+        numbers = [{key: x} for key, tree in trees.items() for x in pytree.flatten(tree)[0]]
+        for one in ({}, *numbers):
+            self._temporary([torch.zeros(1, 1)], {**scalars, **one}, False)
 
     def _copy(self, key: str, value: Tensor, zero: Tensor) -> Tensor:
         # A counter is the same for all of a batch; torch reads it as a number.
@@ -213,9 +242,10 @@ class _TorchRule:
 
 
 def _needs_graph(inputs: Any) -> bool:
-    return torch.is_grad_enabled() and (
-        differentiated() or any(x.requires_grad for x in open_tensors(inputs)[0])
-    )
+    tensors = open_tensors(inputs)[0]
+    if in_jvp() or (not transforms() and any(map(is_dual, tensors))):
+        return True  # whether or not gradients are enabled
+    return torch.is_grad_enabled() and (differentiated() or any(x.requires_grad for x in tensors))
 
 
 def _check_class(optimizer: object) -> None:
@@ -231,12 +261,11 @@ def _check_class(optimizer: object) -> None:
 def _check_hyper(name: str, hyper: Settings) -> None:
     for key, value in hyper.items():
         where = f"{key} of {name}"
-        if isinstance(value, Mapping | list):
-            expected, got = "one value for all leaves", "a tree of several"
-            fix = "use sgd, adam, adamw or rmsprop, which take one for each leaf"
+        if isinstance(value, tuple) and any(isinstance(x, Mapping | list) for x in value):
+            expected, got = "one tuple for all leaves", "a tuple of trees"
+            fix = "use adam or adamw, which take a tree for each of betas"
             raise UnsupportedOptimizerError(message(where, expected, got, fix))
-        values = value if isinstance(value, tuple) else (value,)
-        learned = [value for value in values if _is_learned(value)]
+        learned = [x for x in pytree.flatten(value)[0] if _is_learned(x)]
         if learned and key not in _DIFFERENTIABLE.get(name, ()):
             expected = "a number: torch drops the gradient of this hyper-parameter, or "
             expected += "gets it wrong"

@@ -20,7 +20,7 @@ from gradkit._compat.transforms import is_dual, transforms
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._core.leaf_arithmetic import same_values
-from gradkit._core.options import check_option, is_positive_int
+from gradkit._core.options import check_bool, check_option, is_positive_int
 from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import functions_alive, user_functions
 from gradkit._state.recompute_state import RecomputeState
@@ -54,6 +54,7 @@ def implicit(
     maxiter: int = 100,
     tol: float = 1e-6,
     damping: float = 0.0,
+    warn: bool = True,
 ) -> Callable[[PyTree, PyTree], PyTree]:
     """Return a function that minimizes an inner loss, and is differentiated at the minimum.
 
@@ -85,11 +86,14 @@ def implicit(
         maxiter: The largest number of products with H in a solve.
         tol: The solve ends when the norm of the residual, relative to that of v, is below this.
         damping: This times the identity is added to H.
+        warn: Whether to compute the residual after a solve, which takes one more product with H
+            and waits for the device, and to give a `GradkitWarning` if it is not below `tol`. False
+            is for solves that are meant to be cut short.
 
     Returns:
         `find(params, outer)`, which returns what `solver` does, differentiable with respect to
         `outer`. Params, where the solver starts, have no gradient; a frozen `nn.Parameter` stays as
-        it is. A solve that does not reach `tol` gives a `GradkitWarning` with its residual.
+        it is.
 
     Raises:
         OptionError: An option has no such value.
@@ -105,6 +109,7 @@ def implicit(
         https://arxiv.org/abs/1911.02590
     """
     _check_options(solve, maxiter, tol=tol, damping=damping)
+    check_bool("warn", warn)
 
     def find(params: PyTree, outer: PyTree) -> PyTree:
         inner = read_inner_params(params)
@@ -116,6 +121,7 @@ def implicit(
             _linear_solver(solve, inner, maxiter, tol),
             tol,
             damping,
+            warn,
         )
         return inner.tree(condition.attach(minimum, outer_tensors))
 
@@ -136,7 +142,8 @@ def _check_options(solve: object, maxiter: object, **numbers: object) -> None:
 def _check_tensors(params: Tensors, outer: Tensors) -> None:
     if transforms() or any(map(is_dual, outer)):
         expected = "a call outside torch.func's transforms and forward mode"
-        fix = "gradkit.value_and_grads(loss(find(params, outer)), outer); or unroll"
+        fix = "gradkit.value_and_grads(loss(find(params, outer)), outer), for several tasks the "
+        fix += "mean of their losses in a Python loop; or unroll"
         raise UnsupportedGraphError(message("find(params, outer)", expected, "one inside", fix))
     if any(x.is_complex() for x in params):
         fix = "torch.view_as_real(tensor)"
@@ -216,6 +223,7 @@ class _OptimalityCondition:
     linear_solver: LinearSolver
     tol: float
     damping: float
+    warn: bool
     _state: RecomputeState = field(init=False)
 
     def attach(self, minimum: Tensors, outer: Tensors) -> Tensors:
@@ -254,7 +262,8 @@ class _OptimalityCondition:
             return tree.add(hu, tree.scale(u, self.damping)) if self.damping else hu
 
         u = self.linear_solver(product, cotangents)
-        self._warn_if_inexact(tree.sub(cotangents, product(u)), cotangents)
+        if self.warn:
+            self._warn_if_inexact(tree.sub(cotangents, product(u)), cotangents)
         reached = iter(inner_grads(slope, list(compress(by, needed)), [-x for x in u]))
         return [next(reached) if need else None for need in needed]
 
@@ -266,7 +275,7 @@ class _OptimalityCondition:
             warnings.warn(
                 "gradkit.meta.implicit: the linear solve came to a relative residual of "
                 f"{residual:.2e}, not to tol={self.tol:g}: the gradient is as inexact. Raise "
-                "maxiter, add damping, or use another solve.",
+                "maxiter, add damping, use another solve, or pass warn=False.",
                 GradkitWarning,
                 stacklevel=level_of_the_caller(),
             )

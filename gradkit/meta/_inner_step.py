@@ -20,7 +20,6 @@ from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks import graphs, recomputation
 from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import transforms
-from gradkit._core import pytree
 from gradkit._core.constants import with_refused_derivatives
 from gradkit._core.graph import Subgraph, edge
 from gradkit._core.losses import Losses
@@ -31,9 +30,16 @@ from gradkit.errors import UnreachedParamError, UnsupportedGraphError, message
 from gradkit.func import _checkpoints as checkpoints
 from gradkit.func._level import Passes, differentiate
 from gradkit.meta._foreach import Tensors
-from gradkit.meta._optimizer import Columns, Optimizer, check_grads, update
+from gradkit.meta._grad_transform import GradTransform
+from gradkit.meta._optimizer import Columns, Optimizer, update
 from gradkit.meta._optimizers import is_own_rule
-from gradkit.meta._trees import InnerParams, open_tensors, read_loss
+from gradkit.meta._trees import (
+    InnerParams,
+    map_tensors,
+    open_tensors,
+    read_loss,
+    read_loss_and_buffers,
+)
 
 Grads = list[Tensor | None]
 InnerGrads: TypeAlias = tuple[Tensor, Grads, PyTree]  # the loss, its gradients, the aux
@@ -42,10 +48,11 @@ LossOfParams = Callable[[PyTree], tuple[Tensor, PyTree]]
 
 
 class Carry(NamedTuple):
-    """What each step passes to the next: the variables, and the optimizer's state of each."""
+    """What each step passes to the next: the variables, the optimizer's state of each, buffers."""
 
     tensors: list[Tensor]
     state: Columns
+    buffers: PyTree  # None, or what the loss returns besides, for the next step
 
 
 class Inputs(NamedTuple):
@@ -62,6 +69,7 @@ class Outputs(NamedTuple):
     carry: Carry
     losses: list[Tensor]
     aux: list[PyTree]
+    between: list[Tensors]  # the variables after each step but the last, if asked for
 
 
 Steps: TypeAlias = Callable[..., Outputs]  # run some: (carry, inputs, *, create_graph)
@@ -74,27 +82,37 @@ class InnerStep:
     loss_fn: Callable[..., Any]
     params: InnerParams
     opt: Optimizer
-    grad_transform: Callable[[PyTree], PyTree] | None
+    grad_transform: GradTransform | None
+    first_order: bool
+    has_buffers: bool
     has_aux: bool
 
     def __call__(self, carry: Carry, inputs: Inputs, *, create_graph: bool) -> Outputs:
         """Run the step of a single batch; the loss carries the graph of its computation."""
         (batch,) = inputs.batches
+        # Clones: the loss may write to them, as batch norm does.
+        buffers = map_tensors(Tensor.clone, carry.buffers) if self.has_buffers else None
 
         def loss_fn(params: PyTree) -> tuple[Tensor, PyTree]:
-            returned = self.loss_fn(params, inputs.outer, batch)
-            return read_loss(returned, "loss_fn", has_aux=self.has_aux)
+            if not self.has_buffers:
+                returned = self.loss_fn(params, inputs.outer, batch)
+                return read_loss(returned, "loss_fn", has_aux=self.has_aux)
+            returned = self.loss_fn(params, buffers, inputs.outer, batch)
+            return read_loss_and_buffers(returned, carry.buffers, has_aux=self.has_aux)
 
         differentiated = self._functional if transforms() else self._eager
         loss, grads, aux = differentiated(loss_fn, carry.tensors, create_graph=create_graph)
+        if self.has_buffers:
+            buffers, aux = aux
         if self.grad_transform is not None:
             with watched():
-                grads = self._transformed(self.grad_transform, grads)
+                grads = self.grad_transform(self.params, grads, inputs.outer, carry.state)
         with nullcontext() if is_own_rule(self.opt) else watched():
             new = update(self.opt, carry.tensors, grads, carry.state, inputs.hyper)
-        return Outputs(Carry(*new), [loss], [aux])
+        return Outputs(Carry(*new, buffers), [loss], [aux], [])
 
     def _eager(self, loss_fn: LossOfParams, tensors: Tensors, *, create_graph: bool) -> InnerGrads:
+        twice = create_graph and not self.first_order  # whether the gradients get a graph, too
         with torch.enable_grad():
             # Views: what outer variables or batches share with params is not params.
             variables = [
@@ -104,14 +122,16 @@ class InnerStep:
             with watched():
                 loss, aux = loss_fn(self.params.tree(variables))
             recomputation.refuse((loss, aux), before)
-            below = _check_graph(loss, variables, create_graph=create_graph)
-            run = partial(inner_grads, [loss], variables, create_graph=create_graph)
+            below = _check_graph(loss, variables, create_graph=twice)
+            run = partial(
+                inner_grads, [loss], variables, create_graph=twice, retain_graph=create_graph
+            )
             if below is None:
                 grads = run()
             else:
                 one = InnerPass("the inner loss", self.params.path, variables, below)
                 with watched():
-                    grads = one.guarded(run, create_graph=create_graph)
+                    grads = one.guarded(run, create_graph=twice)
         if all(grad is None for grad in grads):
             expected = "a loss computed from params"
             got = "one that does not depend on them: loss_fn uses a module, or tensors, from "
@@ -132,18 +152,11 @@ class InnerStep:
         option = None if create_graph else False
         out = differentiate(loss_fn, arguments, {}, run, has_aux=True, create_graph=option)
         grads = out.grads[0]
-        if out.refused is not None:
+        if self.first_order:
+            grads = [grad if grad is None else grad.detach() for grad in grads]
+        elif out.refused is not None:
             grads = with_refused_derivatives(grads, out.values, out.refused)
         return out.values[0], grads, out.aux
-
-    def _transformed(self, transform: Callable[[PyTree], PyTree], grads: Grads) -> Grads:
-        params, root = self.params, "grad_transform(grads)"
-        returned = transform(pytree.unflatten(params.spec, params.per_leaf(grads)))
-        leaves = pytree.flatten_up_to(params.spec, "params", returned, root)
-        pairs = zip(params.slots, leaves, strict=True)
-        movable = [None if slot is None else leaf for slot, leaf in pairs]
-        check_grads(params.leaves, movable, params.spec, root)
-        return params.per_variable(movable)
 
 
 def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -> Subgraph | None:
@@ -180,14 +193,17 @@ class _Segment:
     variables: int  # the number of them
     state: RecomputeState
     close_outputs: Callable[[Iterable[Tensor]], Any] = field(init=False)
+    constants: set[int] = field(init=False)  # the ids of the buffers that carry no graph
 
     def _flat_run(self, tensors: Sequence[Tensor], *, create_graph: bool) -> list[Tensor]:
         steps_done = self.run(*self.close(tensors), create_graph=create_graph)
+        buffers, _ = open_tensors(steps_done.carry.buffers)
+        self.constants = {id(x) for x in buffers if not x.requires_grad}
         outputs, self.close_outputs = open_tensors(steps_done)
         return outputs
 
-    def values(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the steps for their values."""
+    def values(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Run the steps for their values; return them, and those that have no gradient."""
         with torch.enable_grad(), self.state.first_run():
             inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
             for variable in inputs[: self.variables]:
@@ -199,7 +215,9 @@ class _Segment:
             self.state.undo()
             raise
         self.state.record_outputs(outputs)
-        return tuple(x.detach().clone() for x in outputs)
+        values = [x.detach().clone() for x in outputs]
+        pairs = zip(values, outputs, strict=True)
+        return values, [value for value, x in pairs if id(x) in self.constants]
 
     def grads(
         self, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None], needed: Sequence[bool]
@@ -233,8 +251,8 @@ def _refuse_captured(outputs: Tensors, inputs: Tensors) -> None:
     if {key for key in leaves if leaves[key].requires_grad} - set(map(id, inputs)):
         expected = "a function of its arguments, where its steps are recomputed"
         got = "one that uses a tensor from outside that requires grad: its gradient would be lost"
-        fix = 'pass it in outer, not inside a module: unroll(..., outer={"name": tensor}); or '
-        fix += 'memory="store"'
+        fix = 'pass it in outer, not inside a module: unroll(..., outer={"name": tensor}), which '
+        fix += 'grad_transform(grads, outer, state) gets, too; or memory="store"'
         raise UnsupportedGraphError(message("loss_fn", expected, got, fix))
 
 
@@ -246,7 +264,10 @@ class _Recomputed(torch.autograd.Function):
         ctx.segment = segment
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        return segment.values(tensors)
+        values, constants = segment.values(tensors)
+        # Statistics that required grad would be refused by batch norm in the next step.
+        ctx.mark_non_differentiable(*constants)
+        return tuple(values)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:

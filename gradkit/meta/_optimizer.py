@@ -45,8 +45,9 @@ class Optimizer:
         hyper: Its hyper-parameters by name.
         entries: What the state holds for each leaf, and how an entry starts, from the leaf.
         rule: The update of a list of tensors that all have a gradient.
-        scalar_hyperparams: Whether a hyper-parameter must be one value, not a tree with one value
-            for each leaf.
+        scalar_hyperparams: Whether the rule gets a hyper-parameter as it is, whatever it is, unless
+            it is a dict or a list; these, and otherwise all that is no number, are trees with one
+            value for each leaf, of which the rule gets a list.
         checks_ranges: Whether a number that torch.optim refuses raises `OptionError`: a negative
             one (but for `dampening`), or a beta of 1 or more. Tensors are not read.
     """
@@ -150,12 +151,13 @@ def read_settings(
 ) -> dict[str, Any]:
     """Open and check hyper-parameters: those that are trees become lists like `leaves`."""
     settings = dict(hyper)
-    if not opt.scalar_hyperparams:
-        for name, value in hyper.items():
-            if name in _FLAGS:
-                check_bool(name, value)
-            else:
-                settings[name] = _read_hyperparam(name, value, leaves, spec, set(moving))
+    for name, value in hyper.items():
+        if opt.scalar_hyperparams and not isinstance(value, Mapping | list):
+            continue
+        if name in _FLAGS:
+            check_bool(name, value)
+        else:
+            settings[name] = _read_hyperparam(name, value, leaves, spec, set(moving))
     return settings
 
 

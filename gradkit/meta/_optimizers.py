@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,8 @@ from gradkit.meta._optimizer import (
     optimizer_function,
     select,
 )
+
+_COUNT: Mapping[str, Callable[[Tensor], Any]] = {"step": lambda leaf: 0}
 
 
 @optimizer_function
@@ -56,7 +58,8 @@ def sgd(
         maximize: Ascend instead of descend.
 
     Returns:
-        An `Optimizer` whose values are those of `torch.optim.SGD`.
+        An `Optimizer` whose values are those of `torch.optim.SGD`. Its state has `"step"`, too, how
+        many steps each leaf has taken.
 
     Raises:
         OptionError: There is no such hyper-parameter, a number is negative (`dampening` may be), a
@@ -68,7 +71,8 @@ def sgd(
     """
     hyper = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
     hyper |= {"nesterov": nesterov, "maximize": maximize}
-    return Optimizer("sgd", hyper, {"momentum_buffer": lambda leaf: None}, _sgd, checks_ranges=True)
+    entries: dict[str, Callable[[Tensor], Any]] = {"momentum_buffer": lambda leaf: None}
+    return Optimizer("sgd", hyper, {**entries, **_COUNT}, _sgd, checks_ranges=True)
 
 
 def _sgd(params: Tensors, grads: Tensors, state: Columns, hyper: Settings) -> Updated:
@@ -79,11 +83,12 @@ def _sgd(params: Tensors, grads: Tensors, state: Columns, hyper: Settings) -> Up
         fix = "sgd(lr=0.1, momentum=0.9, nesterov=True)"
         raise OptionError(message("nesterov", expected, got, fix))
     grads = _foreach.with_weight_decay(params, grads, hyper)
+    new = {**state, "step": [step + 1 for step in state["step"]]}
     if _foreach.is_zero(momentum):
-        return _foreach.descend(params, grads, hyper["lr"]), state
+        return _foreach.descend(params, grads, hyper["lr"]), new
     buffers = _momentum(state["momentum_buffer"], grads, momentum, dampening)
     direction = _foreach.add(grads, buffers, momentum) if nesterov else buffers
-    return _foreach.descend(params, direction, hyper["lr"]), {"momentum_buffer": buffers}
+    return _foreach.descend(params, direction, hyper["lr"]), {**new, "momentum_buffer": buffers}
 
 
 def _momentum(
@@ -191,7 +196,7 @@ def adamw(
 
 def _make(name: str, hyper: dict[str, Any]) -> Optimizer:
     averages = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if hyper["amsgrad"] else [])]
-    entries: dict[str, Callable[[Tensor], Any]] = {"step": lambda leaf: 0}
+    entries = dict(_COUNT)
     entries |= dict.fromkeys(averages, torch.zeros_like)
     return Optimizer(name, hyper, entries, partial(_adam, name), checks_ranges=True)
 
@@ -275,6 +280,7 @@ def rmsprop(
         "square_avg": torch.zeros_like,
         "grad_avg": torch.zeros_like if centered else lambda leaf: None,
         "momentum_buffer": torch.zeros_like,
+        **_COUNT,
     }
     return Optimizer("rmsprop", hyper, entries, _rmsprop, checks_ranges=True)
 
@@ -292,7 +298,8 @@ def _rmsprop(params: Tensors, grads: Tensors, state: Columns, hyper: Settings) -
     direction, buffers = _divide_by_root(grads, roots, variances), state["momentum_buffer"]
     if not _foreach.is_zero(momentum):
         direction = buffers = _foreach.add(direction, buffers, momentum)
-    new: Columns = {"square_avg": squares, "grad_avg": means, "momentum_buffer": buffers}
+    steps = [step + 1 for step in state["step"]]
+    new = {"step": steps, "square_avg": squares, "grad_avg": means, "momentum_buffer": buffers}
     return _foreach.descend(params, direction, hyper["lr"]), new
 
 

@@ -54,6 +54,22 @@ def read_loss(returned: PyTree, fn: str, *, has_aux: bool = False) -> tuple[Tens
     return losses[0].reshape(()), aux
 
 
+def read_loss_and_buffers(
+    returned: PyTree, buffers: PyTree, *, has_aux: bool
+) -> tuple[Tensor, tuple[PyTree, PyTree]]:
+    """Return the one loss, the next buffers and the aux that a function of the caller's gave."""
+    parts = ("loss", "buffers", "aux") if has_aux else ("loss", "buffers")
+    if not isinstance(returned, tuple) or len(returned) != len(parts):
+        expected, fix = f"({', '.join(parts)})", f"return {', '.join(parts)}"
+        where = "loss_fn(params, buffers, outer, batch)"
+        raise StructureError(message(where, expected, describe(returned), fix))
+    loss, after, *aux = returned
+    root, spec = "the buffers that loss_fn returned", pytree.flatten(buffers)[1]
+    leaves = pytree.flatten_up_to(spec, "buffers", after, root)
+    after = pytree.unflatten(spec, leaves)
+    return read_loss((loss, None), "loss_fn", has_aux=True)[0], (after, aux[0] if aux else None)
+
+
 _TENSOR = object()
 
 
@@ -68,3 +84,9 @@ def open_tensors(tree: PyTree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]
         return pytree.unflatten(spec, [next(rest) if c is _TENSOR else c for c in constants])
 
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)], close
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:
+    """Return a tree with `fn` of each tensor in its place."""
+    tensors, close = open_tensors(tree)
+    return close(map(fn, tensors))

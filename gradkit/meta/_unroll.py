@@ -10,11 +10,13 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit._compat.transforms import differentiated, is_dual, transforms
+from gradkit._compat.transforms import differentiated, in_jvp, is_dual, transforms
 from gradkit._core.options import check_bool, is_positive_int
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
+from gradkit.meta._foreach import Tensors
+from gradkit.meta._grad_transform import read_grad_transform
 from gradkit.meta._inner_step import Carry, InnerStep, Inputs, Outputs, recomputed
 from gradkit.meta._optimizer import (
     Optimizer,
@@ -25,7 +27,7 @@ from gradkit.meta._optimizer import (
     require_optimizer,
     select,
 )
-from gradkit.meta._trees import InnerParams, open_tensors, read_inner_params
+from gradkit.meta._trees import InnerParams, map_tensors, open_tensors, read_inner_params
 
 Memory: TypeAlias = Literal["store", "recompute"] | int
 Run: TypeAlias = Callable[[Carry, Inputs], Outputs]
@@ -40,12 +42,16 @@ class Adapted:
         state: The optimizer's state after the last step.
         values: The inner losses, a tensor with one element for each step.
         aux: What the inner loss returned besides them, one item for each step; without gradients.
+        buffers: The buffers after the last step; None without `buffers`.
+        trajectory: With `trajectory=True` the parameters after each step, the last being `params`.
     """
 
     params: PyTree
     state: State
     values: Tensor
     aux: list[PyTree] = field(default_factory=list)
+    buffers: PyTree = None
+    trajectory: list[PyTree] = field(default_factory=list)
 
 
 def unroll(
@@ -58,13 +64,15 @@ def unroll(
     state: State | None = None,
     memory: Memory = "store",
     first_order: bool = False,
-    grad_transform: Callable[[PyTree], PyTree] | None = None,
+    grad_transform: Callable[..., PyTree] | None = None,
+    buffers: PyTree = None,
+    trajectory: bool = False,
     has_aux: bool = False,
 ) -> Adapted:
     """Return the parameters after some steps of an optimizer, differentiable through the steps.
 
     Gradients of whatever is computed from the result flow to `params`, to `outer`, to the
-    hyper-parameters of `opt`, to `state` and to the batches.
+    hyper-parameters of `opt`, to `state`, to `buffers` and to the batches.
 
     Example:
         >>> import torch, gradkit
@@ -79,7 +87,9 @@ def unroll(
 
     Args:
         loss_fn: The inner loss, `loss_fn(params, outer, batch)`: one real element, computed from
-            its arguments alone; with `has_aux` a pair of that and a tree.
+            its arguments alone; with `has_aux` a pair of that and a tree. With `buffers` it is
+            `loss_fn(params, buffers, outer, batch)`, and returns `(loss, buffers)`; with both
+            `(loss, buffers, aux)`.
         params: The initial parameters: a tree of tensors; a module stands for its named
             parameters. A tensor in two places is one variable. An `nn.Parameter` that does not
             require grad stays as it is, and so does what the loss does not reach.
@@ -94,13 +104,21 @@ def unroll(
             rounding. Random numbers, and memory that a step writes to (the statistics of batch
             norm), are as if it had run once; assigning to an attribute, or appending to a list,
             happens again.
-        first_order: Treat the inner gradients as constants, as FOMAML does; no graph is kept.
-        grad_transform: A function on trees of gradients, applied before the optimizer, such as
-            clipping. It must not change them in place.
+        first_order: Treat the inner gradients as constants, as FOMAML does. No graph of the inner
+            loss is kept, so that `values` and `buffers` are constants, too; they are not with a
+            `grad_transform` of three arguments, which `values` may be used to train.
+        grad_transform: A function `(grads)` on trees of gradients, applied before the optimizer,
+            such as clipping; or a function `(grads, outer, state)`, such as a learned optimizer,
+            which also gets the outer variables, and the optimizer's state before the step. It
+            must not change its arguments in place.
+        buffers: A tree that each step passes to the next, such as the statistics of batch norm:
+            `loss_fn` gets it, and returns the next one, of the same structure. Gradients flow
+            through it. None is no buffers.
+        trajectory: Whether to return the parameters after each step, which are then all kept.
         has_aux: Whether `loss_fn` returns `(loss, aux)`.
 
     Returns:
-        An `Adapted`, with `params`, `state`, `values` and `aux`.
+        An `Adapted`, with `params`, `state`, `values`, `aux`, `buffers` and `trajectory`.
 
     Raises:
         LeafTypeError: A leaf, or the loss, is no tensor that has a gradient.
@@ -118,40 +136,47 @@ def unroll(
         https://arxiv.org/abs/1703.03400; Chen et al. 2016, "Training Deep Nets with Sublinear
         Memory Cost", https://arxiv.org/abs/1604.06174, for the recomputation.
     """
-    _check_options(memory, first_order=first_order, has_aux=has_aux)
+    flags = {"first_order": first_order, "trajectory": trajectory, "has_aux": has_aux}
+    _check_options(memory, flags)
     require_optimizer(opt)
+    transform = read_grad_transform(grad_transform)
+    has_buffers = buffers is not None
     enabled = torch.is_grad_enabled()
-    create_graph = enabled and not first_order
+    is_learned = transform is not None and transform.is_learned
+    create_graph = (enabled or in_jvp()) and (is_learned or not first_order)
     with leave_inference_mode(record=True), torch.set_grad_enabled(enabled):
         data = _read_batches(batches)
         inner = read_inner_params(params)
-        step = InnerStep(loss_fn, inner, opt, grad_transform, has_aux)
-        tensors, close = open_tensors((outer, data, state, dict(opt.hyper)))
+        step = InnerStep(loss_fn, inner, opt, transform, first_order, has_buffers, has_aux)
+        tensors, close = open_tensors((outer, data, state, dict(opt.hyper), buffers))
         _refuse_graphs([*inner.variables, *tensors])
-        outer, data, state, hyper = close(_without_inference(tensors))
+        outer, data, state, hyper, buffers = close(_without_inference(tensors))
         if state is None:
             by_leaf = initial_state(opt, inner.leaves)
         else:
             by_leaf = read_state(opt, state, inner.spec)
         columns = {name: inner.per_variable(column) for name, column in by_leaf.items()}
-        carry = Carry(_without_inference(inner.variables), columns)
+        carry = Carry(_without_inference(inner.variables), columns, buffers)
         inputs = Inputs(outer, _read_hyper(opt, hyper, inner), data)
-        run, size = _segments(step, memory, create_graph=create_graph)
-        (tensors, columns), losses, aux = _loop(run, carry, inputs, size)
+        options = {"create_graph": create_graph, "trajectory": trajectory}
+        run, size = _segments(step, memory, **options)
+        carry, losses, aux, between = _loop(run, carry, inputs, size, trajectory=trajectory)
         states = {
             name: replace(inner, leaves=by_leaf[name]).tree(column)
-            for name, column in columns.items()
+            for name, column in carry.state.items()
         }
-        aux = _detached(aux) if has_aux else []
-        return Adapted(inner.tree(tensors), states, torch.stack(losses), aux)
+        aux = map_tensors(Tensor.detach, aux) if has_aux else []
+        adapted, values = inner.tree(carry.tensors), torch.stack(losses)
+        after_each = [*map(inner.tree, between), adapted] if trajectory else []
+        return Adapted(adapted, states, values, aux, carry.buffers, after_each)
 
 
-def _check_options(memory: object, *, first_order: object, has_aux: object) -> None:
+def _check_options(memory: object, flags: Mapping[str, object]) -> None:
     if memory not in ("store", "recompute") and not is_positive_int(memory):
         expected = "'store', 'recompute' or a positive int"
         raise OptionError(message("memory", expected, repr(memory), "memory='store'"))
-    check_bool("first_order", first_order)
-    check_bool("has_aux", has_aux)
+    for name, flag in flags.items():
+        check_bool(name, flag)
 
 
 def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
@@ -202,40 +227,46 @@ def _read_hyper(opt: Optimizer, hyper: dict[str, Any], params: InnerParams) -> d
     return {name: select(value, first) for name, value in settings.items()}
 
 
-def _segments(step: InnerStep, memory: Memory, *, create_graph: bool) -> tuple[Run, int]:
+def _segments(
+    step: InnerStep, memory: Memory, *, create_graph: bool, trajectory: bool
+) -> tuple[Run, int]:
     """Return a function that runs some steps, and how many it is to run at a time."""
     # Inside torch.func a tensor from outside cannot be seen, nor memory that is written put back.
     if not create_graph or memory == "store" or transforms():
         return partial(_stored, step, create_graph=create_graph), 1
     if memory == "recompute":
         return partial(recomputed, step), 1
-    return partial(recomputed, partial(_nested, step)), int(memory)
+    return partial(recomputed, partial(_nested, step, trajectory=trajectory)), int(memory)
 
 
 def _stored(step: InnerStep, carry: Carry, inputs: Inputs, *, create_graph: bool) -> Outputs:
-    carry, losses, aux = step(carry, inputs, create_graph=create_graph)
-    losses = losses if create_graph else [loss.detach() for loss in losses]
-    return Outputs(carry, losses, _detached(aux) if step.has_aux else aux)
+    carry, losses, aux, between = step(carry, inputs, create_graph=create_graph)
+    aux = map_tensors(Tensor.detach, aux) if step.has_aux else aux
+    if not create_graph:
+        losses = [loss.detach() for loss in losses]
+        if step.has_buffers:
+            carry = carry._replace(buffers=map_tensors(Tensor.detach, carry.buffers))
+    return Outputs(carry, losses, aux, between)
 
 
-def _nested(step: InnerStep, carry: Carry, inputs: Inputs, *, create_graph: bool) -> Outputs:
+def _nested(
+    step: InnerStep, carry: Carry, inputs: Inputs, *, create_graph: bool, trajectory: bool
+) -> Outputs:
     """Run the steps of a segment; to differentiate them, each is recomputed once more."""
     run = partial(recomputed, step) if create_graph else partial(step, create_graph=False)
-    return _loop(run, carry, inputs, 1)
+    return _loop(run, carry, inputs, 1, trajectory=trajectory)
 
 
-def _loop(run: Run, carry: Carry, inputs: Inputs, size: int) -> Outputs:
+def _loop(run: Run, carry: Carry, inputs: Inputs, size: int, *, trajectory: bool) -> Outputs:
     """Run all steps, some at a time."""
     losses: list[Tensor] = []
     aux: list[PyTree] = []
+    after_each: list[Tensors] = []
     for begin in range(0, len(inputs.batches), size):
         part = inputs._replace(batches=inputs.batches[begin : begin + size])
-        carry, more_losses, more_aux = run(carry, part)
+        carry, more_losses, more_aux, between = run(carry, part)
         losses += more_losses
         aux += more_aux
-    return Outputs(carry, losses, aux)
-
-
-def _detached(tree: PyTree) -> PyTree:
-    tensors, close = open_tensors(tree)
-    return close([tensor.detach() for tensor in tensors])
+        if trajectory:
+            after_each += [*between, carry.tensors]
+    return Outputs(carry, losses, aux, after_each[:-1])

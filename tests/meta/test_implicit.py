@@ -255,6 +255,39 @@ def test_a_solve_that_has_not_converged_warns_with_its_residual(
         r.gradients(enough)
 
 
+def test_a_solve_that_is_cut_short_on_purpose_does_not_warn(device: torch.device) -> None:
+    r = Ridge(device)
+
+    def two_steps(product: Any, v: Tensor) -> Tensor:
+        return 0.1 * (v + v - 0.1 * product(v))
+
+    def run(warn: bool) -> Any:
+        find = meta.implicit(r.closed, r.loss, solve=two_steps, warn=warn)
+        return r.gradients(find(r.start, r.outer()))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = run(False)
+    with pytest.warns(gradkit.GradkitWarning, match="warn=False"):
+        expected = run(True)
+    assert_same_bits(got, expected)
+
+
+def test_over_tasks_it_is_refused_before_the_solver_runs(device: torch.device) -> None:
+    """A solver may be anything, so that no vmap can enter it."""
+    r = Ridge(device)
+    never = lambda *_: pytest.fail("the solver has run")  # noqa: E731
+    find = meta.implicit(never, r.loss)
+    with pytest.raises(
+        gradkit.UnsupportedGraphError, match="mean of their losses in a Python loop"
+    ):
+        meta.mean_value_and_grads(
+            lambda decay, task: find(r.start, {**r.outer(), "decay": decay}).sum() + task,
+            r.decay,
+            torch.zeros(3, dtype=D, device=device),
+        )
+
+
 def test_a_hessian_that_is_not_positive_definite_warns(device: torch.device) -> None:
     s = torch.tensor(0.5, dtype=D, device=device, requires_grad=True)
     flat = meta.implicit(lambda w, s: w * 0, lambda w, s: (w[0] ** 2 * s) + 0 * w[1])
@@ -317,6 +350,7 @@ def test_what_the_solver_and_the_options_must_be(device: torch.device) -> None:
         {"tol": "small"},
         {"damping": -0.1},
         {"damping": float("nan")},
+        {"warn": 1},
     ):
         with pytest.raises(gradkit.OptionError, match=rf"^{next(iter(options))}: expected"):
             meta.implicit(r.closed, r.loss, **options)

@@ -181,6 +181,38 @@ def test_classes_without_a_derivative_run_without_a_graph(device: torch.device, 
         func_grad(lambda p: ours(opt, [p])[0][0].sum())(params[0].detach())
 
 
+@pytest.mark.parametrize(
+    "hyper",
+    [
+        {},
+        {"lr": 0.1, "nesterov": False, "momentum": 0.5},
+        {"lr": 0.1, "weight_decay": 0.3, "adjust_lr_fn": "match_rms_adamw"},
+        {"lr": 0.1, "ns_steps": 3, "ns_coefficients": (3.0, -4.0, 2.0), "eps": 1e-3},
+    ],
+)
+def test_muon_is_that_of_torch(device: torch.device, hyper: dict[str, Any]) -> None:
+    params = [torch.randn(*shape, dtype=D, device=device) for shape in ((3, 2), (2, 5), (4, 4))]
+    opt = meta.from_torch(optim.Muon, **hyper)
+    assert_close(ours(opt, params)[0], torchs(optim.Muon, params, hyper))
+    rates = [0.1, 0.2, 0.3]
+    alone = [
+        torchs(optim.Muon, [p], {**hyper, "lr": r}, 1) for p, r in zip(params, rates, strict=True)
+    ]
+    by_leaf = meta.from_torch(optim.Muon, **{**hyper, "lr": rates})
+    got = [by_leaf.step(params, [slopes([p])[0] for p in params], by_leaf.init(params))[0]]
+    assert_close(got, alone)
+    adapted = meta.unroll(
+        lambda params, _, x: sum((p**4).sum() for p in params),
+        params,
+        [()] * 3,
+        meta.from_torch(optim.Muon, lr=0.01),
+        first_order=True,
+    )
+    assert adapted.values[-1] < adapted.values[0]
+    with pytest.raises(gradkit.OptionError, match=r"Muon.*2D"):
+        opt.step(params[0][0], params[0][0], opt.init(params[0][0]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex128])
 @pytest.mark.parametrize("shape", [(3, 2), ()])
 @every_class
@@ -584,6 +616,26 @@ def test_they_are_never_silently_dropped(
     torch.testing.assert_close(got.reshape(()), expected, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("cls", [optim.NAdam, optim.Adagrad])
+def test_a_tangent_is_not_dropped(device: torch.device, cls: Any, enabled: bool) -> None:
+    """`no_grad` does not switch forward mode off, nor does a dual tensor require grad."""
+    opt = meta.from_torch(cls, lr=0.1)
+    w, g, along = (torch.randn(3, dtype=D, device=device) for _ in range(3))
+
+    def after(g: Tensor) -> Tensor:
+        return cast("Tensor", opt.step(w, g, opt.init(w))[0])
+
+    eps = 1e-6
+    expected = (after(g + eps * along) - after(g - eps * along)) / (2 * eps)
+    with torch.set_grad_enabled(enabled):
+        torch.testing.assert_close(jvp(after, (g,), (along,))[1], expected, rtol=1e-5, atol=1e-7)
+        with forward_ad.dual_level():
+            out = after(forward_ad.make_dual(g, along))
+            got = forward_ad.unpack_dual(out).tangent
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+
+
 def test_classes_and_arguments_that_are_no_pure_optimizer(device: torch.device) -> None:
     refused = gradkit.UnsupportedOptimizerError
     for cls, why in ((optim.LBFGS, "LBFGS.*closure"), (optim.SparseAdam, "SparseAdam.*sparse")):
@@ -594,14 +646,57 @@ def test_classes_and_arguments_that_are_no_pure_optimizer(device: torch.device) 
         with pytest.raises(refused, match=r"a class of torch\.optim"):
             meta.from_torch(wrong)
     for tree in ({"w": 0.1}, [0.1, 0.2]):
-        with pytest.raises(refused, match=r"lr of NAdam.*several"):
-            meta.from_torch(optim.NAdam, lr=tree)
-        opt = meta.from_torch(optim.NAdam)
-        with pytest.raises(refused, match=r"lr of NAdam.*several"):
-            opt.step([p], [p], opt.init([p]), lr=tree)
+        opt = meta.from_torch(optim.NAdam, lr=tree)
+        with pytest.raises(gradkit.StructureError, match=r"^lr: "):
+            opt.step([p], [p], opt.init([p]))
+    for beta in ({"w": 0.1}, [0.1]):
+        with pytest.raises(refused, match=r"betas of NAdam.*tuple of trees"):
+            meta.from_torch(optim.NAdam, betas=(beta, 0.9))
+    with pytest.raises(gradkit.OptionError, match="NAdam"):
+        meta.from_torch(optim.NAdam, lr={"w": 0.1, "b": -0.1})
     for cls in CASES:
         with pytest.raises(gradkit.OptionError, match=rf"^{cls.__name__} has .*'lrr'; it has lr, "):
             meta.from_torch(cls, lrr=1)
+
+
+BY_LEAF = [(cls, "weight_decay") for cls in (optim.NAdam, optim.Adamax, optim.ASGD, optim.Adagrad)]
+
+
+@pytest.mark.parametrize(("cls", "key"), [(cls, "lr") for cls in WRAPPED] + BY_LEAF)
+def test_a_wrapped_class_takes_a_tree_of_hyper_parameters(
+    device: torch.device, cls: Any, key: str
+) -> None:
+    params = initial(device)
+    tree = {"w": 0.03, "more": [0.1, 0.2], "none": None}
+    expected = [p.detach().clone() for p in leaves(params)]
+    groups = [{"params": [p], key: x} for p, x in zip(expected, [0.03, 0.1, 0.2], strict=True)]
+    theirs = cls(groups)
+    for t in range(5):
+        for p, grad in zip(expected, slopes(expected, t), strict=True):
+            p.grad = grad
+        with exact_counts(cls):
+            theirs.step()
+    assert_close(ours(meta.from_torch(cls, **{key: tree}), params)[0], expected)
+    assert_close(ours(meta.from_torch(cls), params, **{key: tree})[0], expected)
+    prefix = {"w": 0.03, "more": 0.1, "none": None}  # one for all below it
+    got = ours(meta.from_torch(cls, **{key: prefix}), params, 1)[0]
+    assert_close([got["w"]], [ours(meta.from_torch(cls, **{key: tree}), params, 1)[0]["w"]])
+
+
+def test_a_tree_of_learned_rates_in_a_wrapped_class(device: torch.device) -> None:
+    params = {
+        "w": torch.randn(3, dtype=D, device=device),
+        "b": torch.randn((), dtype=D, device=device),
+    }
+    rates = [torch.tensor(x, dtype=D, device=device, requires_grad=True) for x in (0.1, 0.2)]
+
+    def after(*rates: Tensor) -> Any:
+        opt = meta.from_torch(optim.NAdam, lr=dict(zip(params, rates, strict=True)))
+        return height(leaves(ours(opt, params, 3)[0]))
+
+    assert gradcheck(after, rates, eps=1e-6, atol=1e-6, rtol=1e-6)
+    with pytest.raises(gradkit.UnsupportedOptimizerError, match=r"lr of ASGD.*drops the gradient"):
+        meta.from_torch(optim.ASGD, lr=dict(zip(params, rates, strict=True)))
 
 
 class Signs(optim.Optimizer):

@@ -606,6 +606,35 @@ def test_inside_of_torch_func(device: torch.device, memory: Any) -> None:
     torch.testing.assert_close(along, slopes[0] @ starts[1] + slopes[1] * scale)
 
 
+@each_way
+@pytest.mark.parametrize("learned", [False, True])
+def test_no_grad_does_not_switch_forward_mode_off(
+    device: torch.device, memory: Any, learned: bool
+) -> None:
+    x, w = random(device, 4, 2), random(device, 2, learned=learned)
+    along = torch.ones((), dtype=D, device=device)
+
+    def after(rate: Tensor) -> Tensor:
+        def loss(w: Tensor, _: Any, x: Tensor) -> Tensor:
+            return (x @ w).sin().square().sum()
+
+        for opt in (
+            meta.adam(lr=rate.sigmoid() / 10, eps=0.01),
+            meta.from_torch(torch.optim.NAdam),
+        ):
+            adapted = meta.unroll(loss, w * rate, [x] * 4, opt, memory=memory)
+            rate = height(adapted)
+        return rate
+
+    rate = random(device, learned=True)
+    expected = gradients(after(rate), rate)
+    with torch.no_grad():
+        for jvp_of in (jvp, gradkit.func.jvp):
+            got = jvp_of(after, (rate,), (along,))
+            assert_close([got[1]], expected)
+            assert not any(t.requires_grad for t in got[:2])
+
+
 class Live(TorchDispatchMode):
     """Counts the bytes of the tensors that are alive, and their most."""
 
