@@ -42,9 +42,9 @@ def _batched(matrix: LossRows, chunk_size: int | None) -> Tensor:
     count = len(matrix.rows)
     size = count if chunk_size is None or chunk_size >= count else chunk_size // 2
     blocks = [slice(start, min(start + size, count)) for start in range(0, count, size)]
-    pairs = [(a, b) for index, a in enumerate(blocks) for b in blocks[index + 1 :]]
+    pairs = [[a, b] for index, a in enumerate(blocks) for b in blocks[index + 1 :]]
     total = matrix.zeros(count, count)
-    for parts in pairs or [(blocks[0],)]:
+    for parts in pairs or [blocks]:
         products: dict[int, Tensor] = {}
 
         def consume(index: int, rows: Tensor, products: Any = products) -> None:
@@ -53,8 +53,8 @@ def _batched(matrix: LossRows, chunk_size: int | None) -> Tensor:
         matrix.run_batch(parts, consume)
         sizes = [part.stop - part.start for part in parts]
         product = _sum(products, total.new_zeros(sum(sizes), sum(sizes)))
-        for part, lines in zip(parts, product.split(sizes), strict=True):
-            for other, block in zip(parts, lines.split(sizes, 1), strict=True):
+        for part, lines in zip(parts, torch.split(product, sizes), strict=True):
+            for other, block in zip(parts, torch.split(lines, sizes, 1), strict=True):
                 total[part, other] = block
     return total
 
@@ -68,14 +68,14 @@ def _sum(by_leaf: dict[int, Tensor], total: Tensor) -> Tensor:
 
 def _sequential(matrix: LossRows, held_at_a_time: int) -> Tensor:
     """Return the products of all rows: of some that are held, with each that comes after them."""
-    count = len(matrix.rows)
-    total = matrix.zeros(count, count)
-    for start in range(0, count, held_at_a_time):
-        rows = range(start, min(start + held_at_a_time, count))
+    total = matrix.zeros(len(matrix.rows), len(matrix.rows))
+    every = matrix.differentiable
+    for start in range(0, len(every), held_at_a_time):
+        rows = every[start : start + held_at_a_time]
         held = [matrix.run_one(PassRunner(matrix.call), row) for row in rows]
-        for column in range(start, count):
+        for at, column in enumerate(every[start:]):
             products: list[dict[int, Tensor]] = [{} for _ in held]
-            _consume_row(matrix, held, column - start, column, products)
+            _consume_row(matrix, held, at, column, products)
             for row, by_leaf in zip(rows, products, strict=True):
                 _sum(by_leaf, total[row, column])
     return total

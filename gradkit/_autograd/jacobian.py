@@ -33,6 +33,7 @@ _MOST_IN_ALL = 1 << 22
 _LARGEST_BY_COUNT = 1 << 14
 _LARGEST_ON_CUDA = 1 << 20
 
+_NO_LEAF = "the gradient of a tensor that is no leaf is taken where it arrives, one at a time"
 _NOTHING_TO_BATCH = (
     "a loss of one element is a batch of one; the losses of a tree are not batched with each "
     "other, which would push zeros through each other's graphs, and 0 * inf is nan"
@@ -231,7 +232,7 @@ def choose(strategy: str, call: Call) -> set[int]:
     def why_not(loss: Tensor) -> str | None:
         variables = call.passes[0].params.variables
         if loss.retains_grad or any(v.grad_fn is not None for v in variables):
-            return "the gradient of a tensor that is no leaf is taken where it arrives, one at a time"
+            return _NO_LEAF
         return why_not_batched(below(loss))
 
     batch = losses_to_batch(strategy, losses, why_not, below)

@@ -46,12 +46,16 @@ class LossRows:
         self.rows = [(i, e) for i, loss in enumerate(leaves) for e in range(loss.numel())]
         self.arrived = [None] * len(self.params.variables)
 
+    @property
+    def differentiable(self) -> list[int]:
+        """The rows that are not those of constants."""
+        outputs = self.call.outputs
+        return [row for row, (index, _) in enumerate(self.rows) if outputs[index].requires_grad]
+
     def run_one(self, runner: PassRunner, row: int, *, retain: bool = True) -> Grads:
         """Run the pass of one row."""
         index, element = self.rows[row]
         loss = self.call.outputs[index]
-        if not loss.requires_grad:
-            return [None] * len(self.arrived)
         seed = one_hot(loss, element, element + 1)[0] if loss.dim() else None
         grads = runner.grads([loss], [seed], self.params.variables, retain=retain)
         self.note(grads)

@@ -53,7 +53,7 @@ def _read_functions(fn: PyTree, params: Params) -> list[Function]:
     """Return the function for each variable: that of its first leaf."""
     tree = pytree.unflatten(params.spec, params.leaves)
     by_leaf = pytree.broadcast_prefix(fn, "fn", tree, "params")
-    functions: list[Function] = params.per_variable(by_leaf)
+    functions: list[Any] = params.per_variable(by_leaf)
     for index, function in enumerate(functions):
         if not callable(function):
             fix = "fn=torch.Tensor.norm, or a tree of functions with the structure of params"

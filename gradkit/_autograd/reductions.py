@@ -153,7 +153,7 @@ class Arrivals:
 
 
 def _placeholder(grad: Tensor) -> Tensor:
-    """Return a tensor of the kind that the engine expects in place of a gradient, without memory."""
+    """Return what the engine takes in place of a gradient: a tensor without memory."""
     if grad.is_sparse:
         return torch.zeros_like(grad)
     if type(grad) is not Tensor or grad.layout != torch.strided:

@@ -50,7 +50,7 @@ def products_of_rows(rows: Tensor) -> Tensor:
     """Return the real inner products of the gradients in a stack `[K, *shape]`, as `[K, K]`."""
     matrix = _as_matrix(rows)
     dtype = torch.promote_types(matrix.dtype, torch.float32)
-    parts = [matrix] if dtype == matrix.dtype else matrix.split(_COLUMNS_AT_A_TIME, 1)
+    parts = [matrix] if dtype == matrix.dtype else torch.split(matrix, _COLUMNS_AT_A_TIME, 1)
     product = torch.zeros(len(rows), len(rows), dtype=dtype, device=rows.device)
     with torch.autocast(rows.device.type, enabled=False):
         for part in parts:
