@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from gradkit._autograd import norms
 from gradkit._autograd.gramian import gramian
-from gradkit._autograd.norms import norms
 from gradkit._autograd.reduced import reduce_jointly
 from gradkit._compat.dynamo import disable_compile
-from gradkit._core.losses import read_losses
-from gradkit._core.options import check_chunk_size, check_optional_bool
+from gradkit._core.losses import Losses, read_losses
+from gradkit._core.options import check_chunk_size, check_number, check_optional_bool
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import read_params
 from gradkit._core.pytree import PyTree
+from gradkit.errors import NotScalarLossError, describe, message
 
-__all__ = ["gram", "per_loss_norms", "value_and_reduced_grads"]
+__all__ = [
+    "clipped_sum",
+    "gram",
+    "per_loss_norms",
+    "per_sample_norms",
+    "value_and_reduced_grads",
+]
 
 
 @disable_compile
@@ -162,4 +169,112 @@ def per_loss_norms(
     check_chunk_size(chunk_size)
     with leave_inference_mode():
         flat = read_losses(losses, scalar=False, with_graph=True), read_params(params)
-        return norms(*flat, chunk_size=chunk_size, retain=bool(retain_graph))
+        return norms.norms(*flat, chunk_size=chunk_size, retain=bool(retain_graph))
+
+
+@disable_compile
+def per_sample_norms(
+    losses: Tensor,
+    params: PyTree,
+    *,
+    chunk_size: int | None = None,
+    retain_graph: bool | None = None,
+) -> Tensor:
+    """Return the norm of the gradient of each element of a vector of losses.
+
+    Equals `per_loss_norms`. The samples may depend on each other, as with batch_norm or a
+    contrastive loss: what is measured is the gradient of each sample's loss, as it is.
+
+    Example:
+        >>> import torch, gradkit
+        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> samples = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
+        >>> gradkit.per_sample_norms(samples @ w, [w])
+        tensor([5., 1.])
+
+    Args:
+        losses: `[B]`, real floating-point: the losses of the samples, with a graph.
+        params: As in `value_and_grads`.
+        chunk_size: The largest number of samples in one vmapped pass, which takes memory for as
+            many gradients of the largest parameter; None is all B of them. A pass for `c` samples
+            takes the time of about `c` passes through the graph of the whole batch; where the loss
+            is a function of one sample, `gradkit.func.per_sample_grads` is faster, and takes the
+            memory of B sets of gradients.
+        retain_graph: True: the graph can be used by another call. None: False.
+
+    Returns:
+        `[B]`, without a graph; dtype and device as in `gram`. An empty batch gives `[0]`.
+
+    Raises:
+        NotScalarLossError: `losses` is not a vector.
+        GradkitError: As in `per_loss_grads`.
+
+    Source:
+        Goodfellow 2015, "Efficient Per-Example Gradient Computations",
+        https://arxiv.org/abs/1510.01799
+    """
+    check_optional_bool("retain_graph", retain_graph)
+    check_chunk_size(chunk_size)
+    with leave_inference_mode():
+        flat = _read_samples(losses), read_params(params)
+        return norms.norms(*flat, chunk_size=chunk_size, retain=bool(retain_graph))
+
+
+@disable_compile
+def clipped_sum(
+    losses: Tensor,
+    params: PyTree,
+    max_norm: float | Tensor,
+    *,
+    chunk_size: int | None = None,
+    retain_graph: bool | None = None,
+) -> PyTree:
+    """Return the sum over samples of their gradients, each scaled down to a norm of `max_norm`.
+
+    One pass measures the norms, another adds the gradients: never B sets of them in memory.
+    DP-SGD adds noise to this sum.
+
+    Example:
+        >>> import torch, gradkit
+        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> samples = torch.tensor([[3.0, 4.0], [0.0, 0.5]])
+        >>> gradkit.clipped_sum(samples @ w, {"w": w}, max_norm=1.0)
+        {'w': tensor([0.6000, 1.3000])}
+
+    Args:
+        losses: As in `per_sample_norms`.
+        params: As in `value_and_grads`.
+        max_norm: The largest norm of a sample's gradient, over all params: a number of at least 0,
+            or a one-element tensor, whose sign is not checked.
+        chunk_size: As in `per_sample_norms`.
+        retain_graph: True: the graph can be used by another call. None: False.
+
+    Returns:
+        A tree like `params`, its leaves as in `value_and_grads`: the sum of
+        `min(1, max_norm / (norm + 1e-6)) * gradient`, the factor of `clip_grad_norm_`.
+
+    Raises:
+        NotScalarLossError: `losses` is not a vector.
+        OptionError: `max_norm` is not a number of at least 0.
+        GradkitError: As in `per_loss_grads`.
+
+    Source:
+        Abadi et al. 2016, "Deep Learning with Differential Privacy", algorithm 1,
+        https://arxiv.org/abs/1607.00133
+    """
+    check_optional_bool("retain_graph", retain_graph)
+    check_chunk_size(chunk_size)
+    fix = "gradkit.clipped_sum(losses, params, 1.0)"
+    check_number("max_norm", max_norm, fix, nonnegative=True)
+    with leave_inference_mode():
+        flat, options = (_read_samples(losses), read_params(params)), {"chunk_size": chunk_size}
+        return norms.clipped_sum(*flat, max_norm, **options, retain=bool(retain_graph))
+
+
+def _read_samples(losses: Tensor) -> Losses:
+    flat = read_losses(losses, scalar=False, with_graph=True)
+    if len(flat.leaves) != 1 or flat.leaves[0].dim() != 1:
+        fix = "reduction='none' in the loss function; gradkit.per_loss_norms for a tree of losses"
+        got = describe(flat.leaves[0]) if len(flat.leaves) == 1 else f"{len(flat.leaves)} losses"
+        raise NotScalarLossError(message("losses", "a vector, one loss for each sample", got, fix))
+    return flat

@@ -6,13 +6,33 @@ import torch
 from torch import Tensor
 
 from gradkit._autograd.loss_rows import LossRows, read_rows
-from gradkit._autograd.passes import run_in_turn
+from gradkit._autograd.passes import finish, run_in_turn
 from gradkit._autograd.reductions import ReducingRunner
+from gradkit._autograd.runner import PassRunner
 from gradkit._compat.distributed import full_tensor
-from gradkit._core.call import Grads
+from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.leaf_arithmetic import norms_of_rows, stored
 from gradkit._core.losses import Losses
 from gradkit._core.params import Params
+from gradkit._core.pytree import PyTree
+
+
+def clipped_sum(
+    losses: Losses,
+    params: Params,
+    max_norm: float | Tensor,
+    *,
+    chunk_size: int | None,
+    retain: bool,
+) -> PyTree:
+    """Return the sum of the gradients of the elements of one loss, each of at most some norm."""
+    by_element = norms(losses, params, chunk_size=chunk_size, retain=True)
+    (loss,) = losses.leaves
+    factors = (max_norm / (by_element + 1e-6)).clamp(max=1.0)  # those of clip_grad_norm_
+    call = Call(losses, [loss], [Pass([0], params)])
+    seeds = [factors.detach().to(loss).view_as(loss)]
+    grads = PassRunner(call).grads([loss], seeds, params.variables, retain=retain)
+    return finish(grads, params, "none", create_graph=False)
 
 
 def norms(losses: Losses, params: Params, *, chunk_size: int | None, retain: bool) -> Tensor:

@@ -192,7 +192,9 @@ def test_graphs_that_take_no_batch(device: torch.device, name: str) -> None:
     with warnings.catch_warnings(record=True) as caught, unchanged(w, h):
         warnings.simplefilter("always")
         close(gradkit.gram(losses, {"w": w, "h": h}), expected)
-    assert [one.category for one in caught] == [gradkit.GradkitWarning] * (name[:10] != "a retained")
+    assert [one.category for one in caught] == [gradkit.GradkitWarning] * (
+        name[:10] != "a retained"
+    )
 
 
 def test_sparse_half_and_complex(device: torch.device) -> None:

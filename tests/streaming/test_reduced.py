@@ -68,7 +68,9 @@ def test_no_gradient_is_kept(device: torch.device, captured: list[Tensor]) -> No
 
 
 def test_each_tensor_once(device: torch.device) -> None:
-    w, frozen, unused = (torch.ones(3, device=device).requires_grad_(flag) for flag in (True, False, True))
+    w, frozen, unused = (
+        torch.ones(3, device=device).requires_grad_(flag) for flag in (True, False, True)
+    )
     bias = torch.ones(3, device=device, requires_grad=True)
     calls: list[Tensor] = []
 
