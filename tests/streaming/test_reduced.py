@@ -11,7 +11,7 @@ from hypothesis import given
 from torch import Tensor, nn
 
 import gradkit
-from gradkit._autograd import reductions
+from gradkit._autograd import engine, reductions
 from tests.helpers import Scribble, assert_same_bits, unchanged
 from tests.strategies import OPS, WRITING, Program, build, programs
 
@@ -20,7 +20,7 @@ from tests.strategies import OPS, WRITING, Program, build, programs
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
     """What the engine keeps until the end of each pass."""
     seen: list[Tensor | None] = []
-    run = reductions.run_grad
+    run = engine.run_grad
 
     def keep(*args: Any, **kwargs: Any) -> Any:
         grads = run(*args, **kwargs)
@@ -29,6 +29,11 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
 
     monkeypatch.setattr(reductions, "run_grad", keep)
     return seen
+
+
+def streamed(losses: Any, params: Any) -> Any:
+    """Return what value_and_grads does."""
+    return gradkit.value_and_reduced_grads(losses, params, torch.clone)
 
 
 def outcome(run: Callable[[], Any]) -> Any:
@@ -49,7 +54,7 @@ def test_the_function_gets_the_bits_of_value_and_grads(
         return outcome(lambda: call(graph.losses, params))
 
     expected = grads(gradkit.value_and_grads)
-    ours = grads(lambda *args: gradkit.value_and_reduced_grads(*args, torch.clone))
+    ours = grads(streamed)
     if isinstance(ours, type) or isinstance(expected, type):
         # What is written on a gradient after it has arrived does not matter here.
         assert ours is expected or expected is gradkit.UnsupportedGraphError
@@ -68,10 +73,8 @@ def test_no_gradient_is_kept(device: torch.device, captured: list[Tensor]) -> No
 
 
 def test_each_tensor_once(device: torch.device) -> None:
-    w, frozen, unused = (
-        torch.ones(3, device=device).requires_grad_(flag) for flag in (True, False, True)
-    )
-    bias = torch.ones(3, device=device, requires_grad=True)
+    w, bias, unused = (torch.ones(3, device=device, requires_grad=True) for _ in range(3))
+    frozen = torch.ones(3, device=device)
     calls: list[Tensor] = []
 
     def fn(grad: Tensor) -> dict[str, Any]:
@@ -199,7 +202,7 @@ def test_a_spoilt_gradient_is_refused(device: torch.device) -> None:
         scale = torch.ones(2, device=device)
         return outcome(lambda: call(((k + h) * scale).sum(), [k, w]))
 
-    ours = run(lambda *args: gradkit.value_and_reduced_grads(*args, torch.clone)[1])
+    ours = run(lambda losses, params: streamed(losses, params)[1])
     expected = run(lambda *args: gradkit.value_and_grads(*args)[1])
     assert ours is gradkit.UnsupportedGraphError or expected is not gradkit.UnsupportedGraphError
     w = torch.ones(2, device=device, requires_grad=True)
@@ -218,7 +221,7 @@ def test_what_is_no_function_is_refused(device: torch.device, fn: Any) -> None:
     with pytest.raises(gradkit.StructureError, match="fn"):
         gradkit.value_and_reduced_grads(loss, model, {"weight": torch.sum})
     with pytest.raises(gradkit.OptionError, match="retain_graph"):
-        gradkit.value_and_reduced_grads(loss, model, torch.sum, retain_graph=1)  # type: ignore
+        gradkit.value_and_reduced_grads(loss, model, torch.sum, retain_graph=1)
     gradkit.value_and_reduced_grads(loss, model, torch.sum)  # nothing had run
     with pytest.raises(gradkit.UnreachedParamError):
         gradkit.value_and_reduced_grads(torch.ones((), requires_grad=True) * 1, model, torch.sum)
