@@ -267,9 +267,13 @@ def clipped_sum(
     fix = "gradkit.clipped_sum(losses, params, 1.0)"
     check_number("max_norm", max_norm, fix, nonnegative=True)
     with leave_inference_mode():
-        flat = _read_samples(losses), read_params(params)
-        options = {"retain": bool(retain_graph)}
-        return norms.clipped_sum(*flat, max_norm, chunk_size=chunk_size, **options)
+        return norms.clipped_sum(
+            _read_samples(losses),
+            read_params(params),
+            max_norm,
+            chunk_size=chunk_size,
+            retain=bool(retain_graph),
+        )
 
 
 def _read_samples(losses: Tensor) -> Losses:
