@@ -258,10 +258,10 @@ def per_loss_grads(
         strategy: `"sequential"`: an engine pass for each element of each loss. `"batched"`: the
             elements of each loss vmapped through the engine's batched mode, equal to rounding;
             where that mode is known to be wrong, or fails, passes are sequential, with one
-            `GradkitWarning` that says why. `"auto"` picks by device and size. A batched pass calls
-            hooks once for its elements together, and leaves a tensor that the user called
-            `retain_grad()` on with an unusable `.grad`. If the graph is to be freed, the last
-            element has a separate pass.
+            `GradkitWarning` that says why: so where a hook computes with its gradient, which would
+            be a batch. `"auto"` picks by device and size. A batched pass leaves a tensor that the
+            user called `retain_grad()` on with an unusable `.grad`. If the graph is to be freed,
+            the last element has a separate pass.
         chunk_size: The largest number of elements in one batched pass; None is all of them.
 
     Returns:

@@ -69,7 +69,7 @@ def run_batch(
 ) -> list[Tensor | None]:
     """Run one pass from batches of cotangents, inside `batched_mode`, and keep the graph."""
     # Not torch.autograd.grad, which a TorchFunctionMode would see: hooks could not be seen by one.
-    options = (True, False, tuple(inputs), True)
+    options = (True, call.create_graph, tuple(inputs), True)
     try:
         return list(run_engine(tuple(outputs), tuple(batches), *options, accumulate_grad=False))
     except RuntimeError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from gradkit._autograd.captures import any_observers, copied_on_arrival
 from gradkit._autograd.engine import run_batch, run_grad
+from gradkit._autograd.hooks_in_batches import hooks_refused
 from gradkit._autograd.runner import PassRunner
 from gradkit._checks.checked import is_checked
 from gradkit._checks.writes import user_code_alive
@@ -22,17 +22,12 @@ from gradkit._compat.autograd import (
     batched_mode,
     current_pass,
     from_batch,
-    is_batch,
     without_function_modes,
 )
-from gradkit._core import pytree, user_code
+from gradkit._core import user_code
 
 # What is called with the number of a variable, and its gradient; or with a stack of its gradients.
 Consume: TypeAlias = Callable[[int, Tensor], None]
-
-
-class HookInBatchError(RuntimeError):
-    """A hook has met a batch of gradients, of which much that it may call is wrong [G1]."""
 
 
 @dataclass(slots=True)
@@ -82,7 +77,6 @@ class ReducingRunner(PassRunner):
 
         Each seed is a stack of cotangents; `consume` gets a stack of gradients.
         """
-        guard = _HookGuard()
         with batched_mode() as level, ExitStack() as stack:
             size = len(seeds[0])
 
@@ -93,11 +87,9 @@ class ReducingRunner(PassRunner):
             inputs = stack.enter_context(self.observed_inputs(variables))
             roots = stack.enter_context(arrivals.from_roots(outputs))
             cotangents = [as_batch(seed, level) for seed in seeds]
-            stack.enter_context(guard if user_code.hooks_registered() else nullcontext())
+            stack.enter_context(hooks_refused())
             captured = run_batch(self.call, roots, inputs, cotangents)
-        if guard.has_met:  # and the hook went on
-            raise HookInBatchError(_HOOK)
-        return captured[: len(variables)]
+            return captured[: len(variables)]
 
 
 class Arrivals:
@@ -159,32 +151,3 @@ def _placeholder(grad: Tensor) -> Tensor:
     if type(grad) is not Tensor or grad.layout != torch.strided:
         return grad
     return torch.zeros((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
-
-
-_HOOK = "a hook computes with the gradient, which in a batched pass is a batch of them"
-
-
-class _HookGuard(TorchFunctionMode):
-    """Raises when Python code computes with a batch: its `.data` crashes, its std() is wrong."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_met = False
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Call a function of torch, unless an argument is a batch."""
-        kwargs = kwargs or {}
-        if any(map(is_batch, _tensors((args, kwargs)))):
-            self.has_met = True
-            raise HookInBatchError(_HOOK)
-        return func(*args, **kwargs)
-
-
-def _tensors(tree: object) -> list[Tensor]:
-    return [leaf for leaf in pytree.flatten(tree)[0] if isinstance(leaf, Tensor)]

@@ -10,10 +10,12 @@ from typing import Any, cast
 from torch import Tensor
 
 from gradkit._autograd.captures import ArrivalCapture, any_observers, observed
-from gradkit._autograd.engine import run_backward, run_grad
+from gradkit._autograd.engine import run_backward, run_batch, run_grad
+from gradkit._autograd.hooks_in_batches import hooks_refused
 from gradkit._autograd.write_finder import WriteFinder
 from gradkit._checks.checked import step_monitor
 from gradkit._checks.writes import exposed, refuse_written, user_code_alive, versions
+from gradkit._compat.autograd import as_batch, batched_mode, from_batch, without_function_modes
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
 from gradkit._core.ownership import own
@@ -142,9 +144,15 @@ class PassRunner:
 
         From seeds of shape `[B, *output.shape]` to gradients of shape `[B, *variable.shape]`.
         """
-        return run_grad(
-            self.call, [output], variables, [seeds], retain_graph=True, is_grads_batched=True
-        )
+        if not self.call.plain:
+            return run_grad(
+                self.call, [output], variables, [seeds], retain_graph=True, is_grads_batched=True
+            )
+        with batched_mode() as level, hooks_refused():
+            grads = run_batch(self.call, [output], variables, [as_batch(seeds, level)])
+            with without_function_modes():
+                size = len(seeds)
+                return [None if grad is None else from_batch(grad, level, size) for grad in grads]
 
     def backward(
         self,
