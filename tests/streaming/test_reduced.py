@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -167,6 +168,23 @@ def test_other_passes_through_the_same_tensors(device: torch.device) -> None:
     gradkit.value_and_reduced_grads(h.sum(), [w], lambda grad: seen.append(grad.clone()))
     assert_same_bits(inside, [torch.full((2,), 5.0, device=device)])
     assert_same_bits(seen, [torch.full((2,), 2.0, device=device)])
+
+
+def test_a_pass_of_another_thread(device: torch.device) -> None:
+    w = torch.ones(2, device=device, requires_grad=True)
+    other, outside, calls = (w * 5).sum(), [], []
+
+    def fn(grad: Tensor) -> Tensor:
+        calls.append(grad)
+        thread = Thread(target=lambda: outside.extend(torch.autograd.grad(other, w)))
+        thread.start()
+        thread.join()
+        return grad.clone()
+
+    _, reduced = gradkit.value_and_reduced_grads((w * 2).sum(), [w], fn)
+    assert len(calls) == 1
+    assert_same_bits(outside, [torch.full((2,), 5.0, device=device)])
+    assert_same_bits(reduced, [torch.full((2,), 2.0, device=device)])
 
 
 def test_hooks_of_the_caller_run_first(device: torch.device) -> None:
