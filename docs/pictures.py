@@ -180,6 +180,7 @@ ROOMS = {
     "report": "explain, conflicts, compare",
     "meta": "unroll, implicit, optimizers, tasks",
     "eager": "value_and_grads, ...",
+    "streaming": "gram, ...",
     "retain": "safe_retain",
     "func": "the same over torch.func",
     "dotgrad": "the .grad workflow",

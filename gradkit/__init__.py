@@ -2,10 +2,12 @@
 
 `value_and_grads`, `per_loss_grads` and `simultaneous_grads` differentiate losses that have been
 computed, by any tree of parameters, and return trees of gradients; `safe_retain` keeps the
-gradients of intermediate tensors. None of them touches `.grad`: that is for `gradkit.dotgrad`,
-which leads from these results to the `.grad` workflow and back. `gradkit.func` does the same for
-functions, over torch.func; `gradkit.meta` differentiates through training; `gradkit.distributed` is
-for several processes; `gradkit.report` shows what there is to see about gradients.
+gradients of intermediate tensors. `value_and_reduced_grads`, `gram`, `per_loss_norms`,
+`per_sample_norms` and `clipped_sum` return what is made of gradients that are freed as they arrive.
+None of them touches `.grad`: that is for `gradkit.dotgrad`, which leads from these results to the
+`.grad` workflow and back. `gradkit.func` does the same for functions, over torch.func;
+`gradkit.meta` differentiates through training; `gradkit.distributed` is for several processes;
+`gradkit.report` shows what there is to see about gradients.
 """
 
 import importlib as _importlib
@@ -42,6 +44,13 @@ from gradkit.errors import (
     UnsupportedOptimizerError,
 )
 from gradkit.retain import safe_retain
+from gradkit.streaming import (
+    clipped_sum,
+    gram,
+    per_loss_norms,
+    per_sample_norms,
+    value_and_reduced_grads,
+)
 from gradkit.tree._per_loss import combine
 
 if _typing.TYPE_CHECKING:
@@ -66,13 +75,17 @@ __all__ = [
     "capture_grads",
     "checked",
     "clear_grads_",
+    "clipped_sum",
     "combine",
     "distributed",
     "dotgrad",
     "errors",
     "func",
+    "gram",
     "meta",
     "per_loss_grads",
+    "per_loss_norms",
+    "per_sample_norms",
     "read_grads",
     "report",
     "safe_retain",
@@ -80,6 +93,7 @@ __all__ = [
     "step_",
     "tree",
     "value_and_grads",
+    "value_and_reduced_grads",
     "write_grads_",
 ]
 

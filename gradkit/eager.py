@@ -7,6 +7,7 @@ from typing import TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 from torch import Tensor, nn
 
+from gradkit._autograd.gramian import weights_from_gramian
 from gradkit._autograd.passes import (
     finish,
     finish_players,
@@ -125,6 +126,8 @@ def value_and_grads(
             for the tuple of its parameters. None stays None.
         weights: Real numbers or one-element tensors in the structure of `losses`, or a prefix of
             it; None is all ones. A weight that requires grad is part of the differentiated sum.
+            Or a function that gets the `gradkit.gram` of the losses, `[K, K]`, and returns K
+            weights, as TorchJD's weightings do: a second pass, and never K sets of gradients.
         unused: What stands for a trainable parameter that no loss reaches: `"none"` (a structural
             zero), `"zeros"` (a dense zero), or `"error"`.
         create_graph: Let values and gradients carry a graph, for higher derivatives.
@@ -155,6 +158,8 @@ def value_and_grads(
     check_pass_options(unused, create_graph, retain_graph)
     with leave_inference_mode():
         flat_losses, flat_params = read_losses(losses, scalar=True), read_params(params)
+        if weights is not None and callable(weights):
+            weights = weights_from_gramian(flat_losses, flat_params, weights)
         result = run_jointly(
             flat_losses,
             flat_params,
@@ -253,10 +258,10 @@ def per_loss_grads(
         strategy: `"sequential"`: an engine pass for each element of each loss. `"batched"`: the
             elements of each loss vmapped through the engine's batched mode, equal to rounding;
             where that mode is known to be wrong, or fails, passes are sequential, with one
-            `GradkitWarning` that says why. `"auto"` picks by device and size. A batched pass calls
-            hooks once for its elements together, and leaves a tensor that the user called
-            `retain_grad()` on with an unusable `.grad`. If the graph is to be freed, the last
-            element has a separate pass.
+            `GradkitWarning` that says why: so where a hook computes with its gradient, which would
+            be a batch. `"auto"` picks by device and size. A batched pass leaves a tensor that the
+            user called `retain_grad()` on with an unusable `.grad`. If the graph is to be freed,
+            the last element has a separate pass.
         chunk_size: The largest number of elements in one batched pass; None is all of them.
 
     Returns:

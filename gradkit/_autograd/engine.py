@@ -64,6 +64,19 @@ def run_grad(
     return list(grads)
 
 
+def run_batch(
+    call: Call, outputs: Sequence[Tensor], inputs: Sequence[Any], batches: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Run one pass from batches of cotangents, inside `batched_mode`, and keep the graph."""
+    # Not torch.autograd.grad, which a TorchFunctionMode would see: hooks could not be seen by one.
+    options = (True, call.create_graph, tuple(inputs), True)
+    try:
+        return list(run_engine(tuple(outputs), tuple(batches), *options, accumulate_grad=False))
+    except RuntimeError as error:
+        _raise_named(error, call)
+        raise
+
+
 def _plain(tensors: Sequence[Tensor]) -> bool:
     return PLAIN_TYPES.issuperset(map(type, tensors))
 

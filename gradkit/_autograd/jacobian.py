@@ -33,6 +33,7 @@ _MOST_IN_ALL = 1 << 22
 _LARGEST_BY_COUNT = 1 << 14
 _LARGEST_ON_CUDA = 1 << 20
 
+_NO_LEAF = "the gradient of a tensor that is no leaf is taken where it arrives, one at a time"
 _NOTHING_TO_BATCH = (
     "a loss of one element is a batch of one; the losses of a tree are not batched with each "
     "other, which would push zeros through each other's graphs, and 0 * inf is nan"
@@ -229,7 +230,10 @@ def choose(strategy: str, call: Call) -> set[int]:
         return call.graph.below([by_id[id(loss)]])
 
     def why_not(loss: Tensor) -> str | None:
-        return _why_not(loss, below(loss), call.passes[0].params.variables)
+        variables = call.passes[0].params.variables
+        if loss.retains_grad or any(v.grad_fn is not None for v in variables):
+            return _NO_LEAF
+        return why_not_batched(below(loss))
 
     batch = losses_to_batch(strategy, losses, why_not, below)
     return {index for index, is_batched in zip(indices, batch, strict=True) if is_batched}
@@ -274,14 +278,12 @@ def _worth_batching(loss: Tensor, below: Callable[[Tensor], Subgraph]) -> bool:
     return is_small and loss.device.type == "cpu"
 
 
-def _why_not(loss: Tensor, below: Subgraph, variables: list[Tensor]) -> str | None:
-    """Return why this loss is known not to come out right in the batched mode, or not to run."""
+def why_not_batched(below: Subgraph) -> str | None:
+    """Return why a graph is known not to come out right in the batched mode, or not to run."""
     if is_checked():
         return "gradkit.checked() looks at one pass at a time"
     if any_observers():
         return "safe_retain keeps gradients, and those of a batch cannot outlive it"
-    if loss.retains_grad or any(v.grad_fn is not None for v in variables):
-        return "the gradient of a tensor that is no leaf is taken where it arrives, one at a time"
     for kind in below.kinds:
         if kind.__name__ in _UNBATCHABLE:
             return _UNBATCHABLE[kind.__name__]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torch import Tensor
 
 from gradkit._autograd.captures import ArrivalCapture, any_observers, observed
-from gradkit._autograd.engine import run_backward, run_grad
+from gradkit._autograd.engine import run_backward, run_batch, run_grad
+from gradkit._autograd.hooks_in_batches import hooks_refused
 from gradkit._autograd.write_finder import WriteFinder
 from gradkit._checks.checked import step_monitor
 from gradkit._checks.writes import exposed, refuse_written, user_code_alive, versions
+from gradkit._compat.autograd import as_batch, batched_mode, from_batch, without_function_modes
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
 from gradkit._core.ownership import own
@@ -60,10 +62,16 @@ class PassRunner:
         if len(copied) < len(variables) and user_code_alive(self.call):
             moved |= versions(variables, grads, copied)
         if moved:
-            where = ", ".join(map(self.call.losses.path, self.call.differentiated[:3]))
-            path = self._params_of(variables).path
-            refuse_written(where, path, variables, Subgraph(outputs), moved)
+            self.refuse_moved(outputs, variables, moved)
         return grads if self.call.create_graph else _owned(grads, variables)
+
+    def refuse_moved(
+        self, outputs: Sequence[Tensor], variables: list[Tensor], moved: Mapping[int, int]
+    ) -> None:
+        """Raise if a gradient that has this version, by the variable's number, was written on."""
+        where = ", ".join(map(self.call.losses.path, self.call.differentiated[:3]))
+        path = self.params_of(variables).path
+        refuse_written(where, path, variables, Subgraph(outputs), moved)
 
     def _captured_grads(
         self,
@@ -78,11 +86,8 @@ class PassRunner:
 
         Returns the gradients, and the versions that those that were copied late had by then.
         """
-        extra = observed()
-        inputs: list[Any] = [*variables, *(edge for _, edge in extra)]
-        retained = self.retained((*variables, *(tensor for tensor, _ in extra)))
         with ExitStack() as stack:
-            stack.enter_context(grads_put_back(list({id(t): t for t in retained}.values())))
+            inputs = stack.enter_context(self.observed_inputs(variables))
             create = self.call.create_graph
             monitor = step_monitor()
             finder = None if monitor is None else WriteFinder()
@@ -92,12 +97,21 @@ class PassRunner:
             with finder or nullcontext():
                 grads = run_grad(self.call, roots, inputs, cotangents, retain_graph=retain)
             if finder is not None:
-                finder.report(self._params_of(variables))
+                finder.report(self.params_of(variables))
             if monitor is not None:
                 monitor.note(variables, grads[: len(variables)])
             return capture.replace(grads[: len(variables)]), capture.versions
 
-    def _params_of(self, variables: list[Tensor]) -> Params:
+    @contextmanager
+    def observed_inputs(self, variables: list[Tensor]) -> Iterator[list[Any]]:
+        """Yield what a pass is for, observed tensors too; every `.grad` is put back afterwards."""
+        extra = observed()
+        retained = self.retained((*variables, *(tensor for tensor, _ in extra)))
+        with grads_put_back(list({id(t): t for t in retained}.values())):
+            yield [*variables, *(edge for _, edge in extra)]
+
+    def params_of(self, variables: list[Tensor]) -> Params:
+        """Return the params whose variables these are."""
         for one in self.call.passes:
             if one.params.variables is variables:
                 return one.params
@@ -109,7 +123,7 @@ class PassRunner:
         That is, copies none, and writes no `.grad`. Looked for once a call.
         """
         if id(variables) not in self._exposed:
-            params = self._params_of(variables)
+            params = self.params_of(variables)
             copied = exposed(self.call, params)
             retained = self.retained(() if params.only_leaves else variables)
             self._exposed[id(variables)] = copied, not copied and not retained
@@ -130,9 +144,15 @@ class PassRunner:
 
         From seeds of shape `[B, *output.shape]` to gradients of shape `[B, *variable.shape]`.
         """
-        return run_grad(
-            self.call, [output], variables, [seeds], retain_graph=True, is_grads_batched=True
-        )
+        if not self.call.plain:
+            return run_grad(
+                self.call, [output], variables, [seeds], retain_graph=True, is_grads_batched=True
+            )
+        with batched_mode() as level, hooks_refused():
+            grads = run_batch(self.call, [output], variables, [as_batch(seeds, level)])
+            with without_function_modes():
+                size = len(seeds)
+                return [None if grad is None else from_batch(grad, level, size) for grad in grads]
 
     def backward(
         self,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -112,4 +112,40 @@ def without_torch_function() -> AbstractContextManager[object]:
     Run on torch 2.11 to 2.15.
     """
     context: AbstractContextManager[object] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+@contextmanager
+def batched_mode() -> Iterator[int]:
+    """Enter the mode in which the engine takes batched cotangents; yield the level of the batch.
+
+    What `is_grads_batched` of torch.autograd.grad does. Run on torch 2.13.
+    """
+    level = torch._C._vmapmode_increment_nesting()
+    try:
+        yield level
+    finally:
+        torch._C._vmapmode_decrement_nesting()
+
+
+def as_batch(tensor: Tensor, level: int) -> Tensor:
+    """Return a stack of tensors as a batch of that mode. Run on torch 2.13."""
+    return torch._add_batch_dim(tensor, 0, level)
+
+
+def from_batch(tensor: Tensor, level: int, size: int) -> Tensor:
+    """Return a batch of that mode, which may be the same tensor for all, as a stack.
+
+    Run on torch 2.13.
+    """
+    return torch._remove_batch_dim(tensor, level, size, 0)
+
+
+# Whether a tensor is a batch of that mode. Run on torch 2.13.
+is_batch: Callable[[Any], bool] = torch._C._functorch.is_legacy_batchedtensor
+
+
+def without_function_modes() -> AbstractContextManager[object]:
+    """Let no TorchFunctionMode see what is called in a block. Run on torch 2.13."""
+    context: AbstractContextManager[object] = torch._C.DisableTorchFunction()
     return context

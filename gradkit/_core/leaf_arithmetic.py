@@ -42,6 +42,40 @@ def inner(a: Tensor | None, b: Tensor | None) -> Tensor | None:
         return torch.dot(left.to(dtype), right.to(dtype))
 
 
+# The columns of a stack of gradients that are in float32 at a time.
+_COLUMNS_AT_A_TIME = 1 << 18
+
+
+def products_of_rows(rows: Tensor) -> Tensor:
+    """Return the real inner products of the gradients in a stack `[K, *shape]`, as `[K, K]`."""
+    matrix = _as_matrix(rows)
+    dtype = torch.promote_types(matrix.dtype, torch.float32)
+    parts = [matrix] if dtype == matrix.dtype else torch.split(matrix, _COLUMNS_AT_A_TIME, 1)
+    product = torch.zeros(len(rows), len(rows), dtype=dtype, device=rows.device)
+    with torch.autocast(rows.device.type, enabled=False):
+        for part in parts:
+            columns = part.to(dtype)
+            product.addmm_(columns, columns.T)
+    return product
+
+
+def norms_of_rows(rows: Tensor) -> Tensor:
+    """Return the Euclidean norms of the gradients in a stack `[K, *shape]`, as `[K]`."""
+    matrix = _as_matrix(rows)
+    dtype = torch.promote_types(matrix.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(matrix, dim=1, dtype=dtype)
+    return norms
+
+
+def _as_matrix(rows: Tensor) -> Tensor:
+    """Return the entries of each gradient in the order of its memory, which needs no copy."""
+    dims = sorted(range(1, rows.dim()), key=rows.stride, reverse=True)
+    rows = rows.permute(0, *dims)
+    if rows.is_complex():
+        rows = torch.view_as_real(rows.resolve_conj())
+    return rows.reshape(len(rows), rows[0].numel())
+
+
 def real_vector(leaf: Tensor) -> Tensor:
     """Return the leaf as a real vector, in float32 at least; a complex number is two entries."""
     leaf = full_tensor(leaf)  # a shard alone does not align with those of other gradients

@@ -30,6 +30,7 @@ from benchmarks import (
     report,
     rooms,
     samplers,
+    streaming,
     tasks,
     unrollers,
     unrolling,
@@ -273,6 +274,17 @@ def test_all_ways_to_combine_gradients_agree(device: torch.device) -> None:
         result: Any = side.run(side.build())
         leaves = result.values() if isinstance(result, dict) else result
         found.append(torch.cat([leaf.flatten() for leaf in leaves]))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
+
+
+def test_all_ways_to_a_gramian_agree(device: torch.device) -> None:
+    pytest.importorskip("torchjd")
+    found: list[torch.Tensor] = []
+    for name in ("gram", "sets", "autogram"):
+        torch.manual_seed(0)
+        side = streaming.SIDES[name](Size(4, 2, 3, 3), device)
+        found.append(side.run(side.build()))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])
 

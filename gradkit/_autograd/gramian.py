@@ -1,0 +1,115 @@
+"""Inner products of the gradients of losses, which are not in memory together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradkit._autograd.loss_rows import LossRows, read_rows
+from gradkit._autograd.reductions import ReducingRunner
+from gradkit._autograd.runner import PassRunner
+from gradkit._core import pytree
+from gradkit._core.call import Grads
+from gradkit._core.leaf_arithmetic import inner, products_of_rows
+from gradkit._core.losses import Losses
+from gradkit._core.params import Params
+from gradkit._core.pytree import PyTree
+from gradkit.errors import StructureError, describe, message
+
+
+def gramian(losses: Losses, params: Params, *, chunk_size: int | None, retain: bool) -> Tensor:
+    """Return the inner products of the gradients of all elements of all losses."""
+    matrix = read_rows(losses, params)
+    if not matrix.rows:
+        fix = "leave out losses without elements"
+        raise StructureError(message("losses", "at least one element", "none", fix))
+    product: Tensor | None = None
+    if len(matrix.rows) > 1 and chunk_size != 1:
+        product = matrix.batched(lambda: _batched(matrix, chunk_size), matrix.call.differentiated)
+    if product is None:
+        product = _sequential(matrix, chunk_size or 1)
+    matrix.require_reached()
+    if not retain:
+        matrix.release(matrix.call.differentiated)
+    return product.triu() + product.triu(1).T  # a product of matrices may be asymmetric by rounding
+
+
+def _batched(matrix: LossRows, chunk_size: int | None) -> Tensor:
+    """Return the products of all rows: those of two blocks of rows from each pass."""
+    count = len(matrix.rows)
+    size = count if chunk_size is None or chunk_size >= count else chunk_size // 2
+    blocks = [slice(start, min(start + size, count)) for start in range(0, count, size)]
+    pairs = [[a, b] for index, a in enumerate(blocks) for b in blocks[index + 1 :]]
+    total = matrix.zeros(count, count)
+    for parts in pairs or [blocks]:
+        products: dict[int, Tensor] = {}
+
+        def consume(index: int, rows: Tensor, products: Any = products) -> None:
+            products[index] = products_of_rows(rows)
+
+        matrix.run_batch(parts, consume)
+        sizes = [part.stop - part.start for part in parts]
+        product = _sum(products, total.new_zeros(sum(sizes), sum(sizes)))
+        for part, lines in zip(parts, torch.split(product, sizes), strict=True):
+            for other, block in zip(parts, torch.split(lines, sizes, 1), strict=True):
+                total[part, other] = block
+    return total
+
+
+def _sum(by_leaf: dict[int, Tensor], total: Tensor) -> Tensor:
+    """Add what the variables gave, in their order and not in that of arrival."""
+    for index in sorted(by_leaf):
+        total += by_leaf[index].to(total)
+    return total
+
+
+def _sequential(matrix: LossRows, held_at_a_time: int) -> Tensor:
+    """Return the products of all rows: of some that are held, with each that comes after them."""
+    total = matrix.zeros(len(matrix.rows), len(matrix.rows))
+    every = matrix.differentiable
+    for start in range(0, len(every), held_at_a_time):
+        rows = every[start : start + held_at_a_time]
+        held = [matrix.run_one(PassRunner(matrix.call), row) for row in rows]
+        for at, column in enumerate(every[start:]):
+            products: list[dict[int, Tensor]] = [{} for _ in held]
+            _consume_row(matrix, held, at, column, products)
+            for row, by_leaf in zip(rows, products, strict=True):
+                _sum(by_leaf, total[row, column])
+    return total
+
+
+def _consume_row(
+    matrix: LossRows, held: list[Grads], at: int, row: int, products: list[dict[int, Tensor]]
+) -> None:
+    """Multiply the gradients of a row, leaf by leaf, with those that are held."""
+
+    def consume(index: int, grad: Tensor) -> None:
+        for grads, by_leaf in zip(held, products, strict=True):
+            product = inner(grads[index], grad)
+            if product is not None:
+                by_leaf[index] = product
+
+    if at >= len(held):
+        matrix.run_one(ReducingRunner(matrix.call, consume=consume), row)
+        return
+    for index, grad in enumerate(held[at]):
+        if grad is not None:
+            consume(index, grad)
+
+
+def weights_from_gramian(
+    losses: Losses, params: Params, weighting: Callable[[Tensor], Sequence[Any] | Tensor]
+) -> PyTree:
+    """Return the weights that a function gives to losses by the products of their gradients."""
+    weights = weighting(gramian(losses, params, chunk_size=None, retain=True))
+    count = len(losses.leaves)
+    fits = weights.dim() == 1 if isinstance(weights, Tensor) else isinstance(weights, Sequence)
+    if not fits or len(weights) != count:
+        expected = f"{count} weights, one for each loss: a tensor of shape ({count},) or a list"
+        got = f"{len(weights)}" if fits else describe(weights)
+        fix = "weights=lambda gramian: torch.ones(len(gramian))"
+        raise StructureError(message("the result of weights(gramian)", expected, got, fix))
+    return pytree.unflatten(losses.spec, list(weights))

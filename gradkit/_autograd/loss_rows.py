@@ -1,0 +1,128 @@
+"""The elements of losses as rows of a matrix of gradients, which is never built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from gradkit._autograd import graph_release
+from gradkit._autograd.jacobian import one_hot, refuse_nested, why_not_batched
+from gradkit._autograd.reductions import Consume, ReducingRunner
+from gradkit._autograd.runner import PassRunner
+from gradkit._checks.graphs import check_call
+from gradkit._checks.reachability import require_reached
+from gradkit._core.call import Call, Grads, Pass
+from gradkit._core.losses import Losses, require_graph
+from gradkit._core.ownership import grad_dtype
+from gradkit._core.params import Params
+from gradkit.errors import GradkitError, warn_fallback
+
+_ARRIVED = torch.empty(0)  # stands for a gradient that has arrived and is gone
+
+
+@dataclass(slots=True)
+class LossRows:
+    """The elements of all losses in order: the rows of the matrix of gradients.
+
+    Attributes:
+        call: The call, with a pass for each loss.
+        params: The params.
+        rows: For each row the index of its loss, and that of the element.
+        arrived: For each variable, whether a gradient of some loss has arrived.
+    """
+
+    call: Call
+    params: Params
+    rows: list[tuple[int, int]] = field(init=False)
+    arrived: Grads = field(init=False)
+
+    def __post_init__(self) -> None:
+        leaves = self.call.losses.leaves
+        self.rows = [(i, e) for i, loss in enumerate(leaves) for e in range(loss.numel())]
+        self.arrived = [None] * len(self.params.variables)
+
+    @property
+    def differentiable(self) -> list[int]:
+        """The rows that are not those of constants."""
+        outputs = self.call.outputs
+        return [row for row, (index, _) in enumerate(self.rows) if outputs[index].requires_grad]
+
+    def run_one(self, runner: PassRunner, row: int, *, retain: bool = True) -> Grads:
+        """Run the pass of one row."""
+        index, element = self.rows[row]
+        loss = self.call.outputs[index]
+        seed = one_hot(loss, element, element + 1)[0] if loss.dim() else None
+        grads = runner.grads([loss], [seed], self.params.variables, retain=retain)
+        self.note(grads)
+        return grads
+
+    def run_batch(self, parts: Sequence[slice], consume: Consume) -> None:
+        """Run the vmapped pass of some ranges of rows, which keeps the graph."""
+        outputs: list[Tensor] = []
+        seeds: list[Tensor] = []
+        sizes = [loss.numel() for loss in self.call.outputs]
+        for loss, stop, size in zip(self.call.outputs, accumulate(sizes), sizes, strict=True):
+            start = stop - size
+            if loss.requires_grad and any(p.start < stop and start < p.stop for p in parts):
+                outputs.append(loss)
+                shifted = [one_hot(loss, p.start - start, p.stop - start) for p in parts]
+                seeds.append(torch.cat(shifted))
+        if outputs:
+            runner = ReducingRunner(self.call, consume=consume)
+            self.note(runner.batch(outputs, seeds, self.params.variables))
+
+    def note(self, grads: Grads) -> None:
+        """Note which variables a pass has reached."""
+        pairs = zip(self.arrived, grads, strict=True)
+        self.arrived = [seen if grad is None else _ARRIVED for seen, grad in pairs]
+
+    def require_reached(self) -> None:
+        """Raise if no gradient has arrived at all."""
+        require_reached(self.call, [self.arrived] * len(self.call.passes))
+
+    def zeros(self, *shape: int) -> Tensor:
+        """Return zeros in the common dtype of the gradients, real and float32 at least."""
+        variables = self.params.variables
+        dtypes = (grad_dtype(variable).to_real() for variable in variables)
+        dtype = reduce(torch.promote_types, dtypes, torch.float32)
+        return torch.zeros(shape, dtype=dtype, device=variables[0].device)
+
+    def batched(self, run: Callable[[], Tensor], losses: Sequence[int]) -> Tensor | None:
+        """Return what batched passes give; None, with a warning, where they are wrong or fail."""
+        reason = why_not_batched(self.call.graph.below(losses))
+        if not self.call.plain:
+            reason = "a tensor of a subclass cannot be batched"
+        if reason is None:
+            try:
+                result = run()
+            except RuntimeError as error:
+                if isinstance(error, GradkitError):
+                    raise
+                reason = f"the batched pass failed ({type(error).__name__}: {error})"
+            else:
+                # The host has to wait for it. One loss's cotangents are zeros in another's graph.
+                if len(losses) == 1 or bool(torch.isfinite(result).all()):
+                    return result
+                reason = "a gradient is not finite, and 0 * inf is nan for all losses of a batch"
+        warn_fallback(f"gradkit fell back from a batched pass to sequential passes: {reason}.")
+        return None
+
+    def release(self, losses: Sequence[int]) -> None:
+        """Free the graph of some losses, as a pass without `retain_graph` does."""
+        below = self.call.graph.below(losses)
+        graph_release.release(below.leading_to(self.params.variables))
+
+
+def read_rows(losses: Losses, params: Params) -> LossRows:
+    """Check a call whose gradients are to be consumed."""
+    group = require_graph(losses, losses.leaves)
+    call = Call(losses, losses.leaves, [Pass([index], params) for index in group])
+    check_call(call)
+    if any(map(Tensor.dim, losses.leaves)):
+        refuse_nested(params)
+    return LossRows(call, params)

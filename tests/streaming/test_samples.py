@@ -1,0 +1,83 @@
+"""per_sample_norms and clipped_sum, against the gradients of each sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradkit
+from tests.helpers import unchanged
+from tests.streaming.test_gram import close
+
+
+class Tied(nn.Module):
+    """A small model of language, whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.mix = nn.Conv1d(4, 4, 2)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.mix(self.table(tokens).transpose(1, 2)).transpose(1, 2)
+        return self.norm(h) @ self.table.weight.T
+
+
+def batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def losses_of(kind: str, device: torch.device) -> tuple[Tensor, nn.Module]:
+    if kind == "tied":
+        model: nn.Module = Tied().double().to(device)
+        return model(torch.randint(7, (6, 5), device=device)).square().mean((1, 2)), model
+    model = batch_norm().double().to(device)
+    return model(torch.randn(6, 5, dtype=torch.float64, device=device)).square().sum(1), model
+
+
+def rows_of(loss: Tensor, model: nn.Module) -> Tensor:
+    rows = gradkit.per_loss_grads(loss, model, retain_graph=True)
+    return gradkit.tree.to_matrix([rows], losses=[loss])[0]
+
+
+@pytest.mark.parametrize("kind", ["tied", "batch_norm"])
+@pytest.mark.parametrize("chunk", [None, 1, 4])
+def test_equal_to_the_rows(device: torch.device, kind: str, chunk: int | None) -> None:
+    loss, model = losses_of(kind, device)
+    matrix = rows_of(loss, model)
+    bound = matrix.norm(dim=1).median().item()
+    with unchanged(*model.parameters(), loss):
+        ours = gradkit.per_sample_norms(loss, model, chunk_size=chunk, retain_graph=True)
+        total = gradkit.clipped_sum(loss, model, bound, chunk_size=chunk)
+    close(ours, matrix.norm(dim=1))
+    factors = (bound / (matrix.norm(dim=1) + 1e-6)).clamp(max=1)
+    close(gradkit.tree.to_matrix([total])[0][0], factors @ matrix)
+    with pytest.raises(gradkit.FreedGraphError):
+        gradkit.clipped_sum(loss, model, bound)
+
+
+def test_an_empty_batch(device: torch.device) -> None:
+    model = nn.Linear(3, 1).to(device)
+    loss = model(torch.zeros(0, 3, device=device)).sum(1)
+    assert gradkit.per_sample_norms(loss, model, retain_graph=True).shape == (0,)
+    total = gradkit.clipped_sum(loss, model, 1.0)
+    assert all(not grad.count_nonzero() for grad in total.values())
+
+
+def test_what_is_refused(device: torch.device) -> None:
+    loss, model = losses_of("tied", device)
+    wrong: list[Any] = [loss.sum(), [loss, loss], loss.view(2, 3)]
+    with unchanged(*model.parameters()):
+        for bad in wrong:
+            with pytest.raises(gradkit.NotScalarLossError, match="one loss for each sample"):
+                gradkit.per_sample_norms(bad, model)
+            with pytest.raises(gradkit.NotScalarLossError, match="one loss for each sample"):
+                gradkit.clipped_sum(bad, model, 1.0)
+        for max_norm in (-1.0, "1", None):
+            with pytest.raises(gradkit.OptionError, match="max_norm"):
+                gradkit.clipped_sum(loss, model, max_norm)
+    gradkit.per_sample_norms(loss, model)  # nothing had run
