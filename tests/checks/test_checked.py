@@ -24,7 +24,20 @@ def clip_data(grad: Tensor) -> None:
     grad.data.mul_(10)
 
 
-@pytest.mark.parametrize("hook", [clip, clip_data])
+def clip_list(grad: Tensor) -> None:
+    torch._foreach_mul_([grad], 10)
+
+
+def clip_out(grad: Tensor) -> None:
+    torch.mul(grad, 10, out=grad)
+
+
+def clip_several(grad: Tensor) -> None:
+    parts = (grad / 10, grad * 10)
+    torch.aminmax(torch.stack(parts), dim=0, out=(torch.empty_like(grad), grad))
+
+
+@pytest.mark.parametrize("hook", [clip, clip_data, clip_list, clip_out, clip_several])
 def test_a_hook_is_named_with_its_line_and_spoils_nothing(
     device: torch.device, hook: Callable[[Tensor], None]
 ) -> None:
