@@ -102,7 +102,10 @@ def _second(
 
     ways = {"eager": eager, "nested": nested}
     return Case(
-        theirs(fn), theirs(written), partial(ways[ours], fn), instead or partial(ways[ours], written)
+        theirs(fn),
+        theirs(written),
+        partial(ways[ours], fn),
+        instead or partial(ways[ours], written),
     )
 
 

@@ -172,6 +172,8 @@ def second_of_a_backward_with_a_constant(device: torch.device) -> Case:
         return gradkit.value_and_grads(loss, w, create_graph=True)[1]
 
     constant = CubedWithAConstant.apply
+    with pytest.raises(gradkit.GradientCheckError, match=r"order 2.*in CubedWithAConstant"):
+        gradkit.func.check_grads(constant, torch.ones(1, device=device))
     right = second(lambda x: x**3, theirs)
     return Case(second(constant, theirs), right, lambda: second(constant, ours))
 
@@ -231,7 +233,8 @@ ROWS = [
     Row(
         "a second derivative of `f(w) + w**2` at 1, where `f` is a cube whose backward is "
         "`g * 3 * x.detach()**2`",
-        [2.0], [8.0], "`value_and_grads(..., create_graph=True)`",
+        [2.0], [8.0],
+        "`func.check_grads`: `GradientCheckError`; `value_and_grads(..., create_graph=True)`",
         second_of_a_backward_with_a_constant, same=True,
     ),
     Row(
