@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -28,13 +28,16 @@ CALLS: dict[str, Callable[[Tensor, Any], object]] = {
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Node]]:
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Node]:
     """The nodes that are looked at."""
     seen: list[Node] = []
     look = user_code._has_pre_hooks
-    monkeypatch.setattr(
-        user_code, "_has_pre_hooks", lambda node: (seen.append(node), look(node))[1]
-    )
+
+    def seen_by(node: Node) -> bool:
+        seen.append(node)
+        return look(node)
+
+    monkeypatch.setattr(user_code, "_has_pre_hooks", seen_by)
     return seen
 
 
