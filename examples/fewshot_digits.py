@@ -349,7 +349,8 @@ def accuracy_table(outcome: Experiment) -> Table:
         table.add_row(one.name, f"{one.step_size:g}", *cells, style=style)
     table.add_row("nearest neighbour", "", interval(outcome.neighbour), "", "", "", style="dim")
     table.caption = (
-        f"{WAYS}-way {SHOTS}-shot; ±: 95 % confidence, over draws of images (not of digits)"
+        f"{WAYS}-way {SHOTS}-shot; ±: 95 % confidence, over draws of images (not of digits, nor of "
+        "training runs)"
     )
     return table
 

@@ -260,7 +260,7 @@ def learn(
         with torch.no_grad():
             hyper, state = opt.step(hyper, grads, state)
         hyper = gradkit.tree.map(lambda leaf: leaf.requires_grad_(), hyper)
-        status = f"validation loss {losses[-1]:.4f}  weight decay {decays[-1]:.3g}"
+        status = f"loss {losses[-1]:.4f}  decay {decays[-1]:.3g}"
         progress.update(bar, advance=1, status=status)
     with torch.no_grad():
         weights = weights_at(hyper, weights)

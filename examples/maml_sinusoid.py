@@ -285,7 +285,10 @@ def errors_table(outcomes: Sequence[Learned]) -> Table:
         table.add_column(heading, justify="right")
     for one in outcomes:
         table.add_row(one.method.name, *(cell(one.errors[:, step]) for step in SHOWN))
-    table.caption = f"diverges: larger than {DIVERGED:g} on more than 1 % of the tasks"
+    table.caption = (
+        "±: over tasks, not over training runs; "
+        f"diverges: larger than {DIVERGED:g} on more than 1 % of the tasks"
+    )
     return table
 
 

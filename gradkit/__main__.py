@@ -8,6 +8,7 @@ since it is silently wrong: whether it still is.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -21,10 +22,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the doctor, and return the exit status: 0 if everything is as expected, 1 if not."""
     options = _parse(arguments)
     examination = examine(options.device or available_devices())
-    if options.json:
-        print(as_json(examination))
-    else:
-        show(examination)
+    try:
+        if options.json:
+            print(as_json(examination))
+        else:
+            show(examination)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read all it wants
+        # Python flushes once more as it exits, which would raise again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if examination.equal else 1
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradkit._autograd.captures import any_observers
 from gradkit._checks.checked import is_checked
+from gradkit._checks.writes import refuse_pre_hooks, user_code_alive
 from gradkit._core import user_code
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph, sizes_of_gradients
@@ -222,6 +223,8 @@ def choose(strategy: str, call: Call) -> set[int]:
     """Return the indices of the losses to batch, and warn if some were to be and cannot."""
     if strategy == "sequential":
         return set()
+    if user_code_alive(call):
+        refuse_pre_hooks(call)
     indices = call.differentiated
     losses = [call.outputs[index] for index in indices]
     by_id = dict(zip(map(id, losses), indices, strict=True))

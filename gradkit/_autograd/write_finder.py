@@ -12,6 +12,7 @@ from torch.utils.hooks import BackwardHook
 
 from gradkit._compat.autograd import TorchDispatchMode, storage_address
 from gradkit._core.params import Params
+from gradkit._core.written import written_tensors
 from gradkit.errors import warn_fallback
 
 
@@ -34,11 +35,10 @@ class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation, and note the tensors that it writes on."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func._schema.is_mutable:
-            location = _location(sys._getframe(1))
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                if argument.is_write and isinstance(value, Tensor) and location is not None:
-                    self._writes.append((storage_address(value), location))
+        written = written_tensors(func, args, kwargs)
+        location = _location(sys._getframe(1)) if written else None
+        if location is not None:
+            self._writes += [(storage_address(tensor), location) for tensor in written]
         return result
 
     def arrive(self, variable: int, grad: Tensor) -> None:

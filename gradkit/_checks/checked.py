@@ -23,8 +23,7 @@ def checked() -> Iterator[None]:
     that of another tensor, which torch hands the same memory. gradkit's eager calls refuse such a
     gradient where they see that it was written on. Inside this context they copy every gradient as
     it arrives, so that those of leaves are right, and a `GradkitWarning` names each place that
-    wrote: the hook or function, its file and line. They also refuse pre-hooks of leaves'
-    AccumulateGrad nodes, which torch runs in `.backward()` only.
+    wrote: the hook or function, its file and line.
 
     One more `GradkitWarning`, once, is for a loop of which only half was moved: `optimizer.step()`
     runs with every `.grad` None, after gradkit has returned gradients of its parameters. Steps are

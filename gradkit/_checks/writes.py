@@ -35,10 +35,12 @@ def exposed(call: Call, params: Params) -> list[Tensor]:
     Also intermediate values, since the engine captures before their hooks, and hands what it has
     captured on [D3].
     """
+    is_alive = user_code_alive(call)
+    if is_alive:
+        refuse_pre_hooks(call)
     if is_checked():
-        _refuse_pre_hooks(params)
         return params.variables
-    if not user_code_alive(call):
+    if not is_alive:
         return []
     if not params.plain:
         return params.variables
@@ -49,13 +51,11 @@ def exposed(call: Call, params: Params) -> list[Tensor]:
     return [variable for variable in params.variables if id(variable) in ids]
 
 
-def _refuse_pre_hooks(params: Params) -> None:
-    """Raise if a leaf has hooks that torch runs in `.backward()` alone.
-
-    Nothing tells that there are any but a look at each leaf, which takes as long as a small pass.
-    """
-    for index, variable in enumerate(params.variables):
-        if variable.is_leaf and user_code.has_pre_hooks(edge(variable).node):
+def refuse_pre_hooks(call: Call) -> None:
+    """Raise if a leaf has hooks that torch runs in `.backward()` alone."""
+    for params in call.params:
+        index = user_code.first_pre_hooked(params.variables)
+        if index is not None:
             expected = "a leaf whose hooks are those of the tensor"
             got = "one with a pre-hook of its AccumulateGrad node: torch runs it in backward() only"
             fix = "register it on the tensor: param.register_hook(hook); or use backward_"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gradkit._compat.autograd import TorchDispatchMode
+from gradkit._core.written import written_tensors
 from gradkit._state import rng
 from gradkit._state.second_run import Checksums, SecondRun, checksums, innermost, running
 
@@ -111,8 +112,8 @@ class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        for index, name in _written_arguments(func):
-            self._snapshot(args[index] if index < len(args) else kwargs.get(name))
+        for tensor in written_tensors(func, args, kwargs):
+            self._snapshot(tensor)
         out = func(*args, **kwargs)
         if _allocates(func):
             for result in out if isinstance(out, tuple | list) else (out,):
@@ -120,13 +121,12 @@ class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._known.add(result.untyped_storage()._cdata)
         return out
 
-    def _snapshot(self, written: Any) -> None:
-        for tensor in written if isinstance(written, tuple | list) else (written,):
-            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._known:
-                    self._known.add(storage._cdata)
-                    self.snapshots.append((storage, _copy(storage)))
+    def _snapshot(self, tensor: Tensor) -> None:
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._known:
+                self._known.add(storage._cdata)
+                self.snapshots.append((storage, _copy(storage)))
 
 
 _writes_of_run: ContextVar[_StorageWrites | None] = ContextVar("writes_of_run", default=None)
@@ -167,27 +167,6 @@ def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 
 @cache
-def _written_arguments(func: Any) -> list[tuple[int, str]]:
-    """Return the position and name of each argument that an operator writes to."""
-    if func.overloadpacket.__name__ in _MISSING_FROM_SCHEMA:
-        return _MISSING_FROM_SCHEMA[func.overloadpacket.__name__]
-    return [
-        (index, argument.name)
-        for index, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-
-
-@cache
 def _allocates(func: Any) -> bool:
     """Return whether the results of an operator are new, and no views of its arguments."""
     return all(result.alias_info is None for result in func._schema.returns)
-
-
-# Their schemas do not say that the running statistics are written to.
-_STATISTICS = [(3, "running_mean"), (4, "running_var")]
-_MISSING_FROM_SCHEMA: dict[str, list[tuple[int, str]]] = {
-    "native_batch_norm": _STATISTICS,
-    "cudnn_batch_norm": _STATISTICS,
-    "miopen_batch_norm": _STATISTICS,
-}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -112,6 +113,21 @@ def test_nothing_of_the_caller_changes(device: torch.device) -> None:
     finally:
         torch.set_default_dtype(before)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_a_reader_that_stops_early_gets_no_traceback(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    """As in `python -m gradkit | head`: the exit status is still the examination's."""
+    found = examine([device])
+    monkeypatch.setattr("gradkit.__main__.examine", lambda devices: found)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", encoding="utf-8") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main(arguments) == 0
+        print("what Python flushes as it exits")
 
 
 # --- it sees what is wrong

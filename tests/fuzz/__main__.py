@@ -25,7 +25,7 @@ def arguments(argv: Sequence[str] | None) -> Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return 1 if any program was wrong."""
+    """Return 1 if any program was wrong, or none ran."""
     options = arguments(argv)
     if options.program is not None:
         return again(options.seed, options.program)
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rate = summary.total() / (time.monotonic() - start)
     print(f"seed {options.seed}: {summary.total()} programs, {rate:.0f} a second")
     print("\n".join(summary.lines(options.seed)))
-    return int(bool(summary.wrong))
+    return int(bool(summary.wrong) or not summary.total())
 
 
 def again(seed: int, number: int) -> int:

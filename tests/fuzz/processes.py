@@ -16,6 +16,7 @@ from tests.fuzz.rooms import ROOMS
 from tests.fuzz.runs import WRONG, Outcome, Summary, run, set_up
 
 Run: TypeAlias = Callable[[int, int], Outcome]  # of a seed and a number
+LONGEST_START = 300.0  # seconds
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -90,13 +91,15 @@ def started(plan: Plan) -> Iterator[list[Job]]:
 
 def fuzz(plan: Plan) -> Summary:
     """Run the programs of a plan until its time is up, none is left, or it is interrupted."""
-    summary, deadline = Summary(), time.monotonic() + plan.seconds
+    summary, deadline, has_begun = Summary(), time.monotonic() + LONGEST_START, False
     with suppress(KeyboardInterrupt), started(plan) as jobs:
         while jobs and time.monotonic() < deadline:
             ready = wait([job.pipe for job in jobs], timeout=1)
             for job in list(jobs):
                 if job.pipe in ready:
                     take(job, jobs, plan, summary)
+                    if not has_begun:  # a process takes seconds to start
+                        has_begun, deadline = True, time.monotonic() + plan.seconds
                 elif job.number is not None and time.monotonic() - job.since > plan.hangs:
                     end(job, jobs, plan, summary, "it did not end")
     return summary

@@ -21,7 +21,6 @@ NOT_SEEN = "not seen"  # wrong for a reason that docs/silently_wrong.md has a ro
 # Rooms with a hazard that gradkit does not always see, and that `gradkit.checked()` sees or
 # repairs; but for a write on a part of a sum, which `.backward()` gets wrong as well.
 HAZARDS: dict[str, str] = {
-    "AccumulateGrad pre-hooks": "no look that costs little shows them",
     "writes": "below a sum, a write may be the engine's own",
     "writes under vmap": "the same",
     "traced writes": "the same, and on a part of a sum",

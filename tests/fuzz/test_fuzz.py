@@ -163,6 +163,17 @@ def test_a_process_that_dies_or_hangs_is_wrong_and_the_others_go_on() -> None:
     assert "did not end" in summary.wrong[1].text
 
 
+def ends_at_once(seed: int, number: int) -> Outcome:
+    return Outcome(number, RIGHT)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_time_counts_from_the_first_program_on() -> None:
+    """A process takes longer to start than this."""
+    assert fuzz(Plan(seconds=0.2, runner=ends_at_once)).right > 0
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_command_prints_what_came_of_the_programs(capsys: pytest.CaptureFixture[str]) -> None:

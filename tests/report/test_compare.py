@@ -784,9 +784,11 @@ def test_text_html_and_picture(device: torch.device, layer: nn.Linear, x: Tensor
         for fill in ("none", "full")
     )
     assert rings == {FUNC: [found.differences[FUNC]["weight"].absolute]}
-    assert dots[f"{GRAD} (the same)"] == [0.0]
+    equal = [f"{name} (equal, bit for bit)" for name in (GRAD, FUNC)]
+    assert dots == {equal[0]: [0.0]}
     labels = [text.get_text() for text in upper.get_legend().get_texts()]
-    assert labels == [f"{GRAD} (the same)", FUNC]
+    assert labels == [equal[0], FUNC]
     compare(mean_square, deepcopy(layer), x).plot(lower)
-    assert any(text.get_text() == "the same bits" for text in lower.texts)
+    assert any(text.get_text() == "equal, bit for bit" for text in lower.texts)
+    assert [text.get_text() for text in lower.get_legend().get_texts()] == equal
     figure.canvas.draw()

@@ -270,6 +270,7 @@ def test_table_and_pictures_of_a_record(device: torch.device, history: History) 
     thin, thick = (line for line in lower.lines if len(line.get_xdata()) == 10)
     assert thin.get_ydata().tolist() == history.cosines["a", "b"]
     assert thick.get_ydata()[4] == pytest.approx(sum(history.cosines["a", "b"][2:7]) / 5)
+    assert upper.get_xlabel() == lower.get_xlabel() == "step (thin: as measured; thick: mean of 5)"
     with pytest.raises(gradkit.OptionError, match="what: expected 'cosines' or 'norms'"):
         history.plot(lower, what="angles")
 
@@ -293,6 +294,7 @@ def test_a_record_of_one_step_or_none_makes_no_empty_picture(device: torch.devic
         markers = [line.get_marker() for line in ax.lines if list(line.get_xdata()) == [7]]
         assert markers.count("o") == len(ax.get_legend().get_texts())
         assert ax.get_xticks().tolist() == [7]
+        assert ax.get_xlabel() == "step"  # there is no mean
 
 
 def test_a_norm_of_zero_is_in_the_picture(device: torch.device) -> None:
@@ -339,13 +341,57 @@ def test_many_losses_make_a_picture_that_can_be_saved(device: torch.device) -> N
     pyplot.close(ax.figure)
 
 
-def test_every_picture_of_cosines_has_numbers_or_a_scale(device: torch.device) -> None:
+def test_every_picture_of_cosines_has_a_scale_and_numbers_that_fit(device: torch.device) -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure
-    for count in (2, 12, 13, 50):
-        ax = figure().subplots()
+    for count, size in ((2, 6), (16, 6), (16, 3), (17, 6)):
+        ax = figure(figsize=(size, size)).subplots()
         conflicts([[torch.ones(1, device=device)] for _ in range(count)]).plot(ax)
-        assert (len(ax.texts) == count**2) == (count <= 12)
-        assert len(ax.figure.axes) == (1 if count <= 12 else 2)
+        assert [axes.get_ylabel() for axes in ax.figure.axes[1:]] == ["cosine (red: conflict)"]
+        assert len(ax.texts) == (count**2 if count <= 16 else 0)
+        cell = ax.get_window_extent().width / count
+        assert all(text.get_window_extent().width < cell for text in ax.texts)
+
+
+def test_nested_losses_without_losses_say_what_was_compared(device: torch.device) -> None:
+    """A tree of gradients does not show where the losses end."""
+    w = torch.ones(2, device=device, requires_grad=True)
+    losses = {"A": [w[0] * 1, w[1] * 1], "B": [w[1] * 1, w[0] * 1]}
+    per_loss = gradkit.per_loss_grads(losses, {"w": w})
+    found = conflicts(per_loss)
+    assert found.params == ("param[0].w", "param[1].w")
+    head = "2 losses compared, with respect to 2 params: param[0].w and param[1].w.\n"
+    assert str(found).startswith(head)
+    found = conflicts(per_loss, losses=losses)
+    assert found.params == ("w",)
+    assert str(found).startswith("4 losses compared, with respect to 1 param: w.\n")
+
+
+def test_the_params_are_those_that_some_loss_reaches(device: torch.device) -> None:
+    one = torch.ones(1, device=device)
+    per_loss = {
+        "a": {"m.w": one, "n.w": None, "v": None},
+        "b": {"m.w": None, "n.w": None, "v": one},
+    }
+    found = conflicts(per_loss, by="module")
+    assert found.params == ("m.w", "v")
+    assert {name: inside.params for name, inside in found.modules.items()} == {"m": ("m.w",)}
+    assert str(conflicts({"a": [None]})).startswith("1 loss compared, with respect to 0 params.\n")
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ([-0.001], "100% of those that have an angle (none below -0.05): "),
+        ([-0.001, -1.0], "67% of those that have an angle (1 below -0.05): "),
+        ([-1.0], "100% of those that have an angle: "),
+    ],
+)
+def test_slight_conflicts_are_told_from_clear_ones(
+    device: torch.device, others: list[float], expected: str
+) -> None:
+    found = conflicts(rows(device, [1.0, 0.0], *([first, 1.0] for first in others)))
+    assert expected in str(found)
+    assert len(found.conflicting) == len(others)  # by the definition, as before
 
 
 @pytest.mark.parametrize("scale", [1e300, 1e-300, 5e-324])

@@ -524,6 +524,27 @@ def test_the_picture_shows_every_loss_part_and_param(
     figure.canvas.draw()
 
 
+def test_the_picture_of_many_losses_shows_alike_ones_as_one(device: torch.device) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    trunk = nn.Linear(2, 2).to(device)
+    heads = nn.ModuleDict({f"t{i}": nn.Linear(2, 1) for i in range(40)}).to(device)
+    features = trunk(torch.ones(1, 2, device=device)).tanh()
+    losses = {name: head(features).sum() for name, head in heads.items()}
+    losses |= {"norm": trunk.weight.sum(), "odd": features.exp().sum()}
+    losses |= {name: torch.zeros((), device=device) for name in ("off", "none")}
+    found = explain(losses, nn.ModuleDict({"trunk": trunk, "heads": heads}))
+    ax = found.plot(figure.subplots())
+    texts = {text.get_text() for text in ax.texts if text.get_text()}
+    first = "\n".join(f"t{i}" for i in range(4))
+    assert {f"{first}\nand 36 more", "norm", "odd", "off\nnone\n(constant)"} < texts
+    assert "40 heads: 3 nodes each\nheads.*" in texts
+    assert {"head: 1 node", "head: 2 nodes"} < texts
+    assert len(texts) <= 10
+    few = {name: losses[name] for name in ("t0", "t1")}
+    texts = {text.get_text() for text in explain(few, heads).plot(figure.subplots()).texts}
+    assert {"t0", "t1", "head: 3 nodes\nt0.*", "head: 3 nodes\nt1.*"} < texts
+
+
 def test_a_missing_extra_is_named(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     w = leaf(device, 2)
     found = explain(w.sum(), w)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import grad
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 import gradkit
@@ -259,7 +261,34 @@ def rows_of_other_losses(device: torch.device) -> Case:
     return Case(rows[0], right, lambda: gradkit.per_loss_grads(losses, w)[0])
 
 
+def pre_hook_of_a_leaf_s_node(device: torch.device) -> Case:
+    def world() -> tuple[Tensor, Tensor]:
+        w = torch.ones(1, device=device, requires_grad=True)
+        node = get_gradient_edge(w).node
+        node.register_prehook(lambda grads: (10 * cast("Tensor", grads[0]),))
+        loss = (3 * w).sum()
+        return loss, w  # the graph keeps the node, and the hook, alive
+
+    def after_backward(backward: Callable[..., object]) -> Tensor | None:
+        loss, w = world()
+        backward(loss)
+        return w.grad
+
+    return Case(
+        torch.autograd.grad(*world())[0],
+        after_backward(torch.Tensor.backward),
+        lambda: gradkit.value_and_grads(*world())[1],
+        lambda: after_backward(gradkit.backward_),
+    )
+
+
 ROWS = [
+    Row(
+        "`grad(3 * w, w)`, where the `AccumulateGrad` node of `w` has a pre-hook `g * 10`, which "
+        "`.backward()` runs",
+        [3.0], [30.0], "`value_and_grads`", pre_hook_of_a_leaf_s_node,
+        gradkit.UnsupportedGraphError, "`backward_`",
+    ),
     Row(
         "`grad(3 * y, (y, w))`, where `y = 2 * w` has a hook `g * 100`: with respect to `y`",
         [3.0], [300.0], "`value_and_grads`", hook_on_an_input,

@@ -102,7 +102,10 @@ def _second(
 
     ways = {"eager": eager, "nested": nested}
     return Case(
-        theirs(fn), theirs(written), partial(ways[ours], fn), instead or partial(nested, written)
+        theirs(fn),
+        theirs(written),
+        partial(ways[ours], fn),
+        instead or partial(ways[ours], written),
     )
 
 
@@ -164,6 +167,63 @@ def second_of_cond(device: torch.device) -> Case:
         return torch.cond(yes, torch.sin, torch.cos, (x,))
 
     return _second(either, torch.sin, x)
+
+
+def second_of_scan(device: torch.device) -> Case:
+    """It compiles itself."""
+    from torch._higher_order_ops import scan
+
+    x = torch.tensor([1.0, 2.0], dtype=D, device=device)
+    factors = torch.tensor([[0.5, 1.0], [2.0, 0.3]], dtype=D, device=device)
+
+    def step(carry: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+        carry = (carry * factor).sin()
+        return carry, carry.clone()
+
+    def loop(carry: Tensor) -> Tensor:
+        for factor in factors:
+            carry, _ = step(carry, factor)
+        return carry
+
+    return _second(lambda x: scan(step, x, factors)[0], loop, x)
+
+
+def second_of_while_loop(device: torch.device) -> Case:
+    """It compiles itself, too."""
+    from torch._higher_order_ops import while_loop
+
+    x = torch.tensor([1.0, 2.0], dtype=D, device=device)
+    zero = torch.tensor(0, device=device)
+
+    def thrice(x: Tensor) -> Tensor:
+        last: Tensor = while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x.sin()), (zero, x))[1]
+        return last
+
+    return _second(thrice, lambda x: x.sin().sin().sin(), x)
+
+
+def third_of_det(device: torch.device) -> Case:
+    _, a, along = defects.determinant(torch.linalg.det, device)
+
+    def written(a: Tensor) -> Tensor:
+        return a[0, 0] * a[1, 1] - a[0, 1] * a[1, 0]
+
+    def third(fn: Function, slope: Callable[[Function], Function]) -> Tensor:
+        def along_it(of: Function) -> Function:
+            return lambda a: (slope(of)(a) * along).sum()
+
+        return slope(along_it(along_it(lambda a: fn(a).sin())))(a)
+
+    def eagerly(of: Function) -> Function:
+        return lambda a: gradkit.value_and_grads(of(a), a, create_graph=True)[1]
+
+    a.requires_grad_()
+    return Case(
+        third(torch.linalg.det, grad).detach(),
+        third(written, grad).detach(),
+        lambda: third(torch.linalg.det, lambda of: lambda a: func.value_and_grads(of)(a)[1]),
+        lambda: third(torch.linalg.det, eagerly),
+    )
 
 
 def hessian_of_cholesky(device: torch.device) -> Case:
@@ -251,6 +311,12 @@ ROWS = [
         [[0.0, 0.0], [-3.128, 0.0]], [[0.0, 0.0], [-1.646, 0.0]],
         derivative_of_jvp_of_householder_product, None,
     ),
+    Row(
+        "`grad` of `grad` of `grad` of the sine of `torch.linalg.det(a)`",
+        [[-27.42, 33.93], [7.998, 29.92]], [[-25.03, 32.73], [3.205, 26.33]],
+        _NESTED, third_of_det, REFUSED, "by `value_and_grads`, eagerly",
+        mended=MENDED["det"],
+    ),
     *(
         Row(
             f"two `jvp` around `grad`, where `f` is the sum of sines of `{name}`",
@@ -300,6 +366,16 @@ ROWS = [
     Row(
         "a second derivative through `torch.cond`, with `torch.autograd.grad`",
         [0.0, 0.0], [-0.5605, 0.3555], _EAGER, second_of_cond, REFUSED, "with an `if`",
+    ),
+    Row(
+        "a second derivative through `scan`, with `torch.autograd.grad`",
+        [-0.1278, 0.0009], [-0.4894, 0.0605], _EAGER, second_of_scan, REFUSED,
+        "with a loop of Python",
+    ),
+    Row(
+        "a second derivative through `while_loop`, with `torch.autograd.grad`",
+        [-0.1502, 0.0873], [-0.2297, 0.1169], _EAGER, second_of_while_loop, REFUSED,
+        "with a loop of Python",
     ),
     Row(
         "`torch.linalg.lu_solve`, under a `vmap` over the factors and another over `b`",

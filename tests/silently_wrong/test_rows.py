@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ from tests.silently_wrong._row import VERSIONS, Case, Row
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "silently_wrong.md"
 ROWS = [row for rows in SECTIONS.values() for row in rows]
 ALWAYS_HERE = {"torch", "TorchJD"}  # the other libraries: `make test-slow` installs them
+COMPILED = {"second_of_scan", "second_of_while_loop"}
 of_two_processes = pytest.mark.xdist_group("silently wrong in two processes")
 
 
 def marks(row: Row) -> list[pytest.MarkDecorator]:
     """Return what is said of the tests of a row."""
-    if row.by not in ALWAYS_HERE:
+    if row.by not in ALWAYS_HERE or row.id in COMPILED:
         return [pytest.mark.slow]
     if row.id in {trial.__name__ for trial in two.TRIALS}:
         return [pytest.mark.processes, of_two_processes]
@@ -39,6 +41,13 @@ def marks(row: Row) -> list[pytest.MarkDecorator]:
 every_row = pytest.mark.parametrize(
     "row", [pytest.param(row, id=row.id, marks=marks(row)) for row in ROWS]
 )
+
+
+def deprecated(test: Callable[..., None]) -> Callable[..., None]:
+    """Let torch say that something is old, which it may say of what it uses itself."""
+    for text in ("torch.triangular_solve is deprecated", "`torch.jit.script_method` is deprecated"):
+        test = pytest.mark.filterwarnings(f"ignore:{text}")(test)
+    return test
 
 
 def verify(row: Row, case: Case) -> None:
@@ -74,7 +83,7 @@ def verify_mended(row: Row, case: Case) -> None:
 
 
 @every_row
-@pytest.mark.filterwarnings("ignore:torch.triangular_solve is deprecated:UserWarning")
+@deprecated
 def test_it_is_as_the_page_says(device: torch.device, row: Row) -> None:
     """Any warning would fail it: then torch would not be silent."""
     verify(row, row.show(device))
@@ -109,7 +118,7 @@ def wrong_about(row: Row, case: Case) -> dict[str, tuple[Row, Case]]:
 
 
 @every_row
-@pytest.mark.filterwarnings("ignore:torch.triangular_solve is deprecated:UserWarning")
+@deprecated
 def test_a_row_that_is_not_true_fails(device: torch.device, row: Row) -> None:
     if row.is_mended:
         pytest.skip("this torch is not wrong")

@@ -17,8 +17,8 @@ from gradkit._core.leaf_arithmetic import largest
 from gradkit._core.options import check_option
 from gradkit._core.pytree import PyTree
 from gradkit.report._view.charts import cosine_text, draw_cosines
-from gradkit.report._view.rendering import Block, Report, Styled, Table, plural, prefixes
-from gradkit.tree._per_loss import PerLossRows, gram, read_rows
+from gradkit.report._view.rendering import Block, Report, Styled, Table, listed, plural, prefixes
+from gradkit.tree._per_loss import gram, read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _Rows: TypeAlias = list[list[Tensor | None]]  # of each loss, the gradients of some leaves
 
 _MAX_COLUMNS, MAX_PAIRS = 8, 6
+_CLEAR = 0.05  # in many dimensions, gradients that have nothing in common are less opposed
 _SMALL, _LARGE = 1e-12, 1e12  # squares of float32 between these, and sums, are far from its limits
 _LOWEST = -149  # below this power of two float32 has only zero
 _NOTHING = -2200.0  # the power of two of a row of zeros: below every other, so it decides nothing
@@ -37,6 +38,7 @@ class Conflicts(Report):
 
     Attributes:
         losses: The names of K losses.
+        params: The names of the params that at least one loss reaches.
         norms: The Euclidean norm of each loss's gradient.
         cosines: `[K, K]`, the cosines of the angles between them, in float64 on the CPU: 0 where
             one of the two is zero, nan where one is not finite.
@@ -47,6 +49,7 @@ class Conflicts(Report):
     """
 
     losses: tuple[str, ...]
+    params: tuple[str, ...]
     norms: dict[str, float]
     cosines: Tensor
     conflicting: tuple[tuple[str, str, float], ...]
@@ -63,7 +66,12 @@ class Conflicts(Report):
 
     def _blocks(self) -> Sequence[Block]:
         tables = [self._module_table()] if self.modules else []
-        return [self._loss_table(), self._summary(), *tables]
+        return [self._compared(), self._loss_table(), self._summary(), *tables]
+
+    def _compared(self) -> str:
+        wrt = f"with respect to {plural(len(self.params), 'param')}"
+        text = f"{plural(len(self.losses), 'loss')} compared, {wrt}"
+        return f"{text}: {listed(self.params)}." if self.params else f"{text}."
 
     def _loss_table(self) -> Table:
         # A matrix of many losses cannot be read; the sentence below names the worst pairs.
@@ -80,6 +88,9 @@ class Conflicts(Report):
         pairs = [f"{a} and {b} {cosine_text(cosine)}" for a, b, cosine in self.conflicting[:4]]
         count = len(self.conflicting)
         text = f"{plural(count, 'pair')} in conflict, {self.share:.0%} of those that have an angle"
+        clear = sum(cosine < -_CLEAR for *_, cosine in self.conflicting)
+        if clear < count:
+            text += f" ({clear or 'none'} below -{_CLEAR})"
         return f"{text}: {', '.join(pairs)}{f', and {count - 4} more' if count > 4 else ''}."
 
     def _module_table(self) -> Table:
@@ -105,7 +116,8 @@ def conflicts(
     """Return the norms of several losses' gradients, and the angles between them.
 
     Two losses conflict where the cosine is negative: a step along one gradient increases the other
-    loss. None is an exact zero.
+    loss. None is an exact zero. Printed, the result also says how many cosines are below -0.05: in
+    many dimensions, unrelated gradients have a cosine close to zero of either sign.
 
     Example:
         >>> import torch, gradkit
@@ -141,7 +153,9 @@ def conflicts(
     rows = read_rows(per_loss, losses)
     names = _names(per_loss, losses)
     leaves = [leaf for leaf in rows.leaves if rows.example(leaf) is not None]
-    groups = _by_module(rows, leaves) if by else {"": leaves}
+    _, spec = pytree.flatten(rows.unflatten(rows.rows[0]))
+    labels = pytree.labels(spec, "param")
+    groups = _by_module(labels, leaves) if by else {"": leaves}
     parts = {
         module: [[row[leaf] for leaf in group] for row in rows.rows]
         for module, group in groups.items()
@@ -151,7 +165,12 @@ def conflicts(
     if any(map(any, powers)):  # seldom: to ask before would be to wait for the device twice
         cosines, numbers = _measure(parts, powers)
     *of_modules, total = map(partial(_describe, names), cosines, numbers)
-    return replace(total, modules=dict(zip(filter(None, parts), of_modules, strict=True)))
+    params = tuple(labels[leaf] for leaf in leaves)
+    modules = {
+        name: replace(inside, params=tuple(p for p in params if p.startswith(f"{name}.")))
+        for name, inside in zip(filter(None, parts), of_modules, strict=True)
+    }
+    return replace(total, params=params, modules=modules)
 
 
 def _names(per_loss: PyTree, losses: PyTree) -> tuple[str, ...]:
@@ -167,10 +186,8 @@ def _names(per_loss: PyTree, losses: PyTree) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _by_module(rows: PerLossRows, leaves: Sequence[int]) -> dict[str, list[int]]:
+def _by_module(names: Sequence[str], leaves: Sequence[int]) -> dict[str, list[int]]:
     """Return the leaves that are directly in each module, and at the end those in none."""
-    _, spec = pytree.flatten(rows.unflatten(rows.rows[0]))
-    names = pytree.labels(spec, "param")
     modules = dict.fromkeys(prefix for leaf in leaves for prefix in prefixes(names[leaf]))
     groups: dict[str, list[int]] = {prefix: [] for prefix in (*modules, "")}
     for leaf in leaves:
@@ -208,6 +225,7 @@ def _describe(names: tuple[str, ...], cosines: Tensor, numbers: list[list[float]
     worst = sorted(pair for pair in pairs if pair[0] < 0)
     return Conflicts(
         losses=names,
+        params=(),
         norms=dict(zip(names, norms, strict=True)),
         cosines=cosines,
         conflicting=tuple((names[a], names[b], cosine) for cosine, a, b in worst),

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#7b3294", "#56b4e9", "#e69f00", "#666666")
 _STYLES = ("-", "--", ":", "-.")  # for the second, third, ... use of the colours
 _WINDOW = 2  # steps averaged on either side
-_MAX_NUMBERS = 12
+_MAX_NUMBERS = 16
 _MAX_ROWS = 40
+_EQUAL = "equal, bit for bit"
 
 
 def axes_or_new(ax: Axes | None, size: tuple[float, float]) -> Axes:
@@ -52,15 +53,22 @@ def draw_cosines(norms: Mapping[str, float], cosines: Tensor, ax: Axes | None) -
     names, labels = list(norms), [f"{name} ({norm:.3g})" for name, norm in norms.items()]
     ax.set_xticks(ticks, [names[index] for index in ticks], rotation=30, ha="right")
     ax.set_yticks(ticks, [labels[index] for index in ticks])
+    ax.figure.colorbar(image, ax=ax, label="cosine (red: conflict)", shrink=0.8)
     if count <= _MAX_NUMBERS:
-        for i, row in enumerate(cosines.tolist()):
-            for j, cosine in enumerate(row):
-                colour = "white" if abs(cosine) > 0.6 else "black"
-                ax.text(j, i, cosine_text(cosine), ha="center", va="center", color=colour)
-    else:  # a scale in place of the numbers
-        ax.figure.colorbar(image, ax=ax, label="cosine", shrink=0.8)
+        _write_numbers(ax, cosines)
     ax.set_title("cosines of gradients (in brackets: norms)", fontsize=10)
     return ax
+
+
+def _write_numbers(ax: Axes, cosines: Tensor) -> None:
+    """Write each cosine into its cell, in letters that fit the caller's axes."""
+    box = ax.get_window_extent()
+    cell = 72 / ax.figure.dpi * min(box.width, box.height) / len(cosines)  # in points
+    for i, row in enumerate(cosines.tolist()):
+        for j, cosine in enumerate(row):
+            colour = "white" if abs(cosine) > 0.6 else "black"
+            text = ax.text(j, i, cosine_text(cosine), ha="center", va="center", color=colour)
+            text.set_fontsize(min(10, cell / 4))
 
 
 def _labelled(count: int) -> range:
@@ -82,9 +90,10 @@ def draw_history(
         ax.text(0.99, 0.04, "conflict", transform=ax.transAxes, ha="right", color="dimgray")
         ax.set(ylabel="cosine of two gradients", ylim=(-1, 1))
     handles = [_draw_line(ax, steps, values, i) for i, values in enumerate(lines.values())]
-    ax.set_xlabel("step")
+    span = 2 * _WINDOW + 1
+    ax.set_xlabel(f"step (thin: as measured; thick: mean of {span})")
     if len(steps) == 1:
-        ax.set(xlim=(steps[0] - 1, steps[0] + 1), xticks=steps)
+        ax.set(xlim=(steps[0] - 1, steps[0] + 1), xticks=steps, xlabel="step")
     if not steps:
         ax.text(0.5, 0.5, "no steps", transform=ax.transAxes, ha="center", va="center")
     if lines:  # with handles: matplotlib skips labels that start with "_"
@@ -127,18 +136,19 @@ def draw_differences(
         gap = [by_leaf[names[row]] for row in differing]
         if differing:
             ax.plot(gap, differing, "o", color=colour, ms=size, fillstyle="none", label=method)
-        # The legend shows a marker that is in the picture.
-        label = "" if differing else f"{method} (the same)"
-        ax.plot([0.0] * len(same), same, "o", color=colour, ms=0.7 * size, label=label)
+        # The legend shows a marker that is in the picture, and every method that ran.
+        if same or not differing:
+            label = "" if differing else f"{method} ({_EQUAL})"
+            ax.plot([0.0] * len(same), same, "o", color=colour, ms=0.7 * size, label=label)
+    ax.legend(frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
     if names:
         _scale_gaps(ax, [gap for by_leaf in gaps.values() for gap in by_leaf.values()])
-        ax.legend(frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
     else:
-        ax.text(0.5, 0.5, "the same bits", transform=ax.transAxes, ha="center", va="center")
+        ax.text(0.5, 0.5, _EQUAL, transform=ax.transAxes, ha="center", va="center")
     ticks = _labelled(len(names))
     ax.set_yticks(ticks, [names[row] for row in ticks])
     ax.invert_yaxis()
-    ax.set_xlabel("largest absolute difference from .backward() (dots: the same bits)")
+    ax.set_xlabel(f"largest absolute difference from .backward() (dots: {_EQUAL})")
     return ax
 
 
