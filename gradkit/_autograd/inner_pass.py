@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from gradkit._autograd.captures import copied_on_arrival
 from gradkit._autograd.function_probe import refuse_dropped
+from gradkit._autograd.second_derivatives import differentiated_by_formula
 from gradkit._checks.writes import exposed_inside, refuse_written, versions
 from gradkit._compat.transforms import unbatched
 from gradkit._core.graph import Subgraph
@@ -36,10 +37,13 @@ class InnerPass:
         self, run: Callable[[], list[Tensor | None]], *, create_graph: bool
     ) -> list[Tensor | None]:
         """Return the gradients of `run`, which is the pass; raise if the user's code spoils one."""
+        formulas = differentiated_by_formula(self.below) if create_graph else nullcontext()
         functions = functions_alive().users
         if not (functions or hooks_registered()):
-            return run()
+            with formulas:
+                return run()
         with ExitStack() as stack:
+            stack.enter_context(formulas)
             if create_graph and functions:
                 stack.enter_context(refuse_dropped(self.where, self.below))
             copied = exposed_inside(self.variables, self.below if functions else None)

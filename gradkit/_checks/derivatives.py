@@ -1,4 +1,4 @@
-"""Second and third derivatives that torch would get silently wrong."""
+"""Second and third derivatives that torch would get silently wrong, or does not have."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
+from gradkit._checks.formulas import has_formula
 from gradkit._checks.wrong_derivatives import NODES, SWEPT
 from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.transforms import is_differentiated_tensor
@@ -30,8 +31,39 @@ _WRONG: dict[str, str] = {
 # The derivative of torch.compile's backward pass is a node that raises. It has no path to what the
 # function was computed from where that is not saved, and is left out then.
 _COMPILED = "CompiledFunctionBackward"
+# The kinds whose second derivative torch does not have: the operation, and what to do. torch itself
+# raises, but only once the derivative is taken.
+_ATTENTION = (
+    "scaled_dot_product_attention by a fused kernel",
+    "compute attention without it: attn_implementation='eager' for a model of transformers, or "
+    "`with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):` around the forward pass; or let "
+    "gradkit run that (gradkit.func.hvp, gradkit.meta.unroll)",
+)
+_CTC_LOSS = ("ctc_loss", "leave it out of what is differentiated twice")
+_MISSING: dict[str, tuple[str, str]] = {
+    **{
+        f"{prefix}{kernel}Backward0": _ATTENTION
+        for kernel in ("FlashAttention", "EfficientAttention", "CudnnAttention")
+        for prefix in ("", "ScaledDotProduct")
+    },
+    "ScaledDotProductFlashAttentionForCpuBackward0": _ATTENTION,
+    "ScaledDotProductFusedAttentionOverrideableBackward0": _ATTENTION,
+    "HardsigmoidBackward0": ("hardsigmoid", "write relu6(x + 3) / 6"),
+    "EmbeddingBagBackward0": ("embedding_bag", "add up what nn.functional.embedding gives"),
+    "CtcLossBackward0": _CTC_LOSS,
+    "CtcLossBackward1": _CTC_LOSS,
+    "CudnnCtcLossBackward0": _CTC_LOSS,
+    "MultiMarginLossBackward0": ("multi_margin_loss", "write it out in other operations"),
+    "MultilabelMarginLossBackward0": ("multilabel_margin_loss", "write it out"),
+    "SegmentReduceBackward0": ("segment_reduce", "use index_add, or scatter_reduce"),
+    "SparseMmReduceImplBackward0": ("torch.sparse.mm with reduce", "make the matrix dense"),
+    "CudnnRnnBackward0": (
+        "an RNN by cuDNN",
+        "run the forward pass under `with torch.backends.cudnn.flags(enabled=False):`",
+    ),
+}
 # The names of types: a part of what `label` has.
-_REFUSED = {kind.removesuffix(_IN_EVAL_MODE) for kind in _WRONG} | {_COMPILED}
+_REFUSED = {kind.removesuffix(_IN_EVAL_MODE) for kind in _WRONG} | {_COMPILED} | _MISSING.keys()
 _DTENSORS_ARE_WRONG = not is_mended("DTensor")
 
 
@@ -54,17 +86,28 @@ def _refuse_dtensors(params: Params) -> None:
             raise UnsupportedGraphError(message(params.path(index), expected, torch_is, fix))
 
 
-def refuse_wrong_derivative(where: str, variables: Sequence[Tensor], below: Subgraph) -> None:
-    """Raise if a pass executes a node whose derivative torch gets silently wrong, or drops."""
+def refuse_wrong_derivative(
+    where: str, variables: Sequence[Tensor], below: Subgraph, *, by_formula: bool = False
+) -> None:
+    """Raise if a pass executes a node whose derivative torch gets wrong, drops, or does not have.
+
+    `by_formula`: but for what `InnerPass` differentiates by its formula.
+    """
     once = set(filter(_is_once_differentiable, user_functions(below.kinds)))
     if not once and _REFUSED.isdisjoint(kind.__name__ for kind in below.kinds):
         return
-    nodes = {label(node): type(node) for node in below.leading_to(variables)}
+    nodes = {
+        label(node): type(node)
+        for node in below.leading_to(variables)
+        if not (by_formula and has_formula(node))
+    }
     for name, kind in sorted(nodes.items()):
         if kind in once:
             raise UnsupportedGraphError(dropped(where, kind))
         if name in _WRONG:
             raise UnsupportedGraphError(_wrong(where, name))
+        if name in _MISSING:
+            raise UnsupportedGraphError(missing(where, *_MISSING[name]))
         if name == _COMPILED and not user_functions([kind]):
             raise UnsupportedGraphError(_compiled(where))
 
@@ -108,6 +151,16 @@ def _compiled(where: str) -> str:
         "a graph that torch.compile has compiled, whose derivative cannot be",
         "leave out create_graph=True; call the module that is not compiled; or compile the "
         "function that takes all derivatives",
+    )
+
+
+def missing(where: str, operation: str, fix: str) -> str:
+    """Return the message for an operation whose second derivative torch does not have."""
+    return message(
+        where,
+        "a graph whose derivative can be differentiated",
+        f"{operation}, whose second derivative torch does not have",
+        f"leave out create_graph=True; take unroll(..., first_order=True); or {fix}",
     )
 
 

@@ -201,6 +201,9 @@ def _free_threaded() -> bool:
     return enabled is not None and not enabled()
 
 
+_OWN = {"gradkit._core.constants", "gradkit._autograd.second_derivatives"}
+
+
 def user_functions(kinds: Iterable[type]) -> list[type]:
     """Return the types among `kinds` whose backward is code of the user's."""
     return [k for k in kinds if issubclass(k, BackwardCFunction) and not _from_torch(k)]
@@ -220,7 +223,7 @@ def _from_torch(kind: Any) -> bool:
     module: str = kind._forward_cls.__module__
     if module.startswith("torch._library"):  # may run what the user gave to register_autograd
         return bool(kind.__name__.startswith(_TORCH_OPERATORS))
-    if module.startswith("gradkit._core."):  # not meta: a step runs user code
+    if module in _OWN:  # not meta: a step runs user code
         return True
     # torch.func wraps each Function, the user's too, in one of a class that it makes.
     return module.startswith("torch.") and module != "torch._functorch.autograd_function"

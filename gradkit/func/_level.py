@@ -141,7 +141,7 @@ class Passes:
         if not keep and self._may_reach_outside(below):
             return inner.guarded(partial(run, True), create_graph=False)
         if keep:
-            keep = self.check_derivative(roots, variables)
+            keep = self.check_derivative(below, variables)
         try:
             return inner.guarded(partial(run, keep), create_graph=keep)
         except UnsupportedGraphError as error:
@@ -162,14 +162,14 @@ class Passes:
             return None
         return set().union(*map(recording_levels, tensors)) - {self.level}
 
-    def check_derivative(self, roots: list[Tensor], variables: list[Tensor]) -> bool:
+    def check_derivative(self, below: Subgraph, variables: list[Tensor]) -> bool:
         """Return whether a pass may record its graph; a derivative to come may be refused."""
-        outer = self.outer
+        outer, roots = self.outer, below.roots
         is_eager = 0 in (self.levels_around(roots) or ())
         if not (is_eager or outer.in_transform or outer.create_graph):
             return True  # only weights are recorded, in which the gradients are linear
         keep = outer.allows(
-            lambda: refuse_wrong_derivative("the loss", variables, Subgraph(roots)),
+            lambda: refuse_wrong_derivative("the loss", variables, below, by_formula=True),
             may_differentiate=outer.in_transform,
         )
         if keep and is_eager and not active_monitors():  # one around a call sees all that is in it

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.inner_pass import InnerPass
+from gradkit._autograd.second_derivatives import holds_formulas
 from gradkit._checks import graphs, recomputation
 from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import transforms
@@ -160,7 +161,7 @@ class InnerStep:
 
 
 def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -> Subgraph | None:
-    """Check the graph of a step, and return it if a pass may run code of the caller's."""
+    """Check the graph of a step, and return it if its pass is to be guarded."""
     alive = functions_alive()
     if not loss.requires_grad or not (create_graph or any(alive) or hooks_registered()):
         return None
@@ -170,10 +171,10 @@ def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -
     if alive.refused:
         graphs.refuse_nodes(map(type, below.nodes.difference(below.stop)), "the inner loss")
     if create_graph:
-        refuse_wrong_derivative("the inner loss", variables, below)
+        refuse_wrong_derivative("the inner loss", variables, below, by_formula=True)
     # Those that are alive may be the steps before this one.
     runs_user_code = hooks_registered() or (alive.users and user_functions(below.kinds))
-    return below if runs_user_code else None
+    return below if runs_user_code or (create_graph and holds_formulas(below)) else None
 
 
 def recomputed(run: Steps, carry: Carry, inputs: Inputs) -> Outputs:
@@ -236,7 +237,7 @@ class _Segment:
             run.compare(outputs, "loss_fn")
             below = Subgraph(outputs, stop={edge(variable).node for variable in variables})
             if create_graph:
-                refuse_wrong_derivative("loss_fn", variables, below)
+                refuse_wrong_derivative("loss_fn", variables, below, by_formula=True)
             one = InnerPass("loss_fn", "its input {}".format, variables, below)
             run_pass = partial(
                 inner_grads, outputs, variables, cotangents, create_graph=create_graph
