@@ -12,7 +12,8 @@ from torch.func import vmap
 
 from gradkit._autograd.function_probe import refuse_dropped
 from gradkit._checks.changed import changed
-from gradkit._checks.graphs import freed, losses_freed
+from gradkit._checks.derivatives import missing
+from gradkit._checks.graphs import DONATED, freed, losses_freed
 from gradkit._compat.autograd import function_mode_enabled, run_engine
 from gradkit._compat.transforms import autograd_grad, compiled_autograd_disabled
 from gradkit._core.call import Call
@@ -146,6 +147,12 @@ def _raise_named(error: RuntimeError, call: Call) -> None:
         raise UnsupportedGraphError(_MULTI_GRAD_HOOK) from error
     if "does not support 3rd+ order derivatives" in str(error):
         raise UnsupportedGraphError(_third(call)) from error
+    if " is not implemented" in str(error) and str(error).startswith("derivative for "):
+        operation = str(error).removeprefix("derivative for ").removesuffix(" is not implemented")
+        fix = "compute it by other operations"
+        raise UnsupportedGraphError(missing(_paths(call), operation, fix)) from error
+    if "non-empty donated buffers" in str(error):
+        raise UnsupportedGraphError(message(_paths(call), *DONATED)) from error
     if "modified by an inplace operation" in str(error):
         raise UnsupportedGraphError(changed(error, call)) from error
 

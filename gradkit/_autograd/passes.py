@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from sys import modules
 from typing import TypeAlias
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 from gradkit._autograd import graph_release, jacobian
 from gradkit._autograd.captures import observed
 from gradkit._autograd.runner import PassRunner
-from gradkit._checks.graphs import check_call
+from gradkit._checks.graphs import check_call, refuse_donated
 from gradkit._checks.reachability import refuse_unreached
 from gradkit._compat.distributed import replicated
+from gradkit._compat.dynamo import COMPILED_BACKWARD
 from gradkit._compat.transforms import without_graph
 from gradkit._core import pytree
 from gradkit._core.call import Call, Grads, Pass
@@ -71,6 +73,9 @@ def run_jointly(
     group = require_graph(losses, outputs)
     call = Call(losses, outputs, [Pass(group, params)], unused, create_graph)
     check_call(call, allowed)
+    retain = create_graph if retain_graph is None else retain_graph
+    if retain and COMPILED_BACKWARD in modules:
+        refuse_donated(call, call.passes[0])
     learned: Sequence[Tensor] = ()
     if by_loss is not None:
         learned = [w for w in by_loss if isinstance(w, Tensor) and w.requires_grad]
@@ -79,7 +84,7 @@ def run_jointly(
         [outputs[index] for index in group] if constants else outputs,
         [seeds[index] for index in group] if constants else seeds,
         params.variables,
-        retain=create_graph if retain_graph is None else retain_graph,
+        retain=retain,
     )
     return PassResult(call, [grads], values_of(losses, create_graph))
 
@@ -162,11 +167,15 @@ def run_in_turn(
     plans = None
     if not retain and len(call.passes) > 1:
         plans = graph_release.plan_release(call, [edge.node for _, edge in observed()])
+    kept = [retain] * len(call.passes) if plans is None else [plan.retain for plan in plans]
+    if COMPILED_BACKWARD in modules:
+        for keep, one in zip(kept, call.passes, strict=True):
+            if keep or call.outputs[one.losses[0]].numel() > 1:
+                refuse_donated(call, one)
     results: list[Grads] = []
     for turn, (group, params) in enumerate(call.passes):
-        keep = retain if plans is None else plans[turn].retain
         variables = params.variables
-        results.append(differentiate(group[0], variables, keep) if variables else [])
+        results.append(differentiate(group[0], variables, kept[turn]) if variables else [])
         if plans is not None:
             graph_release.release(plans[turn].last_used)
     return results

@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 from gradkit._checks import derivatives, reachability
 from gradkit._compat import distributed
+from gradkit._compat.dynamo import overwrites_saved_tensors
 from gradkit._core import graph
-from gradkit._core.call import Call
+from gradkit._core.call import Call, Pass
 from gradkit._core.graph import Subgraph
 from gradkit._core.losses import Losses
 from gradkit._core.params import Params
@@ -79,6 +80,27 @@ def refuse_freed(call: Call, *, thorough: bool) -> None:
                 call.graph.below([index]), params
             ):
                 raise FreedGraphError(freed(call.losses, [index]))
+
+
+def refuse_donated(call: Call, one: Pass) -> None:
+    """Raise if a pass is to retain a graph that a compiled backward pass would overwrite."""
+    below = call.graph.below(one.losses)
+    if not any(map(overwrites_saved_tensors, below.kinds)):
+        return
+    # `.backward()` for all leaves is for no variables in particular.
+    variables = one.params.variables or list(below.leaves.values())
+    if any(overwrites_saved_tensors(type(node)) for node in below.leading_to(variables)):
+        where = ", ".join(map(call.losses.path, one.losses))
+        raise UnsupportedGraphError(message(where, *DONATED))
+
+
+DONATED = (
+    "a graph that more than one pass can go through",
+    "one compiled by torch.compile, whose backward pass overwrites what it has saved (donated "
+    "buffers), as the first single pass through it has settled",
+    "set torch._functorch.config.donated_buffer = False before the model is compiled; "
+    "torch._dynamo.reset() forgets what is compiled already",
+)
 
 
 def _any_freed(call: Call) -> bool:

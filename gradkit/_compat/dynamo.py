@@ -1,4 +1,4 @@
-"""What torch.compile leaves to the interpreter."""
+"""What torch.compile leaves to the interpreter, and what a compiled backward pass cannot do."""
 
 from __future__ import annotations
 
@@ -31,3 +31,19 @@ def disable_compile(function: F) -> F:
     code: CodeType = getattr(function, "__wrapped__", function).__code__
     _dynamo.set_code_exec_strategy(code, _LEAVE)
     return function
+
+
+# The module that runs compiled backward passes: in sys.modules if there may be one.
+COMPILED_BACKWARD = "torch._functorch._aot_autograd.runtime_wrappers"
+
+
+def overwrites_saved_tensors(kind: Any) -> bool:
+    """Return whether the compiled backward pass of a kind of node can run only once.
+
+    The first pass through a compiled graph decides: one that frees the graph lets it write its
+    results where saved tensors were ("donated buffers"). Run on torch 2.13.
+    """
+    compiled = getattr(kind, "_forward_cls", None)
+    donated = getattr(getattr(compiled, "metadata", None), "bw_donated_idxs", None)
+    is_fixed = getattr(compiled, "compiled_bw", None) is not None
+    return is_fixed and bool(donated) and torch._functorch.config.donated_buffer

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from sys import modules
 from typing import cast
 
 from torch import Tensor
 
 from gradkit._autograd.passes import values_of, weigh
 from gradkit._autograd.runner import PassRunner
-from gradkit._checks.graphs import check_backward, check_backward_to_leaves
-from gradkit._compat.dynamo import disable_compile
+from gradkit._checks.graphs import check_backward, check_backward_to_leaves, refuse_donated
+from gradkit._compat.dynamo import COMPILED_BACKWARD, disable_compile
 from gradkit._core import pytree
 from gradkit._core.call import Call, Pass
 from gradkit._core.losses import read_losses, read_weights, require_graph
@@ -82,11 +83,14 @@ def backward_(
             check_backward_to_leaves(call)
         else:
             check_backward(call)
+        retain = create_graph if retain_graph is None else retain_graph
+        if retain and COMPILED_BACKWARD in modules:
+            refuse_donated(call, call.passes[0])
         PassRunner(call).backward(
             [outputs[index] for index in group],
             [seeds[index] for index in group],
             None if params is None else opened.variables,
-            retain=create_graph if retain_graph is None else retain_graph,
+            retain=retain,
         )
         return values_of(flat, create_graph)
 

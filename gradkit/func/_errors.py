@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from traceback import walk_tb
-from typing import TypeVar
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,7 +25,15 @@ def named_errors(run: Callable[[], R], *, nested: bool = False) -> R:
         return run()
     try:
         return run()
-    except RuntimeError as error:
+    except Exception as error:
+        name = _control_flow(error)
+        if name is not None:
+            raise UnsupportedGraphError(message("fn", *_of_control_flow(name))) from error
+        if not isinstance(error, RuntimeError):
+            raise
+        hook = _hook_that_requires_grad(error)
+        if hook is not None:
+            raise UnsupportedGraphError(message("fn", _DIFFERENTIABLE, hook, _REMOVE)) from error
         for text, (expected, got, fix) in _KNOWN.items():
             if text in str(error) and not isinstance(error, GradkitError):
                 got = got or str(error).partition("\n")[0].rstrip(".")
@@ -36,6 +46,43 @@ def named_errors(run: Callable[[], R], *, nested: bool = False) -> R:
         raise
 
 
+def _frames(error: Exception) -> Iterator[FrameType]:
+    return (frame for frame, _ in walk_tb(error.__traceback__))
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _control_flow(error: Exception) -> str | None:
+    """Return the name of torch's control flow that raised an error of its own, if it did."""
+    modules = [_module_of(frame) for frame in _frames(error)]
+    if isinstance(error, GradkitError) or not modules[-1].startswith("torch."):
+        return None
+    names = (module.removeprefix(_HIGHER_ORDER) for module in modules if _HIGHER_ORDER in module)
+    return next((name for name in names if name in _IN_ITS_PLACE), None)
+
+
+def _of_control_flow(name: str) -> tuple[str, str, str]:
+    fix = f"use {_IN_ITS_PLACE[name]}; or {_EAGERLY}"
+    return _DIFFERENTIABLE, f"torch's {name}, which torch.func cannot enter", fix
+
+
+def _hook_that_requires_grad(error: RuntimeError) -> str | None:
+    """Return, in words, a hook of a module that has called requires_grad_(), if one raised."""
+    if not str(error).startswith("You are attempting to call Tensor.requires_grad_()"):
+        return None
+    for frame, called in pairwise(_frames(error)):
+        module: Any = frame.f_locals.get("self")
+        if not isinstance(module, torch.nn.Module):
+            continue
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if getattr(hook, "__code__", None) is called.f_code:
+                kind = type(module).__name__
+                return f"a call of requires_grad_() by {hook.__name__}, a forward hook of {kind}"
+    return None
+
+
 def _raised_by_torch(error: RuntimeError) -> bool:
     """Return whether an operator of torch raised an error, not the caller's own code."""
     # torch's own are of these two classes, and subclasses that say what they are (out of memory).
@@ -44,7 +91,7 @@ def _raised_by_torch(error: RuntimeError) -> bool:
     if type(error) not in (RuntimeError, NotImplementedError) or error.__traceback__ is None:
         return False
     *_, (frame, _) = walk_tb(error.__traceback__)
-    return frame.f_globals.get("__name__", "").partition(".")[0] in {"gradkit", "torch"}
+    return _module_of(frame).partition(".")[0] in {"gradkit", "torch"}
 
 
 _BATCHED = (
@@ -64,6 +111,19 @@ _AUTOGRAD_CALL = (
     "a call of backward(), retain_grad() or requires_grad_(), or of torch.autograd.functional",
     "nest gradkit.func or torch.func calls, and return intermediate values as aux",
 )
+_REMOVE = (
+    "remove the hook: handle.remove(); for a model of transformers, which has it for gradient "
+    "checkpointing, model.gradient_checkpointing_disable() and model.disable_input_require_grads()"
+)
+_HIGHER_ORDER = "torch._higher_order_ops."
+_LOOP = "a loop of Python"
+# By the module of torch that has it.
+_IN_ITS_PLACE = {
+    "cond": "torch.where, or an if of Python",
+    "scan": _LOOP,
+    "while_loop": _LOOP,
+    "map": "torch.vmap, or a loop of Python",
+}
 _SAVED_HOOKS = (
     _DIFFERENTIABLE,
     "saved-tensor hooks: a checkpoint, or save_on_cpu",
