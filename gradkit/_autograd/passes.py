@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from sys import modules
 from typing import TypeAlias
 
 import torch
@@ -16,7 +15,6 @@ from gradkit._autograd.runner import PassRunner
 from gradkit._checks.graphs import check_call, refuse_donated
 from gradkit._checks.reachability import refuse_unreached
 from gradkit._compat.distributed import replicated
-from gradkit._compat.dynamo import COMPILED_BACKWARD
 from gradkit._compat.transforms import without_graph
 from gradkit._core import pytree
 from gradkit._core.call import Call, Grads, Pass
@@ -74,8 +72,8 @@ def run_jointly(
     call = Call(losses, outputs, [Pass(group, params)], unused, create_graph)
     check_call(call, allowed)
     retain = create_graph if retain_graph is None else retain_graph
-    if retain and COMPILED_BACKWARD in modules:
-        refuse_donated(call, call.passes[0])
+    if retain:
+        refuse_donated(call, [retain])
     learned: Sequence[Tensor] = ()
     if by_loss is not None:
         learned = [w for w in by_loss if isinstance(w, Tensor) and w.requires_grad]
@@ -168,10 +166,8 @@ def run_in_turn(
     if not retain and len(call.passes) > 1:
         plans = graph_release.plan_release(call, [edge.node for _, edge in observed()])
     kept = [retain] * len(call.passes) if plans is None else [plan.retain for plan in plans]
-    if COMPILED_BACKWARD in modules:
-        for keep, one in zip(kept, call.passes, strict=True):
-            if keep or call.outputs[one.losses[0]].numel() > 1:
-                refuse_donated(call, one)
+    if retain or len(kept) > 1:  # for a single loss of several elements, the engine says so
+        refuse_donated(call, kept)
     results: list[Grads] = []
     for turn, (group, params) in enumerate(call.passes):
         variables = params.variables

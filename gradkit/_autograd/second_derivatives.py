@@ -51,12 +51,12 @@ class _Attach:
         if cotangent is None or not torch.is_grad_enabled():  # a pass in another thread
             return None
         formula, inputs = self._read(self._node)
-        wanted = [index for index, grad in enumerate(grads) if grad is not None]
+        indices = [index for index, grad in enumerate(grads) if grad is not None]
         # Detached: torch's own derivative of them raises, even where nothing flows into it.
         present = [grad.detach() for grad in grads if grad is not None]
-        outputs = _ByFormula.apply(formula, wanted, cotangent, *inputs, *present)  # type: ignore[no-untyped-call]
+        outputs = _ByFormula.apply(formula, indices, cotangent, *inputs, *present)  # type: ignore[no-untyped-call]
         result: list[Tensor | None] = [None] * len(grads)
-        for index, output in zip(wanted, outputs, strict=True):
+        for index, output in zip(indices, outputs, strict=True):
             result[index] = output
         return tuple(result)
 
@@ -67,19 +67,19 @@ class _ByFormula(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(formula: Formula, wanted: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(grad.clone() for grad in tensors[-len(wanted) :])
+    def forward(formula: Formula, indices: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(grad.clone() for grad in tensors[-len(indices) :])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.formula, ctx.wanted = inputs[:2]
+        ctx.formula, ctx.indices = inputs[:2]
         ctx.save_for_backward(*inputs[2 : -len(output)])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         def grads(cotangent: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
             every = vjp(ctx.formula, *inputs)[1](cotangent)
-            return tuple(every[index] for index in ctx.wanted)
+            return tuple(every[index] for index in ctx.indices)
 
         pull = vjp(grads, *ctx.saved_tensors)[1]
-        return None, None, *pull(cotangents), *[None] * len(ctx.wanted)
+        return None, None, *pull(cotangents), *[None] * len(ctx.indices)

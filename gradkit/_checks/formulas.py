@@ -13,7 +13,7 @@ from torch.nn import functional
 Operation = Callable[..., Any]
 
 
-def weight_norm(_: Operation, v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+def weight_norm(_: Operation | None, v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """Return a tensor with the norms `g`."""
     norm: Tensor = torch.norm_except_dim(v, 2, dim)
     return v * (g / norm)
@@ -78,8 +78,7 @@ def _attention_of(node: Any) -> OfNode:
 
 
 def _weight_norm_of(node: Any) -> OfNode:
-    formula = partial(weight_norm, torch._weight_norm, dim=node._saved_dim)
-    return formula, [node._saved_v, node._saved_g]
+    return partial(weight_norm, None, dim=node._saved_dim), [node._saved_v, node._saved_g]
 
 
 def _hardsigmoid_of(node: Any) -> OfNode:

@@ -8,7 +8,7 @@ from gradkit._checks import derivatives, reachability
 from gradkit._compat import distributed
 from gradkit._compat.dynamo import overwrites_saved_tensors
 from gradkit._core import graph
-from gradkit._core.call import Call, Pass
+from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
 from gradkit._core.losses import Losses
 from gradkit._core.params import Params
@@ -82,16 +82,18 @@ def refuse_freed(call: Call, *, thorough: bool) -> None:
                 raise FreedGraphError(freed(call.losses, [index]))
 
 
-def refuse_donated(call: Call, one: Pass) -> None:
-    """Raise if a pass is to retain a graph that a compiled backward pass would overwrite."""
-    below = call.graph.below(one.losses)
-    if not any(map(overwrites_saved_tensors, below.kinds)):
+def refuse_donated(call: Call, kept: Sequence[bool]) -> None:
+    """Raise if a pass is to keep a graph that a compiled backward pass would overwrite."""
+    if not any(map(overwrites_saved_tensors, call.graph.below(call.differentiated).kinds)):
         return
-    # `.backward()` for all leaves is for no variables in particular.
-    variables = one.params.variables or list(below.leaves.values())
-    if any(overwrites_saved_tensors(type(node)) for node in below.leading_to(variables)):
-        where = ", ".join(map(call.losses.path, one.losses))
-        raise UnsupportedGraphError(message(where, *DONATED))
+    for keep, (group, params) in zip(kept, call.passes, strict=True):
+        below = call.graph.below(group)
+        # `.backward()` for all leaves is for no variables in particular.
+        variables = params.variables or list(below.leaves.values())
+        kinds = set(map(type, below.leading_to(variables)))
+        elements = max(call.outputs[index].numel() for index in group)
+        if (keep or elements > 1) and any(map(overwrites_saved_tensors, kinds)):
+            raise UnsupportedGraphError(message(call.losses.path(group[0]), *DONATED))
 
 
 DONATED = (
@@ -105,7 +107,9 @@ DONATED = (
 
 def _any_freed(call: Call) -> bool:
     """Return whether a pass would execute a freed node, looking once at passes for one params."""
-    if not any(map(graph.has_released, call.graph.below(call.differentiated).nodes)):
+    below = call.graph.below(call.differentiated)
+    saving = set(filter(graph.saved_names, below.kinds))
+    if not any(graph.has_released(node) for node in below.nodes if type(node) in saving):
         return False
     groups: dict[int, tuple[Params, list[int]]] = {}
     for group, params in call.passes:

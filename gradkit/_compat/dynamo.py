@@ -33,17 +33,15 @@ def disable_compile(function: F) -> F:
     return function
 
 
-# The module that runs compiled backward passes: in sys.modules if there may be one.
-COMPILED_BACKWARD = "torch._functorch._aot_autograd.runtime_wrappers"
-
-
 def overwrites_saved_tensors(kind: Any) -> bool:
     """Return whether the compiled backward pass of a kind of node can run only once.
 
     The first pass through a compiled graph decides: one that frees the graph lets it write its
     results where saved tensors were ("donated buffers"). Run on torch 2.13.
     """
-    compiled = getattr(kind, "_forward_cls", None)
+    if kind.__name__ != "CompiledFunctionBackward":
+        return False
+    compiled = kind._forward_cls
     donated = getattr(getattr(compiled, "metadata", None), "bw_donated_idxs", None)
-    is_fixed = getattr(compiled, "compiled_bw", None) is not None
-    return is_fixed and bool(donated) and torch._functorch.config.donated_buffer
+    is_settled = getattr(compiled, "compiled_bw", None) is not None
+    return is_settled and bool(donated) and torch._functorch.config.donated_buffer

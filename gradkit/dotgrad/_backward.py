@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from sys import modules
 from typing import cast
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from gradkit._autograd.passes import values_of, weigh
 from gradkit._autograd.runner import PassRunner
 from gradkit._checks.graphs import check_backward, check_backward_to_leaves, refuse_donated
-from gradkit._compat.dynamo import COMPILED_BACKWARD, disable_compile
+from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
 from gradkit._core.call import Call, Pass
 from gradkit._core.losses import read_losses, read_weights, require_graph
@@ -84,8 +83,8 @@ def backward_(
         else:
             check_backward(call)
         retain = create_graph if retain_graph is None else retain_graph
-        if retain and COMPILED_BACKWARD in modules:
-            refuse_donated(call, call.passes[0])
+        if retain:
+            refuse_donated(call, [retain])
         PassRunner(call).backward(
             [outputs[index] for index in group],
             [seeds[index] for index in group],

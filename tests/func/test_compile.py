@@ -638,19 +638,18 @@ EACH: dict[Callable[[Setting], Any], list[Callable[[Setting], Any]]] = {
 }
 
 OK, NO, WARNS = "right", "`Unsupported`", "falls back, with a `GradkitWarning`"
-TWICE = "`RuntimeError`"
-MISLED = "`UnsupportedGraphError`"
+REFUSED = "`UnsupportedGraphError`"
 
 COLUMNS = ("outside", "outside, again", "inside", "fullgraph", "trace_autograd_ops")
 TABLE: dict[str, tuple[str, str, str, str, str]] = {
     "`value_and_grads`": (OK, OK, OK, NO, NO),
-    "`value_and_grads`, `create_graph=True`": (MISLED, MISLED, MISLED, NO, NO),
-    "`per_loss_grads`": (OK, TWICE, OK, NO, NO),
-    '`per_loss_grads`, `strategy="batched"`': (WARNS, TWICE, WARNS, NO, NO),
-    '`per_loss_grads`, `strategy="auto"`': (OK, TWICE, OK, NO, NO),
-    "`simultaneous_grads`": (OK, TWICE, OK, NO, NO),
+    "`value_and_grads`, `create_graph=True`": (REFUSED, REFUSED, REFUSED, NO, NO),
+    "`per_loss_grads`": (OK, REFUSED, OK, NO, NO),
+    '`per_loss_grads`, `strategy="batched"`': (WARNS, REFUSED, WARNS, NO, NO),
+    '`per_loss_grads`, `strategy="auto"`': (OK, REFUSED, OK, NO, NO),
+    "`simultaneous_grads`": (OK, REFUSED, OK, NO, NO),
     "`safe_retain` of tensors": (OK, OK, OK, NO, NO),
-    "`safe_retain` of modules": (OK, MISLED, OK, NO, NO),
+    "`safe_retain` of modules": (OK, REFUSED, OK, NO, NO),
     "`backward_`": (OK, OK, OK, NO, NO),
     "`capture_grads`": (OK, OK, OK, NO, NO),
     "`read_grads`, `write_grads_`, `add_grads_`, `clear_grads_`": (OK, OK, OK, NO, NO),
