@@ -791,6 +791,33 @@ def test_the_default_backend_outside(device: torch.device, row: str) -> None:
     assert_alike(got, (ROWS[row](uncompiled), uncompiled.state()), exact=False)
 
 
+KEEPING: dict[str, Callable[[Tensor, nn.Module], Any]] = {
+    "several losses": lambda loss, m: gradkit.per_loss_grads({"a": loss, "b": 2 * loss}, m),
+    "several elements": lambda loss, m: gradkit.per_loss_grads(torch.stack([loss, loss]), m),
+    "retain_graph": lambda loss, m: gradkit.value_and_grads(loss, m, retain_graph=True),
+    "backward_": lambda loss, m: gradkit.backward_(loss, m, retain_graph=True),
+    "backward_ to all leaves": lambda loss, m: gradkit.backward_(loss, retain_graph=True),
+}
+
+
+@pytest.mark.parametrize("call", KEEPING)
+def test_a_compiled_graph_that_is_overwritten_is_named(device: torch.device, call: str) -> None:
+    """Before anything has run: also the `.grad` of a layer above it is as it was."""
+    layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
+    model = nn.Sequential(layers, nn.Linear(4, 1)).to(device)
+    trunk = torch.compile(layers, backend="aot_eager")
+    x = torch.randn(5, 3, device=device)
+    gradkit.value_and_grads(model[1](trunk(x)).sum(), model)
+    loss = model[1](trunk(x)).sum()
+    with (
+        unchanged(*model.parameters()),
+        pytest.raises(gradkit.UnsupportedGraphError, match=r"(?s)losses.*donated_buffer = False"),
+    ):
+        KEEPING[call](loss, model)
+    # Of the layer above, the pass does not go through what is compiled.
+    gradkit.value_and_grads(model[1](trunk(x)).sum(), model[1], retain_graph=True)
+
+
 @pytest.mark.parametrize("row", ["`per_loss_grads`", "`simultaneous_grads`"])
 def test_several_passes_after_a_lone_one(device: torch.device, row: str) -> None:
     """Right if no pass may write over what the forward pass has saved."""

@@ -1,0 +1,123 @@
+"""Errors of torch that gradkit.func names, with what to do about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradkit
+from gradkit import func
+from tests.helpers import unchanged
+
+
+def branch(x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+
+def scanned(x: Tensor) -> Tensor:
+    from torch._higher_order_ops import scan
+
+    return scan(lambda c, y: (c + y.sin(), c * y), torch.zeros_like(x[0]), x)[1]
+
+
+def repeated(x: Tensor) -> Tensor:
+    from torch._higher_order_ops import while_loop
+
+    start = torch.zeros((), dtype=torch.long, device=x.device)
+    return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x.sin()), (start, x))[1]
+
+
+CONTROL_FLOW: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "cond": (branch, lambda x: x.sin() if x.sum() > 0 else x.cos()),
+    "scan": (scanned, lambda x: torch.stack([x[:i].sin().sum(0) * y for i, y in enumerate(x)])),
+    "while_loop": (repeated, lambda x: x.sin().sin().sin()),
+}
+CALLS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "value_and_grads": lambda fn, x: func.value_and_grads(fn)(x),
+    "value_and_grads, create_graph=False": lambda fn, x: func.value_and_grads(
+        fn, create_graph=False
+    )(x),
+    "hvp": lambda fn, x: func.hvp(fn, x, x),
+    "nested": lambda fn, x: func.value_and_grads(
+        lambda x: func.value_and_grads(fn)(x)[1].square().sum()
+    )(x),
+}
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
+@pytest.mark.parametrize("name", CONTROL_FLOW)
+@pytest.mark.parametrize("call", CALLS)
+def test_control_flow_is_named(device: torch.device, name: str, call: str) -> None:
+    operation, by_hand = CONTROL_FLOW[name]
+    x = torch.linspace(0.1, 1, 6, device=device).view(3, 2)
+    with (
+        unchanged(x),
+        pytest.raises(gradkit.UnsupportedGraphError, match=f"(?s)torch's {name}.*Python"),
+    ):
+        CALLS[call](lambda x: operation(x).sum(), x)
+    CALLS[call](lambda x: by_hand(x).sum(), x)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CONTROL_FLOW)
+def test_eager_calls_differentiate_control_flow_once(device: torch.device, name: str) -> None:
+    operation, by_hand = CONTROL_FLOW[name]
+    x = torch.linspace(0.1, 1, 6, device=device).view(3, 2).requires_grad_()
+    _, grad = gradkit.value_and_grads(operation(x).sum(), x)
+    torch.testing.assert_close(grad, gradkit.value_and_grads(by_hand(x).sum(), x)[1])
+
+
+class MineError(Exception):
+    pass
+
+
+def test_an_error_of_the_function_stays_what_it_is(device: torch.device) -> None:
+    def fn(x: Tensor) -> Tensor:
+        raise MineError
+
+    with pytest.raises(MineError):
+        func.value_and_grads(fn)(torch.ones(1, device=device))
+
+
+def require(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    output.requires_grad_(True)
+
+
+class Hook:
+    def method(self, module: nn.Module, inputs: Any) -> None:
+        inputs[0].requires_grad_()
+
+
+def test_a_hook_that_requires_grad_is_named(device: torch.device) -> None:
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 1)).to(device)
+    ids = torch.tensor([0, 3], device=device)
+    call, params, buffers = func.make_functional(model)
+
+    def loss(params: Any) -> Tensor:
+        return call(params, buffers, ids)[0].sum()
+
+    handles = {
+        "require, a forward hook of Embedding": model[0].register_forward_hook(require),
+        "method, a forward hook of Linear": model[1].register_forward_pre_hook(Hook().method),
+    }
+    for name, handle in handles.items():
+        match = f"(?s)requires_grad_\\(\\) by {name}.*handle.remove.*disable_input_require_grads"
+        with (
+            unchanged(*params.values()),
+            pytest.raises(gradkit.UnsupportedGraphError, match=match),
+        ):
+            func.value_and_grads(loss)(params)
+        handle.remove()
+    func.value_and_grads(loss)(params)
+
+
+def test_a_function_that_requires_grad_by_itself_is_no_hook(device: torch.device) -> None:
+    with pytest.raises(gradkit.UnsupportedGraphError, match=r"requires_grad_\(\), or of") as caught:
+        func.value_and_grads(lambda x: x.requires_grad_().sum())(torch.ones(1, device=device))
+    assert "hook" not in str(caught.value)
