@@ -92,7 +92,7 @@ versions:
 # BackPACK goes without what it asks for: torchvision, which only its examples import, and whose
 # wheel does not load beside a torch for the CPU. The others of its needs are in the extra.
 $(VENV)/bench: $(VENV)/ready
-	$(PIP) -e '.[bench,release]'
+	$(PIP) -e '.[bench,release,transformers]'
 	$(PIP) --no-deps backpack-for-pytorch
 	touch $@
 

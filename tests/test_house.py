@@ -229,7 +229,16 @@ def test_names_are_the_field_s(device: torch.device) -> None:
 def test_tests_stand_in_the_rooms_that_they_try(device: torch.device) -> None:
     rooms = {path.stem.strip("_") for path in PACKAGE.iterdir() if path.name != "__pycache__"}
     folders = {path.relative_to(ROOT / "tests").parts[0] for path in TESTS}
-    beside = {"docs", "benchmarks", "silently_wrong", "gpu", "cuda", "sweep", "fuzz"}
+    beside = {
+        "docs",
+        "benchmarks",
+        "silently_wrong",
+        "gpu",
+        "cuda",
+        "sweep",
+        "fuzz",
+        "transformers",
+    }
     beside |= {"test_public.py", "test_house.py", "test_release.py"}
     assert folders - rooms - beside == set()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -147,10 +148,10 @@ def _raise_named(error: RuntimeError, call: Call) -> None:
         raise UnsupportedGraphError(_MULTI_GRAD_HOOK) from error
     if "does not support 3rd+ order derivatives" in str(error):
         raise UnsupportedGraphError(_third(call)) from error
-    if " is not implemented" in str(error) and str(error).startswith("derivative for "):
-        operation = str(error).removeprefix("derivative for ").removesuffix(" is not implemented")
+    without = re.search(r"derivative for '?([\w:]+)'? is not implemented", str(error))
+    if without is not None:
         fix = "compute it by other operations"
-        raise UnsupportedGraphError(missing(_paths(call), operation, fix)) from error
+        raise UnsupportedGraphError(missing(_paths(call), without[1], fix)) from error
     if "non-empty donated buffers" in str(error):
         raise UnsupportedGraphError(message(_paths(call), *DONATED)) from error
     if "modified by an inplace operation" in str(error):

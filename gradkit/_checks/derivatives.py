@@ -48,6 +48,8 @@ _MISSING: dict[str, tuple[str, str]] = {
     },
     "ScaledDotProductFlashAttentionForCpuBackward0": _ATTENTION,
     "ScaledDotProductFusedAttentionOverrideableBackward0": _ATTENTION,
+    "CdistBackward0": ("cdist", "(a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)"),
+    "PdistBackward0": ("pdist", "take the norms of the differences: (a - b).norm(dim=-1)"),
     "HardsigmoidBackward0": ("hardsigmoid", "write relu6(x + 3) / 6"),
     "EmbeddingBagBackward0": ("embedding_bag", "add up what nn.functional.embedding gives"),
     "CtcLossBackward0": _CTC_LOSS,

@@ -1,4 +1,4 @@
-"""Fused attention and others, whose gradients torch cannot differentiate: right by their formula."""
+"""Fused attention, whose gradients torch cannot differentiate, is right by its formula."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def leaves(params: Tensors) -> Tensors:
 
 
 def sines(tree: Tensors) -> Tensor:
-    return sum(x.sin().sum() for x in tree.values())
+    return torch.stack([x.sin().sum() for x in tree.values()]).sum()
 
 
 def slope(loss: Loss) -> Loss:
@@ -178,7 +178,8 @@ def test_a_mask_of_each_task(device: torch.device) -> None:
     def run(backends: list[SDPBackend]) -> Tensor:
         def meta_loss(p: Tensors, mask: Tensor) -> Tensor:
             def loss(p: Tensors, _: Any, mask: Tensor) -> Tensor:
-                mixed = functional.scaled_dot_product_attention(*p.values(), attn_mask=mask)
+                q, k, v = p.values()
+                mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
                 return mixed.square().sum()
 
             return sines(meta.unroll(loss, p, [mask] * 2, meta.sgd(lr=0.1)).params)
@@ -222,10 +223,12 @@ def test_the_formula_is_what_torch_computes(
 
 
 def test_with_dropout_there_is_no_formula(device: torch.device) -> None:
-    kind = type("ScaledDotProductFlashAttentionBackward0", (), {"_saved_dropout_p": 0.0})
-    assert has_formula(kind())
-    kind._saved_dropout_p = 0.1
-    assert not has_formula(kind())
+    def node(dropout: float) -> Any:
+        name = "ScaledDotProductFlashAttentionBackward0"
+        return type(name, (), {"_saved_dropout_p": dropout})()
+
+    assert has_formula(node(0.0))
+    assert not has_formula(node(0.1))
 
 
 def encoder() -> nn.Module:

@@ -1,7 +1,7 @@
 """Models of Hugging Face transformers and PEFT, made from a config: every public call.
 
-They compute attention by `scaled_dot_product_attention`; the same model without fused kernels, which
-plain autograd differentiates any number of times, is the oracle.
+They compute attention by `scaled_dot_product_attention`; the same model without fused kernels,
+which plain autograd differentiates any number of times, is the oracle.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def close(got: Any, expected: Any) -> None:
 
 
 def penalty(grads: Tensors) -> Tensor:
-    return sum(g.square().sum() for g in grads.values() if g is not None)
+    return torch.stack([g.square().sum() for g in grads.values() if g is not None]).sum()
 
 
 # --- the first derivative: the bits of `.backward()`
