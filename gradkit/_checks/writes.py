@@ -182,7 +182,7 @@ _WRITE_ON_THEIR_OWN = frozenset((
     "BinaryCrossEntropyWithLogitsBackward0", "CopysignBackward0", "CummaxBackward0",
     "CumminBackward0", "FftC2RBackward0", "GatherBackward0", "IndexBackward0",
     "IndexSelectBackward0", "KthvalueBackward0", "LinalgHouseholderProductBackward0",
-    "MaskedSelectBackward0", "MaxBackward0", "MaxBackward1",
+    "MaskedSelectBackward0", "MaxBackward0", "MaxBackward1", "MkldnnRnnLayerBackward0",
     "MaxPool2DWithIndicesBackwardBackward0", "MaximumBackward0", "MedianBackward0",
     "MedianBackward1", "MinBackward0", "MinBackward1", "MinimumBackward0", "ModeBackward0",
     "NanmedianBackward0", "NanmedianBackward1", "NativeGroupNormBackward0", "NextafterBackward0",

@@ -134,3 +134,14 @@ def _losses(op: Any, device: torch.device) -> Iterator[tuple[Tensor, list[Tensor
             continue
         if leaves and isinstance(loss, Tensor) and loss.dtype.is_floating_point:
             yield loss, leaves
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_no_layer_of_torch_is_taken_for_a_writer(
+    device: torch.device, kind: type[nn.RNNBase]
+) -> None:
+    layer = kind(3, 4, num_layers=2, bidirectional=True).to(device)
+    loss = layer(torch.randn(5, 2, 3, device=device))[0].square().sum()
+    expected = torch.autograd.grad(loss, list(layer.parameters()), create_graph=True)
+    _, grads = gradkit.value_and_grads(loss, list(layer.parameters()), create_graph=True)
+    assert_same_bits(grads, list(expected))
