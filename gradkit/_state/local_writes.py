@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from gradkit._core import pytree
 from gradkit._core.pytree import PyTree
 from gradkit.errors import UnsupportedGraphError, message
 
-_Kwargs: TypeAlias = dict[str, Any]
+Kwargs: TypeAlias = dict[str, Any]
 
 _WRITES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
 _NO_WRITES = frozenset({"requires_grad_", "share_memory_"})
@@ -30,7 +31,7 @@ _STATISTICS: dict[Any, tuple[int, str, bool]] = {
 _FLAG = 5  # its position in all of them
 
 
-class LocalWrites(TorchFunctionMode):
+class LocalWrites:
     """Redirects writes on shared tensors to copies, which are read in their stead from then on.
 
     Where the operands are batched, so is a copy: in a vmap over tasks each has one of its own, as
@@ -38,39 +39,35 @@ class LocalWrites(TorchFunctionMode):
     """
 
     def __init__(self, is_shared: Callable[[Tensor], bool]) -> None:
-        super().__init__()
         self._is_shared = is_shared
         # By memory: a tensor that was written on, which must stay alive, and its copy.
         self._copies: dict[Any, tuple[Tensor, Tensor]] = {}
         self._storages: set[int] = set()  # in which those tensors are
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: _Kwargs | None = None,
-    ) -> Any:
-        """Run the operation on the copies."""
-        kwargs = kwargs or {}
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+        """Run an operation on the copies."""
+        if not (self._copies or _may_write(func) or (kwargs and _writes_by_option(kwargs))):
+            return func(*args, **kwargs) if kwargs else func(*args)
         out = kwargs.get("out")
-        if out is not None and any(map(self._is_shared, _tensors((out,)))):
+        if out is not None and any(map(self._is_shared, tensors_in((out,)))):
             return self._run_out(func, args, {**kwargs})
-        written = list(filter(self._is_shared, written_by(func, args, kwargs)))
+        written = list(filter(self._is_shared, _written(func, args, kwargs)))
         for tensor in written:
             copy = self.value(tensor).clone()
-            self._set(tensor, batched_like(copy, _tensors((*args, *kwargs.values()))))
-        if not self._copies:
-            return self.run(func, args, kwargs)
-        result = self.run(func, self._current(args), self._current(kwargs))
+            self._set(tensor, batched_like(copy, tensors_in((*args, *kwargs.values()))))
+        result = func(*self.current(args), **self.current(kwargs))
         for tensor in written:
             if result is self.value(tensor):
                 return tensor  # also where it is assigned: module.buffer = buffer.add_(1)
         return result
 
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: _Kwargs) -> Any:
-        """Run an operation; for subclasses to override."""
-        return func(*args, **kwargs)
+    def _run_out(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+        """Run an operation without its `out`, for which vmap has no rules."""
+        out = kwargs.pop("out")
+        result = func(*self.current(args), **self.current(kwargs))
+        for tensor, new in zip(tensors_in((out,)), tensors_in((result,)), strict=True):
+            self._set(tensor, new.to(tensor.dtype))
+        return out
 
     def value(self, tensor: Tensor) -> Tensor:
         """Return the copy of a tensor that was written on, and any other as it is."""
@@ -91,15 +88,18 @@ class LocalWrites(TorchFunctionMode):
         if not self._copies:
             return tree
         leaves, spec = pytree.flatten(tree)
-        return pytree.unflatten(spec, [self._current(leaf) for leaf in leaves])
+        return pytree.unflatten(spec, [self.current(leaf) for leaf in leaves])
 
-    def _current(self, value: Any) -> Any:
+    def current(self, value: Any) -> Any:
+        """Return an argument, or several in lists, with the copies in it."""
+        if not self._copies:
+            return value
         if isinstance(value, Tensor):
             return self.value(value)
         if type(value) in (list, tuple):
-            return type(value)(map(self._current, value))
+            return type(value)(map(self.current, value))
         if type(value) is dict:
-            return {key: self._current(part) for key, part in value.items()}
+            return {key: self.current(part) for key, part in value.items()}
         return value
 
     def _set(self, tensor: Tensor, copy: Tensor) -> None:
@@ -107,29 +107,48 @@ class LocalWrites(TorchFunctionMode):
         self._storages.add(key[0])
         self._copies[key] = tensor, copy
 
-    def _run_out(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: _Kwargs) -> Any:
-        """Run an operation without its `out`, for which vmap has no rules."""
-        out = kwargs.pop("out")
-        result = self.run(func, self._current(args), self._current(kwargs))
-        for tensor, new in zip(_tensors((out,)), _tensors((result,)), strict=True):
-            self._set(tensor, new.to(tensor.dtype))
-        return out
+
+class LocalWritesMode(TorchFunctionMode):
+    """Redirects the writes of a block."""
+
+    def __init__(self, writes: LocalWrites) -> None:
+        super().__init__()
+        self.writes = writes
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Kwargs | None = None,
+    ) -> Any:
+        """Run the operation on the copies."""
+        return self.writes.run(func, args, kwargs or {})
 
 
-def written_by(func: Callable[..., Any], args: tuple[Any, ...], kwargs: _Kwargs) -> list[Tensor]:
+def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> list[Tensor]:
     """Return the tensors that an operation writes on, but for `out`."""
     if func in _STATISTICS:
         position, flag, default = _STATISTICS[func]
         if not _argument(args, kwargs, _FLAG, flag, default):
             return []
         names = "running_mean", "running_var"
-        return _tensors(
+        return tensors_in(
             _argument(args, kwargs, position + i, name, None) for i, name in enumerate(names)
         )
-    if not is_in_place(getattr(func, "__name__", "")) and kwargs.get("inplace") is not True:
+    if not (_may_write(func) or kwargs.get("inplace") is True):
         return []
     first = args[0] if args else next(iter(kwargs.values()), None)
-    return _tensors(first if isinstance(first, list | tuple) else (first,))
+    return tensors_in(first if isinstance(first, list | tuple) else (first,))
+
+
+@lru_cache(maxsize=4096)
+def _may_write(func: Callable[..., Any]) -> bool:
+    return func in _STATISTICS or is_in_place(getattr(func, "__name__", ""))
+
+
+def _writes_by_option(kwargs: Kwargs) -> bool:
+    return kwargs.get("out") is not None or kwargs.get("inplace") is True
 
 
 def is_in_place(name: str) -> bool:
@@ -139,16 +158,16 @@ def is_in_place(name: str) -> bool:
     return name in _WRITES or not name.endswith("__")
 
 
-def _argument(args: tuple[Any, ...], kwargs: _Kwargs, position: int, name: str, default: Any) -> Any:
+def _argument(args: tuple[Any, ...], kwargs: Kwargs, position: int, name: str, default: Any) -> Any:
     return args[position] if len(args) > position else kwargs.get(name, default)
 
 
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     """Return the tensors among some values, and in the lists among them."""
     tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             tensors.append(value)
         elif type(value) in (list, tuple):
-            tensors += _tensors(value)
+            tensors += tensors_in(value)
     return tensors

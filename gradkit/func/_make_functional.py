@@ -16,7 +16,7 @@ from gradkit._checks import recomputation
 from gradkit._compat.transforms import BATCH, memory_of, transforms
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import refuse_distributed, require_tensor
-from gradkit._state.local_writes import LocalWrites, is_in_place
+from gradkit._state.local_writes import LocalWrites, LocalWritesMode, is_in_place
 from gradkit._state.module import ModuleSnapshot, TensorSlots
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func import _checkpoints as checkpoints
@@ -125,17 +125,17 @@ def _call(
                 out, after = _traced_call(module, given, new, every_name, args, kwargs)
             else:
                 out, after = module(*args, **kwargs), {**new, **slots.buffers()}
-        return (out, after) if own is None else own.values((out, after))
+        return (out, after) if own is None else own.writes.values((out, after))
     finally:
         snapshot.restore()
 
 
-def _own_buffers(new: Named) -> AbstractContextManager[LocalWrites | None]:
+def _own_buffers(new: Named) -> AbstractContextManager[LocalWritesMode | None]:
     """Return what makes a buffer that the forward pass writes on as batched as what it writes."""
     if not new or BATCH not in transforms():
         return nullcontext()
     memory = {memory_of(buffer) for buffer in new.values()}
-    return LocalWrites(lambda tensor: memory_of(tensor) in memory)
+    return LocalWritesMode(LocalWrites(lambda tensor: memory_of(tensor) in memory))
 
 
 def _traced_call(

@@ -25,14 +25,7 @@ from gradkit.errors import (
     message,
 )
 from gradkit.func._arguments import ArgNums, Arguments, check_options, read_arguments
-from gradkit.func._batchable import (
-    RANDOMNESS,
-    Attempt,
-    AuxOfEach,
-    OneByOne,
-    Randomness,
-    call_batchable,
-)
+from gradkit.func._fallback import RANDOMNESS, Attempt, AuxOfEach, OneByOne, Randomness
 from gradkit.func._level import (
     detached,
     differentiate,
@@ -118,12 +111,13 @@ def per_sample_grads(
 
         def of_sample(*tensors: Tensor) -> _Gradients:
             result = differentiate(
-                partial(call_batchable, fn),
+                fn,
                 arguments.at(batch.with_tensors(tensors)),
                 kwargs,
                 partial(gradient_of_the_sum, may_be_aux=not has_aux),
                 has_aux=has_aux,
                 create_graph=create_graph,
+                batched=True,
                 per_sample=True,
             )
             aux_of_each.check((result.values, result.aux))
@@ -141,7 +135,7 @@ def per_sample_grads(
                 tensors = detached(tensors)
             run = partial(batch.run, of_sample, tensors, first.variables, randomness, chunk_size)
             if batch.size:
-                attempt = Attempt("per_sample_grads", (fn, args), tensors, randomness)
+                attempt = Attempt("per_sample_grads", fn, tensors, randomness)
                 grads, others = attempt.run(run, run, aux_of_each)
             else:
                 grads, others = _run_of_none(run)

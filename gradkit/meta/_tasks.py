@@ -22,15 +22,9 @@ from gradkit._core.options import (
 from gradkit._core.pytree import PyTree
 from gradkit._state import rng
 from gradkit.errors import OptionError, StructureError, describe, message
-from gradkit.func import value_and_grads
-from gradkit.func._batchable import (
-    RANDOMNESS,
-    Attempt,
-    AuxOfEach,
-    OneByOne,
-    Randomness,
-    call_batchable,
-)
+from gradkit.func._arguments import read_arguments
+from gradkit.func._fallback import RANDOMNESS, Attempt, AuxOfEach, OneByOne, Randomness
+from gradkit.func._level import differentiate, gradient_of_the_sum
 from gradkit.meta._trees import open_tensors, read_inner_params, read_loss
 
 
@@ -105,20 +99,29 @@ def mean_value_and_grads(
     aux_of_each = AuxOfEach()
 
     def loss_and_aux(tensors: list[Tensor], task: PyTree) -> tuple[Tensor, PyTree]:
-        returned = call_batchable(meta_loss_fn, outer.tree(tensors), task)
+        returned = meta_loss_fn(outer.tree(tensors), task)
         return read_loss(returned, "meta_loss_fn", has_aux=has_aux)
 
     def of_task(*parts: Any) -> tuple[list[Tensor], list[Tensor]]:
-        one = value_and_grads(loss_and_aux, has_aux=True, create_graph=create_graph)
-        (value, aux), grads = one(outer.variables, batch.close(parts))
-        aux_of_each.check(aux)
-        tensors_of_aux, close_aux = open_tensors(aux)
+        arguments = read_arguments((outer.variables, batch.close(parts)), 0)
+        one = differentiate(
+            loss_and_aux,
+            arguments,
+            {},
+            gradient_of_the_sum,
+            has_aux=True,
+            create_graph=create_graph,
+            batched=True,
+        )
+        grads = arguments.finish(one.grads[0], losses=one.values, refused=one.refused)
+        aux_of_each.check(one.aux)
+        tensors_of_aux, close_aux = open_tensors(one.aux)
         put_back[:] = [close_aux]
-        return [value, *grads], tensors_of_aux
+        return [*one.values, *grads], tensors_of_aux
 
     run = partial(batch.run, of_task, tasks_at_once, randomness)
     tensors = [*outer.variables, *batch.parts]
-    attempt = Attempt("mean_value_and_grads", (meta_loss_fn, params, tasks), tensors, randomness)
+    attempt = Attempt("mean_value_and_grads", meta_loss_fn, tensors, randomness)
     (value, *grads), tensors_of_aux = attempt.run(run, run, aux_of_each)
     mean = value / batch.count
     mean_grads = outer.arguments.to_tree(tree.scale(grads, 1 / batch.count))
