@@ -142,6 +142,23 @@ def batched_like(tensor: Tensor, others: Iterable[Tensor]) -> Tensor:
     return tensor
 
 
+def is_writable(tensor: Tensor, operands: Iterable[Tensor]) -> bool:
+    """Return whether an operation with these operands can write on a tensor in place."""
+    levels = _batch_levels(tensor)
+    is_innermost = level_of(tensor) == len(transforms())
+    return is_innermost and all(_batch_levels(operand) <= levels for operand in operands)
+
+
+_ENDED = -2  # what torch gives for the level of a tensor whose transform has returned
+
+
+def without_ended_levels(tensor: Tensor) -> Tensor:
+    """Return what transforms that have returned had wrapped. Run on torch 2.13."""
+    while level_of(tensor) == _ENDED:
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def _batch_levels(tensor: Tensor) -> set[int]:
     return {level_of(layer) for layer in layers(tensor) if _functorch.is_batchedtensor(layer)}
 

@@ -11,7 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from gradkit._compat.transforms import batched_like, memory_of
+from gradkit._compat.transforms import (
+    batched_like,
+    is_writable,
+    memory_of,
+    without_ended_levels,
+)
 from gradkit._core import pytree
 from gradkit._core.pytree import PyTree
 from gradkit.errors import UnsupportedGraphError, message
@@ -39,10 +44,11 @@ class LocalWrites:
     """
 
     def __init__(self, is_shared: Callable[[Tensor], bool]) -> None:
-        self._is_shared = is_shared
+        self._may_be_shared = is_shared
         # By memory: a tensor that was written on, which must stay alive, and its copy.
         self._copies: dict[Any, tuple[Tensor, Tensor]] = {}
-        self._storages: set[int] = set()  # in which those tensors are
+        self._own: set[int] = set()  # the storages of copies
+        self._outdated: dict[int, Tensor] = {}  # by storage, what a copy has replaced
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         """Run an operation on the copies."""
@@ -52,9 +58,10 @@ class LocalWrites:
         if out is not None and any(map(self._is_shared, tensors_in((out,)))):
             return self._run_out(func, args, {**kwargs})
         written = list(filter(self._is_shared, _written(func, args, kwargs)))
+        operands = [self.value(x) for x in tensors_in((*args, *kwargs.values()))]
         for tensor in written:
-            copy = self.value(tensor).clone()
-            self._set(tensor, batched_like(copy, tensors_in((*args, *kwargs.values()))))
+            # Of statistics, autograd saves the values.
+            self._make_writable(tensor, operands, anew=func in _STATISTICS)
         result = func(*self.current(args), **self.current(kwargs))
         for tensor in written:
             if result is self.value(tensor):
@@ -66,8 +73,26 @@ class LocalWrites:
         out = kwargs.pop("out")
         result = func(*self.current(args), **self.current(kwargs))
         for tensor, new in zip(tensors_in((out,)), tensors_in((result,)), strict=True):
-            self._set(tensor, new.to(tensor.dtype))
+            self._make_writable(tensor, [new])
+            self.value(tensor).copy_(new)
         return out
+
+    def _make_writable(self, tensor: Tensor, operands: list[Tensor], *, anew: bool = False) -> None:
+        """Give a tensor a copy, unless it has one that can be written on: its views show that."""
+        copy = self.value(tensor)
+        if copy is tensor or anew or not is_writable(copy, operands):
+            with torch.enable_grad():  # a write under no_grad leaves a tensor its graph
+                self._set(tensor, batched_like(copy.clone(), operands))
+
+    def _is_shared(self, tensor: Tensor) -> bool:
+        return self._may_be_shared(tensor) and memory_of(tensor)[0] not in self._own
+
+    def _set(self, tensor: Tensor, copy: Tensor) -> None:
+        key = memory_of(tensor)
+        before = self._copies.get(key, (tensor, tensor))[1]
+        self._outdated[memory_of(before)[0]] = before
+        self._copies[key] = tensor, copy
+        self._own.add(memory_of(copy)[0])
 
     def value(self, tensor: Tensor) -> Tensor:
         """Return the copy of a tensor that was written on, and any other as it is."""
@@ -75,8 +100,8 @@ class LocalWrites:
             return tensor
         key = memory_of(tensor)
         if key in self._copies:
-            return self._copies[key][1]
-        if key[0] in self._storages:
+            return without_ended_levels(self._copies[key][1])
+        if key[0] in self._outdated:
             expected = "a function that writes on tensors from outside, such as buffers, as a whole"
             got = "one that reads and writes parts of one by views"
             fix = "write on a copy: x = buffer.clone()"
@@ -101,11 +126,6 @@ class LocalWrites:
         if type(value) is dict:
             return {key: self.current(part) for key, part in value.items()}
         return value
-
-    def _set(self, tensor: Tensor, copy: Tensor) -> None:
-        key = memory_of(tensor)
-        self._storages.add(key[0])
-        self._copies[key] = tensor, copy
 
 
 class LocalWritesMode(TorchFunctionMode):

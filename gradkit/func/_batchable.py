@@ -15,12 +15,14 @@ from gradkit._state.local_writes import Kwargs, LocalWrites, tensors_in
 from gradkit._state.recompute_state import attention_kernels, enable_attention_kernels
 
 _RECURRENT = frozenset(
-    (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-    + (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
+    getattr(torch, name + of_cell)
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for of_cell in ("", "_cell")
 )
-_ATTENTION = frozenset(
-    (functional.scaled_dot_product_attention, functional.multi_head_attention_forward)
-)
+_ATTENTION = frozenset((
+    functional.scaled_dot_product_attention,
+    functional.multi_head_attention_forward,
+))
 
 
 class BatchableOps(LocalWrites):

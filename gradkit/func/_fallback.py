@@ -52,8 +52,9 @@ class Attempt:
             try:
                 return batched()
             except UnsupportedGraphError as error:
+                # What gradkit itself refuses has no cause.
                 reason = first_line(error.__cause__ or error)
-                if RANDOM in reason:
+                if error.__cause__ is None or RANDOM in reason:
                     raise
         rng.restore(states)
         aux.start_loop()

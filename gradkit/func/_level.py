@@ -211,15 +211,12 @@ def differentiate(
     batched: bool = False,
     per_sample: bool = False,
 ) -> LevelResult:
-    """Call a function in a new level, and `run` passes from its losses.
-
-    With `batched` it is the function of a vmap, or of a loop in its stead: what it writes on tensors
-    from outside is its own.
-    """
+    """Call a function in a new level, and `run` passes from its losses."""
     outer = OuterGraph(create_graph, differentiated(), torch.is_grad_enabled())
     if create_graph is None and not (outer.in_transform or outer.eager):
         outer.create_graph = False
-    # torch.compile cannot ask for the memory of a tensor.
+    # What the function of a vmap, or of a loop in its stead, writes on tensors from outside is its
+    # own. torch.compile cannot ask for the memory of a tensor.
     ops = BatchableOps() if batched and not torch.compiler.is_compiling() else None
     monitor = OpMonitor(per_sample=per_sample, writes=ops)
     outside: list[Any] = []

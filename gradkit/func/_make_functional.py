@@ -219,11 +219,11 @@ class ReadOnly(TorchFunctionMode):
     ) -> Any:
         """Run the operation, unless it writes."""
         name = getattr(func, "__name__", "")
-        if name.endswith("_") and args and isinstance(args[0], Tensor):
-            if is_in_place(name) and self._is_protected(args[0]):
-                got = f"one that writes on them in its forward pass, with {name}"
-                fix = "compute a new tensor from the parameter, or write outside of the module"
-                raise UnsupportedGraphError(message("module", _READS_ONLY, got, fix))
+        is_write = is_in_place(name) and args and isinstance(args[0], Tensor)
+        if is_write and self._is_protected(args[0]):
+            got = f"one that writes on them in its forward pass, with {name}"
+            fix = "compute a new tensor from the parameter, or write outside of the module"
+            raise UnsupportedGraphError(message("module", _READS_ONLY, got, fix))
         return func(*args, **(kwargs or {}))
 
     def _is_protected(self, tensor: Tensor) -> bool:

@@ -52,7 +52,9 @@ def per_sample_grads(
 ) -> Callable[..., Any]:
     """Return a function that gives the gradients of the loss of each sample of a batch.
 
-    Equal, to rounding, to a loop over the samples.
+    Equal, to rounding, to a loop over the samples. Buffers of modules that `fn` writes on, and
+    attributes that it assigns, are afterwards as before. What torch.vmap cannot batch, such as
+    `.item()`, is a loop, with a `GradkitWarning` that says why; not in torch.compile.
 
     Example:
         >>> import torch, gradkit
@@ -90,8 +92,9 @@ def per_sample_grads(
     Raises:
         OptionError: An option has no such value.
         StructureError: `in_dims` or the sizes of the batch do not fit; or it is empty, and torch
-            cannot tell what aux is, or what `fn` reaches.
-        UnsupportedGraphError: Batch norm in train mode; what vmap gets silently wrong or cannot do.
+            cannot tell what aux is, or what `fn` reaches; or, in a loop, aux cannot be stacked.
+        UnsupportedGraphError: Batch norm in train mode; what vmap gets silently wrong; random
+            operations with `randomness="error"`; a write on a part of a tensor from outside.
         GradkitError: As in `value_and_grads`.
 
     Source:
@@ -192,6 +195,7 @@ class _Batch:
         one_by_one: OneByOne | None = None,
     ) -> _Gradients:
         """Return the gradients and aux of all samples, stacked."""
+        vmap: Callable[..., _Gradients]
         vmap = partial(engine.vmapped_grads, fn, in_dims=self.dims, randomness=randomness)
         traced = transforms() or torch.compiler.is_compiling()
         if one_by_one is not None:

@@ -43,6 +43,10 @@ def mean_value_and_grads(
 
     Equal, to rounding, to a loop over the tasks. They are vmapped, with every derivative taken
     inside the vmap: the other order is silently wrong in torch for normalizations with a weight.
+    Every task starts from the modules as they are, whose buffers (the statistics of batch norm, the
+    vectors of spectral norm) and other attributes are afterwards as before. What torch.vmap cannot
+    batch, such as `.item()`, is a loop, with a `GradkitWarning` that says why; not in
+    torch.compile.
 
     Example:
         >>> import torch, gradkit
@@ -64,8 +68,10 @@ def mean_value_and_grads(
         in_dims: The dimension of the tasks: an int, or a prefix tree of `tasks`, with None for
             tensors that all tasks share.
         tasks_at_once: The number of tasks in memory at a time; None is all. It changes the result
-            by rounding only.
+            by rounding only, but for what is drawn at random.
         has_aux: Whether `meta_loss_fn` returns `(loss, aux)`.
+        randomness: What random operations such as dropout do, as in `torch.vmap`: `"different"`
+            numbers for each task, the `"same"` for all, or `"error"`.
         create_graph: As in `gradkit.func.value_and_grads`; False for a training step, whose
             gradients are not differentiated again.
 
@@ -78,10 +84,13 @@ def mean_value_and_grads(
         DetachedLossError: The meta-loss does not depend on params.
         LeafTypeError: A leaf, or the meta-loss, is no tensor that has a gradient.
         NotScalarLossError: The meta-loss has not exactly one element.
-        OptionError: `in_dims`, `tasks_at_once`, `has_aux` or `create_graph` has no such value.
+        OptionError: `in_dims`, `tasks_at_once`, `has_aux`, `randomness` or `create_graph` has no
+            such value.
         StructureError: `in_dims` is no prefix of the tasks, or their sizes differ; or
-            `meta_loss_fn` returned no pair, with `has_aux`.
-        UnsupportedGraphError: torch.func cannot enter the meta-loss, or gets it silently wrong.
+            `meta_loss_fn` returned no pair, with `has_aux`; or, in a loop, an aux that cannot be
+            stacked.
+        UnsupportedGraphError: torch.func cannot enter the meta-loss, or gets it silently wrong; or
+            it writes on parts of a tensor from outside.
 
     Source:
         Finn et al. 2017, "Model-Agnostic Meta-Learning", algorithm 1,
