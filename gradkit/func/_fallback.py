@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Number
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ class Attempt:
         if torch.compiler.is_compiling() or is_capturing():
             return batched()
         states = rng.states(self.tensors)
-        modules = [m for m in captured_by(self.fn) if isinstance(m, nn.Module)]
+        modules = list(filter(_has_attributes, captured_by(self.fn)))
         with _modules_put_back(modules):
             try:
                 return batched()
@@ -117,6 +117,10 @@ class AuxOfEach:
 
 def _comparable(leaf: object) -> object:
     return leaf if isinstance(leaf, (Number, str, bytes, Enum)) else type(leaf)
+
+
+def _has_attributes(captured: object) -> TypeGuard[nn.Module]:
+    return isinstance(captured, nn.Module) and not isinstance(captured, torch.jit.ScriptModule)
 
 
 @contextmanager
