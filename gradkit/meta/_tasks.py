@@ -117,7 +117,7 @@ def mean_value_and_grads(
             loss_and_aux,
             arguments,
             {},
-            gradient_of_the_sum,
+            partial(gradient_of_the_sum, may_be_aux=False),
             has_aux=True,
             create_graph=create_graph,
             batched=True,

@@ -76,6 +76,19 @@ class Ema(nn.Module):
         return x[:, -1] * self.weight * state / float(self.steps) * self.count
 
 
+class Twice(nn.Module):
+    """A batch norm that is used twice, and reads its own statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(LENGTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.linear(self.norm(x).sin()))
+        assert self.norm.running_mean is not None
+        return out[:, -1] * self.norm.running_mean.sum()
+
+
 def norm(kind: type[nn.Module], *args: Any, **options: Any) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(
         nn.Conv1d(LENGTH, 3, 3, padding=1),
@@ -119,6 +132,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "a synchronized norm": norm(nn.SyncBatchNorm),  # of one process
     "spectral norm": spectral,
     "two power iterations": lambda: spectral(2),
+    "one norm twice": Twice,
     "buffers": Ema,
     "RNN": recurrent(nn.RNN, nonlinearity="relu"),
     "GRU": recurrent(nn.GRU, num_layers=2, bidirectional=True, hidden=2),
@@ -192,3 +206,25 @@ def test_each_task_is_that_of_a_loop(device: torch.device, name: str, through: s
         got = meta.mean_value_and_grads(maml(forwards(module)[through]), params, tasks)
     assert vars(module) == state
     assert_close(got, expected)
+
+
+@pytest.mark.parametrize("options", [{"tasks_at_once": 2}, {"create_graph": True}])
+@pytest.mark.parametrize("name", ["GRU", "buffers"])
+def test_whatever_the_options(device: torch.device, name: str, options: dict[str, Any]) -> None:
+    module, params, tasks = make(name, device)
+    meta_loss = maml(forwards(module)["make_functional"], memory="recompute")
+    got = meta.mean_value_and_grads(meta_loss, params, tasks, **options)
+    assert_close(got, by_hand(module, params, tasks, fresh=True))
+
+
+def test_new_buffers_are_stacked_over_the_tasks(device: torch.device) -> None:
+    module, params, (x, _) = make("batch norm", device)
+    call, _, buffers = func.make_functional(module)
+
+    def loss(params: Any, x: Tensor) -> Any:
+        out, new = call(params, buffers, x)
+        return out.square().sum(), new
+
+    (_, new), _ = meta.mean_value_and_grads(loss, params, x, has_aux=True)
+    rows = [call(params, buffers, one)[1] for one in x]
+    assert_close(new, {key: torch.stack([row[key] for row in rows]) for key in buffers})
