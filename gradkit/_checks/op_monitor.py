@@ -28,6 +28,7 @@ from gradkit._compat.transforms import (
     transforms,
 )
 from gradkit._core.graph import Subgraph
+from gradkit._state.local_writes import LocalWrites
 from gradkit.errors import UnsupportedGraphError, message
 
 __all__ = ["KNOWN_BUGS", "OpMonitor"]
@@ -57,12 +58,14 @@ class OpMonitor(TorchFunctionMode):
 
     It sees what Python calls, and in `note_graph` what else a graph tells of: torch.jit.script,
     DisableTorchFunction and callbacks of torch's own functions leave nodes, too. With `per_sample`,
-    where the function is for one sample of a batch, train-mode batch norm raises.
+    where the function is for one sample of a batch, train-mode batch norm raises. With `writes`,
+    what the function writes on tensors from outside is written on copies.
     """
 
-    def __init__(self, *, per_sample: bool = False) -> None:
+    def __init__(self, *, per_sample: bool = False, writes: LocalWrites | None = None) -> None:
         super().__init__()
         self._per_sample = per_sample
+        self._writes = writes
         self._outer = transforms()
         self.is_nested = bool(self._outer)
         self._wrong_batched: list[str] = []
@@ -96,11 +99,15 @@ class OpMonitor(TorchFunctionMode):
         if name == _BACKWARD_PASS:
             self.check()
         elif name is not None:
-            is_functional = func in _FUNCTIONAL
-            call = OpCall(args, kwargs or {}, is_functional, transforms(), self._outer)
+            is_functional, given = func in _FUNCTIONAL, (args, kwargs or {})
+            if self._writes is not None and name in BY_FORMULA:
+                given = self._writes.current(given)
+            call = OpCall(*given, is_functional, transforms(), self._outer)
             if name in BY_FORMULA:
                 return _run(name, func, call)
             self._note(name, call)
+        if self._writes is not None:
+            return self._writes.run(func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _note(self, name: str, call: OpCall) -> None:

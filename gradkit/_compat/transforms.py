@@ -119,6 +119,50 @@ def layers(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
 
 
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what tells the memory of a tensor, or of what transforms have wrapped: storage first.
+
+    Run on torch 2.13.
+    """
+    with torch._C.DisableTorchFunction():  # each attribute would run the modes around this one
+        *_, data = layers(tensor)
+        if data.layout != torch.strided:
+            return (id(data),)
+        parts = data.storage_offset(), data.shape, data.stride(), data.dtype
+        return data.untyped_storage()._cdata, *parts
+
+
+def batched_like(tensor: Tensor, others: Iterable[Tensor]) -> Tensor:
+    """Return a tensor, batched in each vmap in which one of the others is."""
+    levels = _batch_levels(tensor)
+    for other in others:
+        if not _batch_levels(other) <= levels:
+            tensor = tensor + other.new_zeros((), dtype=tensor.dtype, device=tensor.device)
+            levels |= _batch_levels(other)
+    return tensor
+
+
+def is_writable(tensor: Tensor, operands: Iterable[Tensor]) -> bool:
+    """Return whether an operation with these operands can write on a tensor in place."""
+    levels = _batch_levels(tensor)
+    is_innermost = level_of(tensor) == len(transforms())
+    return is_innermost and all(_batch_levels(operand) <= levels for operand in operands)
+
+
+_ENDED = -2  # what torch gives for the level of a tensor whose transform has returned
+
+
+def without_ended_levels(tensor: Tensor) -> Tensor:
+    """Return what transforms that have returned had wrapped. Run on torch 2.13."""
+    while level_of(tensor) == _ENDED:
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def _batch_levels(tensor: Tensor) -> set[int]:
+    return {level_of(layer) for layer in layers(tensor) if _functorch.is_batchedtensor(layer)}
+
+
 def recorded_copy(tensor: Tensor) -> Tensor:
     """Return a copy made by a node of its own, whether or not the tensor requires grad."""
     if _functorch.is_batchedtensor(tensor):

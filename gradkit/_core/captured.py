@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from itertools import chain
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 from torch import Generator, Tensor, nn
@@ -13,6 +13,7 @@ from torch import Generator, Tensor, nn
 Captured: TypeAlias = Tensor | nn.Module | Generator
 
 _MAX_DEPTH = 4
+_LIBRARIES = {"gradkit", "torch"}
 _MAX_LENGTH = 10_000  # a longer container is data, and not searched
 
 
@@ -35,15 +36,23 @@ def _contents(value: object) -> list[Any]:
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, FunctionType):
-        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        try:
-            names = inspect.getclosurevars(value)
-        except ValueError:  # a variable of its closure has no value yet
-            return defaults
-        return [*names.nonlocals.values(), *names.globals.values(), *defaults]
+        # What inspect.getclosurevars reads, in less time. Libraries refer to the caller's objects
+        # by closures only.
+        of_library = str(value.__module__).partition(".")[0] in _LIBRARIES
+        names = () if of_library else value.__code__.co_names
+        read = [value.__globals__[name] for name in names if name in value.__globals__]
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return [*chain.from_iterable(map(_cell, value.__closure__ or ())), *read, *defaults]
     if isinstance(value, Mapping | list | tuple | set | frozenset):
         items = value.values() if isinstance(value, Mapping) else value
         return list(items) if len(value) <= _MAX_LENGTH else []
     if isinstance(value, type | BuiltinFunctionType | ModuleType) or not hasattr(value, "__dict__"):
         return []
     return [*vars(value).values(), *([type(value).__call__] if callable(value) else [])]
+
+
+def _cell(cell: CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # the variable has no value yet
+        return []

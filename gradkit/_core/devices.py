@@ -13,3 +13,8 @@ def available_devices() -> list[torch.device]:
         assert kind is not None
         devices += [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())]
     return devices
+
+
+def is_capturing() -> bool:
+    """Return whether a CUDA graph is being captured here, which records what runs, and no state."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

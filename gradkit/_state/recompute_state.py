@@ -28,7 +28,7 @@ class RecomputeState:
         self._rng = rng.states(tensors)
         devices = {"cpu", *(t.device.type for t in tensors)}
         self._autocast = list(map(_autocast, devices))
-        self._kernels = _attention_kernels()
+        self._kernels = attention_kernels()
         self._writes = _StorageWrites()
         self._checksums: Checksums = {}
         self._around = innermost()
@@ -58,7 +58,7 @@ class RecomputeState:
     def second_run(self) -> Iterator[SecondRun]:
         """Restore the state of the first run inside the block, and today's after it."""
         now = _current(self._writes.snapshots)
-        kernels = _attention_kernels()
+        kernels = attention_kernels()
         states = rng.current(self._rng)
         with ExitStack() as stack:
             stack.callback(rng.restore, states)
@@ -66,12 +66,12 @@ class RecomputeState:
             for device, enabled, dtype in self._other_autocast():
                 stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype))
             try:
-                _enable_attention_kernels(self._kernels)
+                enable_attention_kernels(self._kernels)
                 _restore(self._writes.snapshots)
                 with running(self._checksums, self._around) as run:
                     yield run
             finally:
-                _enable_attention_kernels(kernels)
+                enable_attention_kernels(kernels)
                 _restore(now)
 
 
@@ -82,12 +82,14 @@ def _autocast(device: str) -> tuple[str, bool, torch.dtype]:
 _ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 
 
-def _attention_kernels() -> list[bool]:
+def attention_kernels() -> list[bool]:
+    """Return which kernels of scaled_dot_product_attention are enabled."""
     return [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _ATTENTION_KERNELS]
 
 
-def _enable_attention_kernels(kernels: list[bool]) -> None:
-    if kernels != _attention_kernels():
+def enable_attention_kernels(kernels: list[bool]) -> None:
+    """Enable these kernels, in the order of `attention_kernels`."""
+    if kernels != attention_kernels():
         for name, enabled in zip(_ATTENTION_KERNELS, kernels, strict=True):
             getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
 

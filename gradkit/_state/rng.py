@@ -25,6 +25,12 @@ def current(saved: States) -> States:
     return states([torch.empty(0, device=device) for device, _ in saved if device.type != "cpu"])
 
 
+def differ(saved: States) -> bool:
+    """Return whether one of the generators is in another state now."""
+    pairs = zip(saved, current(saved), strict=True)
+    return any(not torch.equal(before, now) for (_, before), (_, now) in pairs)
+
+
 def restore(saved: States) -> None:
     """Put the generators into these states."""
     for device, state in saved:

@@ -134,6 +134,12 @@ _MEMORY = (
     "an operation that reads memory: numpy(), tolist(), or ctc_loss whose lengths are tuples",
     f"give it constants from outside, lengths as tensors; or {_EAGERLY}",
 )
+RANDOM = "randomness error mode"
+_NOT_RANDOM = (
+    'no random operation, with randomness="error"',
+    "one: dropout, say",
+    'randomness="different" for other numbers in each sample, or "same"',
+)
 ZERO_TENSOR = "ZeroTensors are immutable"
 _FORWARD = (
     "operations that have a forward-mode derivative",
@@ -156,11 +162,7 @@ _KNOWN = {
         "an autograd.Function whose forward takes ctx, or a full backward hook of a module",
         f"give the Function a setup_context staticmethod; or {_EAGERLY}",
     ),
-    "randomness error mode": (
-        'no random operation, with randomness="error"',
-        "one: dropout, say",
-        'randomness="different" for other numbers in each sample, or "same"',
-    ),
+    RANDOM: _NOT_RANDOM,
     "while the running_mean or running_var": (
         "a function of one sample at a time",
         "a norm layer that updates its running statistics from a batch",
@@ -172,6 +174,11 @@ _KNOWN = {
     "data pointer of Tensor that doesn't have storage": _MEMORY,
     "Can't call numpy()": _MEMORY,
 }
+
+
+def refused_random() -> UnsupportedGraphError:
+    """Return the error for random operations that the option does not allow."""
+    return UnsupportedGraphError(message("fn", *_NOT_RANDOM))
 
 
 def independent(where: str) -> str:

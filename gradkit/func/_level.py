@@ -43,6 +43,7 @@ from gradkit.errors import (
     message,
 )
 from gradkit.func._arguments import Arguments, copied
+from gradkit.func._batchable import BatchableOps
 from gradkit.func._errors import independent, named_errors
 
 _CONSTANTS = (str, bytes, Number, Enum, torch.dtype, torch.device, torch.Size, torch.layout)
@@ -207,13 +208,17 @@ def differentiate(
     has_aux: bool,
     create_graph: bool | None,
     scalar: bool = True,
+    batched: bool = False,
     per_sample: bool = False,
 ) -> LevelResult:
     """Call a function in a new level, and `run` passes from its losses."""
     outer = OuterGraph(create_graph, differentiated(), torch.is_grad_enabled())
     if create_graph is None and not (outer.in_transform or outer.eager):
         outer.create_graph = False
-    monitor = OpMonitor(per_sample=per_sample)
+    # What the function of a vmap, or of a loop in its stead, writes on tensors from outside is its
+    # own. torch.compile cannot ask for the memory of a tensor.
+    ops = BatchableOps() if batched and not torch.compiler.is_compiling() else None
+    monitor = OpMonitor(per_sample=per_sample, writes=ops)
     outside: list[Any] = []
 
     def inside(tensors: Sequence[Tensor], level: int | None) -> TensorLists:
@@ -224,6 +229,8 @@ def differentiate(
         made = 0 if level is None else hooks_made()
         with monitor:
             returned = fn(*arguments.with_variables(tensors), **kwargs)
+            if ops is not None:
+                returned = ops.values(returned)
             outer.hooked = level is not None and hooks_made() > made
             tree, aux = split_aux(returned) if has_aux else (returned, None)
         losses = read_losses(tree, scalar=scalar, returned=True, may_be_aux=not has_aux)

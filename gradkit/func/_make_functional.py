@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -12,15 +13,15 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from gradkit._checks import recomputation
-from gradkit._compat.transforms import transforms
+from gradkit._compat.transforms import BATCH, memory_of, transforms
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import refuse_distributed, require_tensor
+from gradkit._state.local_writes import LocalWrites, LocalWritesMode, is_in_place
 from gradkit._state.module import ModuleSnapshot, TensorSlots
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func import _checkpoints as checkpoints
 
 Named: TypeAlias = dict[str, Tensor]
-_WRITES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
 _REFUSED_BY_TORCH = (nn.DataParallel, torch.jit.ScriptModule)
 _READS_ONLY = "a module that reads its parameters"
 
@@ -116,15 +117,25 @@ def _call(
     """Return what a module returns for these tensors, and its buffers after it."""
     snapshot = ModuleSnapshot(module)
     try:
-        with ReadOnly(given.values()):
+        with ReadOnly(given.values()), _own_buffers(new) as own:
             slots = TensorSlots(snapshot.parts)
             is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
             is_refused = is_tracing or isinstance(module, _REFUSED_BY_TORCH)
             if is_refused or not slots.fill({**given, **new}):
-                return _traced_call(module, given, new, every_name, args, kwargs)
-            return module(*args, **kwargs), {**new, **slots.buffers()}
+                out, after = _traced_call(module, given, new, every_name, args, kwargs)
+            else:
+                out, after = module(*args, **kwargs), {**new, **slots.buffers()}
+        return (out, after) if own is None else own.writes.values((out, after))
     finally:
         snapshot.restore()
+
+
+def _own_buffers(new: Named) -> AbstractContextManager[LocalWritesMode | None]:
+    """Return what makes a buffer that the forward pass writes on as batched as what it writes."""
+    if not new or BATCH not in transforms():
+        return nullcontext()
+    memory = {memory_of(buffer) for buffer in new.values()}
+    return LocalWritesMode(LocalWrites(lambda tensor: memory_of(tensor) in memory))
 
 
 def _traced_call(
@@ -208,12 +219,11 @@ class ReadOnly(TorchFunctionMode):
     ) -> Any:
         """Run the operation, unless it writes."""
         name = getattr(func, "__name__", "")
-        if name.endswith("_") and args and isinstance(args[0], Tensor):
-            writes = name in _WRITES or not name.endswith("__")
-            if writes and name != "requires_grad_" and self._is_protected(args[0]):
-                got = f"one that writes on them in its forward pass, with {name}"
-                fix = "compute a new tensor from the parameter, or write outside of the module"
-                raise UnsupportedGraphError(message("module", _READS_ONLY, got, fix))
+        is_write = is_in_place(name) and args and isinstance(args[0], Tensor)
+        if is_write and self._is_protected(args[0]):
+            got = f"one that writes on them in its forward pass, with {name}"
+            fix = "compute a new tensor from the parameter, or write outside of the module"
+            raise UnsupportedGraphError(message("module", _READS_ONLY, got, fix))
         return func(*args, **(kwargs or {}))
 
     def _is_protected(self, tensor: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from gradkit.errors import (
     message,
 )
 from gradkit.func._arguments import ArgNums, Arguments, check_options, read_arguments
+from gradkit.func._fallback import RANDOMNESS, Attempt, AuxOfEach, OneByOne, Randomness
 from gradkit.func._level import (
     detached,
     differentiate,
@@ -36,7 +37,6 @@ from gradkit.func._level import (
 # Of the tensors of one sample; gives gradients, and the tensors of aux.
 _Gradients: TypeAlias = tuple[list[Tensor | None], list[Tensor]]
 _OfSample: TypeAlias = Callable[..., _Gradients]
-Randomness: TypeAlias = Literal["error", "same", "different"]
 
 
 def per_sample_grads(
@@ -52,7 +52,9 @@ def per_sample_grads(
 ) -> Callable[..., Any]:
     """Return a function that gives the gradients of the loss of each sample of a batch.
 
-    Equal, to rounding, to a loop over the samples.
+    Equal, to rounding, to a loop over the samples. Buffers of modules that `fn` writes on, and
+    attributes that it assigns, are afterwards as before. What torch.vmap cannot batch, such as
+    `.item()`, is a loop, with a `GradkitWarning` that says why; not in torch.compile.
 
     Example:
         >>> import torch, gradkit
@@ -90,8 +92,9 @@ def per_sample_grads(
     Raises:
         OptionError: An option has no such value.
         StructureError: `in_dims` or the sizes of the batch do not fit; or it is empty, and torch
-            cannot tell what aux is, or what `fn` reaches.
-        UnsupportedGraphError: Batch norm in train mode; what vmap gets silently wrong or cannot do.
+            cannot tell what aux is, or what `fn` reaches; or, in a loop, aux cannot be stacked.
+        UnsupportedGraphError: Batch norm in train mode; what vmap gets silently wrong; random
+            operations with `randomness="error"`; a write on a part of a tensor from outside.
         GradkitError: As in `value_and_grads`.
 
     Source:
@@ -100,12 +103,14 @@ def per_sample_grads(
     """
     check_options(fn, has_aux, unused, create_graph)
     check_chunk_size(chunk_size)
-    check_option("randomness", randomness, ("error", "same", "different"))
+    check_option("randomness", randomness, RANDOMNESS)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = read_arguments(args, argnums, unused=unused)
         batch = _read_batch(arguments, in_dims, kwargs)
-        of_one: list[Any] = []  # from the trace of one sample
+        of_one: list[Any] = []  # from the trace of one sample, or the last of a loop
+        refused: list[str] = []
+        aux_of_each = AuxOfEach()
 
         def of_sample(*tensors: Tensor) -> _Gradients:
             result = differentiate(
@@ -115,10 +120,13 @@ def per_sample_grads(
                 partial(gradient_of_the_sum, may_be_aux=not has_aux),
                 has_aux=has_aux,
                 create_graph=create_graph,
+                batched=True,
                 per_sample=True,
             )
+            aux_of_each.check((result.values, result.aux))
             tensors_of_aux, put_back = tensors_of(result.aux)
-            of_one[:] = [len(result.values), result.refused, put_back]
+            of_one[:] = [len(result.values), put_back]
+            refused.extend(filter(None, [result.refused]))
             return result.grads[0], [*result.values, *tensors_of_aux]
 
         first = arguments.at(batch.first_sample())
@@ -129,9 +137,14 @@ def per_sample_grads(
             if create_graph is False:
                 tensors = detached(tensors)
             run = partial(batch.run, of_sample, tensors, first.variables, randomness, chunk_size)
-            grads, others = run() if batch.size else _run_of_none(run)
-        count, refused, put_back = of_one
-        result = first.finish(grads, (batch.size,), losses=others[:count], refused=refused)
+            if batch.size:
+                attempt = Attempt("per_sample_grads", fn, tensors, randomness)
+                grads, others = attempt.run(run, run, aux_of_each)
+            else:
+                grads, others = _run_of_none(run)
+        count, put_back = of_one
+        reason = refused[0] if refused else None
+        result = first.finish(grads, (batch.size,), losses=others[:count], refused=reason)
         return (result, put_back(others[count:])) if has_aux else result
 
     return call
@@ -177,13 +190,17 @@ class _Batch:
         fn: _OfSample,
         tensors: list[Tensor],
         variables: list[Tensor],
-        randomness: str,
+        randomness: Randomness,
         chunk_size: int | None,
+        one_by_one: OneByOne | None = None,
     ) -> _Gradients:
         """Return the gradients and aux of all samples, stacked."""
+        vmap: Callable[..., _Gradients]
         vmap = partial(engine.vmapped_grads, fn, in_dims=self.dims, randomness=randomness)
         traced = transforms() or torch.compiler.is_compiling()
-        if chunk_size is None or chunk_size >= self.size or traced:
+        if one_by_one is not None:
+            chunk_size, vmap = 1, one_by_one(fn, self.dims)
+        elif chunk_size is None or chunk_size >= self.size or traced:
             return vmap(*tensors, chunk_size=chunk_size if self.size else None)
         # One chunk is in memory beside the results. torch's own chunks are joined at the end, which
         # takes the memory of the results twice, and draw other numbers for each chunk on CUDA where
@@ -200,7 +217,8 @@ class _Batch:
             chunk = [tensor.narrow(dim, start, count) for tensor, dim in pairs]
             grads, aux = vmap(*chunk)
             aux_parts.append(aux)
-            if any(grad is not None and grad.requires_grad for grad in grads):
+            # In a loop, not all samples need to reach the same.
+            if one_by_one or any(grad is not None and grad.requires_grad for grad in grads):
                 parts.append(grads)
                 continue
             if not results:
@@ -217,8 +235,10 @@ class _Batch:
 
 
 def _joined(grads: Sequence[Tensor | None]) -> Tensor | None:
-    present = [grad for grad in grads if grad is not None]
-    return torch.cat(present) if present else None
+    zero = next((torch.zeros_like(grad) for grad in grads if grad is not None), None)
+    if zero is None:
+        return None
+    return torch.cat([zero if grad is None else grad for grad in grads])
 
 
 def _read_batch(arguments: Arguments, in_dims: PyTree, kwargs: dict[str, Any]) -> _Batch:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +13,18 @@ from torch.func import vmap
 
 from gradkit import tree
 from gradkit._core import pytree
-from gradkit._core.options import check_bool, check_optional_bool, is_positive_int
+from gradkit._core.options import (
+    check_bool,
+    check_option,
+    check_optional_bool,
+    is_positive_int,
+)
 from gradkit._core.pytree import PyTree
+from gradkit._state import rng
 from gradkit.errors import OptionError, StructureError, describe, message
-from gradkit.func import value_and_grads
+from gradkit.func._arguments import read_arguments
+from gradkit.func._fallback import RANDOMNESS, Attempt, AuxOfEach, OneByOne, Randomness
+from gradkit.func._level import differentiate, gradient_of_the_sum
 from gradkit.meta._trees import open_tensors, read_inner_params, read_loss
 
 
@@ -26,12 +36,17 @@ def mean_value_and_grads(
     in_dims: PyTree = 0,
     tasks_at_once: int | None = None,
     has_aux: bool = False,
+    randomness: Randomness = "different",
     create_graph: bool | None = None,
 ) -> tuple[Any, PyTree]:
     """Return the mean meta-loss over a batch of tasks, and the meta-gradient.
 
     Equal, to rounding, to a loop over the tasks. They are vmapped, with every derivative taken
     inside the vmap: the other order is silently wrong in torch for normalizations with a weight.
+    Every task starts from the modules as they are, whose buffers (the statistics of batch norm, the
+    vectors of spectral norm) and other attributes are afterwards as before. What torch.vmap cannot
+    batch, such as `.item()`, is a loop, with a `GradkitWarning` that says why; not in
+    torch.compile.
 
     Example:
         >>> import torch, gradkit
@@ -53,8 +68,10 @@ def mean_value_and_grads(
         in_dims: The dimension of the tasks: an int, or a prefix tree of `tasks`, with None for
             tensors that all tasks share.
         tasks_at_once: The number of tasks in memory at a time; None is all. It changes the result
-            by rounding only.
+            by rounding only, but for what is drawn at random.
         has_aux: Whether `meta_loss_fn` returns `(loss, aux)`.
+        randomness: What random operations such as dropout do, as in `torch.vmap`: `"different"`
+            numbers for each task, the `"same"` for all, or `"error"`.
         create_graph: As in `gradkit.func.value_and_grads`; False for a training step, whose
             gradients are not differentiated again.
 
@@ -67,10 +84,13 @@ def mean_value_and_grads(
         DetachedLossError: The meta-loss does not depend on params.
         LeafTypeError: A leaf, or the meta-loss, is no tensor that has a gradient.
         NotScalarLossError: The meta-loss has not exactly one element.
-        OptionError: `in_dims`, `tasks_at_once`, `has_aux` or `create_graph` has no such value.
+        OptionError: `in_dims`, `tasks_at_once`, `has_aux`, `randomness` or `create_graph` has no
+            such value.
         StructureError: `in_dims` is no prefix of the tasks, or their sizes differ; or
-            `meta_loss_fn` returned no pair, with `has_aux`.
-        UnsupportedGraphError: torch.func cannot enter the meta-loss, or gets it silently wrong.
+            `meta_loss_fn` returned no pair, with `has_aux`; or, in a loop, an aux that cannot be
+            stacked.
+        UnsupportedGraphError: torch.func cannot enter the meta-loss, or gets it silently wrong; or
+            it writes on parts of a tensor from outside.
 
     Source:
         Finn et al. 2017, "Model-Agnostic Meta-Learning", algorithm 1,
@@ -81,47 +101,86 @@ def mean_value_and_grads(
     if tasks_at_once is not None and not is_positive_int(tasks_at_once):
         expected, got = "a positive int or None", repr(tasks_at_once)
         raise OptionError(message("tasks_at_once", expected, got, "tasks_at_once=None"))
+    check_option("randomness", randomness, RANDOMNESS)
     outer = read_inner_params(params)
-    parts, dims, count, close = _read_tasks(tasks, in_dims)
-    size = tasks_at_once or count
-    put_back: list[Callable[[list[Tensor]], PyTree]] = []  # of aux, from the trace of a chunk
+    batch = _read_tasks(tasks, in_dims)
+    put_back: list[Callable[[list[Tensor]], PyTree]] = []  # of aux, from the last trace
+    aux_of_each = AuxOfEach()
 
     def loss_and_aux(tensors: list[Tensor], task: PyTree) -> tuple[Tensor, PyTree]:
         returned = meta_loss_fn(outer.tree(tensors), task)
         return read_loss(returned, "meta_loss_fn", has_aux=has_aux)
 
-    def run(*task: Any) -> tuple[list[Tensor], list[Tensor]]:
-        of_task = value_and_grads(loss_and_aux, has_aux=True, create_graph=create_graph)
-        (value, aux), grads = of_task(outer.variables, close(task))
-        tensors_of_aux, close_aux = open_tensors(aux)
+    def of_task(*parts: Any) -> tuple[list[Tensor], list[Tensor]]:
+        arguments = read_arguments((outer.variables, batch.close(parts)), 0)
+        one = differentiate(
+            loss_and_aux,
+            arguments,
+            {},
+            partial(gradient_of_the_sum, may_be_aux=False),
+            has_aux=True,
+            create_graph=create_graph,
+            batched=True,
+        )
+        grads = arguments.finish(one.grads[0], losses=one.values, refused=one.refused)
+        aux_of_each.check(one.aux)
+        tensors_of_aux, close_aux = open_tensors(one.aux)
         put_back[:] = [close_aux]
-        return [value, *grads], tensors_of_aux
+        return [*one.values, *grads], tensors_of_aux
 
-    batched = vmap(run, in_dims=tuple(dims), randomness="different")
-    totals: list[Tensor] = []
-    aux_parts: list[list[Tensor]] = []
-    for start in range(0, count, size):
-        chunk = [
-            part if dim is None else part.narrow(dim, start, min(size, count - start))
-            for part, dim in zip(parts, dims, strict=True)
-        ]
-        stacked, tensors_of_aux = batched(*chunk)
-        sums = [one.sum(0) for one in stacked]
-        totals = tree.add(totals, sums) if totals else sums
-        aux_parts.append(tensors_of_aux)
-    value, *grads = totals
-    mean, mean_grads = value / count, outer.arguments.to_tree(tree.scale(grads, 1 / count))
-    if not has_aux:
-        return mean, mean_grads
-    # Copies: what does not depend on the task is one tensor, expanded.
-    aux = put_back[0]([torch.cat(of_chunks) for of_chunks in zip(*aux_parts, strict=True)])
-    return (mean, aux), mean_grads
+    run = partial(batch.run, of_task, tasks_at_once, randomness)
+    tensors = [*outer.variables, *batch.parts]
+    attempt = Attempt("mean_value_and_grads", meta_loss_fn, tensors, randomness)
+    (value, *grads), tensors_of_aux = attempt.run(run, run, aux_of_each)
+    mean = value / batch.count
+    mean_grads = outer.arguments.to_tree(tree.scale(grads, 1 / batch.count))
+    return ((mean, put_back[0](tensors_of_aux)), mean_grads) if has_aux else (mean, mean_grads)
 
 
-def _read_tasks(
-    tasks: PyTree, in_dims: PyTree
-) -> tuple[list[Any], list[int | None], int, Callable[[Any], PyTree]]:
-    """Return the leaves of the tasks, the task dimension of each, their number, and `unflatten`."""
+@dataclass(frozen=True)
+class _Tasks:
+    """The leaves of the tasks, and where each has its task dimension."""
+
+    parts: list[Any]
+    dims: list[int | None]
+    count: int
+    close: Callable[[Any], PyTree]
+
+    def run(
+        self,
+        fn: Callable[..., tuple[list[Tensor], list[Tensor]]],
+        tasks_at_once: int | None,
+        randomness: Randomness,
+        one_by_one: OneByOne | None = None,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the sums over the tasks, and what is stacked."""
+        size = 1 if one_by_one else tasks_at_once or self.count
+        batched: Callable[..., Any]
+        if one_by_one:
+            batched = one_by_one(fn, self.dims)
+        else:
+            batched = vmap(fn, in_dims=tuple(self.dims), randomness=randomness)
+        totals: list[Tensor] = []
+        stacked: list[list[Tensor]] = []
+        rng_states = rng.states(self.parts)
+        for start in range(0, self.count, size):
+            if randomness == "same" and start:
+                rng.restore(rng_states)
+            each, others = batched(*self._chunk(start, size))
+            sums = [one.sum(0) for one in each]
+            totals = tree.add(totals, sums) if totals else sums
+            stacked.append(others)
+        # Copies: what does not depend on the task is one tensor, expanded.
+        return totals, [torch.cat(of_chunks) for of_chunks in zip(*stacked, strict=True)]
+
+    def _chunk(self, start: int, size: int) -> list[Any]:
+        count = min(size, self.count - start)
+        pairs = zip(self.parts, self.dims, strict=True)
+        return [part if dim is None else part.narrow(dim, start, count) for part, dim in pairs]
+
+
+def _read_tasks(tasks: PyTree, in_dims: PyTree) -> _Tasks:
+    """Open and check the tasks."""
     parts, spec = pytree.flatten(tasks)
     given = pytree.broadcast_prefix(in_dims, "in_dims", tasks, "tasks")
     dims = [
@@ -144,4 +203,4 @@ def _read_tasks(
         got = " and ".join(f"{size} in {where}" for size, where in sizes.items()) or "none"
         fix = "stack the tensors of the tasks, and give in_dims, with None for shared tensors"
         raise StructureError(message("tasks", expected, got, fix))
-    return parts, dims, next(iter(sizes)), spec.unflatten
+    return _Tasks(parts, dims, next(iter(sizes)), spec.unflatten)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -262,7 +261,7 @@ def test_a_loss_is_a_loop(device: torch.device, criterion: nn.Module, target: Ma
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part")
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}])
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
-def test_a_recurrent_net_needs_a_copy_of_the_weights_for_each_sample(
+def test_a_recurrent_net_is_a_loop(
     device: torch.device, kind: type[nn.Module], options: dict[str, Any]
 ) -> None:
     module = kind(3, 2, batch_first=True, **options).to(device, F64)
@@ -273,34 +272,43 @@ def test_a_recurrent_net_needs_a_copy_of_the_weights_for_each_sample(
     def fn(params: Any, x: Tensor) -> Tensor:
         return total(call(params, buffers, x[None])[0][0])
 
-    cpu = device.type == "cpu"  # where torch adds the states of a batch to a bias, in place
-    text = "torch.vmap can batch, got output with shape.*doesn't match the broadcast shape"
-    refused: Any = pytest.raises(gradkit.UnsupportedGraphError, match=text)
-    says = suppress(RuntimeError)  # as cuDNN does, of what it cannot batch
-    with unchanged(*params.values(), x), refused if cpu else says:
+    with unchanged(*params.values(), x):
         assert_close(per_sample_grads(fn)(params, x), expected)
     copies = {name: p.detach().expand(B, *p.shape) for name, p in params.items()}
-    with nullcontext() if cpu else says:
-        assert_close(per_sample_grads(fn, in_dims=0)(copies, x), expected)
+    assert_close(per_sample_grads(fn, in_dims=0)(copies, x), expected)
+
+
+def test_a_module_that_writes_on_its_weight_is_refused(device: torch.device) -> None:
+    module = nn.Embedding(7, 3, max_norm=1.0).to(device, F64)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="max_norm"):
+        ours(module, [index(4)(device)])  # which also sees that nothing has changed
+
+
+def test_running_statistics_of_each_sample_are_its_own(device: torch.device) -> None:
+    module = nn.InstanceNorm2d(4, affine=True, track_running_stats=True).to(device, F64)
+    x = real(4, 3, 3)(device)
+    assert_close(ours(module, [x]), loop(module, [x]))
+    call, params, buffers = make_functional(module)
+
+    def fn(params: Any, x: Tensor) -> Any:
+        out, new = call(params, buffers, x[None])
+        return total(out), new
+
+    _, new = per_sample_grads(fn, has_aux=True)(params, x)
+    rows = [call(params, buffers, one[None])[1] for one in x]
+    for name in buffers:
+        assert_close(new[name], torch.stack([row[name] for row in rows]))
 
 
 @slow_in_torch
-@pytest.mark.parametrize(
-    ("build", "make", "words"),
-    [
-        (lambda: nn.Embedding(7, 3, max_norm=1.0), index(4), "max_norm|embedding_renorm_"),
-        (lambda: nn.Embedding(7, 3, sparse=True), index(4), "Sparse"),
-        (
-            lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), real(4, 3, 3),
-            "track_running_stats=False",
-        ),
-    ],
-)  # fmt: skip
-def test_what_torch_cannot_batch_it_says(
-    device: torch.device, build: Build, make: Make, words: str
-) -> None:
-    with pytest.raises(RuntimeError, match=words):
-        ours(build().to(device, F64), [make(device)])  # which also sees that nothing has changed
+def test_sparse_gradients_are_those_of_a_loop(device: torch.device) -> None:
+    module, x = nn.Embedding(7, 3, sparse=True).to(device, F64), index(4)(device)
+    call, params, buffers = make_functional(module)
+    with pytest.warns(gradkit.GradkitWarning, match="to a loop: .*[Ss]parse"):
+        grads = per_sample_grads(lambda p, x: total(call(p, buffers, x[None])[0]))(params, x)
+    dense = nn.Embedding.from_pretrained(module.weight.detach(), freeze=False)
+    assert grads["weight"].is_sparse
+    assert_close(grads["weight"].to_dense(), loop(dense, [x])["weight"])
 
 
 @slow_in_torch

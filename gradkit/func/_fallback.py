@@ -1,0 +1,132 @@
+"""A loop over samples, or tasks, where torch.vmap cannot batch a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from numbers import Number
+from typing import Any, Literal, TypeAlias, TypeGuard, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gradkit._core import pytree
+from gradkit._core.captured import captured_by
+from gradkit._core.devices import is_capturing
+from gradkit._core.pytree import PyTree
+from gradkit._state import rng
+from gradkit._state.module import attributes_put_back
+from gradkit.errors import StructureError, UnsupportedGraphError, first_line, message, warn_fallback
+from gradkit.func._errors import RANDOM, refused_random
+
+R = TypeVar("R")
+Randomness: TypeAlias = Literal["error", "same", "different"]
+RANDOMNESS: tuple[Randomness, ...] = ("error", "same", "different")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A vmapped call, and the loop that is run if torch.vmap fails at it.
+
+    Attributes:
+        name: What the warning calls it.
+        fn: The caller's function, with whatever it refers to.
+        tensors: Tensors on the devices whose random number generators it uses.
+        randomness: The option.
+    """
+
+    name: str
+    fn: object
+    tensors: Sequence[object]
+    randomness: Randomness
+
+    def run(self, batched: Callable[[], R], loop: Callable[..., R], aux: AuxOfEach) -> R:
+        """Return what `batched` does; if torch.vmap fails, `loop(one_by_one=...)`, and warn."""
+        if torch.compiler.is_compiling() or is_capturing():
+            return batched()
+        states = rng.states(self.tensors)
+        modules = list(filter(_has_attributes, captured_by(self.fn)))
+        with _modules_put_back(modules):
+            try:
+                return batched()
+            except UnsupportedGraphError as error:
+                # What gradkit itself refuses has no cause.
+                reason = first_line(error.__cause__ or error)
+                if error.__cause__ is None or RANDOM in reason:
+                    raise
+        rng.restore(states)
+        aux.start_loop()
+        result = loop(one_by_one=OneByOne(modules))
+        if self.randomness == "error" and rng.differ(states):
+            raise refused_random()
+        warn_fallback(f"{self.name} fell back from torch.vmap to a loop: {reason}.")
+        return result
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """Gives what vmap gives, for batches of one; modules start anew for each.
+
+    Attributes:
+        modules: The modules that the function refers to.
+    """
+
+    modules: list[nn.Module]
+
+    def __call__(
+        self, fn: Callable[..., Any], dims: Sequence[int | None]
+    ) -> Callable[..., tuple[list[Any], list[Tensor]]]:
+        """Return a function of tensors with a batch of one."""
+
+        def call(*tensors: Any) -> tuple[list[Any], list[Tensor]]:
+            pairs = zip(tensors, dims, strict=True)
+            with _modules_put_back(self.modules):
+                grads, others = fn(*(x if dim is None else x.select(dim, 0) for x, dim in pairs))
+            stacked = [None if grad is None else grad.unsqueeze(0) for grad in grads]
+            return stacked, [other.unsqueeze(0) for other in others]
+
+        return call
+
+
+class AuxOfEach:
+    """Checks, in a loop, that what a function returns as aux can be stacked."""
+
+    def __init__(self) -> None:
+        self._is_loop = False
+        self._first: object = None
+
+    def start_loop(self) -> None:
+        """Expect the structure and the constants of the first sample of each of the others."""
+        self._is_loop, self._first = True, None
+
+    def check(self, tree: PyTree) -> None:
+        """Raise if the aux of one cannot be stacked with those before it."""
+        if not self._is_loop:  # one call stands for all of a vmap
+            return
+        leaves, spec = pytree.flatten(tree)
+        kinds = [x.shape if isinstance(x, Tensor) else _comparable(x) for x in leaves]
+        if self._first is None:
+            self._first = spec, kinds
+        elif self._first != (spec, kinds):
+            expected = "tensors of one shape for all that are stacked, and equal constants"
+            fix = "return what differs as a tensor: loss.detach(), not loss.item()"
+            raise StructureError(message("aux", expected, "ones that differ", fix))
+
+
+def _comparable(leaf: object) -> object:
+    return leaf if isinstance(leaf, (Number, str, bytes, Enum)) else type(leaf)
+
+
+def _has_attributes(captured: object) -> TypeGuard[nn.Module]:
+    return isinstance(captured, nn.Module) and not isinstance(captured, torch.jit.ScriptModule)
+
+
+@contextmanager
+def _modules_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put back what a block assigns to modules: a buffer would be a tensor of the vmap."""
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(attributes_put_back(module))
+        yield
