@@ -138,7 +138,7 @@ def _losses(op: Any, device: torch.device) -> Iterator[tuple[Tensor, list[Tensor
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_no_layer_of_torch_is_taken_for_a_writer(
-    device: torch.device, kind: type[nn.RNNBase]
+    device: torch.device, kind: Callable[..., nn.RNNBase]
 ) -> None:
     layer = kind(3, 4, num_layers=2, bidirectional=True).to(device)
     loss = layer(torch.randn(5, 2, 3, device=device))[0].square().sum()
