@@ -79,22 +79,34 @@ def _kinds(
             yield "step", receiver, given[0]
 
 
-def functions_with(program: Program, calls: list[LoopCall]) -> set[str]:
-    """Return the names of the functions in which such calls are, or that call one of them."""
-    names = {getattr(scope, "name", "") for call in calls for scope in _scopes(program, call.call)}
-    names -= {""}
-    called = {
-        name: {last_name(c) for c in ast.walk(function) if isinstance(c, ast.Call)}
-        for name, function in program.functions.items()
-    }
-    while True:
-        further_names = {name for name, inner in called.items() if inner & names} - names
-        if not further_names:
-            return names
-        names |= further_names
+class LoopFunctions:
+    """The functions of a program in which such calls are, or that call one of these."""
 
+    def __init__(self, program: Program, calls: list[LoopCall]) -> None:
+        self._program = program
+        own = {scope for call in calls for scope in self._scopes(call.call)}
+        self._names = {name for scope in own if (name := self._name(scope))}
+        count = -1
+        while len(self._names) > count:
+            count = len(self._names)
+            self._names |= {
+                self._name(function)
+                for function in program.of_type(ast.FunctionDef, ast.AsyncFunctionDef)
+                if any(isinstance(c, ast.Call) and self.runs(c) for c in ast.walk(function))
+            }
 
-def _scopes(program: Program, node: ast.AST) -> Iterator[Scope]:
-    while not isinstance(node, ast.Module):
-        node = program.scope(node)
-        yield node
+    def runs(self, call: ast.Call) -> bool:
+        """Return whether a call is of such a function: `f()`, or of such a method: `x.f()`."""
+        kind = "method" if isinstance(call.func, ast.Attribute) else "function"
+        return (kind, last_name(call)) in self._names
+
+    def _name(self, scope: Scope) -> tuple[str, str]:
+        """Return how a function is called."""
+        parent = next(self._program.ancestors(scope), (None, ""))[0]
+        kind = "method" if isinstance(parent, ast.ClassDef) else "function"
+        return kind, getattr(scope, "name", "")
+
+    def _scopes(self, node: ast.AST) -> Iterator[Scope]:
+        while not isinstance(node, ast.Module):
+            node = self._program.scope(node)
+            yield node

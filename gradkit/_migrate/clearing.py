@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 
 from gradkit._migrate import reasons
-from gradkit._migrate.calls import LoopCall
+from gradkit._migrate.calls import LoopCall, LoopFunctions
 from gradkit._migrate.program import FUNCTIONS, LOOPS, Program, last_name
 from gradkit._migrate.reasons import NotSureError, shown
 
@@ -14,9 +14,9 @@ from gradkit._migrate.reasons import NotSureError, shown
 class ClearingCheck:
     """Checks that a step begins without gradients, and has those of one backward call."""
 
-    def __init__(self, program: Program, functions: set[str]) -> None:
+    def __init__(self, program: Program, functions: LoopFunctions) -> None:
         self._program = program
-        self._functions = functions  # those that run backward or step themselves
+        self._functions = functions
 
     def zeros(
         self,
@@ -78,8 +78,7 @@ class ClearingCheck:
         if others:
             raise _several(backward, others)
         for call in self._calls_in(backward, begin, end):
-            name = last_name(call)
-            if name in self._functions and not any(c.call is call for c in calls):
+            if self._functions.runs(call) and not any(c.call is call for c in calls):
                 saw = f"{shown(call)} runs backward() or step() itself (line {call.lineno})"
                 raise NotSureError(backward.line, saw, reasons.SEVERAL_BACKWARD)
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from gradkit._migrate import reasons
-from gradkit._migrate.calls import LoopCall, functions_with, loop_calls
+from gradkit._migrate.calls import LoopCall, LoopFunctions, loop_calls
 from gradkit._migrate.hazards import first_hazard
 from gradkit._migrate.optimizers import Optimizers
 from gradkit._migrate.program import Program, Scope
@@ -18,7 +18,7 @@ def find_loops(program: Program) -> tuple[list[TrainingStep], list[Left]]:
     """Return the steps to move, and what is left."""
     optimizers = Optimizers(program)
     calls = loop_calls(program, optimizers)
-    matcher = StepMatcher(program, optimizers, calls, functions_with(program, calls))
+    matcher = StepMatcher(program, optimizers, calls, LoopFunctions(program, calls))
     by_scope: dict[Scope, list[LoopCall]] = defaultdict(list)
     for call in calls:
         by_scope[call.scope].append(call)
@@ -28,7 +28,7 @@ def find_loops(program: Program) -> tuple[list[TrainingStep], list[Left]]:
         sure, unsure = _of_scope(matcher, own)
         steps += sure
         left += unsure
-    doubt = _of_file(program, by_scope, left) if steps else None
+    doubt = _of_file(program, calls, steps, left) if steps else None
     if doubt is not None:
         left += [replace(doubt, line=step.backward.line) for step in steps]
         steps = []
@@ -81,18 +81,21 @@ _BY_HAND = {
 
 
 def _of_file(
-    program: Program, by_scope: dict[Scope, list[LoopCall]], left: list[Left]
+    program: Program, calls: list[LoopCall], steps: list[TrainingStep], left: list[Left]
 ) -> Left | None:
     """Return what in a file speaks against moving any of its loops."""
     hazard = first_hazard(program)
     if hazard is not None:
         line, saw, by_hand = hazard
         return Left(line, f"{saw} (line {line})", by_hand)
+    clean = {step.backward for step in steps if not step.clears_before}
+    cleared = {call.scope for call in calls if call.kind == "zero"}
     lines = {part.line for part in left}
-    for calls in by_scope.values():
-        kinds = {call.kind for call in calls}
-        for call in calls:
-            if call.kind == "backward" and call.line in lines and "zero" not in kinds:
-                saw = f"line {call.line} adds to .grad, and nothing there clears it before"
-                return Left(call.line, saw, reasons.TOGETHER)
+    for call in calls:
+        if call.kind != "backward" or call in clean:
+            continue
+        # What this leaves in .grad is in the first step of a loop that clears after its steps.
+        if clean or (call.line in lines and call.scope not in cleared):
+            saw = f"line {call.line} leaves gradients, and a loop here does not clear them first"
+            return Left(call.line, saw, "call zero_grad() before each backward()")
     return None

@@ -20,6 +20,7 @@ class Made:
 
     arguments: str  # the text of its parameters
     owner: str  # the module whose parameters they are, as the loop names it; or ""
+    by_callers: bool = False  # it is an argument: so do all calls in this file, others may not
 
 
 class Optimizers:
@@ -63,11 +64,13 @@ class Optimizers:
             value = assignment.value
             if value is None or not (self._is_made(value) or self._is_passed_on(assignment)):
                 what = "unpacked or changed" if value is None else ast.unparse(value)
-                return f"{text} is {what[:60]} (line {assignment.line})"
+                return f"{text} is {what[:60]} (line {assignment.position[0]})"
         return ""
 
     def made(self, text: str, scope: Scope) -> Made | None:
         """Return how the optimizer that a scope calls by this name was made, if that is sure."""
+        if text in parameters(scope):
+            return self._made_by_callers(text, scope)
         seen = self._program.bindings_seen_from(text, scope)
         if len(seen) != 1 or self._groups_added or not self._is_made(seen[0].value):
             return None
@@ -78,6 +81,26 @@ class Optimizers:
             return None
         return Made(ast.unparse(given[0]), self._owner(given[0], seen[0], scope))
 
+    def _made_by_callers(self, text: str, scope: Scope) -> Made | None:
+        """Return how an argument was made, if each call in this file gives its owner, too."""
+        owners: set[str] | None = None
+        for caller, given in self._program.calls_of(scope):
+            passed = dotted(given.get(text, ast.Pass()))
+            made = self.made(passed, caller) if passed and "." not in passed else None
+            if made is None or not made.owner:
+                return None
+            same = {name for name, value in given.items() if dotted(value) == made.owner}
+            owners = same if owners is None else owners & same
+        bound = {
+            a.scope for name in (text, *(owners or ())) for a in self._program.assignments[name]
+        }
+        if not owners or len(owners) != 1 or scope in bound:
+            return None
+        (owner,) = owners
+        return (
+            None if self._has_parts_replaced(owner) else Made(f"{owner}.parameters()", owner, True)
+        )
+
     def _owner(self, given: ast.expr, made: Assignment, scope: Scope) -> str:
         """Return the module `m` of `m.parameters()`, if the scope has it by a name, unchanged."""
         if not isinstance(given, ast.Call) or given.args or given.keywords:
@@ -86,32 +109,30 @@ class Optimizers:
             return ""
         owner = dotted(given.func.value)
         own = self._program.assignments.get(owner, [])
-        if any(a.scope is made.scope and a.line >= made.line for a in own):
+        bound = [a.position for a in own if a.scope is made.scope]
+        if any(position > made.position for position in bound):
             return ""  # it is another one afterwards
-        for name in (owner, *self._aliases(owner, made)):
+        for name in (owner, *self._aliases(owner, made, max(bound, default=(0, 0)))):
             if name and self._is_same(name, made, scope) and not self._has_parts_replaced(name):
                 return name
         return ""
 
-    def _aliases(self, owner: str, made: Assignment) -> list[str]:
+    def _aliases(self, owner: str, made: Assignment, bound: tuple[int, int]) -> list[str]:
         """Return each `self.x` to which the module is assigned where the optimizer is made."""
         return [
             text
             for text, assigned in self._program.assignments.items()
             if text.startswith("self.") and len(assigned) == 1
-            if assigned[0].scope is made.scope and dotted(assigned[0].value or made.node) == owner
+            if assigned[0].scope is made.scope and assigned[0].position > bound
+            if assigned[0].value is not None and dotted(assigned[0].value) == owner
         ]
 
     def _is_same(self, name: str, made: Assignment, scope: Scope) -> bool:
         """Return whether a name is, in the loop, what it was where the optimizer was made."""
         if name.startswith("self."):
             seen = self._program.bindings_seen_from(name, scope)
-            owner = self._program.class_of(made.node)
-            return (
-                bool(seen)
-                and owner is self._program.class_of(scope)
-                and all(a.scope is made.scope and a.line <= made.line + 1 for a in seen)
-            )
+            same_class = self._program.class_of(made.node) is self._program.class_of(scope)
+            return bool(seen) and same_class and all(a.scope is made.scope for a in seen)
         while scope is not made.scope:
             rebound = any(a.scope is scope for a in self._program.assignments.get(name, ()))
             if rebound or name in parameters(scope) or isinstance(scope, ast.Module):

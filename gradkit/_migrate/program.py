@@ -25,9 +25,9 @@ class Assignment:
     scope: Scope
 
     @property
-    def line(self) -> int:
-        """The line on which it stands."""
-        return int(getattr(self.node, "lineno", 0))
+    def position(self) -> tuple[int, int]:
+        """Where it stands."""
+        return getattr(self.node, "lineno", 0), getattr(self.node, "col_offset", 0)
 
 
 class Program:
@@ -44,7 +44,9 @@ class Program:
                     if isinstance(child, ast.AST):
                         self._parents[child] = (node, field)
         self.imports = dict(_imports(self.tree))
-        self.functions = {n.name: n for n in self.of_type(ast.FunctionDef, ast.AsyncFunctionDef)}
+        defined = self.of_type(ast.FunctionDef, ast.AsyncFunctionDef)
+        self._names = [function.name for function in defined]
+        self.functions = {function.name: function for function in defined}
         self.classes = {n.name: n for n in self.of_type(ast.ClassDef)}
         self.assignments: dict[str, list[Assignment]] = defaultdict(list)
         for node in ast.walk(self.tree):
@@ -120,6 +122,26 @@ class Program:
         first, _, rest = text.partition(".")
         full = self.imports.get(first, first)
         return f"{full}.{rest}" if rest else full
+
+    def calls_of(self, function: Scope) -> list[tuple[Scope, dict[str, ast.expr]]]:
+        """Return each call of a function, with its arguments by name; none if not sure."""
+        if not isinstance(function, ast.FunctionDef) or function.decorator_list:
+            return []
+        names: list[ast.Name] = self.of_type(ast.Name)
+        used = [name for name in names if name.id == function.name]
+        order = [arg.arg for arg in (*function.args.posonlyargs, *function.args.args)]
+        calls = []
+        for name in used:
+            call = self._parents[name][0]
+            if not isinstance(call, ast.Call) or call.func is not name:
+                return []
+            given = dict(zip(order, call.args, strict=False))
+            given |= {keyword.arg or "**": keyword.value for keyword in call.keywords}
+            if "**" in given or any(isinstance(value, ast.Starred) for value in call.args):
+                return []
+            calls.append((self.scope(call), given))
+        is_method = isinstance(self._parents[function][0], ast.ClassDef)
+        return [] if is_method or list(self._names).count(function.name) != 1 else calls
 
     def bindings_seen_from(self, text: str, scope: Scope) -> list[Assignment]:
         """Return the assignments that give a name its value in a scope; none if not sure."""

@@ -43,13 +43,16 @@ class ScalerCheck:
             raise NotSureError(clip.line, saw, reasons.SCALED)
 
     def _is_scaler(self, scaler: str) -> bool:
-        values = [a.value for a in self._program.assignments.get(scaler, ())]
+        values: list[ast.expr | None] = []
+        for assignment in self._program.assignments.get(scaler, ()):
+            value = assignment.value
+            values += [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
         return all(
             (
                 isinstance(value, ast.Call)
                 and self._program.qualified(value.func).startswith("torch.")
                 and last_name(value) == "GradScaler"
             )
-            or dotted(value or ast.Pass()) == scaler.rpartition(".")[2]
+            or (value is not None and ast.unparse(value) in {"None", scaler.rpartition(".")[2]})
             for value in values
         )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradkit._migrate import reasons
-from gradkit._migrate.calls import LoopCall
+from gradkit._migrate.calls import LoopCall, LoopFunctions
 from gradkit._migrate.clearing import ClearingCheck, several
 from gradkit._migrate.clipping import ClipCheck
 from gradkit._migrate.optimizers import Optimizers
@@ -43,6 +43,11 @@ class TrainingStep:
         """The scaler, or ''."""
         return self.step.receiver if self.step.argument else ""
 
+    @property
+    def clears_before(self) -> bool:
+        """Whether the gradients are cleared before they are computed, and not after the step."""
+        return any(zero.position < self.backward.position for zero in self.zeros)
+
 
 class StepMatcher:
     """Finds the step of a backward call, or raises NotSureError."""
@@ -52,7 +57,7 @@ class StepMatcher:
         program: Program,
         optimizers: Optimizers,
         calls: Sequence[LoopCall],
-        functions: set[str],
+        functions: LoopFunctions,
     ) -> None:
         self._program = program
         self._optimizers = optimizers
@@ -76,7 +81,8 @@ class StepMatcher:
         made = self._optimizers.made(optimizer, backward.scope)
         owner = made.owner if made is not None else ""
         clip, unscale = self._check_between(backward, step, calls, {optimizer, owner} - {""})
-        params = owner or optimizer
+        params = owner if made is not None and not made.by_callers else ""
+        params = params or optimizer
         if clip is not None:
             params = self._clipping.params(clip, made, optimizer)
         self._scaling.check(backward, step, clip, unscale)
@@ -113,6 +119,7 @@ class StepMatcher:
         later = [c for c in calls if c.kind == "step" and c.position > backward.position]
         for call in later:
             if call.is_statement and self._program.block(call.statement)[0] == block:
+                self._check_only_step(backward, later, calls)
                 return call
         if any(self._program.loop(c.call) is not self._program.loop(backward.call) for c in later):
             saw = "backward() runs several times for one step(): gradients accumulate"
@@ -122,6 +129,17 @@ class StepMatcher:
             raise NotSureError(backward.line, saw, reasons.ACCUMULATE)
         saw = "no optimizer's step() after it in this function"
         raise NotSureError(backward.line, saw, reasons.PLAIN)
+
+    def _check_only_step(
+        self, backward: LoopCall, later: Sequence[LoopCall], calls: Sequence[LoopCall]
+    ) -> None:
+        next_ones = [c for c in calls if c.kind == "backward" and c.position > backward.position]
+        end = next_ones[0].position if next_ones else (10**9, 0)
+        stepping = [call for call in later if call.position < end]
+        if len(stepping) > 1:
+            lines = ", ".join(str(call.line) for call in stepping)
+            saw = f"several steps with the gradients of one backward call (lines {lines})"
+            raise NotSureError(backward.line, saw, reasons.ONE_OPTIMIZER)
 
     def _check_optimizer(self, backward: LoopCall, optimizer: str) -> None:
         doubt = self._optimizers.doubt(optimizer, backward.scope)
@@ -169,7 +187,7 @@ class StepMatcher:
             for text, assigned in self._program.assignments.items():
                 if name != text and not name.startswith(f"{text}."):
                     continue
-                if any(min(lines) <= a.line <= max(lines) for a in assigned):
+                if any(min(lines) <= a.position[0] <= max(lines) for a in assigned):
                     saw = f"{text} is assigned between zero_grad() and step()"
                     raise NotSureError(backward.line, saw, reasons.PLAIN)
 
