@@ -101,7 +101,8 @@ class ClearingCheck:
         for outer, _ in self._program.ancestors(step.statement):
             if isinstance(outer, (*LOOPS, *FUNCTIONS)):
                 return
-            if isinstance(outer, ast.Try):
+            suppressed = isinstance(outer, ast.With) and "suppress" in ast.dump(outer.items[0])
+            if isinstance(outer, ast.Try | ast.TryStar) or suppressed:
                 saw = "an exception may skip zero_grad(), which runs after step()"
                 raise NotSureError(zero.line, saw, "call zero_grad() before backward()")
 

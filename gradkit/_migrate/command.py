@@ -11,9 +11,7 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from gradkit._migrate.loops import find_loops
-from gradkit._migrate.program import Program
-from gradkit._migrate.reasons import Left
+from gradkit._migrate.source import migrate
 
 DESCRIPTION = """Move training loops from .grad to gradients that are values.
 
@@ -24,7 +22,10 @@ EPILOG = (
     "exit status: 0 if nothing is left, 1 if something is, or a file cannot be read, 2 if misused"
 )
 SKIPPED = {"__pycache__", "node_modules", "site-packages", "venv", "env"}
-MENTIONED = (b"backward", b"zero_grad")
+UNSEEN = (
+    "note: the optimizer comes from elsewhere. If the model is a DistributedDataParallel there, "
+    "use gradkit.distributed.value_and_grads(loss, model)"
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -80,36 +81,23 @@ def _migrate_file(file: Path, *, write: bool) -> tuple[int, int]:
     """Show or write what is moved in one file; return how many loops are moved, and left."""
     try:
         source = file.read_bytes()
-        new, moved, left = migrate(source)
+        result = migrate(source)
     except SyntaxError as error:
         _say(f"{file}:{error.lineno or 1}: does not parse: {error.msg}")
         return 0, 1
     except (OSError, ValueError, RecursionError) as error:
         _say(f"{file}:1: cannot be read: {error}")
         return 0, 1
-    for part in left:
+    for part in result.left:
         _say(f"{file}:{part.line}: left: {part.saw}\n    by hand: {part.by_hand}")
-    if moved and write:
-        file.write_bytes(new)
+    for line in result.unseen:
+        _say(f"{file}:{line}: {UNSEEN}")
+    if result.moved and write:
+        file.write_bytes(result.source)
         print(f"wrote {file}")
-    elif moved:
-        sys.stdout.write(_diff(source, new, file))
-    return moved, len(left)
-
-
-def migrate(source: bytes) -> tuple[bytes, int, list[Left]]:
-    """Return the source with its loops moved, how many were, and what is left."""
-    program = Program(source)
-    if not any(word in source for word in MENTIONED):
-        return source, 0, []
-    steps, left = find_loops(program)
-    if not steps:
-        return source, 0, left
-    from gradkit._migrate.rewriting import rewrite
-
-    new = rewrite(source, program, steps)
-    Program(new)  # a SyntaxError here would be ours
-    return new, len(steps), left
+    elif result.moved:
+        sys.stdout.write(_diff(source, result.source, file))
+    return result.moved, len(result.left)
 
 
 def _diff(old: bytes, new: bytes, file: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from gradkit._migrate.program import FUNCTIONS, Program, dotted, last_name
@@ -28,6 +29,14 @@ SEVERAL_NAMES = {
     "Fabric", "deepspeed", "horovod", "hvd", "torch_xla", "parallelize_module",
     "distribute_tensor", "distribute_module", "ShardedGradScaler",
 }  # fmt: skip
+# Of a script that is started in several processes, whatever wraps its model.
+PROCESSES = re.compile(
+    r"distributed|(^|_)(ddp|fsdp|world_size|(local|global|get)_rank|all_reduce|reduce_dict|nccl)"
+    r"(_|$)",
+    re.IGNORECASE,
+)
+# `log_gradients`, `GradNorm`, and neither `gradual` nor `Adagrad`.
+GRADIENT = re.compile(r"((?<![a-z])grad|Grad)(s|ient|ients)?(?![a-z])")
 GRAPH_NAMES = {"CUDAGraph", "make_graphed_callables", "compiled_autograd"}
 # These read no `.grad`. (`clip_grad_norm_` and `zero_grad` are lines of a loop.)
 HARMLESS_GRAD_NAMES = {
@@ -53,8 +62,12 @@ def _hazards(program: Program) -> Iterator[Hazard]:
             yield from _of_name(program, node, line)
         elif isinstance(node, ast.alias):
             yield from _of_words({*node.name.split("."), node.asname or ""}, line)
+        elif isinstance(node, ast.arg):
+            yield from _of_words({node.arg}, line)
         elif isinstance(node, ast.Constant) and node.value == "grad":
             yield line, "'grad' is a string here: .grad may be read", BY_HAND_GRAD
+        elif isinstance(node, ast.Constant) and node.value in {"WORLD_SIZE", "LOCAL_RANK"}:
+            yield from _of_words({node.value}, line)
         elif isinstance(node, ast.Call):
             yield from _of_call(program, node, line)
         if "gradkit" in _bound_names(node):
@@ -77,6 +90,8 @@ def _of_words(words: set[str], line: int) -> Iterator[Hazard]:
     ):
         for word in sorted(words & names):
             yield line, f"{text} ({word})", by_hand
+    for word in sorted(filter(PROCESSES.search, words)):
+        yield line, f"the program runs in several processes ({word})", BY_HAND_SEVERAL
 
 
 def _of_call(program: Program, call: ast.Call, line: int) -> Iterator[Hazard]:
@@ -87,7 +102,7 @@ def _of_call(program: Program, call: ast.Call, line: int) -> Iterator[Hazard]:
         yield line, "checkpoint without use_reentrant=False", BY_HAND_CHECKPOINT
     if name == "graph" and full.startswith("torch.cuda"):
         yield line, "the step is captured in a CUDA graph", BY_HAND_GRAPHS
-    reads = "grad" in name.lower() and name not in HARMLESS_GRAD_NAMES
+    reads = GRADIENT.search(name) and name not in HARMLESS_GRAD_NAMES
     ours = name in program.functions or name in program.classes  # whose code is read here, too
     if reads and not ours and full not in PURE_GRAD and not full.startswith("torch.optim."):
         yield line, f"{ast.unparse(call.func)[:50]} may read or write .grad", BY_HAND_GRAD

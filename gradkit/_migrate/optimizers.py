@@ -36,7 +36,10 @@ class Optimizers:
         cleared = {dotted(m.value) for m in methods if m.attr == "zero_grad"} - {""}
         self._cleared = cleared - self.modules
         self.scalers = {dotted(m.value) for m in methods if m.attr in {"scale", "unscale_"}} - {""}
-        self._groups_added = "add_param_group" in {m.attr for m in methods}
+        subscripts: list[ast.Subscript] = program.of_type(ast.Subscript)
+        self._groups_added = "add_param_group" in {m.attr for m in methods} or any(
+            isinstance(s.slice, ast.Constant) and s.slice.value == "params" for s in subscripts
+        )
 
     def is_optimizer(self, text: str) -> bool:
         """Return whether a name is that of an optimizer."""

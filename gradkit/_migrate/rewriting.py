@@ -53,6 +53,8 @@ def _free_name(scope: ast.AST, first: str, *others: str) -> str:
     nodes = list(ast.walk(scope))
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
     used |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    shared = (node.names for node in nodes if isinstance(node, ast.Global | ast.Nonlocal))
+    used |= set(itertools.chain.from_iterable(shared))
     if first == "_":  # `for _ in ...` does no harm
         read = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
         used = used - {"_"} | read

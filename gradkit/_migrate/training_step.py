@@ -31,6 +31,7 @@ class TrainingStep:
     unscale: LoopCall | None
     optimizer: str
     params: str  # with respect to what: the module, or the optimizer for exactly its parameters
+    is_made_here: bool  # the program shows how the optimizer was made
 
     @property
     def calls(self) -> list[LoopCall]:
@@ -90,7 +91,8 @@ class StepMatcher:
         zeros = [c for c in calls if c.kind == "zero" and c.receiver in cleared_by]
         zeros = self._clearing.zeros(backward, step, zeros, calls)
         self._check_names(zeros, backward, step, {optimizer, params})
-        return TrainingStep(backward, step, zeros, clip, unscale, optimizer, params)
+        made_here = made is not None or bool(self._program.assignments.get(optimizer))
+        return TrainingStep(backward, step, zeros, clip, unscale, optimizer, params, made_here)
 
     def _check_backward(self, backward: LoopCall) -> None:
         call, line = backward.call, backward.line

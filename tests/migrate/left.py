@@ -415,6 +415,20 @@ for x, y in loader:
         r"several processes",
     ),
     "FSDP": ("from torch.distributed.fsdp import fully_shard\n" + LOOP, r"several processes"),
+    "distributed, wrapped elsewhere": (
+        "def main(local_rank):\n    pass\n" + LOOP,
+        r"several processes \(local_rank\)",
+    ),
+    "suppressed exceptions": (
+        """
+for x, y in loader:
+    with contextlib.suppress(RuntimeError):
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+        r"an exception may skip zero_grad",
+    ),
     "reentrant checkpoint": (
         "from torch.utils.checkpoint import checkpoint\nh = checkpoint(model, 1)\n" + LOOP,
         r"checkpoint without use_reentrant=False",

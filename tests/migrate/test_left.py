@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from gradkit._migrate.command import migrate
+from gradkit._migrate.source import migrate
 from tests.migrate.left import LEFT, LOOP, SETUP
 
 
@@ -15,8 +15,9 @@ from tests.migrate.left import LEFT, LOOP, SETUP
 def test_a_loop_that_is_not_sure_is_left(device: torch.device, name: str) -> None:
     text, reason = LEFT[name]
     source = (SETUP + text).encode()
-    new, count, left = migrate(source)
-    assert (new, count) == (source, 0)
+    result = migrate(source)
+    left = result.left
+    assert (result.source, result.moved) == (source, 0)
     said = "\n".join(part.saw for part in left)
     assert re.search(reason, said), said
     assert all(part.by_hand for part in left)
@@ -27,5 +28,5 @@ def test_a_loop_that_is_not_sure_is_left(device: torch.device, name: str) -> Non
 
 def test_the_loop_that_they_vary_is_moved(device: torch.device) -> None:
     pytest.importorskip("libcst")
-    _, count, left = migrate((SETUP + LOOP).encode())
-    assert (count, left) == (1, [])
+    result = migrate((SETUP + LOOP).encode())
+    assert (result.moved, result.left) == (1, [])

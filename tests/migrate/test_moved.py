@@ -7,15 +7,15 @@ import torch
 
 pytest.importorskip("libcst")
 
-from gradkit._migrate.command import migrate
+from gradkit._migrate.source import Migrated, migrate
 from tests.migrate.loops import MOVED, execute
 
 
 def moved(source: str) -> str:
-    new, count, left = migrate(source.encode())
-    assert left == []
-    assert count > 0
-    return new.decode()
+    result = migrate(source.encode())
+    assert result.left == []
+    assert result.moved > 0
+    return result.source.decode()
 
 
 @pytest.mark.parametrize("name", MOVED)
@@ -33,4 +33,4 @@ def test_a_moved_loop_leaves_the_same_weights(device: torch.device, name: str) -
 @pytest.mark.parametrize("name", MOVED)
 def test_what_was_moved_is_not_changed_again(device: torch.device, name: str) -> None:
     new = moved(MOVED[name][0]).encode()
-    assert migrate(new) == (new, 0, [])
+    assert migrate(new) == Migrated(new, 0, [], [])
