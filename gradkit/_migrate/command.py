@@ -86,7 +86,7 @@ def _migrate_file(file: Path, *, write: bool) -> tuple[int, int]:
         _say(f"{file}:{error.lineno or 1}: does not parse: {error.msg}")
         return 0, 1
     except (OSError, ValueError, RecursionError) as error:
-        _say(f"{file}:1: cannot be read: {error}")
+        _say(f"{file}:1: left: {error}")
         return 0, 1
     for part in result.left:
         _say(f"{file}:{part.line}: left: {part.saw}\n    by hand: {part.by_hand}")

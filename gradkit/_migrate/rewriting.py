@@ -32,7 +32,10 @@ class Edit:
 
 def rewrite(source: bytes, program: Program, steps: Sequence[TrainingStep]) -> bytes:
     """Return the source with these steps moved."""
-    wrapper = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
+    try:
+        wrapper = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
+    except cst.ParserSyntaxError as error:
+        raise ValueError(f"libcst cannot parse it: {error.message}") from None
     lines = re.split("\r\n|\r|\n", source.decode(wrapper.module.encoding))
     known_as = imported_as(program.tree)
     edits: dict[Position, Edit] = {}
@@ -44,7 +47,7 @@ def rewrite(source: bytes, program: Program, steps: Sequence[TrainingStep]) -> b
     rewriter = _Rewriter(wrapper.resolve(PositionProvider), edits, last_import)
     module = wrapper.module.visit(rewriter)
     if rewriter.edits:
-        raise AssertionError(f"statements not found again: {sorted(rewriter.edits)}")
+        raise ValueError(f"statements not found again: {sorted(rewriter.edits)}")
     return module.bytes
 
 
