@@ -23,8 +23,8 @@ EPILOG = (
 )
 SKIPPED = {"__pycache__", "node_modules", "site-packages", "venv", "env"}
 UNSEEN = (
-    "note: the optimizer comes from elsewhere. If the model is a DistributedDataParallel there, "
-    "use gradkit.distributed.value_and_grads(loss, model)"
+    "note: the optimizer comes from elsewhere, and is taken for a plain torch.optim.Optimizer of a "
+    "model in one process; for DistributedDataParallel: gradkit.distributed.value_and_grads"
 )
 
 

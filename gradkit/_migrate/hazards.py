@@ -43,7 +43,7 @@ HARMLESS_GRAD_NAMES = {
     "no_grad", "enable_grad", "set_grad_enabled", "is_grad_enabled", "requires_grad_",
     "zero_grad", "clip_grad_norm_", "GradScaler", "gradcheck", "gradgradcheck",
     "value_and_grads", "per_loss_grads", "simultaneous_grads", "per_sample_grads",
-    "mean_value_and_grads", "check_grads", "autograd",
+    "mean_value_and_grads", "staged_value_and_grads", "check_grads", "autograd",
 }  # fmt: skip
 PURE_GRAD = {"torch.autograd.grad", "torch.func.grad", "torch.func.grad_and_value"}
 

@@ -89,13 +89,14 @@ def _of_file(
         line, saw, by_hand = hazard
         return Left(line, f"{saw} (line {line})", by_hand)
     clean = {step.backward for step in steps if not step.clears_before}
-    cleared = {call.scope for call in calls if call.kind == "zero"}
+    zeros = [call for call in calls if call.kind == "zero"]
     lines = {part.line for part in left}
     for call in calls:
         if call.kind != "backward" or call in clean:
             continue
-        # What this leaves in .grad is in the first step of a loop that clears after its steps.
-        if clean or (call.line in lines and call.scope not in cleared):
-            saw = f"line {call.line} leaves gradients, and a loop here does not clear them first"
+        cleared = any(z.scope is call.scope and z.position < call.position for z in zeros)
+        # What one loop leaves in .grad is in the first step of one that clears only afterwards.
+        if clean or (call.line in lines and not cleared):
+            saw = "a loop here does not begin with zero_grad(), and may add to gradients of others"
             return Left(call.line, saw, "call zero_grad() before each backward()")
     return None

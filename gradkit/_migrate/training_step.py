@@ -158,12 +158,12 @@ class StepMatcher:
         neutral = Neutral(self._program, self._optimizers, trained)
         between = getattr(parent, field)[first + 1 : last]
         known: dict[str, LoopCall] = {}
+        if any(c.kind == "backward" and c.statement in between for c in calls):
+            raise several(backward, step, calls)
         for statement in between:
             own = [c for c in calls if c.statement is statement and c.kind in {"clip", "unscale"}]
             if len(own) == 1 and own[0].kind not in known:
                 known[own[0].kind] = own[0]
-            elif any(c.kind == "backward" and c.statement is statement for c in calls):
-                raise several(backward, step, calls)
             elif not neutral.statement(statement):
                 saw = f"`{shown(statement)}` (line {statement.lineno}) between backward and step"
                 raise NotSureError(backward.line, saw, self._advice(calls, statement))

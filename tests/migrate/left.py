@@ -124,7 +124,7 @@ def train():
         optimizer.step()
         optimizer.zero_grad()
 """,
-        r"line 13 leaves gradients, and a loop here does not clear them",
+        r"a loop here does not begin with zero_grad\(\)",
     ),
     "another model is cleared": (
         instead_of("optimizer.zero_grad", "nn.Linear(1, 1).zero_grad"),
@@ -448,7 +448,25 @@ for x, y in loader:
     ),
     "leftover gradients": (
         LOOP + "def warm_up(loss):\n    loss.backward()\n",
-        r"line 17 leaves gradients|no optimizer's step",
+        r"a loop here does not begin with zero_grad\(\)",
+    ),
+    "what another function accumulates": (
+        """
+def fit(model, batches):
+    for x, y in batches:
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def accumulate(model, batches):
+    for i, (x, y) in enumerate(batches):
+        cross_entropy(model(x), y).backward()
+        if i % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+        r"a loop here does not begin with zero_grad\(\), and may add",
     ),
     "another loop of the function": (
         LOOP + "for x, y in loader:\n    model(x).sum().backward()\n",

@@ -147,8 +147,8 @@ def test_line_ends_encoding_and_mark_stay(device: torch.device) -> None:
         ('"""Text."""\n', '"""Text."""\n\nimport gradkit\n'),
         (
             '"""Text."""\nfrom __future__ import annotations\n\nimport os\n\nX = 1\nimport re\n',
-            '"""Text."""\nfrom __future__ import annotations\n\nimport os\nimport gradkit\n\nX = 1\n'
-            "import re\n",
+            '"""Text."""\nfrom __future__ import annotations\n\nimport os\nimport gradkit\n\n'
+            "X = 1\nimport re\n",
         ),
         ("import gradkit\n", "import gradkit\n"),
         ("import os; import re\n", "import os; import re\nimport gradkit\n"),
