@@ -68,16 +68,12 @@ def _not_matched(calls: list[LoopCall], steps: list[TrainingStep]) -> list[Left]
         saw = f"{reasons.shown(rest[-1].call)} without .backward() in this function"
         return [Left(rest[-1].line, saw, reasons.OTHER_LIBRARY)]
     return [
-        Left(c.line, f"{reasons.shown(c.call)} belongs to no single step", _BY_HAND[c.kind])
+        Left(c.line, f"{reasons.shown(c.call)} has no backward() of its own here", _BY_HAND[c.kind])
         for c in rest
     ]
 
 
-_BY_HAND = {
-    "step": reasons.ONE_OPTIMIZER,
-    "clip": reasons.CLIPPED,
-    "unscale": reasons.SCALED,
-}
+_BY_HAND = {"step": reasons.PLAIN, "clip": reasons.CLIPPED, "unscale": reasons.SCALED}
 
 
 def _of_file(

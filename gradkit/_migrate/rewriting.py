@@ -171,7 +171,8 @@ def _replaced(statement: Any, code: str) -> Any:
     new = line.body[0]
     if "LOSS" in code:
         loss = statement.value.func.value
-        if len(loss.lpar) == 1 and isinstance(loss, cst.BinaryOperation | cst.UnaryOperation):
+        simple = isinstance(loss, cst.BinaryOperation | cst.UnaryOperation)
+        if simple and len(loss.lpar) == 1 and "\n" not in cst.Module([]).code_for_node(loss):
             loss = loss.with_changes(lpar=[], rpar=[])
         assert isinstance(new, cst.Assign)
         call = cst.ensure_type(new.value, cst.Call)

@@ -161,6 +161,23 @@ for x, y in loader:
         "other = torch.optim.Adam(model.parameters())\n" + LOOP + "    other.step()\n",
         r"several steps with the gradients of one backward call",
     ),
+    "backward in a method": (
+        """
+class Pix:
+    def backward_d(self):
+        self.loss_d = self.net_d(self.fake).mean()
+        self.loss_d.backward()
+
+    def optimize_parameters(self):
+        self.optimizer_d.zero_grad()
+        self.backward_d()
+        self.optimizer_d.step()
+        self.optimizer_g.zero_grad()
+        self.net_g(self.real).mean().backward()
+        self.optimizer_g.step()
+""",
+        r"self\.optimizer_d\.step\(\) has no backward\(\) of its own here",
+    ),
     "two players, one graph": (
         """
 critic = nn.Linear(2, 1)
@@ -355,7 +372,7 @@ def train(model, optimizer):
     ),
     "clipped after the step": (
         LOOP + "    clip_grad_norm_(model.parameters(), 1.0)\n",
-        r"belongs to no single step",
+        r"has no backward\(\) of its own here",
     ),
     "scaled gradients are clipped": (
         """

@@ -191,6 +191,12 @@ def test_comments_about_clearing_go_and_others_stay(device: torch.device) -> Non
     assert "type: ignore" not in new
 
 
+def test_a_loss_on_several_lines_keeps_them(device: torch.device) -> None:
+    source = LOOP.replace("    loss.backward()", "    (loss\n     + 1).backward()  # one more")
+    new = migrate(source.encode()).source.decode()
+    assert "_, grads = gradkit.value_and_grads((loss\n     + 1), model)  # one more\n" in new
+
+
 def test_a_step_with_an_optimizer_from_elsewhere_has_a_note(
     device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
