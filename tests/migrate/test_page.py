@@ -47,6 +47,7 @@ def load(path: Path, name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_loops_of_the_examples(
     device: torch.device, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
