@@ -1,5 +1,7 @@
 """The doctor: `python -m gradkit` shows what is installed, and runs twelve common confusions.
 
+`python -m gradkit migrate` moves training loops; see `python -m gradkit migrate --help`.
+
 Each confusion of docs/confusions.md runs on every device here: what torch does, what gradkit
 gives, and whether both are as expected. So does each derivative of torch for which gradkit raises,
 since it is silently wrong: whether it still is.
@@ -16,11 +18,15 @@ import torch
 
 from gradkit._core.devices import available_devices
 from gradkit._doctor.examination import as_json, examine, show
+from gradkit._migrate.command import main as migrate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the doctor, and return the exit status: 0 if everything is as expected, 1 if not."""
-    options = _parse(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["migrate"]:
+        return migrate(given[1:])
+    options = _parse(given)
     examination = examine(options.device or available_devices())
     try:
         if options.json:
@@ -34,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if examination.equal else 1
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m gradkit",
         description=__doc__,

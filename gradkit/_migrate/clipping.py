@@ -1,0 +1,94 @@
+"""Clipping between backward and step: when `step_(max_norm=)` is the same."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from gradkit._migrate import reasons
+from gradkit._migrate.calls import CLIP, LoopCall
+from gradkit._migrate.optimizers import Made
+from gradkit._migrate.program import Program, dotted
+from gradkit._migrate.reasons import NotSureError, shown
+from gradkit._migrate.statements import Neutral
+
+
+class ClipCheck:
+    """Checks the clipping of one program's loops."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def check(self, clip: LoopCall, neutral: Neutral, between: list[ast.stmt]) -> None:
+        """Raise if `step_(max_norm=)` is not the same as this call."""
+        values = clip_values(clip.call)
+        if values is None or self._program.qualified(clip.call.func) not in CLIP:
+            saw = f"`{shown(clip.call)}` has options, or is not torch's"
+            raise NotSureError(clip.line, saw, reasons.CLIPPED)
+        if not neutral.expression(values[1]):
+            raise NotSureError(clip.line, f"max_norm is {shown(values[1])}", reasons.CLIPPED)
+        if norm_name(clip) is None:
+            saw = f"the norm is used in `{shown(clip.statement)}`"
+            raise NotSureError(clip.line, saw, "norm = gradkit.step_(..., max_norm=...)")
+        # The clipping, and the norm, come with the step: nothing between may need or change them.
+        rest = between[between.index(clip.statement) + 1 :]
+        used = {n for part in rest for n in names_in(part)}
+        needed = {n for n in [norm_name(clip)] if n} | set(names_in(values[1], stored=False))
+        stored = {n for part in rest for n in names_in(part, loaded=False)}
+        if norm_name(clip) in used or needed & stored:
+            saw = "the norm, or what max_norm is computed from, is used before step()"
+            raise NotSureError(clip.line, saw, reasons.CLIPPED)
+
+    def params(self, clip: LoopCall, made: Made | None, optimizer: str) -> str:
+        """Return the params for which the clipped parameters are exactly those that are stepped."""
+        values = clip_values(clip.call)
+        assert values is not None
+        clipped = ast.unparse(values[0])
+        if made is not None and made.owner and clipped == f"{made.owner}.parameters()":
+            return made.owner
+        if made is not None and clipped == made.arguments and self._is_list(values[0], clip):
+            return optimizer
+        saw = f"{clipped} is clipped, and may not be exactly what {optimizer} has"
+        raise NotSureError(clip.line, saw, reasons.SAME_PARAMETERS)
+
+    def _is_list(self, node: ast.expr, clip: LoopCall) -> bool:
+        """Return whether an expression is the same list of parameters each time it is computed."""
+        if isinstance(node, ast.Name):
+            seen = self._program.bindings_seen_from(node.id, clip.scope)
+            values = [a.value for a in seen]
+            return len(values) == 1 and values[0] is not None and _is_new_list(values[0])
+        return False
+
+
+def clip_values(call: ast.Call) -> tuple[ast.expr, ast.expr] | None:
+    """Return what is clipped, and to which norm; None if there are other options."""
+    given = dict(zip(("parameters", "max_norm", "norm_type"), call.args, strict=False))
+    given |= {keyword.arg or "**": keyword.value for keyword in call.keywords}
+    norm_type = given.pop("norm_type", ast.Constant(2))
+    plain = isinstance(norm_type, ast.Constant) and norm_type.value == 2
+    if set(given) != {"parameters", "max_norm"} or not plain or len(call.args) > 3:
+        return None
+    return given["parameters"], given["max_norm"]
+
+
+def norm_name(clip: LoopCall) -> str | None:
+    """Return the name to which the norm is assigned, '' if it is not used, None if otherwise."""
+    if clip.is_statement:
+        return ""
+    statement = clip.statement
+    if not isinstance(statement, ast.Assign) or statement.value is not clip.call:
+        return None
+    (name,) = statement.targets[:1]
+    return name.id if isinstance(name, ast.Name) and len(statement.targets) == 1 else None
+
+
+def names_in(node: ast.AST, *, loaded: bool = True, stored: bool = True) -> Iterator[str]:
+    """Yield the names that some code reads or binds."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name) and (loaded if isinstance(part.ctx, ast.Load) else stored):
+            yield part.id
+
+
+def _is_new_list(node: ast.expr) -> bool:
+    is_list = isinstance(node, ast.Call) and dotted(node.func) == "list"
+    return is_list or isinstance(node, ast.List | ast.ListComp)

@@ -1,0 +1,98 @@
+"""The training steps of a program: which can be moved, and which are left."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from gradkit._migrate import reasons
+from gradkit._migrate.calls import LoopCall, LoopFunctions, loop_calls
+from gradkit._migrate.hazards import first_hazard
+from gradkit._migrate.optimizers import Optimizers
+from gradkit._migrate.program import Program, Scope
+from gradkit._migrate.reasons import Left, NotSureError
+from gradkit._migrate.training_step import StepMatcher, TrainingStep
+
+
+def find_loops(program: Program) -> tuple[list[TrainingStep], list[Left]]:
+    """Return the steps to move, and what is left."""
+    optimizers = Optimizers(program)
+    calls = loop_calls(program, optimizers)
+    matcher = StepMatcher(program, optimizers, calls, LoopFunctions(program, calls))
+    by_scope: dict[Scope, list[LoopCall]] = defaultdict(list)
+    for call in calls:
+        by_scope[call.scope].append(call)
+    steps: list[TrainingStep] = []
+    left: list[Left] = []
+    for own in by_scope.values():
+        sure, unsure = _of_scope(matcher, own)
+        steps += sure
+        left += unsure
+    doubt = _of_file(program, calls, steps, left) if steps else None
+    if doubt is not None:
+        left += [replace(doubt, line=step.backward.line) for step in steps]
+        steps = []
+    return steps, sorted(set(left))
+
+
+def _of_scope(matcher: StepMatcher, calls: list[LoopCall]) -> tuple[list[TrainingStep], list[Left]]:
+    """Match the calls of one function; if one is left, all are, since they share `.grad`."""
+    backward = [call for call in calls if call.kind == "backward"]
+    steps: list[TrainingStep] = []
+    left = [
+        Left(call.line, f"{call.receiver}.step takes a closure", reasons.CLOSURE)
+        for call in calls
+        if call.kind == "closure" and (backward or not matcher.sees_closure(call))
+    ]
+    for call in backward:
+        try:
+            steps.append(matcher.match(call, calls))
+        except NotSureError as error:
+            left.append(error.left)
+    left += _not_matched(calls, steps) if not left else []
+    if left and steps:
+        saw = f"this function has more that is left (line {left[0].line})"
+        left += [Left(step.backward.line, saw, reasons.TOGETHER) for step in steps]
+        steps = []
+    return steps, left
+
+
+def _not_matched(calls: list[LoopCall], steps: list[TrainingStep]) -> list[Left]:
+    """Return what belongs to no step: the other calls that read or write `.grad`."""
+    matched = [call for step in steps for call in step.calls]
+    kinds = {call.kind for call in calls}
+    if not steps and not {"zero", "step"} <= kinds:
+        return []
+    rest = [c for c in calls if c.kind in {"step", "clip", "unscale"} and c not in matched]
+    if not steps and rest:
+        saw = f"{reasons.shown(rest[-1].call)} without .backward() in this function"
+        return [Left(rest[-1].line, saw, reasons.OTHER_LIBRARY)]
+    return [
+        Left(c.line, f"{reasons.shown(c.call)} has no backward() of its own here", _BY_HAND[c.kind])
+        for c in rest
+    ]
+
+
+_BY_HAND = {"step": reasons.PLAIN, "clip": reasons.CLIPPED, "unscale": reasons.SCALED}
+
+
+def _of_file(
+    program: Program, calls: list[LoopCall], steps: list[TrainingStep], left: list[Left]
+) -> Left | None:
+    """Return what in a file speaks against moving any of its loops."""
+    hazard = first_hazard(program)
+    if hazard is not None:
+        line, saw, by_hand = hazard
+        return Left(line, f"{saw} (line {line})", by_hand)
+    clean = {step.backward for step in steps if not step.clears_before}
+    zeros = [call for call in calls if call.kind == "zero"]
+    lines = {part.line for part in left}
+    for call in calls:
+        if call.kind != "backward" or call in clean:
+            continue
+        cleared = any(z.scope is call.scope and z.position < call.position for z in zeros)
+        # What one loop leaves in .grad is in the first step of one that clears only afterwards.
+        if clean or (call.line in lines and not cleared):
+            saw = "a loop here does not begin with zero_grad(), and may add to gradients of others"
+            return Left(call.line, saw, "call zero_grad() before each backward()")
+    return None

@@ -1,0 +1,62 @@
+"""Why a loop is left as it is, and what to do by hand."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+ACCUMULATE = (
+    "add the gradients as values, grads = gradkit.tree.add(grads, new), then one gradkit.step_; "
+    "see 'Accumulation over micro-batches' in docs/moving_a_loop.md"
+)
+SEVERAL_BACKWARD = (
+    "gradkit.value_and_grads([loss_a, loss_b], model) gives the sum in one pass, "
+    "gradkit.per_loss_grads each; a GAN: gradkit.simultaneous_grads"
+)
+CLOSURE = (
+    "compute the gradients in the closure, gradkit.write_grads_(model, grads), and call "
+    "optimizer.step(closure) in gradkit.capture_grads(model)"
+)
+SAME_PARAMETERS = (
+    "if the optimizer has exactly the parameters of the model: "
+    "_, grads = gradkit.value_and_grads(loss, model), then "
+    "gradkit.step_(optimizer, model, grads, max_norm=...)"
+)
+PLAIN = (
+    "_, grads = gradkit.value_and_grads(loss, model), then gradkit.step_(optimizer, model, grads)"
+)
+OTHER_LIBRARY = "keep that library's loop, or gradkit.capture_grads(model) around it"
+TOGETHER = "move the loops of this file together"
+CLIPPED = "clip in the step, gradkit.step_(..., max_norm=...), or gradkit.tree.clip_by_global_norm"
+SCALED = "gradkit.step_(..., scaler=scaler, max_norm=...) unscales, then clips; see docs"
+CREATE_GRAPH = "gradkit.value_and_grads(loss, model, create_graph=True)"
+WEIGHTED = "gradkit.value_and_grads(loss, model, weights=...), or sum the loss first"
+ONE_OPTIMIZER = (
+    "_, grads = gradkit.value_and_grads(loss, [opt_a, opt_b]), then "
+    "gradkit.step_(opt_a, opt_a, grads[0]) and gradkit.step_(opt_b, opt_b, grads[1])"
+)
+ZEROS = "unused='zeros' in gradkit.value_and_grads, where a parameter is not always reached"
+MOVE_OUT = "move the statement before backward() or after step(), or the loop by hand"
+
+
+@dataclass(frozen=True, order=True)
+class Left:
+    """A loop that stays as it is."""
+
+    line: int
+    saw: str
+    by_hand: str
+
+
+class NotSureError(Exception):
+    """Something was seen that may give a loop another meaning once it is moved."""
+
+    def __init__(self, line: int, saw: str, by_hand: str) -> None:
+        super().__init__(saw)
+        self.left = Left(line, saw, by_hand)
+
+
+def shown(node: ast.AST) -> str:
+    """Return the first line of some code, shortened."""
+    text = ast.unparse(node).partition("\n")[0]
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,72 @@
+"""Loops in any order of their statements: what is moved leaves the same weights as before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("libcst")
+
+from gradkit._migrate.source import migrate
+from tests.migrate.loops import execute
+
+HEAD = """
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+
+def run():
+    model, log, i = new_model(), [], 0
+    optimizer = torch.optim.{optimizer}
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    x, y = batches[0]
+    loss = model(x).sum()
+    for i, (x, y) in enumerate(batches):
+"""
+OPTIMIZERS = [
+    "SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)",
+    "Adam(model.parameters(), lr=0.01)",
+    "Adam(model[4].parameters(), lr=0.01)",
+    "SGD([{'params': model[0].parameters()}, {'params': model[4].parameters()}], lr=0.1)",
+]
+ZEROS = ["optimizer.zero_grad()", "model.zero_grad()", "optimizer.zero_grad(set_to_none=False)"]
+OTHERS = [
+    "clip_grad_norm_(model.parameters(), 0.05)",
+    "norm = clip_grad_norm_(model.parameters(), 0.05)",
+    "log.append(loss.item())",
+    "scheduler.step()",
+    "if i == 1: continue",
+    "model(x).sum().backward()",
+    "for group in optimizer.param_groups: group['lr'] = 0.2",
+    "loss = loss * 1",
+    "optimizer.step()",
+]
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> str:
+    """Return a loop: forward, backward and step in this order, the other statements anywhere."""
+    body = ["loss = cross_entropy(model(x), y)", "loss.backward()", "optimizer.step()"]
+    if draw(st.integers(0, 4)) == 0:
+        body[2] = f"if i % 2: {body[2]}"
+    zero = draw(st.sampled_from([ZEROS[0], *ZEROS]))
+    others = draw(st.lists(st.sampled_from(OTHERS), max_size=2))
+    for statement in [zero, *others]:
+        body.insert(draw(st.integers(0, len(body))), statement)
+    head = HEAD.format(optimizer=draw(st.sampled_from(OPTIMIZERS)))
+    return head + "".join(f"        {line}\n" for line in body) + "    return [model], log\n"
+
+
+@given(source=programs())
+def test_whatever_is_moved_leaves_the_same_weights(device: torch.device, source: str) -> None:
+    result = migrate(source.encode())
+    assert result.moved or result.left
+    if not result.moved:
+        assert result.source == source.encode()
+        return
+    (theirs, their_log), (ours, our_log) = execute(source, device), execute(result.source, device)
+    assert our_log == their_log
+    for theirs_one, ours_one in zip(theirs, ours, strict=True):
+        assert torch.equal(theirs_one, ours_one)
