@@ -89,11 +89,13 @@ ready: $(VENV)/ready
 versions:
 	$(PYTHON) tests/versions.py run
 
-# BackPACK goes without what it asks for: torchvision, which only its examples import, and whose
-# wheel does not load beside a torch for the CPU. The others of its needs are in the extra.
+# BackPACK and curvlinops go without what they ask for: torchvision, which only their examples import,
+# and whose wheel does not load beside a torch for the CPU. The needs of BackPACK are in the extra,
+# those of curvlinops, with which one test compares, are here.
 $(VENV)/bench: $(VENV)/ready
 	$(PIP) -e '.[bench,release,transformers]'
-	$(PIP) --no-deps backpack-for-pytorch
+	$(PIP) --no-deps backpack-for-pytorch curvlinops-for-pytorch einconv linear-operator jaxtyping \
+		wadler-lindig
 	touch $@
 
 # The wheel and the source distribution in dist/, checked, and tried in an empty environment.
