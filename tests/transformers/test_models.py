@@ -275,3 +275,81 @@ def test_the_hook_of_gradient_checkpointing_is_named(device: torch.device, name:
     s.model.gradient_checkpointing_disable()
     s.model.disable_input_require_grads()
     close(func.value_and_grads(s.loss)(s.params)[1], expected)
+
+
+# --- the other calls
+
+
+def inner(a: Tensors, b: Tensors) -> Tensor:
+    return torch.stack([(x * y).sum() for x, y in zip(a.values(), b.values(), strict=True)]).sum()
+
+
+@every_model
+def test_products(device: torch.device, name: str) -> None:
+    s = Setting(name, device, math=True)
+    params = {n: p.detach() for n, p in s.params.items()}
+    along = {n: p.cos() for n, p in params.items()}
+    grads = dict(
+        zip(params, torch.autograd.grad(s.own_loss(), list(s.params.values())), strict=True)
+    )
+    value, dot = func.jvp(s.loss, (params,), (along,))
+    # transformers computes the loss itself in float32.
+    torch.testing.assert_close(dot, inner(grads, along).to(value.dtype), rtol=1e-4, atol=1e-5)
+    _, push = func.linearize(s.loss, params)
+    torch.testing.assert_close(push(along), dot, rtol=1e-4, atol=1e-5)
+    # The square of a scalar has the Gauss-Newton matrix 2 g g^T.
+    _, product = func.ggn_vp(s.loss, lambda loss: loss.square(), params, along)
+    expected = {n: 2 * dot * g for n, g in grads.items()}
+    torch.testing.assert_close(product, expected, rtol=1e-4, atol=1e-5)
+    ids = {"input_ids": s.batch["input_ids"]}
+
+    def of_logits(scale: Tensor) -> Tensor:
+        scaled = {n: p * scale for n, p in params.items()}
+        with sdpa_kernel(SDPBackend.MATH):
+            logits: Tensor = functional_call(s.model, scaled, (), ids).logits
+        return logits.square().mean()
+
+    if name != "Llama":  # which computes its norms in float32
+        func.check_grads(of_logits, torch.ones((), dtype=torch.float64, device=device), order=1)
+
+
+@every_model
+def test_gradients_consumed_in_the_pass(device: torch.device, name: str) -> None:
+    s = Setting(name, device)
+    each = [{key: part[i : i + 1] for key, part in s.batch.items()} for i in range(3)]
+
+    def losses() -> Tensor:
+        return torch.stack([s.loss(s.params, None, sample) for sample in each])
+
+    rows = gradkit.per_loss_grads(losses(), s.params)
+    right = gradkit.tree.gram(rows, losses=losses())
+    close(gradkit.gram(losses(), s.params), right)
+    close(gradkit.per_loss_norms(list(losses()), s.params), right.diagonal().sqrt())
+    close(gradkit.per_sample_norms(losses(), s.params), right.diagonal().sqrt())
+    _, norms = gradkit.value_and_reduced_grads(losses().sum(), s.params, torch.linalg.vector_norm)
+    close(norms, {n: torch.linalg.vector_norm(row.sum(0)) for n, row in rows.items()})
+    factors = (0.5 / right.diagonal().sqrt()).clamp(max=1)
+    expected = {n: torch.einsum("k,k...->...", factors, row) for n, row in rows.items()}
+    total = gradkit.clipped_sum(losses(), s.params, 0.5)
+    torch.testing.assert_close(total, expected, rtol=1e-3, atol=1e-6)
+    step = func.staged_value_and_grads(
+        lambda params, chunk: s.loss(params, None, chunk)[None], torch.sum, chunk_size=1
+    )
+    summed = {n: row.sum(0) for n, row in rows.items()}
+    torch.testing.assert_close(step(s.params, s.batch)[1], summed, rtol=1e-3, atol=1e-6)
+
+
+@every_model
+def test_reports_and_dot_grad(device: torch.device, name: str) -> None:
+    s = Setting(name, device)
+    _, grads = gradkit.value_and_grads(s.own_loss(), s.params)
+    gradkit.write_grads_(s.params, grads)
+    gradkit.add_grads_(s.params, grads)
+    close(gradkit.read_grads(s.params), gradkit.tree.scale(grads, 2.0))
+    gradkit.clear_grads_(s.params)
+    rows = gradkit.per_loss_grads({"a": s.own_loss(), "b": -s.own_loss()}, s.params)
+    assert gradkit.report.conflicts(rows).conflicting
+    comparison = gradkit.report.compare(lambda params: s.loss(params), s.params)
+    assert not comparison.refused
+    ways = comparison.differences.values()
+    assert all(difference.ulps < 1e6 for way in ways for difference in way.values())
