@@ -149,3 +149,20 @@ def without_function_modes() -> AbstractContextManager[object]:
     """Let no TorchFunctionMode see what is called in a block. Run on torch 2.13."""
     context: AbstractContextManager[object] = torch._C.DisableTorchFunction()
     return context
+
+
+@contextmanager
+def plain_recurrent_kernels() -> Iterator[None]:
+    """Switch off the kernels for whole recurrent layers, which have no second derivative.
+
+    Nor batches. Not by `torch.backends`: its flags may be frozen, and its contexts set others, too.
+    Run on torch 2.11 to 2.15.
+    """
+    cudnn, mkldnn = torch._C._get_cudnn_enabled(), torch._C._get_mkldnn_enabled()
+    try:
+        torch._C._set_cudnn_enabled(False)
+        torch._C._set_mkldnn_enabled(False)
+        yield
+    finally:
+        torch._C._set_cudnn_enabled(cudnn)
+        torch._C._set_mkldnn_enabled(mkldnn)

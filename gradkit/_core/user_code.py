@@ -73,7 +73,9 @@ def first_pre_hooked(leaves: Sequence[Tensor]) -> int | None:
         clean = set()
     for index, leaf in enumerate(leaves):
         if id(leaf) not in clean:
-            if leaf.is_leaf and _has_pre_hooks(get_gradient_edge(leaf).node):
+            # torch shows nobody the node of a leaf of another layout: that takes a view.
+            is_seen = leaf.is_leaf and leaf.layout in _WITH_VIEWS
+            if is_seen and _has_pre_hooks(get_gradient_edge(leaf).node):
                 return index
             clean.add(id(leaf))
     _looked_at = made, clean
@@ -84,6 +86,7 @@ def first_pre_hooked(leaves: Sequence[Tensor]) -> int | None:
 # none, either, until another hook is registered.
 _looked_at: tuple[int, set[int]] = -1, set()
 _MOST_CLEAN = 100_000
+_WITH_VIEWS = frozenset({torch.strided, torch.sparse_coo})
 
 
 def _has_pre_hooks(node: Node) -> bool:

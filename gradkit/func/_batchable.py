@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradkit._compat.autograd import plain_recurrent_kernels
 from gradkit._compat.transforms import batched_like, level_of, transforms
 from gradkit._state.local_writes import Kwargs, LocalWrites, tensors_in
 from gradkit._state.recompute_state import attention_kernels, enable_attention_kernels
@@ -35,7 +36,7 @@ class BatchableOps(LocalWrites):
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         """Run an operation, if it is one of these without the fused kernels."""
         if func in _RECURRENT:
-            with _plain_recurrent_kernels():
+            with plain_recurrent_kernels():
                 return super().run(func, _with_batched_state(self.current(args)), kwargs)
         # The other kernels have no second derivative.
         if func in _ATTENTION and transforms().count("Grad") > 1:
@@ -54,20 +55,6 @@ def _with_batched_state(args: tuple[Any, ...]) -> tuple[Any, ...]:
     else:
         state = type(state)(batched_like(part, operands) for part in state)
     return *args[:index], state, *args[index + 1 :]
-
-
-@contextmanager
-def _plain_recurrent_kernels() -> Iterator[None]:
-    """Switch off the kernels for whole layers, which have no second derivative and no batches."""
-    backends: Any = torch.backends.cudnn, torch.backends.mkldnn
-    before = [backend.enabled for backend in backends]
-    try:
-        for backend in backends:
-            backend.enabled = False
-        yield
-    finally:
-        for backend, enabled in zip(backends, before, strict=True):
-            backend.enabled = enabled
 
 
 @contextmanager

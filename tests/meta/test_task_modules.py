@@ -217,6 +217,17 @@ def test_whatever_the_options(device: torch.device, name: str, options: dict[str
     assert_close(got, by_hand(module, params, tasks, fresh=True))
 
 
+def test_a_process_whose_backend_flags_are_frozen(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag = (
+        f"__{'allow_nonbracketed_mutation_flag'}"  # what torch.backends.disable_global_flags sets
+    )
+    assert hasattr(torch.backends, flag)
+    monkeypatch.setattr(torch.backends, flag, False)
+    test_each_task_is_that_of_a_loop(device, "GRU", "functional_call")
+
+
 def test_new_buffers_are_stacked_over_the_tasks(device: torch.device) -> None:
     module, params, (x, _) = make("batch norm", device)
     call, _, buffers = func.make_functional(module)
