@@ -20,6 +20,7 @@ from gradkit._compat.transforms import autograd_grad, compiled_autograd_disabled
 from gradkit._core.call import Call
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._state.grad_writes import set_grad
+from gradkit._state.rematerialization import saving
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
 
@@ -31,13 +32,13 @@ def run_grad(
     *,
     retain_graph: bool,
     is_grads_batched: bool = False,
-    probed: bool = False,
+    prepared: bool = False,
 ) -> list[Tensor | None]:
     """Return the gradients of a weighted sum of outputs with respect to tensors or graph edges."""
-    if call.create_graph and call.functions.users and not probed:
+    if call.create_graph and not prepared:
         options = {"retain_graph": retain_graph, "is_grads_batched": is_grads_batched}
-        with _refuse_dropped(call):
-            return run_grad(call, outputs, inputs, seeds, **options, probed=True)
+        with saving(), _refuse_dropped(call) if call.functions.users else nullcontext():
+            return run_grad(call, outputs, inputs, seeds, **options, prepared=True)
     try:
         if is_grads_batched or not call.plain or function_mode_enabled() or not _plain(outputs):
             grads: Sequence[Tensor | None] = torch.autograd.grad(
@@ -205,9 +206,10 @@ def inner_grads(
     if not pairs or not inputs:
         return [None] * len(inputs)
     roots, seeds = zip(*pairs, strict=True)
-    return list(
-        torch.autograd.grad(roots, inputs, seeds, retain_graph, create_graph, allow_unused=True)
-    )
+    with saving() if create_graph else nullcontext():
+        return list(
+            torch.autograd.grad(roots, inputs, seeds, retain_graph, create_graph, allow_unused=True)
+        )
 
 
 def transform_grads(

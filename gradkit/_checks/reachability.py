@@ -191,7 +191,7 @@ def _names(losses: Losses, passes: Sequence[Pass]) -> str:
 
 def refuse_gathered(params: Params) -> None:
     """Raise if params are those of a `fully_shard` module between its forward and backward."""
-    gathered = _gathered_params()
+    gathered = gathered_params()
     for index, variable in enumerate(params.variables if gathered else ()):
         if id(variable) in gathered:
             raise UnsupportedGraphError(
@@ -226,7 +226,7 @@ def may_be_sharded(variable: Tensor) -> bool:
     return is_dtensor(variable) and any(True for _ in distributed.all_states())
 
 
-def _gathered_params() -> set[int]:
+def gathered_params() -> set[int]:
     """Return the ids of the unsharded parameters into which `fully_shard` gathers shards.
 
     Until the backward pass has ended, a module may show them as its parameters: plain tensors, in a

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
@@ -181,6 +182,22 @@ def reset_iteration(states: Iterable[Any]) -> None:
             state._reset_iter_state()
 
 
+def without_hooks(module: nn.Module) -> dict[str, Any]:
+    """Return a module's tables of forward hooks, by attribute, without those of `fully_shard`.
+
+    Run on torch 2.13.
+    """
+    return {
+        name: type(table)((k, v) for k, v in table.items() if not _is_of_fsdp(v))
+        for name in ("_forward_pre_hooks", "_forward_hooks")
+        if (table := vars(module)[name])
+    }
+
+
+def _is_of_fsdp(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+
+
 def is_dtensor(leaf: object) -> bool:
     """Return whether this is a DTensor."""
     # Looked up, not imported: a process that has not imported it has no such tensor.
@@ -223,3 +240,52 @@ def sharded_like(leaf: Tensor, like: Any) -> Tensor:
     # The leaf is the sum over ranks already: as a partial sum it would count once for each of them.
     placements = [Replicate() if p.is_partial() else p for p in like.placements]
     return same.redistribute(placements=placements)
+
+
+def sharded_rows(tensor: Tensor, mesh: Any) -> Tensor:
+    """Return a leaf whose rows are divided over a mesh: a DTensor itself, or the first rank's."""
+    if is_dtensor(tensor):
+        return tensor
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    shards = distribute_tensor(tensor.detach(), mesh, [Shard(0)])
+    return shards.requires_grad_(tensor.requires_grad)
+
+
+def has_rows_on(tensor: object, mesh: Any) -> bool:
+    """Return whether this is a DTensor whose rows are divided over this mesh."""
+    sharded: Any = tensor
+    if not is_dtensor(tensor) or sharded.device_mesh != mesh:
+        return False
+    return len(sharded.placements) == 1 and bool(sharded.placements[0].is_shard(0))
+
+
+def placement(tensor: Any) -> str:
+    """Return the shape, the placements and the mesh of a DTensor, for errors."""
+    shape, placements = tuple(tensor.shape), tuple(tensor.placements)
+    return f"a DTensor of shape {shape}, {placements} on {tensor.device_mesh}"
+
+
+def from_rows(rows: Tensor, mesh: Any, shape: torch.Size) -> Tensor:
+    """Return a DTensor of a shape, contiguous, of which this rank has these rows."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+def to_rows(tensor: Any) -> Tensor:
+    """Return a DTensor with its rows divided over its mesh, differentiable; others as they are."""
+    if not is_dtensor(tensor) or tensor.placements[0].is_shard(0):
+        return cast("Tensor", tensor)
+    from torch.distributed.tensor import Shard
+
+    return cast("Tensor", tensor.redistribute(placements=[Shard(0)]))
+
+
+def local_tensor(tensor: Any) -> Tensor:
+    """Return what this rank has of a DTensor, without a graph; any other tensor as it is."""
+    if not is_dtensor(tensor):
+        return cast("Tensor", tensor)
+    with torch.no_grad():
+        return cast("Tensor", tensor.detach().to_local())

@@ -218,9 +218,15 @@ def compiled_autograd_disabled() -> AbstractContextManager[Any]:
     return nullcontext() if module is None else module._disable()
 
 
+def default_hooks() -> tuple[Any, Any] | None:
+    """Return the pack and unpack hooks that saved tensors get at present, if any."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
+
+
 def default_unpack_hook() -> object:
     """Return the unpack hook that saved tensors get at present, if any."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = default_hooks()
     return hooks[1] if hooks else None
 
 

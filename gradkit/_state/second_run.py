@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from gradkit._compat.distributed import local_tensor
 from gradkit._compat.autograd import at_end_of_pass, current_pass
 from gradkit.errors import UnsupportedGraphError, message
 
@@ -28,9 +29,10 @@ def checksums(outputs: Sequence[Tensor]) -> Checksums:
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     with torch.no_grad():
         for x in outputs:
+            x = local_tensor(x.detach())
             if x.is_floating_point() and x.numel():
                 # In half precision a sum could not tell a change from rounding.
-                x = x.detach().flatten().to(torch.promote_types(x.dtype, torch.float32))
+                x = x.flatten().to(torch.promote_types(x.dtype, torch.float32))
                 groups.setdefault((x.device, x.dtype), []).append(x)
         return {key: _checksums(group) for key, group in groups.items()}
 

@@ -18,6 +18,7 @@ from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import refuse_distributed, require_tensor
 from gradkit._state.local_writes import LocalWrites, LocalWritesMode, is_in_place
 from gradkit._state.module import ModuleSnapshot, TensorSlots
+from gradkit._state.rematerialization import is_remembered
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func import _checkpoints as checkpoints
 
@@ -65,11 +66,22 @@ def make_functional(
         https://pytorch.org/docs/stable/generated/torch.func.functional_call.html, in the form of
         functorch's former `make_functional_with_buffers`.
     """
-    if not isinstance(module, nn.Module):
-        raise LeafTypeError(
-            message("module", "an nn.Module", describe(module), "make_functional(model)")
-        )
+    require_module(module)
     refuse_distributed(module, lambda: "module")
+    return functional(module)
+
+
+def require_module(module: object) -> None:
+    """Raise if this is no module."""
+    if not isinstance(module, nn.Module):
+        fix = "make_functional(model)"
+        raise LeafTypeError(message("module", "an nn.Module", describe(module), fix))
+
+
+def functional(
+    module: nn.Module,
+) -> tuple[Callable[..., tuple[Any, Named]], Named, Named]:
+    """Return what `make_functional` does, also of a module that FSDP has sharded."""
     params: Named = dict(module.named_parameters())
     own_buffers: Named = dict(module.named_buffers())
     for name, tensor in {**params, **own_buffers}.items():
@@ -92,9 +104,9 @@ def make_functional(
     def call(
         params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *args: Any, **kwargs: Any
     ) -> tuple[Any, Named]:
-        given = _read(params, names, "params")
+        given = read_named(params, names, "params")
         # Copies: what the forward pass writes on is new.
-        new = {name: t.clone() for name, t in _read(buffers, buffer_names, "buffers").items()}
+        new = {name: t.clone() for name, t in read_named(buffers, buffer_names, "buffers").items()}
         snapshot = checkpoints.before([*given.values(), *new.values()], (args, kwargs))
         run = _traced_call if torch.compiler.is_compiling() else _call
         out, after = run(module, given, new, every_name, args, kwargs)
@@ -176,7 +188,7 @@ def _refuse_writing(module: nn.Module) -> None:
             raise UnsupportedGraphError(message(where, _READS_ONLY, got, fix))
 
 
-def _read(tensors: object, names: list[str], root: str) -> Named:
+def read_named(tensors: object, names: list[str], root: str) -> Named:
     """Return a dict that a call was given, checked, in the module's order."""
     if type(tensors) is dict and _are_plain(tensors, names):
         return {**tensors}
@@ -229,6 +241,8 @@ class ReadOnly(TorchFunctionMode):
     def _is_protected(self, tensor: Tensor) -> bool:
         if id(tensor) in self._ids or transforms():  # a transform's tensors show no memory
             return id(tensor) in self._ids
+        if is_remembered(tensor):  # gathered from the shards that are given
+            return True
         if tensor.layout not in self._memory:  # once a call: every batch norm writes on its buffers
             alike = [t for t in self._tensors if t.layout == tensor.layout]
             self._memory[tensor.layout] = {t.untyped_storage()._cdata for t in alike}

@@ -1,0 +1,172 @@
+"""Parameters gathered from their shards, and gradients reduced to shards, to any order.
+
+Each rank differentiates a loss of its own; the losses' mean over the ranks is what is minimized. So
+the gradient of a shard is the mean over the ranks, and each is the other's derivative: of gathering,
+the mean that is scattered; of that mean, gathering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradkit._compat.distributed import (
+    from_rows,
+    has_rows_on,
+    is_dtensor,
+    local_tensor,
+    placement,
+    to_rows,
+)
+from gradkit._state.rematerialization import Recompute, Source, refuse_changed
+from gradkit.distributed._agreement import Group, collective_errors
+from gradkit.errors import StructureError, describe, message
+
+if TYPE_CHECKING:  # it would import all of DTensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class CollectiveOrder(Source):
+    """The collectives that a rank has taken part in since the last call, as a number.
+
+    Ranks whose graphs differ could mix up parameters of one shape.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.digest = 0
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self.digest = 0
+
+    def add(self, index: int, kind: int) -> None:
+        """Count a collective for a parameter."""
+        self.digest = hash((self.digest, index, kind))  # of numbers: the same in every process
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedParam:
+    """How one parameter is divided over the ranks: its rows, in chunks."""
+
+    name: str
+    index: int
+    shape: torch.Size
+    mesh: DeviceMesh
+    group: Group
+    order: CollectiveOrder
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of the first shard; the last ones may have fewer, or none."""
+        return -(-self.shape[0] // self.group.size)
+
+    def fits(self, tensor: object) -> bool:
+        """Return whether this is a DTensor of the shape, on the mesh, in the placement."""
+        return has_rows_on(tensor, self.mesh) and cast("Tensor", tensor).shape == self.shape
+
+    def gather(self, shard: Tensor) -> Tensor:
+        """Return the whole parameter; not differentiable."""
+        padded = _padded(self.local(shard), self.rows)
+        full = padded.new_empty(self.rows * self.group.size, *self.shape[1:])
+        self.order.add(self.index, 0)
+        with collective_errors(self.group):
+            dist.all_gather_into_tensor(full, padded, group=self.group.handle)
+        return full if full.shape == self.shape else full[: self.shape[0]]
+
+    def reduce(self, full: Tensor) -> Tensor:
+        """Return the mean over the ranks, in shards; not differentiable."""
+        padded = _padded(full * (1 / self.group.size), self.rows * self.group.size)
+        local = padded.new_empty(self.rows, *self.shape[1:])
+        self.order.add(self.index, 1)
+        with collective_errors(self.group):
+            dist.reduce_scatter_tensor(local, padded, group=self.group.handle)
+        begin = min(self.rows * self.group.rank, self.shape[0])
+        kept = local[: min(self.rows, self.shape[0] - begin)]
+        return from_rows(kept, self.mesh, self.shape)
+
+    def local(self, shard: Tensor) -> Tensor:
+        """Return the rows of this rank."""
+        if not self.fits(shard):
+            raise StructureError(self.misfit(shard))
+        return local_tensor(shard)
+
+    def misfit(self, tensor: object) -> str:
+        """Return the message for a tensor that does not fit."""
+        shape = tuple(self.shape)
+        expected = f"a DTensor of shape {shape}, Shard(0) on the mesh of make_functional"
+        got = placement(tensor) if is_dtensor(tensor) else describe(tensor)
+        fix = "tensor.redistribute(placements=[Shard(0)]), or compute it from the params"
+        return message(f"params[{self.name!r}]", expected, got, fix)
+
+    def recompute(self, shard: Tensor) -> Recompute:
+        """Return a function that gathers again what `gather` returns for this shard."""
+        local = self.local(shard)
+        return partial(self._again, shard.detach(), local, local._version)
+
+    def _again(self, shard: Tensor, local: Tensor, version: int) -> Tensor:
+        if local._version != version:
+            refuse_changed("the parameter", f"params[{self.name!r}]")
+        return self.gather(shard)
+
+
+def _padded(tensor: Tensor, rows: int) -> Tensor:
+    if tensor.shape[0] == rows:
+        return tensor.contiguous()
+    padded = tensor.new_zeros(rows, *tensor.shape[1:])
+    padded[: tensor.shape[0]] = tensor
+    return padded
+
+
+class Gather(torch.autograd.Function):
+    """The whole parameter, on every rank."""
+
+    @staticmethod
+    def forward(shard: Tensor, param: ShardedParam) -> Tensor:
+        return param.gather(shard)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+        ctx.param = inputs[1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        (cotangent,) = cotangents
+        return None if cotangent is None else _apply(ReduceScatter, cotangent, ctx.param), None
+
+
+class ReduceScatter(torch.autograd.Function):
+    """The mean over the ranks, in shards."""
+
+    @staticmethod
+    def forward(full: Tensor, param: ShardedParam) -> Tensor:
+        return param.reduce(full)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+        ctx.param = inputs[1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        (cotangent,) = cotangents
+        if cotangent is None:
+            return None, None
+        # That of a sum over all rows, say, is replicated.
+        return _apply(Gather, to_rows(cotangent), ctx.param), None
+
+
+def _apply(function: Any, tensor: Tensor, param: ShardedParam) -> Tensor:
+    return cast("Tensor", function.apply(tensor, param))
+
+
+def gather(shard: Tensor, param: ShardedParam) -> Tensor:
+    """Return the whole parameter, differentiable."""
+    return _apply(Gather, shard, param)
