@@ -16,11 +16,12 @@ from gradkit._checks.changed import changed
 from gradkit._checks.derivatives import missing
 from gradkit._checks.graphs import DONATED, freed, losses_freed
 from gradkit._compat.autograd import function_mode_enabled, run_engine
+from gradkit._compat.distributed import full_tensor, is_dtensor
 from gradkit._compat.transforms import autograd_grad, compiled_autograd_disabled
 from gradkit._core.call import Call
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._state.grad_writes import set_grad
-from gradkit._state.rematerialization import saving
+from gradkit._state.rematerialization import saving, sources
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
 
@@ -64,7 +65,20 @@ def run_grad(
     except RuntimeError as error:
         _raise_named(error, call)
         raise
-    return list(grads)
+    return _without_partial_sums(grads, inputs) if sources else list(grads)
+
+
+def _without_partial_sums(
+    grads: Sequence[Tensor | None], inputs: Sequence[Any]
+) -> list[Tensor | None]:
+    """Return gradients of which that of a plain tensor is one, too, the same on all ranks.
+
+    Torch gives a number that DTensors were multiplied by a partial sum, and `item()` this rank's.
+    """
+    return [
+        full_tensor(grad) if grad is not None and not is_dtensor(variable) else grad
+        for grad, variable in zip(grads, inputs, strict=True)
+    ]
 
 
 def run_batch(

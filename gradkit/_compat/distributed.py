@@ -249,7 +249,7 @@ def sharded_rows(tensor: Tensor, mesh: Any) -> Tensor:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     shards = distribute_tensor(tensor.detach(), mesh, [Shard(0)])
-    return shards.requires_grad_(tensor.requires_grad)
+    return nn.Parameter(shards, requires_grad=tensor.requires_grad)
 
 
 def has_rows_on(tensor: object, mesh: Any) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-from weakref import ReferenceType, WeakSet, ref
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -26,10 +27,15 @@ class Source:
     """Whatever makes such tensors; while one exists, passes with create_graph look for them."""
 
     def __init__(self) -> None:
-        _sources.add(self)
+        sources[id(self)] = ref(self, partial(_forget_source, id(self)))
 
 
-_sources: WeakSet[Source] = WeakSet()
+def _forget_source(key: int, _: object) -> None:
+    sources.pop(key, None)
+
+
+# A plain dictionary: a pass asks no more of it than whether there is any.
+sources: dict[int, ReferenceType[Source]] = {}
 # By storage: a view of a tensor is saved as part of it. With the tensor, as storages are reused.
 _recomputed: dict[int, tuple[ReferenceType[Tensor], Recompute]] = {}
 
@@ -52,7 +58,7 @@ def is_remembered(tensor: Tensor) -> bool:
 
 def saving() -> AbstractContextManager[Any]:
     """Let graphs that are recorded in the block save `recompute` in the place of its tensor."""
-    if not _sources or differentiated() or torch.compiler.is_compiling():
+    if not sources or differentiated() or torch.compiler.is_compiling():
         return nullcontext()  # torch.func's derivatives have no hooks for saved tensors
     pack, unpack = default_hooks() or (None, None)
     return saved_tensors_hooks(lambda tensor: _pack(tensor, pack, unpack), _unpack)
