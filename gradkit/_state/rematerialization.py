@@ -15,6 +15,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradkit._compat.transforms import default_hooks, differentiated
 from gradkit.errors import UnsupportedGraphError, message
@@ -36,19 +37,17 @@ def _forget_source(key: int, _: object) -> None:
 
 # A plain dictionary: a pass asks no more of it than whether there is any.
 sources: dict[int, ReferenceType[Source]] = {}
-# By storage: a view of a tensor is saved as part of it. With the tensor, as storages are reused.
-_recomputed: dict[int, tuple[ReferenceType[Tensor], Recompute]] = {}
+# By storage: a view of a tensor is saved as part of it. The lives of Python's own objects differ
+# between processes, which must recompute the same tensors. A weak reference keeps the address.
+_recomputed: dict[int, tuple[StorageWeakRef, torch.dtype, Recompute]] = {}
 
 
 def remember(tensor: Tensor, recompute: Recompute) -> None:
     """Let `recompute` stand for a tensor, which no one has saved yet, in graphs."""
-    key = _storage(tensor)
-
-    def forget(gone: ReferenceType[Tensor]) -> None:
-        if key in _recomputed and _recomputed[key][0] is gone:
-            del _recomputed[key]
-
-    _recomputed[key] = ref(tensor, forget), recompute
+    for key in [key for key, (storage, *_) in _recomputed.items() if storage.expired()]:
+        del _recomputed[key]
+    reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    _recomputed[_storage(tensor)] = reference, tensor.dtype, recompute
 
 
 def is_remembered(tensor: Tensor) -> bool:
@@ -125,11 +124,10 @@ def _recompute_of(tensor: Tensor) -> Recompute | None:
     if tensor.layout != torch.strided or not _recomputed:
         return None
     try:
-        alive, recompute = _recomputed[_storage(tensor)]
+        _, dtype, recompute = _recomputed[_storage(tensor)]
     except (KeyError, NotImplementedError, RuntimeError):  # of subclasses, without a storage
         return None
-    whole = alive()
-    return recompute if whole is not None and whole.dtype == tensor.dtype else None
+    return recompute if dtype == tensor.dtype else None
 
 
 def _storage(tensor: Tensor) -> int:

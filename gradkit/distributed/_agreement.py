@@ -29,6 +29,8 @@ from gradkit.errors import (
 
 _T = TypeVar("_T")
 Digest: TypeAlias = tuple[int, ...]
+# Named in a structure: what a rank has gathered and reduced between two calls.
+PASSES = "the passes since the last call"
 NO_DIGEST: Digest = (0, 0, 0, 0)
 _FAILED = NO_DIGEST
 _LONGEST = 200
@@ -289,4 +291,6 @@ def _raise_difference(group: Group, what: str, rank: int, expected: str, got: st
     """Raise the error of all ranks for what differs on one of them."""
     where = f"{what} on rank {rank} of {group.size} in {group.call}"
     fix = "give every rank the same trees; None stands for a gradient that a rank does not have"
+    if what == PASSES:
+        fix = "take the same gradients in the same order on every rank: theirs are of no use"
     raise StructureError(message(where, expected, got, fix))

@@ -40,15 +40,19 @@ class CollectiveOrder(Source):
 
     def __init__(self) -> None:
         super().__init__()
-        self.digest = 0
+        self.reset()
 
     def reset(self) -> None:
         """Begin to count anew."""
-        self.digest = 0
+        self._count = self._digest = 0
 
     def add(self, index: int, kind: int) -> None:
         """Count a collective for a parameter."""
-        self.digest = hash((self.digest, index, kind))  # of numbers: the same in every process
+        self._count += 1
+        self._digest = hash((self._digest, index, kind))  # of numbers: the same in every process
+
+    def __str__(self) -> str:
+        return f"{self._count} gathers and means, of checksum {self._digest % 10**6}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +111,11 @@ class ShardedParam:
 
     def recompute(self, shard: Tensor) -> Recompute:
         """Return a function that gathers again what `gather` returns for this shard."""
-        local = self.local(shard)
-        return partial(self._again, shard.detach(), local, local._version)
+        # The version is that of the DTensor: torch does not count what it writes on local tensors.
+        return partial(self._again, shard.detach(), shard._version)
 
-    def _again(self, shard: Tensor, local: Tensor, version: int) -> Tensor:
-        if local._version != version:
+    def _again(self, shard: Tensor, version: int) -> Tensor:
+        if shard._version != version:
             refuse_changed("the parameter", f"params[{self.name!r}]")
         return self.gather(shard)
 

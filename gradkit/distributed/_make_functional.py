@@ -19,6 +19,7 @@ from gradkit._compat.transforms import layers
 from gradkit.distributed._agreement import (
     Description,
     Group,
+    PASSES,
     agree_or_raise,
     join_group,
     read_specs,
@@ -213,7 +214,7 @@ def _describe_call(
         ("the call", _CALL),
         ("torch.is_grad_enabled()", torch.is_grad_enabled()),
         ("the training mode of the module", modes),
-        ("the order of the collectives since the call before", order.digest),
+        (PASSES, str(order)),
     )
     specs = read_specs(list(given.values()), differentiable=True)
     return given, Description(structure, specs, partial(map, "params[{!r}]".format, given))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import gradkit
@@ -74,7 +74,17 @@ def assert_close(ours: Any, expected: Any) -> None:
         torch.testing.assert_close(whole, expected, rtol=0, atol=1e-10)
 
 
-class Sharded:
+class Run:
+    """What both have."""
+
+    params: Tree
+
+    def full(self, params: Tree) -> Tree:
+        """Return the parameters, with the frozen ones."""
+        return {**self.params, **params}
+
+
+class Sharded(Run):
     """Losses of this rank over sharded parameters."""
 
     def __init__(self, module: nn.Module, device: torch.device, **options: Any) -> None:
@@ -84,8 +94,11 @@ class Sharded:
         out: Tensor = self.call(params, self.buffers, batch[dist.get_rank()])[0]
         return out.square().mean()
 
+    def reduced(self, grad: Tensor) -> Tensor:
+        return gradkit.distributed.all_reduce(grad)  # type: ignore[no-any-return]
 
-class Single:
+
+class Single(Run):
     """The same in one process on the batches of all ranks."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -94,6 +107,9 @@ class Single:
     def loss(self, params: Tree, batch: Tensor) -> Tensor:
         outs = [self.call(params, self.buffers, part)[0] for part in batch]
         return torch.stack([out.square().mean() for out in outs]).mean()
+
+    def reduced(self, grad: Tensor) -> Tensor:
+        return grad
 
 
 def grads_of(loss: Tensor, params: Tree) -> Tree:
@@ -142,10 +158,8 @@ def trained(run: Any) -> Tree:
 
 
 def func_product(run: Any, batch: Tensor) -> Tree:
-    rest = {name: p for name, p in run.params.items() if not p.requires_grad}
-
     def loss(params: Tree) -> Tensor:
-        return run.loss({name: {**params, **rest}[name] for name in run.params}, batch[0])
+        return run.loss(run.full(params), batch[0])  # type: ignore[no-any-return]
 
     along = {name: p.detach() for name, p in trained(run).items()}
     grads, hv = gradkit.func.hvp(loss, trained(run), along, mode="reverse-over-reverse")
@@ -156,7 +170,11 @@ def unrolled(memory: Any) -> Callable[[Any, Tensor], Tree]:
     def run_unroll(run: Any, batch: Tensor) -> Tree:
         opt = gradkit.meta.sgd(lr=0.1, momentum=0.9)
         adapted = gradkit.meta.unroll(
-            lambda params, _, part: run.loss(params, part), run.params, [*batch[:2]], opt, memory=memory
+            lambda params, _, part: run.loss(params, part),
+            run.params,
+            [*batch[:2]],
+            opt,
+            memory=memory,
         )
         loss = run.loss(adapted.params, batch[2])
         return gradkit.value_and_grads(loss, run.params)[1]  # type: ignore[no-any-return]
@@ -164,7 +182,39 @@ def unrolled(memory: Any) -> Callable[[Any, Tensor], Tree]:
     return run_unroll
 
 
-LAWS: dict[str, Callable[[Any, Tensor], Tree]] = {
+def learned_rate(run: Any, batch: Tensor) -> Tensor:
+    """A plain tensor that shards are multiplied by: its gradient is plain, and not this rank's."""
+    rate = torch.tensor(0.1, dtype=torch.float64, device=batch.device, requires_grad=True)
+    opt = gradkit.meta.sgd(lr=rate)
+    adapted = gradkit.meta.unroll(
+        lambda params, _, part: run.loss(params, part), run.params, [*batch[:2]], opt
+    )
+    _, grad = gradkit.value_and_grads(run.loss(adapted.params, batch[2]), rate)
+    assert not isinstance(grad, DTensor)
+    return grad
+
+
+def implicit(run: Any, batch: Tensor) -> Tensor:
+    """The gradient of a plain tensor, which each rank's own loss uses, is to be reduced."""
+    decay = torch.tensor(0.5, dtype=torch.float64, device=batch.device, requires_grad=True)
+
+    def inner(params: Tree, decay: Tensor) -> Tensor:
+        return run.loss(run.full(params), batch[0]) + decay * square(params)
+
+    def solver(params: Tree, decay: Tensor) -> Tree:
+        for _ in range(25):
+            grads = gradkit.value_and_grads(inner(params, decay), params)[1]
+            new = gradkit.tree.sub(params, gradkit.tree.scale(grads, 0.4))
+            params = {name: param.detach().requires_grad_() for name, param in new.items()}
+        return params
+
+    find = gradkit.meta.implicit(solver, inner, tol=1e-10)
+    found = find(trained(run), decay)
+    loss = run.loss(run.full(found), batch[1])
+    return run.reduced(gradkit.value_and_grads(loss, decay)[1])  # type: ignore[no-any-return]
+
+
+LAWS: dict[str, Callable[[Any, Tensor], Any]] = {
     "first": first_order,
     "penalty": penalty,
     "third": third_order,
@@ -173,6 +223,8 @@ LAWS: dict[str, Callable[[Any, Tensor], Tree]] = {
     "func": func_product,
     "store": unrolled("store"),
     "recompute": unrolled("recompute"),
+    "learned rate": learned_rate,
+    "implicit": implicit,
 }
 
 
@@ -184,7 +236,281 @@ def check_laws(device: torch.device) -> None:
         except Exception as error:
             error.add_note(f"law: {name}")
             raise
+    assert run.buffers["count"] == 0
+    assert run.call(run.params, run.buffers, batch[0, 0])[1]["count"] == 1
 
 
 def test_every_order_is_that_of_one_process(several: Ranks, device: torch.device) -> None:
     several.run(check_laws)
+
+
+class Attention(nn.Module):
+    """Reads its parts' weights itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.attention(x, x, x)[0]
+        return out
+
+
+LAYERS: list[Callable[[], nn.Module]] = [
+    Attention,
+    lambda: nn.GRUCell(5, 3),
+    lambda: nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 3, 3), nn.GELU()),
+]
+
+
+def check_layers(device: torch.device) -> None:
+    batch = batches(device)
+    for make in LAYERS:
+        torch.manual_seed(1)
+        module = make().to(device, torch.float64)
+        assert_close(penalty(Sharded(module, device), batch), penalty(Single(module), batch))
+
+
+def test_layers(two: Ranks, device: torch.device) -> None:
+    two.run(check_layers)
+
+
+# --- What is in memory, and when -----------------------------------------------------------------
+
+
+class Gathered:
+    """How many numbers of gathered parameters there are in memory, at most and now."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._storages: list[tuple[StorageWeakRef, int]] = []
+        self.most = 0
+        gather = _gather.ShardedParam.gather
+
+        def counted(param: Any, shard: Tensor) -> Tensor:
+            full = gather(param, shard)
+            self._storages.append((StorageWeakRef(full.untyped_storage()), full.numel()))
+            self.most = max(self.most, self.now)
+            return full
+
+        patch.setattr(_gather.ShardedParam, "gather", counted)
+
+    @property
+    def now(self) -> int:
+        return sum(count for storage, count in self._storages if not storage.expired())
+
+
+def check_memory(device: torch.device) -> None:
+    """No more than the weight and the bias of one layer, in passes of every order."""
+    layers = [part for _ in range(4) for part in (nn.Linear(20, 20), nn.Tanh())]
+    with pytest.MonkeyPatch.context() as patch:
+        gathered = Gathered(patch)
+        run = Sharded(nn.Sequential(*layers), device)
+        x = torch.ones(3, 20, device=device)
+
+        def loss() -> Tensor:
+            out: Tensor = run.call(run.params, run.buffers, x)[0].square().mean()
+            return out
+
+        grads = grads_of(loss(), run.params)
+        gradkit.value_and_grads(square(grads), run.params)
+        assert (gathered.most, gathered.now) == (20 * 20 + 20, 0)
+        opt = gradkit.meta.sgd(lr=0.1)
+        adapted = gradkit.meta.unroll(
+            lambda p, _, x: run.call(p, run.buffers, x)[0].sum(), run.params, [x] * 2, opt
+        )
+        assert gathered.now == 0
+        del adapted
+        # torch's own calls leave what their graph saves; the values are the same.
+        theirs = torch.autograd.grad(loss(), [*run.params.values()], create_graph=True)
+        assert gathered.now > 0
+        again = gradkit.value_and_grads(gradkit.tree.dot(theirs, theirs), run.params)[1]
+        assert_close(
+            again,
+            {
+                name: grad.full_tensor()
+                for name, grad in gradkit.value_and_grads(
+                    square(grads_of(loss(), run.params)), run.params
+                )[1].items()
+            },
+        )
+
+
+def test_a_layer_is_in_memory_at_a_time(two: Ranks, device: torch.device) -> None:
+    two.run(check_memory)
+
+
+# --- Where modules come from ---------------------------------------------------------------------
+
+
+def untied(device: torch.device) -> Net:
+    module = net(device)
+    module.tied.weight = nn.Parameter(module.tied.weight.detach().clone())
+    return module
+
+
+def check_fully_sharded(device: torch.device) -> None:
+    """The parameters are the module's own; it trains on under FSDP as before."""
+    module, single, batch = untied(device), Single(untied(device)), batches(device)
+    for part in (module.first, module.last, module):
+        fully_shard(part, mesh=mesh_of(device))
+    run = Sharded(module, device)
+    assert all(run.params[name] is param for name, param in module.named_parameters())
+    local = batch[0, dist.get_rank()]
+    for _ in range(2):
+        assert_close(penalty(run, batch), penalty(single, batch))
+        loss = module(local).square().mean()
+        with pytest.raises(gradkit.UnsupportedGraphError, match="gathered for the backward pass"):
+            Sharded(module, device)
+        loss.backward()
+        expected = gradkit.value_and_grads(single.loss(single.params, batch[0]), single.params)[1]
+        assert_close({name: p.grad for name, p in module.named_parameters()}, expected)
+        module.zero_grad()
+        opt, theirs = (torch.optim.SGD(trained(one).values(), lr=0.1) for one in (run, single))
+        gradkit.step_(opt, run.params, penalty(run, batch))
+        gradkit.step_(theirs, single.params, penalty(single, batch))
+
+
+def check_meta(device: torch.device) -> None:
+    state = net(device).state_dict()
+    with torch.device("meta"):
+        module = Net().double()
+    with pytest.raises(
+        gradkit.LeafTypeError, match=r"module\.shift: expected a tensor with values"
+    ):
+        Sharded(module, device)
+    run, batch = Sharded(module, device, state_dict=state), batches(device)
+    single = Single(net(device))
+    assert_close(penalty(run, batch), penalty(single, batch))
+    assert all(param.is_meta for param in module.parameters())
+    # Of modules that differ between ranks, the first rank's is taken, as DDP does.
+    different = net(device)
+    if dist.get_rank():
+        with torch.no_grad():
+            different.shift.fill_(torch.nan)
+            different.count.fill_(5)
+    run = Sharded(different, device)
+    assert_close(penalty(run, batch), penalty(single, batch))
+    assert run.buffers["count"] == 0
+
+
+def test_from_a_sharded_module_and_from_a_state_dict(two: Ranks, device: torch.device) -> None:
+    two.run(check_fully_sharded)
+    two.run(check_meta)
+
+
+# --- Refusals ------------------------------------------------------------------------------------
+
+
+def raises(error: type[Exception], words: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(error, match=words):
+        call()
+
+
+def check_bad_modules(device: torch.device) -> None:
+    module, mesh, structure = net(device), mesh_of(device), gradkit.StructureError
+    graph = gradkit.UnsupportedGraphError
+    size = dist.get_world_size()
+    square_mesh = init_device_mesh(device.type, (1, size), mesh_dim_names=("a", "b"))
+    raises(structure, "a mesh of one dimension", lambda: make_functional(module, square_mesh))
+    raises(structure, r"all \d ranks", lambda: make_functional(module, square_mesh["a"]))
+    wrapped = DistributedDataParallel(module)
+    raises(graph, "make_functional\\(model.module", lambda: make_functional(wrapped, mesh))
+    scalar = nn.ParameterDict({"t": nn.Parameter(torch.zeros((), device=device))})
+    raises(structure, "rows to divide, got a scalar", lambda: make_functional(scalar, mesh))
+    columns = nn.Linear(4, 4, device=device)
+    fully_shard(columns, mesh=mesh, shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    raises(structure, r"module\.weight: .*Shard\(dim=1\)", lambda: make_functional(columns, mesh))
+    state = {"last.weight": torch.zeros(2, 5)}
+    raises(structure, r"state_dict\['last", lambda: make_functional(module, mesh, state))
+    raises(gradkit.LeafTypeError, "an nn.Module", lambda: make_functional(torch.ones(2), mesh))
+    rows = nn.Linear(5, 3 + dist.get_rank(), device=device)
+    raises(structure, r"module\.weight on rank 1", lambda: make_functional(rows, mesh))
+
+
+def check_bad_calls(device: torch.device) -> None:
+    run, batch, structure = Sharded(net(device), device), batches(device), gradkit.StructureError
+    first = dist.get_rank() == 0
+
+    def call(params: Any) -> Any:
+        return run.loss(params, batch[0])
+
+    less = {name: param for name, param in run.params.items() if name != "shift"}
+    raises(structure, "the params of make_functional, by name", lambda: call(less))
+    whole = {name: param.full_tensor() for name, param in run.params.items()}
+    raises(structure, r"params\['shift'\]: expected a DTensor of shape", lambda: call(whole))
+    same = {n: p.redistribute(placements=[Replicate()]) for n, p in run.params.items()}
+    raises(structure, r"params\['shift'\]: .*Replicate", lambda: call(same))
+    raises(
+        structure if first else gradkit.CollectiveError,
+        "",
+        lambda: call(less if first else run.params),
+    )
+    detached = {name: param.detach() for name, param in run.params.items()}
+    raises(
+        structure, r"params\['shift'\] on rank 1", lambda: call(run.params if first else detached)
+    )
+    with torch.set_grad_enabled(first):
+        raises(structure, "is_grad_enabled", lambda: call(run.params))
+    loss, other = run.loss(run.params, batch[0]), run.loss(run.params, batch[1])
+    with torch.no_grad():
+        run.params["last.weight"].add_(1)
+    raises(
+        gradkit.UnsupportedGraphError,
+        r"params\['last.weight'\]: .*changed in place",
+        lambda: gradkit.value_and_grads(loss, run.params),
+    )
+    del other
+    run = Sharded(Branches().to(device), device)
+    x = torch.ones(2, 5, device=device)
+    outs, _ = run.call(run.params, run.buffers, x)
+    for index in (0, 1) if first else (1, 0):  # what torch cannot know to be another's
+        gradkit.value_and_grads(outs[index].sum(), run.params)
+    raises(structure, "passes since the last call", lambda: run.call(run.params, run.buffers, x))
+    run.call(run.params, run.buffers, x)
+
+
+class Branches(nn.ModuleList):
+    def __init__(self) -> None:
+        super().__init__([nn.Linear(5, 5), nn.Linear(5, 5)])
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [part(x) for part in self]
+
+
+class Careless(nn.Module):
+    """Changes what it reads: its weight, or what a graph has saved."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x).exp()
+        self.change(self.layer.weight, out)
+        return out * 1
+
+
+def check_writes(device: torch.device) -> None:
+    x = torch.ones(2, 5, device=device)
+    for change in (lambda w, _: w.data.mul_(2), lambda w, _: w.detach().mul_(2)):
+        run = Sharded(Careless(change).to(device), device)
+        raises(
+            gradkit.UnsupportedGraphError,
+            "writes on them in its forward pass",
+            lambda run=run: run.call(run.params, run.buffers, x),
+        )
+    # With hooks for saved tensors, torch itself would not see this.
+    run = Sharded(Careless(lambda _, out: out.detach().mul_(2)).to(device), device)
+    out, _ = run.call(run.params, run.buffers, x)
+    raises(
+        gradkit.UnsupportedGraphError,
+        "changed in place since",
+        lambda: gradkit.value_and_grads(out.sum(), run.params),
+    )
+
+
+def test_bad_input_is_refused_on_all_ranks(two: Ranks, device: torch.device) -> None:
+    two.run(check_bad_modules)
+    two.run(check_bad_calls)
+    two.run(check_writes)
