@@ -209,7 +209,7 @@ def refuse_gathered(params: Params) -> None:
 def refuse_unreached_shard(params: Params, index: int) -> None:
     """Raise if an unreached variable is a shard: the graph holds the unsharded parameter."""
     variable = params.variables[index]
-    if type(variable) not in PLAIN_TYPES and may_be_sharded(variable):
+    if type(variable) not in PLAIN_TYPES and is_fsdp_shard(variable):
         raise UnsupportedGraphError(
             message(
                 params.path(index),
@@ -221,9 +221,13 @@ def refuse_unreached_shard(params: Params, index: int) -> None:
         )
 
 
-def may_be_sharded(variable: Tensor) -> bool:
-    """Return whether this could be a parameter of a `fully_shard` module."""
-    return is_dtensor(variable) and any(True for _ in distributed.all_states())
+def is_fsdp_shard(variable: Tensor) -> bool:
+    """Return whether this is a parameter of a `fully_shard` module."""
+    if not is_dtensor(variable):
+        return False
+    # Not any DTensor: those of `distributed.make_functional` may be unused.
+    shards = distributed.shards_of(distributed.groups_of(distributed.all_states()))
+    return any(variable is param for shard in shards for param in distributed.module_params(shard))
 
 
 def gathered_params() -> set[int]:

@@ -16,8 +16,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from gradkit._compat.distributed import local_tensor
 from gradkit._compat.autograd import at_end_of_pass, current_pass
+from gradkit._compat.distributed import local_tensor
 from gradkit.errors import UnsupportedGraphError, message
 
 # For each device and dtype `[n, 3]`, three numbers for each of n tensors.

@@ -17,9 +17,9 @@ from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import layers
 from gradkit.distributed._agreement import (
+    PASSES,
     Description,
     Group,
-    PASSES,
     agree_or_raise,
     join_group,
     read_specs,

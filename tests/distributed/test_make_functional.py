@@ -202,15 +202,14 @@ def implicit(run: Any, batch: Tensor) -> Tensor:
         return run.loss(run.full(params), batch[0]) + decay * square(params)
 
     def solver(params: Tree, decay: Tensor) -> Tree:
-        for _ in range(25):
-            grads = gradkit.value_and_grads(inner(params, decay), params)[1]
-            new = gradkit.tree.sub(params, gradkit.tree.scale(grads, 0.4))
-            params = {name: param.detach().requires_grad_() for name, param in new.items()}
-        return params
+        grads = gradkit.value_and_grads(inner(params, decay), params)[1]
+        new = gradkit.tree.sub(params, gradkit.tree.scale(grads, 0.4))
+        return {name: param.detach().requires_grad_() for name, param in new.items()}
 
-    find = gradkit.meta.implicit(solver, inner, tol=1e-10)
-    found = find(trained(run), decay)
-    loss = run.loss(run.full(found), batch[1])
+    # The formula away from the minimum, and a solve that ends early: the same in both.
+    find = gradkit.meta.implicit(solver, inner, maxiter=2)
+    adapted = find(trained(run), decay)
+    loss = run.loss(run.full(adapted), batch[1])
     return run.reduced(gradkit.value_and_grads(loss, decay)[1])  # type: ignore[no-any-return]
 
 

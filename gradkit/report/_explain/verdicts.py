@@ -78,7 +78,7 @@ class Reachability:
         return _REACHED if is_there else _MOVED
 
     def _unreached(self, variable: Tensor) -> Verdict:
-        if id(variable) in self.sharded or reachability.may_be_sharded(variable):
+        if id(variable) in self.sharded or reachability.is_fsdp_shard(variable):
             return _SHARDED
         if id(variable) in self._checkpointed:
             return _INSIDE
