@@ -195,11 +195,8 @@ def agree_or_raise(
 ) -> tuple[_T, Agreement]:
     """Return the checked input of `read`, and what ranks agree on."""
     # Where `read` raises, all ranks raise. `same_reach`: None on one rank must be None on all.
-    try:
+    with failures_reported(group):
         ours, description = read()
-    except BaseException:
-        report_failure(group)
-        raise
     compared = description.structure, description.specs
     digest = digest_of(compared)
     messages = _exchange((*digest, *description.expected), group)
@@ -233,6 +230,16 @@ def report_failure(group: Group) -> None:
     """Let the ranks that wait for this one in `agree_or_raise` raise."""
     with suppress(CollectiveError):
         _exchange((*_FAILED, *NO_DIGEST), group)
+
+
+@contextmanager
+def failures_reported(group: Group) -> Iterator[None]:
+    """Let all ranks raise if the block raises on this one, before the next `agree_or_raise`."""
+    try:
+        yield
+    except BaseException:
+        report_failure(group)
+        raise
 
 
 def _exchange(sent: Digest, group: Group) -> list[Digest]:

@@ -1,8 +1,8 @@
 """Parameters gathered from their shards, and gradients reduced to shards, to any order.
 
-Each rank differentiates a loss of its own; the losses' mean over the ranks is what is minimized. So
-the gradient of a shard is the mean over the ranks, and each is the other's derivative: of gathering,
-the mean that is scattered; of that mean, gathering.
+Each rank differentiates a loss of its own, and the total is the mean of these losses. So the
+derivative of gathering is the mean over the ranks, scattered to the shards; the derivative of that
+mean is gathering.
 """
 
 from __future__ import annotations

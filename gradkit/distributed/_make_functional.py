@@ -110,8 +110,10 @@ def make_functional(
     @disable_compile
     def call(params: _Tensors, buffers: _Tensors, *args: Any, **kwargs: Any) -> tuple[Any, Named]:
         describe_call = partial(_describe_call, module, params, placed, order)
-        given, _ = agree_or_raise(group, describe_call)
-        order.reset()
+        try:
+            given, _ = agree_or_raise(group, describe_call)
+        finally:
+            order.reset()
         with gathering(module, [(given[name], param) for name, param in placed.items()]):
             return inner(given, buffers, *args, **kwargs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,11 +22,13 @@ from gradkit._core.options import (
 )
 from gradkit._core.pytree import PyTree
 from gradkit._state import rng
+from gradkit.distributed import all_reduce
+from gradkit.distributed._agreement import failures_reported, join_group
 from gradkit.errors import OptionError, StructureError, describe, message
 from gradkit.func._arguments import read_arguments
 from gradkit.func._fallback import RANDOMNESS, Attempt, AuxOfEach, OneByOne, Randomness
 from gradkit.func._level import differentiate, gradient_of_the_sum
-from gradkit.meta._trees import open_tensors, read_inner_params, read_loss
+from gradkit.meta._trees import InnerParams, open_tensors, read_inner_params, read_loss
 
 
 def mean_value_and_grads(
@@ -38,6 +41,7 @@ def mean_value_and_grads(
     has_aux: bool = False,
     randomness: Randomness = "different",
     create_graph: bool | None = None,
+    group: Any = None,
 ) -> tuple[Any, PyTree]:
     """Return the mean meta-loss over a batch of tasks, and the meta-gradient.
 
@@ -74,13 +78,18 @@ def mean_value_and_grads(
             numbers for each task, the `"same"` for all, or `"error"`.
         create_graph: As in `gradkit.func.value_and_grads`; False for a training step, whose
             gradients are not differentiated again.
+        group: A process group of torch.distributed over whose ranks the tasks are divided, such as
+            `torch.distributed.group.WORLD`: each rank passes its own tasks, of any number, and
+            equal params. The means are over the tasks of all ranks, from one reduction. None is
+            this process alone.
 
     Returns:
         `(value, grads)`: a 0-dim tensor, and a tree like `params`, its leaves as in
         `gradkit.func.value_and_grads`. With `has_aux`, `((value, aux), grads)`: the tensors of aux
-        stacked over the tasks, first in their shape.
+        stacked over the tasks, first in their shape; with `group`, those of this rank's tasks.
 
     Raises:
+        CollectiveError: With `group`: a rank has failed, is missing, or is too late.
         DetachedLossError: The meta-loss does not depend on params.
         LeafTypeError: A leaf, or the meta-loss, is no tensor that has a gradient.
         NotScalarLossError: The meta-loss has not exactly one element.
@@ -88,9 +97,9 @@ def mean_value_and_grads(
             such value.
         StructureError: `in_dims` is no prefix of the tasks, or their sizes differ; or
             `meta_loss_fn` returned no pair, with `has_aux`; or, in a loop, an aux that cannot be
-            stacked.
+            stacked; or params differ between ranks.
         UnsupportedGraphError: torch.func cannot enter the meta-loss, or gets it silently wrong; or
-            it writes on parts of a tensor from outside.
+            it writes on parts of a tensor from outside; or `group` inside a transform.
 
     Source:
         Finn et al. 2017, "Model-Agnostic Meta-Learning", algorithm 1,
@@ -102,8 +111,40 @@ def mean_value_and_grads(
         expected, got = "a positive int or None", repr(tasks_at_once)
         raise OptionError(message("tasks_at_once", expected, got, "tasks_at_once=None"))
     check_option("randomness", randomness, RANDOMNESS)
-    outer = read_inner_params(params)
-    batch = _read_tasks(tasks, in_dims)
+    ranks = None if group is None else join_group(group, "gradkit.meta.mean_value_and_grads")
+    with nullcontext() if ranks is None else failures_reported(ranks):
+        outer = read_inner_params(params)
+        batch = _read_tasks(tasks, in_dims)
+        totals, aux = _sums(
+            meta_loss_fn, has_aux, randomness, create_graph, outer, batch, tasks_at_once
+        )
+    count: float | Tensor = batch.count
+    if ranks is not None:
+        totals, count = _over_ranks(totals, batch.count, group)
+    value, *grads = totals
+    mean, mean_grads = value / count, outer.arguments.to_tree(tree.scale(grads, 1 / count))
+    return ((mean, aux) if has_aux else mean), mean_grads
+
+
+def _over_ranks(totals: list[Tensor], count: int, group: Any) -> tuple[list[Tensor], Tensor]:
+    """Return the sums over all ranks, and the number of their tasks, from one reduction."""
+    dtype = torch.promote_types(totals[0].dtype, torch.float32)  # half precision cannot count
+    number = torch.tensor(float(count), dtype=dtype, device=totals[0].device)
+    has_graph = any(total.requires_grad for total in totals)
+    *sums, number = all_reduce([*totals, number], group, "sum", differentiable=has_graph)
+    return sums, number
+
+
+def _sums(
+    meta_loss_fn: Callable[[PyTree, PyTree], Any],
+    has_aux: bool,
+    randomness: Randomness,
+    create_graph: bool | None,
+    outer: InnerParams,
+    batch: _Tasks,
+    tasks_at_once: int | None,
+) -> tuple[list[Tensor], PyTree]:
+    """Return the sums of values and gradients over the tasks, and aux stacked."""
     put_back: list[Callable[[list[Tensor]], PyTree]] = []  # of aux, from the last trace
     aux_of_each = AuxOfEach()
 
@@ -131,10 +172,8 @@ def mean_value_and_grads(
     run = partial(batch.run, of_task, tasks_at_once, randomness)
     tensors = [*outer.variables, *batch.parts]
     attempt = Attempt("mean_value_and_grads", meta_loss_fn, tensors, randomness)
-    (value, *grads), tensors_of_aux = attempt.run(run, run, aux_of_each)
-    mean = value / batch.count
-    mean_grads = outer.arguments.to_tree(tree.scale(grads, 1 / batch.count))
-    return ((mean, put_back[0](tensors_of_aux)), mean_grads) if has_aux else (mean, mean_grads)
+    totals, tensors_of_aux = attempt.run(run, run, aux_of_each)
+    return totals, put_back[0](tensors_of_aux)
 
 
 @dataclass(frozen=True)
