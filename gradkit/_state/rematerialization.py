@@ -13,7 +13,7 @@ from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -44,8 +44,9 @@ _recomputed: dict[int, tuple[StorageWeakRef, torch.dtype, Recompute]] = {}
 
 def remember(tensor: Tensor, recompute: Recompute) -> None:
     """Let `recompute` stand for a tensor, which no one has saved yet, in graphs."""
-    for key in [key for key, (storage, *_) in _recomputed.items() if storage.expired()]:
-        del _recomputed[key]
+    for key, (storage, *_) in list(_recomputed.items()):
+        if storage.expired():  # type: ignore[no-untyped-call]
+            del _recomputed[key]
     reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
     _recomputed[_storage(tensor)] = reference, tensor.dtype, recompute
 
@@ -70,7 +71,7 @@ class _View:
     recompute: Recompute
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | SymInt
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,4 +132,5 @@ def _recompute_of(tensor: Tensor) -> Recompute | None:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address

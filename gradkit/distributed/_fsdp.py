@@ -133,7 +133,7 @@ def _refuse_unreached_or_freed(plan: _Plan) -> None:
 def _check_params(given: Params, managed: Mapping[int, Any], *, create_graph: bool) -> None:
     """Raise if `fully_shard` would not reduce the gradients of these parameters."""
     if create_graph:
-        fix = "leave it out: a backward pass of fully_shard has no graph"
+        fix = "gradkit.distributed.make_functional(module, mesh), and gradkit.value_and_grads"
         raise UnsupportedGraphError(message("create_graph", "False for fully_shard", "True", fix))
     for index, variable in enumerate(given.variables):
         shard = managed.get(id(variable))
