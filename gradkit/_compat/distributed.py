@@ -11,6 +11,7 @@ from typing import Any, cast
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
@@ -289,3 +290,15 @@ def local_tensor(tensor: Any) -> Tensor:
         return cast("Tensor", tensor)
     with torch.no_grad():
         return cast("Tensor", tensor.detach().to_local())
+
+
+def all_gather_into(output: Tensor, tensor: Tensor, group: Any) -> None:
+    """Write the tensors of all ranks to `output`. Torch 2.13 deprecates the name of 2.11."""
+    run: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    run(output, tensor, group=group)
+
+
+def reduce_scatter_into(output: Tensor, tensor: Tensor, group: Any) -> None:
+    """Write this rank's part of the sum over the ranks. Torch 2.13 deprecates the name of 2.11."""
+    run: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    run(output, tensor, group=group)

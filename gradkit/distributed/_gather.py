@@ -13,15 +13,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gradkit._compat.distributed import (
+    all_gather_into,
     from_rows,
     has_rows_on,
     is_dtensor,
     local_tensor,
     placement,
+    reduce_scatter_into,
     to_rows,
 )
 from gradkit._state.rematerialization import Recompute, Source, refuse_changed
@@ -81,7 +82,7 @@ class ShardedParam:
         full = padded.new_empty(self.rows * self.group.size, *self.shape[1:])
         self.order.add(self.index, 0)
         with collective_errors(self.group):
-            dist.all_gather_into_tensor(full, padded, group=self.group.handle)
+            all_gather_into(full, padded, self.group.handle)
         return full if full.shape == self.shape else full[: self.shape[0]]
 
     def reduce(self, full: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ class ShardedParam:
         local = padded.new_empty(self.rows, *self.shape[1:])
         self.order.add(self.index, 1)
         with collective_errors(self.group):
-            dist.reduce_scatter_tensor(local, padded, group=self.group.handle)
+            reduce_scatter_into(local, padded, self.group.handle)
         begin = min(self.rows * self.group.rank, self.shape[0])
         kept = local[: min(self.rows, self.shape[0] - begin)]
         return from_rows(kept, self.mesh, self.shape)
