@@ -22,7 +22,7 @@ from gradkit._core.ownership import grad_dtype
 from gradkit._core.params import Params
 from gradkit.errors import GradkitError, warn_fallback
 
-_ARRIVED = torch.empty(0)  # stands for a gradient that has arrived and is gone
+ARRIVED = torch.empty(0)  # stands for a gradient that has arrived and is gone
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class LossRows:
     def note(self, grads: Grads) -> None:
         """Note which variables a pass has reached."""
         pairs = zip(self.arrived, grads, strict=True)
-        self.arrived = [seen if grad is None else _ARRIVED for seen, grad in pairs]
+        self.arrived = [seen if grad is None else ARRIVED for seen, grad in pairs]
 
     def require_reached(self) -> None:
         """Raise if no gradient has arrived at all."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradkit._autograd.ghost_norms import ghost_norms
 from gradkit._autograd.loss_rows import LossRows, read_rows
 from gradkit._autograd.passes import finish, run_in_turn
 from gradkit._autograd.reductions import ReducingRunner
@@ -44,7 +45,9 @@ def norms(losses: Losses, params: Params, *, chunk_size: int | None, retain: boo
     def measure(index: int, variables: list[Tensor], keep: bool) -> Grads:
         rows = range(begin[index], begin[index] + len(by_loss[index]))
         result: Tensor | None = None
-        if len(rows) > 1 and chunk_size != 1:
+        if len(rows) > 1:
+            result = ghost_norms(matrix, index)
+        if result is None and len(rows) > 1 and chunk_size != 1:
             result = matrix.batched(lambda: _batched(matrix, rows, chunk_size), [index])
         if result is None:
             one_by_one = [_norm_of_row(matrix, row, keep or row != rows[-1]) for row in rows]

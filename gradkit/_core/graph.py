@@ -269,6 +269,12 @@ def has_released(node: Node) -> bool:
     return any(_is_released(node, name) for name in saved_names(type(node)))
 
 
+def has_saved_tensor_hooks(node: Node) -> bool:
+    """Return whether what a node has saved is in the hands of a hook of saved tensors."""
+    raw = (getattr(node, name) for name in saved_names(type(node)))
+    return any(getattr(one, "unpack_hook", None) is not None for one in raw)
+
+
 def saved_names(kind: type) -> tuple[str, ...]:
     """Return the attributes by which nodes of a type show the tensors they have saved."""
     if issubclass(kind, BackwardCFunction):

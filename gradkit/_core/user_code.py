@@ -36,11 +36,13 @@ def listen(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Removable
 def listen_at(
     node: Node,
     before: Callable[[Cotangents], Cotangents | None],
-    after: Callable[[Cotangents, Cotangents], Cotangents | None],
+    after: Callable[[Cotangents, Cotangents], Cotangents | None] | None = None,
 ) -> list[RemovableHandle]:
     """Register hooks of gradkit's around a node, which `hooks_registered` does not count."""
     with _own_hooks.lock:
-        handles = [node.register_prehook(before), node.register_hook(after)]
+        handles = [node.register_prehook(before)]
+        if after is not None:
+            handles.append(node.register_hook(after))
         _own_hooks.count += len(handles)
     return handles
 

@@ -1,0 +1,184 @@
+"""Norms of the gradients of samples, from the cotangents of what the layers returned.
+
+One pass with a cotangent of ones has at each layer those of all samples, if no sample's loss
+depends on another sample. Goodfellow 2015, https://arxiv.org/abs/1510.01799; for sequences
+Li et al. 2021, section 4, https://arxiv.org/abs/2110.05679.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from gradkit._autograd.captures import any_observers
+from gradkit._autograd.engine import run_grad
+from gradkit._autograd.loss_rows import ARRIVED, LossRows
+from gradkit._autograd.shared_uses import RULES, Factors, Part, gradients
+from gradkit._checks.batch_dims import NotProvedError
+from gradkit._checks.checked import is_checked
+from gradkit._checks.samples import Use, shared_uses
+from gradkit._compat.autograd import current_pass
+from gradkit._core import user_code
+from gradkit._core.leaf_arithmetic import norms_of_rows
+from gradkit.errors import GradkitError
+
+
+def ghost_norms(matrix: LossRows, index: int) -> Tensor | None:
+    """Return the norms for the elements of a loss, and keep the graph; None if not proved right."""
+    loss, variables = matrix.call.outputs[index], matrix.params.variables
+    below = matrix.call.graph.below([index])
+    if not _may_run(matrix, loss):
+        return None
+    try:
+        uses = shared_uses(loss, below, variables, RULES)
+        squares = _GhostPass(uses, variables).run(matrix, index)
+    except NotProvedError:
+        return None
+    except RuntimeError as error:
+        if isinstance(error, GradkitError):
+            raise
+        return None  # such as out of memory; the batched pass has its own ways
+    matrix.note([ARRIVED if number in squares else None for number in range(len(variables))])
+    total = matrix.zeros(loss.numel())
+    for square in squares.values():
+        total += square.to(total)
+    return total.sqrt_()
+
+
+def _may_run(matrix: LossRows, loss: Tensor) -> bool:
+    """Return whether nothing but the operations of the graph changes or reads a cotangent.
+
+    In float16, a gradient that is not finite would get a norm that is.
+    """
+    dtypes = {variable.dtype for variable in matrix.params.variables}
+    return (
+        matrix.call.plain_leaves
+        and dtypes <= {torch.float32, torch.float64}
+        and not loss.retains_grad
+        and not user_code.hooks_registered()
+        and not any_observers()
+        and not is_checked()
+    )
+
+
+class _GhostPass:
+    """A pass that makes the squared norms of a variable as soon as its last use is reached."""
+
+    def __init__(self, uses: Sequence[Use], variables: Sequence[Tensor]) -> None:
+        self._variables = variables
+        self._by_node: dict[Node, list[Use]] = defaultdict(list)
+        self._left: dict[int, int] = defaultdict(int)  # how many uses of a variable are to come
+        for use in uses:
+            self._by_node[use.node].append(use)
+            self._left[use.variable] += 1
+        self._parts: dict[int, list[Part]] = defaultdict(list)
+        self._squares: dict[int, Tensor] = {}
+        self._own_passes: set[int] = set()
+
+    def run(self, matrix: LossRows, index: int) -> dict[int, Tensor]:
+        """Return the squared norms by the number of the variable, of those that are reached."""
+        below, loss = matrix.call.graph.below([index]), matrix.call.outputs[index]
+        if not self._by_node:
+            return {}
+        above = below.leading_to((), tuple(self._by_node))
+        # The engine does not execute those that it captures, so that no gradient of a variable is
+        # computed; those that are above others it executes, and their cotangents are then free.
+        captured = [node for node in self._by_node if node not in above]
+        with ExitStack() as stack:
+            for node in self._by_node.keys() & above:
+                for handle in user_code.listen_at(node, partial(self._arrive, node)):
+                    stack.callback(handle.remove)
+            with torch.enable_grad():
+                root = loss.view_as(loss)  # which no other pass starts from
+            stack.callback(user_code.listen(root, self._begin).remove)
+            edges = [GradientEdge(node, 0) for node in captured]
+            grads = run_grad(matrix.call, [root], edges, [None], retain_graph=True)
+            for node in captured:
+                self._add(node, grads.pop(0))
+        for number in list(self._parts):
+            self._finish(number)  # of which a use was not reached
+        return self._squares
+
+    def _begin(self, _: Tensor) -> None:
+        self._own_passes.add(current_pass())
+
+    def _arrive(self, node: Node, cotangents: user_code.Cotangents) -> None:
+        if current_pass() in self._own_passes:
+            self._add(node, cotangents[0])
+
+    def _add(self, node: Node, cotangent: Tensor | None) -> None:
+        for use in self._by_node[node]:
+            self._left[use.variable] -= 1
+            if cotangent is not None:
+                with torch.no_grad(), torch.autocast(cotangent.device.type, enabled=False):
+                    part = gradients(use, cotangent, self._variables[use.variable])
+                    self._parts[use.variable].append(part)
+                    if not self._left[use.variable]:
+                        self._finish(use.variable)
+
+    def _finish(self, number: int) -> None:
+        self._squares[number] = _squares(self._parts.pop(number), self._variables[number])
+
+
+def _squares(parts: list[Part], variable: Tensor) -> Tensor:
+    """Return the squared norm of the sum of the parts, for each sample."""
+    factors = [part for part in parts if isinstance(part, Factors)]
+    if len(factors) == len(parts):
+        count = sum(part.right.shape[1] for part in factors)
+        if count * count <= variable.numel():
+            return _squares_of_products(factors)
+    dense = (_dense(part, variable) for part in parts)
+    total = next(dense)
+    for part in dense:
+        total = total + part
+    return norms_of_rows(total).square_()
+
+
+def _squares_of_products(factors: list[Factors]) -> Tensor:
+    """Return the squared norms of sums of products: `<left left^T, right right^T>`.
+
+    Each variable of several uses has the cross terms of each two of them.
+    """
+    if len(factors) == 1 and factors[0].right.shape[1] == 1:
+        return _squares_of_outer_products(*factors[0])
+    total: Tensor | None = None
+    for i, (left, right) in enumerate(factors):
+        for other_left, other_right in factors[i:]:
+            lefts, rights = _products(left, other_left), right @ other_right.mT
+            term = (lefts * rights).sum((1, 2)) * (1 if other_left is left else 2)
+            total = term if total is None else total + term
+    return cast("Tensor", total).clamp_(min=0)
+
+
+def _squares_of_outer_products(left: Tensor, right: Tensor) -> Tensor:
+    squares = norms_of_rows(right).square_()
+    return squares if left.dim() == 2 else squares * norms_of_rows(left).square_()
+
+
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """Return the inner products of rows `[B, T, p]` and `[B, U, p]`, either as positions."""
+    if left.dim() == 3 and right.dim() == 3:
+        return left @ right.mT
+    if left.dim() == 2 and right.dim() == 2:
+        return left.unsqueeze(2) == right.unsqueeze(1)
+    if left.dim() == 2:
+        return _products(right, left).mT
+    return left.gather(2, right.unsqueeze(1).expand(-1, left.shape[1], -1))
+
+
+def _dense(part: Part, variable: Tensor) -> Tensor:
+    """Return the gradients of the samples, `[B, *shape]`."""
+    if isinstance(part, Tensor):
+        return part
+    left, right = part
+    if left.dim() == 3:
+        return left.mT @ right
+    zeros = right.new_zeros(len(right), *variable.shape)
+    return zeros.scatter_add_(1, left.unsqueeze(2).expand_as(right), right)
