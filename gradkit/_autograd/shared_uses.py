@@ -39,8 +39,9 @@ def gradients(use: Use, cotangent: Tensor, variable: Tensor) -> Part:
 
 def _by_sample(tensor: Tensor, batch: BatchDim) -> Tensor:
     """Return a tensor of the output's shape up to the samples' dimension as `[B, T, ...]`."""
-    rows = tensor.movedim(batch.dim, 0).unflatten(0, (-1, batch.size, batch.block))
-    return rows.transpose(0, 1).flatten(1, 2)
+    rows = tensor.movedim(batch.dim, 0)
+    blocks = rows.reshape(-1, batch.size, batch.block, *rows.shape[1:])
+    return blocks.transpose(0, 1).flatten(1, 2)
 
 
 def _matrix(name: str, *, transposed: bool, scale: str | None = None) -> Rule:
@@ -92,7 +93,8 @@ def _sum(terms: Terms, *, by_channel: bool = False) -> Rule:
         rank = cotangent.dim()
         shape = (len(variable), *([1] * (rank - 2))) if by_channel else tuple(variable.shape)
         batch = use.batch
-        each = terms(use.node, cotangent).unflatten(batch.dim, (-1, batch.size, batch.block))
+        before, after = cotangent.shape[: batch.dim], cotangent.shape[batch.dim + 1 :]
+        each = terms(use.node, cotangent).reshape(*before, -1, batch.size, batch.block, *after)
         each = each.movedim(batch.dim + 1, 0)  # two dimensions are left there, of one sample
         padded: list[int] = [*([1] * (rank - len(shape))), *shape]
         padded.insert(batch.dim, 1)

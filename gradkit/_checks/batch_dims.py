@@ -74,7 +74,7 @@ class BatchDim:
 
 # For each input of a node where the samples lie; None if they share it, or there is none.
 Inputs: TypeAlias = list[BatchDim | None]
-Place: TypeAlias = Callable[[Node, BatchDim, Shape], BatchDim | None]
+Follow: TypeAlias = Callable[[Node, BatchDim, Shape], BatchDim | None]
 Rule: TypeAlias = Callable[[Node, BatchDim, list[Shape | None]], Inputs]
 
 
@@ -87,13 +87,13 @@ def inputs_of(node: Node, batch: BatchDim) -> Inputs:
     return rule(node, batch, [None if n is None else output_shape(n, i) for n, i in edges])
 
 
-def _each(place: Place, count: int | None = None) -> Rule:
+def _each(follow: Follow, count: int | None = None) -> Rule:
     """Return the rule of a node whose samples lie in its first `count` inputs, or in all."""
 
     def rule(node: Node, batch: BatchDim, shapes: list[Shape | None]) -> Inputs:
         own = len(shapes) if count is None else count
         return [
-            None if shape is None or index >= own else place(node, batch, shape)
+            None if shape is None or index >= own else follow(node, batch, shape)
             for index, shape in enumerate(shapes)
         ]
 
@@ -138,7 +138,7 @@ def _nll(_: Node, batch: BatchDim, shape: Shape) -> BatchDim:
     return batch.without(shape, {1})
 
 
-def _stack(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
+def _stacked(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
     (dim,) = saved_ints(node, "dim")
     new = dim % len(batch.shape)
     if batch.dim == new:
@@ -146,25 +146,25 @@ def _stack(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
     return batch.at(shape, batch.dim - (batch.dim > new))
 
 
-def _along(name: str) -> Place:
+def _along(name: str) -> Follow:
     """Return where the samples lie if some dimensions are mixed, which a node has saved."""
 
-    def place(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
+    def follow(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
         return batch.aligned(shape, {dim % len(shape) for dim in saved_ints(node, name)})
 
-    return place
+    return follow
 
 
-def _last(count: Callable[[Node], int]) -> Place:
+def _last(count: Callable[[Node], int]) -> Follow:
     """Return where the samples lie if the last dimensions are mixed."""
 
-    def place(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
+    def follow(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
         return batch.aligned(shape, range(len(shape) - count(node), len(shape)))
 
-    return place
+    return follow
 
 
-def _rows(_: Node, batch: BatchDim, shape: Shape) -> BatchDim:
+def _first(_: Node, batch: BatchDim, shape: Shape) -> BatchDim:
     """Return where the samples lie if all dimensions but the first are mixed."""
     if batch.dim:
         raise NotProvedError
@@ -174,14 +174,14 @@ def _rows(_: Node, batch: BatchDim, shape: Shape) -> BatchDim:
 def _batch_norm(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
     if saved(node, "training"):
         raise NotProvedError
-    return _rows(node, batch, shape)
+    return _first(node, batch, shape)
 
 
 def _addmm(node: Node, batch: BatchDim, shapes: list[Shape | None]) -> Inputs:
     bias, rows, _ = shapes
     return [
         None if bias is None else batch.broadcast(bias),
-        None if rows is None else _rows(node, batch, rows),
+        None if rows is None else _first(node, batch, rows),
         None,
     ]
 
@@ -199,35 +199,44 @@ def _named(names: str, rule: Rule) -> dict[str, Rule]:
 
 
 _ELEMENTWISE = """
-    Abs Add Add.1 Alias Atan BinaryCrossEntropy BinaryCrossEntropyWithLogits Celu Clamp Clamp.1 ClampMax
-    ClampMin Cos Cosh Div Div.1 Elu Erf Exp Expand Expm1 Gelu Hardsigmoid Hardswish Hardtanh HuberLoss
-    LeakyRelu Log Log1p LogSigmoid MaskedFill MaskedFill.1 Maximum Minimum Mish MseLoss Mul Mul.1
-    NativeDropout Neg Pow Pow.1 Reciprocal Relu Rsqrt Rsub Rsub.1 Sigmoid Silu Sin Sinh SmoothL1Loss
-    Softplus Sqrt Square Sub Sub.1 Tanh Threshold ToCopy Where
+    Abs Add Add.1 Addcdiv Addcmul Alias Atan BinaryCrossEntropy BinaryCrossEntropyWithLogits Celu
+    Clamp Clamp.1 ClampMax ClampMin Cos Cosh Div Div.1 Elu Erf Exp Expand Expm1 Gelu Hardsigmoid
+    Hardswish Hardtanh HuberLoss LeakyRelu Lerp Lerp.1 Log Log1P LogSigmoid MaskedFill MaskedFill.1
+    Maximum Minimum Mish MseLoss Mul Mul.1 NativeDropout Neg Pow Pow.1 Pow.2 PreluKernel Reciprocal
+    Relu Rsqrt Rsub Rsub.1 Sigmoid Silu Sin Sinh SmoothL1Loss Softplus Sqrt Sub Sub.1 Tanh
+    Threshold ToCopy Where
 """
-_ON_IMAGES = "AdaptiveAvgPool{0} AdaptiveMaxPool{0} AvgPool{0} MaxPool{0}WithIndices UpsampleNearest{0}"
+_VIEWS = "Clone ReshapeAlias Squeeze Squeeze.1 Squeeze.2 UnsafeView Unsqueeze View"
+_REDUCTIONS = "Amax Amin LinalgVectorNorm Logsumexp Max Mean.1 Min Norm.1 Prod.1 Std Sum.1 Var"
+_ALONG = "Cat Cumprod Cumsum Gather Glu LogSoftmax SafeSoftmax Slice Softmax Split SplitWithSizes"
+_ON_IMAGES = """
+    AdaptiveAvgPool{0} AdaptiveMaxPool{0} AvgPool{0} MaxPool{0}WithIndices UpsampleNearest{0}
+"""
 _ATTENTION = """
     ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention
     ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention
 """
+# Two or three dimensions at the end are mixed.
+_OF_TWO = f"{_ON_IMAGES.format('2D')} Tril Triu UpsampleBicubic2D UpsampleBilinear2D"
+_OF_THREE = f"{_ON_IMAGES.format('3D')} PixelShuffle"
 _RULES = {
     **_named(_ELEMENTWISE, _each(_elementwise)),
-    **_named("Clone Squeeze Squeeze.1 Squeeze.2 UnsafeView Unsqueeze View", _each(_view)),
+    **_named(_VIEWS, _each(_view)),
     **_named("T Transpose Permute", _each(_transposed)),
-    **_named("Amax Amin LinalgVectorNorm Logsumexp Mean.1 Std Sum.1 Var", _each(_reduction)),
+    **_named(_REDUCTIONS, _each(_reduction)),
     **_named("Select Unbind", _each(_selection)),
     **_named("NllLoss NllLoss2D", _each(_nll, 1)),
-    **_named("Stack", _each(_stack)),
-    **_named("Cat Cumsum Gather LogSoftmax Slice Softmax Split", _each(_along("dim"))),
+    **_named("Stack", _each(_stacked)),
+    **_named(_ALONG, _each(_along("dim"))),
     **_named("Flip", _each(_along("dims"))),
-    **_named("Convolution Mm Mv NativeGroupNorm", _each(_rows, 1)),
-    **_named("Addmm", _addmm),
-    **_named("Bmm", _each(_rows, 2)),
-    **_named(_ATTENTION, _each(_rows, 3)),
+    **_named("Convolution Mm Mv NativeGroupNorm", _each(_first, 1)),
+    **_named("Bmm", _each(_first, 2)),
+    **_named(_ATTENTION, _each(_first, 3)),
     **_named("NativeBatchNorm", _each(_batch_norm, 1)),
     **_named("NativeLayerNorm", _each(_last(lambda n: len(saved(n, "normalized_shape"))), 1)),
     **_named("ConstantPadNd", _each(_last(lambda n: len(saved(n, "pad")) // 2))),
-    **_named(_ON_IMAGES.format("2D"), _each(_last(lambda _: 2))),
-    **_named(_ON_IMAGES.format("3D"), _each(_last(lambda _: 3))),
+    **_named(_OF_TWO, _each(_last(lambda _: 2))),
+    **_named(_OF_THREE, _each(_last(lambda _: 3))),
+    **_named("Addmm", _addmm),
     **_named("Embedding", _embedding),
 }

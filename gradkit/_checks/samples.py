@@ -66,12 +66,12 @@ def shared_uses(
     while stack:
         output = stack.pop()
         inputs = inputs_of(output[0], batches[output])
-        for operand, child in enumerate(output[0].next_functions):
-            if child[0] is None or not (child[0] in leading or _number(child[0], numbers) >= 0):
+        for operand, (node, number) in enumerate(output[0].next_functions):
+            if node is None or not (node in leading or _number(node, numbers) >= 0):
                 continue
-            batch = inputs[operand]
+            child, batch = (node, number), inputs[operand]
             if batch is None:
-                use = _use(output, operand, child[0], batches[output], numbers)
+                use = _use(output, operand, node, batches[output], numbers)
                 if use.kind not in known:
                     raise NotProvedError
                 uses.append(use)
