@@ -183,7 +183,8 @@ def per_sample_norms(
     """Return the norm of the gradient of each element of a vector of losses.
 
     Equals `per_loss_norms`. The samples may depend on each other, as with batch_norm or a
-    contrastive loss: what is measured is the gradient of each sample's loss, as it is.
+    contrastive loss: what is measured is the gradient of each sample's loss, as it is. Where the
+    graph proves that they do not, one pass for all samples is enough, and no gradient is computed.
 
     Example:
         >>> import torch, gradkit
@@ -195,11 +196,10 @@ def per_sample_norms(
     Args:
         losses: `[B]`, real floating-point: the losses of the samples, with a graph.
         params: As in `value_and_grads`.
-        chunk_size: The largest number of samples in one vmapped pass, which takes memory for as
-            many gradients of the largest parameter; None is all B of them. A pass for `c` samples
-            takes the time of about `c` passes through the graph of the whole batch; where the loss
-            is a function of one sample, `gradkit.func.per_sample_grads` is faster, and takes the
-            memory of B sets of gradients.
+        chunk_size: Where that is not proved, the largest number of samples in one vmapped pass,
+            which takes memory for as many gradients of the largest parameter; None is all B of
+            them. A pass for `c` samples takes the time of about `c` passes through the graph of
+            the whole batch. docs/streaming.md says what is proved.
         retain_graph: True: the graph can be used by another call. None: False.
 
     Returns:
@@ -211,7 +211,9 @@ def per_sample_norms(
 
     Source:
         Goodfellow 2015, "Efficient Per-Example Gradient Computations",
-        https://arxiv.org/abs/1510.01799
+        https://arxiv.org/abs/1510.01799; for sequences section 4 of Li et al. 2021, "Large
+        Language Models Can Be Strong Differentially Private Learners",
+        https://arxiv.org/abs/2110.05679
     """
     check_optional_bool("retain_graph", retain_graph)
     check_chunk_size(chunk_size)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
+from math import prod
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import functional
 
 from gradkit._checks.batch_dims import BatchDim, NotProvedError, inputs_of
+from gradkit._compat.nodes import Shape
 from gradkit._core.graph import is_leaf_node
 
 SIZE = 4  # of every dimension
@@ -92,7 +97,9 @@ MIXING: dict[str, Op] = {
     "conv1d": lambda x: functional.conv1d(x, eye(x).unsqueeze(-1)),
     "conv2d": lambda x: functional.conv2d(x.unsqueeze(1), eye(x).expand(2, 1, -1, -1)),
     "conv_transpose1d": lambda x: functional.conv_transpose1d(x, eye(x).unsqueeze(-1)),
-    "cross_entropy": lambda x: functional.cross_entropy(x, classes(x).expand(SIZE, -1), reduction="none"),
+    "cross_entropy": lambda x: functional.cross_entropy(
+        x, classes(x).expand(SIZE, -1), reduction="none"
+    ),
     "cross_entropy of rows": lambda x: functional.cross_entropy(
         x.flatten(0, 1), classes(x).repeat(SIZE), reduction="none"
     ),
@@ -173,3 +180,35 @@ def test_the_rules_are_true_of_the_jacobian(device: torch.device, name: str) -> 
                 apart = samples(batch, device)[:, None] != samples(there, device)
                 assert not jacobian[apart].count_nonzero()
     assert (proved > 0) == (name not in NEVER)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    """Draw the shape of a tensor of 72 elements."""
+    factors = draw(st.permutations((2, 2, 2, 3, 3, 1)))
+    ends = [0, *sorted(draw(st.sets(st.integers(1, 5)))), 6]
+    return tuple(prod(factors[start:end]) for start, end in pairwise(ends))
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(shape=shapes(), viewed=shapes(), size=st.sampled_from((2, 3, 4, 6)), data=st.data())
+def test_a_view_has_the_samples_where_the_tensor_has_them(
+    device: torch.device, shape: Shape, viewed: Shape, size: int, data: st.DataObject
+) -> None:
+    dim = data.draw(st.sampled_from(range(len(shape))))
+    block = data.draw(st.sampled_from((1, 2, 3)))
+    assume(shape[dim] % (size * block) == 0)
+    batch = BatchDim(shape, dim, block, size)
+    expected = samples(batch, device)
+    possible = [
+        BatchDim(viewed, to, of, size)
+        for to, length in enumerate(viewed)
+        for of in range(1, length)
+        if length % (of * size) == 0
+    ]
+    right = [one for one in possible if torch.equal(samples(one, device), expected)]
+    if right:
+        assert [batch.viewed(viewed)] == right
+    else:
+        with pytest.raises(NotProvedError):
+            batch.viewed(viewed)
