@@ -61,7 +61,7 @@ class BatchDim:
     def without(self, shape: Shape, dims: Collection[int], *, keepdim: bool = False) -> BatchDim:
         """Return where they lie in a tensor some of whose dimensions are gone here."""
         kept = [dim for dim in range(len(shape)) if keepdim or dim not in dims]
-        if len(kept) != len(self.shape) or kept[self.dim] in dims:
+        if len(kept) != len(self.shape):
             raise NotProvedError
         return self.at(shape, kept[self.dim])
 
@@ -231,7 +231,7 @@ _RULES = {
     **_named("Flip", _each(_along("dims"))),
     **_named("Convolution Mm Mv NativeGroupNorm", _each(_first, 1)),
     **_named("Bmm", _each(_first, 2)),
-    **_named(_ATTENTION, _each(_first, 3)),
+    **_named(_ATTENTION, _each(_last(lambda _: 2), 3)),
     **_named("NativeBatchNorm", _each(_batch_norm, 1)),
     **_named("NativeLayerNorm", _each(_last(lambda n: len(saved(n, "normalized_shape"))), 1)),
     **_named("ConstantPadNd", _each(_last(lambda n: len(saved(n, "pad")) // 2))),

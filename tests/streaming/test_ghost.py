@@ -278,6 +278,12 @@ def test_a_parameter_without_a_gradient(device: torch.device) -> None:
         gradkit.per_sample_norms(model(x).square().sum(1), [unused])
 
 
+def test_gradients_scaled_by_how_often_a_word_is_in_the_batch(device: torch.device) -> None:
+    table = nn.Embedding(3, 2, scale_grad_by_freq=True).to(device, torch.float64)
+    tokens = torch.tensor([[0, 1], [1, 1], [2, 2]], device=device)
+    assert not proved_and_right(table(tokens).square().sum((1, 2)), table)
+
+
 def test_a_parameter_with_a_row_for_each_sample(device: torch.device) -> None:
     model, x = mlp(device)
     rows = torch.zeros(5, 3, device=device, dtype=torch.float64, requires_grad=True)
