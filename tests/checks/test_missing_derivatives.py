@@ -143,7 +143,7 @@ def test_the_other_ways_out_are_right(device: torch.device, name: str) -> None:
 BY_FORMULA = {"scaled_dot_product_attention", "hardsigmoid"}
 
 
-@pytest.mark.parametrize("name", OPERATIONS.keys() - BY_FORMULA)
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in BY_FORMULA])
 def test_where_gradkit_runs_the_forward_pass_the_rest_raises(
     device: torch.device, name: str
 ) -> None:
