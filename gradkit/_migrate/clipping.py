@@ -56,8 +56,16 @@ class ClipCheck:
         if isinstance(node, ast.Name):
             seen = self._program.bindings_seen_from(node.id, clip.scope)
             values = [a.value for a in seen]
-            return len(values) == 1 and values[0] is not None and _is_new_list(values[0])
+            is_new = len(values) == 1 and values[0] is not None and _is_new_list(values[0])
+            return is_new and not self._is_changed(node.id)
         return False
+
+    def _is_changed(self, name: str) -> bool:
+        """Return whether a list may get other items: by a method of its own, or an index."""
+        methods: list[ast.Attribute] = self._program.of_type(ast.Attribute)
+        items: list[ast.Subscript] = self._program.of_type(ast.Subscript)
+        changed = [item for item in items if isinstance(item.ctx, ast.Store | ast.Del)]
+        return name in {dotted(node.value) for node in (*methods, *changed)}
 
 
 def clip_values(call: ast.Call) -> tuple[ast.expr, ast.expr] | None:

@@ -261,9 +261,7 @@ def test_an_encoder_that_uses_the_parameters_from_outside_is_no_zero(device: tor
 
 
 @pytest.mark.parametrize("where", ["encode", "loss", "batch"])
-def test_a_derivative_for_what_is_from_outside_is_no_zero(
-    device: torch.device, where: str
-) -> None:
+def test_a_derivative_for_what_is_from_outside_is_no_zero(device: torch.device, where: str) -> None:
     outside = torch.ones((), device=device, requires_grad=True)
     w, x = torch.ones(3, 2, device=device), torch.randn(4, 3, device=device)
     scales = {name: outside if name == where else 1 for name in ("encode", "loss", "batch")}
