@@ -16,7 +16,7 @@ from gradkit._autograd.engine import run_batch, run_grad
 from gradkit._autograd.hooks_in_batches import hooks_refused
 from gradkit._autograd.runner import PassRunner
 from gradkit._checks.checked import is_checked
-from gradkit._checks.writes import user_code_alive
+from gradkit._checks.writes import refuse_pre_hooks, user_code_alive
 from gradkit._compat.autograd import (
     as_batch,
     batched_mode,
@@ -49,6 +49,7 @@ class ReducingRunner(PassRunner):
         retain: bool,
     ) -> list[Tensor | None]:
         """Run one pass, and return what the engine captured: None where no gradient arrived."""
+        self._refuse_pre_hooks()
         if is_checked():  # which copies gradients as they arrive
             grads = PassRunner.grads(self, outputs, seeds, variables, retain=retain)
             for index, grad in enumerate(grads):
@@ -77,6 +78,7 @@ class ReducingRunner(PassRunner):
 
         Each seed is a stack of cotangents; `consume` gets a stack of gradients.
         """
+        self._refuse_pre_hooks()
         with batched_mode() as level, ExitStack() as stack:
             size = len(seeds[0])
 
@@ -90,6 +92,10 @@ class ReducingRunner(PassRunner):
             stack.enter_context(hooks_refused())
             captured = run_batch(self.call, roots, inputs, cotangents)
             return captured[: len(variables)]
+
+    def _refuse_pre_hooks(self) -> None:
+        if user_code_alive(self.call):
+            refuse_pre_hooks(self.call)
 
 
 class Arrivals:
