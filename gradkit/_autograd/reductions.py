@@ -49,7 +49,8 @@ class ReducingRunner(PassRunner):
         retain: bool,
     ) -> list[Tensor | None]:
         """Run one pass, and return what the engine captured: None where no gradient arrived."""
-        self._refuse_pre_hooks()
+        if user_code_alive(self.call):
+            refuse_pre_hooks(self.call)
         if is_checked():  # which copies gradients as they arrive
             grads = PassRunner.grads(self, outputs, seeds, variables, retain=retain)
             for index, grad in enumerate(grads):
@@ -78,7 +79,6 @@ class ReducingRunner(PassRunner):
 
         Each seed is a stack of cotangents; `consume` gets a stack of gradients.
         """
-        self._refuse_pre_hooks()
         with batched_mode() as level, ExitStack() as stack:
             size = len(seeds[0])
 
@@ -92,10 +92,6 @@ class ReducingRunner(PassRunner):
             stack.enter_context(hooks_refused())
             captured = run_batch(self.call, roots, inputs, cotangents)
             return captured[: len(variables)]
-
-    def _refuse_pre_hooks(self) -> None:
-        if user_code_alive(self.call):
-            refuse_pre_hooks(self.call)
 
 
 class Arrivals:
