@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from typing import Any
 
 from gradkit._migrate import reasons
 from gradkit._migrate.calls import CLIP, LoopCall
@@ -62,10 +63,12 @@ class ClipCheck:
 
     def _is_changed(self, name: str) -> bool:
         """Return whether a list may get other items: by a method of its own, or an index."""
-        methods: list[ast.Attribute] = self._program.of_type(ast.Attribute)
-        items: list[ast.Subscript] = self._program.of_type(ast.Subscript)
-        changed = [item for item in items if isinstance(item.ctx, ast.Store | ast.Del)]
-        return name in {dotted(node.value) for node in (*methods, *changed)}
+        nodes: list[Any] = self._program.of_type(ast.Attribute, ast.Subscript)
+        return any(
+            dotted(node.value) == name
+            for node in nodes
+            if isinstance(node, ast.Attribute) or isinstance(node.ctx, ast.Store | ast.Del)
+        )
 
 
 def clip_values(call: ast.Call) -> tuple[ast.expr, ast.expr] | None:

@@ -531,4 +531,19 @@ def train_both(x, y):
 """,
         r"head_optimizer\.step\(\) without \.backward\(\) in its function",
     ),
+    **{
+        f"another step, {name}": (
+            "head = nn.Linear(2, 2)\n"
+            "second = {'head': torch.optim.SGD(head.parameters(), lr=0.1)}\n"
+            f"{before}\n" + LOOP.replace("model(x)", "head(model(x))") + f"    {line}\n",
+            reason,
+        )
+        for name, before, line, reason in (
+            ("in a dict", "", "second['head'].step()", "several steps"),
+            ("in a loop", "", "for o in second.values(): o.step()", "several steps"),
+            ("by another name", "o = second['head']", "o.step()", "several steps"),
+            ("of an alias", "alias = optimizer", "alias.step()", "several steps"),
+            ("bound", "go = optimizer.step", "go()", r"optimizer\.step is used without being"),
+        )
+    },
 }
