@@ -16,6 +16,7 @@ from gradkit._autograd.reductions import Consume, ReducingRunner
 from gradkit._autograd.runner import PassRunner
 from gradkit._checks.graphs import check_call
 from gradkit._checks.reachability import require_reached
+from gradkit._checks.writes import refuse_pre_hooks, user_code_alive
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.losses import Losses, require_graph
 from gradkit._core.ownership import grad_dtype
@@ -123,6 +124,8 @@ def read_rows(losses: Losses, params: Params) -> LossRows:
     group = require_graph(losses, losses.leaves)
     call = Call(losses, losses.leaves, [Pass([index], params) for index in group])
     check_call(call)
+    if user_code_alive(call):
+        refuse_pre_hooks(call)  # before a warning that a batched pass is not run
     if any(map(Tensor.dim, losses.leaves)):
         refuse_nested(params)
     return LossRows(call, params)
