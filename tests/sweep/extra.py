@@ -195,7 +195,7 @@ def symmetric() -> Calls:
         "eigh: squares": lambda a: linalg.eigh(a)[1].square(),
         "cholesky: MultivariateNormal": log_prob,
     }
-    if release(torch.__version__) < (2, 15):  # which has the name, and raises
+    if release(torch.__version__) < (2, 14):  # which has the name, and raises
         calls["cholesky: torch"] = torch.cholesky
     for name, call in calls.items():
         yield name, call, (a,), lambda a, call=call: call(halves(a))
