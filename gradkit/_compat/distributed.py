@@ -253,7 +253,7 @@ def sum_over_shards(part: Tensor, sharded_as: Any) -> Tensor:
 
     mesh, placements = sharded_as
     summed = [Replicate() if p.is_replicate() else Partial() for p in placements]
-    return cast("Tensor", DTensor.from_local(part, mesh, summed, run_check=False).full_tensor())
+    return DTensor.from_local(part, mesh, summed, run_check=False).full_tensor()
 
 
 def sharded_like(leaf: Tensor, like: Any) -> Tensor:

@@ -217,7 +217,13 @@ def simultaneous_grads(
         replicas, shards = _wrapped_in(modules)
         run = partial(passes.run_separately, strategy="sequential", chunk_size=None)
         call = _players.PlayersCall(
-            name, losses, modules, run if shards else _players.run, False, create_graph, retain_graph
+            name,
+            losses,
+            modules,
+            run if shards else _players.run,
+            False,
+            create_graph,
+            retain_graph,
         )
         result, params = _fsdp.run(call, shards) if shards else _ddp.run(call, replicas)
         result, players = _players.own_parts(result, params, unused)

@@ -203,11 +203,11 @@ class _Products:
         for a, b in zip(left, right, strict=True):
             if a is None or b is None:
                 continue
-            product = inner(distributed.local_part(a), distributed.local_part(b))
-            part = self._by_sharding.setdefault(
-                distributed.sharding(a), torch.zeros_like(self._total)
-            )
-            part[row, column] += product
+            local = inner(distributed.local_part(a), distributed.local_part(b))
+            assert local is not None
+            empty = torch.zeros_like(self._total)
+            part = self._by_sharding.setdefault(distributed.sharding(a), empty)
+            part[row, column] += local
 
     def sum(self) -> Tensor:
         """Return the products, in one collective for each way in which gradients are sharded."""
@@ -227,7 +227,6 @@ def weights_on_all_ranks(
 
     A function that draws random numbers would weigh the losses differently on each rank.
     """
-
     flat = read_losses(losses, scalar=True)
 
     def read() -> tuple[Tensor, Description]:
