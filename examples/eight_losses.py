@@ -159,10 +159,10 @@ def peak_here(way: str, device: torch.device) -> float:
         losses = losses_of(model, batch)
         torch.autograd.grad(losses["ink"], list(model.parameters()), allow_unused=True)
     if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
+        held = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         WAYS[way](model, batch)
-        return (torch.cuda.max_memory_allocated(device) - before) / 1e6
+        return (torch.cuda.max_memory_allocated(device) - held) / 1e6
     del losses
     before = resident()
     WAYS[way](model, batch)

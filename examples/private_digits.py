@@ -226,7 +226,8 @@ def epsilon(accountant: Any) -> float:
 def accuracy(model: nn.Module, data: Data) -> float:
     """Return the share of the images that the network classifies rightly."""
     with torch.no_grad():
-        return (model(data.images).argmax(1) == data.digits).double().mean().item()
+        right = model(data.images).argmax(1) == data.digits
+    return float(right.double().mean())
 
 
 def status(run: Run) -> str:

@@ -735,6 +735,7 @@ def test_smoke_run_keeps_to_the_budget(
     assert printed.err == ""
 
 
+@pytest.mark.slow
 def test_each_claim_about_eight_losses_can_fail(device: torch.device) -> None:
     pytest.importorskip("torchjd")
     eight = load_example("eight_losses")
