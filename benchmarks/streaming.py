@@ -67,8 +67,8 @@ def growth(plan: Plan) -> dict[str, dict[int, dict[str, float]]]:
 
     By what grows, its number, and the side.
     """
-    by_count = {count: replace(_LARGE, count=count) for count in (2, 4, 8, 16)}
-    by_width = {width: replace(_LARGE, width=width) for width in (256, 512, 768, 1024)}
+    by_count = {count: replace(_LARGE, count=count) for count in (2, 4, 8)}
+    by_width = {width: replace(_LARGE, width=width) for width in (256, 512, 1024)}
     axes = {"losses": by_count, "units in each of 8 layers": by_width}
     sizes = [size for axis in axes.values() for size in axis.values()]
     found = {name: iter(_peaks_of(plan, name, sizes)) for name in SIDES}

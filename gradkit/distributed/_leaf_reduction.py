@@ -55,14 +55,14 @@ class LeafReduction:
         """Raise if the pass has failed on any rank: a RuntimeError where all ranks can go on."""
         can_go_on = isinstance(error, RuntimeError) and not isinstance(error, GradkitError)
         arrived = self._matrix.arrived
-        found_any = any(grad is not None for grad in arrived)
+        is_any = any(grad is not None for grad in arrived)
 
         def read() -> tuple[None, Description]:
             if error is not None and not can_go_on:
                 raise error
-            if error is None and not all(found is not None for found in arrived):
+            if error is None and any(grad is None for grad in arrived):
                 refuse_stale(self._matrix.call, [arrived] * len(self._matrix.call.passes))
-            flags = (int(error is not None), int(found_any), 0, 0)
+            flags = (int(error is not None), int(is_any), 0, 0)
             return None, Description((), (), tuple, flags)
 
         _, agreement = agree_or_raise(self._group, read)
