@@ -71,10 +71,12 @@ def gram_of_replicas(
     """Return the products for modules under DistributedDataParallel."""
     group = _ddp.join(modules, call.name)
     _refuse_ignored(modules)
-    matrix, order, reason = _read_on_all_ranks(group, call, modules)
-    if reason is not None:
+    shared = replace(call, part=chunk_size)
+    matrix, order, reason = _read_on_all_ranks(group, shared, modules)
+    several = len(matrix.rows) > 1 and chunk_size != 1
+    if several and reason is not None:
         warn_sequential(reason)
-    elif len(matrix.rows) > 1 and chunk_size != 1:
+    elif several:
         reduction = LeafReduction(matrix, group, order)
         every = matrix.call.differentiated
         run = partial(by_blocks, matrix, chunk_size, reduction.products)

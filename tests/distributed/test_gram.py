@@ -288,6 +288,12 @@ def check_mistakes(device: torch.device) -> None:
         gradkit.distributed.gram(scalars(single(x)), single)
     with pytest.raises(gradkit.OptionError):
         gradkit.distributed.gram(scalars(model(mine(x))), model, chunk_size=0)
+    with pytest.raises(gradkit.StructureError, match="part on rank 1"):
+        gradkit.distributed.gram(scalars(model(mine(x))), model, chunk_size=2 + rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", gradkit.GradkitWarning)  # there is one pass in any case
+        one = gradkit.distributed.gram(Doubled.apply(model(mine(x))).mean(), model)
+    close(one, gradkit.gram(single(x).mean() * 2, single))
 
 
 def test_mistakes(two: Ranks, device: torch.device) -> None:
