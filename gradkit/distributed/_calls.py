@@ -253,8 +253,8 @@ def gram(
         >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
         >>> out = model(torch.ones(4, 3))
         >>> gradkit.distributed.gram([out[:, 0].mean(), out.sum()], model)
-        tensor([[ 4., 16.],
-                [16., 128.]])
+        tensor([[  4.,  16.],
+                [ 16., 128.]])
         >>> torch.distributed.destroy_process_group()
 
     Args:
