@@ -41,7 +41,8 @@ META = {
     "mean_value_and_grads",
 }  # fmt: skip
 DIST = {
-    "all_reduce", "gram", "make_functional", "per_loss_grads", "simultaneous_grads", "value_and_grads",
+    "all_reduce", "gram", "make_functional", "per_loss_grads", "simultaneous_grads",
+    "value_and_grads",
 }  # fmt: skip
 FUNC = {
     "value_and_grads", "per_loss_grads", "per_sample_grads", "hvp", "make_functional", "vjp", "jvp",
