@@ -26,12 +26,14 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 PICTURES = DOCS / "pictures"
 EXAMPLES = (
+    "eight_losses",
     "fewshot_digits",
     "learn_hyperparams",
     "maml_sinusoid",
     "multitask_ddp",
     "multitask_digits",
     "per_sample_digits",
+    "private_digits",
 )
 INK, GREY = "#1f4e79", "#444444"
 
@@ -43,6 +45,7 @@ def main() -> None:
         "call": draw_call,
         "rooms": draw_rooms,
         "conflicts": draw_conflicts,
+        "gram_memory": draw_gram_memory,
     }
     for name in sys.argv[1:] or [*makers, *EXAMPLES]:
         if name in makers:
@@ -86,6 +89,38 @@ def draw_conflicts() -> None:
     example.record(snapshots).plot(figure.subplots())
     figure.savefig(PICTURES / "conflicts.png", dpi=130)
     shrink(PICTURES / "conflicts.png")
+
+
+# --- What the inner products of losses take ------------------------------------------------------
+
+PEAKS = {
+    "gram": "gradkit.gram",
+    "autogram": "TorchJD autogram",
+    "sets": "tree.gram(per_loss_grads)",
+    "jac_to_grad": "TorchJD backward, jac_to_grad",
+    "backward": "one backward pass",
+}
+
+
+def draw_gram_memory() -> None:
+    """Draw the peak memory of ways to inner products, as losses and parameters grow."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    streaming = importlib.import_module("benchmarks.streaming")
+    plan = importlib.import_module("benchmarks.plan").Plan(torch.device("cpu"))
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = streaming.growth(plan).items()
+    for axes, (noun, peaks) in zip(figure.subplots(1, 2), panels, strict=True):
+        for way, label in PEAKS.items():
+            style = "k:" if way == "backward" else "o-"
+            axes.plot(list(peaks), [found[way] for found in peaks.values()], style, label=label)
+        axes.set(xlabel=f"number of {noun}", ylabel="peak memory, MB", yscale="log")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize="small")
+    figure.savefig(PICTURES / "gram_memory.png", dpi=130)
+    shrink(PICTURES / "gram_memory.png")
 
 
 # --- What unroll stores --------------------------------------------------------------------------
