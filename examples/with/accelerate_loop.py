@@ -2,7 +2,6 @@
 
     python examples/with/accelerate_loop.py [--smoke]
     torchrun --nproc-per-node 2 examples/with/accelerate_loop.py
-    accelerate launch --mixed_precision bf16 examples/with/accelerate_loop.py
 
 `usual` and `functional` are the same loop. Their weights are equal bit for bit in one process. In
 several they are equal up to rounding: the usual loop adds the micro-batches before it reduces.
@@ -11,10 +10,12 @@ several they are equal up to rounding: the usual loop adds the micro-batches bef
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from _shared import digits, parse, verdict
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,59 +30,77 @@ MICRO_BATCHES = 2
 MAX_NORM = 0.5
 
 
-def prepare(accelerator: Accelerator, count: int | None, batch_size: int = 32) -> tuple:
-    """Return an encoder, a head, the optimizer of each, and the batches, all prepared."""
+class Prepared(NamedTuple):
+    """What `accelerator.prepare` returns: two models, an optimizer for each, and the batches."""
+
+    encoder: nn.Module
+    head: nn.Module
+    encoder_optimizer: torch.optim.Optimizer
+    head_optimizer: torch.optim.Optimizer
+    batches: Iterable[Sequence[Tensor]]
+
+
+def prepare(accelerator: Accelerator, count: int | None, batch_size: int) -> Prepared:
+    """Return new models and optimizers, and batches of digits."""
     torch.manual_seed(0)
     encoder, head = nn.Sequential(nn.Linear(64, 32), nn.Tanh()), nn.Linear(32, 10)
-    optimizers = (
-        torch.optim.AdamW(encoder.parameters(), lr=1e-3),
-        torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9),
-    )
-    batches = DataLoader(TensorDataset(*digits(count)), batch_size=batch_size, drop_last=True)
-    return accelerator.prepare(encoder, head, *optimizers, batches)
+    encoder_optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1, momentum=0.9)
+    head_optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    batches = DataLoader(TensorDataset(*digits(count)), batch_size, drop_last=True)
+    return Prepared(*accelerator.prepare(encoder, head, encoder_optimizer, head_optimizer, batches))
 
 
-def usual(accelerator: Accelerator, encoder, head, encoder_opt, head_opt, batches) -> None:
-    """Train through `.grad`, as Accelerate's documentation does."""
-    for images, labels in batches:
-        with accelerator.accumulate(encoder, head):
-            loss = cross_entropy(head(encoder(images)), labels)
-            accelerator.backward(loss)
+def usual(accelerator: Accelerator, run: Prepared) -> None:
+    """Train through `.grad`."""
+    for images, labels in run.batches:
+        with accelerator.accumulate(run.encoder, run.head):
+            loss = cross_entropy(run.head(run.encoder(images)), labels)
+            accelerator.backward(loss)  # of the loss, divided by the number of micro-batches
             if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_([*encoder.parameters()], MAX_NORM)
-            for optimizer in (encoder_opt, head_opt):
+                accelerator.clip_grad_norm_(run.encoder.parameters(), MAX_NORM)
+            for optimizer in (run.encoder_optimizer, run.head_optimizer):
                 optimizer.step()
                 optimizer.zero_grad()
 
 
-def functional(accelerator: Accelerator, encoder, head, encoder_opt, head_opt, batches) -> None:
+def functional(accelerator: Accelerator, run: Prepared) -> None:
     """Train with gradients as values."""
     calls = gradkit.distributed if accelerator.use_distributed else gradkit
-    total = None
-    for images, labels in batches:
-        with accelerator.accumulate(encoder, head):
-            loss = cross_entropy(head(encoder(images)), labels)
+    total: Any = None
+    for images, labels in run.batches:
+        with accelerator.accumulate(run.encoder, run.head):
+            loss = cross_entropy(run.head(run.encoder(images)), labels)
             loss = loss / accelerator.gradient_accumulation_steps
-            _, grads = calls.value_and_grads(loss, {"encoder": encoder, "head": head})
+            _, grads = calls.value_and_grads(loss, [run.encoder, run.head])
             total = grads if total is None else gradkit.tree.add_(total, grads)
             if accelerator.sync_gradients:
-                gradkit.step_(encoder_opt, encoder, total["encoder"], max_norm=MAX_NORM)
-                gradkit.step_(head_opt, head, total["head"])
+                of_encoder, of_head = total
+                gradkit.step_(run.encoder_optimizer, run.encoder, of_encoder, max_norm=MAX_NORM)
+                gradkit.step_(run.head_optimizer, run.head, of_head)
                 total = None
 
 
-def train(loop, accelerator, count):
-    encoder, head, *rest = prepare(accelerator, count)
-    loop(accelerator, encoder, head, *rest)
-    return nn.ModuleList(accelerator.unwrap_model(m) for m in (encoder, head))
+def train(
+    loop: Callable[[Accelerator, Prepared], None],
+    accelerator: Accelerator,
+    count: int | None,
+    batch_size: int = 32,
+) -> nn.Module:
+    """Return both models, trained by this loop for one epoch, without Accelerate's wrappers."""
+    run = prepare(accelerator, count, batch_size)
+    loop(accelerator, run)
+    return nn.ModuleList(accelerator.unwrap_model(model) for model in (run.encoder, run.head))
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train with both loops, and return the exit status: 0 if the weights are equal."""
     options = parse(__doc__, argv)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
     count = 512 if options.smoke else None
-    a, b = (train(loop, accelerator, count) for loop in (usual, functional))
-    return verdict(a, b, f"accelerate {accelerator.num_processes}", atol=0 if accelerator.num_processes == 1 else 1e-5)
+    theirs, ours = (train(loop, accelerator, count) for loop in (usual, functional))
+    processes = accelerator.num_processes
+    atol = 0.0 if processes == 1 else 1e-5
+    return verdict(theirs, ours, f"accelerate, processes: {processes}", atol)
 
 
 if __name__ == "__main__":
