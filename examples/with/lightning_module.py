@@ -20,7 +20,7 @@ import torch
 from _shared import digits, parse, verdict
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss, softplus
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import gradkit
 
@@ -160,13 +160,17 @@ def train(
     """Return a module that has been trained for one epoch, and its Trainer."""
     torch.manual_seed(0)
     model = module()
-    batches = DataLoader(TensorDataset(*digits(count)), batch_size, drop_last=True)
-    processes = int(os.environ.get("WORLD_SIZE", "1"))  # which torchrun sets
+    rank, processes = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
+    data = TensorDataset(*digits(count))
+    # Lightning's own sampler shuffles: one process would not see the same batches.
+    sampler = DistributedSampler(data, processes, rank, shuffle=False)
+    batches = DataLoader(data, batch_size, sampler=sampler, drop_last=True)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=processes,
         # The usual GAN needs it, whose losses reach one player each; gradkit does not.
         strategy="ddp_find_unused_parameters_true" if processes > 1 else "auto",
+        use_distributed_sampler=False,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
