@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 
@@ -21,6 +20,8 @@ def parse(description: str | None, argv: Sequence[str] | None) -> argparse.Names
 
 def digits(count: int | None = None) -> tuple[Tensor, Tensor]:
     """Return images, [N, 64] from 0 to 1, and their digits, [N]; all, or so many."""
+    from sklearn.datasets import load_digits  # which the script with a language model does without
+
     images, labels = load_digits(return_X_y=True)
     return torch.tensor(images[:count], dtype=torch.float32) / 16, torch.tensor(labels[:count])
 

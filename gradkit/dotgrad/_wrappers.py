@@ -26,7 +26,10 @@ def check_wrapper(optimizer: Any, *, unscales_or_clips: bool) -> None:
     if unscales_or_clips and _own_scaler(optimizer) is not None:
         expected = "an optimizer that does not unscale, with scaler= or max_norm="
         got = f"{name}, whose step() unscales the gradients"
-        fix = "pass optimizer.optimizer and scaler=scaler, then scaler.update()"
+        fix = (
+            "leave both out; to clip, pass "
+            "gradkit.tree.clip_by_global_norm(grads, max_norm * scaler.get_scale())[0]"
+        )
         raise UnsupportedOptimizerError(message("optimizer", expected, got, fix))
 
 

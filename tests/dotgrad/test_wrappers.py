@@ -67,7 +67,7 @@ def test_a_step_between_micro_batches_would_drop_the_gradients(device: torch.dev
 def test_gradients_are_not_unscaled_twice(device: torch.device, kind: Any, option: str) -> None:
     w, scaler = weight(device), new_scaler(device)
     options = {"scaler": scaler} if option == "scaler" else {"max_norm": 1.0}
-    error = pytest.raises(gradkit.UnsupportedOptimizerError, match=r"optimizer\.optimizer")
+    error = pytest.raises(gradkit.UnsupportedOptimizerError, match="clip_by_global_norm")
     with unchanged(w), error:
         gradkit.step_(kind([w], scaler), [w], [torch.ones_like(w)], **options)
 
