@@ -162,6 +162,7 @@ def train(
     model = module()
     rank, processes = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
     data = TensorDataset(*digits(count))
+    sampler: DistributedSampler[tuple[Tensor, ...]]
     # Lightning's own sampler shuffles: one process would not see the same batches.
     sampler = DistributedSampler(data, processes, rank, shuffle=False)
     batches = DataLoader(data, batch_size, sampler=sampler, drop_last=True)

@@ -1,4 +1,4 @@
-"""The loops of other libraries, with and without gradkit: equal weights, and a difference is seen."""
+"""The loops of other libraries, with and without gradkit: the weights are equal."""
 
 from __future__ import annotations
 
