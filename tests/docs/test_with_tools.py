@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import gradkit
-from tests.processes import Ranks
+from tests.processes import Ranks, device_of_ranks
 
 pytest.importorskip("sklearn")
 
@@ -170,6 +170,75 @@ def test_a_prepared_optimizer_unscales_once(device: torch.device, accelerate: An
 
 @slow
 @quiet
+def test_a_prepared_optimizer_takes_gradients_clipped_to_the_scaled_norm(
+    device: torch.device, accelerate: Any
+) -> None:
+    accelerate.Accelerator(cpu=True)
+
+    def wrapped(optimizer: Any, scaler: Any) -> Any:
+        return accelerate.optimizer.AcceleratedOptimizer(optimizer, scaler=scaler)
+
+    def usual(w: Tensor, scaler: Any, optimizer: Any) -> None:
+        scaler.scale(w.square().sum()).backward()
+        scaler.unscale_(optimizer.optimizer)
+        nn.utils.clip_grad_norm_([w], 0.5)
+        optimizer.step()
+
+    def functional(w: Tensor, scaler: Any, optimizer: Any) -> None:
+        _, grads = gradkit.value_and_grads(scaler.scale(w.square().sum()), [w])
+        clipped, _ = gradkit.tree.clip_by_global_norm(grads, 0.5 * scaler.get_scale())
+        gradkit.step_(optimizer, [w], clipped)
+
+    theirs, ours = weights_after(usual, wrapped), weights_after(functional, wrapped)
+    torch.testing.assert_close(theirs[0], ours[0], rtol=0, atol=1e-6)
+    assert not torch.allclose(ours[0], torch.full((3,), 0.8))
+
+
+@slow
+@quiet
+def test_an_optimizer_of_lightning_with_a_scaler_does_not_clip(
+    device: torch.device, load: Load
+) -> None:
+    script = load("lightning_module")
+    refused = []
+
+    class Clips(script.GradkitTwoLosses):
+        def training_step(self, batch: Any, index: int) -> None:
+            _, grads = gradkit.value_and_grads(self.losses(batch), self)
+            before = [p.detach().clone() for p in self.parameters()]
+            with pytest.raises(gradkit.UnsupportedOptimizerError, match="unscales the gradients"):
+                gradkit.step_(self.optimizers(), self, grads, max_norm=1.0)
+            assert all(map(torch.equal, before, self.parameters()))
+            refused.append(index)
+
+    script.train(Clips, 64, **script.float16())
+    assert refused == [0, 1]
+
+
+@slow
+@quiet
+@pytest.mark.parametrize("name", ["accelerate_loop", "lightning_module"])
+def test_bfloat16_needs_no_other_lines(
+    device: torch.device, accelerate: Any, load: Load, name: str
+) -> None:
+    script = load(name)
+    if name == "accelerate_loop":
+        atol = 0.0  # the same passes
+        options = {"mixed_precision": "bf16", "gradient_accumulation_steps": 2}
+        accelerator = script.Accelerator(cpu=True, **options)
+        theirs, ours = (
+            script.train(f, accelerator, 256) for f in (script.usual, script.functional)
+        )
+    else:
+        atol = 2e-3  # a pass for each loss, and gradients in bfloat16
+        kinds = (script.UsualTwoLosses, script.GradkitTwoLosses)
+        theirs, ours = (script.train(kind, 256, precision="bf16-mixed")[0] for kind in kinds)
+    for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+@slow
+@quiet
 def test_a_prepared_optimizer_between_micro_batches_raises(
     device: torch.device, accelerate: Any
 ) -> None:
@@ -235,8 +304,10 @@ def tensors(weights: Any) -> list[Tensor]:
     return [torch.tensor(weight) for weight in weights]
 
 
-def on_both(two: Ranks, function: Any) -> tuple[list[Tensor], list[Tensor]]:
+def on_both(device: torch.device, two: Ranks, function: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Return the weights of the usual loop and of gradkit's; each the same on both ranks."""
+    if device_of_ranks(device.type, 2) != "cpu":
+        pytest.skip("the scripts run on the CPU, where this group of ranks does not")
     first, second = two.run(function)
     assert first[0] == second[0] == 2
     assert first[1:] == second[1:]
@@ -246,10 +317,10 @@ def on_both(two: Ranks, function: Any) -> tuple[list[Tensor], list[Tensor]]:
 @slow
 @quiet
 def test_accelerate_on_two_processes_is_one_on_the_joined_batch(
-    device: torch.device, two: Ranks, load: Load
+    device: torch.device, accelerate: Any, two: Ranks, load: Load
 ) -> None:
     script = load("accelerate_loop")
-    theirs, ours = on_both(two, train_with_accelerate)
+    theirs, ours = on_both(device, two, train_with_accelerate)
     accelerator = script.Accelerator(cpu=True, gradient_accumulation_steps=script.MICRO_BATCHES)
     joined = script.train(script.functional, accelerator, 256, batch_size=64)
     for a, b, c in zip(theirs, ours, tensors(weights_of(joined)), strict=True):
@@ -263,7 +334,7 @@ def test_lightning_on_two_processes_is_one_on_the_joined_batch(
     device: torch.device, two: Ranks, load: Load
 ) -> None:
     script = load("lightning_module")
-    theirs, ours = on_both(two, train_with_lightning)
+    theirs, ours = on_both(device, two, train_with_lightning)
     joined, _ = script.train(script.GradkitTwoLosses, 256, batch_size=64)
     for a, b, c in zip(theirs, ours, tensors(weights_of(joined)), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
@@ -274,5 +345,5 @@ def test_lightning_on_two_processes_is_one_on_the_joined_batch(
 @quiet
 def test_a_gan_of_lightning_on_two_processes(device: torch.device, two: Ranks, load: Load) -> None:
     load("lightning_module")
-    for a, b in zip(*on_both(two, train_gans_with_lightning), strict=True):
+    for a, b in zip(*on_both(device, two, train_gans_with_lightning), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
