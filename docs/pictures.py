@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -35,6 +36,7 @@ EXAMPLES = (
     "per_sample_digits",
     "private_digits",
 )
+NOTEBOOKS = ("why_losses_fight", "learning_to_learn")
 INK, GREY = "#1f4e79", "#444444"
 
 
@@ -47,9 +49,11 @@ def main() -> None:
         "conflicts": draw_conflicts,
         "gram_memory": draw_gram_memory,
     }
-    for name in sys.argv[1:] or [*makers, *EXAMPLES]:
+    for name in sys.argv[1:] or [*makers, *NOTEBOOKS, *EXAMPLES]:
         if name in makers:
             makers[name]()
+        elif name in NOTEBOOKS:
+            draw_notebook(name)
         else:
             run_example(name)
 
@@ -121,6 +125,19 @@ def draw_gram_memory() -> None:
     axes.legend(frameon=False, fontsize="small")
     figure.savefig(PICTURES / "gram_memory.png", dpi=130)
     shrink(PICTURES / "gram_memory.png")
+
+
+def draw_notebook(name: str) -> None:
+    """Run the cells of a page, and save its `figure`."""
+    import torch
+
+    torch.set_num_threads(1)
+    page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    cells: dict[str, Any] = {}
+    for cell in re.findall(r"(?s)```python\n(.*?)```", page):
+        exec(cell, cells)
+    cells["figure"].savefig(PICTURES / f"{name}.png", dpi=100)
+    shrink(PICTURES / f"{name}.png")
 
 
 # --- What unroll stores --------------------------------------------------------------------------
