@@ -93,7 +93,7 @@ versions:
 # and whose wheel does not load beside a torch for the CPU. The needs of BackPACK are in the extra,
 # those of curvlinops, with which one test compares, are here.
 $(VENV)/bench: $(VENV)/ready
-	$(PIP) -e '.[bench,release,transformers]'
+	$(PIP) -e '.[bench,release,transformers,accelerate,lightning]'
 	$(PIP) --no-deps backpack-for-pytorch curvlinops-for-pytorch einconv linear-operator jaxtyping \
 		wadler-lindig
 	touch $@

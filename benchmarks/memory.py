@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import optree
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness import Side
+from benchmarks.row import Row, Want
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,22 @@ def peak(side: Side, device: torch.device) -> Peak:
     """Return the peak of one forward pass and call, to the byte."""
     gc.collect()
     return _on_cuda(side, device) if device.type == "cuda" else _on_cpu(side)
+
+
+def row(what: str, against: str, ours: Peak, theirs: Peak, limit: float | None) -> Row:
+    """Return the row for the peaks of two sides, held against a ratio."""
+    ratio = ours.total / theirs.total
+    return Row(
+        what=f"{what}, peak memory",
+        against=against,
+        ours=ours.total / 1e6,
+        theirs=theirs.total / 1e6,
+        unit="MB",
+        ratio=ratio,
+        figure=ratio,
+        want=None if limit is None else Want(limit),
+        details={"gradkit": asdict(ours), "theirs": asdict(theirs)},
+    )
 
 
 def _on_cuda(side: Side, device: torch.device) -> Peak:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from importlib import import_module
 from typing import Any
 
@@ -16,9 +16,10 @@ from benchmarks.harness import Effort, Side, measure
 from benchmarks.heads import Size
 from benchmarks.memory import Peak
 from benchmarks.plan import Plan
-from benchmarks.row import Row, Want, timed
+from benchmarks.row import Row, timed
 
-_SIZES = (Size(1024, 8, 16, 8), Size(64, 8, 16, 8))
+_LARGE = Size(1024, 8, 16, 8)
+_SIZES = (_LARGE, Size(64, 8, 16, 8))
 _QUICK = (Size(8, 2, 4, 3),)
 _SETS, _AUTOGRAM = "tree.gram(per_loss_grads)", "TorchJD autogram"
 _JAC = "TorchJD backward, jac_to_grad"
@@ -37,7 +38,7 @@ def rows(plan: Plan) -> Iterator[Row]:
     for size in _QUICK if plan.quick else _SIZES:
         every, problems = _tried(size, plan.device)
         is_large = size.width > 64 or plan.quick
-        peaks = {name: _peak_of(plan, name, size) for name in every if is_large}
+        peaks = {name: _peaks_of(plan, name, [size])[0] for name in every if is_large}
         for ours, theirs, against, slowest, largest in _CONTESTS:
             what = f"{_CALLS[ours]}, {size}"
             if problem := problems.get(theirs) or problems.get(ours):
@@ -47,22 +48,37 @@ def rows(plan: Plan) -> Iterator[Row]:
             timings = measure(pair, plan.device, effort)
             yield timed(what, against, timings, ours=ours, theirs=theirs, limit=slowest)
             if peaks:
-                yield _memory(what, against, peaks[ours], peaks[theirs], largest)
+                yield memory.row(what, against, peaks[ours], peaks[theirs], largest)
+        if peaks:
+            yield _beyond_one_backward(plan, size, peaks["gram"])
 
 
-def _memory(what: str, against: str, ours: Peak, theirs: Peak, limit: float) -> Row:
-    ratio = ours.total / theirs.total
-    return Row(
-        what=f"{what}, peak memory",
-        against=against,
-        ours=ours.total / 1e6,
-        theirs=theirs.total / 1e6,
-        unit="MB",
-        ratio=ratio,
-        figure=ratio,
-        want=Want(limit),
-        details={"gradkit": asdict(ours), "theirs": asdict(theirs)},
-    )
+def _beyond_one_backward(plan: Plan, size: Size, ours: Peak) -> Row:
+    """Return the row against one backward pass, and K gradients of the largest parameter."""
+    one = _peaks_of(plan, "backward", [size])[0]
+    largest = max(param.nbytes for param in size.task(plan.device).params.values())
+    theirs = Peak(one.total + size.count * largest, one.results)
+    against = "one backward pass, and K times the largest gradient"
+    return memory.row(f"gram, {size}", against, ours, theirs, 1.2)
+
+
+def growth(plan: Plan) -> dict[str, dict[int, dict[str, float]]]:
+    """Return the peaks of all sides in MB, as the losses grow in number, and the layers in width.
+
+    By what grows, its number, and the side.
+    """
+    by_count = {count: replace(_LARGE, count=count) for count in (2, 4, 8)}
+    by_width = {width: replace(_LARGE, width=width) for width in (256, 512, 1024)}
+    axes = {"losses": by_count, "units in each of 8 layers": by_width}
+    sizes = [size for axis in axes.values() for size in axis.values()]
+    found = {name: iter(_peaks_of(plan, name, sizes)) for name in SIDES}
+    return {
+        noun: {
+            count: {name: next(peaks).total / 1e6 for name, peaks in found.items()}
+            for count in axis
+        }
+        for noun, axis in axes.items()
+    }
 
 
 def _tried(size: Size, device: torch.device) -> tuple[dict[str, Side], dict[str, str]]:
@@ -139,26 +155,39 @@ def _jac_to_grad(size: Size, device: torch.device) -> Side:
     return Side(build, run)
 
 
+def _backward(size: Size, device: torch.device) -> Side:
+    task = size.task(device)
+    params = list(task.params.values())
+
+    def run(losses: Any) -> tuple[Tensor | None, ...]:
+        ones = [torch.ones_like(loss) for loss in losses]
+        return torch.autograd.grad(losses, params, ones, allow_unused=True)
+
+    return Side(task.build, run)
+
+
 SIDES: dict[str, Callable[[Size, torch.device], Side]] = {
     "gram": _gram,
     "sets": _sets,
     "autogram": _autogram,
     "weights": _weights,
     "jac_to_grad": _jac_to_grad,
+    "backward": _backward,
 }
 
 
-def _peak_of(plan: Plan, name: str, size: Size) -> Peak:
+def _peaks_of(plan: Plan, name: str, sizes: Sequence[Size]) -> list[Peak]:
     if plan.quick:
-        return _peak(name, size, plan.device)
-    here = "benchmarks.streaming:peak_here"
-    return Peak(**fresh.call(here, name=name, size=asdict(size), device=str(plan.device)))
+        return [_peak(name, size, plan.device) for size in sizes]
+    here, plain = "benchmarks.streaming:peaks_here", list(map(asdict, sizes))
+    found = fresh.call(here, name=name, sizes=plain, device=str(plan.device))
+    return [Peak(**peak) for peak in found]
 
 
-def peak_here(name: str, size: dict[str, Any], device: str) -> dict[str, int]:
-    """Return the peak of one side as plain values; what a fresh process runs."""
+def peaks_here(name: str, sizes: list[dict[str, Any]], device: str) -> list[dict[str, int]]:
+    """Return the peaks of one side as plain values; what a fresh process runs."""
     torch.set_num_threads(1)
-    return asdict(_peak(name, Size(**size), torch.device(device)))
+    return [asdict(_peak(name, Size(**size), torch.device(device))) for size in sizes]
 
 
 def _peak(name: str, size: Size, device: torch.device) -> Peak:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -26,13 +27,16 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 PICTURES = DOCS / "pictures"
 EXAMPLES = (
+    "eight_losses",
     "fewshot_digits",
     "learn_hyperparams",
     "maml_sinusoid",
     "multitask_ddp",
     "multitask_digits",
     "per_sample_digits",
+    "private_digits",
 )
+NOTEBOOKS = ("why_losses_fight", "learning_to_learn")
 INK, GREY = "#1f4e79", "#444444"
 
 
@@ -43,10 +47,13 @@ def main() -> None:
         "call": draw_call,
         "rooms": draw_rooms,
         "conflicts": draw_conflicts,
+        "gram_memory": draw_gram_memory,
     }
-    for name in sys.argv[1:] or [*makers, *EXAMPLES]:
+    for name in sys.argv[1:] or [*makers, *NOTEBOOKS, *EXAMPLES]:
         if name in makers:
             makers[name]()
+        elif name in NOTEBOOKS:
+            draw_notebook(name)
         else:
             run_example(name)
 
@@ -86,6 +93,51 @@ def draw_conflicts() -> None:
     example.record(snapshots).plot(figure.subplots())
     figure.savefig(PICTURES / "conflicts.png", dpi=130)
     shrink(PICTURES / "conflicts.png")
+
+
+# --- What the inner products of losses take ------------------------------------------------------
+
+PEAKS = {
+    "gram": "gradkit.gram",
+    "autogram": "TorchJD autogram",
+    "sets": "tree.gram(per_loss_grads)",
+    "jac_to_grad": "TorchJD backward, jac_to_grad",
+    "backward": "one backward pass",
+}
+
+
+def draw_gram_memory() -> None:
+    """Draw the peak memory of ways to inner products, as losses and parameters grow."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    streaming = importlib.import_module("benchmarks.streaming")
+    plan = importlib.import_module("benchmarks.plan").Plan(torch.device("cpu"))
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = streaming.growth(plan).items()
+    for axes, (noun, peaks) in zip(figure.subplots(1, 2), panels, strict=True):
+        for way, label in PEAKS.items():
+            style = "k:" if way == "backward" else "o-"
+            axes.plot(list(peaks), [found[way] for found in peaks.values()], style, label=label)
+        axes.set(xlabel=f"number of {noun}", ylabel="peak memory, MB", yscale="log")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize="small")
+    figure.savefig(PICTURES / "gram_memory.png", dpi=130)
+    shrink(PICTURES / "gram_memory.png")
+
+
+def draw_notebook(name: str) -> None:
+    """Run the cells of a page, and save its `figure`."""
+    import torch
+
+    torch.set_num_threads(1)
+    page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    cells: dict[str, Any] = {}
+    for cell in re.findall(r"(?s)```python\n(.*?)```", page):
+        exec(cell, cells)
+    cells["figure"].savefig(PICTURES / f"{name}.png", dpi=100)
+    shrink(PICTURES / f"{name}.png")
 
 
 # --- What unroll stores --------------------------------------------------------------------------

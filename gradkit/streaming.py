@@ -233,8 +233,9 @@ def clipped_sum(
 ) -> PyTree:
     """Return the sum over samples of their gradients, each scaled down to a norm of `max_norm`.
 
-    One pass measures the norms, another adds the gradients: never B sets of them in memory.
-    DP-SGD adds noise to this sum.
+    One pass measures the norms, another adds the gradients: never B sets of them in memory. Where
+    a vmapped pass would be wrong, as in `gram`, with a `chunk_size` of 1, and for losses in
+    float16, each sample has one pass, and there are two sets. DP-SGD adds noise to this sum.
 
     Example:
         >>> import torch, gradkit
@@ -253,7 +254,8 @@ def clipped_sum(
 
     Returns:
         A tree like `params`, its leaves as in `value_and_grads`: the sum of
-        `min(1, max_norm / (norm + 1e-6)) * gradient`, the factor of `clip_grad_norm_`.
+        `min(1, max_norm / (norm + 1e-6)) * gradient`, the factor of `clip_grad_norm_`. It is NaN
+        if a norm is not finite.
 
     Raises:
         NotScalarLossError: `losses` is not a vector.

@@ -40,7 +40,10 @@ META = {
     "Adapted", "Optimizer", "adam", "adamw", "from_torch", "implicit", "rmsprop", "sgd", "unroll",
     "mean_value_and_grads",
 }  # fmt: skip
-DIST = {"all_reduce", "make_functional", "per_loss_grads", "value_and_grads"}
+DIST = {
+    "all_reduce", "gram", "make_functional", "per_loss_grads", "simultaneous_grads",
+    "value_and_grads",
+}  # fmt: skip
 FUNC = {
     "value_and_grads", "per_loss_grads", "per_sample_grads", "hvp", "make_functional", "vjp", "jvp",
     "ggn_vp", "check_grads", "staged_value_and_grads", "linearize",

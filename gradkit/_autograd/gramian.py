@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,35 +29,50 @@ def gramian(losses: Losses, params: Params, *, chunk_size: int | None, retain: b
         raise StructureError(message("losses", "at least one element", "none", fix))
     product: Tensor | None = None
     if len(matrix.rows) > 1 and chunk_size != 1:
-        product = matrix.batched(lambda: _batched(matrix, chunk_size), matrix.call.differentiated)
+        run = partial(_products, matrix)
+        losses_of_rows = matrix.call.differentiated
+        product = matrix.batched(lambda: by_blocks(matrix, chunk_size, run), losses_of_rows)
     if product is None:
         product = _sequential(matrix, chunk_size or 1)
     matrix.require_reached()
     if not retain:
         matrix.release(matrix.call.differentiated)
-    return product.triu() + product.triu(1).T  # a product of matrices may be asymmetric by rounding
+    return mirrored(product)
 
 
-def _batched(matrix: LossRows, chunk_size: int | None) -> Tensor:
-    """Return the products of all rows: those of two blocks of rows from each pass."""
+def mirrored(product: Tensor) -> Tensor:
+    """Return the upper triangle in both halves: a product of matrices may round asymmetrically."""
+    return product.triu() + product.triu(1).T
+
+
+def by_blocks(
+    matrix: LossRows, chunk_size: int | None, run: Callable[[Sequence[slice]], Tensor]
+) -> Tensor:
+    """Return the products of all rows; `run` gives those of two blocks of rows, from one pass."""
     count = len(matrix.rows)
     size = count if chunk_size is None or chunk_size >= count else chunk_size // 2
     blocks = [slice(start, min(start + size, count)) for start in range(0, count, size)]
     pairs = [[a, b] for index, a in enumerate(blocks) for b in blocks[index + 1 :]]
     total = matrix.zeros(count, count)
     for parts in pairs or [blocks]:
-        products: dict[int, Tensor] = {}
-
-        def consume(index: int, rows: Tensor, products: Any = products) -> None:
-            products[index] = products_of_rows(rows)
-
-        matrix.run_batch(parts, consume)
         sizes = [part.stop - part.start for part in parts]
-        product = _sum(products, total.new_zeros(sum(sizes), sum(sizes)))
+        product = run(parts)
         for part, lines in zip(parts, torch.split(product, sizes), strict=True):
             for other, block in zip(parts, torch.split(lines, sizes, 1), strict=True):
                 total[part, other] = block
     return total
+
+
+def _products(matrix: LossRows, parts: Sequence[slice]) -> Tensor:
+    """Return the products of some rows, from one vmapped pass."""
+    products: dict[int, Tensor] = {}
+
+    def consume(index: int, rows: Tensor) -> None:
+        products[index] = products_of_rows(rows)
+
+    matrix.run_batch(parts, consume)
+    size = sum(part.stop - part.start for part in parts)
+    return _sum(products, matrix.zeros(size, size))
 
 
 def _sum(by_leaf: dict[int, Tensor], total: Tensor) -> Tensor:
@@ -104,12 +120,18 @@ def weights_from_gramian(
     losses: Losses, params: Params, weighting: Callable[[Tensor], Sequence[Any] | Tensor]
 ) -> PyTree:
     """Return the weights that a function gives to losses by the products of their gradients."""
-    weights = weighting(gramian(losses, params, chunk_size=None, retain=True))
-    count = len(losses.leaves)
+    product = gramian(losses, params, chunk_size=None, retain=True)
+    return pytree.unflatten(losses.spec, weights_of(product, weighting))
+
+
+def weights_of(product: Tensor, weighting: Callable[[Tensor], Sequence[Any] | Tensor]) -> list[Any]:
+    """Return the weight that a function gives to each loss by the products of their gradients."""
+    weights = weighting(product)
+    count = len(product)
     fits = weights.dim() == 1 if isinstance(weights, Tensor) else isinstance(weights, Sequence)
     if not fits or len(weights) != count:
         expected = f"{count} weights, one for each loss: a tensor of shape ({count},) or a list"
         got = f"{len(weights)}" if fits else describe(weights)
         fix = "weights=lambda gramian: torch.ones(len(gramian))"
         raise StructureError(message("the result of weights(gramian)", expected, got, fix))
-    return pytree.unflatten(losses.spec, list(weights))
+    return list(weights)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -281,8 +281,11 @@ def _worth_batching(loss: Tensor, below: Callable[[Tensor], Subgraph]) -> bool:
     return is_small and loss.device.type == "cpu"
 
 
-def why_not_batched(below: Subgraph) -> str | None:
-    """Return why a graph is known not to come out right in the batched mode, or not to run."""
+def why_not_batched(below: Subgraph, allowed: Collection[str] = ()) -> str | None:
+    """Return why a graph is known not to come out right in the batched mode, or not to run.
+
+    `allowed` names Functions of which it is known that they do.
+    """
     if is_checked():
         return "gradkit.checked() looks at one pass at a time"
     if any_observers():
@@ -290,7 +293,8 @@ def why_not_batched(below: Subgraph) -> str | None:
     for kind in below.kinds:
         if kind.__name__ in _UNBATCHABLE:
             return _UNBATCHABLE[kind.__name__]
-    custom = user_code.user_functions(below.kinds)
+    kinds = [kind for kind in below.kinds if kind.__name__ not in allowed]
+    custom = user_code.user_functions(kinds)
     if custom:
         return f"the backward of {custom[0].__name__.removesuffix('Backward')} may not be batchable"
     if any(getattr(node, "_saved_sparse", False) is True for node in below.nodes):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import accumulate
@@ -16,6 +16,7 @@ from gradkit._autograd.reductions import Consume, ReducingRunner
 from gradkit._autograd.runner import PassRunner
 from gradkit._checks.graphs import check_call
 from gradkit._checks.reachability import require_reached
+from gradkit._checks.writes import refuse_pre_hooks, user_code_alive
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.losses import Losses, require_graph
 from gradkit._core.ownership import grad_dtype
@@ -32,12 +33,14 @@ class LossRows:
     Attributes:
         call: The call, with a pass for each loss.
         params: The params.
+        allowed: Kinds of nodes that raise otherwise, and that the caller sees to.
         rows: For each row the index of its loss, and that of the element.
         arrived: For each variable, whether a gradient of some loss has arrived.
     """
 
     call: Call
     params: Params
+    allowed: Collection[str] = ()
     rows: list[tuple[int, int]] = field(init=False)
     arrived: Grads = field(init=False)
 
@@ -92,11 +95,15 @@ class LossRows:
         dtype = reduce(torch.promote_types, dtypes, torch.float32)
         return torch.zeros(shape, dtype=dtype, device=variables[0].device)
 
+    def why_not_batched(self, losses: Sequence[int]) -> str | None:
+        """Return why batched passes for some losses are known to be wrong, or not to run."""
+        if not self.call.plain:
+            return "a tensor of a subclass cannot be batched"
+        return why_not_batched(self.call.graph.below(losses), self.allowed)
+
     def batched(self, run: Callable[[], Tensor], losses: Sequence[int]) -> Tensor | None:
         """Return what batched passes give; None, with a warning, where they are wrong or fail."""
-        reason = why_not_batched(self.call.graph.below(losses))
-        if not self.call.plain:
-            reason = "a tensor of a subclass cannot be batched"
+        reason = self.why_not_batched(losses)
         if reason is None:
             try:
                 result = run()
@@ -109,7 +116,7 @@ class LossRows:
                 if len(losses) == 1 or bool(torch.isfinite(result).all()):
                     return result
                 reason = "a gradient is not finite, and 0 * inf is nan for all losses of a batch"
-        warn_fallback(f"gradkit fell back from a batched pass to sequential passes: {reason}.")
+        warn_sequential(reason)
         return None
 
     def release(self, losses: Sequence[int]) -> None:
@@ -118,11 +125,18 @@ class LossRows:
         graph_release.release(below.leading_to(self.params.variables))
 
 
-def read_rows(losses: Losses, params: Params) -> LossRows:
+def warn_sequential(reason: str) -> None:
+    """Warn that sequential passes run where a batched one would take less time."""
+    warn_fallback(f"gradkit fell back from a batched pass to sequential passes: {reason}.")
+
+
+def read_rows(losses: Losses, params: Params, allowed: Collection[str] = ()) -> LossRows:
     """Check a call whose gradients are to be consumed."""
     group = require_graph(losses, losses.leaves)
     call = Call(losses, losses.leaves, [Pass([index], params) for index in group])
-    check_call(call)
+    check_call(call, allowed)
+    if user_code_alive(call):
+        refuse_pre_hooks(call)  # before a warning that a batched pass is not run
     if any(map(Tensor.dim, losses.leaves)):
         refuse_nested(params)
-    return LossRows(call, params)
+    return LossRows(call, params, allowed)

@@ -11,8 +11,8 @@ from gradkit._autograd.passes import finish, run_in_turn
 from gradkit._autograd.reductions import ReducingRunner
 from gradkit._autograd.runner import PassRunner
 from gradkit._compat.distributed import full_tensor
-from gradkit._core.call import Call, Grads, Pass
-from gradkit._core.leaf_arithmetic import norms_of_rows, stored
+from gradkit._core.call import Grads
+from gradkit._core.leaf_arithmetic import norms_of_rows, plus, stored
 from gradkit._core.losses import Losses
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
@@ -27,13 +27,44 @@ def clipped_sum(
     retain: bool,
 ) -> PyTree:
     """Return the sum of the gradients of the elements of one loss, each of at most some norm."""
-    by_element = norms(losses, params, chunk_size=chunk_size, retain=True)
+    matrix = read_rows(losses, params)
     (loss,) = losses.leaves
-    factors = (max_norm / (by_element + 1e-6)).clamp(max=1.0)  # those of clip_grad_norm_
-    call = Call(losses, [loss], [Pass([0], params)])
-    seeds = [factors.detach().to(loss).view_as(loss)]
-    grads = PassRunner(call).grads([loss], seeds, params.variables, retain=retain)
+    rows = range(loss.numel())
+    by_element: Tensor | None = None
+    # The cotangents of the second pass are factors, for which float16 has no room.
+    if len(rows) > 1 and chunk_size != 1 and loss.dtype != torch.float16:
+        by_element = matrix.batched(lambda: _batched(matrix, rows, chunk_size), [0])
+    if by_element is None and rows:
+        grads = _clipped_one_by_one(matrix, max_norm, retain=retain)
+    else:
+        norms = matrix.zeros(0) if by_element is None else by_element
+        seeds = [_factors(norms, max_norm).to(loss)]
+        grads = PassRunner(matrix.call).grads([loss], seeds, params.variables, retain=retain)
+        matrix.note(grads)
+    matrix.require_reached()
     return finish(grads, params, "none", create_graph=False)
+
+
+def _clipped_one_by_one(matrix: LossRows, max_norm: float | Tensor, *, retain: bool) -> Grads:
+    """Return the sum from a pass for each element: a hook, or a Function, need not be linear."""
+    total: Grads = [None] * len(matrix.params.variables)
+    runner = PassRunner(matrix.call)
+    for row in range(len(matrix.rows)):
+        is_last = row + 1 == len(matrix.rows)
+        grads = matrix.run_one(runner, row, retain=retain or not is_last)
+        norms = {i: _norm_of(grad) for i, grad in enumerate(grads) if grad is not None}
+        factor = _factors(_norm(matrix, norms, 1)[0], max_norm)
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                total[index] = plus(total[index], grad.mul_(factor.to(grad.device)))
+    return total
+
+
+def _factors(norms: Tensor, max_norm: float | Tensor) -> Tensor:
+    """Return what gradients are multiplied with: the factor of clip_grad_norm_."""
+    factors = (max_norm / (norms + 1e-6)).clamp(max=1.0).detach()
+    # Infinity times a factor of zero is nan; times a cotangent of zero it could be left out.
+    return factors.masked_fill(norms.isinf(), torch.nan)
 
 
 def norms(losses: Losses, params: Params, *, chunk_size: int | None, retain: bool) -> Tensor:
@@ -67,10 +98,14 @@ def _norm_of_row(matrix: LossRows, row: int, retain: bool) -> Tensor:
     by_leaf: dict[int, Tensor] = {}
 
     def consume(index: int, grad: Tensor) -> None:
-        by_leaf[index] = norms_of_rows(stored(full_tensor(grad)).unsqueeze(0))
+        by_leaf[index] = _norm_of(grad)
 
     matrix.run_one(ReducingRunner(matrix.call, consume=consume), row, retain=retain)
     return _norm(matrix, by_leaf, 1)[0]
+
+
+def _norm_of(grad: Tensor) -> Tensor:
+    return norms_of_rows(stored(full_tensor(grad)).unsqueeze(0))
 
 
 def _batched(matrix: LossRows, rows: range, chunk_size: int | None) -> Tensor:

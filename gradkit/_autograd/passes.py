@@ -221,18 +221,23 @@ def read_players(losses: Losses, params: PyTree) -> Players:
 
 
 def run_players(
-    players: Players, unused: str, create_graph: bool, retain_graph: bool | None
+    players: Players,
+    unused: str,
+    create_graph: bool,
+    retain_graph: bool | None,
+    allowed: Collection[str] = (),
+    runner: Runner = PassRunner,
 ) -> PassResult:
     """Run a pass for each loss that carries a graph."""
     losses = players.losses
     group = require_graph(losses, losses.leaves)
     passes = [Pass([index], players.params[index]) for index in group]
     call = Call(losses, losses.leaves, passes, unused, create_graph)
-    check_call(call)
-    runner = PassRunner(call)
+    check_call(call, allowed)
+    run = runner(call)
 
     def differentiate(index: int, variables: list[Tensor], retain: bool) -> Grads:
-        return runner.grads([losses.leaves[index]], [None], variables, retain=retain)
+        return run.grads([losses.leaves[index]], [None], variables, retain=retain)
 
     retain = create_graph if retain_graph is None else retain_graph
     return PassResult(call, run_in_turn(call, differentiate, retain))

@@ -16,7 +16,7 @@ from gradkit._autograd.engine import run_batch, run_grad
 from gradkit._autograd.hooks_in_batches import hooks_refused
 from gradkit._autograd.runner import PassRunner
 from gradkit._checks.checked import is_checked
-from gradkit._checks.writes import user_code_alive
+from gradkit._checks.writes import refuse_pre_hooks, user_code_alive
 from gradkit._compat.autograd import (
     as_batch,
     batched_mode,
@@ -49,6 +49,8 @@ class ReducingRunner(PassRunner):
         retain: bool,
     ) -> list[Tensor | None]:
         """Run one pass, and return what the engine captured: None where no gradient arrived."""
+        if user_code_alive(self.call):
+            refuse_pre_hooks(self.call)
         if is_checked():  # which copies gradients as they arrive
             grads = PassRunner.grads(self, outputs, seeds, variables, retain=retain)
             for index, grad in enumerate(grads):

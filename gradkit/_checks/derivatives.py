@@ -31,8 +31,8 @@ _WRONG: dict[str, str] = {
 # The derivative of torch.compile's backward pass is a node that raises. It has no path to what the
 # function was computed from where that is not saved, and is left out then.
 _COMPILED = "CompiledFunctionBackward"
-# The kinds whose second derivative torch does not have: the operation, and what to do. torch itself
-# raises, but only once the derivative is taken.
+# The kinds whose second derivative torch does not have, or did not: the operation, and what to do.
+# torch itself raises, but only once the derivative is taken.
 _ATTENTION = (
     "scaled_dot_product_attention by a fused kernel",
     "compute attention without it: attn_implementation='eager' for a model of transformers, or "
@@ -40,7 +40,7 @@ _ATTENTION = (
     "gradkit run that (gradkit.func.hvp, gradkit.meta.unroll)",
 )
 _CTC_LOSS = ("ctc_loss", "leave it out of what is differentiated twice")
-_MISSING: dict[str, tuple[str, str]] = {
+_EVER_MISSING: dict[str, tuple[str, str]] = {
     **{
         f"{prefix}{kernel}Backward0": _ATTENTION
         for kernel in ("FlashAttention", "EfficientAttention", "CudnnAttention")
@@ -64,6 +64,7 @@ _MISSING: dict[str, tuple[str, str]] = {
         "run the forward pass under `with torch.backends.cudnn.flags(enabled=False):`",
     ),
 }
+_MISSING = {kind: text for kind, text in _EVER_MISSING.items() if not is_mended(kind)}
 # The names of types: a part of what `label` has.
 _REFUSED = {kind.removesuffix(_IN_EVAL_MODE) for kind in _WRONG} | {_COMPILED} | _MISSING.keys()
 _DTENSORS_ARE_WRONG = not is_mended("DTensor")

@@ -6,7 +6,7 @@ FSDP and DTensor are looked up, not imported: a process that has not imported th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, cast
 from weakref import ref
 
@@ -230,6 +230,30 @@ def replicated(leaf: Tensor) -> Tensor:
     sharded: Any = leaf
     whole = [Replicate()] * sharded.device_mesh.ndim
     return cast("Tensor", sharded.redistribute(placements=whole))
+
+
+def local_part(leaf: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor; any other tensor as it is."""
+    sharded: Any = leaf
+    return cast("Tensor", sharded.to_local()) if is_dtensor(leaf) else leaf
+
+
+def sharding(leaf: Tensor) -> Hashable:
+    """Return what DTensors that are sharded alike have in common; None for any other tensor."""
+    sharded: Any = leaf
+    return (sharded.device_mesh, sharded.placements) if is_dtensor(leaf) else None
+
+
+def sum_over_shards(part: Tensor, sharded_as: Any) -> Tensor:
+    """Return the sum of what ranks have computed from their parts; a collective of them.
+
+    `sharded_as` is the `sharding` of the DTensors. Ranks with the same part count once.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh, placements = sharded_as
+    summed = [Replicate() if p.is_replicate() else Partial() for p in placements]
+    return DTensor.from_local(part, mesh, summed, run_check=False).full_tensor()
 
 
 def sharded_like(leaf: Tensor, like: Any) -> Tensor:

@@ -57,7 +57,7 @@ def read_losses(
 ) -> Losses:
     """Check a tree of losses: given by the caller, or `returned` by the caller's function."""
     leaves, spec = pytree.flatten(tree)
-    if set(map(type, leaves)) - PLAIN_TYPES and not any(map(_has_params, leaves)):
+    if not set(map(type, leaves)) <= PLAIN_TYPES and not any(map(_has_params, leaves)):
         leaves, spec = expand_params(tree, "losses")  # an iterator of losses, say
     losses = Losses(leaves, spec)
     if not leaves:

@@ -178,6 +178,11 @@ def leave_inference_mode(*, record: bool = False) -> AbstractContextManager[obje
     return torch.inference_mode(False) if record else _without_recording()
 
 
+def without_inference(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors, copied if of inference mode: autograd could not save those."""
+    return [x.clone() if x.is_inference() else x for x in tensors]
+
+
 @contextmanager
 def _without_recording() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():

@@ -50,6 +50,12 @@ class Params:
         return self.plain and self.only_leaves
 
     @property
+    def all_variables(self) -> bool:
+        """Whether each leaf is a variable, and no other leaf's."""
+        # Not whether they are one list: torch.compile in torch 2.11 does not trace that.
+        return len(self.variables) == len(self.leaves)
+
+    @property
     def first_leaf_of_variable(self) -> list[int]:
         """The index of the first leaf that is each variable; computed at every access."""
         first: dict[int, int] = {}

@@ -77,6 +77,8 @@ def _kinds(
             yield ("closure" if with_closure else "step"), receiver, ""
         elif len(given) == 1 and optimizers.is_optimizer(given[0]):
             yield "step", receiver, given[0]
+        elif not (call.args or call.keywords) and optimizers.may_be_optimizer(call.func.value):
+            yield "step", receiver, ""
 
 
 class LoopFunctions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from typing import Any
 
 from gradkit._migrate import reasons
 from gradkit._migrate.calls import CLIP, LoopCall
@@ -56,8 +57,18 @@ class ClipCheck:
         if isinstance(node, ast.Name):
             seen = self._program.bindings_seen_from(node.id, clip.scope)
             values = [a.value for a in seen]
-            return len(values) == 1 and values[0] is not None and _is_new_list(values[0])
+            is_new = len(values) == 1 and values[0] is not None and _is_new_list(values[0])
+            return is_new and not self._is_changed(node.id)
         return False
+
+    def _is_changed(self, name: str) -> bool:
+        """Return whether a list may get other items: by a method of its own, or an index."""
+        nodes: list[Any] = self._program.of_type(ast.Attribute, ast.Subscript)
+        return any(
+            dotted(node.value) == name
+            for node in nodes
+            if isinstance(node, ast.Attribute) or isinstance(node.ctx, ast.Store | ast.Del)
+        )
 
 
 def clip_values(call: ast.Call) -> tuple[ast.expr, ast.expr] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections import defaultdict
 from dataclasses import replace
 
@@ -28,7 +29,7 @@ def find_loops(program: Program) -> tuple[list[TrainingStep], list[Left]]:
         sure, unsure = _of_scope(matcher, own)
         steps += sure
         left += unsure
-    doubt = _of_file(program, calls, steps, left) if steps else None
+    doubt = _of_file(program, optimizers, calls, steps, left) if steps else None
     if doubt is not None:
         left += [replace(doubt, line=step.backward.line) for step in steps]
         steps = []
@@ -77,13 +78,20 @@ _BY_HAND = {"step": reasons.PLAIN, "clip": reasons.CLIPPED, "unscale": reasons.S
 
 
 def _of_file(
-    program: Program, calls: list[LoopCall], steps: list[TrainingStep], left: list[Left]
+    program: Program,
+    optimizers: Optimizers,
+    calls: list[LoopCall],
+    steps: list[TrainingStep],
+    left: list[Left],
 ) -> Left | None:
     """Return what in a file speaks against moving any of its loops."""
     hazard = first_hazard(program)
     if hazard is not None:
         line, saw, by_hand = hazard
         return Left(line, f"{saw} (line {line})", by_hand)
+    shared = _unbound(optimizers) or _step_alone(calls, steps) or _cleared_late(steps)
+    if shared is not None:
+        return shared
     clean = {step.backward for step in steps if not step.clears_before}
     zeros = [call for call in calls if call.kind == "zero"]
     lines = {part.line for part in left}
@@ -96,3 +104,36 @@ def _of_file(
             saw = "a loop here does not begin with zero_grad(), and may add to gradients of others"
             return Left(call.line, saw, "call zero_grad() before each backward()")
     return None
+
+
+def _unbound(optimizers: Optimizers) -> Left | None:
+    """Return a step that is called by another name, `step = optimizer.step`, or replaced."""
+    node = optimizers.first_unbound_step()
+    if node is None:
+        return None
+    return Left(node.lineno, f"{ast.unparse(node)} is used without being called", reasons.PLAIN)
+
+
+def _step_alone(calls: list[LoopCall], steps: list[TrainingStep]) -> Left | None:
+    """Return a step in a function without backward, with the gradients of some other function."""
+    matched = [call for step in steps for call in step.calls]
+    with_backward = {call.scope for call in calls if call.kind == "backward"}
+    for call in calls:
+        if call.kind == "step" and call not in matched and call.scope not in with_backward:
+            saw = f"{reasons.shown(call.call)} without .backward() in its function"
+            return Left(call.line, saw, reasons.TOGETHER)
+    return None
+
+
+def _cleared_late(steps: list[TrainingStep]) -> Left | None:
+    """Return that several optimizers are cleared after their steps alone.
+
+    What the backward call of one adds to the gradients of another is in the next step of that.
+    """
+    late = {step.optimizer: step for step in steps if not step.clears_before}
+    if len(late) < 2:
+        return None
+    (first, *_), names = late.values(), " and ".join(sorted(late))
+    saw = f"{names} are cleared after their steps: the backward() for one may add to gradients "
+    saw += "of another"
+    return Left(first.backward.line, saw, "call zero_grad() before each backward()")

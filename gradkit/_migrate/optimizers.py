@@ -49,6 +49,29 @@ class Optimizers:
         made = any(self._is_made(a.value) for a in self._program.assignments.get(text, ()))
         return made or text in self._cleared or bool(OPTIMIZER_NAME.search(last))
 
+    def may_be_optimizer(self, node: ast.expr) -> bool:
+        """Return whether an expression may stand for an optimizer that has another name."""
+        text = dotted(node)
+        if not text:  # opts["a"], of a list or dict
+            return not SCHEDULER_NAME.search(ast.unparse(node))
+        if self.is_scheduler(text):
+            return False
+        own = self._program.assignments.get(text, [])
+        around = [block for a in own for block in self._program.ancestors(a.node)]
+        loops = (ast.For, ast.comprehension)
+        of = [at.iter for at, field in around if isinstance(at, loops) and field == "target"]
+        values = [a.value for a in own if a.value is not None]
+        of += [value for value in values if isinstance(value, ast.Subscript)]
+        from_several = any(not SCHEDULER_NAME.search(ast.unparse(one)) for one in of)
+        return from_several or any(self.is_optimizer(dotted(value)) for value in values)
+
+    def first_unbound_step(self) -> ast.Attribute | None:
+        """Return the first `optimizer.step` that is no call of it."""
+        called = {call.func for call in self._program.of_type(ast.Call)}
+        nodes: list[ast.Attribute] = self._program.of_type(ast.Attribute)
+        others = (n for n in nodes if n.attr == "step" and n not in called)
+        return next((n for n in others if self.is_optimizer(dotted(n.value))), None)
+
     def is_scheduler(self, text: str) -> bool:
         """Return whether a name is that of a scheduler of the learning rate."""
         values = [a.value for a in self._program.assignments.get(text, ())]

@@ -144,7 +144,8 @@ class StepMatcher:
             raise NotSureError(backward.line, saw, reasons.ONE_OPTIMIZER)
 
     def _check_optimizer(self, backward: LoopCall, optimizer: str) -> None:
-        doubt = self._optimizers.doubt(optimizer, backward.scope)
+        in_container = "" if optimizer else "the optimizer has no name of its own"
+        doubt = in_container or self._optimizers.doubt(optimizer, backward.scope)
         if doubt:
             saw = f"{doubt}: it may not be a plain torch.optim.Optimizer"
             raise NotSureError(backward.line, saw, reasons.PLAIN)

@@ -1,7 +1,19 @@
 """Gradients in several processes, on torch's own engines: never silently local, zero or partial."""
 
-from gradkit.distributed._calls import per_loss_grads, value_and_grads
+from gradkit.distributed._calls import (
+    gram,
+    per_loss_grads,
+    simultaneous_grads,
+    value_and_grads,
+)
 from gradkit.distributed._make_functional import make_functional
 from gradkit.distributed._reduction import all_reduce
 
-__all__ = ["all_reduce", "make_functional", "per_loss_grads", "value_and_grads"]
+__all__ = [
+    "all_reduce",
+    "gram",
+    "make_functional",
+    "per_loss_grads",
+    "simultaneous_grads",
+    "value_and_grads",
+]

@@ -188,6 +188,7 @@ class Agreement(NamedTuple):
 
     specs: Specs  # of each gradient over all ranks
     same_expected: bool  # all ranks expect the same gradients
+    expected: tuple[Digest, ...] = ()  # by rank, where descriptions agree
 
 
 def agree_or_raise(
@@ -208,7 +209,9 @@ def agree_or_raise(
         fix = "look for it in the output of that rank"
         raise CollectiveError(message(group.this_rank, expected, got, fix))
     if all(other == digest for other in digests):
-        return ours, Agreement(description.specs, len(set(messages)) == 1)
+        expected_by_rank = tuple(other[len(digest) :] for other in messages)
+        same_expected = len(set(expected_by_rank)) == 1
+        return ours, Agreement(description.specs, same_expected, expected_by_rank)
     by_rank: list[Any] = [None] * group.size
     paths = list(description.paths())
     structure = [(name, str(value)) for name, value in description.structure]
@@ -224,6 +227,33 @@ def agree_or_raise(
     for path, column in columns if same_reach else ():
         _require_same(group, path, ["none" if spec is None else "a gradient" for spec in column])
     return ours, Agreement(common, same_expected=False)
+
+
+def agree_in_all(
+    groups: Sequence[Group],
+    read: Callable[[], tuple[_T, Description]],
+    *,
+    same_reach: bool = False,
+) -> _T:
+    """Return what `read` returns, agreed on in several groups; if one rank raises, all raise."""
+    errors: list[Exception] = []
+    results: list[tuple[_T, Description]] = []
+
+    def read_once() -> tuple[_T, Description]:
+        if errors:
+            raise errors[0]
+        if not results:
+            results.append(read())
+        return results[0]
+
+    for group in groups:
+        try:
+            agree_or_raise(group, read_once, same_reach=same_reach)
+        except Exception as error:  # raised below: the other groups must take part first
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return read_once()[0]  # without a group there is no parameter, and `read` raises
 
 
 def report_failure(group: Group) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradkit._autograd import passes
@@ -13,12 +14,25 @@ from gradkit._checks.reachability import require_reached
 from gradkit._compat import distributed
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
-from gradkit._core.options import Strategy, Unused, check_batching, check_pass_options
+from gradkit._core.options import (
+    Strategy,
+    Unused,
+    check_batching,
+    check_chunk_size,
+    check_optional_bool,
+    check_pass_options,
+)
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
-from gradkit.distributed import _ddp, _fsdp
+from gradkit.distributed import _ddp, _fsdp, _players
 from gradkit.distributed._distributed_call import DistributedCall
+from gradkit.distributed._gram import (
+    ElementsCall,
+    gram_of_replicas,
+    sequential,
+    weights_on_all_ranks,
+)
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 
 _WRAPPED = "a module wrapped in DistributedDataParallel, or by fully_shard, as the others"
@@ -60,7 +74,8 @@ def value_and_grads(
         losses: As in `gradkit.value_and_grads`: those of this rank, computed by the wrapped module.
         module: A module wrapped in `DistributedDataParallel` or by `fully_shard`, or a tree of
             such modules; it stands for `dict(module.named_parameters())`.
-        weights: As in `gradkit.value_and_grads`.
+        weights: As in `gradkit.value_and_grads`. A function gets the `gram` over all ranks, and is
+            called on each; its weights on the first rank are those of all.
         unused: As in `gradkit.value_and_grads`, for parameters that no rank reaches.
         create_graph: As in `gradkit.value_and_grads`, for `DistributedDataParallel` only. A
             backward pass through the gradients reduces, so that all ranks must run it.
@@ -84,10 +99,12 @@ def value_and_grads(
         `torch.nn.parallel.DistributedDataParallel`; `torch.distributed.distributed.fully_shard`.
     """
     check_pass_options(unused, create_graph, retain_graph)
-    run = partial(passes.run_jointly, weights=weights)
     name = "gradkit.distributed.value_and_grads"
-    call = DistributedCall(name, losses, module, run, True, create_graph, retain_graph, weights)
     with leave_inference_mode():
+        if weights is not None and callable(weights):
+            weights = _weights_from_gram(name, losses, module, weights)
+        run = partial(passes.run_jointly, weights=weights)
+        call = DistributedCall(name, losses, module, run, True, create_graph, retain_graph, weights)
         result, params = _run(call, unused)
         return result.values, passes.finish(result.grads[0], params, unused, create_graph)
 
@@ -148,6 +165,140 @@ def per_loss_grads(
     with leave_inference_mode():
         result, params = _run(call, unused)
         return passes.finish_separate(result, params, unused)
+
+
+@disable_compile
+def simultaneous_grads(
+    losses: PyTree,
+    modules: PyTree,
+    *,
+    unused: Unused = "none",
+    create_graph: bool = False,
+    retain_graph: bool | None = None,
+) -> PyTree:
+    """Return the simultaneous gradient of a game between modules, reduced over the ranks.
+
+    For `DistributedDataParallel`, each pass visits what its own player needs. For `fully_shard`, it
+    is a whole backward pass for each loss, of which the other players' gradients are dropped. All
+    ranks make the call.
+
+    Example:
+        >>> import gradkit, tempfile, torch
+        >>> rendezvous = f"file://{tempfile.mkdtemp()}/file"
+        >>> torch.distributed.init_process_group("gloo", rendezvous, rank=0, world_size=1)
+        >>> wrap = torch.nn.parallel.DistributedDataParallel
+        >>> players = {"G": wrap(torch.nn.Linear(2, 2)), "D": wrap(torch.nn.Linear(2, 1))}
+        >>> score = players["D"](players["G"](torch.ones(4, 2))).mean()
+        >>> grads = gradkit.distributed.simultaneous_grads({"G": -score, "D": score}, players)
+        >>> grads["D"]["module.bias"], list(grads["G"])
+        (tensor([1.]), ['module.weight', 'module.bias'])
+        >>> torch.distributed.destroy_process_group()
+
+    Args:
+        losses: As in `gradkit.simultaneous_grads`: those of this rank.
+        modules: A tree of wrapped modules, as in `value_and_grads`, with one part for each loss.
+        unused: As in `value_and_grads`, for each loss and its own part.
+        create_graph: As in `value_and_grads`.
+        retain_graph: As in `value_and_grads`.
+
+    Returns:
+        A tree like `modules`, its leaves as in `value_and_grads`.
+
+    Raises:
+        StructureError: `losses` is not a prefix of `modules`.
+        GradkitError: As in `value_and_grads`.
+
+    Source:
+        As `gradkit.simultaneous_grads`.
+    """
+    check_pass_options(unused, create_graph, retain_graph)
+    name = "gradkit.distributed.simultaneous_grads"
+    with leave_inference_mode():
+        replicas, shards = _wrapped_in(modules)
+        run = partial(passes.run_separately, strategy="sequential", chunk_size=None)
+        call = _players.PlayersCall(
+            name,
+            losses,
+            modules,
+            run if shards else _players.run,
+            False,
+            create_graph,
+            retain_graph,
+        )
+        result, params = _fsdp.run(call, shards) if shards else _ddp.run(call, replicas)
+        result, players = _players.own_parts(result, params, unused)
+        require_reached(result.call, result.grads, unused)
+        return passes.finish_players(result, players)
+
+
+@disable_compile
+def gram(
+    losses: PyTree,
+    module: PyTree,
+    *,
+    chunk_size: int | None = None,
+    retain_graph: bool | None = None,
+) -> Tensor:
+    """Return the inner products of the losses' gradients, which are reduced over the ranks.
+
+    The angles between losses on the whole batch, not on one rank's part of it. All ranks make the
+    call. Under `DistributedDataParallel` the K gradients of a parameter are averaged as they
+    arrive, multiplied, and freed, as in `gradkit.gram`. Under `fully_shard` each rank holds its
+    shards of K sets of gradients.
+
+    Example:
+        >>> import gradkit, tempfile, torch
+        >>> rendezvous = f"file://{tempfile.mkdtemp()}/file"
+        >>> torch.distributed.init_process_group("gloo", rendezvous, rank=0, world_size=1)
+        >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+        >>> out = model(torch.ones(4, 3))
+        >>> gradkit.distributed.gram([out[:, 0].mean(), out.sum()], model)
+        tensor([[  4.,  16.],
+                [ 16., 128.]])
+        >>> torch.distributed.destroy_process_group()
+
+    Args:
+        losses: As in `gradkit.gram`: those of this rank, of equal shapes on all ranks.
+        module: As in `value_and_grads`.
+        chunk_size: As in `gradkit.gram`. Where passes are sequential, the number of losses whose
+            gradients are held while those of the others pass by. None: 1, and K with `fully_shard`.
+        retain_graph: As in `gradkit.gram`.
+
+    Returns:
+        `[K, K]`, as in `gradkit.gram`, and the same on all ranks.
+
+    Raises:
+        GradkitError: As in `per_loss_grads`.
+
+    Source:
+        As `gradkit.gram`.
+    """
+    check_optional_bool("retain_graph", retain_graph)
+    check_chunk_size(chunk_size)
+    with leave_inference_mode():
+        call = ElementsCall(
+            "gradkit.distributed.gram", losses, module, passes.run_separately, False, False, None
+        )
+        return _gram_of(call, chunk_size, bool(retain_graph))
+
+
+def _gram_of(call: ElementsCall, chunk_size: int | None, retain: bool) -> Tensor:
+    replicas, shards = _wrapped_in(call.module)
+    if shards:
+        return sequential(call, lambda part: _fsdp.run(part, shards), chunk_size, retain)
+    return gram_of_replicas(call, replicas, chunk_size, retain)
+
+
+def _weights_from_gram(
+    name: str, losses: PyTree, module: PyTree, weighting: Callable[..., Any]
+) -> PyTree:
+    """Return the weights that a function makes of the products over all ranks."""
+    run = passes.run_separately
+    call = ElementsCall(name, losses, module, run, False, False, None, scalar=True)
+    product = _gram_of(call, None, retain=True)
+    replicas, shards = _wrapped_in(module)
+    ranks = _fsdp.join(shards, name) if shards else [_ddp.join(replicas, name)]
+    return weights_on_all_ranks(ranks, losses, product, weighting)
 
 
 def _run(call: DistributedCall, unused: str) -> tuple[passes.PassResult, Params]:

@@ -49,8 +49,8 @@ _STEPPING = ("optim", "zero")
 
 def run(call: DistributedCall, modules: _Replicas) -> tuple[PassResult, Params]:
     """Return the passes' result, reduced over the ranks, and the params."""
-    group = _join(modules, call.name)
-    hooked = _with_comm_hook(modules)
+    group = join(modules, call.name)
+    hooked = with_comm_hook(modules)
     ignoring = any(module.parameters_to_ignore for module in modules)
     # Hooks have buckets of their own; what is ignored is no part of the structure.
     plannable = not (hooked or ignoring or call.create_graph)
@@ -95,23 +95,25 @@ def _read_on_all_ranks(
     """Return the losses and params, checked before any rank runs a pass, and a plan of all."""
 
     def read() -> tuple[tuple[Losses, Params, ReductionPlan | None], Description]:
-        losses, params = call.read()
-        _refuse_unreplicated(params, call.module, modules)
-        _refuse_static_graph(losses)
+        losses, params = read_replicated(call, modules)
         several = not call.joint and sum(loss.numel() for loss in losses.leaves) > 1
         _check_comm_hooks(hooked, create_graph=call.create_graph, several=several)
-
-        def paths() -> list[str]:
-            of_losses = [] if call.joint else list(map(losses.path, range(len(losses.leaves))))
-            return [*of_losses, *map(params.path, range(len(params.variables)))]
-
         plan = find_plan(_plan_key(group, call, losses, params)) if plannable else None
         expected = NO_DIGEST if plan is None else plan.digest
         structure = call.structure(losses, params)
+        paths = partial(call.paths, losses, params)
         return (losses, params, plan), Description(structure, (), paths, expected)
 
     (losses, params, plan), agreement = agree_or_raise(group, read)
     return losses, params, plan if agreement.same_expected else None
+
+
+def read_replicated(call: DistributedCall, modules: _Replicas) -> tuple[Losses, Params]:
+    """Return the losses and params of a call, checked on this rank."""
+    losses, params = call.read()
+    _refuse_unreplicated(params, call.module, modules)
+    _refuse_static_graph(losses)
+    return losses, params
 
 
 def _plan_key(group: Group, call: DistributedCall, losses: Losses, params: Params) -> Hashable:
@@ -156,8 +158,8 @@ def add_to_replicas(params: PyTree, read_pairs: Callable[[], _Pairs]) -> _Pairs:
         got = "one inside of no_sync(), whose gradients would not be synchronized"
         fix = "make the call outside of it, or without hooks=True"
         raise UnsupportedGraphError(message("params", expected, got, fix))
-    group = _join(modules, "gradkit.add_grads_")
-    hooked = _with_comm_hook(modules)
+    group = join(modules, "gradkit.add_grads_")
+    hooked = with_comm_hook(modules)
     replicated = _reduced_params(modules)
     ours: _Pairs = []
     others: _Pairs = []
@@ -182,7 +184,7 @@ def add_to_replicas(params: PyTree, read_pairs: Callable[[], _Pairs]) -> _Pairs:
     return others
 
 
-def _join(modules: _Replicas, call: str) -> Group:
+def join(modules: _Replicas, call: str) -> Group:
     """Return the one group over which modules are replicated."""
     for module in modules:
         _check_reducible(module)
@@ -226,7 +228,7 @@ def _reduced_params(modules: _Replicas) -> set[int]:
     }
 
 
-def _with_comm_hook(modules: _Replicas) -> list[DistributedDataParallel]:
+def with_comm_hook(modules: _Replicas) -> list[DistributedDataParallel]:
     return [module for module in modules if distributed.has_comm_hook(module)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ class DistributedCall:
     create_graph: bool
     retain_graph: bool | None
     weights: PyTree = None
+    part: Hashable = None  # which part of the call this is, where it is run in parts
 
     def read(self) -> tuple[Losses, Params]:
         """Return the losses, checked together with the weights, and the params."""
@@ -45,8 +46,13 @@ class DistributedCall:
         shapes = tuple(tuple(loss.shape) for loss in losses.leaves)
         # The gradient of a sum has the same structure whatever the number of losses.
         by_loss = (("losses", losses.spec), ("the shapes of losses", shapes))
-        options = ("module", params.spec), ("create_graph", self.create_graph)
+        options = ("module", params.spec), ("create_graph", self.create_graph), ("part", self.part)
         return (("the call", self.name), *(() if self.joint else by_loss), *options)
+
+    def paths(self, losses: Losses, params: Params) -> list[str]:
+        """Return the paths of what ranks must have in common."""
+        of_losses = [] if self.joint else list(map(losses.path, range(len(losses.leaves))))
+        return [*of_losses, *map(params.path, range(len(params.variables)))]
 
     def grad_path(self, losses: Losses, params: Params, index: int) -> str:
         """Return the path of a gradient, counted over the passes and the variables of each."""

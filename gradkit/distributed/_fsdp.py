@@ -27,7 +27,7 @@ from gradkit.distributed._agreement import (
     Description,
     GradSpec,
     Group,
-    agree_or_raise,
+    agree_in_all,
     collective_errors,
     join_group,
 )
@@ -41,9 +41,7 @@ def run(call: DistributedCall, modules: Sequence[nn.Module]) -> tuple[PassResult
     states = distributed.states_of(modules)
     groups = distributed.groups_of(states)
     shards = [shard.sharded_param for shard in distributed.shards_of(groups)]
-    meshes = {id(shard.device_mesh): shard.device_mesh for shard in shards}.values()
-    handles = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
-    ranks = [join_group(handle, call.name) for handle in handles]
+    ranks = _groups_of_ranks(shards, call.name)
     plan = _agree_on_plan(ranks, lambda: _make_plan(call, groups))
 
     runner = partial(
@@ -54,6 +52,18 @@ def run(call: DistributedCall, modules: Sequence[nn.Module]) -> tuple[PassResult
     grads = [[None if c is None else row[c] for c in plan.columns] for row in result.grads]
     passes = [Pass(indices, plan.params) for indices, _ in result.call.passes]
     return replace(result, call=replace(result.call, passes=passes), grads=grads), plan.params
+
+
+def join(modules: Sequence[nn.Module], call: str) -> list[Group]:
+    """Return the groups of all dimensions of the modules' meshes."""
+    groups = distributed.groups_of(distributed.states_of(modules))
+    return _groups_of_ranks([shard.sharded_param for shard in distributed.shards_of(groups)], call)
+
+
+def _groups_of_ranks(shards: Sequence[Any], call: str) -> list[Group]:
+    meshes = {id(shard.device_mesh): shard.device_mesh for shard in shards}.values()
+    handles = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+    return [join_group(handle, call) for handle in handles]
 
 
 def _refuse_former_fsdp(modules: Sequence[nn.Module]) -> None:
@@ -164,24 +174,12 @@ def _refuse_unsynchronized(groups: Sequence[Any]) -> None:
 
 def _agree_on_plan(ranks: Sequence[Group], make: Callable[[], _Plan]) -> _Plan:
     """Return the plan, agreed on in the groups of all mesh dimensions; if one raises, all raise."""
-    errors: list[Exception] = []
-    plans: list[_Plan] = []
 
     def read() -> tuple[_Plan, Description]:
-        if errors:
-            raise errors[0]
-        if not plans:
-            plans.append(make())
-        return plans[0], plans[0].description()
+        plan = make()
+        return plan, plan.description()
 
-    for group in ranks:
-        try:
-            agree_or_raise(group, read, same_reach=True)
-        except Exception as error:  # raised below: the other groups must take part first
-            errors.append(error)
-    if errors:
-        raise errors[0]
-    return plans[0] if plans else make()  # which raises: there is no parameter
+    return agree_in_all(ranks, read, same_reach=True)
 
 
 @dataclass(slots=True)

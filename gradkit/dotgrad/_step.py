@@ -22,6 +22,7 @@ from gradkit._core.pytree import PyTree
 from gradkit._state.grad_writes import grads_put_back
 from gradkit.dotgrad._lending import READERS, give, lend, only_reads, warn_if_written
 from gradkit.dotgrad._matching import Pairs, match, read_grad_leaves, read_leaves, unique
+from gradkit.dotgrad._wrappers import check_wrapper
 from gradkit.errors import OptionError, StructureError, UnsupportedOptimizerError, describe, message
 
 
@@ -73,9 +74,10 @@ def step_(
             that have a gradient; or all gradients are None and there is a scaler, which needs one.
         UnsupportedGraphError: As in `read_grads`.
         UnsupportedOptimizerError: `optimizer` is not an optimizer, or its `step` needs a closure,
-            as that of LBFGS does.
+            as that of LBFGS does; or it is a wrapper of Accelerate or Lightning whose step would be
+            skipped, or would unscale the gradients once more.
     """
-    _check_arguments(optimizer, params, grads, scaler)
+    _check_arguments(optimizer, params, grads, scaler, max_norm)
     if max_norm is not None:
         check_number("max_norm", max_norm, "max_norm=1.0, or leave it out", nonnegative=True)
     opened = read_leaves(params)
@@ -127,7 +129,9 @@ def _step_with_loan(
     return versions is not None
 
 
-def _check_arguments(optimizer: Any, params: PyTree, grads: PyTree, scaler: object) -> None:
+def _check_arguments(
+    optimizer: Any, params: PyTree, grads: PyTree, scaler: object, max_norm: object
+) -> None:
     """Raise if the optimizer is not one that steps, or the scaler is not a GradScaler."""
     if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
         fix = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
@@ -142,6 +146,7 @@ def _check_arguments(optimizer: Any, params: PyTree, grads: PyTree, scaler: obje
         raise OptionError(message("scaler", expected, describe(scaler), fix))
     if type(optimizer) in READERS and is_step_of_class(optimizer):
         return
+    check_wrapper(optimizer, unscales_or_clips=not (scaler is None and max_norm is None))
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         expected = "one whose step() takes gradients as they are"

@@ -65,15 +65,14 @@ class Arguments:
     def with_variables(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """Return the arguments, with these tensors in all places of the variables."""
         params = self.params
-        leaves = tensors if params.variables is params.leaves else params.with_variables(tensors)
+        leaves = tensors if params.all_variables else params.with_variables(tensors)
         trees = pytree.unflatten(params.spec, leaves)
         return _replaced(self.args, self.positions, trees)
 
     def at(self, args: tuple[Any, ...]) -> Arguments:
         """Return the same variables of other arguments, of the same structure."""
         leaves, _ = pytree.flatten(tuple(args[position] for position in self.positions))
-        is_plain = self.params.variables is self.params.leaves
-        variables = leaves if is_plain else self.params.per_variable(leaves)
+        variables = leaves if self.params.all_variables else self.params.per_variable(leaves)
         params = replace(self.params, leaves=leaves, variables=variables)
         return replace(self, args=args, params=params)
 
@@ -81,7 +80,7 @@ class Arguments:
         """Return gradients as the tree of the differentiated arguments; frozen leaves are zeros."""
         params = self.params
         by_leaf: Sequence[Tensor | None] = grads
-        if params.variables is not params.leaves:
+        if not params.all_variables:
             by_leaf = self._per_leaf(grads, leading)
         trees = pytree.unflatten(params.spec, by_leaf)
         return trees[0] if self.single else trees
@@ -153,7 +152,8 @@ def read_arguments(
     positions = _positions(argnums, len(args))
     given = tuple(args[position] for position in positions)
     leaves, spec = pytree.flatten(given)
-    if any(issubclass(kind, EXPANDED) for kind in set(map(type, leaves)) - PLAIN_TYPES):
+    kinds = set(map(type, leaves))
+    if not kinds <= PLAIN_TYPES and any(issubclass(kind, EXPANDED) for kind in kinds):
         names = [root or f"args[{position}]" for position in positions]
         flat = [expand_params(tree, name) for tree, name in zip(given, names, strict=True)]
         expanded = tuple(pytree.unflatten(part_spec, part) for part, part_spec in flat)

@@ -29,6 +29,7 @@ class _Run(NamedTuple):
     variables: list[Tensor]
     outputs: list[Tensor]
     spec: Structure
+    below: Subgraph
 
     def values(self) -> PyTree:
         """Return the outputs without the graph."""
@@ -48,6 +49,7 @@ class EncoderStage:
         self._encode, self._arguments = encode, arguments
         self._chunks = batch.chunks(chunk_size)
         self.is_differentiable = False  # whether an output depends on the variables
+        self.captured: dict[int, Tensor] = {}  # what requires grad, and is no variable, by id
         self._only_run: _Run | None = None  # if there is one chunk: it runs once
         self._states: list[RecomputeState] = []
         self._row_counts: list[list[int]] = []  # of each output, by chunk
@@ -91,14 +93,17 @@ class EncoderStage:
                 returned = self._encode(*self._arguments.with_variables(variables), chunk)
             recomputation.refuse(returned, before)
         outputs = read_losses(returned, scalar=False, returned=True)
-        self.is_differentiable |= any(output.requires_grad for output in outputs.leaves)
-        return _Run(variables, outputs.leaves, outputs.spec)
+        below = Subgraph(outputs.leaves)
+        captured = {id(x): x for x in below.leaves.values() if x.requires_grad}
+        for variable in variables:
+            self.is_differentiable |= captured.pop(id(variable), None) is not None
+        self.captured |= captured
+        return _Run(variables, outputs.leaves, outputs.spec, below)
 
     def _pass(self, run: _Run, cotangents: PyTree) -> list[Tensor | None]:
         seeds: Sequence[Tensor] = pytree.flatten(cotangents)[0]
-        below = Subgraph(run.outputs)
-        graphs.refuse_nodes(map(type, below.nodes), "encode")
-        one = InnerPass("encode", self._arguments.path, run.variables, below)
+        graphs.refuse_nodes(map(type, run.below.nodes), "encode")
+        one = InnerPass("encode", self._arguments.path, run.variables, run.below)
         return one.guarded(
             partial(inner_grads, run.outputs, run.variables, seeds), create_graph=False
         )

@@ -146,6 +146,11 @@ _FORWARD = (
     "",
     'hvp(..., mode="reverse-over-reverse"), or vjp in place of jvp',
 )
+_INFERENCE = (
+    "tensors that autograd can save for the backward pass",
+    "one that was made in inference mode",
+    "tensor.clone(), outside of torch.inference_mode()",
+)
 # By a part of torch's text: what was expected, what came (torch's text if empty), what to do.
 _KNOWN = {
     "saved tensor hooks": _SAVED_HOOKS,
@@ -171,6 +176,8 @@ _KNOWN = {
     "forward AD": _FORWARD,
     "forward mode AD": _FORWARD,
     ZERO_TENSOR: _FORWARD,
+    "Inference tensors cannot be saved": _INFERENCE,
+    "requires_grad=True on inference tensor": _INFERENCE,
     "data pointer of Tensor that doesn't have storage": _MEMORY,
     "Can't call numpy()": _MEMORY,
 }

@@ -254,9 +254,8 @@ def differentiate(
         values, tensors_of_aux, *grads = named_errors(lambda: enter(inside, point))
         values, tensors_of_aux = copied(cut(values)), cut(tensors_of_aux)
     spec, put_aux_back = outside
-    for index, part in enumerate(grads):
-        if len(part) == len(arguments.dtypes):
-            grads[index] = cast_to(arguments.dtypes, part)
+    dtypes = arguments.dtypes
+    grads = [cast_to(dtypes, part) if len(part) == len(dtypes) else part for part in grads]
     return LevelResult(values, spec, grads, put_aux_back(tensors_of_aux), outer.refused)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,8 @@ def vjp(
     def pull(cotangents: PyTree) -> tuple[PyTree, ...]:
         seeds = list(_read_cotangents(run.outputs, values, cotangents))
         with leave_inference_mode(record=True):
-            grads, refused = run.pulled(torch_pull, seeds, create_graph)
+            pulled = partial(run.pulled, torch_pull, seeds, create_graph)
+            grads, refused = named_errors(pulled)
         grads = cast_to(arguments.dtypes, grads)
         trees: tuple[PyTree, ...] = arguments.finish(grads, losses=values, refused=refused)
         return trees

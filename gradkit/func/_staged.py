@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradkit._compat.transforms import transforms
+from gradkit._compat.transforms import layers, transforms
 from gradkit._core import pytree
 from gradkit._core.constants import with_refused_derivatives
 from gradkit._core.leaf_arithmetic import plus
 from gradkit._core.options import check_bool, check_chunk_size, check_function, check_option
+from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.errors import DetachedLossError, OptionError, UnsupportedGraphError, message
 from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._chunks import Batch, joined
 from gradkit.func._encoder_stage import EncoderStage
-from gradkit.func._errors import independent
+from gradkit.func._errors import independent, named_errors
 from gradkit.func._grads import value_and_grads
 from gradkit.func._level import cast_to
 
@@ -107,7 +108,7 @@ def staged_value_and_grads(
         check_option("create_graph", create_graph, (False, None))
     loss_stage = _LossStage(loss, _arguments_of(loss), loss_chunk_size, has_aux, weights)
 
-    def call(params: PyTree, batch: PyTree) -> Any:
+    def run(params: PyTree, batch: PyTree) -> Any:
         _refuse_transforms()
         arguments = read_arguments((params,), 0, "params")
         parts = pytree.flatten_up_to(towers, "encode", batch, "batch")
@@ -119,7 +120,9 @@ def staged_value_and_grads(
         outputs = pytree.unflatten(towers, [stage.outputs() for stage in stages])
         if loss_stage.arguments == 1 and not any(stage.is_differentiable for stage in stages):
             raise DetachedLossError(independent("encode(params, chunk)"))
-        values, aux, cotangents, of_loss = loss_stage.run(outputs, arguments.args[0], batch)
+        captured: list[Tensor] = []
+        given = outputs, arguments.args[0], batch
+        values, aux, cotangents, of_loss = loss_stage.run(*given, captured)
         total = _by_variable(of_loss, arguments)
         by_tower = pytree.flatten_up_to(towers, "encode", cotangents, "outputs")
         for stage, cotangent in zip(stages, by_tower, strict=True):
@@ -127,8 +130,14 @@ def staged_value_and_grads(
                 total = list(map(_plus_, total, part))
         grads = arguments.finish(cast_to(arguments.dtypes, total))
         if create_graph is None:
-            values, grads = (_marked(tree, arguments.variables) for tree in (values, grads))
+            sources = [*arguments.variables, *captured]
+            sources += [x for stage in stages for x in stage.captured.values()]
+            values, grads = (_marked(tree, sources) for tree in (values, grads))
         return ((values, aux), grads) if has_aux else (values, grads)
+
+    def call(params: PyTree, batch: PyTree) -> Any:
+        with leave_inference_mode(record=True):
+            return named_errors(lambda: run(params, batch))
 
     return call
 
@@ -167,25 +176,35 @@ class _LossStage:
     weights: PyTree
 
     def run(
-        self, outputs: PyTree, params: PyTree, batch: PyTree
+        self, outputs: PyTree, params: PyTree, batch: PyTree, captured: list[Tensor]
     ) -> tuple[PyTree, PyTree, PyTree, PyTree]:
-        """Return the values, the aux, and the gradients with respect to outputs and params."""
+        """Return the values, the aux, and the gradients with respect to outputs and params.
+
+        What the losses depend on besides is added to `captured`.
+        """
         if self.chunk_size is None:
-            return self._run_one(outputs, params, batch)
+            return self._run_one(outputs, params, batch, captured)
         rows = Batch((outputs, batch) if self.arguments == 3 else (outputs,), "outputs")
         values, grads, aux, cotangents = None, None, [], []
         for chunk in rows.chunks(self.chunk_size):
-            value, one_aux, cotangent, grad = self._run_one(chunk[0], params, chunk[-1])
+            value, one_aux, cotangent, grad = self._run_one(chunk[0], params, chunk[-1], captured)
             values, grads = _sum(values, value), _sum(grads, grad)
             aux.append(one_aux)
             cotangents.append(cotangent)
         return values, tuple(aux), joined(cotangents, "outputs")[0], grads
 
     def _run_one(
-        self, outputs: PyTree, params: PyTree, batch: PyTree
+        self, outputs: PyTree, params: PyTree, batch: PyTree, captured: list[Tensor]
     ) -> tuple[PyTree, PyTree, PyTree, PyTree]:
+        def loss(*args: Any) -> Any:
+            returned = self.loss(*args)
+            tensors = [leaf for leaf in pytree.flatten(returned)[0] if isinstance(leaf, Tensor)]
+            innermost = [list(layers(tensor))[-1] for tensor in tensors]  # with the eager graph
+            captured.extend(tensor for tensor in innermost if tensor.requires_grad)
+            return returned
+
         differentiated = value_and_grads(
-            self.loss,
+            loss,
             0 if self.arguments == 1 else (0, 1),
             has_aux=self.has_aux,
             weights=self.weights,

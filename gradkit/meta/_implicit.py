@@ -21,6 +21,7 @@ from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._core.leaf_arithmetic import same_values
 from gradkit._core.options import check_bool, check_option, is_positive_int
+from gradkit._core.ownership import without_inference
 from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import functions_alive, user_functions
 from gradkit._state.recompute_state import RecomputeState
@@ -114,6 +115,7 @@ def implicit(
     def find(params: PyTree, outer: PyTree) -> PyTree:
         inner = read_inner_params(params)
         outer_tensors, close_outer = open_tensors(outer)
+        outer_tensors = without_inference(outer_tensors)
         _check_tensors(inner.variables, outer_tensors)
         minimum = _minimize(solver, inner, close_outer([x.detach() for x in outer_tensors]))
         condition = _OptimalityCondition(

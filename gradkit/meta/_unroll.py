@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradkit._compat.transforms import differentiated, in_jvp, is_dual, transforms
 from gradkit._core.options import check_bool, is_positive_int
-from gradkit._core.ownership import leave_inference_mode
+from gradkit._core.ownership import leave_inference_mode, without_inference
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.meta._foreach import Tensors
@@ -150,13 +150,13 @@ def unroll(
         step = InnerStep(loss_fn, inner, opt, transform, first_order, has_buffers, has_aux)
         tensors, close = open_tensors((outer, data, state, dict(opt.hyper), buffers))
         _refuse_graphs([*inner.variables, *tensors])
-        outer, data, state, hyper, buffers = close(_without_inference(tensors))
+        outer, data, state, hyper, buffers = close(without_inference(tensors))
         if state is None:
             by_leaf = initial_state(opt, inner.leaves)
         else:
             by_leaf = read_state(opt, state, inner.spec)
         columns = {name: inner.per_variable(column) for name, column in by_leaf.items()}
-        carry = Carry(_without_inference(inner.variables), columns, buffers)
+        carry = Carry(without_inference(inner.variables), columns, buffers)
         inputs = Inputs(outer, _read_hyper(opt, hyper, inner), data)
         options = {"create_graph": create_graph, "trajectory": trajectory}
         run, size = _segments(step, memory, **options)
@@ -214,11 +214,6 @@ def _refuse_graphs(tensors: list[Tensor]) -> None:
         got = "a vmap around tensors that require grad, whose gradient would be taken outside"
         fix = "gradkit.meta.mean_value_and_grads(meta_loss, params, tasks); or torch.no_grad()"
         raise UnsupportedGraphError(message("unroll", "a derivative inside the vmap", got, fix))
-
-
-def _without_inference(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the tensors, copied if of inference mode: autograd could not save those."""
-    return [x.clone() if x.is_inference() else x for x in tensors]
 
 
 def _read_hyper(opt: Optimizer, hyper: dict[str, Any], params: InnerParams) -> dict[str, Any]:

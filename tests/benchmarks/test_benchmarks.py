@@ -15,6 +15,7 @@ import torch
 
 import gradkit
 from benchmarks import (
+    clipping,
     combining,
     compiling,
     fresh,
@@ -30,6 +31,7 @@ from benchmarks import (
     report,
     rooms,
     samplers,
+    staging,
     streaming,
     tasks,
     unrollers,
@@ -289,6 +291,31 @@ def test_all_ways_to_a_gramian_agree(device: torch.device) -> None:
         torch.testing.assert_close(other, found[0])
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch warns of Opacus' hooks
+@pytest.mark.parametrize("call", clipping.CALLS)
+def test_all_ways_to_clip_agree(call: str, device: torch.device) -> None:
+    pytest.importorskip("opacus")
+    task = models.dense_classifier(4, 2, 3, device).copy(torch.float64)
+    found: list[Any] = []
+    for make in clipping.CALLS[call].values():
+        side = make(task.copy())
+        torch.manual_seed(0)
+        result: Any = side.run(side.build())
+        found.append(list(result.values()) if isinstance(result, dict) else result)
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
+
+
+def test_all_ways_to_stage_agree(device: torch.device) -> None:
+    found: list[Any] = []
+    for side in staging.sides(4, 64, device).values():
+        torch.manual_seed(0)
+        found.append(side.run(side.build()))
+    for _, grads in found[1:]:
+        assert gradkit.tree.allclose(grads, found[0][1], rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore")  # the libraries are older than what they import
 @pytest.mark.parametrize(
     "way", others_are_slow(unrollers.WAYS, unrollers.HIGHER, unrollers.TORCHOPT)
@@ -451,6 +478,11 @@ def test_every_target_has_its_rows(quick: Quick) -> None:
         "per_sample_grads, peak memory less results, chunks of 8",
         "| TorchJD UPGrad, matrix made before",
         "combine with UPGrad's weights, peak memory over the gradients",
+        "gram, W8 D2 B4 K3 | TorchJD autogram",
+        "gram, W8 D2 B4 K3, peak memory | one backward pass, and K times the largest gradient",
+        "clipped_sum, MLP W4 D3 B3 | Opacus ghost clipping",
+        "per_sample_norms, MLP W4 D3 B3, peak memory | Opacus ghost clipping",
+        "func.staged_value_and_grads, 8 chunks, W4 D4 B32 | the whole batch at once",
         "unroll, store, MLP W4 D3 B2 T5 | create_graph loop",
         "unroll, store, MLP W4 D3 B2 T5 | higher",
         "unroll, store, MLP W4 D3 B2 T5 | TorchOpt",

@@ -24,6 +24,13 @@ CALLS: dict[str, Callable[[Tensor, Any], object]] = {
     "simultaneous_grads": lambda loss, params: gradkit.simultaneous_grads(
         {"v": loss, "w": 2 * loss}, params
     ),
+    "value_and_reduced_grads": lambda loss, params: gradkit.value_and_reduced_grads(
+        loss, params, torch.sum
+    ),
+    "gram": lambda loss, params: gradkit.gram([loss, 2 * loss], params),
+    "per_loss_norms": gradkit.per_loss_norms,
+    "per_sample_norms": lambda loss, params: gradkit.per_sample_norms(loss.expand(3), params),
+    "clipped_sum": lambda loss, params: gradkit.clipped_sum(loss.expand(3), params, 1.0),
 }
 
 

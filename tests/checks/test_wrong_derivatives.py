@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn.utils import parametrizations
 
 import gradkit
 from gradkit import func
+from gradkit._compat.versions import is_mended, release
 from tests.sweep.extra import extra
 from tests.sweep.programs import (
     Case,
@@ -206,7 +208,12 @@ def test_the_first_derivative_is_not_refused_and_keeps_its_bits(
     case = CASES[name]
     fn = scalar(case.outputs)
     leaves = [tensor.clone().requires_grad_() for tensor in case.point]
-    expected = torch.autograd.grad(fn(*leaves), leaves, allow_unused=True, materialize_grads=True)
+    options: Any = {"allow_unused": True, "materialize_grads": True}
+    expected = torch.autograd.grad(fn(*leaves), leaves, **options)
+    if case.operation == "cumprod" and release(torch.__version__) < (2, 13):
+        # Inside of transforms it took the formula that can be differentiated, which rounds apart.
+        inside = torch.func.vjp(lambda *x: torch.autograd.grad(fn(*x), x, **options), *case.point)
+        expected = inside[0]
     call = func.value_and_grads(fn, tuple(range(len(leaves))))
     for a, b in zip(call(*case.point)[1], expected, strict=True):
         assert torch.equal(a.to_dense(), b.to_dense())
@@ -317,9 +324,13 @@ def test_the_ways_out_of_a_jvp_of_solve_are_right(device: torch.device) -> None:
     def loss(a: Tensor) -> Tensor:
         return torch.linalg.solve(a, b).sin().sum()
 
-    with pytest.raises(gradkit.UnsupportedGraphError, match=r"(?s)solve.*hvp.*linalg\.inv"):
-        func.value_and_grads(lambda a: jvp(loss, (a,), (along,))[1])(a)
     right = difference_of_grads(loss, a, along)
+    of_slope = func.value_and_grads(lambda a: jvp(loss, (a,), (along,))[1])
+    if is_mended("solve"):
+        torch.testing.assert_close(of_slope(a)[1], right, rtol=1e-5, atol=1e-6)
+    else:
+        with pytest.raises(gradkit.UnsupportedGraphError, match=r"(?s)solve.*hvp.*linalg\.inv"):
+            of_slope(a)
     torch.testing.assert_close(func.hvp(loss, a, along)[1], right, rtol=1e-5, atol=1e-6)
 
     def by_inverse(a: Tensor) -> Tensor:
@@ -344,8 +355,13 @@ def test_a_penalty_on_a_jvp_of_a_layer_that_solves_is_refused(device: torch.devi
     def loss(params: dict[str, Tensor]) -> Tensor:
         return functional_call(module, params, (x,)).sin().sum()
 
+    of_slope = func.value_and_grads(lambda p: jvp(loss, (p,), (along,))[1])
+    if is_mended("solve"):
+        right = func.hvp(loss, params, along)[1]
+        assert gradkit.tree.allclose(of_slope(params)[1], right)
+        return
     with pytest.raises(gradkit.UnsupportedGraphError, match="solve"):
-        func.value_and_grads(lambda p: jvp(loss, (p,), (along,))[1])(params)
+        of_slope(params)
 
 
 @pytest.mark.parametrize("operation", ["linalg", "aten"])

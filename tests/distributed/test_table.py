@@ -164,6 +164,13 @@ def dist_calls(s: Setting) -> Any:
     return grads, gradkit.distributed.per_loss_grads(two(s), s.module)
 
 
+def streamed(s: Setting) -> Any:
+    """A function of the Gramian that tells the losses apart."""
+    api = gradkit if s.module is s.single else gradkit.distributed
+    _, grads = api.value_and_grads(two(s), s.module, weights=lambda gramian: gramian[0])
+    return api.gram(two(s), s.module), grads
+
+
 def plain_calls(s: Setting) -> Any:
     """The values, too: of a DTensor that is yet to be summed, torch's item() tells a part."""
     values, grads = gradkit.value_and_grads(two(s), s.module)
@@ -383,6 +390,7 @@ LOCAL = "right, this rank's"
 
 ROWS: dict[str, Callable[[Setting], Any]] = {
     "`distributed.value_and_grads`, `distributed.per_loss_grads`": dist_calls,
+    "`distributed.gram`, `distributed.value_and_grads(weights=function)`": streamed,
     "`value_and_grads`, `per_loss_grads`": plain_calls,
     "`per_loss_grads` of a vector": rows,
     "`create_graph=True`": second_order,
@@ -407,6 +415,7 @@ ROWS: dict[str, Callable[[Setting], Any]] = {
 
 TABLE: dict[str, tuple[str, str, str, str]] = {
     "`distributed.value_and_grads`, `distributed.per_loss_grads`": (OK, OK, OTHER, OTHER),
+    "`distributed.gram`, `distributed.value_and_grads(weights=function)`": (OK, OK, OTHER, OTHER),
     "`value_and_grads`, `per_loss_grads`": (NO, NO, OK, OK),
     "`per_loss_grads` of a vector": (OK, OK, OK, TORCH),
     "`create_graph=True`": (OK, NO, OK, OK),
@@ -439,6 +448,10 @@ EACH: dict[Callable[[Setting], Any], list[Callable[[Setting], Any]]] = {
     dist_calls: [
         lambda s: gradkit.distributed.value_and_grads(two(s), s.module),
         lambda s: gradkit.distributed.per_loss_grads(two(s), s.module),
+    ],
+    streamed: [
+        lambda s: gradkit.distributed.gram(two(s), s.module),
+        lambda s: gradkit.distributed.value_and_grads(two(s), s.module, weights=torch.diagonal),
     ],
     plain_calls: [
         lambda s: gradkit.value_and_grads(two(s), s.module),

@@ -667,3 +667,82 @@ def check_processes_apart(device: torch.device) -> None:
 
 def test_processes_that_come_apart_are_seen(two: Ranks, device: torch.device) -> None:
     two.run(check_processes_apart)
+
+
+# --- private_digits ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def private() -> Any:
+    pytest.importorskip("opacus")
+    return load_example("private_digits")
+
+
+@pytest.mark.slow
+def test_smoke_run_is_private(
+    private: Any, device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert private.main(["--smoke", "--device", str(device), "--output", str(tmp_path)]) == 0
+    assert (tmp_path / "private_digits.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr()
+    assert CUT not in printed.out
+    assert "equal Opacus'" in printed.out
+    assert printed.err == ""
+
+
+@pytest.mark.slow
+def test_a_sum_that_is_not_clipped_is_noticed(
+    private: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unclipped(model: Any, data: Any) -> Any:
+        return gradkit.value_and_grads(private.losses_of(model, data).sum(), model)[1]
+
+    monkeypatch.setattr(private, "clipped_sum", unclipped)
+    model = private.fresh_model(device)
+    data, _ = private.load(device)
+    few = private.Data(data.images[:8], data.digits[:8])
+    run = private.Run(
+        1.0,
+        accuracies=[1.0],
+        differences=[private.difference_from_opacus(model, few)],
+        moves=[private.sensitivity(model, few)],
+    )
+    failed = private.failed_checks([run], private.SMOKE)
+    assert len(failed) == 2
+    assert "differs from Opacus'" in failed[0]
+    assert "has moved a sum" in failed[1]
+
+
+# --- eight_losses --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def eight() -> Any:
+    pytest.importorskip("torchjd")
+    return load_example("eight_losses")
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_smoke_run_keeps_to_the_budget(
+    eight: Any, device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert eight.main(["--smoke", "--device", str(device), "--output", str(tmp_path)]) == 0
+    assert (tmp_path / "eight_losses.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr()
+    assert CUT not in printed.out
+    assert "UPGrad's step fits the budget" in printed.out
+    assert printed.err == ""
+
+
+@pytest.mark.slow
+def test_each_claim_about_eight_losses_can_fail(device: torch.device) -> None:
+    pytest.importorskip("torchjd")
+    eight = load_example("eight_losses")
+    falling = {"digit": [2.0] * 40 + [1.0] * 40}
+    right = eight.Outcome(falling, {"streamed": 50.0, "sets": 500.0}, 1e-15)
+    assert eight.failed_checks(right, eight.FULL) == []
+    wrong = eight.Outcome(
+        {"digit": [1.0] * 40 + [2.0] * 40}, {"streamed": 500.0, "sets": 50.0}, float("nan")
+    )
+    assert len(eight.failed_checks(wrong, eight.FULL)) == 4

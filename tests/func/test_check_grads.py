@@ -17,6 +17,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import gradkit
+from gradkit._compat.versions import is_mended
 from gradkit.func import check_grads
 from tests.helpers import same_bits, unchanged
 from tests.strategies import HOOKLESS, Program, build, programs
@@ -84,6 +85,9 @@ WRONG: dict[str, tuple[Callable[[Tensor], Tensor], int, str, str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_what_torch_gets_wrong_is_found(device: torch.device, case: str) -> None:
     fn, order, mode, operation = WRONG[case]
+    if is_mended(operation.rpartition(".")[2]):
+        check_grads(fn, spd(device))
+        return
     with pytest.raises(gradkit.GradientCheckError) as caught:
         check_grads(fn, spd(device))
     error = caught.value
@@ -120,6 +124,9 @@ def test_the_derivative_of_a_jvp_is_found_as_a_first_one(device: torch.device) -
         along = torch.ones_like(a).triu()
         return torch.func.jvp(lambda a: torch.linalg.solve(a, along[0]).sin(), (a,), (along,))[1]
 
+    if is_mended("solve"):
+        check_grads(slope, a)
+        return
     with pytest.raises(gradkit.GradientCheckError) as caught:
         check_grads(slope, a)
     assert (caught.value.order, caught.value.mode) == (1, "reverse")

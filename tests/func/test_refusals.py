@@ -385,6 +385,27 @@ def test_without_a_transform_around_torch_s_text_is_left(device: torch.device) -
         func.value_and_grads(lambda w: torch.from_numpy(w.numpy()).sum())(w)
 
 
+def test_what_was_made_in_inference_mode_raises_with_what_to_do(device: torch.device) -> None:
+    w = torch.ones(2, device=device, requires_grad=True)
+    with torch.inference_mode():
+        t = torch.ones(2, device=device)
+
+    def square(w: Tensor) -> Tensor:
+        return (w * w).sin()
+
+    calls: list[Callable[[], object]] = [
+        lambda: func.vjp(square, w)[1](t),
+        lambda: func.jvp(square, w, t),
+        lambda: func.linearize(square, w)[1](t),
+        lambda: func.hvp(lambda w: square(w).sum(), w, t),
+        lambda: func.ggn_vp(square, torch.sum, w, t),
+    ]
+    for call in calls:
+        with pytest.raises(gradkit.UnsupportedGraphError, match="made in inference mode"):
+            call()
+    assert func.vjp(square, w)[1](t.clone())[0].shape == (2,)
+
+
 @pytest.mark.parametrize("mode", ["forward-over-reverse", "reverse-over-reverse"])
 def test_what_torch_raises_in_hvp_raises_with_what_to_do(device: torch.device, mode: Any) -> None:
     w = torch.rand(3, device=device)

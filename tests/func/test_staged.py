@@ -250,3 +250,43 @@ def test_a_module_stands_for_its_parameters(device: torch.device) -> None:
     assert right["bias"] is None
     torch.testing.assert_close(grads["weight"], right["weight"], rtol=1e-12, atol=1e-12)
     assert not grads["bias"].any()
+
+
+def test_an_encoder_that_uses_the_parameters_from_outside_is_no_zero(device: torch.device) -> None:
+    module, x = nn.Linear(3, 2, device=device), torch.randn(4, 3, device=device)
+    for size in (None, 2):
+        step = func.staged_value_and_grads(lambda _, x: module(x), torch.sum, chunk_size=size)
+        with pytest.raises(gradkit.DetachedLossError, match="does not depend on them"):
+            step(module, x)
+
+
+@pytest.mark.parametrize("where", ["encode", "loss", "batch"])
+def test_a_derivative_for_what_is_from_outside_is_no_zero(device: torch.device, where: str) -> None:
+    outside = torch.ones((), device=device, requires_grad=True)
+    w, x = torch.ones(3, 2, device=device), torch.randn(4, 3, device=device)
+    scales = {name: outside if name == where else 1 for name in ("encode", "loss", "batch")}
+
+    def encode(w: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(x @ w) * scales["encode"]
+
+    def loss(outputs: Tensor) -> Tensor:
+        return outputs.square().sum() * scales["loss"]
+
+    step = func.staged_value_and_grads(encode, loss, chunk_size=2)
+    value, grad = step(w, x * scales["batch"])
+    for result in (value, grad.sum()):
+        with pytest.raises(UnsupportedGraphError, match="silently be zero"):
+            torch.autograd.grad(result, outside)
+    step = func.staged_value_and_grads(encode, loss, chunk_size=2, create_graph=False)
+    assert not step(w, x * scales["batch"])[0].requires_grad
+
+
+def test_inference_mode_is_left(device: torch.device) -> None:
+    params, views = two_views(device)
+    step = func.staged_value_and_grads(encode, contrastive, chunk_size=3)
+    with torch.inference_mode():
+        _, grads = step(params, views)
+        made_inside = {name: view.clone() for name, view in views.items()}
+    check(grads, contrastive(encode(params, views), params), params)
+    with pytest.raises(UnsupportedGraphError, match="made in inference mode"):
+        step(params, made_inside)

@@ -455,3 +455,16 @@ def test_what_a_solver_raises_itself_comes_unchanged(device: torch.device) -> No
             torch.zeros(2, device=device), torch.ones(2, device=device)
         )
     assert caught.value is error
+
+
+def test_outer_variables_of_inference_mode_are_constants(device: torch.device) -> None:
+    with torch.inference_mode():
+        goal = torch.ones(2, device=device)
+    scale = torch.tensor(2.0, device=device, requires_grad=True)
+
+    def inner(w: Tensor, outer: dict[str, Tensor]) -> Tensor:
+        return ((w - outer["goal"] * outer["scale"]) ** 2).sum()
+
+    find = meta.implicit(lambda _, outer: outer["goal"] * outer["scale"], inner)
+    w = find(torch.zeros(2, device=device), {"goal": goal, "scale": scale})
+    assert gradkit.value_and_grads(w.sum(), scale)[1] == 2

@@ -489,4 +489,61 @@ def accumulate(model, batches):
         LOOP + "for x, y in loader:\n    model(x).sum().backward()\n",
         r"this function has more that is left \(line 16\)",
     ),
+    "a list of parameters that grows after the optimizer was made": (
+        """
+params = [model.weight]
+by_list = torch.optim.SGD(params, lr=0.1)
+params.extend([model.bias])
+for x, y in loader:
+    by_list.zero_grad()
+    cross_entropy(model(x), y).backward()
+    clip_grad_norm_(params, 1.0)
+    by_list.step()
+""",
+        "may not be exactly what by_list has",
+    ),
+    "two optimizers that are cleared after their steps": (
+        """
+head = nn.Linear(2, 2)
+head_optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+def train(x, y):
+    cross_entropy(head(model(x)), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+def train_head(x, y):
+    cross_entropy(head(model(x).detach()), y).backward()
+    head_optimizer.step()
+    head_optimizer.zero_grad()
+""",
+        r"the backward\(\) for one may add to gradients of another",
+    ),
+    "a step of a function with the gradients of another": (
+        """
+head = nn.Linear(2, 2)
+head_optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+def train(x, y):
+    optimizer.zero_grad()
+    cross_entropy(head(model(x)), y).backward()
+    optimizer.step()
+def train_both(x, y):
+    train(x, y)
+    head_optimizer.step()
+""",
+        r"head_optimizer\.step\(\) without \.backward\(\) in its function",
+    ),
+    **{
+        f"another step, {name}": (
+            "head = nn.Linear(2, 2)\n"
+            "second = {'head': torch.optim.SGD(head.parameters(), lr=0.1)}\n"
+            f"{before}\n" + LOOP.replace("model(x)", "head(model(x))") + f"    {line}\n",
+            reason,
+        )
+        for name, before, line, reason in (
+            ("in a dict", "", "second['head'].step()", "several steps"),
+            ("in a loop", "", "for o in second.values(): o.step()", "several steps"),
+            ("by another name", "o = second['head']", "o.step()", "several steps"),
+            ("of an alias", "alias = optimizer", "alias.step()", "several steps"),
+            ("bound", "go = optimizer.step", "go()", r"optimizer\.step is used without being"),
+        )
+    },
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -81,3 +82,59 @@ def test_what_is_refused(device: torch.device) -> None:
             with pytest.raises(gradkit.OptionError, match="max_norm"):
                 gradkit.clipped_sum(loss, model, max_norm)
     gradkit.per_sample_norms(loss, model)  # nothing had run
+
+
+def clipped(loss: Tensor, param: Tensor, max_norm: float) -> Tensor:
+    """Return the sum of the clipped gradients, of a pass for each sample."""
+    total = torch.zeros_like(param, dtype=torch.float64)
+    for one in loss:
+        grad = torch.autograd.grad(one, param, retain_graph=True)[0].double()
+        total += grad * min(1.0, max_norm / (grad.norm().item() + 1e-6))
+    return total
+
+
+class Limited(torch.autograd.Function):
+    """The identity, whose backward is not linear."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].clamp(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("kind", ["hook of the param", "hook inside", "Function"])
+@pytest.mark.parametrize("chunk", [None, 1])
+def test_what_is_not_linear_is_clipped_sample_by_sample(
+    device: torch.device, kind: str, chunk: int | None
+) -> None:
+    w = torch.linspace(-1, 2, 4, dtype=torch.float64, device=device, requires_grad=True)
+    h = (Limited.apply(w) if kind == "Function" else w) * torch.arange(1, 21, device=device).view(
+        5, 4
+    )
+    if kind == "hook of the param":
+        w.register_hook(torch.sign)
+    if kind == "hook inside":
+        h.register_hook(lambda grad: grad / grad.norm())
+    loss = h.square().sum(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", gradkit.GradkitWarning)
+        (ours,) = gradkit.clipped_sum(loss, [w], 0.3, chunk_size=chunk, retain_graph=True)
+    close(ours, clipped(loss, w, 0.3))
+
+
+@pytest.mark.parametrize("chunk", [None, 1])
+def test_an_infinite_gradient_is_not_left_out(device: torch.device, chunk: int | None) -> None:
+    w = torch.ones(2, device=device, requires_grad=True)
+    x = torch.tensor([[1.0, 0.0], [1e20, 1e20]], device=device)
+    loss = (x @ w) * torch.tensor([1.0, 1e20], device=device)
+    assert gradkit.clipped_sum(loss, [w], 1.0, chunk_size=chunk)[0].isnan().all()
+
+
+def test_factors_do_not_underflow_in_half_precision(device: torch.device) -> None:
+    w = torch.ones(4, device=device, requires_grad=True)
+    loss = (torch.arange(1.0, 25.0, device=device).view(6, 4) @ w).half() * 100
+    (ours,) = gradkit.clipped_sum(loss, [w], 1e-5, retain_graph=True)
+    torch.testing.assert_close(ours.double(), clipped(loss, w, 1e-5), rtol=1e-3, atol=0)

@@ -1,0 +1,152 @@
+"""Inner products of gradients that are summed over the ranks leaf by leaf, as they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import RLock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradkit._autograd.loss_rows import LossRows
+from gradkit._checks.reachability import refuse_stale
+from gradkit._compat.autograd import sequence_number
+from gradkit._core.graph import is_leaf_node
+from gradkit._core.leaf_arithmetic import products_of_rows
+from gradkit._core.ownership import grad_dtype
+from gradkit.distributed._agreement import (
+    Description,
+    Group,
+    agree_or_raise,
+    collective_errors,
+)
+from gradkit.distributed._plan import EARLY_BYTES
+from gradkit.errors import CollectiveError, GradkitError
+
+
+class LeafReduction:
+    """The products of rows of gradients, each leaf averaged over the ranks as it arrives.
+
+    Attributes:
+        reached: Whether a gradient has arrived on any rank.
+    """
+
+    def __init__(self, matrix: LossRows, group: Group, order: Sequence[int]) -> None:
+        self.reached = False
+        self._matrix, self._group, self._order = matrix, group, order
+
+    def products(self, parts: Sequence[slice]) -> Tensor:
+        """Return the products of some rows, from one vmapped pass of each rank."""
+        size = sum(part.stop - part.start for part in parts)
+        buckets = _Buckets(self._matrix, self._group, self._order, size)
+        error: BaseException | None = None
+        try:
+            self._matrix.run_batch(parts, buckets.add)
+        except CollectiveError:  # the group is lost
+            raise
+        except BaseException as raised:
+            error = raised
+        buckets.send_rest()
+        self._agree(error)
+        return buckets.total()
+
+    def _agree(self, error: BaseException | None) -> None:
+        """Raise if the pass has failed on any rank: a RuntimeError where all ranks can go on."""
+        can_go_on = isinstance(error, RuntimeError) and not isinstance(error, GradkitError)
+        arrived = self._matrix.arrived
+        is_any = any(grad is not None for grad in arrived)
+
+        def read() -> tuple[None, Description]:
+            if error is not None and not can_go_on:
+                raise error
+            if error is None and any(grad is None for grad in arrived):
+                refuse_stale(self._matrix.call, [arrived] * len(self._matrix.call.passes))
+            flags = (int(error is not None), int(is_any), 0, 0)
+            return None, Description((), (), tuple, flags)
+
+        _, agreement = agree_or_raise(self._group, read)
+        failed = [rank for rank, flags in enumerate(agreement.expected) if flags[0]]
+        if failed:
+            raise error or RuntimeError(f"it failed on rank {failed[0]}")
+        self.reached |= any(flags[1] for flags in agreement.expected)
+
+
+class _Buckets:
+    """Stacks of gradients that are sent together, in an order which is the same on all ranks."""
+
+    def __init__(self, matrix: LossRows, group: Group, order: Sequence[int], size: int) -> None:
+        self._group, self._size = group, size
+        self._variables = matrix.params.variables
+        self._product = matrix.zeros(size, size)
+        self._buckets = _bucketed(self._variables, order, size)
+        self._arrived: dict[int, Tensor] = {}
+        self._lock = RLock()  # a pass has a thread for each device
+
+    def add(self, index: int, rows: Tensor) -> None:
+        """Add a stack of gradients, and send what is complete and next in the order."""
+        with self._lock:
+            self._arrived[index] = rows.reshape(self._size, -1) / self._group.size
+            while self._buckets and self._arrived.keys() >= set(self._buckets[0]):
+                self._send()
+
+    def send_rest(self) -> None:
+        """Send what is left: zeros for what has not arrived."""
+        while self._buckets:
+            self._send()
+
+    def _send(self) -> None:
+        bucket = self._buckets.pop(0)
+        stacks = [self._arrived.pop(index, None) for index in bucket]
+        pairs = zip(bucket, stacks, strict=True)
+        dense = [self._zeros(index) if stack is None else stack for index, stack in pairs]
+        del stacks
+        flat = dense[0] if len(dense) == 1 else torch.cat(dense, 1)
+        dense.clear()
+        with collective_errors(self._group):
+            dist.all_reduce(flat, group=self._group.handle)
+        self._product += products_of_rows(flat).to(self._product)
+
+    def _zeros(self, index: int) -> Tensor:
+        variable = self._variables[index]
+        shape = self._size, variable.numel()
+        return torch.zeros(shape, dtype=grad_dtype(variable), device=variable.device)
+
+    def total(self) -> Tensor:
+        """Return the products of all that was sent."""
+        return self._product
+
+
+def _bucketed(variables: Sequence[Tensor], order: Sequence[int], size: int) -> list[list[int]]:
+    """Return the variables in order; small ones of a dtype and device that follow one another."""
+    buckets: list[list[int]] = []
+    kind: object = None
+    filled = 0
+    for index in order:
+        variable = variables[index]
+        dtype = grad_dtype(variable)
+        nbytes = size * variable.numel() * dtype.itemsize
+        if kind != (dtype, variable.device) or filled + nbytes > EARLY_BYTES:
+            buckets.append([])
+            kind, filled = (dtype, variable.device), 0
+        buckets[-1].append(index)
+        filled += nbytes
+    return buckets
+
+
+def arrival_order(matrix: LossRows) -> tuple[int, ...]:
+    """Return the variables in the order in which a pass meets the last use of each.
+
+    The engine runs the newest node that is ready. Any order is right: a stack that arrives before
+    its turn is kept until then.
+    """
+    oldest_use: dict[int, int] = {}
+    for node in matrix.call.graph.below(matrix.call.differentiated).nodes:
+        number = None
+        for child, _ in node.next_functions:
+            if child is not None and is_leaf_node(child):
+                number = sequence_number(node) if number is None else number
+                leaf = id(getattr(child, "variable"))  # noqa: B009
+                oldest_use[leaf] = min(number, oldest_use.get(leaf, number))
+    variables = matrix.params.variables
+    return tuple(sorted(range(len(variables)), key=lambda i: -oldest_use.get(id(variables[i]), -1)))
