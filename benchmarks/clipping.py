@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import gradkit
 from benchmarks import fresh, memory, models, peers
-from benchmarks.harness import Effort, Side, measure
+from benchmarks.harness import Effort, Side, Timing, measure
 from benchmarks.memory import Peak
 from benchmarks.models import Classifier
 from benchmarks.plan import Plan
@@ -28,7 +28,7 @@ Make = Callable[[Classifier], Side]
 
 def rows(plan: Plan) -> Iterator[Row]:
     """Yield for each model and call the rows for time and for peak memory, against each peer."""
-    effort = plan.effort if plan.quick else Effort(least=5)
+    effort = plan.effort if plan.quick else Effort(least=8)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Opacus makes torch warn of its hooks
         for name, task in tasks(plan.device, quick=plan.quick).items():
@@ -40,21 +40,18 @@ def _against(
     plan: Plan, effort: Effort, name: str, task: Classifier, call: str, ways: dict[str, Make]
 ) -> Iterator[Row]:
     what = f"{call}, {name}"
-    ours = ways["gradkit"](task)
-    mine = _peak_of(plan, name, call, "gradkit")
     for way in (_GHOST, _LOOP):
-        make = ways[way]
         side, problem = peers.found(
-            lambda make=make: make(task.copy()),  # type: ignore[misc]
-            lambda make=make: _agree(task, ways["gradkit"], make),  # type: ignore[misc]
+            lambda make=ways[way]: make(task.copy()),  # type: ignore[misc]
+            lambda make=ways[way]: _agree(task, ways["gradkit"], make),  # type: ignore[misc]
         )
         if side is None:
             yield Row(what=what, against=way, note=problem)
             continue
-        timings = measure({"gradkit": ours, way: side}, plan.device, effort)
+        timings, peaks = _compare(plan, effort, name, call, way)
         limit = 1.2 if way == _GHOST else None
         yield timed(what, way, timings, theirs=way, limit=limit)
-        yield memory.row(what, way, mine, _peak_of(plan, name, call, way), limit)
+        yield memory.row(what, way, peaks["gradkit"], peaks[way], limit)
 
 
 def tasks(device: torch.device, *, quick: bool) -> dict[str, Classifier]:
@@ -168,22 +165,50 @@ def _agree(task: Classifier, ours: Make, theirs: Make) -> bool:
     return peers.close(found[0], found[1])
 
 
-def _peak_of(plan: Plan, name: str, call: str, way: str) -> Peak:
-    if plan.quick:
-        return _peak(plan.device, True, name, call, way)
-    here = "benchmarks.clipping:peak_here"
-    return Peak(**fresh.call(here, name=name, call=call, way=way, device=str(plan.device)))
+def _compare(
+    plan: Plan, effort: Effort, name: str, call: str, way: str
+) -> tuple[dict[str, Timing], dict[str, Peak]]:
+    """Measure gradkit and another way in processes of their own, which take turns.
+
+    Opacus registers hooks, and in a process where there are hooks gradkit relies on no proof that
+    samples are independent.
+    """
+    samples: dict[str, list[int]] = {"gradkit": [], way: []}
+    peaks: dict[str, Peak] = {}
+    for one in ("gradkit", way) if plan.quick else ("gradkit", way, way, "gradkit"):
+        if plan.quick:
+            taken, peak = figures(plan.device, effort, name, call, one, quick=True)
+        else:
+            taken, values = fresh.call(
+                "benchmarks.clipping:figures_here",
+                name=name,
+                call=call,
+                way=one,
+                device=str(plan.device),
+                effort=asdict(effort),
+            )
+            peak = Peak(**values)
+        samples[one] += taken
+        peaks[one] = peak
+    return {one: Timing(tuple(taken)) for one, taken in samples.items()}, peaks
 
 
-def peak_here(name: str, call: str, way: str, device: str) -> dict[str, int]:
-    """Return the peak of one side as plain values; what a fresh process runs."""
+def figures_here(
+    name: str, call: str, way: str, device: str, effort: dict[str, Any]
+) -> tuple[list[int], dict[str, int]]:
+    """Return the figures of one side as plain values; what a fresh process runs."""
     torch.set_num_threads(1)
-    return asdict(_peak(torch.device(device), False, name, call, way))
+    taken, peak = figures(torch.device(device), Effort(**effort), name, call, way, quick=False)
+    return taken, asdict(peak)
 
 
-def _peak(device: torch.device, quick: bool, name: str, call: str, way: str) -> Peak:
+def figures(
+    device: torch.device, effort: Effort, name: str, call: str, way: str, *, quick: bool
+) -> tuple[list[int], Peak]:
+    """Return the nanoseconds that each call of one side took, and its peak."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         side = CALLS[call][way](tasks(device, quick=quick)[name])
-        side.run(side.build())  # libraries set up memory of their own in the first call
-        return memory.peak(side, device)
+        rounds = replace(effort, most=effort.least)  # as many of each side
+        timing = measure({way: side}, device, rounds)[way]
+        return list(timing.samples), memory.peak(side, device)

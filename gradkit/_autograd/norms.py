@@ -32,8 +32,8 @@ def clipped_sum(
     rows = range(loss.numel())
     by_element: Tensor | None = None
     # The cotangents of the second pass are factors, for which float16 has no room.
-    if len(rows) > 1 and chunk_size != 1 and loss.dtype != torch.float16:
-        by_element = matrix.batched(lambda: _batched(matrix, rows, chunk_size), [0])
+    if loss.dtype != torch.float16:
+        by_element = _of_all_rows(matrix, 0, rows, chunk_size)
     if by_element is None and rows:
         grads = _clipped_one_by_one(matrix, max_norm, retain=retain)
     else:
@@ -75,11 +75,7 @@ def norms(losses: Losses, params: Params, *, chunk_size: int | None, retain: boo
 
     def measure(index: int, variables: list[Tensor], keep: bool) -> Grads:
         rows = range(begin[index], begin[index] + len(by_loss[index]))
-        result: Tensor | None = None
-        if len(rows) > 1:
-            result = ghost_norms(matrix, index)
-        if result is None and len(rows) > 1 and chunk_size != 1:
-            result = matrix.batched(lambda: _batched(matrix, rows, chunk_size), [index])
+        result = _of_all_rows(matrix, index, rows, chunk_size)
         if result is None:
             one_by_one = [_norm_of_row(matrix, row, keep or row != rows[-1]) for row in rows]
             result = torch.stack(one_by_one) if one_by_one else matrix.zeros(0)
@@ -92,6 +88,18 @@ def norms(losses: Losses, params: Params, *, chunk_size: int | None, retain: boo
     if matrix.rows:
         matrix.require_reached()
     return torch.cat(by_loss)
+
+
+def _of_all_rows(
+    matrix: LossRows, index: int, rows: range, chunk_size: int | None
+) -> Tensor | None:
+    """Return the norms of a loss from passes for many rows; None if each takes one of its own."""
+    if len(rows) < 2:
+        return None
+    result = ghost_norms(matrix, index)
+    if result is None and chunk_size != 1:
+        result = matrix.batched(lambda: _batched(matrix, rows, chunk_size), [index])
+    return result
 
 
 def _norm_of_row(matrix: LossRows, row: int, retain: bool) -> Tensor:
