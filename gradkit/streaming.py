@@ -234,8 +234,9 @@ def clipped_sum(
     """Return the sum over samples of their gradients, each scaled down to a norm of `max_norm`.
 
     One pass measures the norms, as in `per_sample_norms`, another adds the gradients: never B sets
-    of them in memory. Where a vmapped pass would be wrong, as in `gram`, with a `chunk_size` of 1, and for losses in
-    float16, each sample has one pass, and there are two sets. DP-SGD adds noise to this sum.
+    of them in memory. Where a vmapped pass would be wrong, as in `gram`, with a `chunk_size` of 1,
+    and for losses in float16, each sample has one pass, and there are two sets. DP-SGD adds noise
+    to this sum.
 
     Example:
         >>> import torch, gradkit

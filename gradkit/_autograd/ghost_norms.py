@@ -130,15 +130,19 @@ class _GhostPass:
 def _squares(parts: list[Part], variable: Tensor) -> Tensor:
     """Return the squared norm of the sum of the parts, for each sample."""
     factors = [part for part in parts if isinstance(part, Factors)]
-    if len(factors) == len(parts):
-        count = sum(part.right.shape[1] for part in factors)
-        if count * count <= variable.numel():
-            return _squares_of_products(factors)
+    if len(factors) == len(parts) and _products_are_less(factors, variable.numel()):
+        return _squares_of_products(factors)
     dense = (_dense(part, variable) for part in parts)
     total = next(dense)
     for part in dense:
         total = total + part
     return norms_of_rows(total).square_()
+
+
+def _products_are_less(factors: list[Factors], size: int) -> bool:
+    """Return whether products of rows are less arithmetic than gradients, or far less memory."""
+    count, width = sum(part.right.shape[1] for part in factors), factors[0].right.shape[2]
+    return count * (size // width + width) <= size or 8 * count * count <= size
 
 
 def _squares_of_products(factors: list[Factors]) -> Tensor:
