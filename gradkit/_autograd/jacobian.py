@@ -164,16 +164,12 @@ def sequential(
     """Return the gradients of a loss of shape S, each `S + variable.shape`: a pass an element."""
     if loss.dim() == 0:
         return passes.grads([loss], [None], variables, retain=retain)
-    if loss.numel() == 0:
-        return _empty(loss, variables)
     buffer = JacobianBuffer(loss, variables)
     for element in range(loss.numel()):
         buffer.run_one(passes, element, retain=retain or element + 1 < loss.numel())
-    return buffer.result()
-
-
-def _empty(loss: Tensor, variables: list[Tensor]) -> list[Tensor | None]:
-    shape = tuple(loss.shape)
+    if loss.numel():
+        return buffer.result()
+    shape = tuple(loss.shape)  # without elements: there is no pass that says what it reaches
     if torch.compiler.is_compiling():  # which has no graph to read
         return [v.new_zeros((*shape, *v.shape)) for v in variables]
     below = Subgraph([loss])

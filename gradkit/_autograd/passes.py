@@ -147,9 +147,9 @@ def run_separately(
 
     def differentiate(index: int, variables: list[Tensor], retain: bool) -> Grads:
         loss = losses.leaves[index]
-        if index in batch:
-            return jacobian.batched(run, loss, variables, retain=retain, chunk_size=chunk_size)
-        return jacobian.sequential(run, loss, variables, retain=retain)
+        if index not in batch:
+            return jacobian.sequential(run, loss, variables, retain=retain)
+        return jacobian.batched(run, loss, variables, retain=retain, chunk_size=chunk_size)
 
     retain = create_graph if retain_graph is None else retain_graph
     return PassResult(call, run_in_turn(call, differentiate, retain))
