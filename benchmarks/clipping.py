@@ -24,38 +24,40 @@ _BATCH = 128
 _MAX_NORM = 1.0
 _GHOST, _LOOP = "Opacus ghost clipping", "autograd.grad in a loop"
 Make = Callable[[Classifier], Side]
+Cell = tuple[str, str]  # the name of a model, and a call
+Tasks = dict[str, Classifier]
+Figures = tuple[list[int], Peak]  # the nanoseconds of each round, and the peak
 
 
 def rows(plan: Plan) -> Iterator[Row]:
     """Yield for each model and call the rows for time and for peak memory, against each peer."""
     effort = plan.effort if plan.quick else Effort(least=8)
+    few = effort if plan.quick else Effort(least=3, warmup=1)  # a loop is slow
+    here = tasks(plan.device, quick=plan.quick)
+    cells = [(name, call) for name in here for call in CALLS]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Opacus makes torch warn of its hooks
-        for name, task in tasks(plan.device, quick=plan.quick).items():
-            for call, ways in CALLS.items():
-                yield from _against(plan, effort, name, task, call, ways)
-
-
-def _against(
-    plan: Plan, effort: Effort, name: str, task: Classifier, call: str, ways: dict[str, Make]
-) -> Iterator[Row]:
-    what = f"{call}, {name}"
-    for way in (_GHOST, _LOOP):
-        side, problem = peers.found(
-            lambda make=ways[way]: make(task.copy()),  # type: ignore[misc]
-            lambda make=ways[way]: _agree(task, ways["gradkit"], make),  # type: ignore[misc]
+        ours = {cell: _result(here, cell, "gradkit") for cell in cells}  # before there are hooks
+        yield from _against(
+            plan, effort, _GHOST, {c: _problem(here, c, _GHOST, ours) for c in cells}
         )
-        if side is None:
+        yield from _against(plan, few, _LOOP, {c: _problem(here, c, _LOOP, ours) for c in cells})
+
+
+def _against(plan: Plan, effort: Effort, way: str, problems: dict[Cell, str]) -> Iterator[Row]:
+    limit = 1.2 if way == _GHOST else None
+    for (name, call), problem in problems.items():
+        what = f"{call}, {name}"
+        if problem:
             yield Row(what=what, against=way, note=problem)
             continue
-        few = effort if way == _GHOST else replace(effort, least=3, warmup=1)  # a loop is slow
-        timings, peaks = _compare(plan, few, name, call, way)
-        limit = 1.2 if way == _GHOST else None
+        sides = _compare(plan, effort, (name, call), way)
+        timings = {side: Timing(tuple(taken)) for side, (taken, _) in sides.items()}
         yield timed(what, way, timings, theirs=way, limit=limit)
-        yield memory.row(what, way, peaks["gradkit"], peaks[way], limit)
+        yield memory.row(what, way, sides["gradkit"][1], sides[way][1], limit)
 
 
-def tasks(device: torch.device, *, quick: bool) -> dict[str, Classifier]:
+def tasks(device: torch.device, *, quick: bool) -> Tasks:
     """Return the models, by name."""
     if quick:
         return {"MLP W4 D3 B3": models.dense_classifier(4, 3, 3, device)}
@@ -156,58 +158,58 @@ CALLS: dict[str, dict[str, Make]] = {
 }
 
 
-def _agree(task: Classifier, ours: Make, theirs: Make) -> bool:
-    found: list[list[Tensor]] = []
-    for make in (ours, theirs):
-        side = make(task.copy(torch.float64))
-        torch.manual_seed(0)
-        result: Any = side.run(side.build())
-        found.append(list(result.values()) if isinstance(result, dict) else [result])
-    return peers.close(found[0], found[1])
+def _problem(here: Tasks, cell: Cell, way: str, ours: dict[Cell, list[Tensor]]) -> str:
+    """Return why a way cannot be held against gradkit; "" if it can."""
+    _, problem = peers.found(
+        lambda: None, lambda: peers.close(ours[cell], _result(here, cell, way))
+    )
+    return problem
 
 
-def _compare(
-    plan: Plan, effort: Effort, name: str, call: str, way: str
-) -> tuple[dict[str, Timing], dict[str, Peak]]:
-    """Measure gradkit and another way in processes of their own, which take turns.
+def _result(here: Tasks, cell: Cell, way: str) -> list[Tensor]:
+    name, call = cell
+    side = CALLS[call][way](here[name].copy(torch.float64))
+    torch.manual_seed(0)
+    result: Any = side.run(side.build())
+    return list(result.values()) if isinstance(result, dict) else [result]
+
+
+def _compare(plan: Plan, effort: Effort, cell: Cell, way: str) -> dict[str, Figures]:
+    """Measure gradkit and another way in processes of their own.
 
     Opacus registers hooks, and in a process where there are hooks gradkit relies on no proof that
     samples are independent.
     """
-    samples: dict[str, list[int]] = {"gradkit": [], way: []}
-    peaks: dict[str, Peak] = {}
-    for one in ("gradkit", way) if plan.quick else ("gradkit", way, way, "gradkit"):
-        if plan.quick:
-            taken, peak = figures(plan.device, effort, name, call, one, quick=True)
-        else:
-            taken, values = fresh.call(
-                "benchmarks.clipping:figures_here",
-                name=name,
-                call=call,
-                way=one,
-                device=str(plan.device),
-                effort=asdict(effort),
-            )
-            peak = Peak(**values)
-        samples[one] += taken
-        peaks[one] = peak
-    return {one: Timing(tuple(taken)) for one, taken in samples.items()}, peaks
+    if plan.quick:
+        sides = ("gradkit", way)
+        return {side: figures(plan.device, effort, cell, side, quick=True) for side in sides}
+    found: dict[str, Figures] = {}
+    for side in ("gradkit", way):
+        taken, peak = fresh.call(
+            "benchmarks.clipping:figures_here",
+            cell=cell,
+            way=side,
+            device=str(plan.device),
+            effort=asdict(effort),
+        )
+        found[side] = taken, Peak(**peak)
+    return found
 
 
 def figures_here(
-    name: str, call: str, way: str, device: str, effort: dict[str, Any]
+    cell: list[str], way: str, device: str, effort: dict[str, Any]
 ) -> tuple[list[int], dict[str, int]]:
     """Return the figures of one side as plain values; what a fresh process runs."""
     torch.set_num_threads(1)
     keep_heap()
-    taken, peak = figures(torch.device(device), Effort(**effort), name, call, way, quick=False)
+    name, call = cell
+    taken, peak = figures(torch.device(device), Effort(**effort), (name, call), way, quick=False)
     return taken, asdict(peak)
 
 
-def figures(
-    device: torch.device, effort: Effort, name: str, call: str, way: str, *, quick: bool
-) -> tuple[list[int], Peak]:
+def figures(device: torch.device, effort: Effort, cell: Cell, way: str, *, quick: bool) -> Figures:
     """Return the nanoseconds that each call of one side took, and its peak."""
+    name, call = cell
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         side = CALLS[call][way](tasks(device, quick=quick)[name])
