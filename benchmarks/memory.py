@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -73,13 +74,39 @@ def _on_cpu(side: Side) -> Peak:
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
     events = _walk(profiler.profiler.kineto_results.experimental_event_tree())
-    history = [
-        (event.start_time_ns, event.extra_fields.total_allocated, event.extra_fields.alloc_size)
+    history = sorted(
+        (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
         for event in events
         if event.tag.name == "Allocation"
-    ]
-    _, total, size = min(history)  # the counter goes on from the process's earlier profiles
-    return Peak(max(total for _, total, _ in history) - (total - size), _bytes(results))
+    )
+    return Peak(largest_total((ptr, size) for _, ptr, size in history), _bytes(results))
+
+
+def largest_total(history: Iterable[tuple[int, int]]) -> int:
+    """Return the most bytes that stood at a time, of allocations and, with a minus, frees."""
+    sizes: dict[int, int] = {}
+    starts: list[int] = []
+    total = most = 0
+
+    def free(index: int) -> int:
+        return sizes.pop(starts.pop(index))
+
+    for start, size in history:
+        if size < 0:
+            total -= free(bisect_left(starts, start)) if start in sizes else 0
+            continue
+        # The profiler does not see what threads of gloo free, and its own total counts it for ever.
+        # It is free when another tensor lies there.
+        index = bisect_left(starts, start)
+        if index and starts[index - 1] + sizes[starts[index - 1]] > start:
+            index -= 1
+        while index < len(starts) and starts[index] < start + size:
+            total -= free(index)
+        starts.insert(index, start)
+        sizes[start] = size
+        total += size
+        most = max(most, total)
+    return most
 
 
 def _walk(events: list[Any]) -> Iterator[Any]:

@@ -244,6 +244,13 @@ def sharding(leaf: Tensor) -> Hashable:
     return (sharded.device_mesh, sharded.placements) if is_dtensor(leaf) else None
 
 
+def are_aligned(a: Any, b: Any) -> bool:
+    """Return whether two tensors are DTensors whose parts on a rank are the same entries."""
+    if not is_dtensor(a) or not is_dtensor(b) or a.shape != b.shape:
+        return False
+    return sharding(a) == sharding(b) and not any(p.is_partial() for p in a.placements)
+
+
 def sum_over_shards(part: Tensor, sharded_as: Any) -> Tensor:
     """Return the sum of what ranks have computed from their parts; a collective of them.
 

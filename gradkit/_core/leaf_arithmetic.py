@@ -8,7 +8,15 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from gradkit._compat.distributed import full_tensor, is_dtensor, sharded_like
+from gradkit._compat.distributed import (
+    are_aligned,
+    full_tensor,
+    is_dtensor,
+    local_part,
+    sharded_like,
+    sharding,
+)
+from gradkit._core.shard_sum import shard_sum
 
 
 def plus(*summands: Tensor | None) -> Tensor | None:
@@ -36,6 +44,12 @@ def inner(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """Return the real inner product as a 0-dim tensor, in float32 at least; None if one is zero."""
     if a is None or b is None:
         return None
+    if are_aligned(a, b):  # the graph would keep both whole tensors
+        return shard_sum(_inner(local_part(a), local_part(b)), sharding(a))
+    return _inner(a, b)
+
+
+def _inner(a: Tensor, b: Tensor) -> Tensor:
     left, right = real_vector(a), real_vector(b)
     dtype = torch.promote_types(left.dtype, right.dtype)
     with torch.autocast(left.device.type, enabled=False):  # it would compute in half precision

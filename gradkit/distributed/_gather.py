@@ -87,11 +87,15 @@ class ShardedParam:
 
     def reduce(self, full: Tensor) -> Tensor:
         """Return the mean over the ranks, in shards; not differentiable."""
-        padded = _padded(full * (1 / self.group.size), self.rows * self.group.size)
+        factor = 1 / self.group.size
+        sum_overflows = full.dtype == torch.float16  # of numbers whose mean does not
+        padded = _padded(full * factor if sum_overflows else full, self.rows * self.group.size)
         local = padded.new_empty(self.rows, *self.shape[1:])
         self.order.add(self.index, 1)
         with collective_errors(self.group):
             reduce_scatter_into(local, padded, self.group.handle)
+        if not sum_overflows:
+            local.mul_(factor)  # of the shard: the whole gradient is in memory only once
         begin = min(self.rows * self.group.rank, self.shape[0])
         kept = local[: min(self.rows, self.shape[0] - begin)]
         return from_rows(kept, self.mesh, self.shape)

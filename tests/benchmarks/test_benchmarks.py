@@ -31,6 +31,8 @@ from benchmarks import (
     report,
     rooms,
     samplers,
+    sharding,
+    shards,
     staging,
     streaming,
     tasks,
@@ -400,9 +402,27 @@ def test_a_rank_of_the_benchmark_that_fails_is_told(device: torch.device, tmp_pa
         fresh.ranks("benchmarks.processes:compare", 2, shapes=[[1]], sizes=[], **how)
 
 
-def test_processes_are_not_measured_on_a_gpu(device: torch.device) -> None:
-    (row,) = processes.rows(Plan(torch.device("cuda"), quick=True))
+def check_ways_over_shards(device: torch.device) -> None:
+    for call in shards.CALLS:
+        assert shards.agree(call, shards.Net(4, 2, 3))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch renames its collectives
+def test_all_ways_over_shards_agree(two: Ranks, device: torch.device) -> None:
+    two.run(check_ways_over_shards)
+
+
+@pytest.mark.parametrize("room", [processes, sharding])
+def test_processes_are_not_measured_on_a_gpu(room: Any, device: torch.device) -> None:
+    (row,) = room.rows(Plan(torch.device("cuda"), quick=True))
     assert row.verdict.startswith("not run: it is measured over gloo")
+
+
+def test_what_lies_where_a_tensor_lay_says_that_it_is_free(device: torch.device) -> None:
+    kept, freed, unseen, over_unseen = (0, 10), (20, 10), (40, 10), (35, 20)
+    history = [kept, freed, (20, -10), unseen, over_unseen, (90, -5), (35, -20), (60, 4)]
+    assert memory.largest_total(history) == 30
+    assert memory.largest_total([]) == 0
 
 
 def test_what_cannot_be_compiled_is_shown(
@@ -497,6 +517,10 @@ def test_every_target_has_its_rows(quick: Quick) -> None:
         "distributed.per_loss_grads with the forward pass, 1 process, W4 D2 B3 K2 | autograd.grad",
         "distributed.per_loss_grads, collectives, W4 D2 B3 K2 | DDP: forward and backward a loss",
         "distributed.per_loss_grads, what a rank sends, W4 D2 B3 K2",
+        "distributed.make_functional, loss and gradients, 1 process, W8 D2 B3 | fully_shard",
+        "loss and gradients, 1 process, W8 D2 B3, peak memory | fully_shard",
+        "gradient penalty, 1 process, W8 D2 B3, parameter memory | create_graph on the whole",
+        "meta-gradient, 1 step of SGD, 1 process, W8 D2 B3, parameter memory",
         "import gradkit",
         "growth when leaves double",
         "growth when losses double",

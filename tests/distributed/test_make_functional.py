@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
@@ -312,6 +313,9 @@ def check_memory(device: torch.device) -> None:
             return out
 
         grads = grads_of(loss(), run.params)
+        with CommDebugMode() as collectives:
+            square(grads)  # of shards: a graph would keep the whole gradients
+        assert set(map(str, collectives.get_comm_counts())) == {"c10d_functional.all_reduce"}
         layer = 20 * 20 + 20
         assert (gathered.most, gathered.now) == (layer, 0)
         gradkit.value_and_grads(square(grads), run.params)  # gathers cotangents, too
