@@ -31,6 +31,7 @@ EXAMPLES = (
     "fewshot_digits",
     "learn_hyperparams",
     "maml_sinusoid",
+    "meta_sharded",
     "multitask_ddp",
     "multitask_digits",
     "per_sample_digits",
@@ -46,6 +47,7 @@ def main() -> None:
         "memory": draw_memory,
         "call": draw_call,
         "rooms": draw_rooms,
+        "shards": draw_shards,
         "conflicts": draw_conflicts,
         "gram_memory": draw_gram_memory,
     }
@@ -282,6 +284,55 @@ def draw_room(ax: Axes, left: float, row: float, width: float, room: str) -> Non
     else:
         ax.text(left + 0.25, row, room, family="monospace", fontsize=10, va="center")
         ax.text(left + 2.2, row, text, fontsize=9, va="center", color=GREY)
+
+
+# --- Where sharded parameters are ----------------------------------------------------------------
+
+# By step: the layer that each rank has in whole, and what is sent.
+SHARDED = (
+    ("between two calls", "", "each rank holds its rows of every parameter"),
+    ("forward, layer A", "A", "gather A"),
+    ("forward, layer B", "B", "free A, gather B"),
+    ("after the forward pass", "", "free B: the graph keeps shards, and activations"),
+    ("backward, layer B", "B", "gather B again; the mean of its gradient, in shards"),
+    ("backward, layer A", "A", "free B, gather A again; the same"),
+    ("after create_graph=True", "", "free A: the graph of the gradients keeps shards, too"),
+    ("second backward, layer A", "A", "gather A, and the cotangent of its gradient"),
+    ("second backward, layer B", "B", "free both, gather those of B; and so on, down to A"),
+)
+
+
+def draw_shards() -> None:
+    """Draw which parts of two layers are in the memory of two ranks, step by step."""
+    with rc_context({"svg.hashsalt": "gradkit"}):
+        figure, ax = blank_page(10.2, 4.6, xlim=(-4.6, 15.4), ylim=(-len(SHARDED) - 0.9, 1.1))
+        for rank in range(2):
+            ax.text(4 * rank + 1.55, 0.6, f"rank {rank}", fontsize=11, ha="center")
+        for i, (step, whole, text) in enumerate(SHARDED):
+            ax.text(-4.4, -i, step, va="center", fontsize=10)
+            ax.text(8.1, -i, text, va="center", fontsize=9.5, color=GREY)
+            for rank in range(2):
+                draw_layers(ax, 4 * rank, -i, rank, whole)
+        legend = (
+            "Two boxes are the rows of a layer's parameters.  Dark: this rank's own, always in its "
+            "memory.  Light: gathered from the other rank.\nWhite: not in its memory."
+        )
+        ax.text(-4.4, -len(SHARDED) - 0.4, legend, va="center", fontsize=9, color=GREY)
+        save(figure, "shards")
+
+
+def draw_layers(ax: Axes, left: float, row: float, rank: int, whole: str) -> None:
+    """Draw what one rank has of the layers A and B."""
+    for i, layer in enumerate("AB"):
+        for half in range(2):
+            gathered = RUNS if layer == whole else "white"
+            face = INK if half == rank else gathered
+            corner = (left + 1.7 * i + 0.7 * half, row - 0.32)
+            ax.add_patch(Rectangle(corner, 0.7, 0.64, facecolor=face, edgecolor=INK))
+            ink = "white" if half == rank else INK
+            style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 9, "color": ink}
+            if half == rank or layer == whole:
+                ax.text(corner[0] + 0.35, row, layer, **style)
 
 
 def blank_page(

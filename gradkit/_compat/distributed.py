@@ -323,6 +323,17 @@ def local_tensor(tensor: Any) -> Tensor:
         return cast("Tensor", tensor.detach().to_local())
 
 
+def store() -> Any:
+    """Return what all ranks read and write, without a collective. Run on torch 2.13."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def group_like(group: Any, device_type: str) -> Any:
+    """Return a new group of the same ranks and timeout; a collective of all. Run on torch 2.13."""
+    timeout = group._get_backend(torch.device(device_type)).options._timeout
+    return dist.new_group(dist.get_process_group_ranks(group), timeout=timeout)
+
+
 def all_gather_into(output: Tensor, tensor: Tensor, group: Any) -> None:
     """Write the tensors of all ranks to `output`. Torch 2.13 deprecates the name of 2.11."""
     run: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

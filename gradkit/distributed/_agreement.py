@@ -73,8 +73,15 @@ def join_group(handle: Any, call: str) -> Group:
 
 
 @contextmanager
-def collective_errors(group: Group, *, backend_only: bool = False) -> Iterator[None]:
+def collective_errors(
+    group: Group,
+    *,
+    backend_only: bool = False,
+    what: str = "",
+    failures: Callable[[], str] | None = None,
+) -> Iterator[None]:
     """Raise CollectiveError for a RuntimeError in the block; `backend_only`: of the backend."""
+    # `what` is the collective; `failures` returns what is known of other ranks.
     try:
         yield
     except RuntimeError as error:
@@ -89,7 +96,9 @@ def collective_errors(group: Group, *, backend_only: bool = False) -> Iterator[N
             "look for the first error in the output of the other ranks: one has raised, was "
             "killed, is too slow, or has made another call"
         )
-        raise CollectiveError(message(group.this_rank, expected, got, fix)) from error
+        known = failures() if failures else ""
+        where = f"{what}, in {group.this_rank}" if what else group.this_rank
+        raise CollectiveError(message(where, expected, known or got, fix)) from error
 
 
 class GradSpec(NamedTuple):

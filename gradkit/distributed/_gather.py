@@ -8,6 +8,7 @@ mean is gathering.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -27,7 +28,8 @@ from gradkit._compat.distributed import (
 )
 from gradkit._state.rematerialization import Recompute, Source, refuse_changed
 from gradkit.distributed._agreement import Group, collective_errors
-from gradkit.errors import StructureError, describe, message
+from gradkit.distributed._failures import Failures
+from gradkit.errors import StructureError, UnsupportedGraphError, describe, message
 
 if TYPE_CHECKING:  # it would import all of DTensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,6 +68,7 @@ class ShardedParam:
     mesh: DeviceMesh
     group: Group
     order: CollectiveOrder
+    failures: Failures
 
     @property
     def rows(self) -> int:
@@ -81,7 +84,7 @@ class ShardedParam:
         padded = _padded(self.local(shard), self.rows)
         full = padded.new_empty(self.rows * self.group.size, *self.shape[1:])
         self.order.add(self.index, 0)
-        with collective_errors(self.group):
+        with self._collective_errors("the gather"):
             all_gather_into(full, padded, self.group.handle)
         return full if full.shape == self.shape else full[: self.shape[0]]
 
@@ -92,13 +95,17 @@ class ShardedParam:
         padded = _padded(full * factor if sum_overflows else full, self.rows * self.group.size)
         local = padded.new_empty(self.rows, *self.shape[1:])
         self.order.add(self.index, 1)
-        with collective_errors(self.group):
+        with self._collective_errors("the mean of the gradient"):
             reduce_scatter_into(local, padded, self.group.handle)
         if not sum_overflows:
             local.mul_(factor)  # of the shard: the whole gradient is in memory only once
         begin = min(self.rows * self.group.rank, self.shape[0])
         kept = local[: min(self.rows, self.shape[0] - begin)]
         return from_rows(kept, self.mesh, self.shape)
+
+    def _collective_errors(self, what: str) -> AbstractContextManager[None]:
+        what = f"{what} of params[{self.name!r}]"
+        return collective_errors(self.group, what=what, failures=self.failures.of_others)
 
     def local(self, shard: Tensor) -> Tensor:
         """Return the rows of this rank."""
@@ -113,6 +120,12 @@ class ShardedParam:
         got = placement(tensor) if is_dtensor(tensor) else describe(tensor)
         fix = "tensor.redistribute(placements=[Shard(0)]), or compute it from the params"
         return message(f"params[{self.name!r}]", expected, got, fix)
+
+    def batched(self, what: str) -> str:
+        """Return the message for `what` being one for each sample of a vmap."""
+        expected = f"{what} that are the same for all samples of torch.func.vmap"
+        fix = "a loop over the samples; or vmap inputs and outputs only, not parameters"
+        return message(f"params[{self.name!r}]", expected, "others for each sample", fix)
 
     def recompute(self, shard: Tensor) -> Recompute:
         """Return a function that gathers again what `gather` returns for this shard."""
@@ -150,6 +163,12 @@ class Gather(torch.autograd.Function):
         (cotangent,) = cotangents
         return None if cotangent is None else _apply(ReduceScatter, cotangent, ctx.param), None
 
+    @staticmethod
+    def vmap(_: Any, in_dims: Sequence[int | None], shard: Tensor, param: ShardedParam) -> Any:
+        if in_dims[0] is not None:
+            raise UnsupportedGraphError(param.batched("params"))
+        return gather(shard, param), None  # the same for all samples
+
 
 class ReduceScatter(torch.autograd.Function):
     """The mean over the ranks, in shards."""
@@ -170,6 +189,10 @@ class ReduceScatter(torch.autograd.Function):
             return None, None
         # That of a sum over all rows, say, is replicated.
         return _apply(Gather, to_rows(cotangent), ctx.param), None
+
+    @staticmethod
+    def vmap(_: Any, in_dims: Sequence[int | None], full: Tensor, param: ShardedParam) -> Any:
+        raise UnsupportedGraphError(param.batched("gradients"))
 
 
 def _apply(function: Any, tensor: Tensor, param: ShardedParam) -> Tensor:

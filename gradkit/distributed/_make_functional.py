@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from gradkit.distributed._agreement import (
     join_group,
     read_specs,
 )
+from gradkit.distributed._failures import Failures
 from gradkit.distributed._gather import CollectiveOrder, ShardedParam
 from gradkit.distributed._gathering import gathering
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
@@ -36,6 +38,7 @@ _NAME = "gradkit.distributed.make_functional"
 _CALL = "the call of gradkit.distributed.make_functional"
 _Call: TypeAlias = Callable[..., tuple[Any, Named]]
 _Tensors: TypeAlias = Mapping[str, Tensor]
+_groups_apart: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by group of a mesh
 
 
 @disable_compile
@@ -80,8 +83,9 @@ def make_functional(
         `call(params, buffers, *args, **kwargs)` returns `(out, new_buffers)`, as in
         `gradkit.func.make_functional`: plain tensors of this rank. All ranks make the call, and the
         backward passes through `out` in the same order. It raises `StructureError` on all ranks if
-        params, modes or the order of earlier passes differ between them, or a tensor is not such
-        a DTensor; and `CollectiveError` if a rank is missing.
+        params, modes or the order of earlier passes differ between them, a tensor is not such a
+        DTensor, or the module has got or lost parameters; and `CollectiveError` if a rank is
+        missing, with its error if it has failed in the call.
 
     Raises:
         CollectiveError: A rank has failed, is missing, or is too late.
@@ -101,9 +105,10 @@ def make_functional(
     group = join_group(mesh.get_group(), _CALL)
     inner, _, buffers = functional(module)
     params = {name: distributed.sharded_rows(own[name], mesh) for name in names}
-    order = CollectiveOrder()
+    order, failures = CollectiveOrder(), Failures(group.rank, group.size)
+    apart = _group_apart(group, mesh)
     placed = {
-        name: ShardedParam(name, index, param.shape, mesh, group, order)
+        name: ShardedParam(name, index, param.shape, mesh, apart, order, failures)
         for index, (name, param) in enumerate(params.items())
     }
 
@@ -114,11 +119,25 @@ def make_functional(
             given, _ = agree_or_raise(group, describe_call)
         finally:
             order.reset()
-        with gathering(module, [(given[name], param) for name, param in placed.items()]):
+        pairs = [(given[name], param) for name, param in placed.items()]
+        with failures.of_a_call(), gathering(module, pairs):
             return inner(given, buffers, *args, **kwargs)
 
     first = {name: _of_first_rank(own[name], group, mesh) for name in buffers}
     return call, params, first
+
+
+def _group_apart(group: Group, mesh: DeviceMesh) -> Group:
+    """Return a group for gathers and means alone, the same one for all modules.
+
+    A rank that has raised in a call, and goes on, would send its next message, of whatever kind, to
+    those that wait for its shard: gloo takes it for one if it is no longer.
+    """
+    if group.device.type != mesh.device_type:  # messages and shards have different backends
+        return group
+    if group.handle not in _groups_apart:
+        _groups_apart[group.handle] = distributed.group_like(group.handle, mesh.device_type)
+    return group._replace(handle=_groups_apart[group.handle])
 
 
 def _read(
@@ -203,10 +222,22 @@ def _of_first_rank(buffer: Tensor, group: Group, mesh: DeviceMesh) -> Tensor:
     return copy
 
 
+def _refuse_changed(module: nn.Module, placed: Mapping[str, ShardedParam]) -> None:
+    """Raise if parameters were added to a module, which would be this rank's alone, or removed."""
+    names = {name for name, _ in module.named_parameters()}
+    if names != placed.keys():
+        name = min(names ^ placed.keys())
+        expected = "the parameters that the module had in make_functional"
+        got = "a new parameter" if name in names else "none any more"
+        fix = "call make_functional again, after the module has changed"
+        raise StructureError(message(_of_module(name), expected, got, fix))
+
+
 def _describe_call(
     module: nn.Module, params: _Tensors, placed: Mapping[str, ShardedParam], order: CollectiveOrder
 ) -> tuple[Named, Description]:
     given = read_named(params, list(placed), "params")
+    _refuse_changed(module, placed)
     for name, param in placed.items():
         *_, data = layers(given[name])
         if not param.fits(data):

@@ -146,6 +146,11 @@ _FORWARD = (
     "",
     'hvp(..., mode="reverse-over-reverse"), or vjp in place of jvp',
 )
+_SHARDED_FORWARD = (
+    "tensors that have forward-mode derivatives in torch",
+    "DTensors, which have none",
+    'hvp(..., mode="reverse-over-reverse"), or linearize in place of jvp',
+)
 _INFERENCE = (
     "tensors that autograd can save for the backward pass",
     "one that was made in inference mode",
@@ -173,6 +178,7 @@ _KNOWN = {
         "a norm layer that updates its running statistics from a batch",
         "module.eval(), or track_running_stats=False",
     ),
+    "aten._has_same_storage_numel": _SHARDED_FORWARD,  # of the first thing that make_dual does
     "forward AD": _FORWARD,
     "forward mode AD": _FORWARD,
     ZERO_TENSOR: _FORWARD,

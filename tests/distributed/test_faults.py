@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import gradkit
 from tests.distributed.test_ddp import batch, losses_of, wrapped
@@ -119,6 +121,73 @@ def test_a_rank_that_is_killed(device: torch.device, inside: bool) -> None:
         for _, text in outcomes[:3]:
             assert "gradkit.distributed.all_reduce on rank" in text
     assert_gone(four)
+
+
+class Failing(nn.Module):
+    """Fails on the last rank between its layers; a shard of the second has the bytes of a message.
+
+    gloo would take the next message of that rank for the shard that the others wait for.
+    """
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+        self.fault = fault
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if is_last() and self.fault == "raises":
+            raise UserError("in the middle")
+        if is_last() and self.fault == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        out: Tensor = self.last(x)
+        return out
+
+
+def fail_over_shards(device: torch.device, fault: str) -> None:
+    """What the other ranks wait for is named, and the rank if it could say what happened."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    dist.barrier()
+    wait_less()
+    module = Failing(fault).to(device, torch.float64)
+    call, params, _ = gradkit.distributed.make_functional(module, mesh)
+    x = torch.ones(1, 8, device=device, dtype=torch.float64)
+    if fault == "raises between the passes":
+        loss = call(params, {}, x)[0].sum()
+        if is_last():
+            raise UserError
+        with pytest.raises(
+            gradkit.CollectiveError, match=r"of params\['last\.weight'\], in the call"
+        ):
+            gradkit.value_and_grads(loss, params)
+        return
+    if is_last():
+        with pytest.raises(UserError):
+            call(params, {}, x)
+    else:
+        got = "got an error on rank 1 in the call, UserError: in the middle"
+        with pytest.raises(gradkit.CollectiveError) as raised:
+            call(params, {}, x)
+        assert "the gather of params['last.weight'], in the call of" in str(raised.value)
+        assert (got in str(raised.value)) == (fault == "raises")
+    # Who goes on as if nothing had happened gets no result, and gives none to others.
+    with pytest.raises(gradkit.CollectiveError):
+        call(params, {}, x)
+
+
+OVER_SHARDS = {
+    "raises": ["returned", "returned"],
+    "is killed": ["returned", "died"],
+    "raises between the passes": ["returned", "raised"],
+}
+
+
+@pytest.mark.parametrize("fault", OVER_SHARDS)
+def test_a_rank_that_fails_over_shards(device: torch.device, fault: str) -> None:
+    with ranks(2, device, TIMEOUT, forking()) as two:
+        outcomes = two.outcomes(fail_over_shards, fault)
+        assert [kind for kind, _ in outcomes] == OVER_SHARDS[fault], outcomes
+    assert_gone(two)
 
 
 def assert_gone(group: Ranks) -> None:

@@ -427,6 +427,23 @@ def check_bad_modules(device: torch.device) -> None:
     raises(structure, r"module\.weight on rank 1", lambda: make_functional(rows, mesh))
 
 
+def check_other_meshes(device: torch.device) -> None:
+    """Each half of the ranks has a mesh of its own: all raise, and can go on."""
+    halves = init_device_mesh(device.type, (2, 2), mesh_dim_names=("a", "b"))
+    for half in (halves["a"], halves["b"]):
+        words = r"mesh: expected .* all 4 ranks, got one of \(2,\)"
+        raises(gradkit.StructureError, words, partial(make_functional, net(device), half))
+    first_only = halves["b"] if dist.get_rank() == 0 else mesh_of(device)
+    error = gradkit.StructureError if dist.get_rank() == 0 else gradkit.CollectiveError
+    raises(error, "mesh|an error on rank 0", lambda: make_functional(net(device), first_only))
+    run, single, batch = Sharded(net(device), device), Single(net(device)), batches(device)
+    assert_close(first_order(run, batch), first_order(single, batch))
+
+
+def test_a_mesh_of_some_ranks_is_refused_on_all(four: Ranks, device: torch.device) -> None:
+    four.run(check_other_meshes)
+
+
 def check_bad_calls(device: torch.device) -> None:
     run, batch, structure = Sharded(net(device), device), batches(device), gradkit.StructureError
     first = dist.get_rank() == 0
@@ -438,6 +455,14 @@ def check_bad_calls(device: torch.device) -> None:
     raises(structure, "the params of make_functional, by name", lambda: call(less))
     whole = {name: param.full_tensor() for name, param in run.params.items()}
     raises(structure, r"params\['shift'\]: expected a DTensor of shape", lambda: call(whole))
+    changed = net(device)
+    before = Sharded(changed, device)
+    changed.more = nn.Linear(1, 1, device=device)
+    new = r"module\.more\.bias: expected the parameters .* got a new parameter"
+    raises(structure, new, lambda: before.loss(before.params, batch[0]))
+    del changed.more, changed.last
+    gone = r"module\.last\.bias: .* got none any more"
+    raises(structure, gone, lambda: before.loss(before.params, batch[0]))
     same = {n: p.redistribute(placements=[Replicate()]) for n, p in run.params.items()}
     raises(structure, r"params\['shift'\]: .*Replicate", lambda: call(same))
     raises(

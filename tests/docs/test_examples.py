@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import signal
@@ -43,6 +44,7 @@ maml = load_example("maml_sinusoid")
 fewshot = load_example("fewshot_digits")
 hyperparams = load_example("learn_hyperparams")
 ddp = load_example("multitask_ddp")
+shards = load_example("meta_sharded")
 
 
 def smoke(device: torch.device, folder: Path) -> int:
@@ -667,6 +669,63 @@ def check_processes_apart(device: torch.device) -> None:
 
 def test_processes_that_come_apart_are_seen(two: Ranks, device: torch.device) -> None:
     two.run(check_processes_apart)
+
+
+# --- meta_sharded --------------------------------------------------------------------------------
+
+TWO = (*THREE[:-1], "2")
+
+
+@pytest.mark.slow
+def test_losses_over_shards_are_those_of_one_process(device: torch.device, tmp_path: Path) -> None:
+    curves = {}
+    for launcher, count in (((), 1), (TWO, 2)):
+        script = [*launcher, EXAMPLES / "meta_sharded.py", "--smoke", "--device", str(device)]
+        file, folder = tmp_path / f"{count}.json", tmp_path / str(count)
+        done = run_script(*script, "--curve", file, "--output", folder)
+        assert done.returncode == 0, done.stderr
+        assert (folder / "meta_sharded.png").read_bytes().startswith(b"\x89PNG")
+        assert done.stdout.count("the losses are those of one process") == 1
+        assert f"{30720 // count:,} of 30,720 numbers" in done.stdout
+        assert CUT not in done.stdout
+        curves[count] = torch.tensor(json.loads(file.read_text()), dtype=torch.float64)
+    assert len(curves[1]) == 2 * shards.SMOKE.steps + 2 * (2 * shards.INNER_STEPS + 1) + 1
+    torch.testing.assert_close(curves[2], curves[1], rtol=0, atol=1e-10)
+
+
+def check_meta_gradient(device: torch.device) -> None:
+    """Through steps that are recomputed, with respect to shards and a rate: that of one process."""
+    config = shards.Config(length=6, width=4, layers=1)
+    tasks = shards.Library(shards.READ[:4], config.length, device).draw()
+    expected_loss, expected = shards.meta_step(shards.whole(config, device), tasks)
+    loss, grads = shards.meta_step(shards.sharded(config, device), tasks)
+    torch.testing.assert_close(loss, expected_loss, rtol=0, atol=1e-12)
+    torch.testing.assert_close(grads["log_rate"], expected["log_rate"], rtol=0, atol=1e-12)
+    for name, grad in expected["params"].items():
+        whole = grads["params"][name].full_tensor()
+        torch.testing.assert_close(whole, grad, rtol=0, atol=1e-12)
+
+
+def test_meta_gradient_over_shards_is_that_of_one_process(two: Ranks, device: torch.device) -> None:
+    two.run(check_meta_gradient)
+
+
+def check_claims_about_shards(device: torch.device) -> None:
+    """Losses that differ, or are NaN; a process that holds all; steps that do not help."""
+    falling = shards.Curves([2.0], [1.0], [3.0] * 5, [2.0, 1.5, 1.0, 1.0, 1.0], 0.3)
+    right = shards.Outcome(falling, 1e-15, 100, 50)
+    assert shards.failed_checks(right, shards.FULL) == []
+    flat = shards.Curves([2.0], [1.0], [3.0] * 5, [2.0] * 5, 0.3)
+    for difference in (1e-6, torch.nan):
+        wrong = shards.Outcome(flat, difference, 100, 100)
+        assert len(shards.failed_checks(wrong, shards.FULL)) == 3
+    assert falling.difference(flat) == 1
+    broken = shards.Curves([2.0], [1.0], [3.0] * 5, [2.0, 1.5, 1.0, 1.0, torch.nan], 0.3)
+    assert not falling.difference(broken) <= 1e9
+
+
+def test_each_claim_about_shards_can_fail(two: Ranks, device: torch.device) -> None:
+    two.run(check_claims_about_shards)
 
 
 # --- private_digits ------------------------------------------------------------------------------

@@ -1,0 +1,138 @@
+"""Products and transforms over shards: right, or an error before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import gradkit
+from tests.distributed.test_make_functional import (
+    Sharded,
+    Single,
+    Tree,
+    assert_close,
+    batches,
+    net,
+    trained,
+)
+from tests.processes import Ranks
+
+
+def direction(params: Tree) -> Tree:
+    return {name: (param.detach() * 3 + 1).cos() for name, param in params.items()}
+
+
+def part_loss(run: Any, part: Tensor, params: Tree) -> Tensor:
+    """The loss on one part of the batch, in both."""
+    loss: Tensor = run.call(run.full(params), run.buffers, part)[0].square().mean()
+    return loss
+
+
+def check_products(device: torch.device) -> None:
+    """A pushed direction is that of this rank's part; a pulled one the mean over the ranks."""
+    run, single = Sharded(net(device), device), Single(net(device))
+    batch, rank = batches(device)[0], dist.get_rank()
+    ours, theirs = trained(run), trained(single)
+    along, theirs_along = direction(ours), direction(theirs)
+
+    values, push = gradkit.func.linearize(partial(part_loss, run, batch[rank]), ours)
+    expected = gradkit.func.jvp(partial(part_loss, single, batch[rank]), theirs, theirs_along)
+    assert_close(values.detach(), expected[0].detach())
+    assert_close(push(along).detach(), expected[1].detach())
+
+    _, pull = gradkit.func.vjp(partial(part_loss, run, batch[rank]), ours)
+    _, pull_all = gradkit.func.vjp(lambda p: single.loss(single.full(p), batch), theirs)
+    one = torch.ones((), device=device, dtype=torch.float64)
+    assert_close(pull(one)[0], pull_all(one)[0])
+
+    def outputs(run: Any, parts: Tensor, params: Tree) -> Tensor:
+        outs = [run.call(run.full(params), run.buffers, part)[0] for part in parts]
+        return torch.stack(outs)
+
+    def outer(out: Tensor) -> Tensor:
+        return out.pow(4).mean()
+
+    _, product = gradkit.func.ggn_vp(partial(outputs, run, batch[rank][None]), outer, ours, along)
+    of_all = partial(outputs, single, batch)
+    _, expected_product = gradkit.func.ggn_vp(of_all, outer, theirs, theirs_along)
+    assert_close(product, expected_product)
+
+
+def test_products_are_those_of_one_process(several: Ranks, device: torch.device) -> None:
+    several.run(check_products)
+
+
+# With respect to what is a plain tensor, torch's transforms take the parameters as they are.
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "torch.func.jvp": lambda fn, x: torch.func.jvp(fn, (x,), (x.cos(),))[1],
+    "jvp": lambda fn, x: gradkit.func.jvp(fn, x, x.cos())[1],
+    "hvp": lambda fn, x: gradkit.func.hvp(fn, x, x.cos())[1],
+    "jacfwd": lambda fn, x: torch.func.jacfwd(fn)(x),
+    "jacrev": lambda fn, x: torch.func.jacrev(fn)(x),
+    "hessian": lambda fn, x: torch.func.hessian(fn)(x),
+    "vmap": lambda fn, x: torch.func.vmap(fn)(torch.stack([x, x + 1])),
+}
+
+
+def check_inputs(device: torch.device) -> None:
+    run, single = Sharded(net(device), device), Single(net(device))
+    x = batches(device)[0, dist.get_rank()]
+    for name, transform in TRANSFORMS.items():
+        ours = transform(lambda x: part_loss(run, x, run.params), x)
+        expected = transform(lambda x: part_loss(single, x, single.params), x)
+        try:
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
+        except AssertionError as error:
+            error.add_note(f"transform: {name}")
+            raise
+    # An ordinary gradient goes through a vmap of the inputs.
+    grads = []
+    for one in (run, single):
+        rows = torch.func.vmap(lambda x, one=one: part_loss(one, x[None], one.params))(x)
+        grads.append(gradkit.value_and_grads(rows.mean(), one.params)[1])
+    means = {
+        name: None if grad is None else gradkit.distributed.all_reduce(grad)
+        for name, grad in grads[1].items()
+    }
+    assert_close(grads[0], means)
+
+
+def test_derivatives_in_inputs_are_those_of_this_process(two: Ranks, device: torch.device) -> None:
+    two.run(check_inputs)
+
+
+def check_forward_mode(device: torch.device) -> None:
+    run, batch = Sharded(net(device), device), batches(device)[0]
+    params = trained(run)
+    ran: list[object] = []
+
+    def loss(params: Tree) -> Tensor:
+        ran.append(params)
+        return part_loss(run, batch[dist.get_rank()], params)
+
+    along = direction(params)
+    error = gradkit.UnsupportedGraphError
+    for call in (gradkit.func.jvp, gradkit.func.hvp):
+        with pytest.raises(error, match="DTensors, which have none") as raised:
+            call(loss, params, along)
+        assert 'mode="reverse-over-reverse"' in str(raised.value)
+        assert "linearize" in str(raised.value)
+    with pytest.raises(NotImplementedError, match="sharding strategy"):  # torch's own
+        torch.func.jvp(loss, (params,), (along,))
+    assert not ran
+    # One for each sample: the gradients would have to be gathered and reduced sample by sample.
+    with pytest.raises(error, match="gradients that are the same for all samples"):
+        torch.func.vmap(
+            lambda x: torch.func.grad(lambda p: part_loss(run, x[None], p))(params)["last.bias"]
+        )(batch[dist.get_rank()])
+    part_loss(run, batch[dist.get_rank()], params)  # the ranks are still in step
+
+
+def test_forward_mode_over_shards_raises_first(two: Ranks, device: torch.device) -> None:
+    two.run(check_forward_mode)
