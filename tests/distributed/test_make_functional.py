@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradkit
 from gradkit.distributed import _gather
+from tests.helpers import of_dtensors
 from tests.processes import Ranks
 
 Tree = dict[str, Any]
@@ -241,6 +242,7 @@ def check_laws(device: torch.device) -> None:
     assert run.call(run.params, run.buffers, batch[0, 0])[1]["count"] == 1
 
 
+@of_dtensors
 def test_every_order_is_that_of_one_process(several: Ranks, device: torch.device) -> None:
     several.run(check_laws)
 
@@ -272,6 +274,7 @@ def check_layers(device: torch.device) -> None:
         assert_close(penalty(Sharded(module, device), batch), penalty(Single(module), batch))
 
 
+@of_dtensors
 def test_layers(two: Ranks, device: torch.device) -> None:
     two.run(check_layers)
 
@@ -335,6 +338,7 @@ def check_memory(device: torch.device) -> None:
         assert_close(again, {name: grad.full_tensor() for name, grad in ours.items()})
 
 
+@of_dtensors
 def test_a_layer_is_in_memory_at_a_time(two: Ranks, device: torch.device) -> None:
     two.run(check_memory)
 
@@ -393,6 +397,7 @@ def check_meta(device: torch.device) -> None:
     assert run.buffers["count"] == 0
 
 
+@of_dtensors
 def test_from_a_sharded_module_and_from_a_state_dict(two: Ranks, device: torch.device) -> None:
     two.run(check_fully_sharded)
     two.run(check_meta)

@@ -21,7 +21,10 @@ from tests.distributed.test_make_functional import (
     net,
     trained,
 )
+from tests.helpers import of_dtensors
 from tests.processes import Ranks
+
+pytestmark = of_dtensors
 
 
 def direction(params: Tree) -> Tree:

@@ -27,7 +27,10 @@ from tests.distributed.test_make_functional import (
     trained,
     unrolled,
 )
+from tests.helpers import of_dtensors
 from tests.processes import Ranks
+
+pytestmark = of_dtensors
 
 # --- Dropout -------------------------------------------------------------------------------------
 

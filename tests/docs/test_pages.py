@@ -19,6 +19,7 @@ from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import CodeBlockParser
 
 import gradkit
+from gradkit._compat.versions import is_mended
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -65,8 +66,16 @@ def leave_process_group() -> None:
         dist.destroy_process_group()
 
 
+def skip_of_dtensors(name: str) -> None:
+    """Skip what takes second derivatives over shards, which gradkit refuses on torch 2.11."""
+    pages = {"docs/several_processes.md", "_make_functional.make_functional"}
+    if name in pages and not is_mended("DTensor"):
+        pytest.skip("torch gets second derivatives of DTensors wrong")
+
+
 @pytest.mark.parametrize("path", PAGES, ids=page_id)
 def test_python_blocks_run(path: Path) -> None:
+    skip_of_dtensors(page_id(path))
     document = parse(path)
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()  # a compiled layer is shared with other tests
@@ -135,6 +144,7 @@ def examples() -> list[doctest.DocTest]:
 
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.name)
 def test_docstring_examples_run(example: doctest.DocTest) -> None:
+    skip_of_dtensors(example.name)
     report: list[str] = []
     result = doctest.DocTestRunner().run(example, out=report.append)
     leave_process_group()
