@@ -16,7 +16,6 @@ from gradkit._compat.distributed import (
     sharded_like,
     sharding,
 )
-from gradkit._core.shard_sum import shard_sum
 
 
 def plus(*summands: Tensor | None) -> Tensor | None:
@@ -45,6 +44,9 @@ def inner(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return None
     if are_aligned(a, b):  # the graph would keep both whole tensors
+        # Each Function that is defined costs every call a look: not where nobody has shards.
+        from gradkit._core.shard_sum import shard_sum
+
         return shard_sum(_inner(local_part(a), local_part(b)), sharding(a))
     return _inner(a, b)
 

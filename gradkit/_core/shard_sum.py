@@ -25,7 +25,7 @@ class _ShardSum(Function):
 
     @staticmethod
     def forward(part: Tensor, sharded_as: Hashable) -> Tensor:
-        return sum_over_shards(part, sharded_as)
+        return sum_over_shards(part.detach(), sharded_as)  # torch warns of one that requires grad
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
