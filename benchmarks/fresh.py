@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 _ROOT = Path(__file__).parents[1]
 
@@ -65,24 +67,48 @@ def ranks(function: str, count: int, /, **arguments: Any) -> Any:
 
     Returns:
         Its result on the first rank, in plain values.
+
+    Raises:
+        RuntimeError: The first rank failed; with what all ranks wrote to stderr.
     """
     arguments |= {"ranks": count}
     command = (sys.executable, "-m", "benchmarks.fresh", function)
-    others = [
-        subprocess.Popen(
-            [*command, json.dumps(arguments | {"rank": rank})], stdout=subprocess.DEVNULL, cwd=_ROOT
-        )
-        for rank in range(1, count)
-    ]
+    with contextlib.ExitStack() as files:
+        # Files, not pipes: a full pipe that nobody reads would stop a rank.
+        errors = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(1, count)]
+        others = [
+            subprocess.Popen(
+                [*command, json.dumps(arguments | {"rank": rank})],
+                stdout=subprocess.DEVNULL,
+                stderr=error,
+                cwd=_ROOT,
+            )
+            for rank, error in enumerate(errors, start=1)
+        ]
+        try:
+            return call(function, rank=0, **arguments)
+        except RuntimeError as first:
+            # When ranks fail together, only one of them says why: the rest lost their connection.
+            for other in others:
+                _end(other)
+            raise RuntimeError("\n".join([str(first), *map(_text, errors)])) from None
+        finally:
+            for other in others:
+                _end(other)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a process, and kill it after a minute."""
     try:
-        return call(function, rank=0, **arguments)
-    finally:
-        for other in others:
-            try:
-                other.wait(timeout=60)
-            except subprocess.TimeoutExpired:
-                other.kill()
-                other.wait()
+        process.wait(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def main(function: str, arguments: str) -> None:
