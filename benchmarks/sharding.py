@@ -96,7 +96,7 @@ def compare(net: dict[str, int], rounds: int, **group: Any) -> dict[str, Any]:
         keep_heap()
     with replicas.group(**group), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch renames its collectives
-        return {call: _compare(call, Net(**net), rounds) for call in shards.CALLS}
+        return {call: _compare(call, Net(**net), rounds) for call in shards.calls()}
 
 
 def _compare(call: str, net: Net, rounds: int) -> dict[str, Any]:

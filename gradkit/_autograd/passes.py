@@ -27,7 +27,7 @@ from gradkit._core.pytree import PyTree
 Runner: TypeAlias = Callable[..., PassRunner]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PassResult:
     """The gradients that the passes of a call gave.
 

@@ -31,7 +31,7 @@ Defect: TypeAlias = tuple[type[GradkitError], str, str]
 _LOSSES_FIRST = "the arguments are (losses, params), in this order: pass the loss first"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Losses:
     """The losses of a call: the tensors, in the order of the tree, and its structure."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from operator import is_
 from typing import Any
 
 import torch
@@ -114,12 +115,7 @@ def _step_with_loan(
     if type(None) in set(map(type, by_leaf)):
         present = [i for i, grad in enumerate(by_leaf) if grad is not None]
         leaves, grads = [leaves[i] for i in present], [by_leaf[i] for i in present]
-    trained = set(map(id, leaves))
-    if (
-        len(trained) != len(leaves)  # a tensor in several places
-        or not trained.issubset(map(id, params.variables))  # a frozen one
-        or not trained.issubset(map(id, own_params))
-    ):
+    if not _are_trained(leaves, params, own_params):
         return False
     with grads_put_back(own_params):
         versions = lend(leaves, grads)
@@ -127,6 +123,18 @@ def _step_with_loan(
             optimizer.step()
             warn_if_written(optimizer, grads, versions)
     return versions is not None
+
+
+def _are_trained(leaves: list[Any], params: Params, owned: list[Tensor]) -> bool:
+    """Return whether each leaf is a variable, no other leaf, and a parameter of the optimizer."""
+    if len(leaves) == len(owned) and params.all_variables and all(map(is_, leaves, owned)):
+        return True
+    trained = set(map(id, leaves))
+    return (
+        len(trained) == len(leaves)
+        and trained.issubset(map(id, params.variables))
+        and trained.issubset(map(id, owned))
+    )
 
 
 def _check_arguments(

@@ -403,7 +403,7 @@ def test_a_rank_of_the_benchmark_that_fails_is_told(device: torch.device, tmp_pa
 
 
 def check_ways_over_shards(device: torch.device) -> None:
-    for call in shards.CALLS:
+    for call in shards.calls():
         assert shards.agree(call, shards.Net(4, 2, 3))
 
 

@@ -1,0 +1,17 @@
+"""torch's private names for modules."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def lists_as_torch(kind: type[nn.Module]) -> bool:
+    """Return whether modules of a class list their parameters as `torch.nn.Module` does.
+
+    Run on torch 2.11 to 2.15.
+    """
+    return (
+        kind.named_parameters is nn.Module.named_parameters
+        and kind.named_modules is nn.Module.named_modules
+        and kind._named_members is nn.Module._named_members
+    )
