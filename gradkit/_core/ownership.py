@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
 from operator import attrgetter
 
 import torch
@@ -30,7 +29,6 @@ PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 _base = attrgetter("_base")
 _is_contiguous = torch.Tensor.is_contiguous
-_stride = torch.Tensor.stride
 
 
 def own(grads: list[Tensor], params: Sequence[Tensor], leading: tuple[int, ...] = ()) -> None:
@@ -50,6 +48,7 @@ def own(grads: list[Tensor], params: Sequence[Tensor], leading: tuple[int, ...] 
 
 def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
     # One attribute of all leaves at a time: a Python loop would double the time of a call.
+    # What is contiguous was not expanded, but along dimensions of size 1, where it does not matter.
     try:
         laid_out = (
             all(map(_is_contiguous, grads))
@@ -88,10 +87,7 @@ def _is_dense(param: Tensor) -> bool:
 
 
 def _only_views_share(grads: list[Tensor], uses: list[int]) -> bool:
-    """Return whether each storage has one tensor, or a view whose base nothing else refers to.
-
-    Nor may such a view be an expanded tensor, which cannot be changed in place.
-    """
+    """Return whether each storage has one tensor, or a view whose base nothing else refers to."""
     if set(uses) == {_STORAGE_UNSHARED}:
         return True
     if not set(uses) <= {_STORAGE_UNSHARED, _VIEW_UNSHARED}:
@@ -103,7 +99,6 @@ def _only_views_share(grads: list[Tensor], uses: list[int]) -> bool:
     return (
         set(map(tensor_use_count, bases)) == {_BASE_UNSHARED}
         and set(map(sys.getrefcount, bases)) == {_BASE_UNREFERENCED}
-        and 0 not in chain.from_iterable(map(_stride, views))
     )
 
 
