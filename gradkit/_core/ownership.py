@@ -96,10 +96,9 @@ def _only_views_share(grads: list[Tensor], uses: list[int]) -> bool:
     bases = list(map(_base, views))
     if type(None) in set(map(type, bases)):
         return False  # not a view, but a result of detach(), which shares memory, too
-    return (
-        set(map(tensor_use_count, bases)) == {_BASE_UNSHARED}
-        and set(map(sys.getrefcount, bases)) == {_BASE_UNREFERENCED}
-    )
+    return set(map(tensor_use_count, bases)) == {_BASE_UNSHARED} and set(
+        map(sys.getrefcount, bases)
+    ) == {_BASE_UNREFERENCED}
 
 
 def copy_for(grad: Tensor, param: Tensor) -> Tensor:

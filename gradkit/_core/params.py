@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradkit._compat import distributed
@@ -225,7 +226,10 @@ def expand_params(
 ) -> tuple[list[Any], Structure]:
     """Flatten a tree in which every module, iterator and optimizer is replaced by its tensors."""
     if isinstance(tree, nn.Module):
-        tree = _expanded(tree, None if allow_distributed else lambda: root)
+        params, classes = modules.named_parameters(tree)
+        if not allow_distributed:
+            _refuse_distributed(classes, lambda: root)
+        return pytree.flatten_tensors(params)
     leaves, spec = pytree.flatten(tree)
     kinds = set(map(type, leaves))
     if kinds <= PLAIN_TYPES or not any(issubclass(kind, EXPANDED) for kind in kinds):
@@ -259,7 +263,7 @@ def refuse_distributed(module: nn.Module, where: Callable[[], str]) -> None:
 def _refuse_distributed(classes: Iterable[type], where: Callable[[], str]) -> None:
     sharded = distributed.module_classes()
     for kind in classes:
-        if issubclass(kind, nn.parallel.DistributedDataParallel):
+        if DistributedDataParallel in kind.__mro__:  # issubclass takes longer: it has a metaclass
             got = "a DistributedDataParallel module: its gradients would not be reduced"
         elif issubclass(kind, sharded):
             got = "a module sharded by FSDP: its sharded parameters are not in the graph"
