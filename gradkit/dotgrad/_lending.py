@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from gradkit._compat.optim import has_step_hooks, is_step_of_class
 from gradkit._core.ownership import PLAIN_TYPES
-from gradkit._state.grad_writes import set_grads, write
-from gradkit.dotgrad._matching import Pairs
+from gradkit._state.grad_writes import set_grads
 from gradkit.errors import warn_fallback
 
 # tests/dotgrad/test_lending.py runs each with the combinations of its options that are lent to. One
@@ -72,12 +71,6 @@ def _have_one_layout(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
     if all(map(_is_contiguous, grads)) and all(map(_is_contiguous, leaves)):
         return True
     return list(map(_stride, grads)) == list(map(_stride, leaves))
-
-
-def give(pairs: Pairs) -> None:
-    """Set every `.grad` to a copy."""
-    for leaf, grad in pairs:
-        write(leaf, grad)
 
 
 def warn_if_written(optimizer: Optimizer, lent: Sequence[Tensor], versions: list[int]) -> None:

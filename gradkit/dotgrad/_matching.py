@@ -66,11 +66,12 @@ def _matched(params: Params, by_leaf: list[Any]) -> Pairs:
     for index, (leaf, grad) in enumerate(zip(params.leaves, by_leaf, strict=True)):
         mismatch = _mismatch(leaf, grad)
         if mismatch is None and id(leaf) in pairs and _differ(pairs[id(leaf)][1], grad):
-            mismatch = "the gradient that the same tensor has in another place", "a different one"
+            expected = "the gradient that the same tensor has in another place"
+            mismatch = expected, "a different one", _THESE
         if mismatch is not None:
             where = pytree.path(params.spec, index, "grads")
             error = StructureError if isinstance(grad, Tensor | None) else LeafTypeError
-            raise error(message(where, *mismatch, "pass the gradients of these very params"))
+            raise error(message(where, *mismatch))
         if leaf is not None:
             pairs.setdefault(id(leaf), (leaf, grad))
     return list(pairs.values())
@@ -86,19 +87,22 @@ def _plainly_match(params: Params, grads: list[Any]) -> bool:
         and list(map(_shape, leaves)) == list(map(_shape, grads))
         and list(map(_grad_dtype, leaves)) == list(map(_dtype, grads))
         and list(map(_device, leaves)) == list(map(_device, grads))
-        and set(map(_layout, grads)) == {torch.strided}
+        and {*map(_layout, leaves), *map(_layout, grads)} == {torch.strided}
     )
 
 
-def _mismatch(leaf: Tensor | None, grad: object) -> tuple[str, str] | None:
-    """Return what was expected and what came, if they do not match."""
+_THESE = "pass the gradients of these very params"
+
+
+def _mismatch(leaf: Tensor | None, grad: object) -> tuple[str, str, str] | None:
+    """Return what was expected, what came, and what to do, if they do not match."""
     if grad is None:
         return None
     if not isinstance(grad, Tensor):
-        return "a tensor or None", describe(grad)
+        return "a tensor or None", describe(grad), _THESE
     if leaf is None or not leaf.requires_grad:
         why = "None" if leaf is None else "frozen; requires_grad_() would train it"
-        return f"None, as the param is {why}", describe(grad)
+        return f"None, as the param is {why}", describe(grad), _THESE
     dtype = leaf.grad_dtype
     alike = (
         grad.shape == leaf.shape
@@ -108,10 +112,13 @@ def _mismatch(leaf: Tensor | None, grad: object) -> tuple[str, str] | None:
     )
     if not alike:
         in_dtype = "" if dtype in (None, leaf.dtype) else f", in {dtype}"
-        return f"the gradient of {describe(leaf)}{in_dtype}", describe(grad)
-    if grad.layout not in (leaf.layout, torch.strided, torch.sparse_coo):
-        return f"a gradient of layout {leaf.layout}, strided or sparse_coo", f"{grad.layout}"
-    return None
+        return f"the gradient of {describe(leaf)}{in_dtype}", describe(grad), _THESE
+    if grad.layout in (leaf.layout, torch.sparse_coo):
+        return None
+    # The engine can leave a dense `.grad` of a sparse leaf; no assignment can.
+    expected = f"a gradient of layout {leaf.layout} or torch.sparse_coo, which .grad can hold"
+    fix = "grad.to_dense()" if leaf.layout == torch.strided else "grad.to_sparse()"
+    return expected, f"one of layout {grad.layout}", f"give it another: {fix}"
 
 
 def _differ(first: Tensor | None, second: Tensor | None) -> bool:

@@ -92,8 +92,7 @@ def write_grads_(params: PyTree, grads: PyTree) -> None:
     """
     pairs = match(read_leaves(params), grads)
     with leave_inference_mode():
-        for leaf, grad in pairs:
-            grad_writes.write(leaf, grad)
+        grad_writes.write_all(pairs)
 
 
 @disable_compile

@@ -20,8 +20,8 @@ from gradkit._core.options import check_number
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
-from gradkit._state.grad_writes import grads_put_back
-from gradkit.dotgrad._lending import READERS, give, lend, only_reads, warn_if_written
+from gradkit._state.grad_writes import grads_put_back, write_all
+from gradkit.dotgrad._lending import READERS, lend, only_reads, warn_if_written
 from gradkit.dotgrad._matching import Pairs, match, read_grad_leaves, read_leaves, unique
 from gradkit.dotgrad._wrappers import check_wrapper
 from gradkit.errors import OptionError, StructureError, UnsupportedOptimizerError, describe, message
@@ -96,7 +96,7 @@ def step_(
         raise StructureError(message("grads", "a gradient to unscale", "None everywhere", fix))
     with grads_put_back(unique(own_params)):
         with leave_inference_mode():
-            give(pairs)
+            write_all(pairs)
             if scaler is not None and max_norm is not None and not is_unscaled(scaler, optimizer):
                 scaler.unscale_(optimizer)
             norm = None if max_norm is None else clip_grad_norm_([p for p, _ in pairs], max_norm)

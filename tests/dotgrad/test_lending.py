@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import gradkit
-from gradkit.dotgrad import _lending
+from gradkit.dotgrad import _lending, _step
 from gradkit.dotgrad._lending import READERS, only_reads
 from tests.helpers import assert_same_bits
 
@@ -140,7 +140,11 @@ def test_a_scheduler_changes_nothing(device: torch.device) -> None:
 def test_lent_means_not_copied(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     params = net(device)
     copied: list[Tensor] = []
-    monkeypatch.setattr(_lending, "write", lambda leaf, grad: copied.append(leaf))
+
+    def note(pairs: Any) -> None:
+        copied.extend(leaf for leaf, _ in pairs)
+
+    monkeypatch.setattr(_step, "write_all", note)
     gradkit.step_(optim.Adam(params), params, grads_of(params, 0))
     assert not copied
     strided = [torch.ones(3, 4, device=device).T, torch.ones_like(params[1])]
