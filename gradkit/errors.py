@@ -144,8 +144,12 @@ def with_article(name: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the text of an error, without a full stop at its end."""
-    return str(error).strip().partition("\n")[0].rstrip(".")
+    """Return the first line of the text of an error, at most 300 characters of it.
+
+    That is enough to know it by; torch goes on to list all of its backends.
+    """
+    line = str(error).strip().partition("\n")[0].rstrip(".")
+    return line if len(line) <= 300 else f"{line[:300]}..."
 
 
 def warn_fallback(text: str) -> None:

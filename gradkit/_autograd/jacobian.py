@@ -14,9 +14,16 @@ from gradkit._checks.writes import refuse_pre_hooks, user_code_alive
 from gradkit._core import user_code
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph, sizes_of_gradients
+from gradkit._core.leaf_arithmetic import uncompressed
 from gradkit._core.ownership import PLAIN_TYPES, empty_for, zeros_for
 from gradkit._core.params import Params
-from gradkit.errors import GradkitError, UnsupportedGraphError, message, warn_fallback
+from gradkit.errors import (
+    GradkitError,
+    UnsupportedGraphError,
+    first_line,
+    message,
+    warn_fallback,
+)
 
 # What the engine's batched mode gets wrong, or cannot do [G1, G6].
 _UNBATCHABLE = {
@@ -80,7 +87,7 @@ class JacobianBuffer:
         """Run the pass of one element."""
         seed = one_hot(self._loss, element, element + 1)[0]
         grads = passes.grads([self._loss], [seed], self._variables, retain=retain)
-        rows = [None if grad is None else grad.unsqueeze(0) for grad in grads]
+        rows = [None if grad is None else uncompressed(grad).unsqueeze(0) for grad in grads]
         self._put(element, element + 1, rows, in_place=not passes.create_graph)
 
     def run_batch(self, passes: Passes, start: int, stop: int) -> None:
@@ -190,7 +197,7 @@ def batched(
     except RuntimeError as error:
         if torch.compiler.is_compiling() or isinstance(error, GradkitError):
             raise
-        _warn(f"the batched pass failed ({type(error).__name__}: {error})")
+        _warn(f"the batched pass failed ({type(error).__name__}: {first_line(error)})")
         return sequential(passes, loss, variables, retain=retain)
     if not retain:
         buffer.run_one(passes, last, retain=False)

@@ -21,7 +21,7 @@ from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.losses import Losses, require_graph
 from gradkit._core.ownership import grad_dtype
 from gradkit._core.params import Params
-from gradkit.errors import GradkitError, warn_fallback
+from gradkit.errors import GradkitError, first_line, warn_fallback
 
 ARRIVED = torch.empty(0)  # stands for a gradient that has arrived and is gone
 
@@ -110,7 +110,7 @@ class LossRows:
             except RuntimeError as error:
                 if isinstance(error, GradkitError):
                     raise
-                reason = f"the batched pass failed ({type(error).__name__}: {error})"
+                reason = f"the batched pass failed ({type(error).__name__}: {first_line(error)})"
             else:
                 # The host has to wait for it. One loss's cotangents are zeros in another's graph.
                 if len(losses) == 1 or bool(torch.isfinite(result).all()):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import BackwardHook
 
@@ -38,7 +39,7 @@ class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = written_tensors(func, args, kwargs)
         location = _location(sys._getframe(1)) if written else None
         if location is not None:
-            self._writes += [(storage_address(tensor), location) for tensor in written]
+            self._writes += [(_address(tensor), location) for tensor in written]
         return result
 
     def arrive(self, variable: int, grad: Tensor) -> None:
@@ -49,7 +50,7 @@ class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Warn of each gradient that was written on."""
         lines: list[str] = []
         for variable, grad, before in self._arrived:
-            address = storage_address(grad)
+            address = _address(grad)
             after = [location for storage, location in self._writes[before:] if storage == address]
             first = [location for storage, location in self._writes[:before] if storage == address]
             for when, locations in (("after", after), ("before", first)):
@@ -62,6 +63,13 @@ class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "were copied as they arrived. Return a new tensor there: lambda grad: "
                 "grad.clamp(-1, 1), and not grad.clamp_(-1, 1)"
             )
+
+
+def _address(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage; of a sparse one, that of its values."""
+    if tensor.layout != torch.strided:
+        tensor = tensor._values() if tensor.is_sparse else tensor.values()
+    return storage_address(tensor)
 
 
 def _location(frame: FrameType | None) -> str | None:

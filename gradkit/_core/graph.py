@@ -7,6 +7,7 @@ from functools import cache, cached_property
 from math import prod
 from typing import Any, NoReturn, cast
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -135,7 +136,11 @@ def oldest_node(variables: Iterable[Tensor]) -> int:
 
 def edge(tensor: Tensor) -> GradientEdge:
     """Return the edge of the graph at which the gradient of a tensor arrives."""
-    return get_gradient_edge(tensor)
+    if tensor.layout == torch.strided or tensor.grad_fn is not None:
+        return get_gradient_edge(tensor)
+    with torch.enable_grad():  # torch would take a view, which a sparse tensor does not have
+        copy = cast("Any", tensor.clone().grad_fn)
+    return GradientEdge(copy.next_functions[0][0], 0)
 
 
 def nodes_below(roots: Iterable[Tensor], stop: Iterable[Node] = (), oldest: int = 0) -> set[Node]:

@@ -17,6 +17,14 @@ from gradkit._compat.distributed import (
     sharding,
 )
 
+# Sparse tensors of which one dimension is compressed: most operations do not take them.
+_COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+
+
+def uncompressed(tensor: Tensor) -> Tensor:
+    """Return a tensor of a compressed layout as one of `torch.sparse_coo`; others as they are."""
+    return tensor.to_sparse() if tensor.layout in _COMPRESSED else tensor
+
 
 def plus(*summands: Tensor | None) -> Tensor | None:
     """Return a sum in new memory. Sparse plus sparse stays sparse, else the sum is dense."""
@@ -27,6 +35,8 @@ def plus(*summands: Tensor | None) -> Tensor | None:
 
 
 def _plus(a: Tensor, b: Tensor) -> Tensor:
+    if not a.layout == b.layout == torch.sparse_csr:  # the only compressed one that torch adds
+        a, b = uncompressed(a), uncompressed(b)
     # torch adds a sparse tensor to a dense one, not the other way round [B3].
     return b + a if a.is_sparse and not b.is_sparse else a + b
 

@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from gradkit._compat import distributed
+from gradkit._core.graph import edge
 
 Cotangents: TypeAlias = tuple[Tensor | None, ...]
 
@@ -75,9 +76,7 @@ def first_pre_hooked(leaves: Sequence[Tensor]) -> int | None:
         clean = set()
     for index, leaf in enumerate(leaves):
         if id(leaf) not in clean:
-            # torch shows nobody the node of a leaf of another layout: that takes a view.
-            is_seen = leaf.is_leaf and leaf.layout in _WITH_VIEWS
-            if is_seen and _has_pre_hooks(get_gradient_edge(leaf).node):
+            if leaf.is_leaf and _has_pre_hooks(edge(leaf).node):
                 return index
             clean.add(id(leaf))
     _looked_at = made, clean
@@ -88,7 +87,6 @@ def first_pre_hooked(leaves: Sequence[Tensor]) -> int | None:
 # none, either, until another hook is registered.
 _looked_at: tuple[int, set[int]] = -1, set()
 _MOST_CLEAN = 100_000
-_WITH_VIEWS = frozenset({torch.strided, torch.sparse_coo})
 
 
 def _has_pre_hooks(node: Node) -> bool:

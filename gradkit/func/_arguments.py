@@ -42,7 +42,9 @@ from gradkit.errors import (
 )
 
 ArgNums: TypeAlias = int | tuple[int, ...]
-_dtype, _is_leaf, _requires_grad = map(attrgetter, ("dtype", "is_leaf", "requires_grad"))
+_dtype, _layout, _is_leaf, _requires_grad = map(
+    attrgetter, ("dtype", "layout", "is_leaf", "requires_grad")
+)
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,26 @@ def read_arguments(
         where = root or ", ".join(f"args[{position}]" for position in positions)
         raise UnreachedParamError(message(where, "a tensor to differentiate", *_why_none(given)))
     dtypes = [_grad_dtype(tensor) for tensor in params.variables]
-    return Arguments(args, positions, isinstance(argnums, int), params, dtypes, root, unused)
+    arguments = Arguments(args, positions, isinstance(argnums, int), params, dtypes, root, unused)
+    if not torch.compiler.is_compiling():
+        _refuse_compressed(arguments)
+    return arguments
+
+
+def _refuse_compressed(arguments: Arguments) -> None:
+    """Raise if an argument has a layout that torch.func cannot wrap."""
+    variables = arguments.variables
+    if not _WRAPPED.issuperset(map(_layout, variables)):
+        index = next(i for i, x in enumerate(variables) if x.layout not in _WRAPPED)
+        expected = "a dense tensor, or a sparse one of layout torch.sparse_coo"
+        fix = (
+            "pass tensor.to_sparse(); or compute the loss eagerly: gradkit.value_and_grads(loss, w)"
+        )
+        got = f"{describe(variables[index])}, {variables[index].layout}"
+        raise LeafTypeError(message(arguments.path(index), expected, got, fix))
+
+
+_WRAPPED = frozenset({torch.strided, torch.sparse_coo, torch.jagged})
 
 
 def _are_plain_variables(leaves: list[Any]) -> bool:

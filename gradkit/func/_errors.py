@@ -151,6 +151,11 @@ _SHARDED_FORWARD = (
     "DTensors, which have none",
     'hvp(..., mode="reverse-over-reverse"), or linearize in place of jvp',
 )
+_SPARSE_FORWARD = (
+    "dense tensors, in forward mode",
+    "sparse ones, which have no tangents in torch",
+    'hvp(..., mode="reverse-over-reverse"), or vjp in place of jvp',
+)
 _INFERENCE = (
     "tensors that autograd can save for the backward pass",
     "one that was made in inference mode",
@@ -179,6 +184,7 @@ _KNOWN = {
         "module.eval(), or track_running_stats=False",
     ),
     "aten._has_same_storage_numel": _SHARDED_FORWARD,  # of the first thing that make_dual does
+    "Cannot access storage of Sparse": _SPARSE_FORWARD,
     "forward AD": _FORWARD,
     "forward mode AD": _FORWARD,
     ZERO_TENSOR: _FORWARD,

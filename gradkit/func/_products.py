@@ -292,7 +292,9 @@ class _Run:
     def __call__(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         if self.transposed and not torch.compiler.is_compiling() and may_run():
             # The pass comes after the level, where its own tensors show no nodes of the graph.
-            tensors = tuple(tensor.view_as(tensor) for tensor in tensors)
+            tensors = tuple(
+                x.view_as(x) if x.layout == torch.strided else x.clone() for x in tensors
+            )
         is_traced = torch.compiler.is_compiling()
         made = 0 if is_traced else hooks_made()
         with self.monitor:
