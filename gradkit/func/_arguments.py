@@ -179,19 +179,29 @@ def read_arguments(
 
 
 def _refuse_compressed(arguments: Arguments) -> None:
-    """Raise if an argument has a layout that torch.func cannot wrap."""
-    variables = arguments.variables
-    if not _WRAPPED.issuperset(map(_layout, variables)):
-        index = next(i for i, x in enumerate(variables) if x.layout not in _WRAPPED)
-        expected = "a dense tensor, or a sparse one of layout torch.sparse_coo"
-        fix = (
-            "pass tensor.to_sparse(); or compute the loss eagerly: gradkit.value_and_grads(loss, w)"
-        )
-        got = f"{describe(variables[index])}, {variables[index].layout}"
+    expected = "a dense tensor, or a sparse one of layout torch.sparse_coo"
+    fix = "pass tensor.to_sparse(); or compute the loss eagerly: gradkit.value_and_grads(loss, w)"
+    _refuse_other_layouts(arguments, _WRAPPED, expected, fix)
+
+
+def refuse_sparse(arguments: Arguments) -> None:
+    """Raise if an argument is a sparse tensor."""
+    fix = "pass its values, and make the sparse tensor in fn"
+    _refuse_other_layouts(arguments, _DENSE, "a dense tensor", fix)
+
+
+def _refuse_other_layouts(
+    arguments: Arguments, allowed: frozenset[torch.layout], expected: str, fix: str
+) -> None:
+    if not allowed.issuperset(map(_layout, arguments.variables)):
+        index = [x.layout in allowed for x in arguments.variables].index(False)
+        got = f"{describe(arguments.variables[index])}, {arguments.variables[index].layout}"
         raise LeafTypeError(message(arguments.path(index), expected, got, fix))
 
 
-_WRAPPED = frozenset({torch.strided, torch.sparse_coo, torch.jagged})
+_DENSE = frozenset({torch.strided, torch.jagged})
+# What torch.func can wrap.
+_WRAPPED = _DENSE | {torch.sparse_coo}
 
 
 def _are_plain_variables(leaves: list[Any]) -> bool:

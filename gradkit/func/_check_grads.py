@@ -25,10 +25,9 @@ from gradkit.errors import (
     OptionError,
     StructureError,
     UnsupportedGraphError,
-    describe,
     message,
 )
-from gradkit.func._arguments import ArgNums, Arguments, read_arguments
+from gradkit.func._arguments import ArgNums, Arguments, read_arguments, refuse_sparse
 from gradkit.func._directional import FORWARD, REVERSE, Directional, Tensors
 from gradkit.func._disagreement import Check, Disagreement, Tolerance
 from gradkit.func._errors import independent
@@ -102,7 +101,7 @@ def check_grads(
     tolerance = _check_options(order, modes, atol, rtol, eps)
     _refuse_transforms()
     arguments = read_arguments(args, argnums, is_variable=_is_variable)
-    _refuse_sparse(arguments)
+    refuse_sparse(arguments)
     tensors = [x for x in pytree.flatten(args)[0] if isinstance(x, Tensor)]
     captured = captured_by((fn, args))
     tensors += [x for x in captured if isinstance(x, Tensor)]
@@ -149,14 +148,6 @@ def _refuse_transforms() -> None:
 
 def _is_variable(leaf: object, where: Callable[[], str]) -> bool:
     return is_number(leaf) and not (isinstance(leaf, nn.Parameter) and not leaf.requires_grad)
-
-
-def _refuse_sparse(arguments: Arguments) -> None:
-    for index, variable in enumerate(arguments.variables):
-        if variable.layout != torch.strided:
-            expected, fix = "a dense tensor", "pass its values, and make the sparse tensor in fn"
-            got = f"{describe(variable)}, {variable.layout}"
-            raise LeafTypeError(message(arguments.path(index), expected, got, fix))
 
 
 def _in_double(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from gradkit._core.options import check_bool, is_positive_int
 from gradkit._core.ownership import leave_inference_mode, without_inference
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
+from gradkit.func._arguments import refuse_sparse
 from gradkit.meta._foreach import Tensors
 from gradkit.meta._grad_transform import read_grad_transform
 from gradkit.meta._inner_step import Carry, InnerStep, Inputs, Outputs, recomputed
@@ -121,7 +122,7 @@ def unroll(
         An `Adapted`, with `params`, `state`, `values`, `aux`, `buffers` and `trajectory`.
 
     Raises:
-        LeafTypeError: A leaf, or the loss, is no tensor that has a gradient.
+        LeafTypeError: A leaf, or the loss, is no tensor that has a gradient; or a leaf is sparse.
         NotScalarLossError: The loss has not exactly one element.
         OptionError: An option has no such value.
         StructureError: There are no batches, or a tree does not fit.
@@ -147,6 +148,7 @@ def unroll(
     with leave_inference_mode(record=True), torch.set_grad_enabled(enabled):
         data = _read_batches(batches)
         inner = read_inner_params(params)
+        refuse_sparse(inner.arguments)  # steps are differentiated through views of them
         step = InnerStep(loss_fn, inner, opt, transform, first_order, has_buffers, has_aux)
         tensors, close = open_tensors((outer, data, state, dict(opt.hyper), buffers))
         _refuse_graphs([*inner.variables, *tensors])

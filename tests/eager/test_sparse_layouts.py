@@ -140,6 +140,20 @@ def test_a_tangent_of_a_sparse_tensor_is_refused(device: torch.device) -> None:
         gradkit.func.jvp(by_product, (w,), (w,))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_differentiated_twice_is_dense(device: torch.device, layout: str) -> None:
+    w = matrix(layout, device)
+
+    def inner_loss(w: Tensor, _: Tensor) -> Tensor:
+        raise AssertionError("it was called")
+
+    outer = torch.ones(1, device=device)
+    with unchanged(w), pytest.raises(gradkit.LeafTypeError, match="a dense tensor"):
+        gradkit.meta.unroll(inner_loss, {"w": w}, [outer], gradkit.meta.sgd(0.1))
+    with unchanged(w), pytest.raises(gradkit.LeafTypeError, match="a dense tensor"):
+        gradkit.meta.implicit(inner_loss, inner_loss)(w, outer)
+
+
 def test_a_pre_hook_of_a_sparse_leaf_is_refused(device: torch.device) -> None:
     for layout in LAYOUTS:
         w = matrix(layout, device)
