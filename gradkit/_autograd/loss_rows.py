@@ -137,6 +137,5 @@ def read_rows(losses: Losses, params: Params, allowed: Collection[str] = ()) -> 
     check_call(call, allowed)
     if user_code_alive(call):
         refuse_pre_hooks(call)  # before a warning that a batched pass is not run
-    if any(map(Tensor.dim, losses.leaves)):
-        refuse_nested(params)
+    refuse_nested(params)
     return LossRows(call, params, allowed)

@@ -136,9 +136,10 @@ def oldest_node(variables: Iterable[Tensor]) -> int:
 
 def edge(tensor: Tensor) -> GradientEdge:
     """Return the edge of the graph at which the gradient of a tensor arrives."""
-    if tensor.layout == torch.strided or tensor.grad_fn is not None:
+    has_views = tensor.layout == torch.strided and not tensor.is_nested
+    if has_views or tensor.grad_fn is not None:
         return get_gradient_edge(tensor)
-    with torch.enable_grad():  # torch would take a view, which a sparse tensor does not have
+    with torch.enable_grad():  # torch would take a view, which others do not have
         copy = cast("Any", tensor.clone().grad_fn)
     return GradientEdge(copy.next_functions[0][0], 0)
 

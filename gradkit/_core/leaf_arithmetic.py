@@ -16,6 +16,7 @@ from gradkit._compat.distributed import (
     sharded_like,
     sharding,
 )
+from gradkit.errors import LeafTypeError, message
 
 # Sparse tensors of which one dimension is compressed: most operations do not take them.
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
@@ -105,8 +106,7 @@ def _as_matrix(rows: Tensor) -> Tensor:
 def real_vector(leaf: Tensor) -> Tensor:
     """Return the leaf as a real vector, in float32 at least; a complex number is two entries."""
     leaf = full_tensor(leaf)  # a shard alone does not align with those of other gradients
-    dense = leaf.to_dense() if leaf.layout != torch.strided else leaf
-    flat = dense.reshape(-1)
+    flat = _dense(leaf).reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
     return flat.to(torch.promote_types(flat.dtype, torch.float32))
@@ -116,7 +116,16 @@ def stored(leaf: Tensor) -> Tensor:
     """Return the entries of a leaf as a dense tensor; of a sparse one, those that it stores."""
     if leaf.is_sparse:
         return leaf.coalesce().values()
-    return leaf if leaf.layout == torch.strided else leaf.to_dense()
+    return _dense(leaf)
+
+
+def _dense(leaf: Tensor) -> Tensor:
+    if leaf.layout == torch.strided:
+        return leaf
+    if leaf.layout == torch.jagged:
+        expected, fix = "a dense or a sparse tensor", "pass tensor.values() in its place"
+        raise LeafTypeError(message("a leaf", expected, "a nested tensor", fix))
+    return leaf.to_dense()
 
 
 def largest(leaves: Sequence[Tensor | None]) -> Tensor:

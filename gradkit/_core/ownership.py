@@ -72,6 +72,8 @@ def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
 
 def is_laid_out(grad: Tensor, param: Tensor) -> bool:
     """Return whether a dense gradient has the strides of a first accumulation into `.grad`."""
+    if grad.is_nested:
+        return grad.is_contiguous()  # it has no strides
     # An expanded tensor, or a zero tensor without memory, cannot be changed in place.
     if 0 in grad.stride() or grad._is_zerotensor():
         return False
@@ -104,7 +106,7 @@ def _only_views_share(grads: list[Tensor], uses: list[int]) -> bool:
 def copy_for(grad: Tensor, param: Tensor) -> Tensor:
     """Return a copy of a gradient, and its graph, with the layout of a first accumulation."""
     plain = grad.layout == torch.strided and type(grad) is Tensor and not grad.requires_grad
-    if not plain or is_laid_out(grad, param):
+    if not plain or grad.is_nested or is_laid_out(grad, param):
         return grad.clone()
     return empty_for(param, grad.dtype, device=grad.device).copy_(grad)
 
@@ -139,7 +141,7 @@ def _layout_of_rows(param: Tensor, leading: tuple[int, ...]) -> Tensor:
 
 def zeros_for(param: Tensor, leading: tuple[int, ...] = ()) -> Tensor:
     """Return a dense zero gradient for `param`, in the dtype of its gradient."""
-    if type(param) not in PLAIN_TYPES:
+    if type(param) not in PLAIN_TYPES or param.is_nested:
         zero = torch.zeros_like(param.detach(), dtype=grad_dtype(param))
         count = torch.Size(leading).numel()
         return torch.stack([zero] * count).reshape(*leading, *param.shape) if leading else zero

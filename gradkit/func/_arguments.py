@@ -199,7 +199,7 @@ def _refuse_other_layouts(
         raise LeafTypeError(message(arguments.path(index), expected, got, fix))
 
 
-_DENSE = frozenset({torch.strided, torch.jagged})
+_DENSE = frozenset({torch.strided})
 # What torch.func can wrap.
 _WRAPPED = _DENSE | {torch.sparse_coo}
 

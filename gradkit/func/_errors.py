@@ -151,6 +151,11 @@ _SHARDED_FORWARD = (
     "DTensors, which have none",
     'hvp(..., mode="reverse-over-reverse"), or linearize in place of jvp',
 )
+_NESTED_TENSORS = (
+    "dense tensors",
+    "nested ones, which torch.func cannot wrap",
+    f"pass their parts, and nest them in fn; or {_EAGERLY}",
+)
 _SPARSE_FORWARD = (
     "dense tensors, in forward mode",
     "sparse ones, which have no tangents in torch",
@@ -185,6 +190,7 @@ _KNOWN = {
     ),
     "aten._has_same_storage_numel": _SHARDED_FORWARD,  # of the first thing that make_dual does
     "Cannot access storage of Sparse": _SPARSE_FORWARD,
+    "NestedTensorImpl doesn't support": _NESTED_TENSORS,
     "forward AD": _FORWARD,
     "forward mode AD": _FORWARD,
     ZERO_TENSOR: _FORWARD,
