@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ def _seed(output: Tensor, seed: Tensor | None) -> Tensor:
 
 
 def _refuse_dropped(call: Call) -> AbstractContextManager[None]:
-    return refuse_dropped(_paths(call), call.graph.below(call.differentiated))
+    return refuse_dropped(partial(_paths, call), call.graph.below(call.differentiated))
 
 
 def run_backward(

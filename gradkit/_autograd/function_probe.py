@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from gradkit.errors import UnsupportedGraphError
 
 
 @contextmanager
-def refuse_dropped(where: str, below: Subgraph) -> Iterator[None]:
+def refuse_dropped(where: Callable[[], str], below: Subgraph) -> Iterator[None]:
     """Raise from a pass with create_graph if a Function's gradients have no path to its cotangent.
 
     Such a gradient, or derivative of one, would be taken for a constant, and what remains of the
@@ -49,7 +49,7 @@ class _Copy(NamedTuple):
 class _Probe:
     """Hooks of a Function's node: it gets cotangents that only its own gradients can lead to."""
 
-    def __init__(self, where: str, kind: type, graph: Subgraph) -> None:
+    def __init__(self, where: Callable[[], str], kind: type, graph: Subgraph) -> None:
         self._where, self._kind, self._graph = where, kind, graph
         self._copies: dict[int, list[_Copy]] = {}  # by the number of the pass
 
@@ -69,7 +69,7 @@ class _Probe:
         present = [unbatched(grad) for grad in grads if grad is not None]
         if self._new_nodes(present, oldest).isdisjoint(copy.node for copy in copies):
             if any(map(_is_lost, present)):
-                raise UnsupportedGraphError(dropped(self._where, self._kind))
+                raise UnsupportedGraphError(dropped(self._where(), self._kind))
             return None
         leaves = [copy.leaf for copy in copies if copy.leaf is not None]
         for leaf in leaves:

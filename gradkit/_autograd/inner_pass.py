@@ -45,11 +45,11 @@ class InnerPass:
         with ExitStack() as stack:
             stack.enter_context(formulas)
             if create_graph and functions:
-                stack.enter_context(refuse_dropped(self.where, self.below))
+                stack.enter_context(refuse_dropped(lambda: self.where, self.below))
             copied = exposed_inside(self.variables, self.below if functions else None)
             stack.enter_context(copied_on_arrival(copied))
             grads = run()
         arrived = [None if grad is None else unbatched(grad) for grad in grads]
         moved = versions(self.variables, arrived, copied)
-        refuse_written(self.where, self.path, self.variables, self.below, moved)
+        refuse_written(lambda: self.where, self.path, self.variables, self.below, moved)
         return grads

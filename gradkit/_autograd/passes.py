@@ -216,8 +216,7 @@ class Players:
 def read_players(losses: Losses, params: PyTree) -> Players:
     """Return the part of a tree of params that stands at the place of each loss."""
     parts = params_of_each_loss(losses, params)
-    paths = [losses.path(index).replace("losses", "params", 1) for index in range(len(parts))]
-    return Players(losses, list(map(read_params, parts, paths)))
+    return Players(losses, list(map(read_params, parts, pytree.paths(losses.spec, "params"))))
 
 
 def run_players(

@@ -33,7 +33,7 @@ def reduce_jointly(
     results: list[Any] = [None] * len(params.variables)
 
     def consume(index: int, grad: Tensor) -> None:
-        results[index] = _call(functions[index], grad, params.path(index))
+        results[index] = _call(functions[index], grad, partial(params.path, index))
 
     result = run_jointly(
         losses,
@@ -62,7 +62,7 @@ def _read_functions(fn: PyTree, params: Params) -> list[Function]:
     return functions
 
 
-def _call(function: Function, grad: Tensor, path: str) -> Any:
+def _call(function: Function, grad: Tensor, path: Callable[[], str]) -> Any:
     """Return the result of a function, which shares no memory with the gradient."""
     if grad.is_sparse:
         grad = grad.coalesce()
@@ -71,7 +71,7 @@ def _call(function: Function, grad: Tensor, path: str) -> Any:
     if grad._version != version:
         expected, got = "a function that reads its gradient", "one that writes on it in place"
         fix = "return a new tensor: fn=lambda grad: grad.abs().max(), and not grad.abs_().max()"
-        raise UnsupportedGraphError(message(f"fn at {path}", expected, got, fix))
+        raise UnsupportedGraphError(message(f"fn at {path()}", expected, got, fix))
     return _mapped(partial(_unshared, grad), result)
 
 

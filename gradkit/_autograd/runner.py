@@ -69,7 +69,10 @@ class PassRunner:
         self, outputs: Sequence[Tensor], variables: list[Tensor], moved: Mapping[int, int]
     ) -> None:
         """Raise if a gradient that has this version, by the variable's number, was written on."""
-        where = ", ".join(map(self.call.losses.path, self.call.differentiated[:3]))
+
+        def where() -> str:
+            return ", ".join(map(self.call.losses.path, self.call.differentiated[:3]))
+
         path = self.params_of(variables).path
         refuse_written(where, path, variables, Subgraph(outputs), moved)
 

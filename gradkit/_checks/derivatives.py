@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def refuse_wrong_derivatives(call: Call) -> None:
             _refuse_dtensors(params)
         for index in group:
             below = call.graph.below([index])
-            refuse_wrong_derivative(call.losses.path(index), params.variables, below)
+            refuse_wrong_derivative(partial(call.losses.path, index), params.variables, below)
 
 
 def _refuse_dtensors(params: Params) -> None:
@@ -90,7 +91,11 @@ def _refuse_dtensors(params: Params) -> None:
 
 
 def refuse_wrong_derivative(
-    where: str, variables: Sequence[Tensor], below: Subgraph, *, by_formula: bool = False
+    where: Callable[[], str],
+    variables: Sequence[Tensor],
+    below: Subgraph,
+    *,
+    by_formula: bool = False,
 ) -> None:
     """Raise if a pass executes a node whose derivative torch gets wrong, drops, or does not have.
 
@@ -106,13 +111,13 @@ def refuse_wrong_derivative(
     }
     for name, kind in sorted(nodes.items()):
         if kind in once:
-            raise UnsupportedGraphError(dropped(where, kind))
+            raise UnsupportedGraphError(dropped(where(), kind))
         if name in _WRONG:
-            raise UnsupportedGraphError(_wrong(where, name))
+            raise UnsupportedGraphError(_wrong(where(), name))
         if name in _MISSING:
-            raise UnsupportedGraphError(missing(where, *_MISSING[name]))
+            raise UnsupportedGraphError(missing(where(), *_MISSING[name]))
         if name == _COMPILED and not user_functions([kind]):
-            raise UnsupportedGraphError(_compiled(where))
+            raise UnsupportedGraphError(_compiled(where()))
 
 
 def label(node: Any) -> str:

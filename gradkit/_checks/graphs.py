@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 from gradkit._checks import derivatives, reachability
 from gradkit._compat import distributed
@@ -62,7 +63,7 @@ def check_backward_to_leaves(call: Call) -> None:
         if call.create_graph:
             below = call.graph.below([index])
             leaves = list(below.leaves.values())
-            derivatives.refuse_wrong_derivative(call.losses.path(index), leaves, below)
+            derivatives.refuse_wrong_derivative(partial(call.losses.path, index), leaves, below)
 
 
 def refuse_freed(call: Call, *, thorough: bool) -> None:

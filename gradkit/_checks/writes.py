@@ -105,7 +105,7 @@ def versions(
 
 
 def refuse_written(
-    where: str,
+    where: Callable[[], str],
     path: Callable[[int], str],
     variables: Sequence[Tensor],
     below: Subgraph,
@@ -116,7 +116,7 @@ def refuse_written(
         arrivals = _Arrivals(below)
         for index, version in versions.items():
             if version > arrivals.most_writes(variables[index]):
-                raise UnsupportedGraphError(_written(where, path(index), variables[index]))
+                raise UnsupportedGraphError(_written(where(), path(index), variables[index]))
 
 
 def _written(where: str, path: str, variable: Tensor) -> str:

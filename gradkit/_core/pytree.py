@@ -92,6 +92,11 @@ def path(spec: optree.PyTreeSpec, index: int, root: str) -> str:
     return spec.accessors()[index].codify(root)
 
 
+def paths(spec: optree.PyTreeSpec, root: str) -> list[str]:
+    """Return the paths of all leaves; each by itself would take as long."""
+    return [accessor.codify(root) for accessor in spec.accessors()]
+
+
 def mutable_entry(tree: PyTree, spec: optree.PyTreeSpec, index: int) -> tuple[Any, Any] | None:
     """Return the list or dict that holds a leaf, and its index or key; None if another does."""
     accessor = spec.accessors()[index]
@@ -102,10 +107,10 @@ def mutable_entry(tree: PyTree, spec: optree.PyTreeSpec, index: int) -> tuple[An
 
 def labels(spec: optree.PyTreeSpec, lone: str) -> list[str]:
     """Return short, distinct names of all leaves: `encoder.weight`, or `loss[0]` with a `lone`."""
-    paths = [accessor.codify("") for accessor in spec.accessors()]
-    dotted = [re.sub(r"\['([^'\]]*)'\]", r".\1", path) for path in paths]
+    full = paths(spec, "")
+    dotted = [re.sub(r"\['([^'\]]*)'\]", r".\1", path) for path in full]
     short = [path.removeprefix(".") if path.startswith(".") else f"{lone}{path}" for path in dotted]
-    return short if len(set(short)) == len(short) else paths
+    return short if len(set(short)) == len(short) else full
 
 
 def flatten_up_to(spec: optree.PyTreeSpec, spec_root: str, tree: PyTree, root: str) -> list[Any]:

@@ -170,23 +170,23 @@ def read_directions(arguments: Arguments, tangents: PyTree, root: str = "tangent
             path = pytree.path(spec, index, of)
             fix = "differentiate with respect to torch.view_as_real of it"
             raise LeafTypeError(message(path, "a real tensor", describe(variable), fix))
-        where = pytree.path(spec, index, root)
+        where = partial(pytree.path, spec, index, root)
         tangent = torch.zeros_like(variable) if tangent is None else tangent
         check_direction(tangent, variable, where, "torch.randn_like(primal)")
         if not _same(by_variable.setdefault(slot, tangent), tangent):
             expected = "the direction that the same tensor has in its first place"
             fix = "give a tensor the same direction in all its places"
-            raise StructureError(message(where, expected, "another one", fix))
+            raise StructureError(message(where(), expected, "another one", fix))
     return [by_variable[slot] for slot in range(len(arguments.variables))]
 
 
-def check_direction(direction: object, like: Tensor, where: str, fix: str) -> None:
+def check_direction(direction: object, like: Tensor, where: Callable[[], str], fix: str) -> None:
     """Raise if a tangent or cotangent is not a tensor like this one."""
     if not isinstance(direction, Tensor):
-        raise LeafTypeError(message(where, "a tensor or None", describe(direction), fix))
+        raise LeafTypeError(message(where(), "a tensor or None", describe(direction), fix))
     here, there = ((x.shape, x.dtype, x.device) for x in (direction, like))
     if here != there:
-        raise StructureError(message(where, describe(like), describe(direction), fix))
+        raise StructureError(message(where(), describe(like), describe(direction), fix))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

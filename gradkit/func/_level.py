@@ -170,7 +170,7 @@ class Passes:
         if not (is_eager or outer.in_transform or outer.create_graph):
             return True  # only weights are recorded, in which the gradients are linear
         keep = outer.allows(
-            lambda: refuse_wrong_derivative("the loss", variables, below, by_formula=True),
+            lambda: refuse_wrong_derivative(lambda: "the loss", variables, below, by_formula=True),
             may_differentiate=outer.in_transform,
         )
         if keep and is_eager and not active_monitors():  # one around a call sees all that is in it

@@ -355,6 +355,6 @@ def _read_cotangents(
     by_leaf = pytree.flatten_up_to(outputs.spec, "values", cotangents, "cotangents")
     for index, (value, cotangent) in enumerate(zip(values, by_leaf, strict=True)):
         if cotangent is not None:
-            where = pytree.path(outputs.spec, index, "cotangents")
+            where = partial(pytree.path, outputs.spec, index, "cotangents")
             check_direction(cotangent, value, where, "torch.ones_like(value)")
         yield torch.zeros_like(value) if cotangent is None else cotangent

@@ -303,7 +303,7 @@ def _or_zeros(grads: Sequence[Tensor | None], at: Tensors) -> Tensors:
 
 def _check_graph(loss: Tensor, at: Tensors, by: Tensors) -> Subgraph:
     below = Subgraph([loss] if loss.requires_grad else [])
-    refuse_wrong_derivative("inner_loss", at, below, by_formula=True)
+    refuse_wrong_derivative(lambda: "inner_loss", at, below, by_formula=True)
     reached = below.leaves.keys()
     if reached.isdisjoint(map(id, at)):
         expected, got = "a loss that depends on params", "one that does not depend on them"

@@ -171,7 +171,7 @@ def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -
     if alive.refused:
         graphs.refuse_nodes(map(type, below.nodes.difference(below.stop)), "the inner loss")
     if create_graph:
-        refuse_wrong_derivative("the inner loss", variables, below, by_formula=True)
+        refuse_wrong_derivative(lambda: "the inner loss", variables, below, by_formula=True)
     # Those that are alive may be the steps before this one.
     runs_user_code = hooks_registered() or (alive.users and user_functions(below.kinds))
     return below if runs_user_code or (create_graph and holds_formulas(below)) else None
@@ -237,7 +237,7 @@ class _Segment:
             run.compare(outputs, "loss_fn")
             below = Subgraph(outputs, stop={edge(variable).node for variable in variables})
             if create_graph:
-                refuse_wrong_derivative("loss_fn", variables, below, by_formula=True)
+                refuse_wrong_derivative(lambda: "loss_fn", variables, below, by_formula=True)
             one = InnerPass("loss_fn", "its input {}".format, variables, below)
             run_pass = partial(
                 inner_grads, outputs, variables, cotangents, create_graph=create_graph
