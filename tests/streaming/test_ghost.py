@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradkit
+from gradkit._autograd import ghost_norms as ghost_norms_module
 from gradkit._autograd import norms
 from gradkit._autograd.ghost_norms import ghost_norms
 from gradkit._core import user_code
@@ -282,6 +283,33 @@ def test_gradients_scaled_by_how_often_a_word_is_in_the_batch(device: torch.devi
     table = nn.Embedding(3, 2, scale_grad_by_freq=True).to(device, torch.float64)
     tokens = torch.tensor([[0, 1], [1, 1], [2, 2]], device=device)
     assert not proved_and_right(table(tokens).square().sum((1, 2)), table)
+
+
+def test_a_table_of_words_that_is_a_layer_too(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is large, so that the cross terms are products of rows, whichever use comes first."""
+    pairs: set[tuple[int, int]] = set()
+
+    def noted(left: Tensor, right: Tensor) -> Tensor:
+        pairs.add((left.dim(), right.dim()))  # positions have two dimensions, rows three
+        return products(left, right)
+
+    products = ghost_norms_module._products
+    monkeypatch.setattr(ghost_norms_module, "_products", noted)
+    words, width = 200, 16
+    table = nn.Embedding(words, width).to(device, torch.float64)
+    tokens = torch.tensor([[3, 3, 7], [1, 7, 3], [0, 0, 0], [5, 6, 5]], device=device)
+    hidden = table(tokens).tanh()
+    logits = hidden @ table.weight.T
+    assert proved_and_right(
+        functional.cross_entropy(logits.mT, tokens.roll(1, 1), reduction="none").mean(1), table
+    )
+    mixed = functional.one_hot(tokens.roll(1, 1), words).to(hidden) * 0.5 @ table.weight
+    assert proved_and_right((mixed.cos() * table(tokens)).sum((1, 2)), table)
+    below = table(tokens) + (hidden.detach() @ table.weight.T).softmax(-1) @ table.weight
+    assert proved_and_right(below.square().sum((1, 2)), table)
+    assert pairs == {(2, 2), (2, 3), (3, 2), (3, 3)}
 
 
 def test_a_parameter_with_a_row_for_each_sample(device: torch.device) -> None:
