@@ -96,7 +96,7 @@ def value_and_grads(
         GradkitError: As in `gradkit.value_and_grads`.
 
     Source:
-        `torch.nn.parallel.DistributedDataParallel`; `torch.distributed.distributed.fully_shard`.
+        `torch.nn.parallel.DistributedDataParallel`; `torch.distributed.fsdp.fully_shard`.
     """
     check_pass_options(unused, create_graph, retain_graph)
     name = "gradkit.distributed.value_and_grads"

@@ -69,7 +69,7 @@ def _groups_of_ranks(shards: Sequence[Any], call: str) -> list[Group]:
 def _refuse_former_fsdp(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if not distributed.is_fully_sharded(module):
-            expected = "one that torch.distributed.distributed.fully_shard was called on"
+            expected = "one that torch.distributed.fsdp.fully_shard was called on"
             got = f"the {type(module).__name__} of the former FSDP"
             fix = "move to fully_shard, or use loss.backward()"
             raise UnsupportedGraphError(message("module", expected, got, fix))

@@ -127,7 +127,7 @@ def checkpointed_tensors(graph: Subgraph) -> dict[int, Tensor]:
 
 def _memory_of(tensor: Tensor) -> tuple[int, range]:
     """Return a tensor's storage, and the span of bytes in it from its first to its last number."""
-    if type(tensor) not in PLAIN_TYPES or tensor.layout != torch.strided:
+    if type(tensor) not in PLAIN_TYPES or tensor.layout != torch.strided or tensor.is_nested:
         return 0, range(0)  # no storage that could be compared
     storage = tensor.untyped_storage().data_ptr()
     if not storage or not tensor.numel():
