@@ -195,8 +195,9 @@ def _refuse_other_layouts(
 ) -> None:
     if not allowed.issuperset(map(_layout, arguments.variables)):
         index = [x.layout in allowed for x in arguments.variables].index(False)
-        got = f"{describe(arguments.variables[index])}, {arguments.variables[index].layout}"
-        raise LeafTypeError(message(arguments.path(index), expected, got, fix))
+        where, refused = arguments.path(index), arguments.variables[index]
+        got = f"{describe(refused)}, {refused.layout}"
+        raise LeafTypeError(message(where, expected, got, fix))
 
 
 _DENSE = frozenset({torch.strided})

@@ -37,7 +37,6 @@ from gradkit.errors import (
     level_of_the_caller,
     message,
 )
-from gradkit.func._arguments import refuse_sparse
 from gradkit.meta._foreach import Tensors
 from gradkit.meta._trees import InnerParams, open_tensors, read_inner_params, read_loss
 
@@ -114,8 +113,7 @@ def implicit(
     check_bool("warn", warn)
 
     def find(params: PyTree, outer: PyTree) -> PyTree:
-        inner = read_inner_params(params)
-        refuse_sparse(inner.arguments)  # torch has no Hessian of them
+        inner = read_inner_params(params, dense=True)  # torch has no Hessian of sparse tensors
         outer_tensors, close_outer = open_tensors(outer)
         outer_tensors = without_inference(outer_tensors)
         _check_tensors(inner.variables, outer_tensors)

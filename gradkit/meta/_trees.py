@@ -12,7 +12,7 @@ from gradkit._core.losses import read_losses
 from gradkit._core.params import Params, expand_params
 from gradkit._core.pytree import PyTree
 from gradkit.errors import NotScalarLossError, StructureError, describe, message
-from gradkit.func._arguments import Arguments, read_arguments
+from gradkit.func._arguments import Arguments, read_arguments, refuse_sparse
 
 
 @dataclass(slots=True)
@@ -26,10 +26,12 @@ class InnerParams(Params):
         return pytree.unflatten(self.spec, self.with_variables(tensors))
 
 
-def read_inner_params(tree: PyTree) -> InnerParams:
-    """Open and check params."""
+def read_inner_params(tree: PyTree, *, dense: bool = False) -> InnerParams:
+    """Open and check params, of which none may be sparse if they are to be dense."""
     leaves, spec = expand_params(tree, "params")
     arguments = read_arguments((pytree.unflatten(spec, leaves),), 0, "params")
+    if dense:
+        refuse_sparse(arguments)
     flat = arguments.params
     return InnerParams(
         leaves, spec, flat.variables, flat.slots, "params", flat.plain, flat.only_leaves, arguments

@@ -15,7 +15,6 @@ from gradkit._core.options import check_bool, is_positive_int
 from gradkit._core.ownership import leave_inference_mode, without_inference
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
-from gradkit.func._arguments import refuse_sparse
 from gradkit.meta._foreach import Tensors
 from gradkit.meta._grad_transform import read_grad_transform
 from gradkit.meta._inner_step import Carry, InnerStep, Inputs, Outputs, recomputed
@@ -147,8 +146,7 @@ def unroll(
     create_graph = (enabled or in_jvp()) and (is_learned or not first_order)
     with leave_inference_mode(record=True), torch.set_grad_enabled(enabled):
         data = _read_batches(batches)
-        inner = read_inner_params(params)
-        refuse_sparse(inner.arguments)  # steps are differentiated through views of them
+        inner = read_inner_params(params, dense=True)  # a step is differentiated through views
         step = InnerStep(loss_fn, inner, opt, transform, first_order, has_buffers, has_aux)
         tensors, close = open_tensors((outer, data, state, dict(opt.hyper), buffers))
         _refuse_graphs([*inner.variables, *tensors])
