@@ -31,7 +31,7 @@ Figures = tuple[list[int], Peak]  # the nanoseconds of each round, and the peak
 
 def rows(plan: Plan) -> Iterator[Row]:
     """Yield for each model and call the rows for time and for peak memory, against each peer."""
-    effort = plan.effort if plan.quick else Effort(least=8)
+    effort = plan.effort if plan.quick else Effort(least=5)
     few = effort if plan.quick else Effort(least=3, warmup=1)  # a loop is slow
     here = tasks(plan.device, quick=plan.quick)
     cells = [(name, call) for name in here for call in CALLS]

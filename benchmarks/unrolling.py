@@ -74,7 +74,8 @@ def _time(plan: Plan, name: str, way: str, against: str, limit: float | None) ->
         if side is None:
             return Row(what=what, against=one, note=problem)
         both[one] = side
-    timings = measure(both, plan.device, plan.effort)
+    effort = plan.effort if plan.quick else Effort(least=9)
+    timings = measure(both, plan.device, effort)
     return timed(what, against, timings, ours=way, theirs=against, limit=limit)
 
 
