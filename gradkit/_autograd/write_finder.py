@@ -59,9 +59,9 @@ class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if lines:
             warn_fallback(
                 "; ".join(dict.fromkeys(lines))
-                + ". The gradients that are returned are right: they "
-                "were copied as they arrived. Return a new tensor there: lambda grad: "
-                "grad.clamp(-1, 1), and not grad.clamp_(-1, 1)"
+                + ". The gradients that are returned were copied as they arrived: a write after "
+                "that has not changed them, one before it may have. Return a new tensor there: "
+                "lambda grad: grad.clamp(-1, 1), and not grad.clamp_(-1, 1)"
             )
 
 
