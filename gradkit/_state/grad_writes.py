@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradkit._compat.transforms import without_graph
 from gradkit._core.ownership import copy_for
+from gradkit.errors import UnsupportedGraphError, message
 
 _grad, _layout, _requires_grad = map(attrgetter, ("grad", "layout", "requires_grad"))
 _address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
@@ -97,6 +98,12 @@ def grads_put_back(leaves: Sequence[Tensor]) -> Iterator[None]:
             for leaf in leaves:
                 leaf.grad = None
         return
+    for leaf, grad in zip(leaves, before, strict=True):
+        # The engine can leave a dense `.grad` of a sparse leaf; no assignment can put it back.
+        if grad is not None and grad.layout == torch.strided != leaf.layout:
+            expected, got = "a .grad that can be put back", "a dense one of a sparse leaf"
+            fix = "leaf.grad = leaf.grad.to_sparse(), or leaf.grad = None"
+            raise UnsupportedGraphError(message("params", expected, got, fix))
     # A view of a buffer, as DistributedDataParallel makes them, can be overwritten through it.
     copies = [None if g is None or g._base is None else g.detach().clone() for g in before]
     try:

@@ -87,3 +87,17 @@ def test_what_a_grad_cannot_hold_is_refused(
     assert f"grads[1]: expected a gradient of layout {leaf.layout}" in str(raised.value)
     if call is not step_ or leaf.layout != torch.sparse_csr:  # whose step fails in torch
         call(leaves, [grads[0], getattr(grad, fix)()])
+
+
+def test_a_grad_that_cannot_be_put_back_is_left_alone(device: torch.device) -> None:
+    sparse, other = (
+        nn.Parameter(tensor("sparse", device)),
+        nn.Parameter(torch.ones(2, device=device)),
+    )
+    (sparse @ torch.ones(4, 2, device=device)).sum().backward()  # leaves a dense one
+    optimizer = torch.optim.SGD([sparse, other], lr=0.1)
+    with unchanged(sparse, other), pytest.raises(gradkit.UnsupportedGraphError, match="to_sparse"):
+        gradkit.step_(optimizer, [other], [torch.ones_like(other)])
+    assert sparse.grad is not None
+    sparse.grad = sparse.grad.to_sparse()
+    gradkit.step_(optimizer, [other], [torch.ones_like(other)])
