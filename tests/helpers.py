@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -100,6 +100,25 @@ def unchanged(*tensors: Tensor) -> Any:
         world.assert_unchanged()
 
 
+_writes_on_copies = False
+
+
+@contextmanager
+def writes_on_copies() -> Iterator[None]:
+    """Make what writes on gradients here write on copies, as torch asks for: then all are right."""
+    global _writes_on_copies
+    _writes_on_copies = True
+    try:
+        yield
+    finally:
+        _writes_on_copies = False
+
+
+def written_on(grad: Tensor) -> Tensor:
+    """Return the gradient that a hook or Function is given, to write on it in place."""
+    return grad.clone() if _writes_on_copies else grad
+
+
 class Scribble(torch.autograd.Function):
     """The identity, whose backward writes on the cotangent it is given, as it must not [L3]."""
 
@@ -111,7 +130,7 @@ class Scribble(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         if not grad.numel() or 0 in grad.stride():
             return grad * 7
-        return grad.mul_(7)
+        return written_on(grad).mul_(7)
 
 
 class Sevenfold(torch.autograd.Function):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.helpers import Halve, Scribble
+from tests.helpers import Halve, Scribble, written_on
 
 SIZE = 3
 Fresh: TypeAlias = Callable[..., Tensor]
@@ -111,6 +111,16 @@ def times(factor: float) -> Callable[[Tensor | None], Tensor | None]:
     return lambda grad: None if grad is None else grad * factor
 
 
+def double_in_place(grad: Tensor | None) -> Tensor | None:
+    """A hook that writes on what it is given, and leaves what cannot be written on."""
+    return written_on(grad).mul_(2) if writable(grad) else None
+
+
+def writable(grad: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether a gradient can be written on in place: an expanded one cannot."""
+    return grad is not None and 0 not in grad.stride()
+
+
 def _apply(op: str, a: Tensor, b: Tensor, fresh: Fresh, kept: list[Tensor]) -> Tensor:
     match op:
         case "add":
@@ -158,7 +168,7 @@ def _apply(op: str, a: Tensor, b: Tensor, fresh: Fresh, kept: list[Tensor]) -> T
             return new
         case "in_place_hook":
             new = a + b
-            new.register_hook(lambda g: None if g is None or 0 in g.stride() else g.mul_(2))
+            new.register_hook(double_in_place)
             return new
         case "relu":
             return torch.relu(a)

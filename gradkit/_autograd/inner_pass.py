@@ -11,6 +11,8 @@ from torch import Tensor
 from gradkit._autograd.captures import copied_on_arrival
 from gradkit._autograd.function_probe import refuse_dropped
 from gradkit._autograd.second_derivatives import differentiated_by_formula
+from gradkit._autograd.separate_gradients import separate_gradients
+from gradkit._checks.checked import is_checked
 from gradkit._checks.writes import exposed_inside, refuse_written, versions
 from gradkit._compat.transforms import unbatched
 from gradkit._core.graph import Subgraph
@@ -48,6 +50,8 @@ class InnerPass:
                 stack.enter_context(refuse_dropped(lambda: self.where, self.below))
             copied = exposed_inside(self.variables, self.below if functions else None)
             stack.enter_context(copied_on_arrival(copied))
+            if is_checked():
+                stack.enter_context(separate_gradients(self.below.nodes))
             grads = run()
         arrived = [None if grad is None else unbatched(grad) for grad in grads]
         moved = versions(self.variables, arrived, copied)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import BackwardHook
 
-from gradkit._compat.autograd import TorchDispatchMode, storage_address
+from gradkit._autograd.separate_gradients import memory_address
+from gradkit._compat.autograd import TorchDispatchMode
 from gradkit._core.params import Params
 from gradkit._core.written import written_tensors
 from gradkit.errors import warn_fallback
@@ -25,6 +25,8 @@ class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._writes: list[tuple[int, str]] = []  # the storage, and where the code is
         # For each variable, what arrived and how many writes there had been.
         self._arrived: list[tuple[int, Tensor, int]] = []
+        # Copies, by their storage, of what torch would have shared; they are kept until the end.
+        self._copied: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(
         self,
@@ -39,37 +41,43 @@ class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = written_tensors(func, args, kwargs)
         location = _location(sys._getframe(1)) if written else None
         if location is not None:
-            self._writes += [(_address(tensor), location) for tensor in written]
+            self._writes += [(memory_address(tensor), location) for tensor in written]
         return result
+
+    def note_copy(self, grad: Tensor, copy: Tensor) -> None:
+        """Note that a part of the pass got a copy of a gradient that torch would have shared."""
+        self._copied[memory_address(copy)] = grad, copy
 
     def arrive(self, variable: int, grad: Tensor) -> None:
         """Note that the gradient of a variable arrives; its memory is kept until the pass ends."""
         self._arrived.append((variable, grad, len(self._writes)))
 
     def report(self, params: Params) -> None:
-        """Warn of each gradient that was written on."""
+        """Warn of each gradient on whose memory, as torch would have shared it, was written."""
+        writes = [(self._shared(address), location) for address, location in self._writes]
         lines: list[str] = []
         for variable, grad, before in self._arrived:
-            address = _address(grad)
-            after = [location for storage, location in self._writes[before:] if storage == address]
-            first = [location for storage, location in self._writes[:before] if storage == address]
-            for when, locations in (("after", after), ("before", first)):
+            address = self._shared(memory_address(grad))
+            for when, some in (("after", writes[before:]), ("before", writes[:before])):
                 wrote = f"wrote on its gradient {when} it had arrived"
-                lines += [f"{params.path(variable)}: {location} {wrote}" for location in locations]
+                lines += [
+                    f"{params.path(variable)}: {location} {wrote}"
+                    for storage, location in some
+                    if storage == address
+                ]
         if lines:
             warn_fallback(
                 "; ".join(dict.fromkeys(lines))
-                + ". The gradients that are returned were copied as they arrived: a write after "
-                "that has not changed them, one before it may have. Return a new tensor there: "
+                + ". The gradients that are returned are right: each part of this pass had a copy "
+                "of its own. Elsewhere, torch shares the memory. Return a new tensor there: "
                 "lambda grad: grad.clamp(-1, 1), and not grad.clamp_(-1, 1)"
             )
 
-
-def _address(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage; of a sparse one, that of its values."""
-    if tensor.layout != torch.strided:
-        tensor = tensor._values() if tensor.is_sparse else tensor.values()
-    return storage_address(tensor)
+    def _shared(self, address: int) -> int:
+        """Return the storage of which torch would have shared the one at an address."""
+        while address in self._copied:
+            address = memory_address(self._copied[address][0])
+        return address
 
 
 def _location(frame: FrameType | None) -> str | None:

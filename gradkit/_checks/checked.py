@@ -21,9 +21,10 @@ def checked() -> Iterator[None]:
 
     A hook, or the backward of a custom Function, that writes on the gradient it is given may spoil
     that of another tensor, which torch hands the same memory. gradkit's eager calls refuse such a
-    gradient where they see that it was written on. Inside this context they copy every gradient as
-    it arrives, so that those of leaves are right, and a `GradkitWarning` names each place that
-    wrote: the hook or function, its file and line.
+    gradient where they see that it was written on. Inside this context no two parts of a pass are
+    handed the same memory: each result is, bit for bit, what it is where hooks and Functions write
+    on copies. A `GradkitWarning` of the eager calls names each place that wrote: the hook or
+    function, its file and line.
 
     One more `GradkitWarning`, once, is for a loop of which only half was moved: `optimizer.step()`
     runs with every `.grad` None, after gradkit has returned gradients of its parameters. Steps are
@@ -66,7 +67,7 @@ def checked() -> Iterator[None]:
 
 
 def is_checked() -> bool:
-    """Return whether calls here copy every gradient as it arrives."""
+    """Return whether calls here hand each part of a pass memory of its own."""
     return _monitor.get() is not None
 
 

@@ -69,7 +69,7 @@ def exposed_inside(variables: Sequence[Tensor], below: Subgraph | None) -> list[
     which may have made it by writing: there the version tells nothing. `below` is None where no
     Function is alive.
     """
-    if is_checked():  # a leaf's gradient arrives before anything else happens
+    if is_checked():  # also one that a hook keeps, to write on it later
         return [variable for variable in variables if variable.is_leaf or variable._backward_hooks]
     hooks = user_code.hooks_registered()
     nodes, leaves = _inputs_of_functions(below) if below is not None else (set(), {})

@@ -42,10 +42,18 @@ def listen_at(
     """Register hooks of gradkit's around a node, which `hooks_registered` does not count."""
     with _own_hooks.lock:
         handles = [node.register_prehook(before)]
-        if after is not None:
-            handles.append(node.register_hook(after))
-        _own_hooks.count += len(handles)
-    return handles
+        _own_hooks.count += 1
+    return handles if after is None else [*handles, listen_after(node, after)]
+
+
+def listen_after(
+    node: Node, after: Callable[[Cotangents, Cotangents], Cotangents | None]
+) -> RemovableHandle:
+    """Register a hook of gradkit's on the gradients that a node makes, not counted either."""
+    with _own_hooks.lock:
+        handle = node.register_hook(after)
+        _own_hooks.count += 1
+    return handle
 
 
 def listen_to_steps(

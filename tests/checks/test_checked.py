@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gradkit
-from tests.helpers import Scribble, assert_same_bits
+from tests.helpers import Scribble, Sevenfold, assert_same_bits, writes_on_copies
+from tests.strategies import OPS, SIZE, WRITING, Program, build, programs
 
 
 def clip(grad: Tensor) -> None:
@@ -102,3 +107,102 @@ def test_the_environment_variable(device: torch.device, value: str, expected: st
     run = [sys.executable, "-c", code]
     done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == expected
+
+
+dtypes = st.sampled_from([torch.float64, torch.float32])
+
+
+@given(program=programs(ops=(*OPS, *WRITING)), dtype=dtypes)
+def test_results_are_those_of_writers_on_copies(
+    device: torch.device, program: Program, dtype: torch.dtype
+) -> None:
+    """Bit for bit, in one pass and for each loss, whatever is spoilt in `.backward()`."""
+    graph = build(program, device, dtype)
+    with writes_on_copies():
+        torch.autograd.backward(graph.losses)
+    expected = [leaf.grad for leaf in graph.leaves]
+    assume(any(grad is not None for grad in expected))
+    joint, single = build(program, device, dtype), build(program, device, dtype)
+    with gradkit.checked(), warnings.catch_warnings(action="ignore"):
+        _, grads = gradkit.value_and_grads(joint.losses, joint.leaves)
+        rows = gradkit.per_loss_grads(single.losses, single.leaves)
+    assert_same_bits(grads, expected)
+    for index, row in enumerate(rows):
+        graph = build(program, device, dtype)
+        with writes_on_copies():
+            graph.losses[index].backward()
+        single_row = [None if grad is None else grad.reshape(SIZE, SIZE) for grad in row]
+        assert_same_bits(single_row, [leaf.grad for leaf in graph.leaves])
+
+
+@pytest.mark.parametrize("levels", [0, 1])
+def test_func_and_its_transforms(device: torch.device, levels: int) -> None:
+    a, w = torch.ones(3, device=device), torch.full((3,), 2.0, device=device)
+
+    def loss(a: Tensor, w: Tensor) -> Tensor:
+        y = a * 1
+        z = y + Sevenfold.apply(w)
+        return (z * torch.arange(1.0, z.numel() + 1, device=device).reshape(z.shape)).sum()
+
+    options: Any = {"argnums": (0, 1), "create_graph": False}
+    call: Callable[..., Any] = gradkit.func.value_and_grads(loss, **options)
+    for _ in range(levels):
+        call = torch.vmap(call)
+        a, w = a.expand(2, 3), w.expand(2, 3)
+    with gradkit.checked():
+        _, (of_a, of_w) = call(a, w)
+    weights = torch.arange(1.0, 4, device=device).expand_as(a)
+    assert torch.equal(of_a, weights)
+    assert torch.equal(of_w, weights * 7)
+
+
+@pytest.mark.parametrize("kind", ["node", "module"])
+def test_a_hook_on_what_a_node_makes_changes_its_own_alone(device: torch.device, kind: str) -> None:
+    """Also if it was registered before, and writes on one of two that are the same tensor."""
+    a, b = (torch.ones(2, device=device, requires_grad=True) for _ in range(2))
+
+    def tenfold(grads: tuple[Tensor, ...]) -> None:
+        grads[0].mul_(10)
+
+    class Sum(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return a + b
+
+    module = Sum()
+    if kind == "module":
+        module.register_full_backward_hook(lambda _, inputs, outputs: tenfold(inputs))
+    z = module(a, b)
+    if kind == "node":
+        z.grad_fn.register_hook(lambda inputs, outputs: tenfold(inputs))
+    handles = len(z.grad_fn.register_hook(lambda *_: None).hooks_dict_ref() or ())
+    loss = (z * torch.ones(2, device=device)).sum()
+    with gradkit.checked(), pytest.warns(gradkit.GradkitWarning, match="tenfold"):
+        _, (of_a, of_b) = gradkit.value_and_grads(loss, [a, b], retain_graph=True)
+    assert of_a.tolist() == [10, 10]
+    assert of_b.tolist() == [1, 1]
+    left = z.grad_fn.register_hook(lambda *_: None).hooks_dict_ref() or ()
+    assert len(left) == handles + 1  # the one that counts them
+
+
+@pytest.mark.parametrize("layout", ["dense", "expanded", "sparse"])
+def test_a_hook_sees_the_layout_that_it_sees_elsewhere(device: torch.device, layout: str) -> None:
+    seen: list[tuple[object, ...]] = []
+
+    def look(grad: Tensor) -> None:
+        seen.append((grad.layout, grad.stride() if grad.layout == torch.strided else None))
+
+    a, b = (torch.ones(2, 3, device=device, requires_grad=True) for _ in range(2))
+    for leaf in (a, b):
+        leaf.register_hook(look)
+    index = torch.tensor([0, 1], device=device)
+
+    def loss() -> Tensor:
+        if layout == "sparse":
+            rows = [torch.nn.functional.embedding(index, leaf, sparse=True) for leaf in (a, b)]
+            return (rows[0] + rows[1]).sum()
+        return (a + b).sum() if layout == "expanded" else (a + b).square().sum()
+
+    gradkit.value_and_grads(loss(), [a, b])
+    with gradkit.checked():
+        gradkit.value_and_grads(loss(), [a, b])
+    assert seen[:2] == seen[2:]

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradkit
 from tests.fuzz.cases import WRITTEN, Op
-from tests.helpers import Halve, OnceCubed, Scribble
+from tests.helpers import Halve, OnceCubed, Scribble, written_on
 
 ONCE = "once_differentiable"
 
@@ -127,7 +127,7 @@ class Sevenfold(Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Tensor:
-        return cotangent * 7 if 0 in cotangent.stride() else cotangent.mul_(7)
+        return cotangent * 7 if 0 in cotangent.stride() else written_on(cotangent).mul_(7)
 
 
 class SkipsZero(Function):

@@ -11,6 +11,7 @@ from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
 import gradkit
 from tests.fuzz.cases import Op
+from tests.strategies import double_in_place, writable
 
 Hook = Callable[..., Any]
 
@@ -146,6 +147,35 @@ def hook_calls_gradkit(a: Tensor, b: Tensor, kept: list[Tensor]) -> Tensor:
     return new
 
 
+def doubled_in_place(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients, the first of which has been written on."""
+    return (double_in_place(grads[0]) if writable(grads[0]) else grads[0], *grads[1:])
+
+
+def node_hook_that_writes(a: Tensor, b: Tensor, kept: list[Tensor]) -> Tensor:
+    new = a + b
+    new.grad_fn.register_hook(lambda inputs, outputs: doubled_in_place(inputs))
+    return new
+
+
+def node_prehook_that_writes(a: Tensor, b: Tensor, kept: list[Tensor]) -> Tensor:
+    new = a - b
+    new.grad_fn.register_prehook(doubled_in_place)
+    return new
+
+
+def module_hook_that_writes(a: Tensor, b: Tensor, kept: list[Tensor]) -> Tensor:
+    module = Through()
+    module.register_full_backward_hook(lambda _, inputs, outputs: doubled_in_place(inputs))
+    return module(a, b)
+
+
+def module_prehook_that_writes(a: Tensor, b: Tensor, kept: list[Tensor]) -> Tensor:
+    module = Through()
+    module.register_full_backward_pre_hook(lambda _, outputs: doubled_in_place(outputs))
+    return module(a, b)
+
+
 MULTI_GRAD = Op(on_many_leaves, ("register_multi_grad_hook",))
 HOOKS = {
     "tensor hook": Op(tensor_hook),
@@ -165,4 +195,10 @@ HOOKS = {
 ACCUMULATE_PREHOOKS = {
     "AccumulateGrad pre-hook": Op(accumulate_prehook, ("AccumulateGrad",)),
     "tensor hook": Op(tensor_hook),
+}
+WRITES = {
+    "node hook that writes": Op(node_hook_that_writes),
+    "node pre-hook that writes": Op(node_prehook_that_writes),
+    "module hook that writes": Op(module_hook_that_writes),
+    "module pre-hook that writes": Op(module_prehook_that_writes),
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from random import Random
 from typing import TypeAlias
 
+import gradkit
 from tests.fuzz import calls, formulas, functions, hooks, laws
-from tests.fuzz.cases import Case, Op, draw
+from tests.fuzz.cases import WRITTEN, Case, Op, Refused, draw
 from tests.fuzz.laws import Law
 from tests.strategies import HOOKLESS, OPS, WRITING
 
@@ -53,6 +55,20 @@ def writes(rng: Random) -> None:
     run_law(law, draw(rng, (*HOOKLESS, *WRITING), more=functions.WRITES), rng)
 
 
+def checked_writes(rng: Random) -> None:
+    """The same inside `checked()`, where every gradient is right, and none is refused."""
+    more = {**hooks.HOOKS, **hooks.WRITES} if rng.random() < 0.5 else functions.WRITES
+    case = draw(rng, (*HOOKLESS, *WRITING), more=more)
+    with gradkit.checked(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", gradkit.GradkitWarning)
+        try:
+            run_law(rng.choice((laws.joint, laws.per_loss)), case, rng)
+        except Refused as refusal:
+            if WRITTEN in str(refusal):
+                raise AssertionError("refused inside checked()") from refusal
+            raise
+
+
 CALLING = {"hook": Op(hooks.hook_calls_gradkit), **functions.REENTRANT}
 ROOMS: dict[str, Room] = {
     "joint": clean(laws.joint),
@@ -65,6 +81,7 @@ ROOMS: dict[str, Room] = {
     "functions under vmap": with_ops(functions.VMAPPED),
     "hidden once_differentiable": with_ops(functions.HIDDEN_ONCE),
     "writes": writes,
+    "checked writes": checked_writes,
     "writes under vmap": with_ops(functions.VMAPPED_WRITES, (laws.joint, laws.per_loss)),
     "sparse": with_ops(functions.SPARSE, (laws.joint, laws.per_loss, laws.second)),
     "sparse rows": with_ops(functions.SPARSE, (laws.batched,)),
