@@ -129,7 +129,9 @@ METHODS = (eager, functional_calls, forward_mode, reverse_mode, of_tangents)
 
 
 def difference(of: Fn, x: Tensor, along: Tensor) -> Tensor:
-    return (of(x + STEP * along) - of(x - STEP * along)) / (2 * STEP)
+    """The slope along a direction, to the fourth order of the step: some slopes are thousands."""
+    near, far = (of(x + n * STEP * along) - of(x - n * STEP * along) for n in (1, 2))
+    return (8 * near - far) / (12 * STEP)
 
 
 def assert_near(order: int, got: Tensor, expected: Tensor) -> None:
@@ -161,8 +163,7 @@ def judge(rng: Random, formulas: dict[str, Fn]) -> None:
     method = rng.choice(METHODS)
     try:
         grads = method(loss, x, along)
-        before, after = (method(loss, x + step * along, along) for step in (-STEP, STEP))
-        slopes = [(a - b) / (2 * STEP) for a, b in zip(after, before, strict=True)]
+        slopes = difference(lambda x: torch.stack(method(loss, x, along)), x, along)
         assert_near(1, (grads[0] * along).sum(), difference(loss, x, along))
         for order, (grad, slope) in enumerate(zip(grads[1:], slopes, strict=False), 2):
             assert_near(order, grad, slope)
