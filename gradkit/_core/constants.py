@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import Node
 
 from gradkit._compat.transforms import recording_levels, transforms
 from gradkit.errors import UnsupportedGraphError
@@ -43,6 +44,16 @@ def with_refused_derivatives(
     """Return gradients whose derivative, outside of transforms, raises `UnsupportedGraphError`."""
     carriers = [source for source in sources if recording_levels(source)]
     return [None if grad is None else _attach(grad, carriers, reason) for grad in grads]
+
+
+def accumulators(leaves: Sequence[Tensor]) -> list[Node]:
+    """Return the nodes that accumulate the gradients of plain leaves, outside of transforms.
+
+    A constant function of all leads to them: a view of each would take four times as long.
+    """
+    with torch.enable_grad():
+        node = cast("Node", _attach(torch.empty(0), leaves).grad_fn)
+    return [cast("Node", child) for child, _ in node.next_functions[1:]]
 
 
 def _attach(tensor: Tensor, sources: Sequence[Tensor], reason: str | None = None) -> Tensor:

@@ -136,17 +136,12 @@ def oldest_node(variables: Iterable[Tensor]) -> int:
 
 def edge(tensor: Tensor) -> GradientEdge:
     """Return the edge of the graph at which the gradient of a tensor arrives."""
-    if tensor.grad_fn is not None:
+    has_views = tensor.layout == torch.strided and not tensor.is_nested
+    if has_views or tensor.grad_fn is not None:
         return get_gradient_edge(tensor)
-    with torch.enable_grad():
-        return GradientEdge(leaf_node(tensor), 0)
-
-
-def leaf_node(leaf: Tensor) -> Node:
-    """Return the node that accumulates the gradient of a leaf; in grad mode; a microsecond."""
-    has_views = leaf.layout == torch.strided and not leaf.is_nested
-    user = cast("Any", leaf.view_as(leaf) if has_views else leaf.clone())
-    return cast("Node", user.grad_fn.next_functions[0][0])
+    with torch.enable_grad():  # torch would take a view, which others do not have
+        copy = cast("Any", tensor.clone().grad_fn)
+    return GradientEdge(copy.next_functions[0][0], 0)
 
 
 def nodes_below(roots: Iterable[Tensor], stop: Iterable[Node] = (), oldest: int = 0) -> set[Node]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
+from operator import attrgetter
 from threading import Lock
 from typing import Any, NamedTuple, TypeAlias, cast
 from weakref import ref
@@ -21,7 +22,10 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from gradkit._compat import distributed
-from gradkit._core.graph import leaf_node
+from gradkit._compat.transforms import transforms
+from gradkit._core.constants import accumulators
+from gradkit._core.graph import edge
+from gradkit._core.ownership import PLAIN_TYPES
 
 Cotangents: TypeAlias = tuple[Tensor | None, ...]
 
@@ -72,7 +76,8 @@ def listen_to_steps(
 def first_pre_hooked(leaves: Sequence[Tensor]) -> int | None:
     """Return the index of the first leaf whose AccumulateGrad node has a pre-hook.
 
-    A look at one takes 3 us, and holds until this process registers another hook of any kind.
+    A look at one takes a microsecond or two, and holds until this process registers another hook of
+    any kind. Tensors that are no leaves are passed over.
     """
     global _looked_at
     with _own_hooks.lock:
@@ -82,30 +87,45 @@ def first_pre_hooked(leaves: Sequence[Tensor]) -> int | None:
     before, clean = _looked_at
     if before != made or len(clean) > _MOST_CLEAN:
         clean = set()
-    with torch.enable_grad():
-        for index, leaf in enumerate(leaves):
-            if id(leaf) not in clean:
-                if leaf.is_leaf and _has_pre_hooks(leaf_node(leaf)):
-                    return index
-                clean.add(id(leaf))
-    _looked_at = made, clean
+    unknown = [leaf for leaf in leaves if leaf.grad_fn is None and id(leaf) not in clean]
+    if not unknown:
+        return None
+    found = _first_with_pre_hooks(_accumulators(unknown))
+    if found is not None:
+        return next(index for index, leaf in enumerate(leaves) if leaf is unknown[found])
+    _looked_at = made, clean.union(map(id, unknown))
     return None
+
+
+def _accumulators(leaves: Sequence[Tensor]) -> list[Node]:
+    plain = set(map(type, leaves)) <= PLAIN_TYPES and not any(map(_is_nested, leaves))
+    return accumulators(leaves) if plain and not transforms() else [edge(x).node for x in leaves]
+
+
+_is_nested = attrgetter("is_nested")
+
+
+def _first_with_pre_hooks(nodes: Sequence[Node]) -> int | None:
+    """Return the index of the first node on which someone has registered a pre-hook."""
+    with _own_hooks.lock:
+        for index, node in enumerate(nodes):
+            handle = node.register_prehook(_no_change)
+            _own_hooks.count += 1
+            hooks = handle.hooks_dict_ref()  # all that Python has registered there; ours is one
+            handle.remove()
+            if hooks:
+                return index
+    return None
+
+
+def _no_change(_: Cotangents) -> None:
+    """Leave cotangents as they are."""
 
 
 # How many hooks there were, and the ids of tensors without pre-hooks. One that is made later has
 # none, either, until another hook is registered.
 _looked_at: tuple[int, set[int]] = -1, set()
 _MOST_CLEAN = 100_000
-
-
-def _has_pre_hooks(node: Node) -> bool:
-    """Return whether someone has registered a pre-hook of a node."""
-    with _own_hooks.lock:
-        handle = node.register_prehook(lambda _: None)
-        _own_hooks.count += 1
-    hooks = handle.hooks_dict_ref()  # all that Python has registered there; ours is one
-    handle.remove()
-    return bool(hooks)
 
 
 def hooks_of(tensor: Tensor) -> dict[object, Callable[[Tensor], Tensor | None]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -38,13 +38,13 @@ CALLS: dict[str, Callable[[Tensor, Any], object]] = {
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[Node]:
     """The nodes that are looked at."""
     seen: list[Node] = []
-    look = user_code._has_pre_hooks
+    look = user_code._first_with_pre_hooks
 
-    def seen_by(node: Node) -> bool:
-        seen.append(node)
-        return look(node)
+    def seen_by(nodes: Sequence[Node]) -> int | None:
+        seen.extend(nodes)
+        return look(nodes)
 
-    monkeypatch.setattr(user_code, "_has_pre_hooks", seen_by)
+    monkeypatch.setattr(user_code, "_first_with_pre_hooks", seen_by)
     return seen
 
 
