@@ -62,6 +62,7 @@ def pytest_report_header() -> list[str]:
     return [HEADER + shown, f"devices: {', '.join(DEVICES)}; {', '.join(sorted(kinds))}"]
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests that share processes together: one worker starts them, and no other."""
     for item in items:

@@ -90,9 +90,9 @@ def first_pre_hooked(leaves: Sequence[Tensor]) -> int | None:
     unknown = [leaf for leaf in leaves if leaf.grad_fn is None and id(leaf) not in clean]
     if not unknown:
         return None
-    found = _first_with_pre_hooks(_accumulators(unknown))
-    if found is not None:
-        return next(index for index, leaf in enumerate(leaves) if leaf is unknown[found])
+    first = _first_with_pre_hooks(_accumulators(unknown))
+    if first is not None:
+        return next(index for index, leaf in enumerate(leaves) if leaf is unknown[first])
     _looked_at = made, clean.union(map(id, unknown))
     return None
 
