@@ -391,6 +391,7 @@ def check_ways_over_processes(device: torch.device) -> None:
     assert sum(sent[replicas.PASSES]) == 3 * (4 * params + 4 * (2 * 2 + 2 * 3))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # DDP makes torch warn of unused parameters
 def test_all_ways_over_processes_agree(two: Ranks, device: torch.device) -> None:
     two.run(check_ways_over_processes)
@@ -407,6 +408,7 @@ def check_ways_over_shards(device: torch.device) -> None:
         assert shards.agree(call, shards.Net(4, 2, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch renames its collectives
 def test_all_ways_over_shards_agree(two: Ranks, device: torch.device) -> None:
     two.run(check_ways_over_shards)

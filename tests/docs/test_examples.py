@@ -724,6 +724,7 @@ def check_claims_about_shards(device: torch.device) -> None:
     assert not falling.difference(broken) <= 1e9
 
 
+@pytest.mark.slow
 def test_each_claim_about_shards_can_fail(two: Ranks, device: torch.device) -> None:
     two.run(check_claims_about_shards)
 

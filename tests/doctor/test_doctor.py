@@ -391,6 +391,7 @@ def test_it_runs_as_a_module(device: torch.device) -> None:
     assert json.loads(done.stdout)["equal"] is True
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_it_runs_as_a_module_without_rich(device: torch.device) -> None:
     block = "import sys, runpy; sys.modules['rich'] = None; sys.argv[1:] = ['--device', 'cpu'];"
