@@ -52,8 +52,8 @@ def accumulators(leaves: Sequence[Tensor]) -> list[Node]:
     A constant function of all leads to them: a view of each would take four times as long.
     """
     with torch.enable_grad():
-        node = cast("Node", _attach(torch.empty(0), leaves).grad_fn)
-    return [cast("Node", child) for child, _ in node.next_functions[1:]]
+        result = _attach(torch.empty(0), leaves)  # which keeps its node alive
+    return [cast("Node", child) for child, _ in cast("Node", result.grad_fn).next_functions[1:]]
 
 
 def _attach(tensor: Tensor, sources: Sequence[Tensor], reason: str | None = None) -> Tensor:
