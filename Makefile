@@ -34,9 +34,9 @@ test: $(VENV)/ready
 test-fast: $(VENV)/ready
 	$(PYTEST) $(FAST)
 
-# The examples in full, other tools, sweeps. What is in SKIP is left out.
+# The examples in full, other tools, sweeps. SKIP="tests/a.py tests/b.py::test_c" is left out.
 test-slow: $(VENV)/bench
-	$(PYTEST) -m slow $(addprefix --ignore=,$(SKIP))
+	$(PYTEST) -m slow $(addprefix --deselect=,$(SKIP))
 
 # Random programs with gradkit and with plain torch: make fuzz SECONDS=600 SEED=1. Exit status 1 if
 # any was wrong; each is named with the command that runs it again.
