@@ -12,7 +12,7 @@ CONSTRAINTS := $(if $(VARIANT),$(VENV)/constraints.txt,constraints.txt)
 # Modules are compiled when they are first imported, and most never are.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(CONSTRAINTS)
 
-# One worker for each core; tests that share processes stay on one worker (tests/conftest.py).
+# One worker for each core; tests of one xdist_group stay on one worker.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 # What is long, starts processes or compiles is left out; Hypothesis draws a few cases of each law.
 FAST := -m 'not slow and not long and not processes' --hypothesis-profile fast \

@@ -62,13 +62,12 @@ def pytest_report_header() -> list[str]:
     return [HEADER + shown, f"devices: {', '.join(DEVICES)}; {', '.join(sorted(kinds))}"]
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests that share processes together: one worker starts them, and no other."""
+    """Keep the tests that share processes together in one shard."""
     for item in items:
         for name in processes_of(item):
-            item.add_marker(pytest.mark.processes)
-            item.add_marker(pytest.mark.xdist_group(name))
+            # No group of pytest-xdist, each of whose workers starts processes of its own.
+            item.add_marker(pytest.mark.processes(name))
     shard = Shard.parse(config.getoption("--shard"))
     config.hook.pytest_deselected(items=[item for item in items if item not in shard])
     items[:] = [item for item in items if item in shard]

@@ -34,6 +34,8 @@ class Shard:
 
 def name_of(item: pytest.Item) -> str:
     """Return the name of a test, or of the group that shares processes with it."""
-    for mark in item.iter_markers("xdist_group"):
-        return str(mark.args[0])
+    for name in ("processes", "xdist_group"):
+        for mark in item.iter_markers(name):
+            if mark.args:
+                return str(mark.args[0])
     return item.nodeid

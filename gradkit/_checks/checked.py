@@ -24,7 +24,7 @@ def checked() -> Iterator[None]:
     gradient where they see that it was written on. Inside this context no two parts of a pass are
     handed the same memory: each result is, bit for bit, what it is where hooks and Functions write
     on copies. A `GradkitWarning` of the eager calls names each place that wrote: the hook or
-    function, its file and line.
+    function, its file and line. `backward_` stays what `.backward()` is.
 
     One more `GradkitWarning`, once, is for a loop of which only half was moved: `optimizer.step()`
     runs with every `.grad` None, after gradkit has returned gradients of its parameters. Steps are
