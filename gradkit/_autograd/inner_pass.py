@@ -11,7 +11,7 @@ from torch import Tensor
 from gradkit._autograd.captures import copied_on_arrival
 from gradkit._autograd.function_probe import refuse_dropped
 from gradkit._autograd.second_derivatives import differentiated_by_formula
-from gradkit._autograd.separate_gradients import separate_gradients
+from gradkit._autograd.unshared_memory import without_shared_memory
 from gradkit._checks.checked import is_checked
 from gradkit._checks.writes import exposed_inside, refuse_written, versions
 from gradkit._compat.transforms import unbatched
@@ -51,7 +51,7 @@ class InnerPass:
             copied = exposed_inside(self.variables, self.below if functions else None)
             stack.enter_context(copied_on_arrival(copied))
             if is_checked():
-                stack.enter_context(separate_gradients(self.below.nodes))
+                stack.enter_context(without_shared_memory(self.below.nodes))
             grads = run()
         arrived = [None if grad is None else unbatched(grad) for grad in grads]
         moved = versions(self.variables, arrived, copied)

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradkit._autograd.captures import ArrivalCapture, any_observers, observed
 from gradkit._autograd.engine import run_backward, run_batch, run_grad
 from gradkit._autograd.hooks_in_batches import hooks_refused
-from gradkit._autograd.separate_gradients import separate_gradients
+from gradkit._autograd.unshared_memory import without_shared_memory
 from gradkit._autograd.write_finder import WriteFinder
 from gradkit._checks.checked import step_monitor
 from gradkit._checks.writes import exposed, refuse_written, user_code_alive, versions
@@ -100,7 +100,7 @@ class PassRunner:
             inputs += capture.leaves
             if finder is not None and user_code_alive(self.call):
                 nodes = self.call.graph.below(self.call.differentiated).nodes
-                stack.enter_context(separate_gradients(nodes, finder.note_copy))
+                stack.enter_context(without_shared_memory(nodes, finder.note_copy))
                 cotangents = [None if seed is None else seed.clone() for seed in cotangents]
             with finder or nullcontext():
                 grads = run_grad(self.call, roots, inputs, cotangents, retain_graph=retain)

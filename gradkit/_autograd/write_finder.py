@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import BackwardHook
 
-from gradkit._autograd.separate_gradients import memory_address
+from gradkit._autograd.unshared_memory import memory_address
 from gradkit._compat.autograd import TorchDispatchMode
 from gradkit._core.params import Params
 from gradkit._core.written import written_tensors

@@ -20,7 +20,7 @@ NoteCopy: TypeAlias = Callable[[Tensor, Tensor], object]
 
 
 @contextmanager
-def separate_gradients(
+def without_shared_memory(
     nodes: Iterable[Node], note_copy: NoteCopy = lambda grad, copy: None
 ) -> Iterator[None]:
     """Copy what a node hands to more than one other, in every pass through these nodes.
