@@ -206,3 +206,29 @@ def test_a_hook_sees_the_layout_that_it_sees_elsewhere(device: torch.device, lay
     with gradkit.checked():
         gradkit.value_and_grads(loss(), [a, b])
     assert seen[:2] == seen[2:]
+
+
+def test_hooks_of_a_node_keep_their_order_and_handles(device: torch.device) -> None:
+    leaf = torch.ones(2, device=device, requires_grad=True)
+    total = leaf + leaf
+    seen: list[int] = []
+    handles = [
+        total.grad_fn.register_hook(lambda *_, index=index: seen.append(index))
+        for index in range(3)
+    ]
+    with gradkit.checked():
+        gradkit.value_and_grads((total * 2).sum(), [leaf], retain_graph=True)
+        handles[1].remove()
+        gradkit.value_and_grads((total * 2).sum(), [leaf], retain_graph=True)
+    total.sum().backward()
+    assert seen == [0, 1, 2, 0, 2, 0, 2]
+
+
+def test_weights_keep_their_graph(device: torch.device) -> None:
+    leaf = torch.ones(2, device=device, requires_grad=True)
+    leaf.register_hook(lambda grad: grad * 1)
+    weight = torch.tensor(3.0, device=device, requires_grad=True)
+    loss = (leaf**2).sum()
+    with gradkit.checked(), torch.no_grad():
+        _, (grad,) = gradkit.value_and_grads([loss], [leaf], weights=[weight], create_graph=True)
+    assert torch.autograd.grad(grad.sum(), weight)[0].item() == 4
