@@ -6,15 +6,15 @@ leaves the heads of the other losses alive [E2, E4].
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradkit._core import graph
 from gradkit._core.call import Call
+from gradkit._core.graph import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class ReleasePlan:
     """
 
     retain: bool
-    last_used: set[Node] = field(default_factory=set)
+    last_used: Collection[Node] = ()
 
 
 def plan_release(call: Call, extra: Sequence[Node]) -> list[ReleasePlan]:
@@ -37,40 +37,31 @@ def plan_release(call: Call, extra: Sequence[Node]) -> list[ReleasePlan]:
     same_params = all(one.params is first for one in call.passes) and all(
         call.outputs[one.losses[0]].numel() for one in call.passes
     )
-    leading: set[Node] = set()
     if same_params:
-        leading = call.graph.below(call.differentiated).leading_to(first.variables, extra)
+        below = call.graph.below(call.differentiated)
+        return _plan_parts(below.parts, below.leading_to(first.variables, extra))
     needed_later: set[Node] = set()
     plans: list[ReleasePlan] = []
     for group, params in reversed(call.passes):
-        root = call.outputs[group[0]]
-        if same_params:
-            # Below a node that a later pass executes, that pass executes all that leads on.
-            executed, shared = _walk(root, leading, needed_later)
-        else:
-            variables = params.variables if root.numel() else []
-            executed = call.graph.below(group).leading_to(variables, extra)
-            shared = not executed.isdisjoint(needed_later)
-        plans.append(ReleasePlan(shared, executed - needed_later if shared else set()))
+        variables = params.variables if call.outputs[group[0]].numel() else []
+        executed = call.graph.below(group).leading_to(variables, extra)
+        shared = not executed.isdisjoint(needed_later)
+        plans.append(ReleasePlan(shared, executed - needed_later if shared else ()))
         needed_later |= executed
     return plans[::-1]
 
 
-def _walk(root: Tensor, within: set[Node], stop: set[Node]) -> tuple[set[Node], bool]:
-    """Return the nodes below a root inside one set and above another, and whether it met that."""
-    start = graph.edge(root).node
-    if start in stop:
-        return set(), True
-    seen = {start} & within
-    stack, met = list(seen), False
-    while stack:
-        for node, _ in stack.pop().next_functions:
-            if node in stop:
-                met = True
-            elif node in within and node not in seen:
-                seen.add(node)
-                stack.append(node)
-    return seen, met
+def _plan_parts(parts: Sequence[Part], executed: set[Node]) -> list[ReleasePlan]:
+    """Return the plans of passes that execute all of these nodes that are below their losses.
+
+    So whatever is below a node that a later pass executes, that pass executes, too.
+    """
+    return [
+        ReleasePlan(True, [node for node in part.nodes if node in executed])
+        if not executed.isdisjoint(part.shared)
+        else ReleasePlan(False)
+        for part in parts
+    ]
 
 
 def release(nodes: Iterable[Node]) -> None:
@@ -82,11 +73,15 @@ def release(nodes: Iterable[Node]) -> None:
     """
     for node in nodes:
         for name in graph.saved_names(type(node)):
-            with suppress(RuntimeError):  # a custom Function that has lost its tensors raises here
+            try:
                 saved = getattr(node, name)
-                for tensor in saved if isinstance(saved, tuple | list) else (saved,):
-                    with suppress(RuntimeError):  # it has hooks, is lost already, or is None
-                        tensor.register_hooks(_drop, graph.raise_freed)
+            except RuntimeError:  # a custom Function that has lost its tensors
+                continue
+            for tensor in saved if isinstance(saved, tuple | list) else (saved,):
+                try:
+                    tensor.register_hooks(_drop, graph.raise_freed)
+                except RuntimeError:  # it has hooks, is lost already, or is None
+                    continue
 
 
 def _drop(_: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from gradkit._checks.writes import exposed, refuse_written, user_code_alive, ver
 from gradkit._compat.autograd import as_batch, batched_mode, from_batch, without_function_modes
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
-from gradkit._core.ownership import own
+from gradkit._core.ownership import owned
 from gradkit._core.params import Params
 from gradkit._state.grad_writes import grads_put_back
 
@@ -64,7 +64,7 @@ class PassRunner:
             moved |= versions(variables, grads, copied)
         if moved:
             self.refuse_moved(outputs, variables, moved)
-        return grads if self.call.create_graph else _owned(grads, variables)
+        return grads if self.call.create_graph else owned(grads, variables)
 
     def refuse_moved(
         self, outputs: Sequence[Tensor], variables: list[Tensor], moved: Mapping[int, int]
@@ -172,19 +172,3 @@ class PassRunner:
     ) -> None:
         """Run one pass that accumulates into `.grad` of some leaves, or of all if None."""
         run_backward(self.call, outputs, seeds, variables, retain_graph=retain)
-
-
-def _owned(grads: list[Tensor | None], variables: list[Tensor]) -> list[Tensor | None]:
-    if type(None) not in set(map(type, grads)):
-        own(cast("list[Tensor]", grads), variables)
-        return grads
-    present = [index for index, grad in enumerate(grads) if grad is not None]
-    dense = [grads[index] for index in present]
-    owners = [variables[index] for index in present]
-    count = len(grads)
-    grads.clear()  # `own` looks for other references
-    own(cast("list[Tensor]", dense), owners)
-    result: list[Tensor | None] = [None] * count
-    for index, grad in zip(present, dense, strict=True):
-        result[index] = grad
-    return result

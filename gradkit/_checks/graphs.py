@@ -109,8 +109,7 @@ DONATED = (
 def _any_freed(call: Call) -> bool:
     """Return whether a pass would execute a freed node, looking once at passes for one params."""
     below = call.graph.below(call.differentiated)
-    saving = set(filter(graph.saved_names, below.kinds))
-    if not any(graph.has_released(node) for node in below.nodes if type(node) in saving):
+    if not graph.any_released(below.nodes, below.kinds):
         return False
     groups: dict[int, tuple[Params, list[int]]] = {}
     for group, params in call.passes:
@@ -120,7 +119,7 @@ def _any_freed(call: Call) -> bool:
 
 
 def _executes_freed(below: Subgraph, params: Params) -> bool:
-    return any(map(graph.has_released, below.leading_to(params.variables)))
+    return graph.any_released(below.leading_to(params.variables), below.kinds)
 
 
 def refuse_freed_root(call: Call, index: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from functools import cache, cached_property
 from math import prod
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -36,7 +36,12 @@ class Subgraph:
     @cached_property
     def nodes(self) -> set[Node]:
         """The nodes of the roots, and all below them."""
-        return nodes_below(self.roots, self.stop, self.oldest).union(self.stop)
+        return set(self.stop).union(*(part.nodes for part in self.parts))
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """For each root the nodes that it reaches, and no later root does."""
+        return _parts(self.roots, self.stop, self.oldest)
 
     @cached_property
     def kinds(self) -> set[type]:
@@ -144,30 +149,58 @@ def edge(tensor: Tensor) -> GradientEdge:
     return GradientEdge(copy.next_functions[0][0], 0)
 
 
+class Part(NamedTuple):
+    """What one of several roots reaches.
+
+    Attributes:
+        nodes: The nodes that it reaches, and no later root does.
+        shared: The nodes right below them, or the root's own, that a later root reaches.
+    """
+
+    nodes: list[Node]
+    shared: list[Node]
+
+
 def nodes_below(roots: Iterable[Tensor], stop: Iterable[Node] = (), oldest: int = 0) -> set[Node]:
     """Return every node that a pass from these roots could visit, without entering `stop`.
 
     Nor what is older than `oldest`; but if a root is, it was made in another thread, whose numbers
     are its own, and they tell nothing.
     """
-    tops = {root.grad_fn or edge(root).node for root in roots}
-    if any(sequence_number(top) < oldest for top in tops):
+    return set[Node]().union(*(part.nodes for part in _parts(roots, stop, oldest)))
+
+
+def _parts(roots: Iterable[Tensor], stop: Iterable[Node], oldest: int) -> list[Part]:
+    tops = [root.grad_fn or edge(root).node for root in roots]
+    if oldest and any(sequence_number(top) < oldest for top in tops):
         oldest = 0
-    excluded = set(stop)
-    seen = tops - excluded
-    stack = list(seen)
-    while stack:
-        for node, _ in stack.pop().next_functions:
-            if node is None or node in seen or node in excluded:
-                continue
-            if oldest and sequence_number(node) < oldest:
-                continue
-            seen.add(node)
-            stack.append(node)
-    if len(seen) > _MOST_TO_FREE_AT_ONCE:
+    reached_from: dict[Node, int] = dict.fromkeys(stop, -1)  # the index of a root
+    last_first = reversed(list(enumerate(tops)))
+    parts = [_part(top, index, reached_from, oldest) for index, top in last_first]
+    if sum(len(part.nodes) for part in parts) > _MOST_TO_FREE_AT_ONCE:
         for top in tops:
             _free_in_order(top)
-    return seen
+    return parts[::-1]
+
+
+def _part(top: Node, index: int, reached_from: dict[Node, int], oldest: int) -> Part:
+    if top in reached_from:
+        return Part([], [top])
+    reached_from[top] = index
+    nodes: list[Node] = [top]
+    shared: list[Node] = []
+    for node in nodes:  # which grows meanwhile
+        for child, _ in node.next_functions:
+            if child is None:
+                continue
+            other = reached_from.get(child)
+            if other is None:
+                if not oldest or sequence_number(child) >= oldest:
+                    reached_from[child] = index
+                    nodes.append(child)
+            elif other != index:
+                shared.append(child)
+    return Part(nodes, shared)
 
 
 # A node that Python has seen is freed through Python, each inside the one above it: a chain of some
@@ -272,7 +305,13 @@ def is_freed(loss: Tensor) -> bool:
 
 def has_released(node: Node) -> bool:
     """Return whether the node has lost a tensor that it saved, and so cannot run again."""
-    return any(_is_released(node, name) for name in saved_names(type(node)))
+    return any_released([node], [type(node)])
+
+
+def any_released(nodes: Iterable[Node], kinds: Iterable[type]) -> bool:
+    """Return whether one of the nodes, which are of these types, has lost a tensor."""
+    names_of = {kind: names for kind in kinds if (names := saved_names(kind))}
+    return any(_is_released(node, name) for node in nodes for name in names_of.get(type(node), ()))
 
 
 def has_saved_tensor_hooks(node: Node) -> bool:

@@ -46,21 +46,30 @@ def own(grads: list[Tensor], params: Sequence[Tensor], leading: tuple[int, ...] 
         grads[index] = copy_for(without_graph(grads[index]), like)
 
 
+def owned(grads: list[Tensor | None], params: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return gradients without a graph, each in memory of its own; None stays None.
+
+    Only the list, which is emptied if something has to be copied, may refer to them.
+    """
+    present = [grad for grad in grads if grad is not None]
+    if _are_owned(present, params, _UNSHARED + 1):  # which both lists refer to
+        return grads
+    owners = [param for grad, param in zip(grads, params, strict=True) if grad is not None]
+    reached = [grad is not None for grad in grads]
+    grads.clear()
+    own(present, owners)
+    copies = iter(present)
+    return [next(copies) if is_reached else None for is_reached in reached]
+
+
 def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
-    # One attribute of all leaves at a time: a Python loop would double the time of a call.
-    # What is contiguous was not expanded, but along dimensions of size 1, where it does not matter.
-    try:
-        laid_out = (
-            all(map(_is_contiguous, grads))
-            and all(map(_is_contiguous, params))
-            and not any(map(is_zero_tensor, grads))
-        )
-        uses = list(map(storage_use_count, map(storage_address, grads)))
-    except (RuntimeError, NotImplementedError, TypeError):
-        return range(len(grads))  # sparse, or a wrapper without a storage: always copied
-    references = list(map(sys.getrefcount, grads))
-    if laid_out and set(references) == {_UNSHARED} and _only_views_share(grads, uses):
+    if _are_owned(grads, params, _UNSHARED):
         return ()
+    try:
+        uses = list(map(storage_use_count, map(storage_address, grads)))
+    except _WITHOUT_STORAGE:
+        return range(len(grads))  # always copied
+    references = list(map(sys.getrefcount, grads))
     return [
         index
         for index, grad in enumerate(grads)
@@ -68,6 +77,29 @@ def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
         or not _only_views_share([grad], [uses[index]])
         or not is_laid_out(grad, params[index])
     ]
+
+
+# What a sparse tensor raises, or a wrapper without a storage.
+_WITHOUT_STORAGE = (RuntimeError, NotImplementedError, TypeError)
+
+
+def _are_owned(grads: list[Tensor], params: Sequence[Tensor], unshared: int) -> bool:
+    """Return whether contiguous gradients of contiguous params share no memory.
+
+    `unshared`: the references that each has if nothing but the caller's lists refers to it.
+    """
+    # One attribute of all leaves at a time: a Python loop would double the time of a call.
+    # What is contiguous was not expanded, but along dimensions of size 1, where it does not matter.
+    try:
+        return (
+            all(map(_is_contiguous, grads))
+            and all(map(_is_contiguous, params))
+            and not any(map(is_zero_tensor, grads))
+            and set(map(sys.getrefcount, grads)) <= {unshared}
+            and _only_views_share(grads, list(map(storage_use_count, map(storage_address, grads))))
+        )
+    except _WITHOUT_STORAGE:
+        return False
 
 
 def is_laid_out(grad: Tensor, param: Tensor) -> bool:

@@ -8,10 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gradkit
 from tests.helpers import assert_same_bits, same_bits, unchanged
+from tests.strategies import HOOKLESS, Program, build, programs
+
+# But for CopySlices, from which Python cannot take what it holds.
+RELEASABLE = tuple(op for op in HOOKLESS if op != "in_place_view")
+
+
+# The first of its losses has saved what only the second leaf needs.
+LEADS_ELSEWHERE = Program(
+    seed=0,
+    leaves=("plain", "plain"),
+    ops=(("add", 0, 0), ("tanh", 1, 0), ("add", 2, 3)),
+    losses=(("sum", 4), ("sum", 2)),
+)
 
 
 class Saves(torch.autograd.Function):
@@ -56,6 +71,29 @@ def test_the_graph_is_freed_after_the_pass_and_kept_if_asked_for(device: torch.d
     assert not is_freed(loss, w)
     gradkit.value_and_grads(loss, w)
     assert is_freed(loss, w)
+
+
+@example(program=LEADS_ELSEWHERE, chosen={0})
+@given(program=programs(ops=RELEASABLE, leaf_hooks=False), chosen=st.sets(st.integers(0, 3)))
+def test_separate_passes_free_what_one_pass_does(
+    device: torch.device, program: Program, chosen: set[int]
+) -> None:
+    """For all losses and some of the leaves; what leads to other leaves alone is kept."""
+    ours, theirs = (build(program, device, torch.float64) for _ in range(2))
+    mine, torchs = (
+        [leaf for index, leaf in enumerate(one.leaves) if index in chosen] for one in (ours, theirs)
+    )
+    differentiable = [loss for loss in theirs.losses if loss.requires_grad]
+    assume(torchs and differentiable)
+    if all(g is None for g in torch.autograd.grad(differentiable, torchs, allow_unused=True)):
+        return
+    gradkit.per_loss_grads(ours.losses, mine)
+    for value, other in zip(
+        (*ours.values, *ours.losses), (*theirs.values, *theirs.losses), strict=True
+    ):
+        if value.requires_grad:
+            freed = [is_freed(value.sum(), leaf) for leaf in ours.leaves]
+            assert freed == [is_freed(other.sum(), leaf) for leaf in theirs.leaves]
 
 
 def test_every_part_is_freed_with_its_last_pass(device: torch.device) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.utils.checkpoint import checkpoint
 
 import gradkit
 from gradkit._autograd import graph_release
 from gradkit._core import graph, ownership, user_code
 from tests.helpers import Sevenfold
+from tests.strategies import Program, build, programs
 
 
 class Twice(torch.autograd.Function):
@@ -92,6 +96,30 @@ def test_a_view_walks_each_part_once(device: torch.device) -> None:
     assert not view.below([2]).nodes
     stop = {graph.edge(trunk).node}
     assert graph.Subgraph(losses[:1], stop).nodes == {graph.edge(losses[0]).node, *stop}
+
+
+@given(program=programs(leaf_hooks=False))
+def test_the_parts_of_several_roots(device: torch.device, program: Program) -> None:
+    """Each has what its root reaches and no later root does, and meets all that it shares."""
+    losses = [x for x in build(program, device, torch.float64).losses if x.requires_grad]
+    below = graph.Subgraph(losses)
+    later: set[Node] = set()
+    for loss, part in reversed(list(zip(losses, below.parts, strict=True))):
+        nodes = set(_walked(loss))
+        assert len(part.nodes) == len(set(part.nodes))
+        assert set(part.nodes) == nodes - later
+        children = {child for node in part.nodes for child, _ in node.next_functions}
+        assert set(part.shared) == (children | {graph.edge(loss).node}) & later
+        later |= nodes
+    assert below.nodes == later == graph.nodes_below(losses)
+
+
+def _walked(loss: Tensor) -> Iterator[Node]:
+    stack = [graph.edge(loss).node]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack += [child for child, _ in node.next_functions if child is not None]
 
 
 def test_a_deep_graph_needs_no_recursion(device: torch.device) -> None:
