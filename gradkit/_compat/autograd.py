@@ -1,4 +1,4 @@
-"""torch's private names for autograd and tensors."""
+"""torch's private names for autograd and tensors. Run on torch 2.11 to 2.15, or as said."""
 
 from __future__ import annotations
 
@@ -27,20 +27,15 @@ def current_pass() -> int:
 
 
 def sequence_number(node: Node) -> int:
-    """Return how many nodes its thread had made before a node; the largest number for a leaf's.
-
-    Run on torch 2.11 to 2.15.
-    """
+    """Return how many nodes its thread had made before a node; the largest number for a leaf's."""
     number: int = node._sequence_nr()
     return number
 
 
 def changed_since_saved(node: Node, name: str) -> str | None:
-    """Return torch's error if what a node shows as `_raw_saved_x` was changed in place since.
-
-    It unpacks the tensor, which computes nothing: one with hooks, whose unpacking may recompute a
-    checkpoint, is left alone. Run on torch 2.13.
-    """
+    """Return torch's error if what a node shows as `_raw_saved_x` was changed in place since."""
+    # It unpacks the tensor, which computes nothing: one with hooks, whose unpacking may recompute a
+    # checkpoint, is left alone. Run on torch 2.13.
     try:
         raw = getattr(node, name)
         each = raw if isinstance(raw, tuple | list) else (raw,)
@@ -53,10 +48,8 @@ def changed_since_saved(node: Node, name: str) -> str | None:
 
 
 def forward_line(node: Node) -> str | None:
-    """Return the line of the forward pass that made a node, if anomaly detection was on.
-
-    Run on torch 2.13.
-    """
+    """Return the line of the forward pass that made a node, if anomaly detection was on."""
+    # Run on torch 2.13.
     frames: list[str] = cast("Any", node.metadata).get("traceback_", [])
     ours = [frame for frame in frames if _TORCH not in frame.partition("\n")[0]]
     lines = [line.strip() for line in ours[-1].strip().splitlines()] if ours else []
@@ -65,25 +58,21 @@ def forward_line(node: Node) -> str | None:
 
 # What torch.autograd.grad calls once it has read its arguments, which takes it 13 us and 0.5 us an
 # input: (outputs, cotangents, retain_graph, create_graph, inputs, allow_unused,
-# accumulate_grad=False). Plain tensors only. Run on torch 2.11 to 2.15.
+# accumulate_grad=False). Plain tensors only.
 run_engine: Callable[..., tuple[Tensor | None, ...]] = _engine_run_backward
 
 # Whether a TorchFunctionMode is active, which sees what torch.autograd.grad is called with.
-# Run on torch 2.11 to 2.15.
 function_mode_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 
 
 def at_end_of_pass(callback: Callable[[], None]) -> None:
-    """Call a function once the pass that runs in this thread is done, which raises what it raises.
-
-    Before the pass returns, and on the streams of its caller; not if it fails [E7]. torch's DDP and
-    FSDP end their reductions so. Run on torch 2.11 to 2.15.
-    """
+    """Call a function once the pass of this thread is done, which raises what that raises."""
+    # Before the pass returns, and on the streams of its caller; not if it fails [E7]. torch's DDP
+    # and FSDP end their reductions so.
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 # The address of a tensor's storage, and how many owners the storage at an address has.
-# Run on torch 2.11 to 2.15.
 storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
@@ -98,29 +87,21 @@ __all__ = ["TorchDispatchMode", "flatten_dense", "without_torch_function"]
 
 
 def flatten_dense(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a new vector of the entries of dense tensors of one dtype.
-
-    Run on torch 2.11 to 2.15.
-    """
+    """Return a new vector of the entries of dense tensors of one dtype."""
     flat = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
     return cast("Tensor", flat)
 
 
 def without_torch_function() -> AbstractContextManager[object]:
-    """Let no tensor subclass change what torch functions return in a block.
-
-    Run on torch 2.11 to 2.15.
-    """
+    """Let no tensor subclass change what torch functions return in a block."""
     context: AbstractContextManager[object] = torch._C.DisableTorchFunctionSubclass()
     return context
 
 
 @contextmanager
 def batched_mode() -> Iterator[int]:
-    """Enter the mode in which the engine takes batched cotangents; yield the level of the batch.
-
-    What `is_grads_batched` of torch.autograd.grad does. Run on torch 2.13.
-    """
+    """Enter the mode in which the engine takes batched cotangents; yield the level of the batch."""
+    # What `is_grads_batched` of torch.autograd.grad does. Run on torch 2.13.
     level = torch._C._vmapmode_increment_nesting()
     try:
         yield level
@@ -134,10 +115,8 @@ def as_batch(tensor: Tensor, level: int) -> Tensor:
 
 
 def from_batch(tensor: Tensor, level: int, size: int) -> Tensor:
-    """Return a batch of that mode, which may be the same tensor for all, as a stack.
-
-    Run on torch 2.13.
-    """
+    """Return a batch of that mode, which may be the same tensor for all, as a stack."""
+    # Run on torch 2.13.
     return torch._remove_batch_dim(tensor, level, size, 0)
 
 
@@ -153,11 +132,8 @@ def without_function_modes() -> AbstractContextManager[object]:
 
 @contextmanager
 def plain_recurrent_kernels() -> Iterator[None]:
-    """Switch off the kernels for whole recurrent layers, which have no second derivative.
-
-    Nor batches. Not by `torch.backends`: its flags may be frozen, and its contexts set others, too.
-    Run on torch 2.11 to 2.15.
-    """
+    """Switch off the kernels for whole recurrent layers: no second derivative, and no batches."""
+    # Not by `torch.backends`: its flags may be frozen, and its contexts set others, too.
     cudnn, mkldnn = torch._C._get_cudnn_enabled(), torch._C._get_mkldnn_enabled()
     try:
         torch._C._set_cudnn_enabled(False)

@@ -1,4 +1,4 @@
-"""Private names of torch.distributed: DDP, FSDP, DTensor. Run on torch 2.11 to 2.15.
+"""Private names of torch.distributed: DDP, FSDP, DTensor. Run on torch 2.11 to 2.15, or as said.
 
 FSDP and DTensor are looked up, not imported: a process that has not imported them has none.
 """
@@ -17,24 +17,17 @@ from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
 # The node that a forward pass with static_graph or find_unused_parameters adds.
-# Run on torch 2.11 to 2.15.
 SINK = "_DDPSinkBackward"
 
 
 def sink_is_static(node: Node) -> bool:
-    """Return whether the module that added a `SINK` node has static_graph.
-
-    Run on torch 2.11 to 2.15.
-    """
+    """Return whether the module that added a `SINK` node has static_graph."""
     sink: Any = node
     return bool(sink.ddp_weakref().static_graph)
 
 
 def modules_in(module: nn.Module) -> list[Any]:
-    """Return a module and all inside of it, several times as fast as `modules()`.
-
-    Run on torch 2.11 to 2.15.
-    """
+    """Return a module and all inside of it, several times as fast as `modules()`."""
     seen: dict[nn.Module, None] = {}
     stack: list[nn.Module | None] = [module]
     while stack:
@@ -46,46 +39,40 @@ def modules_in(module: nn.Module) -> list[Any]:
 
 
 def is_joining(module: DistributedDataParallel) -> bool:
-    """Return whether a module is inside of its join(). Run on torch 2.11 to 2.15."""
+    """Return whether a module is inside of its join()."""
     return bool(module._join_config.enable)
 
 
 def delays_all_reduce(module: DistributedDataParallel) -> bool:
-    """Return whether a module has delay_all_reduce_named_params. Run on torch 2.11 to 2.15."""
+    """Return whether a module has delay_all_reduce_named_params."""
     return bool(module._delay_all_reduce_params)
 
 
 def comm_hooks(module: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
-    """Return the Python communication hooks of a module, with their states.
-
-    Run on torch 2.11 to 2.15.
-    """
+    """Return the Python communication hooks of a module, with their states."""
     return list(module._comm_hooks)
 
 
 def has_comm_hook(module: DistributedDataParallel) -> bool:
-    """Return whether a module has a communication hook, C++ ones included.
-
-    Run on torch 2.11 to 2.15.
-    """
+    """Return whether a module has a communication hook, C++ ones included."""
     # Only the log shows the C++ hooks.
     log: dict[str, object] = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     return bool(module._comm_hooks or log.get("comm_hook"))
 
 
 def zero_buckets(module: DistributedDataParallel) -> list[Any]:
-    """Return the gradient buckets of a module, filled with zeros. Run on torch 2.11 to 2.15."""
+    """Return the gradient buckets of a module, filled with zeros."""
     return list(module.reducer._get_zeros_like_grad_buckets())
 
 
 def run_comm_hook(module: DistributedDataParallel, bucket: Any) -> Tensor:
-    """Return what the communication hook makes of a bucket's buffer. Run on torch 2.11 to 2.15."""
+    """Return what the communication hook makes of a bucket's buffer."""
     reduced: Any = module.reducer._run_comm_hook(bucket).wait()
     tensor: Tensor = reduced if isinstance(reduced, Tensor) else reduced[0]
     return tensor
 
 
-# The node that the forward pass of a sharded module adds. Run on torch 2.11 to 2.15.
+# The node that the forward pass of a sharded module adds.
 POST_BACKWARD = "RegisterPostBackwardFunctionBackward"
 
 
@@ -96,29 +83,26 @@ def module_classes() -> tuple[type, ...]:
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Return whether `fully_shard` was called on an FSDP module. Run on torch 2.11 to 2.15."""
+    """Return whether `fully_shard` was called on an FSDP module."""
     return hasattr(module, "_get_fsdp_state")
 
 
 def states_of(modules: Iterable[Any]) -> list[Any]:
-    """Return the states of `fully_shard` modules and of all that share a root.
-
-    A backward pass through one module writes the `.grad` of every other one in the graph. Run on
-    torch 2.11 to 2.15.
-    """
+    """Return the states of `fully_shard` modules and of all that share a root."""
+    # A backward pass through one module writes the `.grad` of every other one in the graph.
     states = [module._get_fsdp_state() for module in modules]
     together = [other for state in states for other in (state, *state._state_ctx.all_states)]
     return list({id(state): state for state in together}.values())
 
 
 def any_fully_sharded() -> bool:
-    """Return False only if this process has no `fully_shard` module. Run on torch 2.11 to 2.15."""
+    """Return False only if this process has no `fully_shard` module."""
     composable = sys.modules.get("torch.distributed._composable_state")
     return composable is not None and len(composable._module_state_mapping) > 0
 
 
 def all_states() -> Iterator[Any]:
-    """Yield the states of all `fully_shard` modules of this process. Run on torch 2.11 to 2.15."""
+    """Yield the states of all `fully_shard` modules of this process."""
     composable = sys.modules.get("torch.distributed._composable_state")
     for state in list(getattr(composable, "_module_state_mapping", {}).values()):
         alive = state() if isinstance(state, ref) else state
@@ -127,7 +111,7 @@ def all_states() -> Iterator[Any]:
 
 
 def groups_of(states: Iterable[Any]) -> list[Any]:
-    """Return the parameter groups that states manage. Run on torch 2.11 to 2.15."""
+    """Return the parameter groups that states manage."""
     groups: list[Any] = []
     for state in states:
         several = getattr(state, "_fsdp_param_groups", None)
@@ -136,39 +120,30 @@ def groups_of(states: Iterable[Any]) -> list[Any]:
 
 
 def shards_of(groups: Iterable[Any]) -> list[Any]:
-    """Return the shards of groups: each knows its `sharded_param`. Run on torch 2.11 to 2.15."""
+    """Return the shards of groups: each knows its `sharded_param`."""
     return [shard for group in groups for shard in group.fsdp_params]
 
 
 def unsharded_param(shard: Any) -> Tensor | None:
-    """Return the parameter that stands in the graph; None before a forward.
-
-    Run on torch 2.11 to 2.15.
-    """
+    """Return the parameter that stands in the graph; None before a forward."""
     param: Tensor | None = getattr(shard, "_unsharded_param", None)
     return param
 
 
 def module_params(shard: Any) -> list[Tensor]:
-    """Return the tensors that a module may show as this parameter. Run on torch 2.11 to 2.15."""
+    """Return the tensors that a module may show as this parameter."""
     resharded: Tensor | None = getattr(shard, "_sharded_post_forward_param", None)
     params = (shard.sharded_param, unsharded_param(shard), resharded)
     return [param for param in params if param is not None]
 
 
 def synchronizes(group: Any) -> bool:
-    """Return whether the next backward pass reduces the gradients of a group.
-
-    Run on torch 2.11 to 2.15.
-    """
+    """Return whether the next backward pass reduces the gradients of a group."""
     return bool(group.reduce_grads and group.all_reduce_grads)
 
 
 def has_unreduced_grads(group: Any) -> bool:
-    """Return whether earlier backward passes left gradients to be reduced.
-
-    Run on torch 2.11 to 2.15.
-    """
+    """Return whether earlier backward passes left gradients to be reduced."""
     waiting = [getattr(group, "_partial_reduce_output", None)]
     for shard in group.fsdp_params:
         param = unsharded_param(shard)
@@ -177,18 +152,15 @@ def has_unreduced_grads(group: Any) -> bool:
 
 
 def reset_iteration(states: Iterable[Any]) -> None:
-    """Let later steps reduce, after a backward pass that was aborted. Run on torch 2.11 to 2.15."""
+    """Let later steps reduce, after a backward pass that was aborted."""
     for state in states:
         if state._is_root and hasattr(state, "_reset_iter_state"):
             state._reset_iter_state()
 
 
 def without_hooks(module: nn.Module) -> dict[str, Any]:
-    """Return a module's tables of forward hooks, by attribute, without those of `fully_shard`.
-
-    Run on torch 2.13.
-    """
-    return {
+    """Return a module's tables of forward hooks, by attribute, without those of `fully_shard`."""
+    return {  # run on torch 2.13
         name: type(table)((k, v) for k, v in table.items() if not _is_of_fsdp(v))
         for name in ("_forward_pre_hooks", "_forward_hooks")
         if (table := vars(module)[name])
@@ -207,11 +179,9 @@ def is_dtensor(leaf: object) -> bool:
 
 
 def full_tensor(leaf: Tensor) -> Tensor:
-    """Return the whole tensor of a DTensor, which is a collective; any other tensor as it is.
-
-    To `item()` and `bool()`, a DTensor that is still to be summed over its ranks is this rank's
-    part; and the maximum of one with an empty shard fails on that rank while the others wait [M8].
-    """
+    """Return the whole tensor of a DTensor, which is a collective; any other tensor as it is."""
+    # To `item()` and `bool()`, a DTensor that is still to be summed over its ranks is this rank's
+    # part; the maximum of one with an empty shard fails on that rank while the others wait [M8].
     if not is_dtensor(leaf):
         return leaf
     sharded: Any = leaf
@@ -219,10 +189,8 @@ def full_tensor(leaf: Tensor) -> Tensor:
 
 
 def replicated(leaf: Tensor) -> Tensor:
-    """Return a DTensor of which each rank holds the whole; any other tensor as it is.
-
-    Only in some versions of torch is a copy of a partial sum the sum.
-    """
+    """Return a DTensor of which each rank holds the whole; any other tensor as it is."""
+    # Only in some versions of torch is a copy of a partial sum the sum.
     if not is_dtensor(leaf):
         return leaf
     from torch.distributed.tensor import Replicate
@@ -252,10 +220,8 @@ def are_aligned(a: Any, b: Any) -> bool:
 
 
 def sum_over_shards(part: Tensor, sharded_as: Any) -> Tensor:
-    """Return the sum of what ranks have computed from their parts; a collective of them.
-
-    `sharded_as` is the `sharding` of the DTensors. Ranks with the same part count once.
-    """
+    """Return the sum of what ranks have computed from their parts; a collective of them."""
+    # Sharded as the `sharding` of the DTensors says. Ranks with the same part count once.
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     mesh, placements = sharded_as

@@ -19,11 +19,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def disable_compile(function: F) -> F:
-    """Let a compiled function call this one as it is, and all that it calls.
-
-    torch.compile would take apart its frames one by one, in seconds and for nothing. What
-    `torch.compiler.disable` does, but it would import the compiler, and cost each call a wrapper.
-    """
+    """Let a compiled function call this one as it is, and all that it calls."""
+    # torch.compile would take apart its frames one by one, in seconds and for nothing. What
+    # `torch.compiler.disable` does, but it would import the compiler, and cost each call a wrapper.
     marked: Any = function
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = _REASON
@@ -34,11 +32,9 @@ def disable_compile(function: F) -> F:
 
 
 def overwrites_saved_tensors(kind: Any) -> bool:
-    """Return whether the compiled backward pass of a kind of node can run only once.
-
-    The first pass through a compiled graph decides: one that frees the graph lets it write its
-    results where saved tensors were ("donated buffers"). Run on torch 2.13.
-    """
+    """Return whether the compiled backward pass of a kind of node can run only once."""
+    # The first pass through a compiled graph decides: one that frees the graph lets it write its
+    # results where saved tensors were ("donated buffers"). Run on torch 2.13.
     if kind.__name__ != "CompiledFunctionBackward":
         return False
     compiled = kind._forward_cls

@@ -1,4 +1,4 @@
-"""torch's private names for modules."""
+"""torch's private names for modules. Run on torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from torch import nn
 
 
 def lists_as_torch(kind: type[nn.Module]) -> bool:
-    """Return whether modules of a class list their parameters as `torch.nn.Module` does.
-
-    Run on torch 2.11 to 2.15.
-    """
+    """Return whether modules of a class list their parameters as `torch.nn.Module` does."""
     return (
         kind.named_parameters is nn.Module.named_parameters
         and kind.named_modules is nn.Module.named_modules

@@ -21,11 +21,9 @@ def output_dtype(node: Node, number: int) -> torch.dtype:
 
 
 def saved(node: Node, name: str) -> Any:
-    """Return what a node has saved: a tensor, or an option of its operation.
-
-    Raises RuntimeError if it was freed, or changed in place since, or if this version of torch
-    saves none. Run on torch 2.13.
-    """
+    """Return what a node has saved: a tensor, or an option of its operation."""
+    # Raises RuntimeError if it was freed, or changed in place since, or if this version of torch
+    # saves none. Run on torch 2.13.
     try:
         return getattr(node, f"_saved_{name}")
     except AttributeError as error:

@@ -1,4 +1,4 @@
-"""Private names of torch.optim and torch.amp: what runs in a step, and what has run before it."""
+"""Private names of torch.optim and torch.amp, for a step. Run on torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.optim import Optimizer, optimizer
 
 
 def has_step_hooks(instance: Optimizer) -> bool:
-    """Return whether code of the user's runs before or after a step. Run on torch 2.11 to 2.15."""
+    """Return whether code of the user's runs before or after a step."""
     tables = (
         instance._optimizer_step_pre_hooks,
         instance._optimizer_step_post_hooks,
@@ -20,14 +20,11 @@ def has_step_hooks(instance: Optimizer) -> bool:
 
 
 def is_step_of_class(instance: Any) -> bool:
-    """Return whether `step` is that of the class, or a scheduler's around it.
-
-    Run on torch 2.11 to 2.15.
-    """
+    """Return whether `step` is that of the class, or a scheduler's around it."""
     own = vars(instance).get("step")
     return own is None or getattr(own, "_wrapped_by_lr_sched", False)
 
 
 def is_unscaled(scaler: GradScaler, instance: Optimizer) -> bool:
-    """Return whether `scaler.unscale_` has been called in this step. Run on torch 2.11 to 2.15."""
+    """Return whether `scaler.unscale_` has been called in this step."""
     return bool(scaler._per_optimizer_states[id(instance)]["stage"] is OptState.UNSCALED)

@@ -34,10 +34,8 @@ autograd_grad = _autograd_grad
 
 
 def transforms() -> tuple[str, ...]:
-    """Return the transforms that are active, from the outermost: "Vmap", "Grad", "Jvp", ...
-
-    A compiled function is traced again where these differ, so that they are constants in it.
-    """
+    """Return the transforms that are active, from the outermost: "Vmap", "Grad", "Jvp", ..."""
+    # A compiled function is traced again where these differ, so that they are constants in it.
     stack: list[Any] | None = _read()
     return tuple([_KINDS[int(interpreter.key())] for interpreter in stack]) if stack else ()
 
@@ -57,10 +55,8 @@ def in_jvp() -> bool:
 
 
 def recording_levels(tensor: Tensor) -> set[int]:
-    """Return the transform levels that record a graph of a tensor; that of eager code is 0.
-
-    What vmap has batched says of itself that it does not require grad: the tensor inside may.
-    """
+    """Return the transform levels that record a graph of a tensor; that of eager code is 0."""
+    # What vmap has batched says of itself that it does not require grad: the tensor inside may.
     levels = set()
     while is_transform_tensor(tensor):
         if tensor.requires_grad:
@@ -120,10 +116,8 @@ def layers(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what tells the memory of a tensor, or of what transforms have wrapped: storage first.
-
-    Run on torch 2.13.
-    """
+    """Return what tells the memory of a tensor, or of what transforms wrap in it: storage first."""
+    # Run on torch 2.13.
     with torch._C.DisableTorchFunction():  # each attribute would run the modes around this one
         *_, data = layers(tensor)
         if data.layout != torch.strided:
@@ -181,11 +175,9 @@ _NO_HOOKS = "torch.func's grad and vjp do not support saved tensor hooks"
 def run_in_level(
     fn: Callable[[list[Tensor], int], TensorLists], point: Sequence[Tensor]
 ) -> list[list[Any]]:
-    """Return the lists of tensors that a function gives, and takes, in a new level of torch.func.
-
-    What `torch.func.vjp` does, without its trees, which take longer than a small pass. Not for
-    torch.compile, which traces only that. Run on torch 2.13.
-    """
+    """Return the lists of tensors that a function of tensors gives in a new level of torch.func."""
+    # What `torch.func.vjp` does, without its trees, which take longer than a small pass. Not for
+    # torch.compile, which traces only that. Run on torch 2.13.
     with disable_saved_tensors_hooks(_NO_HOOKS):
         level = _functorch._grad_increment_nesting()
         try:

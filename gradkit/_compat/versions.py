@@ -64,10 +64,8 @@ def _is_preview(version: str) -> bool:
 def is_seen(
     releases: Sequence[str], swept: Sequence[str], version: str = torch.__version__
 ) -> bool:
-    """Return whether a defect that some of the swept releases have is in this one.
-
-    A release that was not swept has what the one before it has.
-    """
+    """Return whether a defect that some of the swept releases have is in this one."""
+    # A release that was not swept has what the one before it has.
     until = [one for one in swept if release(one) <= release(version)]
     last = until[-2 if _is_preview(version) else -1 :]
     return not last or not set(last).isdisjoint(releases)
