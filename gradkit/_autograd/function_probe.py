@@ -20,12 +20,10 @@ from gradkit.errors import UnsupportedGraphError
 
 @contextmanager
 def refuse_dropped(where: Callable[[], str], below: Subgraph) -> Iterator[None]:
-    """Raise from a pass with create_graph if a Function's gradients have no path to its cotangent.
-
-    Such a gradient, or derivative of one, would be taken for a constant, and what remains of the
-    derivative would be returned. It is what once_differentiable, no_grad, detach() and a kernel
-    that autograd does not know do, in whatever they are wrapped.
-    """
+    """Raise from a pass with a graph if a Function's gradients have no path to its cotangent."""
+    # Such a gradient, or derivative of one, would be taken for a constant, and what remains of the
+    # derivative would be returned. It is what once_differentiable, no_grad, detach() and a kernel
+    # that autograd does not know do, in whatever they are wrapped.
     kinds = set(user_functions(below.kinds))
     handles = []
     try:

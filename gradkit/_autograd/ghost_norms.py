@@ -53,10 +53,8 @@ def ghost_norms(matrix: LossRows, index: int) -> Tensor | None:
 
 
 def _may_run(matrix: LossRows, loss: Tensor) -> bool:
-    """Return whether nothing but the operations of the graph changes or reads a cotangent.
-
-    In float16, a gradient that is not finite would get a norm that is.
-    """
+    """Return whether nothing but the operations of the graph changes or reads a cotangent."""
+    # In float16, a gradient that is not finite would get a norm that is.
     dtypes = {variable.dtype for variable in matrix.params.variables}
     return (
         matrix.call.plain_leaves
@@ -146,12 +144,10 @@ def _products_are_less(factors: list[Factors], size: int) -> bool:
 
 
 def _squares_of_products(factors: list[Factors]) -> Tensor:
-    """Return the squared norms of sums of products: `<left left^T, right right^T>`.
-
-    Each variable of several uses has the cross terms of each two of them.
-    """
+    """Return the squared norms of sums of products: `<left left^T, right right^T>`."""
     if len(factors) == 1 and factors[0].right.shape[1] == 1:
         return _squares_of_outer_products(*factors[0])
+    # A variable of several uses has the cross terms of each two of them.
     total: Tensor | None = None
     for i, (left, right) in enumerate(factors):
         for other_left, other_right in factors[i:]:

@@ -21,19 +21,12 @@ from gradkit._core.user_code import functions_alive, hooks_registered
 
 @dataclass(frozen=True, slots=True)
 class InnerPass:
-    """A pass that ends at all of its variables.
+    """A pass that ends at all of its variables."""
 
-    Attributes:
-        where: What errors call its roots.
-        path: What they call a variable, by its number.
-        variables: The tensors that it differentiates with respect to.
-        below: The graph of its roots.
-    """
-
-    where: str
-    path: Callable[[int], str]
-    variables: Sequence[Tensor]
-    below: Subgraph
+    where: str  # what errors call its roots
+    path: Callable[[int], str]  # what they call a variable, by its number
+    variables: Sequence[Tensor]  # what it differentiates with respect to
+    below: Subgraph  # of its roots
 
     def guarded(
         self, run: Callable[[], list[Tensor | None]], *, create_graph: bool

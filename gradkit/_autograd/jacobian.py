@@ -124,10 +124,8 @@ class JacobianBuffer:
         for parts, elements, filled in columns:
             if elements is not None:
                 elements[filled:].zero_()
-                for (
-                    start,
-                    part,
-                ) in parts:  # sparse ones: with dense ones beside them the sum is dense
+                # Sparse ones: with dense ones beside them the sum is dense.
+                for start, part in parts:
                     elements.narrow(0, start, len(part)).copy_(part.to_dense())
         return [
             self._joined(parts) if buffer is None and parts else buffer
@@ -285,10 +283,7 @@ def _worth_batching(loss: Tensor, below: Callable[[Tensor], Subgraph]) -> bool:
 
 
 def why_not_batched(below: Subgraph, allowed: Collection[str] = ()) -> str | None:
-    """Return why a graph is known not to come out right in the batched mode, or not to run.
-
-    `allowed` names Functions of which it is known that they do.
-    """
+    """Return why a graph is known not to come out right in the batched mode, or not to run."""
     if is_checked():
         return "gradkit.checked() looks at one pass at a time"
     if any_observers():
@@ -296,6 +291,7 @@ def why_not_batched(below: Subgraph, allowed: Collection[str] = ()) -> str | Non
     for kind in below.kinds:
         if kind.__name__ in _UNBATCHABLE:
             return _UNBATCHABLE[kind.__name__]
+    # Of the Functions that are allowed, it is known that they do.
     kinds = [kind for kind in below.kinds if kind.__name__ not in allowed]
     custom = user_code.user_functions(kinds)
     if custom:

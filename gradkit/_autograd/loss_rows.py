@@ -28,21 +28,13 @@ ARRIVED = torch.empty(0)  # stands for a gradient that has arrived and is gone
 
 @dataclass(slots=True)
 class LossRows:
-    """The elements of all losses in order: the rows of the matrix of gradients.
+    """The elements of all losses in order: the rows of the matrix of gradients."""
 
-    Attributes:
-        call: The call, with a pass for each loss.
-        params: The params.
-        allowed: Kinds of nodes that raise otherwise, and that the caller sees to.
-        rows: For each row the index of its loss, and that of the element.
-        arrived: For each variable, whether a gradient of some loss has arrived.
-    """
-
-    call: Call
+    call: Call  # with a pass for each loss
     params: Params
-    allowed: Collection[str] = ()
-    rows: list[tuple[int, int]] = field(init=False)
-    arrived: Grads = field(init=False)
+    allowed: Collection[str] = ()  # kinds of nodes that raise otherwise; the caller sees to them
+    rows: list[tuple[int, int]] = field(init=False)  # the indices of the loss, and of the element
+    arrived: Grads = field(init=False)  # not None if a gradient of some loss has arrived
 
     def __post_init__(self) -> None:
         leaves = self.call.losses.leaves

@@ -32,13 +32,9 @@ Consume: TypeAlias = Callable[[int, Tensor], None]
 
 @dataclass(slots=True)
 class ReducingRunner(PassRunner):
-    """Runs passes whose gradients are consumed as they arrive.
+    """Runs passes whose gradients are consumed as they arrive."""
 
-    Attributes:
-        consume: What is called with each; it may not write on it.
-    """
-
-    consume: Consume = field(kw_only=True)
+    consume: Consume = field(kw_only=True)  # is called with each, on which it may not write
 
     def grads(
         self,
@@ -75,10 +71,7 @@ class ReducingRunner(PassRunner):
     def batch(
         self, outputs: Sequence[Tensor], seeds: Sequence[Tensor], variables: list[Tensor]
     ) -> list[Tensor | None]:
-        """Run one vmapped pass, which keeps the graph; return as `grads` does.
-
-        Each seed is a stack of cotangents; `consume` gets a stack of gradients.
-        """
+        """Run one vmapped pass, which keeps the graph; seeds, and what is consumed, are stacks."""
         with batched_mode() as level, ExitStack() as stack:
             size = len(seeds[0])
 
@@ -95,11 +88,10 @@ class ReducingRunner(PassRunner):
 
 
 class Arrivals:
-    """Consumes the gradients of one pass as they arrive, and hands the engine placeholders.
+    """Consumes the gradients of one pass as they arrive, and hands the engine placeholders."""
 
-    Other threads, and passes inside hooks, go through the same tensors. This pass starts from views
-    of the losses that no other has: their hooks run before all others, and tell its number.
-    """
+    # Other threads, and passes inside hooks, go through the same tensors. This pass starts from
+    # views of the losses that no other has: their hooks run before all others, and tell its number.
 
     def __init__(
         self,

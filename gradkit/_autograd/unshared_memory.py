@@ -23,11 +23,9 @@ NoteCopy: TypeAlias = Callable[[Tensor, Tensor], object]
 def without_shared_memory(
     nodes: Iterable[Node], note_copy: NoteCopy = lambda grad, copy: None
 ) -> Iterator[None]:
-    """Copy what a node hands to more than one other, in every pass through these nodes.
-
-    So a hook or a Function that writes on its gradient in place changes its own alone, whether it
-    runs before or after another has been captured, or summed up [A3, L3].
-    """
+    """Copy what a node hands to more than one other, in every pass through these nodes."""
+    # So a hook or a Function that writes on its gradient in place changes its own alone, whether it
+    # runs before or after another has been captured, or summed up [A3, L3].
     with ExitStack() as stack:
         for node in nodes:
             if any(child is not None for child, _ in node.next_functions):

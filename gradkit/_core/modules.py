@@ -13,11 +13,9 @@ def named_parameters(module: nn.Module) -> tuple[dict[str, Tensor], set[type]]:
 
 
 def _walk(module: nn.Module) -> tuple[dict[str, Tensor], set[type]] | None:
-    """Do so in a quarter of torch's time, without its generators; None where only torch can.
-
-    That is where a part lists in a way of its own, or one with parts is in several places. A step
-    of small layers asks twice for all parameters, and would spend a tenth of its time on it.
-    """
+    """Do so in a quarter of torch's time, without its generators; None where only torch can."""
+    # That is where a part lists in a way of its own, or one with parts is in several places. A step
+    # of small layers asks twice for all parameters, and would spend a tenth of its time on it.
     params: dict[str, Tensor] = {}
     parents: set[int] = set()  # a part without parts cannot be inside of itself
     classes: set[type] = set()

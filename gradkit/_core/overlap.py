@@ -25,10 +25,8 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def shared_by(written: Sequence[Tensor], read: Sequence[Tensor | None]) -> tuple[int, int] | None:
-    """Return a tensor that is written, and another one in its memory; None if there is none.
-
-    Both are indices of the two lists in succession. What is written may be read beside it.
-    """
+    """Return a tensor that is written, and another one in its memory; None if there is none."""
+    # Both are indices of the two lists in succession. What is written may be read beside it.
     if _are_apart([*written, *(y for y in read if y is not None)]):
         return None
     spans = [(*_span(x), index) for index, x in enumerate(written) if x.numel()]

@@ -74,11 +74,9 @@ def listen_to_steps(
 
 
 def first_pre_hooked(leaves: Sequence[Tensor]) -> int | None:
-    """Return the index of the first leaf whose AccumulateGrad node has a pre-hook.
-
-    A look at one takes a microsecond or two, and holds until this process registers another hook of
-    any kind. Tensors that are no leaves are passed over.
-    """
+    """Return the index of the first leaf whose AccumulateGrad node has a pre-hook."""
+    # A look at one takes a microsecond or two, and holds until this process registers another hook
+    # of any kind. Tensors that are no leaves are passed over.
     global _looked_at
     with _own_hooks.lock:
         made = hooks_made()  # before the look: what is registered meanwhile is looked for again
@@ -136,12 +134,10 @@ def hooks_of(tensor: Tensor) -> dict[object, Callable[[Tensor], Tensor | None]]:
 
 
 def hooks_registered() -> bool:
-    """Return False only if nothing in this process but gradkit has ever registered a hook.
-
-    A hook that changes its gradient in place, g.clamp_(-1, 1), changes every gradient that shares
-    memory with it, and a hook that stores it stores a result. torch numbers the handles of hooks of
-    all kinds; which tensors and modules have them cannot be seen from Python.
-    """
+    """Return False only if nothing in this process but gradkit has ever registered a hook."""
+    # A hook that changes its gradient in place, g.clamp_(-1, 1), changes every gradient that shares
+    # memory with it, and a hook that stores it stores a result. torch numbers the handles of hooks
+    # of all kinds; which tensors and modules have them cannot be seen from Python.
     return RemovableHandle.next_id > _own_hooks.count
 
 
@@ -176,13 +172,11 @@ class FunctionsAlive(NamedTuple):
 
 
 def functions_alive() -> FunctionsAlive:
-    """Return which Functions have nodes; False only if no graph in this process holds one.
-
-    A graph need not be walked as long as none exists; a walk costs a tenth of a small pass. Such a
-    node is an instance of a class that `Function` makes, and CPython counts each instance as one
-    reference to its class, so a class with more references than an idle one may have instances. Any
-    other reference only causes a walk that was not needed.
-    """
+    """Return which Functions have nodes; False only if no graph in this process holds one."""
+    # A graph need not be walked as long as none exists; a walk costs a tenth of a small pass. Such
+    # a node is an instance of a class that `Function` makes, and CPython counts each instance as
+    # one reference to its class, so a class with more references than an idle one may have
+    # instances. Any other reference only causes a walk that was not needed.
     if _free_threaded():
         return FunctionsAlive(True, True)  # references are not counted exactly there
     watched = _classes_to_watch(repr(_functions_made))

@@ -265,19 +265,12 @@ def rows_and_weight(device: torch.device) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Defect:
-    """A derivative that torch computes wrongly.
-
-    Attributes:
-        operation: What is differentiated.
-        derivative: Which derivative of it is wrong.
-        values: Returns what torch gives on a device, and what is right.
-        key: Its name in `MENDED`; that of the operation, if empty.
-    """
+    """A derivative that torch computes wrongly."""
 
     operation: str
-    derivative: str
-    values: Callable[[torch.device], Values]
-    key: str = ""
+    derivative: str  # which one of it is wrong
+    values: Callable[[torch.device], Values]  # what torch gives on a device, and what is right
+    key: str = ""  # its name in `MENDED`; that of the operation, if empty
 
     def tried(self, device: torch.device) -> Trial:
         """Return what torch does on a device."""
@@ -293,21 +286,13 @@ class Defect:
 
 @dataclass(frozen=True)
 class Trial:
-    """What the torch that is installed does about a defect.
-
-    Attributes:
-        device: Where it ran.
-        operation: As in `Defect`.
-        derivative: As in `Defect`.
-        outcome: What torch does: it is "wrong" or "right", or "raises" by itself.
-        refused: Whether gradkit raises for it.
-    """
+    """What the torch that is installed does about a defect."""
 
     device: str
     operation: str
     derivative: str
-    outcome: str
-    refused: bool
+    outcome: str  # torch is "wrong" or "right", or "raises" by itself
+    refused: bool  # gradkit raises for it
 
     @property
     def equal(self) -> bool:

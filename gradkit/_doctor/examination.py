@@ -35,25 +35,18 @@ EXTRAS = {
 
 @dataclass(frozen=True)
 class Examination:
-    """What is installed (None: a missing package), the names of the devices, and what was found.
-
-    Attributes:
-        findings: What people say, tried.
-        trials: The defects of torch for which gradkit raises, tried.
-    """
+    """What is installed (None: a missing package), the names of the devices, and what was found."""
 
     versions: dict[str, str]
     devices: dict[str, str]
     extras: dict[str, dict[str, str | None]]
-    findings: list[Finding]
-    trials: list[Trial]
+    findings: list[Finding]  # what people say, tried
+    trials: list[Trial]  # the defects of torch for which gradkit raises, tried
 
     @property
     def equal(self) -> bool:
-        """Whether everything was as expected.
-
-        On a torch that gradkit was not run on, it may raise for what that torch computes rightly.
-        """
+        """Whether everything was as expected."""
+        # On a torch that gradkit was not run on, it may raise for what that computes rightly.
         silent = [trial for trial in self.trials if trial.outcome == "wrong" and not trial.refused]
         trials = silent if is_untested() else [one for one in self.trials if not one.equal]
         return not trials and all(finding.equal for finding in self.findings)

@@ -126,10 +126,8 @@ def _step_alone(calls: list[LoopCall], steps: list[TrainingStep]) -> Left | None
 
 
 def _cleared_late(steps: list[TrainingStep]) -> Left | None:
-    """Return that several optimizers are cleared after their steps alone.
-
-    What the backward call of one adds to the gradients of another is in the next step of that.
-    """
+    """Return that several optimizers are cleared after their steps alone."""
+    # What the backward call of one adds to the gradients of another is in the next step of that.
     late = {step.optimizer: step for step in steps if not step.clears_before}
     if len(late) < 2:
         return None

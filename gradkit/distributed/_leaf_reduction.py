@@ -26,14 +26,10 @@ from gradkit.errors import CollectiveError, GradkitError
 
 
 class LeafReduction:
-    """The products of rows of gradients, each leaf averaged over the ranks as it arrives.
-
-    Attributes:
-        reached: Whether a gradient has arrived on any rank.
-    """
+    """The products of rows of gradients, each leaf averaged over the ranks as it arrives."""
 
     def __init__(self, matrix: LossRows, group: Group, order: Sequence[int]) -> None:
-        self.reached = False
+        self.reached = False  # whether a gradient has arrived on any rank
         self._matrix, self._group, self._order = matrix, group, order
 
     def products(self, parts: Sequence[slice]) -> Tensor:
@@ -135,11 +131,9 @@ def _bucketed(variables: Sequence[Tensor], order: Sequence[int], size: int) -> l
 
 
 def arrival_order(matrix: LossRows) -> tuple[int, ...]:
-    """Return the variables in the order in which a pass meets the last use of each.
-
-    The engine runs the newest node that is ready. Any order is right: a stack that arrives before
-    its turn is kept until then.
-    """
+    """Return the variables in the order in which a pass meets the last use of each."""
+    # The engine runs the newest node that is ready. Any order is right: a stack that arrives before
+    # its turn is kept until then.
     oldest_use: dict[int, int] = {}
     for node in matrix.call.graph.below(matrix.call.differentiated).nodes:
         number = None

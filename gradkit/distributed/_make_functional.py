@@ -128,11 +128,9 @@ def make_functional(
 
 
 def _group_apart(group: Group, mesh: DeviceMesh) -> Group:
-    """Return a group for gathers and means alone, the same one for all modules.
-
-    A rank that has raised in a call, and goes on, would send its next message, of whatever kind, to
-    those that wait for its shard: gloo takes it for one if it is no longer.
-    """
+    """Return a group for gathers and means alone, the same one for all modules."""
+    # A rank that has raised in a call, and goes on, would send its next message, of whatever kind,
+    # to those that wait for its shard: gloo takes it for one if it is no longer.
     if group.device.type != mesh.device_type:  # messages and shards have different backends
         return group
     if group.handle not in _groups_apart:

@@ -86,14 +86,11 @@ def keep_plan(
 
 
 def _sent_early(specs: Specs) -> list[Bucket]:
-    """Return buckets in the order in which a pass, which meets the last params first, fills them.
-
-    The last one is sent after the pass.
-    """
+    """Return buckets in the order in which a pass fills them, which meets the last params first."""
     alone = [[(i, spec)] for i, spec in enumerate(specs) if spec and spec.nbytes >= LARGE]
     small = tuple(spec if spec and spec.nbytes < LARGE else None for spec in specs)
     every = [*alone, *buckets(small, EARLY_BYTES)]
-    last = min(every, key=_nbytes, default=None)
+    last = min(every, key=_nbytes, default=None)  # it is sent after the pass
     return sorted(every, key=lambda bucket: (bucket is last, -bucket[0][0]))
 
 

@@ -53,23 +53,14 @@ class Product:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A derivative that is wrong.
+    """A derivative that is wrong."""
 
-    Attributes:
-        product: What torch gives, along the random direction in this leaf if there is one.
-        leaf: The input at which it is wrong; None if no single one is.
-        expected: What finite differences give.
-        agreeing: The modes of the same order in which all is right.
-        symmetric: The gradient is that of a function of symmetric matrices.
-        kink: Two finite differences that would be close if the function were smooth here.
-    """
-
-    product: Product
-    leaf: int | None
-    expected: float
-    agreeing: Sequence[str]
-    symmetric: bool = False
-    kink: tuple[float, float] | None = None
+    product: Product  # what torch gives, along the random direction in this leaf if there is one
+    leaf: int | None  # the input at which it is wrong; None if no single one is
+    expected: float  # what finite differences give
+    agreeing: Sequence[str]  # the modes of the same order in which all is right
+    symmetric: bool = False  # the gradient is that of a function of symmetric matrices
+    kink: tuple[float, float] | None = None  # two differences, close if fn were smooth here
 
 
 @dataclass
@@ -160,10 +151,8 @@ class Check:
     def _wrong_if_symmetric(
         self, products: Sequence[Product], wrong: list[Product]
     ) -> list[Product]:
-        """Return what is wrong if the gradient is that of a function of symmetric matrices.
-
-        Such is the gradient of torch.linalg.cholesky and its kin, which read one triangle.
-        """
+        """Return what is wrong if the gradient is that of a function of symmetric matrices."""
+        # Such is the gradient of torch.linalg.cholesky and its kin, which read one triangle.
         if not any(self._is_symmetric):
             return wrong
         self._symmetric = True

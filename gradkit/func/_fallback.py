@@ -28,18 +28,11 @@ RANDOMNESS: tuple[Randomness, ...] = ("error", "same", "different")
 
 @dataclass(frozen=True)
 class Attempt:
-    """A vmapped call, and the loop that is run if torch.vmap fails at it.
+    """A vmapped call, and the loop that is run if torch.vmap fails at it."""
 
-    Attributes:
-        name: What the warning calls it.
-        fn: The caller's function, with whatever it refers to.
-        tensors: Tensors on the devices whose random number generators it uses.
-        randomness: The option.
-    """
-
-    name: str
-    fn: object
-    tensors: Sequence[object]
+    name: str  # what the warning calls it
+    fn: object  # the caller's function, with whatever it refers to
+    tensors: Sequence[object]  # on the devices whose random number generators it uses
     randomness: Randomness
 
     def run(self, batched: Callable[[], R], loop: Callable[..., R], aux: AuxOfEach) -> R:
@@ -67,13 +60,9 @@ class Attempt:
 
 @dataclass(frozen=True)
 class OneByOne:
-    """Gives what vmap gives, for batches of one; modules start anew for each.
+    """Gives what vmap gives, for batches of one; modules start anew for each."""
 
-    Attributes:
-        modules: The modules that the function refers to.
-    """
-
-    modules: list[nn.Module]
+    modules: list[nn.Module]  # those that the function refers to
 
     def __call__(
         self, fn: Callable[..., Any], dims: Sequence[int | None]

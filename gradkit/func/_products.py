@@ -251,10 +251,7 @@ def linearize(
 def _linear_maps(
     fn: Callable[..., Any], arguments: Arguments
 ) -> tuple[PyTree, Callable[..., Any], Callable[[list[Tensor]], PyTree]]:
-    """Return a function's outputs, and products with its transposed Jacobian and with itself.
-
-    The second is of a direction for each variable.
-    """
+    """Return a function's outputs, and products with its transposed Jacobian and with itself."""
     with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
         outputs, pull = vjp(fn, *arguments.args)
 

@@ -178,10 +178,8 @@ class _LossStage:
     def run(
         self, outputs: PyTree, params: PyTree, batch: PyTree, captured: list[Tensor]
     ) -> tuple[PyTree, PyTree, PyTree, PyTree]:
-        """Return the values, the aux, and the gradients with respect to outputs and params.
-
-        What the losses depend on besides is added to `captured`.
-        """
+        """Return the values, the aux, and the gradients with respect to outputs and params."""
+        # What the losses depend on besides is added to `captured`.
         if self.chunk_size is None:
             return self._run_one(outputs, params, batch, captured)
         rows = Batch((outputs, batch) if self.arguments == 3 else (outputs,), "outputs")

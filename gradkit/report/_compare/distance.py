@@ -11,10 +11,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def distance(a: Tensor | None, b: Tensor | None) -> tuple[float, float]:
-    """Return the largest absolute difference, and the largest in units in the last place.
-
-    Such a unit is one number of the coarser of the two dtypes. None is zero; two NaN are the same.
-    """
+    """Return the largest absolute difference, and the largest in units in the last place."""
+    # Such a unit is one number of the coarser of the two dtypes. None is zero; NaN equals itself.
     if a is None or b is None:
         present = b if a is None else a
         return (0.0, 0.0) if present is None else distance(present, torch.zeros_like(present))

@@ -59,12 +59,10 @@ def draw(explanation: Explanation, ax: Axes | None) -> Axes:
 
 
 def _groups(explanation: Explanation) -> dict[str, list[str]]:
-    """Return the losses that share a column, by the first of them: of many, those that are alike.
-
-    Two are alike if they lead into the same shared parts, through heads of the same size.
-    """
+    """Return the losses that share a column, by the first of them: of many, those alike."""
     if len(explanation.losses) <= _MAX_LOSSES:
         return {name: [name] for name in explanation.losses}
+    # Two are alike if they lead into the same shared parts, through heads of the same size.
     kinds: dict[str, list[object]] = {name: [] for name in explanation.losses}
     for index, part in enumerate(explanation.parts):
         is_head = len(part.losses) == 1
