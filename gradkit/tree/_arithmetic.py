@@ -31,9 +31,6 @@ class ClippedGrads(NamedTuple):
     norm: Tensor
 
 
-Unflatten: TypeAlias = Callable[[Sequence[Any]], PyTree]
-
-
 def map(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     """Apply `fn` to the leaves of one or several trees.
 
@@ -131,7 +128,7 @@ def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
     """
     fix = "pass one factor; for one per leaf, gradkit.tree.map(torch.mul, tree, factors)"
     check_number("factor", factor, fix)
-    (leaves,), unflatten = columns({"tree": tree})
+    (leaves,), spec = columns({"tree": tree})
     scaled = list(leaves)
     for (device, dtype, layout, _), indices in group_alike(leaves).items():
         by = factor.reshape(()).to(device) if isinstance(factor, Tensor) else factor
@@ -142,7 +139,7 @@ def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
         products = torch._foreach_mul(group, by) if together else [leaf * by for leaf in group]
         for index, product in zip(indices, products, strict=True):
             scaled[index] = product if product.dtype == dtype else product.to(dtype)
-    return unflatten(scaled)
+    return pytree.unflatten(spec, scaled)
 
 
 def group_alike(leaves: Sequence[Leaf]) -> dict[Any, list[int]]:
@@ -229,7 +226,7 @@ def unstack(tree: PyTree) -> list[PyTree]:
         LeafTypeError: A leaf is not a tensor.
         StructureError: The leaves are not of one length K, or all are None.
     """
-    (leaves,), unflatten = columns({"tree": tree})
+    (leaves,), spec = columns({"tree": tree})
     shapes = {tuple(leaf.shape) for leaf in leaves if leaf is not None}
     lengths = {shape[:1] for shape in shapes}
     if len(lengths) != 1 or () in lengths:
@@ -242,16 +239,10 @@ def unstack(tree: PyTree) -> list[PyTree]:
         [None] * count if leaf is None else [row.clone() for row in leaf.unbind()]
         for leaf in leaves
     ]
-    return [unflatten(row) for row in zip(*rows, strict=True)]
+    return [pytree.unflatten(spec, row) for row in zip(*rows, strict=True)]
 
 
-def columns(trees: Mapping[str, PyTree]) -> tuple[list[list[Leaf]], Unflatten]:
-    """Return the leaves of each tree, in the order of the first, and how to build such a tree."""
-    opened, spec = read_columns(trees)
-    return opened, spec.unflatten
-
-
-def read_columns(trees: Mapping[str, PyTree]) -> tuple[list[list[Leaf]], Structure]:
+def columns(trees: Mapping[str, PyTree]) -> tuple[list[list[Leaf]], Structure]:
     """Return the leaves of each tree, in the order of the first, and the structure of that."""
     names = list(trees)
     opened, spec = open_alike(list(trees.values()), names.__getitem__)
@@ -309,8 +300,8 @@ def _check_row(row: Sequence[Any], names: Sequence[str], spec: Structure, index:
 
 def _map_rows(fn: Callable[..., Any], trees: Mapping[str, PyTree]) -> PyTree:
     """Return a tree like the first, of `fn` of one leaf of each tree."""
-    leaves, unflatten = columns(trees)
-    return unflatten([fn(*row) for row in zip(*leaves, strict=True)])
+    leaves, spec = columns(trees)
+    return pytree.unflatten(spec, [fn(*row) for row in zip(*leaves, strict=True)])
 
 
 def call_on_row(fn: Callable[..., Any], *row: Leaf) -> Any:

@@ -27,7 +27,7 @@ from gradkit.errors import (
     describe,
     message,
 )
-from gradkit.tree._arithmetic import Leaf, group_alike, read_columns
+from gradkit.tree._arithmetic import Leaf, columns, group_alike
 
 # Of tensors of one device, dtype and layout, and as many others.
 _Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor]], object]
@@ -153,9 +153,9 @@ def _read(tree: PyTree, other: PyTree, name: str, *, may_be_sparse: bool) -> _Le
         expected = "a call outside of torch.func's transforms"
         fix = "gradkit.tree.add, which is pure"
         raise UnsupportedGraphError(message("tree", expected, "one inside", fix))
-    columns, spec = read_columns({"tree": tree, name: other})
-    rows = list(zip(*columns, strict=True))
-    for index, (x, y) in enumerate(() if _plainly_fit(columns) else rows):
+    leaves, spec = columns({"tree": tree, name: other})
+    rows = list(zip(*leaves, strict=True))
+    for index, (x, y) in enumerate(() if _plainly_fit(leaves) else rows):
         defect = _defect(x, y, may_be_sparse)
         if defect is not None:
             error, root, expected, got, fix = defect
@@ -166,9 +166,9 @@ def _read(tree: PyTree, other: PyTree, name: str, *, may_be_sparse: bool) -> _Le
     return _Leaves(pairs, [x for x, y in rows if x is not None and y is None], entries)
 
 
-def _plainly_fit(columns: Sequence[list[Any]]) -> bool:
+def _plainly_fit(by_tree: Sequence[list[Any]]) -> bool:
     """Return whether all leaves are ordinary tensors of one kind that no graph records."""
-    leaves = [leaf for column in columns for leaf in column]
+    leaves = [leaf for column in by_tree for leaf in column]
     if torch.compiler.is_compiling() or not PLAIN_TYPES.issuperset(map(type, leaves)):
         return False
     dtypes, layouts = set(map(_dtype, leaves)), set(map(_layout, leaves))
@@ -176,7 +176,7 @@ def _plainly_fit(columns: Sequence[list[Any]]) -> bool:
         (len(dtypes), len(set(map(_device, leaves))), layouts) == (1, 1, {torch.strided})
         and all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
         and not (torch.is_grad_enabled() and any(map(_requires_grad, leaves)))
-        and not any(map(Tensor.is_inference, columns[0]))
+        and not any(map(Tensor.is_inference, by_tree[0]))
     )
 
 

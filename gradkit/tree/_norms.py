@@ -16,15 +16,7 @@ from gradkit._core.options import check_bool, check_number
 from gradkit._core.params import DIFFERENTIABLE
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, OptionError, StructureError, describe, message
-from gradkit.tree._arithmetic import (
-    ClippedGrads,
-    Leaf,
-    call_on_row,
-    columns,
-    dot,
-    read_columns,
-    scale,
-)
+from gradkit.tree._arithmetic import ClippedGrads, Leaf, call_on_row, columns, dot, scale
 
 
 def global_norm(tree: PyTree, *, batch_dims: int = 0) -> Tensor:
@@ -57,7 +49,7 @@ def global_norm(tree: PyTree, *, batch_dims: int = 0) -> Tensor:
     if isinstance(batch_dims, bool) or not isinstance(batch_dims, int) or batch_dims < 0:
         expected, fix = "an int of at least 0", "batch_dims=1"
         raise OptionError(message("batch_dims", expected, repr(batch_dims), fix))
-    (leaves,), spec = read_columns({"tree": tree})
+    (leaves,), spec = columns({"tree": tree})
     present = [leaf for leaf in leaves if leaf is not None]
     if batch_dims:
         _check_batch(leaves, spec, batch_dims)
@@ -146,10 +138,10 @@ def clip_by_global_norm(grads: PyTree, max_norm: float | Tensor) -> tuple[PyTree
     """
     fix = "gradkit.tree.clip_by_global_norm(grads, 1.0), or leave the call out"
     check_number("max_norm", max_norm, fix, nonnegative=True)
-    (leaves,), unflatten = columns({"grads": grads})
+    (leaves,), spec = columns({"grads": grads})
     norm = global_norm(leaves)
     clipped = scale(leaves, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return ClippedGrads(unflatten(clipped), norm)
+    return ClippedGrads(pytree.unflatten(spec, clipped), norm)
 
 
 def cosine(a: PyTree, b: PyTree) -> Tensor:

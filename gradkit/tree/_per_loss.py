@@ -19,7 +19,7 @@ from gradkit._core.leaf_arithmetic import from_real_vector, plus, promoted, real
 from gradkit._core.options import is_real_number
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, StructureError, describe, message
-from gradkit.tree._arithmetic import Leaf, Unflatten, open_alike
+from gradkit.tree._arithmetic import Leaf, open_alike
 from gradkit.tree._products import products, with_zeros
 
 _Weight: TypeAlias = float | Tensor
@@ -37,7 +37,7 @@ class PerLossRows:
     rows: list[list[Leaf]]  # one for each loss, or for each element of one that is not a scalar
     counts: list[int]  # the number of rows of each loss
     losses: Structure
-    unflatten: Unflatten  # from the leaves of a row to a tree of gradients
+    unflatten: Callable[[Sequence[Leaf]], PyTree]  # from the leaves of a row to a tree of gradients
 
     @property
     def leaves(self) -> range:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from gradkit._core.leaf_arithmetic import largest
 from gradkit._core.options import check_function, check_number, is_positive_int
-from gradkit._core.pytree import PyTree
+from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import OptionError, UnsupportedGraphError, message
-from gradkit.tree._arithmetic import Leaf, Unflatten, add, columns, dot, scale, sub
+from gradkit.tree._arithmetic import Leaf, add, columns, dot, scale, sub
 from gradkit.tree._norms import global_norm
 
 _POWER_ITERATIONS = 20
@@ -165,17 +165,17 @@ class _System:
     matvec: Callable[[PyTree], PyTree]
     b: list[Leaf]  # divided by the unit, since squares of gradients leave the range of float32
     unit: Tensor  # the largest entry of the right-hand side, or one
-    unflatten: Unflatten
+    spec: Structure
     damping: float
 
     def product(self, u: list[Leaf]) -> list[Leaf]:
         """Return the matrix times a vector."""
-        au = self.leaves(self.matvec(self.unflatten(u)), "matvec(v)")
+        au = self.leaves(self.matvec(self.spec.unflatten(u)), "matvec(v)")
         return cast("list[Leaf]", add(au, scale(u, self.damping))) if self.damping else au
 
     def leaves(self, tree: PyTree, name: str) -> list[Leaf]:
         """Return the leaves of a tree like the right-hand side."""
-        (_, leaves), _ = columns({"b": self.unflatten(self.b), name: tree})
+        (_, leaves), _ = columns({"b": self.spec.unflatten(self.b), name: tree})
         _refuse_graph(leaves, name)
         return leaves
 
@@ -183,7 +183,7 @@ class _System:
         """Return the solution as a tree, and the norm of the residual relative to that of b."""
         size = global_norm(self.b)
         relative = left / torch.where(size == 0, torch.ones_like(size), size)
-        return self.unflatten(scale(x, self.unit)), SolveInfo(relative, count)
+        return self.spec.unflatten(scale(x, self.unit)), SolveInfo(relative, count)
 
 
 def _read_system(
@@ -194,11 +194,11 @@ def _read_system(
         check_number(name, value, f"{name}=1e-6", nonnegative=True)
     if not is_positive_int(maxiter):
         raise OptionError(message("maxiter", "a positive int", repr(maxiter), "maxiter=100"))
-    (leaves,), unflatten = columns({"b": b})
+    (leaves,), spec = columns({"b": b})
     _refuse_graph(leaves, "b")
     unit = largest(leaves)
     unit = torch.where(unit == 0, torch.ones_like(unit), unit)
-    return _System(matvec, scale(leaves, 1 / unit), unit, unflatten, damping)
+    return _System(matvec, scale(leaves, 1 / unit), unit, spec, damping)
 
 
 def _refuse_graph(leaves: list[Leaf], name: str) -> None:
