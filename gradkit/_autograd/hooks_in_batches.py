@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradkit._compat.autograd import is_batch
@@ -49,11 +48,7 @@ class _HookGuard(TorchFunctionMode):
     ) -> Any:
         """Call a function of torch, unless an argument is a batch."""
         kwargs = kwargs or {}
-        if any(map(is_batch, _tensors((args, kwargs)))):
+        if any(map(is_batch, pytree.tensors((args, kwargs)))):
             self.has_met = True
             raise HookInBatchError(_HOOK)
         return func(*args, **kwargs)
-
-
-def _tensors(tree: object) -> list[Tensor]:
-    return [leaf for leaf in pytree.flatten(tree)[0] if isinstance(leaf, Tensor)]

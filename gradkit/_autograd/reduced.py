@@ -45,7 +45,7 @@ def reduce_jointly(
         runner=partial(ReducingRunner, consume=consume),
     )
     require_reached(result.call, result.grads)
-    copies = partial(map, partial(_mapped, Tensor.clone))
+    copies = partial(map, partial(pytree.map_tensors, Tensor.clone))
     return result.values, pytree.unflatten(params.spec, params.per_leaf(results, copies))
 
 
@@ -72,13 +72,7 @@ def _call(function: Function, grad: Tensor, path: Callable[[], str]) -> Any:
         expected, got = "a function that reads its gradient", "one that writes on it in place"
         fix = "return a new tensor: fn=lambda grad: grad.abs().max(), and not grad.abs_().max()"
         raise UnsupportedGraphError(message(f"fn at {path()}", expected, got, fix))
-    return _mapped(partial(_unshared, grad), result)
-
-
-def _mapped(change: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:
-    leaves, spec = pytree.flatten(tree)
-    changed = [change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return pytree.unflatten(spec, changed)
+    return pytree.map_tensors(partial(_unshared, grad), result)
 
 
 def _unshared(grad: Tensor, result: Tensor) -> Tensor:

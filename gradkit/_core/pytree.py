@@ -87,6 +87,17 @@ def unflatten(spec: optree.PyTreeSpec, leaves: Iterable[Any]) -> PyTree:
     return spec.unflatten(leaves)
 
 
+def tensors(tree: PyTree) -> list[torch.Tensor]:
+    """Return the leaves of `tree` that are tensors."""
+    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: PyTree) -> PyTree:
+    """Return `tree` with `fn` of each tensor in its place."""
+    leaves, spec = flatten(tree)
+    return unflatten(spec, [fn(x) if isinstance(x, torch.Tensor) else x for x in leaves])
+
+
 def path(spec: optree.PyTreeSpec, index: int, root: str) -> str:
     """Return the path of a leaf as a caller would write it: `losses['aux'][0]`."""
     return spec.accessors()[index].codify(root)

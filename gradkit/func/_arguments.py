@@ -123,8 +123,7 @@ class Arguments:
             return with_refused_derivatives(grads, losses, refused)
         if not transforms() and all(grad is None or grad.requires_grad for grad in grads):
             return grads
-        given = (leaf for leaf in pytree.flatten(self.args)[0] if isinstance(leaf, Tensor))
-        return with_zero_derivatives(grads, [*losses, *given])
+        return with_zero_derivatives(grads, [*losses, *pytree.tensors(self.args)])
 
     def path(self, variable: int) -> str:
         """Return the path of the first leaf that is this variable, as the caller would write it."""

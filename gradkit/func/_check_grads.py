@@ -102,7 +102,7 @@ def check_grads(
     _refuse_transforms()
     arguments = read_arguments(args, argnums, is_variable=_is_variable)
     refuse_sparse(arguments)
-    tensors = [x for x in pytree.flatten(args)[0] if isinstance(x, Tensor)]
+    tensors = pytree.tensors(args)
     captured = captured_by((fn, args))
     tensors += [x for x in captured if isinstance(x, Tensor)]
     with leave_inference_mode(record=True):

@@ -65,8 +65,3 @@ def separated(tree: PyTree, rows: list[list[int]]) -> list[PyTree]:
     leaves, spec = pytree.flatten(tree)
     columns = [torch.split(leaf, sizes) for leaf, sizes in zip(leaves, rows, strict=True)]
     return [pytree.unflatten(spec, parts) for parts in zip(*columns, strict=True)]
-
-
-def tensors_in(tree: PyTree) -> list[Tensor]:
-    """Return the tensors of a tree."""
-    return [leaf for leaf in pytree.flatten(tree)[0] if isinstance(leaf, Tensor)]

@@ -19,7 +19,7 @@ from gradkit._core.pytree import PyTree, Structure
 from gradkit._state.recompute_state import RecomputeState, watched
 from gradkit.func import _checkpoints as checkpoints
 from gradkit.func._arguments import Arguments
-from gradkit.func._chunks import Batch, joined, separated, tensors_in
+from gradkit.func._chunks import Batch, joined, separated
 from gradkit.func._level import detached
 
 
@@ -61,7 +61,7 @@ class EncoderStage:
             return self._only_run.values()
         outputs = []
         for chunk in self._chunks:
-            state = RecomputeState([*self._arguments.variables, *tensors_in(chunk)])
+            state = RecomputeState([*self._arguments.variables, *pytree.tensors(chunk)])
             with state.first_run():
                 run = self._run(chunk)
             state.record_outputs(run.outputs)

@@ -200,7 +200,7 @@ def ggn_vp(
     (cotangents,) = multiply(tangents)
     (product,) = pull(cotangents)
     if create_graph is False:
-        value, product = _mapped(Tensor.detach, (value, product))
+        value, product = pytree.map_tensors(Tensor.detach, (value, product))
     return value, product
 
 
@@ -239,11 +239,12 @@ def linearize(
     check_function(fn)
     check_optional_bool("create_graph", create_graph)
     arguments = read_arguments(primals, tuple(range(len(primals))))
-    read_directions(arguments, _mapped(torch.zeros_like, arguments.args))  # raises for complex ones
+    zeros = pytree.map_tensors(torch.zeros_like, arguments.args)
+    read_directions(arguments, zeros)  # raises for complex ones
     values, _, push = _linear_maps(fn, arguments)
 
     def cut(tree: PyTree) -> PyTree:
-        return _mapped(Tensor.detach, tree) if create_graph is False else tree
+        return pytree.map_tensors(Tensor.detach, tree) if create_graph is False else tree
 
     return cut(values), lambda *tangents: cut(push(read_directions(arguments, tangents)))
 
@@ -262,14 +263,9 @@ def _linear_maps(
 
     # A pullback is linear in the cotangents; its own pullback is the product with the Jacobian.
     with leave_inference_mode(record=True):
-        ones = _mapped(torch.ones_like, outputs)
+        ones = pytree.map_tensors(torch.ones_like, outputs)
     _, push = vjp(grads_of_variables, ones)
     return outputs, pull, lambda directions: push(directions)[0]
-
-
-def _mapped(fn: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:
-    leaves, spec = pytree.flatten(tree)
-    return pytree.unflatten(spec, [None if leaf is None else fn(leaf) for leaf in leaves])
 
 
 @dataclass

@@ -196,7 +196,7 @@ class _LossStage:
     ) -> tuple[PyTree, PyTree, PyTree, PyTree]:
         def loss(*args: Any) -> Any:
             returned = self.loss(*args)
-            tensors = [leaf for leaf in pytree.flatten(returned)[0] if isinstance(leaf, Tensor)]
+            tensors = pytree.tensors(returned)
             innermost = [list(layers(tensor))[-1] for tensor in tensors]  # with the eager graph
             captured.extend(tensor for tensor in innermost if tensor.requires_grad)
             return returned

@@ -21,6 +21,7 @@ from gradkit._autograd.second_derivatives import holds_formulas
 from gradkit._checks import graphs, recomputation
 from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import transforms
+from gradkit._core import pytree
 from gradkit._core.constants import with_refused_derivatives
 from gradkit._core.graph import Subgraph, edge
 from gradkit._core.losses import Losses
@@ -34,13 +35,7 @@ from gradkit.meta._foreach import Tensors
 from gradkit.meta._grad_transform import GradTransform
 from gradkit.meta._optimizer import Columns, Optimizer, update
 from gradkit.meta._optimizers import is_own_rule
-from gradkit.meta._trees import (
-    InnerParams,
-    map_tensors,
-    open_tensors,
-    read_loss,
-    read_loss_and_buffers,
-)
+from gradkit.meta._trees import InnerParams, open_tensors, read_loss, read_loss_and_buffers
 
 Grads = list[Tensor | None]
 InnerGrads: TypeAlias = tuple[Tensor, Grads, PyTree]  # the loss, its gradients, the aux
@@ -92,7 +87,7 @@ class InnerStep:
         """Run the step of a single batch; the loss carries the graph of its computation."""
         (batch,) = inputs.batches
         # Clones: the loss may write to them, as batch norm does.
-        buffers = map_tensors(Tensor.clone, carry.buffers) if self.has_buffers else None
+        buffers = pytree.map_tensors(Tensor.clone, carry.buffers) if self.has_buffers else None
 
         def loss_fn(params: PyTree) -> tuple[Tensor, PyTree]:
             if not self.has_buffers:

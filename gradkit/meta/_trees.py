@@ -86,9 +86,3 @@ def open_tensors(tree: PyTree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]
         return pytree.unflatten(spec, [next(rest) if c is _TENSOR else c for c in constants])
 
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)], close
-
-
-def map_tensors(fn: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:
-    """Return a tree with `fn` of each tensor in its place."""
-    tensors, close = open_tensors(tree)
-    return close(map(fn, tensors))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradkit._compat.transforms import differentiated, in_jvp, is_dual, transforms
+from gradkit._core import pytree
 from gradkit._core.options import check_bool, is_positive_int
 from gradkit._core.ownership import leave_inference_mode, without_inference
 from gradkit._core.pytree import PyTree
@@ -27,7 +28,7 @@ from gradkit.meta._optimizer import (
     require_optimizer,
     select,
 )
-from gradkit.meta._trees import InnerParams, map_tensors, open_tensors, read_inner_params
+from gradkit.meta._trees import InnerParams, open_tensors, read_inner_params
 
 Memory: TypeAlias = Literal["store", "recompute"] | int
 Run: TypeAlias = Callable[[Carry, Inputs], Outputs]
@@ -165,7 +166,7 @@ def unroll(
             name: replace(inner, leaves=by_leaf[name]).tree(column)
             for name, column in carry.state.items()
         }
-        aux = map_tensors(Tensor.detach, aux) if has_aux else []
+        aux = pytree.map_tensors(Tensor.detach, aux) if has_aux else []
         adapted, values = inner.tree(carry.tensors), torch.stack(losses)
         after_each = [*map(inner.tree, between), adapted] if trajectory else []
         return Adapted(adapted, states, values, aux, carry.buffers, after_each)
@@ -189,7 +190,7 @@ def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
     for batch in batches:
         data.append(batch)
         # torch counts no in-place changes of what was made in inference mode.
-        counted = (x for x in open_tensors(batch)[0] if not x.is_inference())
+        counted = (x for x in pytree.tensors(batch) if not x.is_inference())
         versions += [(x, x._version) for x in counted]
     if any(x._version != version for x, version in versions):
         expected = "data that stays as it is: all of it is read before the first step"
@@ -236,11 +237,11 @@ def _segments(
 
 def _stored(step: InnerStep, carry: Carry, inputs: Inputs, *, create_graph: bool) -> Outputs:
     carry, losses, aux, between = step(carry, inputs, create_graph=create_graph)
-    aux = map_tensors(Tensor.detach, aux) if step.has_aux else aux
+    aux = pytree.map_tensors(Tensor.detach, aux) if step.has_aux else aux
     if not create_graph:
         losses = [loss.detach() for loss in losses]
         if step.has_buffers:
-            carry = carry._replace(buffers=map_tensors(Tensor.detach, carry.buffers))
+            carry = carry._replace(buffers=pytree.map_tensors(Tensor.detach, carry.buffers))
     return Outputs(carry, losses, aux, between)
 
 
