@@ -56,15 +56,11 @@ class _GradRecorder:
         """Raise if the tensor is a view that was changed in place: its history is rebuilt [L2]."""
         tensor = self.tensor
         if tensor.grad_fn is not None and tensor._is_view() and tensor._version != self._version:
-            raise UnsupportedGraphError(
-                message(
-                    self._where(),
-                    "a tensor whose history stays as it was at the call",
-                    "a view that was changed in place since, directly or through its base: torch "
-                    "rebuilds its history, so that gradients no longer arrive at the former value",
-                    f"pass a clone, h = h.clone(), instead of {self._where()}; or change a copy",
-                )
-            )
+            where, expected = self._where(), "a tensor whose history stays as it was at the call"
+            got = "a view that was changed in place since, directly or through its base: torch "
+            got += "rebuilds its history, so that gradients no longer arrive at the former value"
+            fix = f"pass a clone, h = h.clone(), instead of {where}; or change a copy"
+            raise UnsupportedGraphError(message(where, expected, got, fix))
 
     def remove(self) -> None:
         self._handle.remove()
@@ -75,23 +71,14 @@ def _require_graph(tensor: object, where: Callable[[], str]) -> None:
         do = "pass tensors; for the outputs of a module, safe_retain(model, ['name'])"
         raise LeafTypeError(message(where(), "a tensor", describe(tensor), do))
     if is_transform_tensor(tensor) or transforms():
-        raise UnsupportedGraphError(
-            message(
-                where(),
-                "a tensor outside of torch.func's transforms",
-                "one inside: its gradient would not outlive the transform",
-                "return the value as auxiliary output instead, torch.func.grad(fn, has_aux=True)",
-            )
-        )
+        expected = "a tensor outside of torch.func's transforms"
+        got = "one inside: its gradient would not outlive the transform"
+        fix = "return the value as auxiliary output instead, torch.func.grad(fn, has_aux=True)"
+        raise UnsupportedGraphError(message(where(), expected, got, fix))
     if not tensor.requires_grad:
-        raise UnsupportedGraphError(
-            message(
-                where(),
-                "a tensor that requires grad",
-                f"{describe(tensor)} without a graph: a constant, detached, or made under no_grad",
-                "keep it where it is part of the graph, or call requires_grad_() before its use",
-            )
-        )
+        got = f"{describe(tensor)} without a graph: a constant, detached, or made under no_grad"
+        fix = "keep it where it is part of the graph, or call requires_grad_() before its use"
+        raise UnsupportedGraphError(message(where(), "a tensor that requires grad", got, fix))
 
 
 class RetainedGrads:
@@ -145,9 +132,8 @@ class RetainedGrads:
     def _map(self, read: Callable[[_GradRecorder], Any], missing: Any = None) -> PyTree:
         leaves, spec = pytree.flatten(self.values)
         recorders = [self._recorders.get(id(leaf)) for leaf in leaves]
-        return spec.unflatten([
-            missing if recorder is None else read(recorder) for recorder in recorders
-        ])
+        values = [missing if recorder is None else read(recorder) for recorder in recorders]
+        return spec.unflatten(values)
 
     def before_pass(self) -> list[tuple[Tensor, GradientEdge]]:
         """Return the tensors and the edges where their gradients arrive, for gradkit's own passes.
@@ -240,17 +226,11 @@ def safe_retain(
             yield retained
         for one in every:
             one.before_pass()
-        if isinstance(tensors, nn.Module) and not any(
-            v is not None for v in retained.values.values()
-        ):
-            raise UnsupportedGraphError(
-                message(
-                    "safe_retain",
-                    f"a forward pass through {', '.join(retained.values)} inside the block",
-                    "none",
-                    "call the module inside the with block, not before it",
-                )
-            )
+        is_module = isinstance(tensors, nn.Module)
+        if is_module and all(value is None for value in retained.values.values()):
+            expected = f"a forward pass through {', '.join(retained.values)} inside the block"
+            fix = "call the module inside the with block, not before it"
+            raise UnsupportedGraphError(message("safe_retain", expected, "none", fix))
 
 
 def _watch_tensors(retained: RetainedGrads, tensors: PyTree, stack: ExitStack) -> None:
@@ -330,11 +310,6 @@ def _choose(module: nn.Module, names: str | Sequence[str] | None) -> dict[str, n
     else:
         if chosen:
             return chosen
-    raise StructureError(
-        message(
-            "names",
-            "names of submodules or globs, each of which fits one",
-            f"{names!r}",
-            f"one of {', '.join(map(repr, list(modules)[:12]))}",
-        )
-    )
+    expected = "names of submodules or globs, each of which fits one"
+    fix = f"one of {', '.join(map(repr, list(modules)[:12]))}"
+    raise StructureError(message("names", expected, repr(names), fix))
