@@ -215,16 +215,9 @@ def simultaneous_grads(
     name = "gradkit.distributed.simultaneous_grads"
     with leave_inference_mode():
         replicas, shards = _wrapped_in(modules)
-        run = partial(passes.run_separately, strategy="sequential", chunk_size=None)
-        call = _players.PlayersCall(
-            name,
-            losses,
-            modules,
-            run if shards else _players.run,
-            False,
-            create_graph,
-            retain_graph,
-        )
+        separately = partial(passes.run_separately, strategy="sequential", chunk_size=None)
+        run = separately if shards else _players.run
+        call = _players.PlayersCall(name, losses, modules, run, False, create_graph, retain_graph)
         result, params = _fsdp.run(call, shards) if shards else _ddp.run(call, replicas)
         result, players = _players.own_parts(result, params, unused)
         require_reached(result.call, result.grads, unused)

@@ -6,7 +6,7 @@ the `.grad` of the shards [M5, M6].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -42,8 +42,13 @@ def run(call: DistributedCall, modules: Sequence[nn.Module]) -> tuple[PassResult
     groups = distributed.groups_of(states)
     shards = [shard.sharded_param for shard in distributed.shards_of(groups)]
     ranks = _groups_of_ranks(shards, call.name)
-    plan = _agree_on_plan(ranks, lambda: _make_plan(call, groups))
 
+    def read() -> tuple[_Plan, Description]:
+        plan = _make_plan(call, groups)
+        return plan, plan.description()
+
+    # In the groups of all mesh dimensions: if one rank raises, all raise.
+    plan = agree_in_all(ranks, read, same_reach=True)
     runner = partial(
         _ShardedRunner, shards=plan.shards, all_shards=shards, group=ranks[0], states=states
     )
@@ -170,16 +175,6 @@ def _refuse_unsynchronized(groups: Sequence[Any]) -> None:
     else:
         return
     raise UnsupportedGraphError(message("module", "a sharded module that reduces", got, fix))
-
-
-def _agree_on_plan(ranks: Sequence[Group], make: Callable[[], _Plan]) -> _Plan:
-    """Return the plan, agreed on in the groups of all mesh dimensions; if one raises, all raise."""
-
-    def read() -> tuple[_Plan, Description]:
-        plan = make()
-        return plan, plan.description()
-
-    return agree_in_all(ranks, read, same_reach=True)
 
 
 @dataclass(slots=True)

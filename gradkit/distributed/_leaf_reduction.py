@@ -45,7 +45,7 @@ class LeafReduction:
             error = raised
         buckets.send_rest()
         self._agree(error)
-        return buckets.total()
+        return buckets.product
 
     def _agree(self, error: BaseException | None) -> None:
         """Raise if the pass has failed on any rank: a RuntimeError where all ranks can go on."""
@@ -74,7 +74,7 @@ class _Buckets:
     def __init__(self, matrix: LossRows, group: Group, order: Sequence[int], size: int) -> None:
         self._group, self._size = group, size
         self._variables = matrix.params.variables
-        self._product = matrix.zeros(size, size)
+        self.product = matrix.zeros(size, size)  # of all that was sent
         self._buckets = _bucketed(self._variables, order, size)
         self._arrived: dict[int, Tensor] = {}
         self._lock = RLock()  # a pass has a thread for each device
@@ -101,16 +101,12 @@ class _Buckets:
         dense.clear()
         with collective_errors(self._group):
             dist.all_reduce(flat, group=self._group.handle)
-        self._product += products_of_rows(flat).to(self._product)
+        self.product += products_of_rows(flat).to(self.product)
 
     def _zeros(self, index: int) -> Tensor:
         variable = self._variables[index]
         shape = self._size, variable.numel()
         return torch.zeros(shape, dtype=grad_dtype(variable), device=variable.device)
-
-    def total(self) -> Tensor:
-        """Return the products of all that was sent."""
-        return self._product
 
 
 def _bucketed(variables: Sequence[Tensor], order: Sequence[int], size: int) -> list[list[int]]:
