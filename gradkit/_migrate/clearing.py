@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from gradkit._migrate import reasons
 from gradkit._migrate.calls import LoopCall, LoopFunctions
@@ -77,17 +77,12 @@ class ClearingCheck:
         ]  # fmt: skip
         if others:
             raise _several(backward, others)
-        for call in self._calls_in(backward, begin, end):
-            if self._functions.runs(call) and not any(c.call is call for c in calls):
-                saw = f"{shown(call)} runs backward() or step() itself (line {call.lineno})"
-                raise NotSureError(backward.line, saw, reasons.SEVERAL_BACKWARD)
-
-    def _calls_in(
-        self, backward: LoopCall, begin: tuple[int, int], end: tuple[int, int]
-    ) -> Iterator[ast.Call]:
         for node in ast.walk(backward.scope):
-            if isinstance(node, ast.Call) and begin < (node.lineno, node.col_offset) < end:
-                yield node
+            if not isinstance(node, ast.Call) or any(c.call is node for c in calls):
+                continue
+            if begin < (node.lineno, node.col_offset) < end and self._functions.runs(node):
+                saw = f"{shown(node)} runs backward() or step() itself (line {node.lineno})"
+                raise NotSureError(backward.line, saw, reasons.SEVERAL_BACKWARD)
 
     def _check_repeats(self, step: LoopCall, zero: LoopCall) -> None:
         """Raise if a turn of the loop can end after backward and before zero_grad."""

@@ -111,13 +111,8 @@ def _diff(old: bytes, new: bytes, file: Path) -> str:
 
 
 def _lines(source: bytes) -> list[str]:
-    encoding = _encoding(source)
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)  # which the file declares
     return re.findall(r"[^\n]*\n|[^\n]+", source.decode(encoding))
-
-
-def _encoding(source: bytes) -> str:
-    """Return the encoding that the file declares."""
-    return tokenize.detect_encoding(io.BytesIO(source).readline)[0]
 
 
 def _say(text: str) -> None:

@@ -173,19 +173,15 @@ class Optimizers:
         """Return whether a value is a new optimizer of torch's."""
         if not isinstance(value, ast.Call):
             return False
-        name = self._program.qualified(value.func)
-        if name.startswith("torch.optim."):
-            return not name.startswith(NOT_STEPPED)
         function = self._program.functions.get(last_name(value))
-        if function is None:
-            return False
+        if function is None or self._program.qualified(value.func).startswith("torch.optim."):
+            return self._is_made_by_torch(value)
         returned = [n.value for n in ast.walk(function) if isinstance(n, ast.Return)]
-        return bool(returned) and all(
-            isinstance(r, ast.Call)
-            and self._program.qualified(r.func).startswith("torch.optim.")
-            and not self._program.qualified(r.func).startswith(NOT_STEPPED)
-            for r in returned
-        )
+        return bool(returned) and all(map(self._is_made_by_torch, returned))
+
+    def _is_made_by_torch(self, value: ast.expr | None) -> bool:
+        name = self._program.qualified(value.func) if isinstance(value, ast.Call) else ""
+        return name.startswith("torch.optim.") and not name.startswith(NOT_STEPPED)
 
     def _is_passed_on(self, assignment: Assignment) -> bool:
         """Return whether the value is None, or an argument that has the name of an optimizer."""

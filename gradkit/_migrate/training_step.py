@@ -14,7 +14,7 @@ from gradkit._migrate.clipping import ClipCheck
 from gradkit._migrate.optimizers import Optimizers
 from gradkit._migrate.program import Program, dotted, last_name
 from gradkit._migrate.reasons import NotSureError, shown
-from gradkit._migrate.scaling import ScalerCheck
+from gradkit._migrate.scaling import check_scaling
 from gradkit._migrate.statements import Neutral
 
 COMPILED = re.compile(r"compile|jit|script")
@@ -64,7 +64,6 @@ class StepMatcher:
         self._optimizers = optimizers
         self._clearing = ClearingCheck(program, functions)
         self._clipping = ClipCheck(program)
-        self._scaling = ScalerCheck(program)
         self._closures = {
             name for call in calls if call.kind == "closure" for name in _closures(call)
         }
@@ -81,14 +80,14 @@ class StepMatcher:
         self._check_optimizer(backward, optimizer)
         made = self._optimizers.made(optimizer, backward.scope)
         owner = made.owner if made is not None else ""
-        clip, unscale = self._check_between(backward, step, calls, {optimizer, owner} - {""})
+        trained = {optimizer, owner} - {""}
+        clip, unscale = self._check_between(backward, step, calls, trained)
         params = owner if made is not None and not made.by_callers else ""
         params = params or optimizer
         if clip is not None:
             params = self._clipping.params(clip, made, optimizer)
-        self._scaling.check(backward, step, clip, unscale)
-        cleared_by = {optimizer, owner} - {""}
-        zeros = [c for c in calls if c.kind == "zero" and c.receiver in cleared_by]
+        check_scaling(self._program, backward, step, clip, unscale)
+        zeros = [c for c in calls if c.kind == "zero" and c.receiver in trained]
         zeros = self._clearing.zeros(backward, step, zeros, calls)
         self._check_names(zeros, backward, step, {optimizer, params})
         made_here = made is not None or bool(self._program.assignments.get(optimizer))
