@@ -317,21 +317,17 @@ def _of_norm(name: str, norm: Callable[..., Tensor]) -> list[Defect]:
     def by_jvp(device: torch.device) -> Values:
         return squared_jvp(norm, *row_and_direction(device))
 
+    def by_sample_twice(device: torch.device) -> Values:
+        return second_in_batch(norm, *rows_and_weight(device))
+
+    def thrice(device: torch.device) -> Values:
+        return third(norm, row_and_direction(device)[0])
+
+    kernel = "LayerNorm" if name == "layer_norm" else "BatchNorm"
     return [
         Defect(name, "the gradient of a squared jvp", by_jvp),
-        Defect(
-            name,
-            "the gradient of per-sample gradients",
-            lambda d: second_in_batch(norm, *rows_and_weight(d)),
-        ),
-        Defect(
-            name,
-            "the third derivative",
-            lambda d: third(norm, row_and_direction(d)[0]),
-            "NativeLayerNormBackwardBackward0"
-            if name == "layer_norm"
-            else "NativeBatchNormBackwardBackward0",
-        ),
+        Defect(name, "the gradient of per-sample gradients", by_sample_twice),
+        Defect(name, "the third derivative", thrice, f"Native{kernel}BackwardBackward0"),
     ]
 
 
