@@ -72,6 +72,9 @@ class Check:
     tolerance: Tolerance
     _symmetric: bool = False
     _failures: list[Exception] = field(default_factory=list)
+    _estimates: dict[tuple[Word, float, int | None, bool, bool], Estimate] = field(
+        default_factory=dict
+    )
 
     def first_disagreement(self, order: int) -> Disagreement | None:
         """Return the first derivative, up to an order, that is wrong."""
@@ -130,10 +133,6 @@ class Check:
                 estimate = Estimate(nan, nan, nan)
             self._estimates[key] = estimate
         return self._estimates[key]
-
-    @cached_property
-    def _estimates(self) -> dict[tuple[Word, float, int | None, bool, bool], Estimate]:
-        return {}
 
     def _projected(self, tangents: Tensors) -> Tensors:
         if not self._symmetric:

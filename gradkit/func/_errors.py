@@ -28,7 +28,9 @@ def named_errors(run: Callable[[], R], *, nested: bool = False) -> R:
     except Exception as error:
         name = _control_flow(error)
         if name is not None:
-            raise UnsupportedGraphError(message("fn", *_of_control_flow(name))) from error
+            got = f"torch's {name}, which torch.func cannot enter"
+            fix = f"use {_IN_ITS_PLACE[name]}; or {_EAGERLY}"
+            raise UnsupportedGraphError(message("fn", _DIFFERENTIABLE, got, fix)) from error
         if not isinstance(error, RuntimeError):
             raise
         hook = _hook_that_requires_grad(error)
@@ -61,11 +63,6 @@ def _control_flow(error: Exception) -> str | None:
         return None
     names = (module.removeprefix(_HIGHER_ORDER) for module in modules if _HIGHER_ORDER in module)
     return next((name for name in names if name in _IN_ITS_PLACE), None)
-
-
-def _of_control_flow(name: str) -> tuple[str, str, str]:
-    fix = f"use {_IN_ITS_PLACE[name]}; or {_EAGERLY}"
-    return _DIFFERENTIABLE, f"torch's {name}, which torch.func cannot enter", fix
 
 
 def _hook_that_requires_grad(error: RuntimeError) -> str | None:
@@ -146,21 +143,6 @@ _FORWARD = (
     "",
     'hvp(..., mode="reverse-over-reverse"), or vjp in place of jvp',
 )
-_SHARDED_FORWARD = (
-    "tensors that have forward-mode derivatives in torch",
-    "DTensors, which have none",
-    'hvp(..., mode="reverse-over-reverse"), or linearize in place of jvp',
-)
-_NESTED_TENSORS = (
-    "dense tensors",
-    "nested ones, which torch.func cannot wrap",
-    f"pass their parts, and nest them in fn; or {_EAGERLY}",
-)
-_SPARSE_FORWARD = (
-    "dense tensors, in forward mode",
-    "sparse ones, which have no tangents in torch",
-    'hvp(..., mode="reverse-over-reverse"), or vjp in place of jvp',
-)
 _INFERENCE = (
     "tensors that autograd can save for the backward pass",
     "one that was made in inference mode",
@@ -188,9 +170,21 @@ _KNOWN = {
         "a norm layer that updates its running statistics from a batch",
         "module.eval(), or track_running_stats=False",
     ),
-    "aten._has_same_storage_numel": _SHARDED_FORWARD,  # of the first thing that make_dual does
-    "Cannot access storage of Sparse": _SPARSE_FORWARD,
-    "NestedTensorImpl doesn't support": _NESTED_TENSORS,
+    "aten._has_same_storage_numel": (  # of the first thing that make_dual does
+        "tensors that have forward-mode derivatives in torch",
+        "DTensors, which have none",
+        'hvp(..., mode="reverse-over-reverse"), or linearize in place of jvp',
+    ),
+    "Cannot access storage of Sparse": (
+        "dense tensors, in forward mode",
+        "sparse ones, which have no tangents in torch",
+        'hvp(..., mode="reverse-over-reverse"), or vjp in place of jvp',
+    ),
+    "NestedTensorImpl doesn't support": (
+        "dense tensors",
+        "nested ones, which torch.func cannot wrap",
+        f"pass their parts, and nest them in fn; or {_EAGERLY}",
+    ),
     "forward AD": _FORWARD,
     "forward mode AD": _FORWARD,
     ZERO_TENSOR: _FORWARD,
