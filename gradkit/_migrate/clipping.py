@@ -14,61 +14,59 @@ from gradkit._migrate.reasons import NotSureError, shown
 from gradkit._migrate.statements import Neutral
 
 
-class ClipCheck:
-    """Checks the clipping of one program's loops."""
+def check_clipping(
+    program: Program, clip: LoopCall, neutral: Neutral, between: list[ast.stmt]
+) -> None:
+    """Raise if `step_(max_norm=)` is not the same as this call."""
+    values = clip_values(clip.call)
+    if values is None or program.qualified(clip.call.func) not in CLIP:
+        saw = f"`{shown(clip.call)}` has options, or is not torch's"
+        raise NotSureError(clip.line, saw, reasons.CLIPPED)
+    if not neutral.expression(values[1]):
+        raise NotSureError(clip.line, f"max_norm is {shown(values[1])}", reasons.CLIPPED)
+    if norm_name(clip) is None:
+        saw = f"the norm is used in `{shown(clip.statement)}`"
+        raise NotSureError(clip.line, saw, "norm = gradkit.step_(..., max_norm=...)")
+    # The clipping, and the norm, come with the step: nothing between may need or change them.
+    rest = between[between.index(clip.statement) + 1 :]
+    used = {n for part in rest for n in names_in(part)}
+    needed = {n for n in [norm_name(clip)] if n} | set(names_in(values[1], stored=False))
+    stored = {n for part in rest for n in names_in(part, loaded=False)}
+    if norm_name(clip) in used or needed & stored:
+        saw = "the norm, or what max_norm is computed from, is used before step()"
+        raise NotSureError(clip.line, saw, reasons.CLIPPED)
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
 
-    def check(self, clip: LoopCall, neutral: Neutral, between: list[ast.stmt]) -> None:
-        """Raise if `step_(max_norm=)` is not the same as this call."""
-        values = clip_values(clip.call)
-        if values is None or self._program.qualified(clip.call.func) not in CLIP:
-            saw = f"`{shown(clip.call)}` has options, or is not torch's"
-            raise NotSureError(clip.line, saw, reasons.CLIPPED)
-        if not neutral.expression(values[1]):
-            raise NotSureError(clip.line, f"max_norm is {shown(values[1])}", reasons.CLIPPED)
-        if norm_name(clip) is None:
-            saw = f"the norm is used in `{shown(clip.statement)}`"
-            raise NotSureError(clip.line, saw, "norm = gradkit.step_(..., max_norm=...)")
-        # The clipping, and the norm, come with the step: nothing between may need or change them.
-        rest = between[between.index(clip.statement) + 1 :]
-        used = {n for part in rest for n in names_in(part)}
-        needed = {n for n in [norm_name(clip)] if n} | set(names_in(values[1], stored=False))
-        stored = {n for part in rest for n in names_in(part, loaded=False)}
-        if norm_name(clip) in used or needed & stored:
-            saw = "the norm, or what max_norm is computed from, is used before step()"
-            raise NotSureError(clip.line, saw, reasons.CLIPPED)
+def clipped_params(program: Program, clip: LoopCall, made: Made | None, optimizer: str) -> str:
+    """Return the params for which the clipped parameters are exactly those that are stepped."""
+    values = clip_values(clip.call)
+    assert values is not None
+    clipped = ast.unparse(values[0])
+    if made is not None and made.owner and clipped == f"{made.owner}.parameters()":
+        return made.owner
+    if made is not None and clipped == made.arguments and _is_list(program, values[0], clip):
+        return optimizer
+    saw = f"{clipped} is clipped, and may not be exactly what {optimizer} has"
+    raise NotSureError(clip.line, saw, reasons.SAME_PARAMETERS)
 
-    def params(self, clip: LoopCall, made: Made | None, optimizer: str) -> str:
-        """Return the params for which the clipped parameters are exactly those that are stepped."""
-        values = clip_values(clip.call)
-        assert values is not None
-        clipped = ast.unparse(values[0])
-        if made is not None and made.owner and clipped == f"{made.owner}.parameters()":
-            return made.owner
-        if made is not None and clipped == made.arguments and self._is_list(values[0], clip):
-            return optimizer
-        saw = f"{clipped} is clipped, and may not be exactly what {optimizer} has"
-        raise NotSureError(clip.line, saw, reasons.SAME_PARAMETERS)
 
-    def _is_list(self, node: ast.expr, clip: LoopCall) -> bool:
-        """Return whether an expression is the same list of parameters each time it is computed."""
-        if isinstance(node, ast.Name):
-            seen = self._program.bindings_seen_from(node.id, clip.scope)
-            values = [a.value for a in seen]
-            is_new = len(values) == 1 and values[0] is not None and _is_new_list(values[0])
-            return is_new and not self._is_changed(node.id)
+def _is_list(program: Program, node: ast.expr, clip: LoopCall) -> bool:
+    """Return whether an expression is the same list of parameters each time it is computed."""
+    if not isinstance(node, ast.Name):
         return False
+    values = [a.value for a in program.bindings_seen_from(node.id, clip.scope)]
+    is_new = len(values) == 1 and values[0] is not None and _is_new_list(values[0])
+    return is_new and not _is_changed(program, node.id)
 
-    def _is_changed(self, name: str) -> bool:
-        """Return whether a list may get other items: by a method of its own, or an index."""
-        nodes: list[Any] = self._program.of_type(ast.Attribute, ast.Subscript)
-        return any(
-            dotted(node.value) == name
-            for node in nodes
-            if isinstance(node, ast.Attribute) or isinstance(node.ctx, ast.Store | ast.Del)
-        )
+
+def _is_changed(program: Program, name: str) -> bool:
+    """Return whether a list may get other items: by a method of its own, or an index."""
+    nodes: list[Any] = program.of_type(ast.Attribute, ast.Subscript)
+    return any(
+        dotted(node.value) == name
+        for node in nodes
+        if isinstance(node, ast.Attribute) or isinstance(node.ctx, ast.Store | ast.Del)
+    )
 
 
 def clip_values(call: ast.Call) -> tuple[ast.expr, ast.expr] | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from gradkit._migrate import reasons
 from gradkit._migrate.calls import LoopCall, LoopFunctions
 from gradkit._migrate.clearing import ClearingCheck, several
-from gradkit._migrate.clipping import ClipCheck
+from gradkit._migrate.clipping import check_clipping, clipped_params
 from gradkit._migrate.optimizers import Optimizers
 from gradkit._migrate.program import Program, dotted, last_name
 from gradkit._migrate.reasons import NotSureError, shown
@@ -63,7 +63,6 @@ class StepMatcher:
         self._program = program
         self._optimizers = optimizers
         self._clearing = ClearingCheck(program, functions)
-        self._clipping = ClipCheck(program)
         self._closures = {
             name for call in calls if call.kind == "closure" for name in _closures(call)
         }
@@ -85,7 +84,7 @@ class StepMatcher:
         params = owner if made is not None and not made.by_callers else ""
         params = params or optimizer
         if clip is not None:
-            params = self._clipping.params(clip, made, optimizer)
+            params = clipped_params(self._program, clip, made, optimizer)
         check_scaling(self._program, backward, step, clip, unscale)
         zeros = [c for c in calls if c.kind == "zero" and c.receiver in trained]
         zeros = self._clearing.zeros(backward, step, zeros, calls)
@@ -169,7 +168,7 @@ class StepMatcher:
                 raise NotSureError(backward.line, saw, self._advice(calls, statement))
         clip = known.get("clip")
         if clip is not None:
-            self._clipping.check(clip, neutral, between)
+            check_clipping(self._program, clip, neutral, between)
         return clip, known.get("unscale")
 
     def _advice(self, calls: Sequence[LoopCall], statement: ast.stmt) -> str:
