@@ -177,14 +177,14 @@ def _refuse_unsynchronized(groups: Sequence[Any]) -> None:
     raise UnsupportedGraphError(message("module", "a sharded module that reduces", got, fix))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _ShardedRunner(PassRunner):
     """A runner whose gradients are what a backward pass leaves in `.grad`."""
 
-    shards: Sequence[Tensor] = ()  # the sharded parameters of the variables
-    all_shards: Sequence[Tensor] = ()  # those whose `.grad` a pass may write
-    states: Sequence[Any] = ()  # of the modules
-    group: Group | None = None
+    shards: Sequence[Tensor]  # the sharded parameters of the variables
+    all_shards: Sequence[Tensor]  # those whose `.grad` a pass may write
+    states: Sequence[Any]  # of the modules
+    group: Group
 
     def grads(
         self,
@@ -195,7 +195,6 @@ class _ShardedRunner(PassRunner):
         retain: bool,
     ) -> list[Tensor | None]:
         """Run one backward pass; see `PassRunner.grads`."""
-        assert self.group is not None
         written = {id(tensor): tensor for tensor in (*self.all_shards, *self.retained())}
         restored = grads_put_back(list(written.values()))
         with restored, collective_errors(self.group, backend_only=True):

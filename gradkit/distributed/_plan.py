@@ -233,11 +233,11 @@ def _numels(bucket: Bucket) -> list[int]:
     return [torch.Size(spec.shape).numel() for _, spec in bucket]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _SendingRunner(PassRunner):
     """A runner whose gradients are sent while the pass runs."""
 
-    reduction: PlannedReduction | None = None
+    reduction: PlannedReduction
 
     def grads(
         self,
@@ -248,7 +248,6 @@ class _SendingRunner(PassRunner):
         retain: bool,
     ) -> list[Tensor | None]:
         """Return the gradients of one pass; see `PassRunner.grads`."""
-        assert self.reduction is not None
         self.look_for_hooks(variables)  # before those that send
         with self.reduction.sending(variables):
             return PassRunner.grads(self, outputs, seeds, variables, retain=retain)
