@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -304,8 +303,9 @@ def _of_jvp(name: str, fn: Function) -> Defect:
     return Defect(name, "the gradient of a jvp", lambda d: of_jvp(*determinant(fn, d)))
 
 
-def _by_forward(fn: Function, device: torch.device) -> Values:
-    return third_by_forward(*determinant(fn, device))
+def _by_forward(name: str, fn: Function) -> Defect:
+    derivative = "a third derivative by forward mode"
+    return Defect(name, derivative, lambda d: third_by_forward(*determinant(fn, d)))
 
 
 def _over_reverse(name: str, example: Callable[[torch.device], Along]) -> Defect:
@@ -342,10 +342,7 @@ DEFECTS = [
     _of_jvp("slogdet", slogdet),
     _of_jvp("logdet", torch.logdet),
     *(_of_jvp(name, fn) for name, fn in matrices.SOLVED.items()),
-    *(
-        Defect(name, "a third derivative by forward mode", partial(_by_forward, fn))
-        for name, fn in matrices.BY_FORWARD.items()
-    ),
+    *(_by_forward(name, fn) for name, fn in matrices.BY_FORWARD.items()),
     Defect("cumprod", "a jvp of its jvp", jvp_twice),
     Defect("lu_solve", "a batch of batches", in_two_vmaps),
     Defect("sparse_coo_tensor", "the second derivative by its values", by_values),
