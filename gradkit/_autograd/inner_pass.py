@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradkit._autograd.captures import copied_on_arrival
+from gradkit._autograd.double_backward import differentiated_by_formula
 from gradkit._autograd.function_probe import refuse_dropped
-from gradkit._autograd.second_derivatives import differentiated_by_formula
 from gradkit._autograd.unshared_memory import without_shared_memory
 from gradkit._checks.checked import is_checked
 from gradkit._checks.writes import exposed_inside, refuse_written, versions

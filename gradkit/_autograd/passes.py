@@ -18,11 +18,11 @@ from gradkit._compat.distributed import replicated
 from gradkit._compat.transforms import without_graph
 from gradkit._core import pytree
 from gradkit._core.call import Call, Grads, Pass
-from gradkit._core.constants import with_zero_derivatives
 from gradkit._core.losses import Losses, params_of_each_loss, read_weights, require_graph
 from gradkit._core.ownership import zeros_for
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
+from gradkit._core.results_without_graph import with_zero_derivatives
 
 Runner: TypeAlias = Callable[..., PassRunner]
 

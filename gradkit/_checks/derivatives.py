@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from gradkit._checks.formulas import has_formula
+from gradkit._checks.differentiable_formulas import has_formula
 from gradkit._checks.wrong_derivatives import NODES, SWEPT
 from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.transforms import is_differentiated_tensor

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from gradkit._checks.formulas import FORMULAS
+from gradkit._checks.differentiable_formulas import FORMULAS
 from gradkit._checks.wrong_derivatives import OPERATIONS, SWEPT
 from gradkit._compat.transforms import BATCH, DERIVATIVES
 from gradkit._compat.versions import is_seen

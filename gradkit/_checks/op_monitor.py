@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from gradkit._checks.formulas import FORMULAS
+from gradkit._checks.differentiable_formulas import FORMULAS
 from gradkit._checks.known_bugs import (
     ALIASES,
     BY_FORMULA,

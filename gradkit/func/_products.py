@@ -14,11 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gradkit._checks.op_monitor import OpMonitor
 from gradkit._compat.transforms import carries_graph, differentiated, level_of
 from gradkit._core import pytree
-from gradkit._core.constants import with_refused_derivatives
 from gradkit._core.losses import Losses, read_losses
 from gradkit._core.options import check_bool, check_function, check_optional_bool
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
+from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._core.user_code import hooks_made, may_run
 from gradkit.errors import DetachedLossError
 from gradkit.func._arguments import Arguments, read_arguments

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from gradkit._autograd.double_backward import holds_formulas
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.inner_pass import InnerPass
-from gradkit._autograd.second_derivatives import holds_formulas
 from gradkit._checks import graphs, recomputation
 from gradkit._checks.derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import transforms
-from gradkit._core.constants import with_refused_derivatives
 from gradkit._core.graph import Subgraph, edge
 from gradkit._core.losses import Losses
 from gradkit._core.pytree import PyTree
+from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._core.user_code import functions_alive, hooks_registered, user_functions
 from gradkit._state.recompute_state import RecomputeState, watched
 from gradkit.errors import UnreachedParamError, UnsupportedGraphError, message

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import gradkit
 from gradkit import func, meta
 from gradkit._checks.derivatives import _MISSING, _REFUSED
-from gradkit._checks.formulas import NODE_FORMULAS
+from gradkit._checks.differentiable_formulas import NODE_FORMULAS
 from gradkit._compat.versions import is_mended
 from gradkit._core.graph import Subgraph
 from tests.helpers import unchanged

@@ -45,7 +45,7 @@ class Use:
         return type(self.node).__name__, self.operand, self.transposed
 
 
-def shared_uses(
+def uses_shared_by_samples(
     loss: Tensor,
     below: Subgraph,
     variables: Sequence[Tensor],

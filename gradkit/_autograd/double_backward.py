@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.func import vjp
 
-from gradkit._checks.formulas import NODE_FORMULAS, Formula, has_formula
+from gradkit._checks.differentiable_formulas import NODE_FORMULAS, Formula, has_formula
 from gradkit._core.graph import Subgraph
 from gradkit._core.user_code import Cotangents, listen_at
 

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 
 import gradkit
 from gradkit import func, meta
-from gradkit._checks.formulas import NODE_FORMULAS, attention, has_formula
+from gradkit._checks.differentiable_formulas import NODE_FORMULAS, attention, has_formula
 from gradkit._core.graph import Subgraph
 from tests.helpers import assert_same_bits
 

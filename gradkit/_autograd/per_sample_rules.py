@@ -1,4 +1,4 @@
-"""The gradients of the samples at one use of a variable, from what its node has saved."""
+"""For each kind of node, the rule of per-sample gradients at one use of a variable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 from torch.func import vmap
 
 from gradkit._checks.batch_dims import BatchDim
-from gradkit._checks.samples import Use
+from gradkit._checks.sample_independence import Use
 from gradkit._compat.nodes import Shape, saved, saved_ints
 
 
@@ -32,7 +32,7 @@ Rule: TypeAlias = Callable[[Use, Tensor, Tensor], Part]
 Terms: TypeAlias = Callable[[Node, Tensor], Tensor]
 
 
-def gradients(use: Use, cotangent: Tensor, variable: Tensor) -> Part:
+def per_sample_gradients(use: Use, cotangent: Tensor, variable: Tensor) -> Part:
     """Return the gradients at a use, given the cotangent of what its node returned."""
     return RULES[use.kind](use, cotangent, variable.detach())
 

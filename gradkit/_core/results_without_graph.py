@@ -46,8 +46,8 @@ def with_refused_derivatives(
     return [None if grad is None else _attach(grad, carriers, reason) for grad in grads]
 
 
-def accumulators(leaves: Sequence[Tensor]) -> list[Node]:
-    """Return the nodes that accumulate the gradients of plain leaves, outside of transforms.
+def accumulate_grad_nodes(leaves: Sequence[Tensor]) -> list[Node]:
+    """Return the AccumulateGrad nodes of leaves without subclasses, outside of transforms.
 
     A constant function of all leads to them: a view of each would take four times as long.
     """
@@ -90,4 +90,4 @@ def _refuse(reason: str | None) -> None:
         raise UnsupportedGraphError(reason)
 
 
-NODE: type = _Constant._backward_cls
+ZERO_DERIVATIVE_NODE: type = _Constant._backward_cls

@@ -1,4 +1,4 @@
-"""Formulas of operations, to be differentiated where torch's own rules are wrong, or missing."""
+"""Formulas of operations that are differentiated where torch's own rules are wrong, or missing."""
 
 from __future__ import annotations
 
