@@ -22,7 +22,7 @@ from gradkit._compat.transforms import autograd_grad, compiled_autograd_disabled
 from gradkit._core.call import Call
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._state.grad_writes import set_grad
-from gradkit._state.rematerialization import saving, sources
+from gradkit._state.recomputed_tensors import recompute_hooks, recomputed_tensor_sources
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
 
@@ -39,7 +39,7 @@ def run_grad(
     """Return the gradients of a weighted sum of outputs with respect to tensors or graph edges."""
     if call.create_graph and not prepared:
         options = {"retain_graph": retain_graph, "is_grads_batched": is_grads_batched}
-        with saving(), _refuse_dropped(call) if call.functions.users else nullcontext():
+        with recompute_hooks(), _refuse_dropped(call) if call.functions.users else nullcontext():
             return run_grad(call, outputs, inputs, seeds, **options, prepared=True)
     try:
         if is_grads_batched or not call.plain or function_mode_enabled() or not _plain(outputs):
@@ -66,7 +66,7 @@ def run_grad(
     except RuntimeError as error:
         _raise_named(error, call)
         raise
-    return _without_partial_sums(grads, inputs) if sources else list(grads)
+    return _without_partial_sums(grads, inputs) if recomputed_tensor_sources else list(grads)
 
 
 def _without_partial_sums(
@@ -221,7 +221,7 @@ def inner_grads(
     if not pairs or not inputs:
         return [None] * len(inputs)
     roots, seeds = zip(*pairs, strict=True)
-    with saving() if create_graph else nullcontext():
+    with recompute_hooks() if create_graph else nullcontext():
         return list(
             torch.autograd.grad(roots, inputs, seeds, retain_graph, create_graph, allow_unused=True)
         )

@@ -26,7 +26,7 @@ from gradkit._compat.distributed import (
     reduce_scatter_into,
     to_rows,
 )
-from gradkit._state.rematerialization import Recompute, Source, refuse_changed
+from gradkit._state.recomputed_tensors import Recompute, RecomputedTensorSource, refuse_changed
 from gradkit.distributed._agreement import Group, collective_errors
 from gradkit.distributed._failures import Failures
 from gradkit.errors import StructureError, UnsupportedGraphError, describe, message
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # it would import all of DTensor
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class CollectiveOrder(Source):
+class CollectiveOrder(RecomputedTensorSource):
     """The collectives that a rank has taken part in since the last call, as a number.
 
     Ranks whose graphs differ could mix up parameters of one shape.

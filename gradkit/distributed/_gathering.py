@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradkit._compat import distributed
 from gradkit._compat.transforms import is_transform_tensor
-from gradkit._state.rematerialization import remember, saving
+from gradkit._state.recomputed_tensors import recompute_hooks, register_recompute
 from gradkit.distributed._gather import ShardedParam, gather
 
 
@@ -27,7 +27,7 @@ def gathering(module: nn.Module, params: Iterable[tuple[Tensor, ShardedParam]]) 
             new["_parameters"] = _ReadParameters(gatherer, attributes["_parameters"])
             changed.append((attributes, {name: attributes[name] for name in new}))
             attributes.update(new)
-        with saving():
+        with recompute_hooks():
             yield
     finally:
         for attributes, before in changed:
@@ -55,7 +55,7 @@ class _Gatherer:
         if key not in self._gathered:
             whole = self._gathered[key] = gather(tensor, param)
             if not is_transform_tensor(whole):  # no hooks for what those save
-                remember(whole, param.recompute(tensor))
+                register_recompute(whole, param.recompute(tensor))
         return self._gathered[key]
 
     def free(self) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from gradkit._compat.autograd import plain_recurrent_kernels
 from gradkit._compat.transforms import batched_like, level_of, transforms
 from gradkit._state.local_writes import Kwargs, LocalWrites, tensors_in
-from gradkit._state.recompute_state import attention_kernels, enable_attention_kernels
+from gradkit._state.rerun import attention_kernels, enable_attention_kernels
 
 _RECURRENT = frozenset(
     getattr(torch, name + of_cell)

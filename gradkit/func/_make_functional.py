@@ -18,7 +18,7 @@ from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import refuse_distributed, require_tensor
 from gradkit._state.local_writes import LocalWrites, LocalWritesMode, is_in_place
 from gradkit._state.module import ModuleSnapshot, TensorSlots
-from gradkit._state.rematerialization import is_remembered
+from gradkit._state.recomputed_tensors import is_recomputed
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func import _checkpoints as checkpoints
 
@@ -241,7 +241,7 @@ class ReadOnly(TorchFunctionMode):
     def _is_protected(self, tensor: Tensor) -> bool:
         if id(tensor) in self._ids or transforms():  # a transform's tensors show no memory
             return id(tensor) in self._ids
-        if is_remembered(tensor):  # gathered from the shards that are given
+        if is_recomputed(tensor):  # gathered from the shards that are given
             return True
         if tensor.layout not in self._memory:  # once a call: every batch norm writes on its buffers
             alike = [t for t in self._tensors if t.layout == tensor.layout]

@@ -24,7 +24,7 @@ from gradkit._core.options import check_bool, check_option, is_positive_int
 from gradkit._core.ownership import without_inference
 from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import functions_alive, user_functions
-from gradkit._state.recompute_state import RecomputeState
+from gradkit._state.rerun import RerunState
 from gradkit.errors import (
     DetachedLossError,
     GradkitWarning,
@@ -226,13 +226,13 @@ class _OptimalityCondition:
     tol: float
     damping: float
     warn: bool
-    _state: RecomputeState = field(init=False)
+    _state: RerunState = field(init=False)
 
     def attach(self, minimum: Tensors, outer: Tensors) -> Tensors:
         """Return the minimum, depending on the outer variables."""
         if not torch.is_grad_enabled():
             return minimum
-        self._state = RecomputeState([*minimum, *outer])
+        self._state = RerunState([*minimum, *outer])
         with torch.enable_grad(), self._state.first_run():
             at, by = _as_leaves(minimum), _as_leaves(outer)
             loss, below = self._loss(at, by)

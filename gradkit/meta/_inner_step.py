@@ -26,7 +26,7 @@ from gradkit._core.losses import Losses
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._core.user_code import functions_alive, hooks_registered, user_functions
-from gradkit._state.recompute_state import RecomputeState, watched
+from gradkit._state.rerun import RerunState, recording_writes
 from gradkit.errors import UnreachedParamError, UnsupportedGraphError, message
 from gradkit.func import _checkpoints as checkpoints
 from gradkit.func._level import Passes, differentiate
@@ -106,9 +106,9 @@ class InnerStep:
         if self.has_buffers:
             buffers, aux = aux
         if self.grad_transform is not None:
-            with watched():
+            with recording_writes():
                 grads = self.grad_transform(self.params, grads, inputs.outer, carry.state)
-        with nullcontext() if is_own_rule(self.opt) else watched():
+        with nullcontext() if is_own_rule(self.opt) else recording_writes():
             new = update(self.opt, carry.tensors, grads, carry.state, inputs.hyper)
         return Outputs(Carry(*new, buffers), [loss], [aux], [])
 
@@ -120,7 +120,7 @@ class InnerStep:
                 t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors
             ]
             before = checkpoints.before(variables)
-            with watched():
+            with recording_writes():
                 loss, aux = loss_fn(self.params.tree(variables))
             recomputation.refuse((loss, aux), before)
             below = _check_graph(loss, variables, create_graph=twice)
@@ -131,7 +131,7 @@ class InnerStep:
                 grads = run()
             else:
                 one = InnerPass("the inner loss", self.params.path, variables, below)
-                with watched():
+                with recording_writes():
                     grads = one.guarded(run, create_graph=twice)
         if all(grad is None for grad in grads):
             expected = "a loss computed from params"
@@ -180,7 +180,7 @@ def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -
 def recomputed(run: Steps, carry: Carry, inputs: Inputs) -> Outputs:
     """Run steps without keeping their graph; gradients flow to the carry and the inputs."""
     tensors, close = open_tensors((carry, inputs))
-    segment = _Segment(run, close, len(carry.tensors), RecomputeState(tensors))
+    segment = _Segment(run, close, len(carry.tensors), RerunState(tensors))
     outputs = _Recomputed.apply(segment, *tensors)  # type: ignore[no-untyped-call]
     return cast("Outputs", segment.close_outputs(outputs))
 
@@ -192,7 +192,7 @@ class _Segment:
     run: Steps
     close: Callable[[Iterable[Tensor]], Any]
     variables: int  # the number of them
-    state: RecomputeState
+    state: RerunState
     close_outputs: Callable[[Iterable[Tensor]], Any] = field(init=False)
     constants: set[int] = field(init=False)  # the ids of the buffers that carry no graph
 

@@ -18,10 +18,16 @@ from torch import Tensor
 from gradkit._compat.autograd import TorchDispatchMode
 from gradkit._core.written import written_tensors
 from gradkit._state import rng
-from gradkit._state.second_run import Checksums, SecondRun, checksums, innermost, running
+from gradkit._state.rerun_check import (
+    Checksums,
+    SecondRun,
+    as_second_run,
+    checksums,
+    innermost_second_run,
+)
 
 
-class RecomputeState:
+class RerunState:
     """The state that a computation of some tensors starts from, to run it a second time."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -31,11 +37,11 @@ class RecomputeState:
         self._kernels = attention_kernels()
         self._writes = _StorageWrites()
         self._checksums: Checksums = {}
-        self._around = innermost()
+        self._around = innermost_second_run()
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
-        """Run the block for the first time; what `watched` blocks in it write to is copied."""
+        """Run the block the first time; copy what `recording_writes` blocks in it write to."""
         token = _writes_of_run.set(self._writes)
         try:
             yield
@@ -68,7 +74,7 @@ class RecomputeState:
             try:
                 enable_attention_kernels(self._kernels)
                 _restore(self._writes.snapshots)
-                with running(self._checksums, self._around) as run:
+                with as_second_run(self._checksums, self._around) as run:
                     yield run
             finally:
                 enable_attention_kernels(kernels)
@@ -135,17 +141,17 @@ _writes_of_run: ContextVar[_StorageWrites | None] = ContextVar("writes_of_run", 
 
 
 @contextmanager
-def watched() -> Iterator[None]:
+def recording_writes() -> Iterator[None]:
     """Run code that may write to memory from outside; a first run around it copies that before.
 
-    Not for what gradkit and torch compute by themselves: watching an operator takes longer than
+    Not for what gradkit and torch compute by themselves: recording an operator takes longer than
     running a small one.
     """
     writes = _writes_of_run.get()
     if writes is None:
         yield
         return
-    token = _writes_of_run.set(None)  # what runs inside is watched already
+    token = _writes_of_run.set(None)  # what runs inside is recorded already
     try:
         with writes:
             yield

@@ -92,10 +92,10 @@ class Differences:
         while self._differ:
             (_, where), differ = self._differ.popitem()
             if torch.stack(differ).any():
-                raise another_result(where)
+                raise different_result(where)
 
 
-def another_result(where: str) -> UnsupportedGraphError:
+def different_result(where: str) -> UnsupportedGraphError:
     """Return the error for a second run that differs."""
     expected = "a function that gives the same when it runs again, in the backward pass"
     got = "another result than before: it reads something that has changed since (a "
@@ -117,7 +117,7 @@ class SecondRun:
         """Compare the outputs with the first run's; the pass raises before it returns."""
         second = checksums(outputs)
         if _lengths(self.first) != _lengths(second):
-            raise another_result(where)
+            raise different_result(where)
         for key, checksum in second.items():
             self.differences.add(_differs(self.first[key], checksum), where)
 
@@ -128,13 +128,13 @@ _innermost: ContextVar[SecondRun | None] = ContextVar("innermost", default=None)
 _of_passes: WeakValueDictionary[int, Differences] = WeakValueDictionary()
 
 
-def innermost() -> SecondRun | None:
+def innermost_second_run() -> SecondRun | None:
     """Return the second run that this code runs in."""
     return _innermost.get()
 
 
 @contextmanager
-def running(first: Checksums, around: SecondRun | None) -> Iterator[SecondRun]:
+def as_second_run(first: Checksums, around: SecondRun | None) -> Iterator[SecondRun]:
     """Run the block as a second run; `around` is the one in which its first run was, if any."""
     # What a second run made may be differentiated after it, in a pass of its own.
     is_inner = around is not None and around.is_open

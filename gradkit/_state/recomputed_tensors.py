@@ -24,25 +24,25 @@ from gradkit.errors import UnsupportedGraphError, message
 Recompute = Callable[[], Tensor]
 
 
-class Source:
+class RecomputedTensorSource:
     """Whatever makes such tensors; while one exists, passes with create_graph look for them."""
 
     def __init__(self) -> None:
-        sources[id(self)] = ref(self, partial(_forget_source, id(self)))
+        recomputed_tensor_sources[id(self)] = ref(self, partial(_forget_source, id(self)))
 
 
 def _forget_source(key: int, _: object) -> None:
-    sources.pop(key, None)
+    recomputed_tensor_sources.pop(key, None)
 
 
 # A plain dictionary: a pass asks no more of it than whether there is any.
-sources: dict[int, ReferenceType[Source]] = {}
+recomputed_tensor_sources: dict[int, ReferenceType[RecomputedTensorSource]] = {}
 # By storage: a view of a tensor is saved as part of it. The lives of Python's own objects differ
 # between processes, which must recompute the same tensors. A weak reference keeps the address.
 _recomputed: dict[int, tuple[StorageWeakRef, torch.dtype, Recompute]] = {}
 
 
-def remember(tensor: Tensor, recompute: Recompute) -> None:
+def register_recompute(tensor: Tensor, recompute: Recompute) -> None:
     """Let `recompute` stand for a tensor, which no one has saved yet, in graphs."""
     for key, (storage, *_) in list(_recomputed.items()):
         if storage.expired():  # type: ignore[no-untyped-call]
@@ -51,14 +51,14 @@ def remember(tensor: Tensor, recompute: Recompute) -> None:
     _recomputed[_storage(tensor)] = reference, tensor.dtype, recompute
 
 
-def is_remembered(tensor: Tensor) -> bool:
-    """Return whether a tensor is one that `remember` was called with, or a view of one."""
+def is_recomputed(tensor: Tensor) -> bool:
+    """Return whether a tensor is one that `register_recompute` got, or a view of one."""
     return bool(_recomputed) and _recompute_of(tensor) is not None
 
 
-def saving() -> AbstractContextManager[Any]:
+def recompute_hooks() -> AbstractContextManager[Any]:
     """Let graphs that are recorded in the block save `recompute` in the place of its tensor."""
-    if not sources or differentiated() or torch.compiler.is_compiling():
+    if not recomputed_tensor_sources or differentiated() or torch.compiler.is_compiling():
         return nullcontext()  # torch.func's derivatives have no hooks for saved tensors
     pack, unpack = default_hooks() or (None, None)
     return saved_tensors_hooks(lambda tensor: _pack(tensor, pack, unpack), _unpack)
@@ -102,7 +102,7 @@ def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, _View):
         with torch.no_grad():
             whole = packed.recompute()
-            remember(whole, packed.recompute)
+            register_recompute(whole, packed.recompute)
             # torch connects it with the graph of what was saved.
             return whole.as_strided(packed.size, packed.stride, packed.offset)
     if isinstance(packed, _ByOuterHooks):
