@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.func import vmap
 
 from gradkit._autograd.function_probe import refuse_dropped
-from gradkit._checks.changed import changed
-from gradkit._checks.derivatives import missing
 from gradkit._checks.graphs import DONATED, freed, losses_freed
+from gradkit._checks.higher_derivatives import missing
+from gradkit._checks.modified_saved_tensors import modified_message
 from gradkit._compat.autograd import function_mode_enabled, run_engine
 from gradkit._compat.distributed import full_tensor, is_dtensor
 from gradkit._compat.transforms import autograd_grad, compiled_autograd_disabled
 from gradkit._core.call import Call
 from gradkit._core.ownership import PLAIN_TYPES
-from gradkit._state.grad_writes import set_grad
+from gradkit._state.grad_attribute import set_grad
 from gradkit._state.recomputed_tensors import recompute_hooks, recomputed_tensor_sources
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
@@ -171,7 +171,7 @@ def _raise_named(error: RuntimeError, call: Call) -> None:
     if "non-empty donated buffers" in str(error):
         raise UnsupportedGraphError(message(_paths(call), *DONATED)) from error
     if "modified by an inplace operation" in str(error):
-        raise UnsupportedGraphError(changed(error, call)) from error
+        raise UnsupportedGraphError(modified_message(error, call)) from error
 
 
 _MULTI_GRAD_HOOK = message(

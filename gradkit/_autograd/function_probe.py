@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit._checks.derivatives import dropped
+from gradkit._checks.higher_derivatives import dropped
 from gradkit._compat.autograd import current_pass, sequence_number
 from gradkit._compat.transforms import is_transform_tensor, layers, recorded_copy, unbatched
 from gradkit._core.graph import Subgraph, leaf_tensors, nodes_below

@@ -15,8 +15,8 @@ from gradkit._autograd.jacobian import one_hot, refuse_nested, why_not_batched
 from gradkit._autograd.reductions import Consume, ReducingRunner
 from gradkit._autograd.runner import PassRunner
 from gradkit._checks.graphs import check_call
+from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_alive
 from gradkit._checks.reachability import require_reached
-from gradkit._checks.writes import refuse_pre_hooks, user_code_alive
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.losses import Losses, require_graph
 from gradkit._core.ownership import grad_dtype

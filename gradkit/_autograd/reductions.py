@@ -16,7 +16,7 @@ from gradkit._autograd.engine import run_batch, run_grad
 from gradkit._autograd.hooks_in_batches import hooks_refused
 from gradkit._autograd.runner import PassRunner
 from gradkit._checks.checked import is_checked
-from gradkit._checks.writes import refuse_pre_hooks, user_code_alive
+from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_alive
 from gradkit._compat.autograd import (
     as_batch,
     batched_mode,

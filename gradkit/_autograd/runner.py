@@ -15,13 +15,18 @@ from gradkit._autograd.hooks_in_batches import hooks_refused
 from gradkit._autograd.unshared_memory import without_shared_memory
 from gradkit._autograd.write_finder import WriteFinder
 from gradkit._checks.checked import step_monitor
-from gradkit._checks.writes import exposed, refuse_written, user_code_alive, versions
+from gradkit._checks.modified_gradients import (
+    grad_versions,
+    refuse_modified,
+    user_code_alive,
+    variables_to_copy,
+)
 from gradkit._compat.autograd import as_batch, batched_mode, from_batch, without_function_modes
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
 from gradkit._core.ownership import owned
 from gradkit._core.params import Params
-from gradkit._state.grad_writes import grads_put_back
+from gradkit._state.grad_attribute import grads_put_back
 
 
 @dataclass(slots=True)
@@ -61,7 +66,7 @@ class PassRunner:
         else:
             grads = run_grad(self.call, outputs, variables, seeds, retain_graph=retain)
         if len(copied) < len(variables) and user_code_alive(self.call):
-            moved |= versions(variables, grads, copied)
+            moved |= grad_versions(variables, grads, copied)
         if moved:
             self.refuse_moved(outputs, variables, moved)
         return grads if self.call.create_graph else owned(grads, variables)
@@ -75,7 +80,7 @@ class PassRunner:
             return ", ".join(map(self.call.losses.path, self.call.differentiated[:3]))
 
         path = self.params_of(variables).path
-        refuse_written(where, path, variables, Subgraph(outputs), moved)
+        refuse_modified(where, path, variables, Subgraph(outputs), moved)
 
     def _captured_grads(
         self,
@@ -132,7 +137,7 @@ class PassRunner:
         """
         if id(variables) not in self._exposed:
             params = self.params_of(variables)
-            copied = exposed(self.call, params)
+            copied = variables_to_copy(self.call, params)
             retained = self.retained(() if params.only_leaves else variables)
             self._exposed[id(variables)] = copied, not copied and not retained
         return self._exposed[id(variables)]

@@ -23,7 +23,7 @@ from gradkit._core.losses import Losses
 from gradkit._core.ownership import empty_for
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
-from gradkit._state.grad_writes import replace_grad
+from gradkit._state.grad_attribute import replace_grad
 from gradkit.distributed._agreement import (
     NO_DIGEST,
     Description,

@@ -22,7 +22,7 @@ from gradkit._core.call import Call, Pass
 from gradkit._core.graph import GraphView
 from gradkit._core.losses import Losses
 from gradkit._core.params import Params
-from gradkit._state.grad_writes import grads_put_back
+from gradkit._state.grad_attribute import grads_put_back
 from gradkit.distributed._agreement import (
     Description,
     GradSpec,

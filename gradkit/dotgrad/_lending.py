@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from gradkit._compat.optim import has_step_hooks, is_step_of_class
 from gradkit._core.ownership import PLAIN_TYPES
-from gradkit._state.grad_writes import set_grads
+from gradkit._state.grad_attribute import set_grads
 from gradkit.errors import warn_fallback
 
 # tests/dotgrad/test_lending.py runs each with the combinations of its options that are lent to. One

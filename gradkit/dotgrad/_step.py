@@ -20,7 +20,7 @@ from gradkit._core.options import check_number
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
-from gradkit._state.grad_writes import grads_put_back, write_all
+from gradkit._state.grad_attribute import grads_put_back, write_all
 from gradkit.dotgrad._lending import READERS, lend, only_reads, warn_if_written
 from gradkit.dotgrad._matching import Pairs, match, read_grad_leaves, read_leaves, unique
 from gradkit.dotgrad._wrappers import check_wrapper

@@ -16,7 +16,7 @@ from gradkit._checks import recomputation
 from gradkit._compat.transforms import BATCH, memory_of, transforms
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import refuse_distributed, require_tensor
-from gradkit._state.local_writes import LocalWrites, LocalWritesMode, is_in_place
+from gradkit._state.copy_on_write import CopyOnWrite, CopyOnWriteMode, is_in_place
 from gradkit._state.module import ModuleSnapshot, TensorSlots
 from gradkit._state.recomputed_tensors import is_recomputed
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
@@ -142,12 +142,12 @@ def _call(
         snapshot.restore()
 
 
-def _own_buffers(new: Named) -> AbstractContextManager[LocalWritesMode | None]:
+def _own_buffers(new: Named) -> AbstractContextManager[CopyOnWriteMode | None]:
     """Return what makes a buffer that the forward pass writes on as batched as what it writes."""
     if not new or BATCH not in transforms():
         return nullcontext()
     memory = {memory_of(buffer) for buffer in new.values()}
-    return LocalWritesMode(LocalWrites(lambda tensor: memory_of(tensor) in memory))
+    return CopyOnWriteMode(CopyOnWrite(lambda tensor: memory_of(tensor) in memory))
 
 
 def _traced_call(

@@ -22,7 +22,7 @@ from gradkit._compat.transforms import (
 )
 from gradkit._core import pytree
 from gradkit._core.options import is_number
-from gradkit._state.grad_writes import set_grad
+from gradkit._state.grad_attribute import set_grad
 from gradkit.errors import (
     GradkitError,
     OptionError,

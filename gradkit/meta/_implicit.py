@@ -15,7 +15,7 @@ from torch import Tensor
 from gradkit import tree
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.inner_pass import InnerPass
-from gradkit._checks.derivatives import refuse_wrong_derivative
+from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import is_dual, transforms
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph

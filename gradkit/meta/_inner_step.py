@@ -19,7 +19,7 @@ from gradkit._autograd.double_backward import holds_formulas
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks import graphs, recomputation
-from gradkit._checks.derivatives import refuse_wrong_derivative
+from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import transforms
 from gradkit._core.graph import Subgraph, edge
 from gradkit._core.losses import Losses

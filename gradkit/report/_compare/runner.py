@@ -15,7 +15,7 @@ from gradkit._autograd import engine
 from gradkit._core.captured import captured_by
 from gradkit._core.graph import Subgraph
 from gradkit._core.losses import require_graph
-from gradkit._state.grad_writes import copy_into_grads, grad_dtypes_put_back, grads_put_back
+from gradkit._state.grad_attribute import copy_into_grads, grad_dtypes_put_back, grads_put_back
 from gradkit._state.snapshot import Snapshot
 from gradkit.errors import first_line
 from gradkit.report._compare.step import Inputs, Step, tensors_in

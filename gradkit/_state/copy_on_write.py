@@ -36,7 +36,7 @@ _STATISTICS: dict[Any, tuple[int, str, bool]] = {
 _FLAG = 5  # its position in all of them
 
 
-class LocalWrites:
+class CopyOnWrite:
     """Redirects writes on shared tensors to copies, which are read in their stead from then on.
 
     Where the operands are batched, so is a copy: in a vmap over tasks each has one of its own, as
@@ -128,10 +128,10 @@ class LocalWrites:
         return value
 
 
-class LocalWritesMode(TorchFunctionMode):
+class CopyOnWriteMode(TorchFunctionMode):
     """Redirects the writes of a block."""
 
-    def __init__(self, writes: LocalWrites) -> None:
+    def __init__(self, writes: CopyOnWrite) -> None:
         super().__init__()
         self.writes = writes
 

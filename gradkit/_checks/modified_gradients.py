@@ -29,7 +29,7 @@ def user_code_alive(call: Call) -> bool:
     return user_code.hooks_registered() or call.functions.users
 
 
-def exposed(call: Call, params: Params) -> list[Tensor]:
+def variables_to_copy(call: Call, params: Params) -> list[Tensor]:
     """Return the variables whose gradients have to be copied as they arrive.
 
     Also intermediate values, since the engine captures before their hooks, and hands what it has
@@ -45,7 +45,7 @@ def exposed(call: Call, params: Params) -> list[Tensor]:
     if not params.plain:
         return params.variables
     below = call.graph.below(call.differentiated) if call.functions.users else None
-    ids = set(map(id, exposed_inside(params.variables, below)))
+    ids = set(map(id, variables_to_copy_inside(params.variables, below)))
     if not params.only_leaves:
         ids |= {id(v) for v in params.variables if v.grad_fn is not None}
     return [variable for variable in params.variables if id(variable) in ids]
@@ -62,7 +62,7 @@ def refuse_pre_hooks(call: Call) -> None:
             raise UnsupportedGraphError(message(params.path(index), expected, got, fix))
 
 
-def exposed_inside(variables: Sequence[Tensor], below: Subgraph | None) -> list[Tensor]:
+def variables_to_copy_inside(variables: Sequence[Tensor], below: Subgraph | None) -> list[Tensor]:
     """Return the variables whose gradients have to be copied, where a pass ends at all of them.
 
     Those with hooks of their own, which may write on it before, and those below a custom Function,
@@ -90,7 +90,7 @@ def _inputs_of_functions(below: Subgraph) -> tuple[set[Node], dict[int, Tensor]]
     return inputs, leaf_tensors(inputs)
 
 
-def versions(
+def grad_versions(
     variables: Sequence[Tensor], grads: Sequence[Tensor | None], copied: Sequence[Tensor]
 ) -> dict[int, int]:
     """Return the version of each gradient, by the variable's number: if not 0, and no copy's."""
@@ -104,7 +104,7 @@ def versions(
     }
 
 
-def refuse_written(
+def refuse_modified(
     where: Callable[[], str],
     path: Callable[[int], str],
     variables: Sequence[Tensor],
@@ -116,10 +116,10 @@ def refuse_written(
         arrivals = _Arrivals(below)
         for index, version in versions.items():
             if version > arrivals.most_writes(variables[index]):
-                raise UnsupportedGraphError(_written(where(), path(index), variables[index]))
+                raise UnsupportedGraphError(_modified(where(), path(index), variables[index]))
 
 
-def _written(where: str, path: str, variable: Tensor) -> str:
+def _modified(where: str, path: str, variable: Tensor) -> str:
     return message(
         path,
         f"a gradient of {where} that nothing has changed since it was computed",

@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gradkit
 from gradkit import func, meta
-from gradkit._checks.derivatives import _MISSING, _REFUSED
 from gradkit._checks.differentiable_formulas import NODE_FORMULAS
+from gradkit._checks.higher_derivatives import _MISSING, _REFUSED
 from gradkit._compat.versions import is_mended
 from gradkit._core.graph import Subgraph
 from tests.helpers import unchanged
@@ -187,7 +187,7 @@ def test_where_gradkit_runs_the_forward_pass_the_rest_raises(
 def test_what_the_table_does_not_have_has_gradkit_s_name(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradkit._checks.derivatives._REFUSED", _REFUSED - _MISSING.keys())
+    monkeypatch.setattr("gradkit._checks.higher_derivatives._REFUSED", _REFUSED - _MISSING.keys())
     x = point(device)
     _, grad = gradkit.value_and_grads(attention(x).sum(), x, create_graph=True)
     with pytest.raises(gradkit.UnsupportedGraphError, match=r"(?s)losses.*attention.*What to do"):

@@ -22,7 +22,7 @@ _FIX = (
 _ANOMALY = "; under torch.autograd.detect_anomaly() this error names the line that saved it"
 
 
-def changed_tensor(nodes: Iterable[Node]) -> Reason | None:
+def modified_since_saved(nodes: Iterable[Node]) -> Reason | None:
     """Return why a pass through some nodes raises, if a tensor that one saved was changed since.
 
     Of several nodes it is the newest, which a pass executes first.
@@ -46,14 +46,14 @@ def _without_hint(error: str) -> str:
     return error.partition(" Hint")[0].rstrip(".")
 
 
-def changed(error: RuntimeError, call: Call) -> str:
+def modified_message(error: RuntimeError, call: Call) -> str:
     """Return the message for torch's error that a saved tensor was changed in place."""
     reasons: dict[int, Reason] = {}
     for group, params in call.passes:
         for index in group:
             below = call.graph.below([index])
             nodes = below.leading_to(params.variables) if params.variables else below.nodes
-            reason = changed_tensor(nodes)
+            reason = modified_since_saved(nodes)
             if reason is not None:
                 reasons[index] = reason
     # A graph inside a backward function shows only in torch's own text.

@@ -1,6 +1,6 @@
 """The operations whose derivative torch.func gets silently wrong, and where it does.
 
-`wrong_derivatives` says under which transforms, as a sweep has found; here stands what it cannot
+`wrong_derivatives_table` says under which transforms, as a sweep has found; here is what it cannot
 say: which calls of an operation are concerned, and what to write in its place.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from gradkit._checks.differentiable_formulas import FORMULAS
-from gradkit._checks.wrong_derivatives import OPERATIONS, SWEPT
+from gradkit._checks.wrong_derivatives_table import OPERATIONS, SWEPT
 from gradkit._compat.transforms import BATCH, DERIVATIVES
 from gradkit._compat.versions import is_seen
 
@@ -63,7 +63,7 @@ _BATCHED, _DERIVATIVE_OF_BATCHED = ("Grad", _PASS), ("Grad", "Grad", _PASS)
 
 
 @dataclass(frozen=True)
-class KnownBug:
+class TransformBug:
     """What torch gets wrong about an operation."""
 
     fix: str  # what to write in its place
@@ -153,38 +153,42 @@ def _has_values_to_differentiate(call: OpCall, _: Stack) -> bool:
     return isinstance(values, Tensor) and (values.requires_grad or "Jvp" in call.stack)
 
 
-_BY_HAND: dict[str, KnownBug] = {
-    "cdist": KnownBug("(a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)"),
-    "as_strided_scatter": KnownBug("index_put, or torch.where", concerns=_is_differentiated),
-    "roll": KnownBug(
+_BY_HAND: dict[str, TransformBug] = {
+    "cdist": TransformBug("(a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)"),
+    "as_strided_scatter": TransformBug("index_put, or torch.where", concerns=_is_differentiated),
+    "roll": TransformBug(
         "leave it out: it moves nothing in a tensor without dimensions",
         concerns=lambda call, _: call.argument(0, "input").dim() == 0,
     ),
-    "masked_select": KnownBug(
+    "masked_select": TransformBug(
         "expand the tensor to the shape of the mask first", concerns=_broadcasts
     ),
-    "index_fill": KnownBug(
+    "index_fill": TransformBug(
         "torch.where, or index_put",
         concerns=lambda call, _: isinstance(call.argument(3, "value"), Tensor),
     ),
-    "select_scatter": KnownBug("torch.where, or index_put; or take the gradient inside the vmap"),
-    "sparse_coo_tensor": KnownBug(
+    "select_scatter": TransformBug(
+        "torch.where, or index_put; or take the gradient inside the vmap"
+    ),
+    "sparse_coo_tensor": TransformBug(
         "make it dense: torch.zeros(size).index_put(tuple(indices), values, accumulate=True)",
         concerns=_has_values_to_differentiate,
     ),
-    "lu_solve": KnownBug("torch.linalg.solve(a, b)"),
-    "det": KnownBug(f"{_OVER_JVP}; a third derivative by gradkit.value_and_grads, eagerly"),
-    **dict.fromkeys(("slogdet", "logdet", "householder_product", "cumprod"), KnownBug(_OVER_JVP)),
-    **dict.fromkeys(("solve", "solve_ex", "tensorsolve"), KnownBug(_SOLVED)),
+    "lu_solve": TransformBug("torch.linalg.solve(a, b)"),
+    "det": TransformBug(f"{_OVER_JVP}; a third derivative by gradkit.value_and_grads, eagerly"),
     **dict.fromkeys(
-        ("cholesky_inverse", "triangular_solve", "eig", "eigvals", "prod"), KnownBug(_FORWARD)
+        ("slogdet", "logdet", "householder_product", "cumprod"), TransformBug(_OVER_JVP)
     ),
-    "scatter_reduce": KnownBug(
+    **dict.fromkeys(("solve", "solve_ex", "tensorsolve"), TransformBug(_SOLVED)),
+    **dict.fromkeys(
+        ("cholesky_inverse", "triangular_solve", "eig", "eigvals", "prod"), TransformBug(_FORWARD)
+    ),
+    "scatter_reduce": TransformBug(
         _FORWARD, concerns=lambda call, _: call.argument(4, "reduce") == "prod"
     ),
-    "layer_norm": KnownBug(_INSIDE, concerns=_of_norm(2, 2)),
-    "batch_norm": KnownBug(_INSIDE, concerns=_by_its_own_statistics("training")),
-    "instance_norm": KnownBug(_INSIDE, concerns=_by_its_own_statistics("use_input_stats")),
+    "layer_norm": TransformBug(_INSIDE, concerns=_of_norm(2, 2)),
+    "batch_norm": TransformBug(_INSIDE, concerns=_by_its_own_statistics("training")),
+    "instance_norm": TransformBug(_INSIDE, concerns=_by_its_own_statistics("use_input_stats")),
 }
 
 
@@ -193,12 +197,12 @@ def stacks_of(name: str) -> tuple[Stack, ...]:
     return tuple(tuple(stack.split()) for stack, seen in rows if is_seen(seen, SWEPT))
 
 
-EVERY_BUG = {
-    name: KnownBug(bug.fix, stacks_of(name), bug.concerns) for name, bug in _BY_HAND.items()
+EVERY_TRANSFORM_BUG = {
+    name: TransformBug(bug.fix, stacks_of(name), bug.concerns) for name, bug in _BY_HAND.items()
 }
-KNOWN_BUGS = {name: bug for name, bug in EVERY_BUG.items() if bug.stacks}
+TRANSFORM_BUGS = {name: bug for name, bug in EVERY_TRANSFORM_BUG.items() if bug.stacks}
 # Operations that run by a formula where torch's own rules are wrong.
-BY_FORMULA = {name: KnownBug("", stacks_of(name)) for name in FORMULAS if name in OPERATIONS}
+BY_FORMULA = {name: TransformBug("", stacks_of(name)) for name in FORMULAS if name in OPERATIONS}
 # The same under other names, and torch's operators beneath them.
 _EVERY_ALIAS = {
     "native_layer_norm": "layer_norm",
@@ -211,7 +215,7 @@ _EVERY_ALIAS = {
     "_weight_norm_interface": "weight_norm",
     "orgqr": "householder_product",
 }
-_WRITTEN = (*KNOWN_BUGS, *BY_FORMULA)
+_WRITTEN = (*TRANSFORM_BUGS, *BY_FORMULA)
 _EVERY_ALIAS |= {
     prefix + name: name for name in _WRITTEN for prefix in ("_", "linalg_", "_linalg_")
 }

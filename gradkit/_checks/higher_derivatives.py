@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from gradkit._checks.differentiable_formulas import has_formula
-from gradkit._checks.wrong_derivatives import NODES, SWEPT
+from gradkit._checks.wrong_derivatives_table import NODES, SWEPT
 from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.transforms import is_differentiated_tensor
 from gradkit._compat.versions import is_mended, is_seen
