@@ -26,8 +26,8 @@ from gradkit.distributed._agreement import (
     read_specs,
 )
 from gradkit.distributed._failures import Failures
-from gradkit.distributed._gather import CollectiveOrder, ShardedParam
-from gradkit.distributed._gathering import gathering
+from gradkit.distributed._gather_on_read import gathering
+from gradkit.distributed._sharded_param import CollectiveOrder, ShardedParam
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func._make_functional import Named, functional, read_named, require_module
 

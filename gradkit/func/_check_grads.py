@@ -31,7 +31,7 @@ from gradkit.func._arguments import ArgNums, Arguments, read_arguments, refuse_s
 from gradkit.func._directional import FORWARD, REVERSE, Directional, Tensors
 from gradkit.func._disagreement import Check, Disagreement, Tolerance
 from gradkit.func._errors import independent
-from gradkit.func._ops import differentiable, is_number, wrong_op
+from gradkit.func._wrong_op import differentiable, is_number, wrong_op
 
 Mode = Literal["reverse", "forward"]
 

@@ -20,7 +20,7 @@ from gradkit._state.rerun import RerunState, recording_writes
 from gradkit.func import _checkpoints as checkpoints
 from gradkit.func._arguments import Arguments
 from gradkit.func._chunks import Batch, joined, separated, tensors_in
-from gradkit.func._level import detached
+from gradkit.func._differentiate import detached
 
 
 class _Run(NamedTuple):

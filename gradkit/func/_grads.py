@@ -14,7 +14,7 @@ from gradkit._core.losses import Losses
 from gradkit._core.options import STRATEGIES, Strategy, Unused, check_chunk_size, check_option
 from gradkit._core.pytree import PyTree
 from gradkit.func._arguments import ArgNums, check_options, read_arguments
-from gradkit.func._level import Passes, differentiate, gradient_of_the_sum
+from gradkit.func._differentiate import Passes, differentiate, gradient_of_the_sum
 
 
 def value_and_grads(

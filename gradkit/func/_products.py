@@ -22,10 +22,10 @@ from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._core.user_code import hooks_made, may_run
 from gradkit.errors import DetachedLossError
 from gradkit.func._arguments import Arguments, read_arguments
+from gradkit.func._differentiate import OuterGraph, Passes, cast_to, detached, split_aux, tensors_of
 from gradkit.func._errors import independent, named_errors
 from gradkit.func._grads import value_and_grads
 from gradkit.func._hvp import check_direction, one_forward_level, read_directions, read_primals
-from gradkit.func._level import OuterGraph, Passes, cast_to, detached, split_aux, tensors_of
 
 
 def vjp(

@@ -29,7 +29,7 @@ from gradkit._core.user_code import functions_alive, hooks_registered, user_func
 from gradkit._state.rerun import RerunState, recording_writes
 from gradkit.errors import UnreachedParamError, UnsupportedGraphError, message
 from gradkit.func import _checkpoints as checkpoints
-from gradkit.func._level import Passes, differentiate
+from gradkit.func._differentiate import Passes, differentiate
 from gradkit.meta._foreach import Tensors
 from gradkit.meta._grad_transform import GradTransform
 from gradkit.meta._optimizer import Columns, Optimizer, update

@@ -26,8 +26,8 @@ from gradkit.distributed import all_reduce
 from gradkit.distributed._agreement import failures_reported, join_group
 from gradkit.errors import OptionError, StructureError, describe, message
 from gradkit.func._arguments import read_arguments
+from gradkit.func._differentiate import differentiate, gradient_of_the_sum
 from gradkit.func._fallback import RANDOMNESS, Attempt, AuxOfEach, OneByOne, Randomness
-from gradkit.func._level import differentiate, gradient_of_the_sum
 from gradkit.meta._trees import InnerParams, open_tensors, read_inner_params, read_loss
 
 
