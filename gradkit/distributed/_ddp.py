@@ -69,7 +69,7 @@ def run(call: DistributedCall, modules: _Replicas) -> tuple[PassResult, Params]:
         _check_comm_hooks(hooked, grads)
         likes = params.variables * len(result.grads)
         path = partial(call.grad_path, losses, params)
-        return LocalGrads(grads, likes, call.structure(losses, params), path)
+        return LocalGrads(grads, likes, call.rank_invariants(losses, params), path)
 
     reduced = planned.reduce(local_grads) if planned else None
     if reduced is None:
@@ -100,9 +100,9 @@ def _read_on_all_ranks(
         _check_comm_hooks(hooked, create_graph=call.create_graph, several=several)
         plan = find_plan(_plan_key(group, call, losses, params)) if plannable else None
         expected = NO_DIGEST if plan is None else plan.digest
-        structure = call.structure(losses, params)
+        invariants = call.rank_invariants(losses, params)
         paths = partial(call.paths, losses, params)
-        return (losses, params, plan), Description(structure, (), paths, expected)
+        return (losses, params, plan), Description(invariants, (), paths, expected)
 
     (losses, params, plan), agreement = agree_or_raise(group, read)
     return losses, params, plan if agreement.same_expected else None
@@ -118,7 +118,11 @@ def read_replicated(call: DistributedCall, modules: _Replicas) -> tuple[Losses, 
 
 def _plan_key(group: Group, call: DistributedCall, losses: Losses, params: Params) -> Hashable:
     """Return what two calls with the same gradients have in common."""
-    return id(group.handle), call.structure(losses, params), tuple(map(_shape, params.variables))
+    return (
+        id(group.handle),
+        call.rank_invariants(losses, params),
+        tuple(map(_shape, params.variables)),
+    )
 
 
 def _refuse_unreplicated(params: Params, tree: PyTree, modules: _Replicas) -> None:
@@ -170,8 +174,8 @@ def add_to_replicas(params: PyTree, read_pairs: Callable[[], _Pairs]) -> _Pairs:
         leaves, grads = [leaf for leaf, _ in ours], [grad for _, grad in ours]
         _check_comm_hooks(hooked, [*grads, *(leaf.grad for leaf in leaves)])
         sums = [None if grad is None else plus(leaf.grad, grad) for leaf, grad in ours]
-        structure = (("the call", "add_grads_"), ("params", len(ours)))
-        return LocalGrads(sums, leaves, structure, lambda index: f"grads, tensor {index}")
+        invariants = (("the call", "add_grads_"), ("params", len(ours)))
+        return LocalGrads(sums, leaves, invariants, lambda index: f"grads, tensor {index}")
 
     local, specs = agree_on_grads(group, totals)
     # A rank without a gradient adds its `.grad`; where no rank has one, `.grad` stays.

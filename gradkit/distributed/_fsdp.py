@@ -90,8 +90,8 @@ class _Plan:
     def description(self) -> Description:
         """Return what must be the same on all ranks."""
         path = partial(self.call.grad_path, self.losses, self.params)
-        structure = self.call.structure(self.losses, self.params)
-        return Description(structure, self.specs, partial(map, path, range(len(self.specs))))
+        invariants = self.call.rank_invariants(self.losses, self.params)
+        return Description(invariants, self.specs, partial(map, path, range(len(self.specs))))
 
 
 def _make_plan(call: DistributedCall, groups: Sequence[Any]) -> _Plan:

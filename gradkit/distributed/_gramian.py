@@ -110,8 +110,11 @@ def _read_on_all_ranks(
             reason = "a communication hook reduces the gradients of one loss at a time"
         order = arrival_order(matrix)
         expected = (int(reason is None), *digest_of(order)[1:])
-        structure, paths = call.structure(losses, params), partial(call.paths, losses, params)
-        return (matrix, order, reason), Description(structure, (), paths, expected)
+        invariants, paths = (
+            call.rank_invariants(losses, params),
+            partial(call.paths, losses, params),
+        )
+        return (matrix, order, reason), Description(invariants, (), paths, expected)
 
     (matrix, order, reason), agreement = agree_or_raise(group, read)
     refusing = [rank for rank, (can_batch, *_) in enumerate(agreement.expected) if not can_batch]
