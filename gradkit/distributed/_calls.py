@@ -216,7 +216,7 @@ def simultaneous_grads(
     with leave_inference_mode():
         replicas, shards = _wrapped_in(modules)
         run = partial(passes.run_separately, strategy="sequential", chunk_size=None)
-        call = _simultaneous.PlayersCall(
+        call = _simultaneous.SimultaneousCall(
             name,
             losses,
             modules,

@@ -38,7 +38,7 @@ from gradkit.distributed._leaf_reduction import LeafReduction, arrival_order
 from gradkit.errors import StructureError, UnsupportedGraphError, message
 
 # Runs a call on its modules, by DistributedDataParallel's means or by those of fully_shard.
-Engine: TypeAlias = Callable[[DistributedCall], tuple[PassResult, Params]]
+RunOnModules: TypeAlias = Callable[[DistributedCall], tuple[PassResult, Params]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,9 @@ def _read_on_all_ranks(
     return matrix, order, reason
 
 
-def sequential(call: ElementsCall, run: Engine, held_at_a_time: int | None, retain: bool) -> Tensor:
+def sequential(
+    call: ElementsCall, run: RunOnModules, held_at_a_time: int | None, retain: bool
+) -> Tensor:
     """Return the products of all rows: of some that are held, with each that comes after them."""
     rows = partial(_rows_between, call, run, retain)
     first, params = rows(0, held_at_a_time, is_last=True)
@@ -151,7 +153,7 @@ def sequential(call: ElementsCall, run: Engine, held_at_a_time: int | None, reta
 
 def _rows_between(
     call: ElementsCall,
-    run: Engine,
+    run: RunOnModules,
     retain: bool,
     start: int,
     stop: int | None,

@@ -20,7 +20,7 @@ from gradkit.distributed._distributed_call import DistributedCall
 
 
 @dataclass(frozen=True, slots=True)
-class PlayersCall(DistributedCall):
+class SimultaneousCall(DistributedCall):
     """A call whose losses each have their own part of the modules."""
 
     def read(self) -> tuple[Losses, Params]:

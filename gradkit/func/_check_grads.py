@@ -117,7 +117,7 @@ def check_grads(
         check = Check(directional, tuple(dict.fromkeys(modes)), tolerance)
         disagreement = check.first_disagreement(order)
         if disagreement is not None:
-            op = wrong_op(check, disagreement.product.word)
+            op = wrong_op(check, disagreement.product.modes)
             _raise(disagreement, arguments, op)
         if not depends:
             raise DetachedLossError(independent("fn"))
@@ -210,7 +210,7 @@ _FIX = (
 
 
 def _raise(wrong: Disagreement, arguments: Arguments, op: str | None) -> NoReturn:
-    p, order = wrong.product, len(wrong.product.word)
+    p, order = wrong.product, len(wrong.product.modes)
     where = "args" if wrong.leaf is None else arguments.path(wrong.leaf)
     along = f"for the derivative of order {order} along a random direction"
     expected = f"{wrong.expected:.6g} (finite differences) {along}"

@@ -11,7 +11,7 @@ from math import inf, isfinite, nan
 import torch
 
 from gradkit.errors import UnsupportedGraphError, message
-from gradkit.func._directional import REVERSE, WAYS, Directional, Estimate, Tensors, Word
+from gradkit.func._directional import APIS, REVERSE, Directional, Estimate, Modes, Tensors
 
 # A derivative that is wrong is so at every step; a kink nearby or rounding is not.
 _STEPS = (1.0, 1 / 30, 30.0)
@@ -36,19 +36,19 @@ class Tolerance:
 class Product:
     """A derivative along a direction, as torch gives it."""
 
-    word: Word
-    way: str
+    modes: Modes
+    api: str
     value: float
     varying: bool  # with directions below the last derivative that vary with the values
 
     @property
     def mode(self) -> str:
         """Its name: forward-over-reverse."""
-        return "-over-".join(reversed(self.word))
+        return "-over-".join(reversed(self.modes))
 
     def __str__(self) -> str:
         """Return its name, and what computed it."""
-        return f"{self.mode} ({self.way})"
+        return f"{self.mode} ({self.api})"
 
 
 @dataclass(frozen=True)
@@ -100,21 +100,21 @@ class Check:
         self._failures.clear()
         products = list(self._products(degree))
         # Forward mode may be without a formula; what has no gradient is not tried at all.
-        runs = {p.word for p in products}
+        runs = {p.modes for p in products}
         if not runs or (degree == 1 and REVERSE in self.modes and (REVERSE,) not in runs):
             raise self._nothing_runs(degree)
         return products
 
     def _products(self, degree: int) -> Iterator[Product]:
-        for word, way in product(product(self.modes, repeat=degree), WAYS):
+        for modes, api in product(product(self.modes, repeat=degree), APIS):
             for varying in (True, False):
                 directional = replace(self.directional, varying=varying)
                 try:
-                    value = directional.product(word, way)
+                    value = directional.product(modes, api)
                 except Exception as error:  # the function itself runs: torch cannot run the mode
                     self._failures.append(error)
                     continue
-                yield Product(word, way, value, varying)
+                yield Product(modes, api, value, varying)
                 break
 
     def _wrong(self, products: Sequence[Product]) -> list[Product]:
@@ -125,14 +125,14 @@ class Check:
         return any(self.tolerance.agree(p.value, e.central, e.rounding) for e in estimates)
 
     def _estimate(self, p: Product, step: float, leaf: int | None) -> Estimate:
-        """Return what finite differences give; any way serves, as lower orders agree in all."""
-        key = p.word[:-1], step, leaf, self._symmetric, p.varying
+        """Return what finite differences give; either API serves, as lower orders agree in all."""
+        key = p.modes[:-1], step, leaf, self._symmetric, p.varying
         if key not in self._estimates:
-            tangents = self._projected(self.directional.tangents(len(p.word) - 1, leaf))
+            tangents = self._projected(self.directional.tangents(len(p.modes) - 1, leaf))
             eps = self.tolerance.eps * step
             try:
                 directional = replace(self.directional, varying=p.varying)
-                estimate = directional.differences(key[0], p.way, eps, tangents)
+                estimate = directional.differences(key[0], p.api, eps, tangents)
             except Exception:  # a function of symmetric matrices alone raises beside the point
                 if self._symmetric or not any(self._is_symmetric):
                     raise
@@ -141,7 +141,7 @@ class Check:
         return self._estimates[key]
 
     @cached_property
-    def _estimates(self) -> dict[tuple[Word, float, int | None, bool, bool], Estimate]:
+    def _estimates(self) -> dict[tuple[Modes, float, int | None, bool, bool], Estimate]:
         return {}
 
     def _projected(self, tangents: Tensors) -> Tensors:
@@ -168,7 +168,7 @@ class Check:
             return wrong
         self._symmetric = True
         still = self._wrong(products)
-        if len(still) == len(products) or any(p.word == (REVERSE,) for p in still):
+        if len(still) == len(products) or any(p.modes == (REVERSE,) for p in still):
             self._symmetric = False
             return wrong
         return still
@@ -187,7 +187,7 @@ class Check:
         worst: tuple[float, int | None, Product] = (-1.0, None, p)
         for leaf in range(len(self.directional.point)):
             directional = replace(self.directional, varying=p.varying)
-            here = replace(p, value=directional.product(p.word, p.way, leaf))
+            here = replace(p, value=directional.product(p.modes, p.api, leaf))
             if not self._agrees(here, leaf):
                 gap = abs(here.value - self._estimate(here, 1.0, leaf).central)
                 gap = gap if isfinite(gap) else inf

@@ -1,4 +1,4 @@
-"""The operations of a function, each by itself: which of them has the wrong derivative."""
+"""Which operation of a function has a wrong derivative: each is checked by itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._state.snapshot import Snapshot
-from gradkit.func._directional import Directional, Tensors, Word
+from gradkit.func._directional import Directional, Modes, Tensors
 from gradkit.func._disagreement import Check
 
 _MOST = 200  # operations of different shapes, beyond which it would take too long
@@ -84,8 +84,8 @@ def differentiable(tree: Any) -> list[Tensor]:
     return [x if x.layout == torch.strided else x.to_dense() for x in tensors]
 
 
-def wrong_op(check: Check, word: Word) -> str | None:
-    """Return the first operation of a function whose derivative of a word is wrong by itself.
+def wrong_op(check: Check, modes: Modes) -> str | None:
+    """Return the first operation of a function whose derivative in these modes is wrong by itself.
 
     A custom Function is not called through torch: the only one there is named by elimination.
     """
@@ -101,17 +101,17 @@ def wrong_op(check: Check, word: Word) -> str | None:
 
     with suppress(Exception):  # what cannot be recorded is not named
         check.directional.evaluate(record)
-    alone = (op.name for op in recorder.ops.values() if _is_wrong(op, check, word))
+    alone = (op.name for op in recorder.ops.values() if _is_wrong(op, check, modes))
     return next(alone, None) or _only_function(functions)
 
 
-def _is_wrong(op: Op, check: Check, word: Word) -> bool:
+def _is_wrong(op: Op, check: Check, modes: Modes) -> bool:
     point = [op.leaves[index] for index in op.variables]
     directional = Directional(op, point, Snapshot([], []).restored)
     with suppress(Exception):  # it cannot be run by itself
         alone = Check(directional, check.modes, check.tolerance)
-        disagreement = alone.first_disagreement(len(word))
-        return disagreement is not None and disagreement.product.word == word
+        disagreement = alone.first_disagreement(len(modes))
+        return disagreement is not None and disagreement.product.modes == modes
     return False
 
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from gradkit.func._directional import (
+    APIS,
     FORWARD,
     REVERSE,
-    WAYS,
     Directional,
+    Directions,
     Function,
-    Level,
     Tensors,
     inner,
     normal_like,
@@ -22,7 +22,7 @@ from gradkit.report._compare.runner import Runner, why_refused
 from gradkit.report._compare.step import in_double
 
 _EPS = 1e-6
-_SEED = 3  # that of a level's cotangents: the Hessian is symmetric, so one direction serves both
+_SEED = 3  # of a derivative's cotangents: the Hessian is symmetric, so one direction serves both
 
 
 def errors_of_products(runner: Runner) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
@@ -31,11 +31,11 @@ def errors_of_products(runner: Runner) -> tuple[dict[str, dict[str, float]], dic
     along = normal_like(directional.point, _SEED)
     errors: dict[str, dict[str, float]] = {}
     refused: dict[str, str] = {}
-    for way, modes in WAYS.items():
-        gradient = modes[REVERSE](directional.fn, Level(0, (), is_constant=True))
+    for api, derivatives in APIS.items():
+        gradient = derivatives[REVERSE](directional.fn, Directions(0, (), is_constant=True))
         for mode in (REVERSE, FORWARD):
-            name = f"{mode}-over-reverse ({way})"
-            product = modes[mode](gradient, Level(1, along, is_constant=True))
+            name = f"{mode}-over-reverse ({api})"
+            product = derivatives[mode](gradient, Directions(1, along, is_constant=True))
             try:
                 values = directional.evaluate(product)
                 expected = _differences(directional, gradient, along)
