@@ -34,7 +34,7 @@ from gradkit.errors import (
 from gradkit.meta._foreach import Tensors, safe_sqrt
 from gradkit.meta._optimizer import Columns, Optimizer, Settings, Updated, check_names
 from gradkit.meta._optimizers import adam, adamw, rmsprop, sgd
-from gradkit.meta._trees import open_tensors
+from gradkit.meta._trees import partition_tensors
 
 OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
 
@@ -242,7 +242,7 @@ class _TorchRule:
 
 
 def _needs_graph(inputs: Any) -> bool:
-    tensors = open_tensors(inputs)[0]
+    tensors = partition_tensors(inputs)[0]
     if in_jvp() or (not transforms() and any(map(is_dual, tensors))):
         return True  # whether or not gradients are enabled
     return torch.is_grad_enabled() and (differentiated() or any(x.requires_grad for x in tensors))

@@ -38,7 +38,7 @@ from gradkit.errors import (
     message,
 )
 from gradkit.meta._foreach import Tensors
-from gradkit.meta._trees import InnerParams, open_tensors, read_inner_params, read_loss
+from gradkit.meta._trees import InnerParams, partition_tensors, read_inner_params, read_loss
 
 # Multiplies a vector, given as a list of tensors, by the matrix.
 Product: TypeAlias = Callable[[Tensors], Tensors]
@@ -114,12 +114,12 @@ def implicit(
 
     def find(params: PyTree, outer: PyTree) -> PyTree:
         inner = read_inner_params(params, dense=True)  # torch has no Hessian of sparse tensors
-        outer_tensors, close_outer = open_tensors(outer)
+        outer_tensors, rebuild_outer = partition_tensors(outer)
         outer_tensors = without_inference(outer_tensors)
         _check_tensors(inner.variables, outer_tensors)
-        minimum = _minimize(solver, inner, close_outer([x.detach() for x in outer_tensors]))
+        minimum = _minimize(solver, inner, rebuild_outer([x.detach() for x in outer_tensors]))
         condition = _OptimalityCondition(
-            lambda at, by: inner_loss(inner.tree(at), close_outer(by)),
+            lambda at, by: inner_loss(inner.tree(at), rebuild_outer(by)),
             _linear_solver(solve, inner, maxiter, tol),
             tol,
             damping,
