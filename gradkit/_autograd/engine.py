@@ -42,7 +42,12 @@ def run_grad(
         with recompute_hooks(), _refuse_dropped(call) if call.functions.users else nullcontext():
             return run_grad(call, outputs, inputs, seeds, **options, prepared=True)
     try:
-        if is_grads_batched or not call.plain or function_mode_enabled() or not _plain(outputs):
+        if (
+            is_grads_batched
+            or not call.no_subclasses
+            or function_mode_enabled()
+            or not _no_subclasses(outputs)
+        ):
             grads: Sequence[Tensor | None] = torch.autograd.grad(
                 outputs,
                 inputs,
@@ -95,7 +100,7 @@ def run_batch(
         raise
 
 
-def _plain(tensors: Sequence[Tensor]) -> bool:
+def _no_subclasses(tensors: Sequence[Tensor]) -> bool:
     return PLAIN_TYPES.issuperset(map(type, tensors))
 
 

@@ -97,7 +97,7 @@ class LossRows:
 
     def why_not_batched(self, losses: Sequence[int]) -> str | None:
         """Return why batched passes for some losses are known to be wrong, or not to run."""
-        if not self.call.plain:
+        if not self.call.no_subclasses:
             return "a tensor of a subclass cannot be batched"
         return why_not_batched(self.call.graph.below(losses), self.allowed)
 

@@ -59,9 +59,9 @@ class PassRunner:
 
         A seed is the cotangent of an output, of its shape; None is ones.
         """
-        copied, is_plain = self.look_for_hooks(variables)
+        copied, is_unhooked = self.look_for_hooks(variables)
         moved: dict[int, int] = {}
-        if not is_plain or any_observers():
+        if not is_unhooked or any_observers():
             grads, moved = self._captured_grads(outputs, seeds, variables, copied, retain=retain)
         else:
             grads = run_grad(self.call, outputs, variables, seeds, retain_graph=retain)
@@ -131,7 +131,7 @@ class PassRunner:
         raise AssertionError("the variables are not those of a pass of the call")
 
     def look_for_hooks(self, variables: list[Tensor]) -> tuple[list[Tensor], bool]:
-        """Return the variables whose gradients are copied on arrival, and whether a pass is plain.
+        """Return the variables whose gradients are copied on arrival; whether a pass is unhooked.
 
         That is, copies none, and writes no `.grad`. Looked for once a call.
         """
@@ -157,7 +157,7 @@ class PassRunner:
 
         From seeds of shape `[B, *output.shape]` to gradients of shape `[B, *variable.shape]`.
         """
-        if not self.call.plain:
+        if not self.call.no_subclasses:
             return run_grad(
                 self.call, [output], variables, [seeds], retain_graph=True, is_grads_batched=True
             )

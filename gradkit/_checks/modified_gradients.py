@@ -42,7 +42,7 @@ def variables_to_copy(call: Call, params: Params) -> list[Tensor]:
         return params.variables
     if not is_alive:
         return []
-    if not params.plain:
+    if not params.no_subclasses:
         return params.variables
     below = call.graph.below(call.differentiated) if call.functions.users else None
     ids = set(map(id, variables_to_copy_inside(params.variables, below)))

@@ -241,11 +241,11 @@ def _reduce(
 ) -> list[Tensor | None]:
     """Return the means over the ranks, by the communication hooks of modules that have one."""
     by_hook = {key for module in hooked for key in _bucketed_params(module)}
-    plain = specs
+    without_hook = specs
     if by_hook:
         pairs = zip(local.likes, specs, strict=True)
-        plain = tuple(None if id(param) in by_hook else spec for param, spec in pairs)
-    reduced = reduce_grads(group, local, plain, 1 / group.size, in_place=in_place)
+        without_hook = tuple(None if id(param) in by_hook else spec for param, spec in pairs)
+    reduced = reduce_grads(group, local, without_hook, 1 / group.size, in_place=in_place)
     for module in hooked:
         for index, grad in _reduce_by_hook(group, module, local, specs):
             reduced[index] = grad

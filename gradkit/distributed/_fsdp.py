@@ -122,7 +122,7 @@ def _make_plan(call: DistributedCall, groups: Sequence[Any]) -> _Plan:
         call,
         losses,
         replace(given, variables=sharded),
-        replace(given, variables=unsharded, plain=True, only_leaves=True),
+        replace(given, variables=unsharded, no_subclasses=True, only_leaves=True),
         [managed[id(leaf)].sharded_param for leaf in unsharded],
         [columns.get(key) for key in in_graph],
         tuple(specs),
