@@ -32,14 +32,14 @@ def differentiated_by_formula(below: Subgraph) -> Iterator[None]:
     try:
         if holds_formulas(below):
             for node in filter(has_formula, below.nodes):
-                handles += listen_at(node, lambda _: None, _Attach(node))
+                handles += listen_at(node, lambda _: None, _FormulaHook(node))
         yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-class _Attach:
+class _FormulaHook:
     """A hook that runs after a node: it gives the node's gradients another derivative."""
 
     def __init__(self, node: Any) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gradkit._autograd import graph_release
 from gradkit._autograd.jacobian import one_hot, refuse_nested, why_not_batched
-from gradkit._autograd.reductions import Consume, ReducingRunner
-from gradkit._autograd.runner import PassRunner
+from gradkit._autograd.pass_runner import PassRunner
+from gradkit._autograd.reduce_on_arrival import Consume, ReducingRunner
 from gradkit._checks.graphs import check_call
 from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_alive
 from gradkit._checks.reachability import require_reached

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradkit._autograd import graph_release, jacobian
 from gradkit._autograd.captures import observed
-from gradkit._autograd.runner import PassRunner
+from gradkit._autograd.pass_runner import PassRunner
 from gradkit._checks.graphs import check_call, refuse_donated
 from gradkit._checks.reachability import refuse_unreached
 from gradkit._compat.distributed import replicated

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradkit._compat.autograd import TorchDispatchMode
-from gradkit._core.written import written_tensors
+from gradkit._core.written_tensors import written_tensors
 from gradkit._state import rng
 from gradkit._state.rerun_check import (
     Checksums,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.passes import PassResult
-from gradkit._autograd.runner import PassRunner
 from gradkit._checks import graphs
 from gradkit._checks.reachability import refuse_stale
 from gradkit._compat import distributed
@@ -35,8 +35,13 @@ from gradkit.distributed._agreement import (
     join_group,
 )
 from gradkit.distributed._distributed_call import DistributedCall
-from gradkit.distributed._plan import PlannedReduction, ReductionPlan, find_plan, keep_plan
 from gradkit.distributed._reduction import LocalGrads, agree_on_grads, reduce_grads
+from gradkit.distributed._reduction_plan import (
+    PlannedReduction,
+    ReductionPlan,
+    find_plan,
+    keep_plan,
+)
 from gradkit.errors import StructureError, UnsupportedGraphError, message
 
 _Replicas: TypeAlias = Sequence[DistributedDataParallel]

@@ -8,8 +8,8 @@ from typing import cast
 
 from torch import Tensor
 
+from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.passes import values_of, weigh
-from gradkit._autograd.runner import PassRunner
 from gradkit._checks.graphs import check_backward, check_backward_to_leaves, refuse_donated
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.inner_pass import InnerPass
-from gradkit._checks import graphs, recomputation
+from gradkit._checks import graphs, nonreentrant_checkpoints
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._core.losses import read_losses
@@ -91,7 +91,7 @@ class EncoderStage:
             before = checkpoints.before(variables)
             with recording_writes():
                 returned = self._encode(*self._arguments.with_variables(variables), chunk)
-            recomputation.refuse(returned, before)
+            nonreentrant_checkpoints.refuse(returned, before)
         outputs = read_losses(returned, scalar=False, returned=True)
         below = Subgraph(outputs.leaves)
         captured = {id(x): x for x in below.leaves.values() if x.requires_grad}

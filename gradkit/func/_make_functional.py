@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from gradkit._checks import recomputation
+from gradkit._checks import nonreentrant_checkpoints
 from gradkit._compat.transforms import BATCH, memory_of, transforms
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import refuse_distributed, require_tensor
@@ -110,7 +110,7 @@ def functional(
         snapshot = checkpoints.before([*given.values(), *new.values()], (args, kwargs))
         run = _traced_call if torch.compiler.is_compiling() else _call
         out, after = run(module, given, new, every_name, args, kwargs)
-        recomputation.refuse(out, snapshot)
+        nonreentrant_checkpoints.refuse(out, snapshot)
         _refuse_different_buffers(after, second_names)
         # A buffer that was assigned, and not written on, is in the dictionary.
         return out, {name: after[name] for name in buffer_names}

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradkit._autograd.double_backward import holds_formulas
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.inner_pass import InnerPass
-from gradkit._checks import graphs, recomputation
+from gradkit._checks import graphs, nonreentrant_checkpoints
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import transforms
 from gradkit._core.graph import Subgraph, edge
@@ -117,7 +117,7 @@ class InnerStep:
             before = checkpoints.before(variables)
             with recording_writes():
                 loss, aux = loss_fn(self.params.tree(variables))
-            recomputation.refuse((loss, aux), before)
+            nonreentrant_checkpoints.refuse((loss, aux), before)
             below = _check_graph(loss, variables, create_graph=twice)
             run = partial(
                 inner_grads, [loss], variables, create_graph=twice, retain_graph=create_graph

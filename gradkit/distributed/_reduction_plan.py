@@ -20,7 +20,7 @@ from threading import RLock
 import torch
 from torch import Tensor
 
-from gradkit._autograd.runner import PassRunner
+from gradkit._autograd.pass_runner import PassRunner
 from gradkit._core import user_code
 from gradkit.distributed._agreement import (
     Digest,

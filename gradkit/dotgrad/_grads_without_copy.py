@@ -1,4 +1,4 @@
-"""Which optimizers are lent the caller's gradients: those that only read them."""
+"""Optimizers that only read gradients: a step sets `.grad` to the caller's own, not to copies."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._state.grad_attribute import set_grads
 from gradkit.errors import warn_fallback
 
-# tests/dotgrad/test_lending.py runs each with the combinations of its options that are lent to. One
-# that is not here is given copies: it may write on its gradients, or keep them.
+# tests/dotgrad/test_grads_without_copy.py runs each with the options for which nothing is copied.
+# One that is not here is given copies: it may write on its gradients, or keep them.
 _NAMES = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam",
     "RMSprop", "Rprop", "SGD", "SparseAdam",
@@ -48,8 +48,8 @@ def _writes(group: dict[str, Any]) -> bool:
     return bool(group.get("foreach")) or any(p.device.type != "cpu" for p in group["params"])
 
 
-def lend(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> list[int] | None:
-    """Set each `.grad` to the gradient, and return their versions; None if one cannot be lent."""
+def assign_without_copy(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> list[int] | None:
+    """Set each `.grad` to the gradient, and return their versions; None if one has to be copied."""
     # Not one that torch refuses for its leaf, nor one with another layout, a graph, or the memory
     # of a parameter, which changes while the step reads it.
     try:
@@ -73,9 +73,9 @@ def _have_one_layout(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
     return list(map(_stride, grads)) == list(map(_stride, leaves))
 
 
-def warn_if_written(optimizer: Optimizer, lent: Sequence[Tensor], versions: list[int]) -> None:
+def warn_if_written(optimizer: Optimizer, assigned: Sequence[Tensor], versions: list[int]) -> None:
     """Warn if a step has changed a gradient of the caller's."""
-    if list(map(_version, lent)) != versions:
+    if list(map(_version, assigned)) != versions:
         warn_fallback(
             f"{type(optimizer).__name__} has changed the gradients that step_ was given, and "
             "that gradkit takes for read-only. The step itself is right. Pass copies: "

@@ -26,7 +26,7 @@ from gradkit.errors import UnsupportedGraphError, message
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class StateBeforeCall:
     """The state before a call."""
 
     frames: int  # how many checkpoints wait to recompute, plus a constant
@@ -36,16 +36,16 @@ class Snapshot:
     outer: object
 
 
-def before(inputs: PyTree) -> Snapshot | None:
+def before(inputs: PyTree) -> StateBeforeCall | None:
     """Return the state before a call; None if no graph is recorded."""
     # Inside a derivative of torch.func, a checkpoint raises by itself.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or differentiated():
         return None
     nodes = {graph.edge(tensor).node for tensor in _differentiable(inputs)}
-    return Snapshot(sys.getrefcount(checkpoint_frame()), nodes, default_unpack_hook())
+    return StateBeforeCall(sys.getrefcount(checkpoint_frame()), nodes, default_unpack_hook())
 
 
-def refuse(out: PyTree, snapshot: Snapshot | None) -> None:
+def refuse(out: PyTree, snapshot: StateBeforeCall | None) -> None:
     """Raise if the graph of a call's result would be recomputed with other parameters."""
     if snapshot is None:
         return

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradkit._autograd.captures import any_observers, copied_on_arrival
 from gradkit._autograd.engine import run_batch, run_grad
 from gradkit._autograd.hooks_in_batches import hooks_refused
-from gradkit._autograd.runner import PassRunner
+from gradkit._autograd.pass_runner import PassRunner
 from gradkit._checks.checked import is_checked
 from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_alive
 from gradkit._compat.autograd import (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradkit
-from gradkit.distributed import _plan
+from gradkit.distributed import _reduction_plan
 from tests.distributed.test_all_reduce import counted
 from tests.distributed.test_ddp import Heads, assert_same, backward_of, batch, losses_of, wrapped
 from tests.processes import Ranks
@@ -24,14 +24,14 @@ SIZES = {"after the pass": (2**20, 4 * 2**20), "during the pass": (96, 72)}
 @contextmanager
 def new_plans(when: str) -> Iterator[None]:
     """Forget all plans, and let buckets be so large that they are sent after or during a pass."""
-    before = _plan.LARGE, _plan.EARLY_BYTES
-    _plan.LARGE, _plan.EARLY_BYTES = SIZES[when]
-    _plan._plans.clear()
+    before = _reduction_plan.LARGE, _reduction_plan.EARLY_BYTES
+    _reduction_plan.LARGE, _reduction_plan.EARLY_BYTES = SIZES[when]
+    _reduction_plan._plans.clear()
     try:
         yield
     finally:
-        _plan.LARGE, _plan.EARLY_BYTES = before
-        _plan._plans.clear()
+        _reduction_plan.LARGE, _reduction_plan.EARLY_BYTES = before
+        _reduction_plan._plans.clear()
 
 
 def grads_of(model: nn.Module, step: int = 0, **options: Any) -> Any:
@@ -91,7 +91,9 @@ def check_equal_to_backward(device: torch.device, when: str) -> None:
                 for name, param in model.named_parameters():
                     assert ours[name].stride() == param.stride()
                     assert param.grad is None
-            assert len(next(iter(_plan._plans.values())).buckets) > (when == "during the pass")
+            assert len(next(iter(_reduction_plan._plans.values())).buckets) > (
+                when == "during the pass"
+            )
 
 
 @pytest.mark.parametrize("when", SIZES)
@@ -171,7 +173,9 @@ def check_other_gradients(device: torch.device, when: str) -> None:
             x = batch(device)
             _, ours = gradkit.distributed.value_and_grads(losses_of(model(x, names)), model)
             assert_same(ours, backward_of(other, losses_of(other(x, names))))
-        assert [*_plan._plans.values()] == [None]  # whose gradients vary is not planned for
+        assert [*_reduction_plan._plans.values()] == [
+            None
+        ]  # whose gradients vary is not planned for
 
 
 @pytest.mark.parametrize("when", SIZES)
@@ -207,7 +211,7 @@ def check_plans_of_some_ranks(device: torch.device, when: str) -> None:
         expected = grads_of(model)
         grads_of(model)
         if dist.get_rank() == 1:
-            _plan._plans.clear()
+            _reduction_plan._plans.clear()
         for _ in range(3):
             assert_same(grads_of(model), expected)
         with pytest.raises(gradkit.StructureError, match="create_graph on rank 1"):

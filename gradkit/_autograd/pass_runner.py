@@ -40,7 +40,7 @@ class PassRunner:
 
     call: Call
     weights: Sequence[Tensor] = ()
-    _exposed: dict[int, tuple[list[Tensor], bool]] = field(default_factory=dict)
+    _copied_variables: dict[int, tuple[list[Tensor], bool]] = field(default_factory=dict)
 
     @property
     def create_graph(self) -> bool:
@@ -135,12 +135,12 @@ class PassRunner:
 
         That is, copies none, and writes no `.grad`. Looked for once a call.
         """
-        if id(variables) not in self._exposed:
+        if id(variables) not in self._copied_variables:
             params = self.params_of(variables)
             copied = variables_to_copy(self.call, params)
             retained = self.retained(() if params.only_leaves else variables)
-            self._exposed[id(variables)] = copied, not copied and not retained
-        return self._exposed[id(variables)]
+            self._copied_variables[id(variables)] = copied, not copied and not retained
+        return self._copied_variables[id(variables)]
 
     def retained(self, tensors: Iterable[Tensor] = ()) -> list[Tensor]:
         """Return the non-leaf tensors whose `.grad` a pass writes, since retain_grad() was called.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradkit._autograd.gramian import weights_from_gramian
 from gradkit._autograd.passes import run_jointly
-from gradkit._autograd.reductions import ReducingRunner
+from gradkit._autograd.reduce_on_arrival import ReducingRunner
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.autograd import storage_address
 from gradkit._core import pytree
