@@ -14,7 +14,7 @@ from torch.func import vmap
 
 from gradkit._autograd.function_probe import refuse_dropped
 from gradkit._checks.graphs import DONATED, freed, losses_freed
-from gradkit._checks.higher_derivatives import missing
+from gradkit._checks.higher_derivatives import missing_message
 from gradkit._checks.modified_saved_tensors import modified_message
 from gradkit._compat.autograd import function_mode_enabled, run_engine
 from gradkit._compat.distributed import full_tensor, is_dtensor
@@ -121,12 +121,16 @@ def run_backward(
     retain_graph: bool,
 ) -> None:
     """Accumulate the gradient of a weighted sum of outputs into `.grad` of some, or all, leaves."""
-    with _undone(call) if call.create_graph and call.functions.users else nullcontext():
+    with (
+        _grads_restored_on_error(call)
+        if call.create_graph and call.functions.users
+        else nullcontext()
+    ):
         _run_backward(call, outputs, seeds, variables, retain_graph=retain_graph)
 
 
 @contextmanager
-def _undone(call: Call) -> Iterator[None]:
+def _grads_restored_on_error(call: Call) -> Iterator[None]:
     """Put every `.grad` back if a Function cannot be differentiated again."""
     # With create_graph, the engine replaces each `.grad`, and does not add into it.
     leaves = list(call.graph.below(call.differentiated).leaves.values())
@@ -168,11 +172,11 @@ def _raise_named(error: RuntimeError, call: Call) -> None:
     if "_will_engine_execute_node" in str(error):
         raise UnsupportedGraphError(_MULTI_GRAD_HOOK) from error
     if "does not support 3rd+ order derivatives" in str(error):
-        raise UnsupportedGraphError(_third(call)) from error
+        raise UnsupportedGraphError(_no_third_derivative(call)) from error
     without = re.search(r"derivative for '?([\w:]+)'? is not implemented", str(error))
     if without is not None:
         fix = "compute it by other operations"
-        raise UnsupportedGraphError(missing(_paths(call), without[1], fix)) from error
+        raise UnsupportedGraphError(missing_message(_paths(call), without[1], fix)) from error
     if "non-empty donated buffers" in str(error):
         raise UnsupportedGraphError(message(_paths(call), *DONATED)) from error
     if "modified by an inplace operation" in str(error):
@@ -187,7 +191,7 @@ _MULTI_GRAD_HOOK = message(
 )
 
 
-def _third(call: Call) -> str:
+def _no_third_derivative(call: Call) -> str:
     return message(
         _paths(call),
         "a graph whose derivative torch has",

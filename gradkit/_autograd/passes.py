@@ -24,7 +24,7 @@ from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_zero_derivatives
 
-Runner: TypeAlias = Callable[..., PassRunner]
+RunnerFactory: TypeAlias = Callable[..., PassRunner]
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ def run_jointly(
     create_graph: bool,
     retain_graph: bool | None,
     allowed: Collection[str] = (),
-    runner: Runner = PassRunner,
+    runner: RunnerFactory = PassRunner,
 ) -> PassResult:
     """Run one pass for the weighted sum of the losses."""
     by_loss = read_weights(weights, losses)
@@ -130,7 +130,7 @@ def run_separately(
     strategy: str,
     chunk_size: int | None,
     allowed: Collection[str] = (),
-    runner: Runner = PassRunner,
+    runner: RunnerFactory = PassRunner,
 ) -> PassResult:
     """Run the passes for every loss that carries a graph, by itself."""
     group = [index for index, loss in enumerate(losses.leaves) if loss.requires_grad]
@@ -225,7 +225,7 @@ def run_players(
     create_graph: bool,
     retain_graph: bool | None,
     allowed: Collection[str] = (),
-    runner: Runner = PassRunner,
+    runner: RunnerFactory = PassRunner,
 ) -> PassResult:
     """Run a pass for each loss that carries a graph."""
     losses = players.losses

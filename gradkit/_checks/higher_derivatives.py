@@ -22,7 +22,7 @@ from gradkit._core.user_code import user_functions
 from gradkit.errors import UnsupportedGraphError, message
 
 _IN_EVAL_MODE = " in eval mode"
-# The kinds of nodes, as `label` has them, through which a derivative is wrong, and of which order.
+# By `kind_of_node`: of which order the derivative through such nodes is wrong.
 _WRONG: dict[str, str] = {
     kind: order
     for kind, by_order in NODES.items()
@@ -66,7 +66,7 @@ _EVER_MISSING: dict[str, tuple[str, str]] = {
     ),
 }
 _MISSING = {kind: text for kind, text in _EVER_MISSING.items() if not is_mended(kind)}
-# The names of types: a part of what `label` has.
+# The names of types: a part of what `kind_of_node` has.
 _REFUSED = {kind.removesuffix(_IN_EVAL_MODE) for kind in _WRONG} | {_COMPILED} | _MISSING.keys()
 _DTENSORS_ARE_WRONG = not is_mended("DTensor")
 
@@ -105,22 +105,22 @@ def refuse_wrong_derivative(
     if not once and _REFUSED.isdisjoint(kind.__name__ for kind in below.kinds):
         return
     nodes = {
-        label(node): type(node)
+        kind_of_node(node): type(node)
         for node in below.leading_to(variables)
         if not (by_formula and has_formula(node))
     }
     for name, kind in sorted(nodes.items()):
         if kind in once:
-            raise UnsupportedGraphError(dropped(where(), kind))
+            raise UnsupportedGraphError(dropped_message(where(), kind))
         if name in _WRONG:
             raise UnsupportedGraphError(_wrong(where(), name))
         if name in _MISSING:
-            raise UnsupportedGraphError(missing(where(), *_MISSING[name]))
+            raise UnsupportedGraphError(missing_message(where(), *_MISSING[name]))
         if name == _COMPILED and not user_functions([kind]):
             raise UnsupportedGraphError(_compiled(where()))
 
 
-def label(node: Any) -> str:
+def kind_of_node(node: Any) -> str:
     """Return the kind of a node, as the table has it: normalizations run in two modes."""
     training = getattr(node, "_saved_training", getattr(node, "_saved_train", True))
     return type(node).__name__ if training else f"{type(node).__name__}{_IN_EVAL_MODE}"
@@ -139,7 +139,7 @@ def _is_once_differentiable(kind: Any) -> bool:
 _WRAPPER_CODE = once_differentiable(lambda ctx: None).__code__
 
 
-def dropped(where: str, kind: type) -> str:
+def dropped_message(where: str, kind: type) -> str:
     """Return the message for a Function whose gradients cannot be differentiated."""
     name = kind.__name__.removesuffix("Backward").removesuffix("Generated")
     return message(
@@ -162,7 +162,7 @@ def _compiled(where: str) -> str:
     )
 
 
-def missing(where: str, operation: str, fix: str) -> str:
+def missing_message(where: str, operation: str, fix: str) -> str:
     """Return the message for an operation whose second derivative torch does not have."""
     return message(
         where,

@@ -10,22 +10,22 @@ from typing import Any, TypeAlias
 
 from torch import Generator, Tensor, nn
 
-Captured: TypeAlias = Tensor | nn.Module | Generator
+CapturedObject: TypeAlias = Tensor | nn.Module | Generator
 
 _MAX_DEPTH = 4
 _LIBRARIES = {"gradkit", "torch"}
 _MAX_LENGTH = 10_000  # a longer container is data, and not searched
 
 
-def captured_by(function: object) -> list[Captured]:
+def captured_by(function: object) -> list[CapturedObject]:
     """Return the tensors, modules and generators that a function, object or container refers to."""
-    captured: dict[int, Captured] = {}
+    captured: dict[int, CapturedObject] = {}
     seen: set[int] = set()
     level = [function]
     for _ in range(_MAX_DEPTH):
         new = {id(value): value for value in level if id(value) not in seen}
         seen |= new.keys()
-        captured |= {key: value for key, value in new.items() if isinstance(value, Captured)}
+        captured |= {key: value for key, value in new.items() if isinstance(value, CapturedObject)}
         level = [part for key in new if key not in captured for part in _contents(new[key])]
     return list(captured.values())
 

@@ -235,7 +235,7 @@ def _free_threaded() -> bool:
     return enabled is not None and not enabled()
 
 
-_OWN = {"gradkit._core.results_without_graph", "gradkit._autograd.double_backward"}
+_GRADKIT_MODULES = {"gradkit._core.results_without_graph", "gradkit._autograd.double_backward"}
 
 
 def user_functions(kinds: Iterable[type]) -> list[type]:
@@ -257,7 +257,7 @@ def _from_torch(kind: Any) -> bool:
     module: str = kind._forward_cls.__module__
     if module.startswith("torch._library"):  # may run what the user gave to register_autograd
         return bool(kind.__name__.startswith(_TORCH_OPERATORS))
-    if module in _OWN:  # not meta: a step runs user code
+    if module in _GRADKIT_MODULES:  # not meta: a step runs user code
         return True
     # torch.func wraps each Function, the user's too, in one of a class that it makes.
     return module.startswith("torch.") and module != "torch._functorch.autograd_function"

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradkit._autograd import graph_release
 from gradkit._autograd.gramian import by_blocks, mirrored, weights_of
 from gradkit._autograd.loss_rows import LossRows, read_rows, warn_sequential
-from gradkit._autograd.passes import PassResult, Runner
+from gradkit._autograd.passes import PassResult, RunnerFactory
 from gradkit._checks.graphs import check_call
 from gradkit._compat import distributed
 from gradkit._core import pytree
@@ -177,7 +177,7 @@ def _run_rows(
     create_graph: bool,
     retain_graph: bool | None,
     allowed: Sequence[str],
-    runner: Runner,
+    runner: RunnerFactory,
 ) -> PassResult:
     """Run the passes of some losses; the others count as unreached."""
     del create_graph, retain_graph  # the graph is kept until the last row has had its passes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from gradkit._autograd.passes import (
     PassResult,
     Players,
-    Runner,
+    RunnerFactory,
     read_players,
     run_players,
 )
@@ -38,7 +38,7 @@ def run(
     create_graph: bool,
     retain_graph: bool | None,
     allowed: Collection[str],
-    runner: Runner,
+    runner: RunnerFactory,
 ) -> PassResult:
     """Run a pass for each loss and its own part; all other params count as unreached."""
     players, columns = _parts(losses, params)

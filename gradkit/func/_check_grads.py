@@ -29,7 +29,7 @@ from gradkit.errors import (
 )
 from gradkit.func._arguments import ArgNums, Arguments, read_arguments, refuse_sparse
 from gradkit.func._directional import FORWARD, REVERSE, Directional, Tensors
-from gradkit.func._disagreement import Check, Disagreement, Tolerance
+from gradkit.func._disagreement import DerivativeCheck, Disagreement, Tolerance
 from gradkit.func._errors import independent
 from gradkit.func._wrong_op import differentiable, is_number, wrong_op
 
@@ -114,7 +114,7 @@ def check_grads(
 
         directional = Directional(flat, here.variables, snapshot.restored)
         depends = _check_values(directional, partial(fn, *arguments.args))
-        check = Check(directional, tuple(dict.fromkeys(modes)), tolerance)
+        check = DerivativeCheck(directional, tuple(dict.fromkeys(modes)), tolerance)
         disagreement = check.first_disagreement(order)
         if disagreement is not None:
             op = wrong_op(check, disagreement.product.modes)

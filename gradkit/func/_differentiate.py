@@ -90,7 +90,7 @@ class OuterGraph:
 
 
 @dataclass(frozen=True)
-class Passes:
+class LevelPasses:
     """Runs passes inside a level."""
 
     variables: list[Tensor]  # the level's tensors to differentiate with respect to
@@ -203,7 +203,7 @@ def differentiate(
     fn: Callable[..., Any],
     arguments: Arguments,
     kwargs: dict[str, Any],
-    run: Callable[[Losses, Passes], Sequence[Sequence[Tensor | None]]],
+    run: Callable[[Losses, LevelPasses], Sequence[Sequence[Tensor | None]]],
     *,
     has_aux: bool,
     create_graph: bool | None,
@@ -234,7 +234,7 @@ def differentiate(
             outer.hooked = level is not None and hooks_made() > made
             tree, aux = split_aux(returned) if has_aux else (returned, None)
         losses = read_losses(tree, scalar=scalar, returned=True, may_be_aux=not has_aux)
-        passes = Passes(list(tensors), level, outer, monitor, arguments.path)
+        passes = LevelPasses(list(tensors), level, outer, monitor, arguments.path)
         if not any(map(passes.depends, losses.leaves)):
             raise DetachedLossError(independent(losses.first_paths()))
         if monitor.is_nested and level is not None:
@@ -281,7 +281,7 @@ def _trace_level(
 
 
 def gradient_of_the_sum(
-    losses: Losses, passes: Passes, *, weights: PyTree = None, may_be_aux: bool
+    losses: Losses, passes: LevelPasses, *, weights: PyTree = None, may_be_aux: bool
 ) -> list[list[Tensor | None]]:
     """Run one pass from all losses together, with weights; a `run` for `differentiate`."""
     if may_be_aux and weights is None and losses.spec.type is tuple:

@@ -33,7 +33,7 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
-class Product:
+class DirectionalDerivative:
     """A derivative along a direction, as torch gives it."""
 
     modes: Modes
@@ -64,7 +64,7 @@ class Disagreement:
         kink: Two finite differences that would be close if the function were smooth here.
     """
 
-    product: Product
+    product: DirectionalDerivative
     leaf: int | None
     expected: float
     agreeing: Sequence[str]
@@ -73,7 +73,7 @@ class Disagreement:
 
 
 @dataclass
-class Check:
+class DerivativeCheck:
     """Compares a function's derivatives in all modes with finite differences."""
 
     directional: Directional
@@ -95,7 +95,7 @@ class Check:
                 return self._disagreement(wrong[0], list(dict.fromkeys(agreeing)))
         return None
 
-    def _that_run(self, degree: int) -> list[Product]:
+    def _that_run(self, degree: int) -> list[DirectionalDerivative]:
         """Return the derivatives of an order that torch can run; raise if there are none."""
         self._failures.clear()
         products = list(self._products(degree))
@@ -105,7 +105,7 @@ class Check:
             raise self._nothing_runs(degree)
         return products
 
-    def _products(self, degree: int) -> Iterator[Product]:
+    def _products(self, degree: int) -> Iterator[DirectionalDerivative]:
         for modes, api in product(product(self.modes, repeat=degree), APIS):
             for varying in (True, False):
                 directional = replace(self.directional, varying=varying)
@@ -114,17 +114,17 @@ class Check:
                 except Exception as error:  # the function itself runs: torch cannot run the mode
                     self._failures.append(error)
                     continue
-                yield Product(modes, api, value, varying)
+                yield DirectionalDerivative(modes, api, value, varying)
                 break
 
-    def _wrong(self, products: Sequence[Product]) -> list[Product]:
+    def _wrong(self, products: Sequence[DirectionalDerivative]) -> list[DirectionalDerivative]:
         return [p for p in products if not self._agrees(p)]
 
-    def _agrees(self, p: Product, leaf: int | None = None) -> bool:
+    def _agrees(self, p: DirectionalDerivative, leaf: int | None = None) -> bool:
         estimates = (self._estimate(p, step, leaf) for step in _STEPS)
         return any(self.tolerance.agree(p.value, e.central, e.rounding) for e in estimates)
 
-    def _estimate(self, p: Product, step: float, leaf: int | None) -> Estimate:
+    def _estimate(self, p: DirectionalDerivative, step: float, leaf: int | None) -> Estimate:
         """Return what finite differences give; either API serves, as lower orders agree in all."""
         key = p.modes[:-1], step, leaf, self._symmetric, p.varying
         if key not in self._estimates:
@@ -158,8 +158,8 @@ class Check:
         ]
 
     def _wrong_if_symmetric(
-        self, products: Sequence[Product], wrong: list[Product]
-    ) -> list[Product]:
+        self, products: Sequence[DirectionalDerivative], wrong: list[DirectionalDerivative]
+    ) -> list[DirectionalDerivative]:
         """Return what is wrong if the gradient is that of a function of symmetric matrices.
 
         Such is the gradient of torch.linalg.cholesky and its kin, which read one triangle.
@@ -173,7 +173,7 @@ class Check:
             return wrong
         return still
 
-    def _disagreement(self, p: Product, agreeing: Sequence[str]) -> Disagreement:
+    def _disagreement(self, p: DirectionalDerivative, agreeing: Sequence[str]) -> Disagreement:
         leaf, in_leaf = self._worst_leaf(p)
         expected, wider = (self._estimate(in_leaf, step, leaf).central for step in (1.0, 30.0))
         estimate = self._estimate(in_leaf, 1.0, leaf)
@@ -182,9 +182,9 @@ class Check:
         kink = next((p for p in pairs if abs(p[0] - p[1]) > _KINK * max(size, *map(abs, p))), None)
         return Disagreement(in_leaf, leaf, expected, agreeing, self._symmetric, kink)
 
-    def _worst_leaf(self, p: Product) -> tuple[int | None, Product]:
+    def _worst_leaf(self, p: DirectionalDerivative) -> tuple[int | None, DirectionalDerivative]:
         """Return the input at which a derivative is farthest off, and what torch gives there."""
-        worst: tuple[float, int | None, Product] = (-1.0, None, p)
+        worst: tuple[float, int | None, DirectionalDerivative] = (-1.0, None, p)
         for leaf in range(len(self.directional.point)):
             directional = replace(self.directional, varying=p.varying)
             here = replace(p, value=directional.product(p.modes, p.api, leaf))

@@ -16,7 +16,7 @@ from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._state.snapshot import Snapshot
 from gradkit.func._directional import Directional, Modes, Tensors
-from gradkit.func._disagreement import Check
+from gradkit.func._disagreement import DerivativeCheck
 
 _MOST = 200  # operations of different shapes, beyond which it would take too long
 
@@ -84,7 +84,7 @@ def differentiable(tree: Any) -> list[Tensor]:
     return [x if x.layout == torch.strided else x.to_dense() for x in tensors]
 
 
-def wrong_op(check: Check, modes: Modes) -> str | None:
+def wrong_op(check: DerivativeCheck, modes: Modes) -> str | None:
     """Return the first operation of a function whose derivative in these modes is wrong by itself.
 
     A custom Function is not called through torch: the only one there is named by elimination.
@@ -105,11 +105,11 @@ def wrong_op(check: Check, modes: Modes) -> str | None:
     return next(alone, None) or _only_function(functions)
 
 
-def _is_wrong(op: Op, check: Check, modes: Modes) -> bool:
+def _is_wrong(op: Op, check: DerivativeCheck, modes: Modes) -> bool:
     point = [op.leaves[index] for index in op.variables]
     directional = Directional(op, point, Snapshot([], []).restored)
     with suppress(Exception):  # it cannot be run by itself
-        alone = Check(directional, check.modes, check.tolerance)
+        alone = DerivativeCheck(directional, check.modes, check.tolerance)
         disagreement = alone.first_disagreement(len(modes))
         return disagreement is not None and disagreement.product.modes == modes
     return False

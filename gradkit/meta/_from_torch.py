@@ -32,7 +32,7 @@ from gradkit.errors import (
     message,
 )
 from gradkit.meta._foreach import Tensors, safe_sqrt
-from gradkit.meta._optimizer import Columns, Optimizer, Settings, Updated, check_names
+from gradkit.meta._optimizer import Optimizer, Settings, StateLists, Updated, check_names
 from gradkit.meta._optimizers import adam, adamw, rmsprop, sgd
 from gradkit.meta._trees import partition_tensors
 
@@ -116,7 +116,9 @@ class _TorchRule:
         parameters = inspect.signature(self.optimizer).parameters
         return {name: p.default for name, p in parameters.items() if name != "params"}
 
-    def __call__(self, params: Tensors, grads: Tensors, state: Columns, hyper: Settings) -> Updated:
+    def __call__(
+        self, params: Tensors, grads: Tensors, state: StateLists, hyper: Settings
+    ) -> Updated:
         name = self.optimizer.__name__
         _check_hyper(name, hyper)
         create_graph = _needs_graph((params, grads, state, dict(hyper)))
@@ -141,7 +143,12 @@ class _TorchRule:
             raise UnsupportedOptimizerError(message(name, expected, got, fix)) from error
 
     def _step_by_leaf(
-        self, params: Tensors, grads: Tensors, state: Columns, hyper: Settings, create_graph: bool
+        self,
+        params: Tensors,
+        grads: Tensors,
+        state: StateLists,
+        hyper: Settings,
+        create_graph: bool,
     ) -> Updated:
         """Run torch's step for each leaf, with hyper-parameters of its own."""
         new, states = [], []
@@ -156,7 +163,12 @@ class _TorchRule:
         return new, {"torch": states}
 
     def _step(
-        self, params: Tensors, grads: Tensors, state: Columns, hyper: Settings, create_graph: bool
+        self,
+        params: Tensors,
+        grads: Tensors,
+        state: StateLists,
+        hyper: Settings,
+        create_graph: bool,
     ) -> Updated:
         """Run torch's step on fresh copies."""
         zeros = list(map(torch.zeros_like, grads))

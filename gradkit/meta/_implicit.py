@@ -41,8 +41,8 @@ from gradkit.meta._foreach import Tensors
 from gradkit.meta._trees import InnerParams, partition_tensors, read_inner_params, read_loss
 
 # Multiplies a vector, given as a list of tensors, by the matrix.
-Product: TypeAlias = Callable[[Tensors], Tensors]
-LinearSolver: TypeAlias = Callable[[Product, Tensors], Tensors]
+MatrixVectorProduct: TypeAlias = Callable[[Tensors], Tensors]
+LinearSolver: TypeAlias = Callable[[MatrixVectorProduct, Tensors], Tensors]
 # The caller's: of a linear map and a right-hand side, trees like params; returns the solution.
 TreeSolver = Callable[[Callable[[PyTree], PyTree], PyTree], PyTree]
 
@@ -196,7 +196,7 @@ def _linear_solver(
     zeros = [None if leaf is None else torch.zeros_like(leaf) for leaf in params.leaves]
     directions = replace(params, leaves=zeros)
 
-    def solve(product: Product, v: Tensors) -> Tensors:
+    def solve(product: MatrixVectorProduct, v: Tensors) -> Tensors:
         def matvec(u: PyTree) -> PyTree:
             return directions.tree(product(_read_direction(directions, u, "matvec(u)")))
 

@@ -25,10 +25,10 @@ from gradkit._core.user_code import functions_alive, hooks_registered, user_func
 from gradkit._state.rerun import recording_writes
 from gradkit.errors import UnreachedParamError, message
 from gradkit.func import _checkpoints as checkpoints
-from gradkit.func._differentiate import Passes, differentiate
+from gradkit.func._differentiate import LevelPasses, differentiate
 from gradkit.meta._foreach import Tensors
 from gradkit.meta._grad_transform import GradTransform
-from gradkit.meta._optimizer import Columns, Optimizer, update
+from gradkit.meta._optimizer import Optimizer, StateLists, update
 from gradkit.meta._optimizers import is_own_rule
 from gradkit.meta._trees import (
     InnerParams,
@@ -47,7 +47,7 @@ class Carry(NamedTuple):
     """What each step passes to the next: the variables, the optimizer's state of each, buffers."""
 
     tensors: list[Tensor]
-    state: Columns
+    state: StateLists
     buffers: PyTree  # None, or what the loss returns besides, for the next step
 
 
@@ -140,7 +140,7 @@ class InnerStep:
     def _functional(
         self, loss_fn: LossOfParams, tensors: Tensors, *, create_graph: bool
     ) -> InnerGrads:
-        def run(losses: Losses, passes: Passes) -> list[Grads]:
+        def run(losses: Losses, passes: LevelPasses) -> list[Grads]:
             variables = passes.variables
             return [passes.grads(losses.leaves, [None], variables, retain=create_graph)]
 

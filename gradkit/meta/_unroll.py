@@ -156,8 +156,8 @@ def unroll(
             by_leaf = initial_state(opt, inner.leaves)
         else:
             by_leaf = read_state(opt, state, inner.spec)
-        columns = {name: inner.per_variable(column) for name, column in by_leaf.items()}
-        carry = Carry(without_inference(inner.variables), columns, buffers)
+        state_lists = {name: inner.per_variable(column) for name, column in by_leaf.items()}
+        carry = Carry(without_inference(inner.variables), state_lists, buffers)
         inputs = StepInputs(outer, _read_hyper(opt, hyper, inner), data)
         options = {"create_graph": create_graph, "trajectory": trajectory}
         run, size = _segments(step, memory, **options)

@@ -18,14 +18,14 @@ from gradkit.func._directional import (
     inner,
     normal_like,
 )
-from gradkit.report._compare.runner import Runner, why_refused
+from gradkit.report._compare.runner import StepRunner, why_refused
 from gradkit.report._compare.step import in_double
 
 _EPS = 1e-6
 _SEED = 3  # of a derivative's cotangents: the Hessian is symmetric, so one direction serves both
 
 
-def errors_of_products(runner: Runner) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+def errors_of_products(runner: StepRunner) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
     """Return how far off each mode is at each leaf, relative to the product; and what raised."""
     directional, ids = _directional(runner)
     along = normal_like(directional.point, _SEED)
@@ -48,7 +48,7 @@ def errors_of_products(runner: Runner) -> tuple[dict[str, dict[str, float]], dic
     return errors, refused
 
 
-def _directional(runner: Runner) -> tuple[Directional, list[int]]:
+def _directional(runner: StepRunner) -> tuple[Directional, list[int]]:
     """Return the sum of the losses as a function of the variables, and the ids of these."""
     inputs = runner.step.inputs
     variables = {id(x): x for x in inputs.values() if x.requires_grad}

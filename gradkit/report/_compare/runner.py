@@ -60,7 +60,7 @@ class ForwardPass:
 
 
 @dataclass
-class Runner:
+class StepRunner:
     """Runs a step by any method, and remembers the results."""
 
     step: Step
