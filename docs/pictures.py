@@ -195,7 +195,7 @@ def draw_steps(ax: Axes, row: float, memory: str | int) -> None:
 
 CALL = (
     ("eager", "value_and_grads, per_loss_grads, simultaneous_grads: one screen each"),
-    ("_core.inputs", "expand modules, iterators, optimizers; flatten; check types, sizes, options"),
+    ("_core.params", "expand modules, iterators, optimizers; flatten; check types, sizes, options"),
     ("_checks", "raise on what torch would return silently wrong, zero or local"),
     ("_autograd", "run the passes, and free each part of the graph after its last pass"),
     ("_core.ownership", "copy a gradient that shares memory, or has other strides than its param"),

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gradkit._autograd import norms
 from gradkit._autograd.gramian import gramian
-from gradkit._autograd.reduced import reduce_jointly
+from gradkit._autograd.reduced_grads import reduce_jointly
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core.losses import Losses, read_losses
 from gradkit._core.options import check_chunk_size, check_number, check_optional_bool

@@ -42,7 +42,7 @@ class ArrivalCapture:
     def __init__(
         self,
         variables: Sequence[Tensor],
-        exposed: Sequence[Tensor],
+        to_copy: Sequence[Tensor],
         stack: ExitStack,
         *,
         create_graph: bool,
@@ -55,15 +55,15 @@ class ArrivalCapture:
         self.roots: list[Tensor] = []
         self.leaves: list[Tensor] = []
         self.versions: dict[int, int] = {}
-        self._hooked = {id(v) for v in exposed if v._backward_hooks}
-        copies = {id(v): _copied for v in exposed if v.grad_fn is None}
+        self._hooked = {id(v) for v in to_copy if v._backward_hooks}
+        copies = {id(v): _copied for v in to_copy if v.grad_fn is None}
         if finder is not None:
             for index, variable in enumerate(variables):
                 if id(variable) in copies:
                     copies[id(variable)] = partial(_noted_and_copied, finder, index)
-        leaves = [v for v in exposed if v.grad_fn is None]
+        leaves = [v for v in to_copy if v.grad_fn is None]
         stack.enter_context(copied_on_arrival(leaves, [copies[id(leaf)] for leaf in leaves]))
-        not_leaves = {id(v) for v in exposed if v.grad_fn is not None}
+        not_leaves = {id(v) for v in to_copy if v.grad_fn is not None}
         for index, variable in enumerate(variables):
             if id(variable) in not_leaves:
                 self._arrived[index] = {}

@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.func import vmap
 
 from gradkit._autograd.function_probe import refuse_dropped
-from gradkit._checks.changed import changed
-from gradkit._checks.derivatives import missing
 from gradkit._checks.graphs import DONATED, freed, losses_freed
+from gradkit._checks.higher_derivatives import missing_message
+from gradkit._checks.modified_saved_tensors import modified_message
 from gradkit._compat.autograd import function_mode_enabled, run_engine
 from gradkit._compat.distributed import full_tensor, is_dtensor
 from gradkit._compat.transforms import autograd_grad, compiled_autograd_disabled
 from gradkit._core.call import Call
 from gradkit._core.ownership import PLAIN_TYPES
-from gradkit._state.grad_writes import set_grad
-from gradkit._state.rematerialization import saving, sources
+from gradkit._state.grad_attribute import set_grad
+from gradkit._state.recomputed_tensors import recompute_hooks, recomputed_tensor_sources
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
 
@@ -39,10 +39,15 @@ def run_grad(
     """Return the gradients of a weighted sum of outputs with respect to tensors or graph edges."""
     if call.create_graph and not prepared:
         options = {"retain_graph": retain_graph, "is_grads_batched": is_grads_batched}
-        with saving(), _refuse_dropped(call) if call.functions.users else nullcontext():
+        with recompute_hooks(), _refuse_dropped(call) if call.functions.users else nullcontext():
             return run_grad(call, outputs, inputs, seeds, **options, prepared=True)
     try:
-        if is_grads_batched or not call.plain or function_mode_enabled() or not _plain(outputs):
+        if (
+            is_grads_batched
+            or not call.no_subclasses
+            or function_mode_enabled()
+            or not _no_subclasses(outputs)
+        ):
             grads: Sequence[Tensor | None] = torch.autograd.grad(
                 outputs,
                 inputs,
@@ -66,7 +71,7 @@ def run_grad(
     except RuntimeError as error:
         _raise_named(error, call)
         raise
-    return _without_partial_sums(grads, inputs) if sources else list(grads)
+    return _without_partial_sums(grads, inputs) if recomputed_tensor_sources else list(grads)
 
 
 def _without_partial_sums(
@@ -95,7 +100,7 @@ def run_batch(
         raise
 
 
-def _plain(tensors: Sequence[Tensor]) -> bool:
+def _no_subclasses(tensors: Sequence[Tensor]) -> bool:
     return PLAIN_TYPES.issuperset(map(type, tensors))
 
 
@@ -116,12 +121,16 @@ def run_backward(
     retain_graph: bool,
 ) -> None:
     """Accumulate the gradient of a weighted sum of outputs into `.grad` of some, or all, leaves."""
-    with _undone(call) if call.create_graph and call.functions.users else nullcontext():
+    with (
+        _grads_restored_on_error(call)
+        if call.create_graph and call.functions.users
+        else nullcontext()
+    ):
         _run_backward(call, outputs, seeds, variables, retain_graph=retain_graph)
 
 
 @contextmanager
-def _undone(call: Call) -> Iterator[None]:
+def _grads_restored_on_error(call: Call) -> Iterator[None]:
     """Put every `.grad` back if a Function cannot be differentiated again."""
     # With create_graph, the engine replaces each `.grad`, and does not add into it.
     leaves = list(call.graph.below(call.differentiated).leaves.values())
@@ -163,15 +172,15 @@ def _raise_named(error: RuntimeError, call: Call) -> None:
     if "_will_engine_execute_node" in str(error):
         raise UnsupportedGraphError(_MULTI_GRAD_HOOK) from error
     if "does not support 3rd+ order derivatives" in str(error):
-        raise UnsupportedGraphError(_third(call)) from error
+        raise UnsupportedGraphError(_no_third_derivative(call)) from error
     without = re.search(r"derivative for '?([\w:]+)'? is not implemented", str(error))
     if without is not None:
         fix = "compute it by other operations"
-        raise UnsupportedGraphError(missing(_paths(call), without[1], fix)) from error
+        raise UnsupportedGraphError(missing_message(_paths(call), without[1], fix)) from error
     if "non-empty donated buffers" in str(error):
         raise UnsupportedGraphError(message(_paths(call), *DONATED)) from error
     if "modified by an inplace operation" in str(error):
-        raise UnsupportedGraphError(changed(error, call)) from error
+        raise UnsupportedGraphError(modified_message(error, call)) from error
 
 
 _MULTI_GRAD_HOOK = message(
@@ -182,7 +191,7 @@ _MULTI_GRAD_HOOK = message(
 )
 
 
-def _third(call: Call) -> str:
+def _no_third_derivative(call: Call) -> str:
     return message(
         _paths(call),
         "a graph whose derivative torch has",
@@ -221,7 +230,7 @@ def inner_grads(
     if not pairs or not inputs:
         return [None] * len(inputs)
     roots, seeds = zip(*pairs, strict=True)
-    with saving() if create_graph else nullcontext():
+    with recompute_hooks() if create_graph else nullcontext():
         return list(
             torch.autograd.grad(roots, inputs, seeds, retain_graph, create_graph, allow_unused=True)
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit._checks.derivatives import dropped
+from gradkit._checks.higher_derivatives import dropped_message
 from gradkit._compat.autograd import current_pass, sequence_number
 from gradkit._compat.transforms import is_transform_tensor, layers, recorded_copy, unbatched
 from gradkit._core.graph import Subgraph, leaf_tensors, nodes_below
@@ -67,7 +67,7 @@ class _Probe:
         present = [unbatched(grad) for grad in grads if grad is not None]
         if self._new_nodes(present, oldest).isdisjoint(copy.node for copy in copies):
             if any(map(_is_lost, present)):
-                raise UnsupportedGraphError(dropped(self._where(), self._kind))
+                raise UnsupportedGraphError(dropped_message(self._where(), self._kind))
             return None
         leaves = [copy.leaf for copy in copies if copy.leaf is not None]
         for leaf in leaves:

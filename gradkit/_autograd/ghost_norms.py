@@ -20,10 +20,10 @@ from torch.autograd.graph import GradientEdge, Node
 from gradkit._autograd.captures import any_observers
 from gradkit._autograd.engine import run_grad
 from gradkit._autograd.loss_rows import ARRIVED, LossRows
-from gradkit._autograd.shared_uses import RULES, Factors, Part, gradients
+from gradkit._autograd.per_sample_rules import RULES, Factors, Part, per_sample_gradients
 from gradkit._checks.batch_dims import NotProvedError
 from gradkit._checks.checked import is_checked
-from gradkit._checks.samples import Use, shared_uses
+from gradkit._checks.sample_independence import Use, uses_shared_by_samples
 from gradkit._compat.autograd import current_pass
 from gradkit._core import user_code
 from gradkit._core.leaf_arithmetic import norms_of_rows
@@ -37,7 +37,7 @@ def ghost_norms(matrix: LossRows, index: int) -> Tensor | None:
     if not _may_run(matrix, loss):
         return None
     try:
-        uses = shared_uses(loss, below, variables, RULES)
+        uses = uses_shared_by_samples(loss, below, variables, RULES)
         squares = _GhostPass(uses, variables).run(matrix, index)
     except NotProvedError:
         return None
@@ -116,7 +116,7 @@ class _GhostPass:
             self._left[use.variable] -= 1
             if cotangent is not None:
                 with torch.no_grad(), torch.autocast(cotangent.device.type, enabled=False):
-                    part = gradients(use, cotangent, self._variables[use.variable])
+                    part = per_sample_gradients(use, cotangent, self._variables[use.variable])
                     self._parts[use.variable].append(part)
                     if not self._left[use.variable]:
                         self._finish(use.variable)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gradkit._autograd.loss_rows import LossRows, read_rows
-from gradkit._autograd.reductions import ReducingRunner
-from gradkit._autograd.runner import PassRunner
+from gradkit._autograd.pass_runner import PassRunner
+from gradkit._autograd.reduce_on_arrival import ReducingRunner
 from gradkit._core import pytree
 from gradkit._core.call import Grads
 from gradkit._core.leaf_arithmetic import inner, products_of_rows

@@ -9,11 +9,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradkit._autograd.captures import copied_on_arrival
+from gradkit._autograd.double_backward import differentiated_by_formula
 from gradkit._autograd.function_probe import refuse_dropped
-from gradkit._autograd.second_derivatives import differentiated_by_formula
 from gradkit._autograd.unshared_memory import without_shared_memory
 from gradkit._checks.checked import is_checked
-from gradkit._checks.writes import exposed_inside, refuse_written, versions
+from gradkit._checks.modified_gradients import (
+    grad_versions,
+    refuse_modified,
+    variables_to_copy_inside,
+)
 from gradkit._compat.transforms import unbatched
 from gradkit._core.graph import Subgraph
 from gradkit._core.user_code import functions_alive, hooks_registered
@@ -41,12 +45,12 @@ class InnerPass:
             stack.enter_context(formulas)
             if create_graph and functions:
                 stack.enter_context(refuse_dropped(lambda: self.where, self.below))
-            copied = exposed_inside(self.variables, self.below if functions else None)
+            copied = variables_to_copy_inside(self.variables, self.below if functions else None)
             stack.enter_context(copied_on_arrival(copied))
             if is_checked():
                 stack.enter_context(without_shared_memory(self.below.nodes))
             grads = run()
         arrived = [None if grad is None else unbatched(grad) for grad in grads]
-        moved = versions(self.variables, arrived, copied)
-        refuse_written(lambda: self.where, self.path, self.variables, self.below, moved)
+        moved = grad_versions(self.variables, arrived, copied)
+        refuse_modified(lambda: self.where, self.path, self.variables, self.below, moved)
         return grads

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradkit._autograd.captures import any_observers
 from gradkit._checks.checked import is_checked
-from gradkit._checks.writes import refuse_pre_hooks, user_code_alive
+from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_alive
 from gradkit._core import user_code
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph, sizes_of_gradients

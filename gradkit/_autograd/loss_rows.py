@@ -12,11 +12,11 @@ from torch import Tensor
 
 from gradkit._autograd import graph_release
 from gradkit._autograd.jacobian import one_hot, refuse_nested, why_not_batched
-from gradkit._autograd.reductions import Consume, ReducingRunner
-from gradkit._autograd.runner import PassRunner
+from gradkit._autograd.pass_runner import PassRunner
+from gradkit._autograd.reduce_on_arrival import Consume, ReducingRunner
 from gradkit._checks.graphs import check_call
+from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_alive
 from gradkit._checks.reachability import require_reached
-from gradkit._checks.writes import refuse_pre_hooks, user_code_alive
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.losses import Losses, require_graph
 from gradkit._core.ownership import grad_dtype
@@ -89,7 +89,7 @@ class LossRows:
 
     def why_not_batched(self, losses: Sequence[int]) -> str | None:
         """Return why batched passes for some losses are known to be wrong, or not to run."""
-        if not self.call.plain:
+        if not self.call.no_subclasses:
             return "a tensor of a subclass cannot be batched"
         return why_not_batched(self.call.graph.below(losses), self.allowed)
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from gradkit._autograd.ghost_norms import ghost_norms
 from gradkit._autograd.loss_rows import LossRows, read_rows
+from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.passes import finish, run_in_turn
-from gradkit._autograd.reductions import ReducingRunner
-from gradkit._autograd.runner import PassRunner
+from gradkit._autograd.reduce_on_arrival import ReducingRunner
 from gradkit._compat.distributed import full_tensor
 from gradkit._core.call import Grads
 from gradkit._core.leaf_arithmetic import norms_of_rows, plus, stored

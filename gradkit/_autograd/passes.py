@@ -11,20 +11,20 @@ from torch import Tensor
 
 from gradkit._autograd import graph_release, jacobian
 from gradkit._autograd.captures import observed
-from gradkit._autograd.runner import PassRunner
+from gradkit._autograd.pass_runner import PassRunner
 from gradkit._checks.graphs import check_call, refuse_donated
 from gradkit._checks.reachability import refuse_unreached
 from gradkit._compat.distributed import replicated
 from gradkit._compat.transforms import without_graph
 from gradkit._core import pytree
 from gradkit._core.call import Call, Grads, Pass
-from gradkit._core.constants import with_zero_derivatives
 from gradkit._core.losses import Losses, params_of_each_loss, read_weights, require_graph
 from gradkit._core.ownership import zeros_for
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
+from gradkit._core.results_without_graph import with_zero_derivatives
 
-Runner: TypeAlias = Callable[..., PassRunner]
+RunnerFactory: TypeAlias = Callable[..., PassRunner]
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ def run_jointly(
     create_graph: bool,
     retain_graph: bool | None,
     allowed: Collection[str] = (),
-    runner: Runner = PassRunner,
+    runner: RunnerFactory = PassRunner,
 ) -> PassResult:
     """Run one pass for the weighted sum of the losses."""
     by_loss = read_weights(weights, losses)
@@ -130,7 +130,7 @@ def run_separately(
     strategy: str,
     chunk_size: int | None,
     allowed: Collection[str] = (),
-    runner: Runner = PassRunner,
+    runner: RunnerFactory = PassRunner,
 ) -> PassResult:
     """Run the passes for every loss that carries a graph, by itself."""
     group = [index for index, loss in enumerate(losses.leaves) if loss.requires_grad]
@@ -225,7 +225,7 @@ def run_players(
     create_graph: bool,
     retain_graph: bool | None,
     allowed: Collection[str] = (),
-    runner: Runner = PassRunner,
+    runner: RunnerFactory = PassRunner,
 ) -> PassResult:
     """Run a pass for each loss that carries a graph."""
     losses = players.losses

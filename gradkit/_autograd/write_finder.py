@@ -13,7 +13,7 @@ from torch.utils.hooks import BackwardHook
 from gradkit._autograd.unshared_memory import memory_address
 from gradkit._compat.autograd import TorchDispatchMode
 from gradkit._core.params import Params
-from gradkit._core.written import written_tensors
+from gradkit._core.written_tensors import written_tensors
 from gradkit.errors import warn_fallback
 
 

@@ -73,12 +73,12 @@ class BatchDim:
 
 
 # For each input of a node where the samples lie; None if they share it, or there is none.
-Inputs: TypeAlias = list[BatchDim | None]
+InputBatchDims: TypeAlias = list[BatchDim | None]
 Follow: TypeAlias = Callable[[Node, BatchDim, Shape], BatchDim | None]
-Rule: TypeAlias = Callable[[Node, BatchDim, list[Shape | None]], Inputs]
+BatchDimRule: TypeAlias = Callable[[Node, BatchDim, list[Shape | None]], InputBatchDims]
 
 
-def inputs_of(node: Node, batch: BatchDim) -> Inputs:
+def inputs_of(node: Node, batch: BatchDim) -> InputBatchDims:
     """Return where the samples lie in the inputs of a node."""
     rule = _RULES.get(type(node).__name__)
     if rule is None:
@@ -87,10 +87,10 @@ def inputs_of(node: Node, batch: BatchDim) -> Inputs:
     return rule(node, batch, [None if n is None else output_shape(n, i) for n, i in edges])
 
 
-def _each(follow: Follow, count: int | None = None) -> Rule:
+def _each(follow: Follow, count: int | None = None) -> BatchDimRule:
     """Return the rule of a node whose samples lie in its first `count` inputs, or in all."""
 
-    def rule(node: Node, batch: BatchDim, shapes: list[Shape | None]) -> Inputs:
+    def rule(node: Node, batch: BatchDim, shapes: list[Shape | None]) -> InputBatchDims:
         own = len(shapes) if count is None else count
         return [
             None if shape is None or index >= own else follow(node, batch, shape)
@@ -177,7 +177,7 @@ def _batch_norm(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
     return _first(node, batch, shape)
 
 
-def _addmm(node: Node, batch: BatchDim, shapes: list[Shape | None]) -> Inputs:
+def _addmm(node: Node, batch: BatchDim, shapes: list[Shape | None]) -> InputBatchDims:
     bias, rows, _ = shapes
     return [
         None if bias is None else batch.broadcast(bias),
@@ -186,13 +186,13 @@ def _addmm(node: Node, batch: BatchDim, shapes: list[Shape | None]) -> Inputs:
     ]
 
 
-def _embedding(node: Node, batch: BatchDim, shapes: list[Shape | None]) -> Inputs:
+def _embedding(node: Node, batch: BatchDim, shapes: list[Shape | None]) -> InputBatchDims:
     if batch.dim == len(batch.shape) - 1 or saved(node, "scale_grad_by_freq"):
         raise NotProvedError
     return [None for _ in shapes]
 
 
-def _named(names: str, rule: Rule) -> dict[str, Rule]:
+def _named(names: str, rule: BatchDimRule) -> dict[str, BatchDimRule]:
     """Return a rule by kinds of nodes: `Sum.1` is SumBackward1, without a number it is 0."""
     parts = (name.partition(".") for name in names.split())
     return {f"{name}Backward{number or 0}": rule for name, _, number in parts}

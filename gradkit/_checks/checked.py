@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from gradkit._checks.idle_steps import StepMonitor
+from gradkit._checks.steps_without_grads import StepMonitor
 
 _of_process = StepMonitor() if os.environ.get("GRADKIT_CHECKED", "0") not in ("", "0") else None
 _monitor = ContextVar("monitor", default=_of_process)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
-from gradkit._checks import derivatives, reachability
+from gradkit._checks import higher_derivatives, reachability
 from gradkit._compat import distributed
 from gradkit._compat.dynamo import overwrites_saved_tensors
 from gradkit._core import graph
@@ -26,9 +26,9 @@ def check_call(call: Call, allowed: Collection[str] = ()) -> None:
         for params in call.params:
             reachability.refuse_gathered(params)
     if call.create_graph:
-        derivatives.refuse_wrong_derivatives(call)
+        higher_derivatives.refuse_wrong_derivatives(call)
     else:
-        derivatives.refuse_inside_transforms(call)
+        higher_derivatives.refuse_inside_transforms(call)
     if call.functions.refused:
         _refuse_nodes_by_loss(call, allowed)
     if not call.plain_leaves:
@@ -63,7 +63,9 @@ def check_backward_to_leaves(call: Call) -> None:
         if call.create_graph:
             below = call.graph.below([index])
             leaves = list(below.leaves.values())
-            derivatives.refuse_wrong_derivative(partial(call.losses.path, index), leaves, below)
+            higher_derivatives.refuse_wrong_derivative(
+                partial(call.losses.path, index), leaves, below
+            )
 
 
 def refuse_freed(call: Call, *, thorough: bool) -> None:

@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from gradkit._checks.formulas import FORMULAS
-from gradkit._checks.known_bugs import (
+from gradkit._checks.differentiable_formulas import FORMULAS
+from gradkit._checks.op_nodes import calls_of
+from gradkit._checks.transform_bugs import (
     ALIASES,
     BY_FORMULA,
-    KNOWN_BUGS,
+    TRANSFORM_BUGS,
     OpCall,
     differentiated_around,
 )
-from gradkit._checks.op_nodes import calls_of
 from gradkit._compat.transforms import (
     BATCH,
     DERIVATIVES,
@@ -28,15 +28,18 @@ from gradkit._compat.transforms import (
     transforms,
 )
 from gradkit._core.graph import Subgraph
-from gradkit._state.local_writes import LocalWrites
+from gradkit._state.copy_on_write import CopyOnWrite
 from gradkit.errors import UnsupportedGraphError, message
 
-__all__ = ["KNOWN_BUGS", "OpMonitor"]
+__all__ = ["TRANSFORM_BUGS", "OpMonitor"]
 
 _BACKWARD_PASS = "a backward pass"
 _NAMES: dict[Any, str] = {
     getattr(owner, alias): name
-    for alias, name in [*((name, name) for name in (*KNOWN_BUGS, *BY_FORMULA)), *ALIASES.items()]
+    for alias, name in [
+        *((name, name) for name in (*TRANSFORM_BUGS, *BY_FORMULA)),
+        *ALIASES.items(),
+    ]
     for owner in (torch, Tensor, torch.linalg, functional)
     if hasattr(owner, alias)
 } | {torch.autograd.grad: _BACKWARD_PASS, autograd_grad: _BACKWARD_PASS}
@@ -62,7 +65,7 @@ class OpMonitor(TorchFunctionMode):
     what the function writes on tensors from outside is written on copies.
     """
 
-    def __init__(self, *, per_sample: bool = False, writes: LocalWrites | None = None) -> None:
+    def __init__(self, *, per_sample: bool = False, writes: CopyOnWrite | None = None) -> None:
         super().__init__()
         self._per_sample = per_sample
         self._writes = writes
@@ -111,7 +114,7 @@ class OpMonitor(TorchFunctionMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _note(self, name: str, call: OpCall) -> None:
-        bug = KNOWN_BUGS[name]
+        bug = TRANSFORM_BUGS[name]
         if name == "batch_norm" and self._per_sample and call.argument(5, "training"):
             got = (
                 "batch_norm in train mode, which mixes the samples of a batch, so that no "
@@ -134,7 +137,7 @@ class OpMonitor(TorchFunctionMode):
         if torch.compiler.is_compiling():  # which shows no graph
             return
         for name, arguments in calls_of(Subgraph(losses).nodes):
-            if name in KNOWN_BUGS:
+            if name in TRANSFORM_BUGS:
                 self._note(name, OpCall((), arguments, False, transforms(), self._outer))
 
     def check(self) -> None:
@@ -172,7 +175,7 @@ def _name_of_operator(func: Any) -> str | None:
     """Return the name of a buggy operator that was called as torch.ops.aten.name."""
     packet = func.overloadpacket if isinstance(func, _OVERLOAD) else func
     name = ALIASES.get(packet.__name__, packet.__name__)
-    return name if name in KNOWN_BUGS or name in BY_FORMULA else None
+    return name if name in TRANSFORM_BUGS or name in BY_FORMULA else None
 
 
 def _run(name: str, func: Callable[..., Any], call: OpCall) -> Any:
@@ -190,6 +193,6 @@ def _run(name: str, func: Callable[..., Any], call: OpCall) -> Any:
 
 
 def _raise(name: str) -> NoReturn:
-    bug = KNOWN_BUGS[name]
+    bug = TRANSFORM_BUGS[name]
     expected = "an operation whose derivative torch.func gets right here"
     raise UnsupportedGraphError(message(f"torch.{name}", expected, f"{name}: {bug.what}", bug.fix))

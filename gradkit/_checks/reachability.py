@@ -9,12 +9,12 @@ from torch import Tensor
 
 from gradkit._compat import distributed
 from gradkit._compat.distributed import is_dtensor
-from gradkit._core import constants
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.graph import Subgraph, edge, has_rebuilt_history, was_used_before_change
 from gradkit._core.losses import Losses
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import Params
+from gradkit._core.results_without_graph import ZERO_DERIVATIVE_NODE
 from gradkit.errors import UnreachedParamError, UnsupportedGraphError, describe, message
 
 _CUT = (
@@ -116,7 +116,7 @@ def require_reached(call: Call, results: Sequence[Grads], unused: str | None = N
     below = call.graph.below(call.differentiated)
     _refuse_moved(missing, below)
     # Not for a gradient that is a constant, of a linear function, say: its derivative is zero.
-    if not is_reached and constants.NODE not in below.kinds:
+    if not is_reached and ZERO_DERIVATIVE_NODE not in below.kinds:
         refuse_nothing_reached(call)
 
 

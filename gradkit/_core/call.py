@@ -39,7 +39,7 @@ class Call:
         passes: The engine passes, in order.
         unused: The option: "none", "zeros" or "error".
         create_graph: The option.
-        plain: Whether no variable is of a subclass of torch's tensors.
+        no_subclasses: Whether no variable is of a subclass of torch's tensors.
         only_leaves: Whether no variable is an intermediate value.
         functions: Which nodes of Python Functions the graph could hold.
     """
@@ -49,15 +49,15 @@ class Call:
     passes: Sequence[Pass]
     unused: str = "none"
     create_graph: bool = False
-    plain: bool = field(init=False)
+    no_subclasses: bool = field(init=False)
     only_leaves: bool = field(init=False)
     functions: FunctionsAlive = field(default_factory=functions_alive)
     _graph: GraphView | None = None
 
     def __post_init__(self) -> None:
-        self.plain = self.only_leaves = True
+        self.no_subclasses = self.only_leaves = True
         for one in self.passes:
-            self.plain &= one.params.plain
+            self.no_subclasses &= one.params.no_subclasses
             self.only_leaves &= one.params.only_leaves
 
     @property
@@ -81,7 +81,7 @@ class Call:
     @property
     def plain_leaves(self) -> bool:
         """Whether all variables are plain leaf tensors: no intermediate values, no subclasses."""
-        return self.plain and self.only_leaves
+        return self.no_subclasses and self.only_leaves
 
     def variables(self) -> Iterator[tuple[Params, int, Tensor]]:
         """Yield every variable of every pass, with its params and its index there."""

@@ -42,13 +42,13 @@ class Params:
     variables: list[Tensor]  # what is differentiated with respect to, each tensor once
     slots: Sequence[int | None]  # for each leaf its index in `variables`, if it is one
     root: str  # the name of the tree in error messages
-    plain: bool  # no variable is of a subclass of torch's tensors and parameters
+    no_subclasses: bool  # no variable is of a subclass of torch's tensors and parameters
     only_leaves: bool  # no variable has been computed from others
 
     @property
     def plain_leaves(self) -> bool:
         """Whether all variables are leaf tensors, and none is of a subclass."""
-        return self.plain and self.only_leaves
+        return self.no_subclasses and self.only_leaves
 
     @property
     def all_variables(self) -> bool:
@@ -96,7 +96,9 @@ class Params:
 
 
 # Of a call that differentiates with respect to whatever leaves there are.
-NO_PARAMS = Params([], pytree.flatten(())[1], [], [], "params", plain=True, only_leaves=True)
+NO_PARAMS = Params(
+    [], pytree.flatten(())[1], [], [], "params", no_subclasses=True, only_leaves=True
+)
 
 
 def _clones(tensors: list[Tensor]) -> list[Tensor]:
@@ -138,11 +140,11 @@ def with_variables(
         if slot == len(variables):
             variables.append(leaf)
         slots.append(slot)
-    plain = only_leaves = False
+    no_subclasses = only_leaves = False
     if not torch.compiler.is_compiling():
-        plain = set(map(type, variables)) <= PLAIN_TYPES
+        no_subclasses = set(map(type, variables)) <= PLAIN_TYPES
         only_leaves = all(map(_is_leaf, variables))
-    return Params(leaves, spec, variables, slots, root, plain, only_leaves)
+    return Params(leaves, spec, variables, slots, root, no_subclasses, only_leaves)
 
 
 def _finder(tensors: list[Tensor]) -> Callable[[Tensor], int]:

@@ -23,9 +23,9 @@ from torch.utils.hooks import RemovableHandle
 
 from gradkit._compat import distributed
 from gradkit._compat.transforms import transforms
-from gradkit._core.constants import accumulators
 from gradkit._core.graph import edge
 from gradkit._core.ownership import PLAIN_TYPES
+from gradkit._core.results_without_graph import accumulate_grad_nodes
 
 Cotangents: TypeAlias = tuple[Tensor | None, ...]
 
@@ -88,16 +88,18 @@ def first_pre_hooked(leaves: Sequence[Tensor]) -> int | None:
     unknown = [leaf for leaf in leaves if leaf.grad_fn is None and id(leaf) not in clean]
     if not unknown:
         return None
-    first = _first_with_pre_hooks(_accumulators(unknown))
+    first = _first_with_pre_hooks(_nodes_of_leaves(unknown))
     if first is not None:
         return next(index for index, leaf in enumerate(leaves) if leaf is unknown[first])
     _looked_at = made, clean.union(map(id, unknown))
     return None
 
 
-def _accumulators(leaves: Sequence[Tensor]) -> list[Node]:
+def _nodes_of_leaves(leaves: Sequence[Tensor]) -> list[Node]:
     plain = set(map(type, leaves)) <= PLAIN_TYPES and not any(map(_is_nested, leaves))
-    return accumulators(leaves) if plain and not transforms() else [edge(x).node for x in leaves]
+    if plain and not transforms():
+        return accumulate_grad_nodes(leaves)
+    return [edge(x).node for x in leaves]
 
 
 _is_nested = attrgetter("is_nested")
@@ -227,7 +229,7 @@ def _free_threaded() -> bool:
     return enabled is not None and not enabled()
 
 
-_OWN = {"gradkit._core.constants", "gradkit._autograd.second_derivatives"}
+_GRADKIT_MODULES = {"gradkit._core.results_without_graph", "gradkit._autograd.double_backward"}
 
 
 def user_functions(kinds: Iterable[type]) -> list[type]:
@@ -249,7 +251,7 @@ def _from_torch(kind: Any) -> bool:
     module: str = kind._forward_cls.__module__
     if module.startswith("torch._library"):  # may run what the user gave to register_autograd
         return bool(kind.__name__.startswith(_TORCH_OPERATORS))
-    if module in _OWN:  # not meta: a step runs user code
+    if module in _GRADKIT_MODULES:  # not meta: a step runs user code
         return True
     # torch.func wraps each Function, the user's too, in one of a class that it makes.
     return module.startswith("torch.") and module != "torch._functorch.autograd_function"

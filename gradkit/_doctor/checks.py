@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 # The types of JSON. Tensors become nested lists, and numbers that are not finite strings.
-Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
+JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Check:
     """A value and the expected one, as copies without tensors, and whether they are equal."""
 
     what: str
-    got: Plain
-    expected: Plain
+    got: JsonValue
+    expected: JsonValue
     equal: bool
 
 
@@ -67,7 +67,7 @@ def leaf(device: torch.device, *values: float) -> Tensor:
 
 def check(what: str, got: Any, expected: Any) -> Check:
     """Compare a value with the expected one; tensors bit by bit."""
-    return Check(what, plain(got), plain(expected), _same(got, expected))
+    return Check(what, json_value(got), json_value(expected), _same(got, expected))
 
 
 def error_of(call: Callable[[], object], text: str) -> str:
@@ -85,14 +85,14 @@ def first_line(error: Exception) -> str:
     return shorten(str(error).split("\n", 1)[0], width=160, placeholder=" ...")
 
 
-def plain(value: Any) -> Plain:
+def json_value(value: Any) -> JsonValue:
     """Return a value in the types of JSON."""
     if isinstance(value, Tensor):
-        return plain(value.detach().tolist())
+        return json_value(value.detach().tolist())
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [json_value(item) for item in value]
     if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if value is None or isinstance(value, bool | int | float | str):
@@ -100,7 +100,7 @@ def plain(value: Any) -> Plain:
     return repr(value)
 
 
-def text(value: Plain) -> str:
+def text(value: JsonValue) -> str:
     """Return a value as short text."""
     if isinstance(value, list):
         return f"[{', '.join(map(text, value))}]"

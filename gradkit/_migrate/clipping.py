@@ -74,8 +74,8 @@ def clip_values(call: ast.Call) -> tuple[ast.expr, ast.expr] | None:
     given = dict(zip(("parameters", "max_norm", "norm_type"), call.args, strict=False))
     given |= {keyword.arg or "**": keyword.value for keyword in call.keywords}
     norm_type = given.pop("norm_type", ast.Constant(2))
-    plain = isinstance(norm_type, ast.Constant) and norm_type.value == 2
-    if set(given) != {"parameters", "max_norm"} or not plain or len(call.args) > 3:
+    is_two_norm = isinstance(norm_type, ast.Constant) and norm_type.value == 2
+    if set(given) != {"parameters", "max_norm"} or not is_two_norm or len(call.args) > 3:
         return None
     return given["parameters"], given["max_norm"]
 

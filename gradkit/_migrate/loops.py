@@ -74,7 +74,7 @@ def _not_matched(calls: list[LoopCall], steps: list[TrainingStep]) -> list[Left]
     ]
 
 
-_BY_HAND = {"step": reasons.PLAIN, "clip": reasons.CLIPPED, "unscale": reasons.SCALED}
+_BY_HAND = {"step": reasons.STEP, "clip": reasons.CLIPPED, "unscale": reasons.SCALED}
 
 
 def _of_file(
@@ -111,7 +111,7 @@ def _unbound(optimizers: Optimizers) -> Left | None:
     node = optimizers.first_unbound_step()
     if node is None:
         return None
-    return Left(node.lineno, f"{ast.unparse(node)} is used without being called", reasons.PLAIN)
+    return Left(node.lineno, f"{ast.unparse(node)} is used without being called", reasons.STEP)
 
 
 def _step_alone(calls: list[LoopCall], steps: list[TrainingStep]) -> Left | None:

@@ -22,7 +22,7 @@ SAME_PARAMETERS = (
     "_, grads = gradkit.value_and_grads(loss, model), then "
     "gradkit.step_(optimizer, model, grads, max_norm=...)"
 )
-PLAIN = (
+STEP = (
     "_, grads = gradkit.value_and_grads(loss, model), then gradkit.step_(optimizer, model, grads)"
 )
 OTHER_LIBRARY = "keep that library's loop, or gradkit.capture_grads(model) around it"

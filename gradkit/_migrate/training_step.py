@@ -108,10 +108,10 @@ class StepMatcher:
         if isinstance(backward.scope, ast.Lambda) or name in self._closures or name == "closure":
             raise NotSureError(line, "backward() is in a closure", reasons.CLOSURE)
         if not backward.is_statement:
-            raise NotSureError(line, f"{shown(backward.statement)}", reasons.PLAIN)
+            raise NotSureError(line, f"{shown(backward.statement)}", reasons.STEP)
         decorators = getattr(backward.scope, "decorator_list", [])
         if any(COMPILED.search(ast.unparse(decorator)) for decorator in decorators):
-            raise NotSureError(line, f"{name} is compiled", reasons.PLAIN)
+            raise NotSureError(line, f"{name} is compiled", reasons.STEP)
 
     def _step_after(self, backward: LoopCall, calls: Sequence[LoopCall]) -> LoopCall:
         """Return the step in the block of the backward call."""
@@ -128,7 +128,7 @@ class StepMatcher:
             saw = f"step() is in another block (line {later[0].line}): gradients may accumulate"
             raise NotSureError(backward.line, saw, reasons.ACCUMULATE)
         saw = "no optimizer's step() after it in this function"
-        raise NotSureError(backward.line, saw, reasons.PLAIN)
+        raise NotSureError(backward.line, saw, reasons.STEP)
 
     def _check_only_step(
         self, backward: LoopCall, later: Sequence[LoopCall], calls: Sequence[LoopCall]
@@ -146,7 +146,7 @@ class StepMatcher:
         doubt = in_container or self._optimizers.doubt(optimizer, backward.scope)
         if doubt:
             saw = f"{doubt}: it may not be a plain torch.optim.Optimizer"
-            raise NotSureError(backward.line, saw, reasons.PLAIN)
+            raise NotSureError(backward.line, saw, reasons.STEP)
 
     def _check_between(
         self, backward: LoopCall, step: LoopCall, calls: Sequence[LoopCall], trained: set[str]
@@ -190,7 +190,7 @@ class StepMatcher:
                     continue
                 if any(min(lines) <= a.position[0] <= max(lines) for a in assigned):
                     saw = f"{text} is assigned between zero_grad() and step()"
-                    raise NotSureError(backward.line, saw, reasons.PLAIN)
+                    raise NotSureError(backward.line, saw, reasons.STEP)
 
 
 def _closures(call: LoopCall) -> set[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradkit._state import rng
-from gradkit._state.grad_writes import grad_dtypes_put_back, grads_put_back
+from gradkit._state.grad_attribute import grad_dtypes_put_back, grads_put_back
 from gradkit._state.module import attributes_put_back
 
 

@@ -29,7 +29,7 @@ from gradkit.errors import (
 
 _T = TypeVar("_T")
 Digest: TypeAlias = tuple[int, ...]
-# Named in a structure: what a rank has gathered and reduced between two calls.
+# Named in the invariants: what a rank has gathered and reduced between two calls.
 PASSES = "the passes since the last call"
 NO_DIGEST: Digest = (0, 0, 0, 0)
 _FAILED = NO_DIGEST
@@ -179,14 +179,14 @@ def _dense_specs(
     return tuple(None if none else next(present) for none in absent or (False,) * count)
 
 
-# What ranks must have in common, by name.
-Structure: TypeAlias = tuple[tuple[str, Hashable], ...]
+# What must be the same on all ranks, by name.
+RankInvariants: TypeAlias = tuple[tuple[str, Hashable], ...]
 
 
 class Description(NamedTuple):
     """What ranks must have in common, of which they compare the `repr`."""
 
-    structure: Structure  # by name
+    invariants: RankInvariants  # by name
     specs: Specs  # of the gradients
     paths: Callable[[], Iterable[str]]  # of the gradients, or other leaves, for errors
     expected: Digest = NO_DIGEST  # of the gradients that this rank expects, which may differ
@@ -207,7 +207,7 @@ def agree_or_raise(
     # Where `read` raises, all ranks raise. `same_reach`: None on one rank must be None on all.
     with failures_reported(group):
         ours, description = read()
-    compared = description.structure, description.specs
+    compared = description.invariants, description.specs
     digest = digest_of(compared)
     messages = _exchange((*digest, *description.expected), group)
     digests = [other[: len(digest)] for other in messages]
@@ -223,14 +223,14 @@ def agree_or_raise(
         return ours, Agreement(description.specs, same_expected, expected_by_rank)
     by_rank: list[Any] = [None] * group.size
     paths = list(description.paths())
-    structure = [(name, str(value)) for name, value in description.structure]
+    invariants = [(name, str(value)) for name, value in description.invariants]
     with collective_errors(group):
-        sent = structure, description.specs, paths
+        sent = invariants, description.specs, paths
         dist.all_gather_object(by_rank, sent, group=group.handle)
-    structures, specs, all_paths = zip(*by_rank, strict=True)
+    invariants_by_rank, specs, all_paths = zip(*by_rank, strict=True)
     _require_same_paths(group, all_paths)
-    for name in dict(structures[0]):
-        _require_same(group, name, [dict(structure).get(name) for structure in structures])
+    for name in dict(invariants_by_rank[0]):
+        _require_same(group, name, [dict(other).get(name) for other in invariants_by_rank])
     columns = list(zip(paths, zip(*specs, strict=True), strict=False))
     common = tuple(_common_spec(group, path, column) for path, column in columns)
     for path, column in columns if same_reach else ():

@@ -25,9 +25,9 @@ from gradkit._core.options import (
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
-from gradkit.distributed import _ddp, _fsdp, _players
+from gradkit.distributed import _ddp, _fsdp, _simultaneous
 from gradkit.distributed._distributed_call import DistributedCall
-from gradkit.distributed._gram import (
+from gradkit.distributed._gramian import (
     ElementsCall,
     gram_of_replicas,
     sequential,
@@ -216,10 +216,12 @@ def simultaneous_grads(
     with leave_inference_mode():
         replicas, shards = _wrapped_in(modules)
         separately = partial(passes.run_separately, strategy="sequential", chunk_size=None)
-        run = separately if shards else _players.run
-        call = _players.PlayersCall(name, losses, modules, run, False, create_graph, retain_graph)
+        run = separately if shards else _simultaneous.run
+        call = _simultaneous.SimultaneousCall(
+            name, losses, modules, run, False, create_graph, retain_graph
+        )
         result, params = _fsdp.run(call, shards) if shards else _ddp.run(call, replicas)
-        result, players = _players.own_parts(result, params, unused)
+        result, players = _simultaneous.own_parts(result, params, unused)
         require_reached(result.call, result.grads, unused)
         return passes.finish_players(result, players)
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.passes import PassResult
-from gradkit._autograd.runner import PassRunner
 from gradkit._checks import graphs
 from gradkit._checks.reachability import refuse_stale
 from gradkit._compat import distributed
@@ -23,7 +23,7 @@ from gradkit._core.losses import Losses
 from gradkit._core.ownership import empty_for
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
-from gradkit._state.grad_writes import replace_grad
+from gradkit._state.grad_attribute import replace_grad
 from gradkit.distributed._agreement import (
     NO_DIGEST,
     Description,
@@ -35,8 +35,13 @@ from gradkit.distributed._agreement import (
     join_group,
 )
 from gradkit.distributed._distributed_call import DistributedCall
-from gradkit.distributed._plan import PlannedReduction, ReductionPlan, find_plan, keep_plan
 from gradkit.distributed._reduction import LocalGrads, agree_on_grads, reduce_grads
+from gradkit.distributed._reduction_plan import (
+    PlannedReduction,
+    ReductionPlan,
+    find_plan,
+    keep_plan,
+)
 from gradkit.errors import StructureError, UnsupportedGraphError, message
 
 _Replicas: TypeAlias = Sequence[DistributedDataParallel]
@@ -69,7 +74,7 @@ def run(call: DistributedCall, modules: _Replicas) -> tuple[PassResult, Params]:
         _check_comm_hooks(hooked, grads)
         likes = params.variables * len(result.grads)
         path = partial(call.grad_path, losses, params)
-        return LocalGrads(grads, likes, call.structure(losses, params), path)
+        return LocalGrads(grads, likes, call.rank_invariants(losses, params), path)
 
     reduced = planned.reduce(local_grads) if planned else None
     if reduced is None:
@@ -100,9 +105,9 @@ def _read_on_all_ranks(
         _check_comm_hooks(hooked, create_graph=call.create_graph, several=several)
         plan = find_plan(_plan_key(group, call, losses, params)) if plannable else None
         expected = NO_DIGEST if plan is None else plan.digest
-        structure = call.structure(losses, params)
+        invariants = call.rank_invariants(losses, params)
         paths = partial(call.paths, losses, params)
-        return (losses, params, plan), Description(structure, (), paths, expected)
+        return (losses, params, plan), Description(invariants, (), paths, expected)
 
     (losses, params, plan), agreement = agree_or_raise(group, read)
     return losses, params, plan if agreement.same_expected else None
@@ -118,7 +123,11 @@ def read_replicated(call: DistributedCall, modules: _Replicas) -> tuple[Losses, 
 
 def _plan_key(group: Group, call: DistributedCall, losses: Losses, params: Params) -> Hashable:
     """Return what two calls with the same gradients have in common."""
-    return id(group.handle), call.structure(losses, params), tuple(map(_shape, params.variables))
+    return (
+        id(group.handle),
+        call.rank_invariants(losses, params),
+        tuple(map(_shape, params.variables)),
+    )
 
 
 def _refuse_unreplicated(params: Params, tree: PyTree, modules: _Replicas) -> None:
@@ -170,8 +179,8 @@ def add_to_replicas(params: PyTree, read_pairs: Callable[[], _Pairs]) -> _Pairs:
         leaves, grads = [leaf for leaf, _ in ours], [grad for _, grad in ours]
         _check_comm_hooks(hooked, [*grads, *(leaf.grad for leaf in leaves)])
         sums = [None if grad is None else plus(leaf.grad, grad) for leaf, grad in ours]
-        structure = (("the call", "add_grads_"), ("params", len(ours)))
-        return LocalGrads(sums, leaves, structure, lambda index: f"grads, tensor {index}")
+        invariants = (("the call", "add_grads_"), ("params", len(ours)))
+        return LocalGrads(sums, leaves, invariants, lambda index: f"grads, tensor {index}")
 
     local, specs = agree_on_grads(group, totals)
     # A rank without a gradient adds its `.grad`; where no rank has one, `.grad` stays.
@@ -237,11 +246,11 @@ def _reduce(
 ) -> list[Tensor | None]:
     """Return the means over the ranks, by the communication hooks of modules that have one."""
     by_hook = {key for module in hooked for key in _bucketed_params(module)}
-    plain = specs
+    without_hook = specs
     if by_hook:
         pairs = zip(local.likes, specs, strict=True)
-        plain = tuple(None if id(param) in by_hook else spec for param, spec in pairs)
-    reduced = reduce_grads(group, local, plain, 1 / group.size, in_place=in_place)
+        without_hook = tuple(None if id(param) in by_hook else spec for param, spec in pairs)
+    reduced = reduce_grads(group, local, without_hook, 1 / group.size, in_place=in_place)
     for module in hooked:
         for index, grad in _reduce_by_hook(group, module, local, specs):
             reduced[index] = grad

@@ -10,7 +10,7 @@ from gradkit._autograd.passes import PassResult
 from gradkit._core.losses import Losses, read_losses, read_weights, require_graph
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
-from gradkit.distributed._agreement import Structure
+from gradkit.distributed._agreement import RankInvariants
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class DistributedCall:
         result = self.passes(losses, params, unused="none", **options)
         return result if self.joint else result.with_constants(params)
 
-    def structure(self, losses: Losses, params: Params) -> Structure:
+    def rank_invariants(self, losses: Losses, params: Params) -> RankInvariants:
         """Return what must be the same on all ranks, by name."""
         shapes = tuple(tuple(loss.shape) for loss in losses.leaves)
         # The gradient of a sum has the same structure whatever the number of losses.

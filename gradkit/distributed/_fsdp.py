@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.passes import PassResult
-from gradkit._autograd.runner import PassRunner
 from gradkit._checks.graphs import refuse_freed
 from gradkit._checks.reachability import refuse_nothing_reached
 from gradkit._compat import distributed
@@ -22,7 +22,7 @@ from gradkit._core.call import Call, Pass
 from gradkit._core.graph import GraphView
 from gradkit._core.losses import Losses
 from gradkit._core.params import Params
-from gradkit._state.grad_writes import grads_put_back
+from gradkit._state.grad_attribute import grads_put_back
 from gradkit.distributed._agreement import (
     Description,
     GradSpec,
@@ -95,8 +95,8 @@ class _Plan:
     def description(self) -> Description:
         """Return what must be the same on all ranks."""
         path = partial(self.call.grad_path, self.losses, self.params)
-        structure = self.call.structure(self.losses, self.params)
-        return Description(structure, self.specs, partial(map, path, range(len(self.specs))))
+        invariants = self.call.rank_invariants(self.losses, self.params)
+        return Description(invariants, self.specs, partial(map, path, range(len(self.specs))))
 
 
 def _make_plan(call: DistributedCall, groups: Sequence[Any]) -> _Plan:
@@ -127,7 +127,7 @@ def _make_plan(call: DistributedCall, groups: Sequence[Any]) -> _Plan:
         call,
         losses,
         replace(given, variables=sharded),
-        replace(given, variables=unsharded, plain=True, only_leaves=True),
+        replace(given, variables=unsharded, no_subclasses=True, only_leaves=True),
         [managed[id(leaf)].sharded_param for leaf in unsharded],
         [columns.get(key) for key in in_graph],
         tuple(specs),

@@ -21,7 +21,7 @@ from gradkit.distributed._agreement import (
     agree_or_raise,
     collective_errors,
 )
-from gradkit.distributed._plan import EARLY_BYTES
+from gradkit.distributed._reduction_plan import EARLY_BYTES
 from gradkit.errors import CollectiveError, GradkitError
 
 

@@ -26,8 +26,8 @@ from gradkit.distributed._agreement import (
     read_specs,
 )
 from gradkit.distributed._failures import Failures
-from gradkit.distributed._gather import CollectiveOrder, ShardedParam
-from gradkit.distributed._gathering import gathering
+from gradkit.distributed._gather_on_read import gathering
+from gradkit.distributed._sharded_param import CollectiveOrder, ShardedParam
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func._make_functional import Named, functional, read_named, require_module
 
@@ -154,9 +154,9 @@ def _read(
     for name, value in values.items():
         _check_value(name, value, mesh if name in params else None)
     paths = partial(map, _of_module, values)
-    structure = (("the call", _NAME), ("the number of params", len(params)))
+    invariants = (("the call", _NAME), ("the number of params", len(params)))
     specs = read_specs(list(values.values()), differentiable=True)
-    return (values, list(params)), Description(structure, specs, paths)
+    return (values, list(params)), Description(invariants, specs, paths)
 
 
 def _refuse_wrapped(module: nn.Module) -> None:
@@ -241,11 +241,11 @@ def _describe_call(
         if not param.fits(data):
             raise StructureError(param.misfit(data))
     modes = tuple(part.training for part in module.modules())
-    structure = (
+    invariants = (
         ("the call", _CALL),
         ("torch.is_grad_enabled()", torch.is_grad_enabled()),
         ("the training mode of the module", modes),
         (PASSES, str(order)),
     )
     specs = read_specs(list(given.values()), differentiable=True)
-    return given, Description(structure, specs, partial(map, "params[{!r}]".format, given))
+    return given, Description(invariants, specs, partial(map, "params[{!r}]".format, given))

@@ -23,8 +23,8 @@ from gradkit.distributed._agreement import (
     Description,
     GradSpec,
     Group,
+    RankInvariants,
     Specs,
-    Structure,
     agree_or_raise,
     collective_errors,
     join_group,
@@ -102,8 +102,8 @@ def all_reduce(
         if not _are_plain(leaves):
             for index, leaf in enumerate(leaves):
                 _check_leaf(leaf, partial(path, index), differentiable)
-        structure = (("the structure", spec), ("op", op), ("differentiable", differentiable))
-        return LocalGrads(leaves, leaves, structure, path)
+        invariants = (("the structure", spec), ("op", op), ("differentiable", differentiable))
+        return LocalGrads(leaves, leaves, invariants, path)
 
     with leave_inference_mode():
         local, specs = agree_on_grads(ranks, checked, differentiable=differentiable)
@@ -152,7 +152,7 @@ class LocalGrads:
 
     grads: Sequence[Tensor | None]
     likes: Sequence[Tensor | None]  # give the results their strides; may be None where grads are
-    structure: Structure  # what else ranks must have in common
+    invariants: RankInvariants  # what else ranks must have in common
     path: Callable[[int], str]  # of a gradient, for errors
 
 
@@ -168,7 +168,7 @@ def agree_on_grads(
             if spec is not None and spec.layout != torch.strided:
                 _check_sparse(local.grads[index], local, index)
         paths = partial(map, local.path, range(len(specs)))
-        return local, Description(local.structure, specs, paths)
+        return local, Description(local.invariants, specs, paths)
 
     local, agreement = agree_or_raise(group, read)
     return local, agreement.specs

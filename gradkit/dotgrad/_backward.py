@@ -8,8 +8,8 @@ from typing import cast
 
 from torch import Tensor
 
+from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.passes import values_of, weigh
-from gradkit._autograd.runner import PassRunner
 from gradkit._checks.graphs import check_backward, check_backward_to_leaves, refuse_donated
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
@@ -19,7 +19,7 @@ from gradkit._core.options import check_pass_options
 from gradkit._core.ownership import leave_inference_mode, own
 from gradkit._core.params import NO_PARAMS, read_params
 from gradkit._core.pytree import PyTree
-from gradkit._state.grad_writes import grads_put_back
+from gradkit._state.grad_attribute import grads_put_back
 from gradkit.dotgrad._matching import read_leaves, unique
 
 

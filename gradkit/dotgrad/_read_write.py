@@ -14,7 +14,7 @@ from gradkit._core import pytree
 from gradkit._core.options import UNUSED, check_bool, check_option
 from gradkit._core.ownership import leave_inference_mode, zeros_for
 from gradkit._core.pytree import PyTree
-from gradkit._state import grad_writes
+from gradkit._state import grad_attribute
 from gradkit.dotgrad._matching import Pairs, match, read_leaves, unique
 from gradkit.errors import UnreachedParamError, UnsupportedGraphError, describe, message
 
@@ -92,7 +92,7 @@ def write_grads_(params: PyTree, grads: PyTree) -> None:
     """
     pairs = match(read_leaves(params), grads)
     with leave_inference_mode():
-        grad_writes.write_all(pairs)
+        grad_attribute.write_all(pairs)
 
 
 @disable_compile
@@ -148,9 +148,9 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
             accumulate_through_engine(add_to_replicas(params, read_pairs))
             return
         pairs = [pair for pair in match(read_leaves(params), grads) if pair[1] is not None]
-        if not grad_writes.accumulate_together(pairs):
+        if not grad_attribute.accumulate_together(pairs):
             for leaf, grad in pairs:
-                grad_writes.accumulate(leaf, cast("Tensor", grad))
+                grad_attribute.accumulate(leaf, cast("Tensor", grad))
 
 
 def _refuse_tensor_hooks(pairs: Pairs) -> None:
@@ -186,4 +186,4 @@ def clear_grads_(params: PyTree) -> None:
         `torch.optim.Optimizer.zero_grad(set_to_none=True)`.
     """
     for leaf in unique(read_leaves(params).leaves):
-        grad_writes.set_grad(leaf, None)
+        grad_attribute.set_grad(leaf, None)

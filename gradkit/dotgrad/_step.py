@@ -20,8 +20,13 @@ from gradkit._core.options import check_number
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
-from gradkit._state.grad_writes import grads_put_back, write_all
-from gradkit.dotgrad._lending import READERS, lend, only_reads, warn_if_written
+from gradkit._state.grad_attribute import grads_put_back, write_all
+from gradkit.dotgrad._grads_without_copy import (
+    READERS,
+    assign_without_copy,
+    only_reads,
+    warn_if_written,
+)
 from gradkit.dotgrad._matching import Pairs, match, read_grad_leaves, read_leaves, unique
 from gradkit.dotgrad._wrappers import check_wrapper
 from gradkit.errors import OptionError, StructureError, UnsupportedOptimizerError, describe, message
@@ -86,8 +91,8 @@ def step_(
     own_params = [p for group in optimizer.param_groups for p in group["params"]]
     # A scaler unscales in place, and torch clips so.
     only_steps = scaler is None and max_norm is None
-    lends = only_steps and only_reads(optimizer) and not torch.is_inference_mode_enabled()
-    if lends and _step_with_loan(optimizer, opened, by_leaf, own_params):
+    without_copy = only_steps and only_reads(optimizer) and not torch.is_inference_mode_enabled()
+    if without_copy and _step_without_copies(optimizer, opened, by_leaf, own_params):
         return None
     pairs = match(opened, grads)
     _refuse_foreign(opened, pairs, own_params)
@@ -107,7 +112,7 @@ def step_(
     return norm
 
 
-def _step_with_loan(
+def _step_without_copies(
     optimizer: Optimizer, params: Params, by_leaf: list[Any], own_params: list[Tensor]
 ) -> bool:
     """Step with the caller's own gradients; return False if they have to be copied, or refused."""
@@ -118,7 +123,7 @@ def _step_with_loan(
     if not _are_trained(leaves, params, own_params):
         return False
     with grads_put_back(own_params):
-        versions = lend(leaves, grads)
+        versions = assign_without_copy(leaves, grads)
         if versions is not None:
             optimizer.step()
             warn_if_written(optimizer, grads, versions)

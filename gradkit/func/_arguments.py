@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from gradkit._compat.transforms import carries_graph, transforms
 from gradkit._core import pytree
-from gradkit._core.constants import with_refused_derivatives, with_zero_derivatives
 from gradkit._core.options import (
     UNUSED,
     Unused,
@@ -33,6 +32,7 @@ from gradkit._core.params import (
     with_variables,
 )
 from gradkit._core.pytree import PyTree, Structure
+from gradkit._core.results_without_graph import with_refused_derivatives, with_zero_derivatives
 from gradkit.errors import (
     LeafTypeError,
     OptionError,

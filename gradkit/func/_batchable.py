@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from gradkit._compat.autograd import plain_recurrent_kernels
 from gradkit._compat.transforms import batched_like, level_of, transforms
-from gradkit._state.local_writes import Kwargs, LocalWrites, tensors_in
-from gradkit._state.recompute_state import attention_kernels, enable_attention_kernels
+from gradkit._state.copy_on_write import CopyOnWrite, Kwargs, tensors_in
+from gradkit._state.rerun import attention_kernels, enable_attention_kernels
 
 _RECURRENT = frozenset(
     getattr(torch, name + of_cell)
@@ -26,7 +26,7 @@ _ATTENTION = frozenset((
 ))
 
 
-class BatchableOps(LocalWrites):
+class BatchableOps(CopyOnWrite):
     """Runs operations in a form that torch.vmap can batch, and torch.func can differentiate."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
-from gradkit._core.captured import captured_by
+from gradkit._core.captured_variables import captured_by
 from gradkit._core.graph import Subgraph
 from gradkit._core.options import check_function, check_option, is_positive_int
 from gradkit._core.ownership import leave_inference_mode
@@ -29,9 +29,9 @@ from gradkit.errors import (
 )
 from gradkit.func._arguments import ArgNums, Arguments, read_arguments, refuse_sparse
 from gradkit.func._directional import FORWARD, REVERSE, Directional, Tensors
-from gradkit.func._disagreement import Check, Disagreement, Tolerance
+from gradkit.func._disagreement import DerivativeCheck, Disagreement, Tolerance
 from gradkit.func._errors import independent
-from gradkit.func._ops import differentiable, is_number, wrong_op
+from gradkit.func._wrong_op import differentiable, is_number, wrong_op
 
 Mode = Literal["reverse", "forward"]
 
@@ -114,10 +114,10 @@ def check_grads(
 
         directional = Directional(flat, here.variables, snapshot.restored)
         depends = _check_values(directional, partial(fn, *arguments.args))
-        check = Check(directional, tuple(dict.fromkeys(modes)), tolerance)
+        check = DerivativeCheck(directional, tuple(dict.fromkeys(modes)), tolerance)
         disagreement = check.first_disagreement(order)
         if disagreement is not None:
-            op = wrong_op(check, disagreement.product.word)
+            op = wrong_op(check, disagreement.product.modes)
             _raise(disagreement, arguments, op)
         if not depends:
             raise DetachedLossError(independent("fn"))
@@ -210,7 +210,7 @@ _FIX = (
 
 
 def _raise(wrong: Disagreement, arguments: Arguments, op: str | None) -> NoReturn:
-    p, order = wrong.product, len(wrong.product.word)
+    p, order = wrong.product, len(wrong.product.modes)
     where = "args" if wrong.leaf is None else arguments.path(wrong.leaf)
     along = f"for the derivative of order {order} along a random direction"
     expected = f"{wrong.expected:.6g} (finite differences) {along}"

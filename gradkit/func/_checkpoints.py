@@ -10,7 +10,8 @@ from typing import Any, cast
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit._checks import recomputation
+from gradkit._checks import nonreentrant_checkpoints
+from gradkit._checks.nonreentrant_checkpoints import StateBeforeCall
 from gradkit._compat.transforms import is_transform_tensor
 from gradkit._core import graph, pytree
 from gradkit._core.pytree import PyTree
@@ -18,9 +19,9 @@ from gradkit._core.pytree import PyTree
 _grad_fn = attrgetter("grad_fn")
 
 
-def before(tensors: Iterable[Any], tree: PyTree = ()) -> recomputation.Snapshot | None:
-    """Return what `recomputation.before` does; most processes have no checkpoint, and no walk."""
-    snapshot = recomputation.before(())
+def before(tensors: Iterable[Any], tree: PyTree = ()) -> StateBeforeCall | None:
+    """Return the state before a call; most processes have no checkpoint, and no walk."""
+    snapshot = nonreentrant_checkpoints.before(())
     if snapshot is None:
         return None
     leaves = chain(tensors, pytree.flatten(tree)[0])
@@ -28,7 +29,7 @@ def before(tensors: Iterable[Any], tree: PyTree = ()) -> recomputation.Snapshot 
     nodes = map(_grad_fn, inputs)
     # An edge costs some microseconds, and `refuse` asks for none where no checkpoint exists.
     lazy = _nodes(inputs, list(nodes))  # those of now: an operation in place replaces them
-    return recomputation.Snapshot(snapshot.frames, cast("set[Node]", lazy), snapshot.outer)
+    return StateBeforeCall(snapshot.frames, cast("set[Node]", lazy), snapshot.outer)
 
 
 def _nodes(tensors: Sequence[Tensor], nodes: Sequence[Node | None]) -> Iterator[Node]:

@@ -1,9 +1,9 @@
 """Derivatives of a function of tensors along random directions: by torch, and by differences.
 
-A word of modes names a derivative: ("reverse", "forward") is the forward-mode derivative of the
-function's reverse-mode derivative. Each level has random tangents and cotangents of its own. Those
-of the last are constants; those below vary with the values, so that a backward pass that takes its
-cotangent for a constant shows. (Where torch cannot run that, they are constants, too.)
+A sequence of modes names a derivative: ("reverse", "forward") is the forward-mode derivative of the
+function's reverse-mode derivative. Each mode has random tangents and cotangents of its own. Those
+of the last are constants; those of the others vary with the values, so that a backward pass that
+takes its cotangent for a constant shows. (Where torch cannot run that, they are constants, too.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gradkit._compat.transforms import is_dual
 forward_ad: Any = _forward_ad  # whose functions have no types
 Tensors: TypeAlias = Sequence[Tensor]
 Function: TypeAlias = Callable[[Tensors], Tensors]
-Word: TypeAlias = tuple[str, ...]  # from the innermost mode
+Modes: TypeAlias = tuple[str, ...]  # from the innermost mode
 REVERSE, FORWARD = "reverse", "forward"
 
 
@@ -41,8 +41,8 @@ def inner(a: Tensors, b: Tensors) -> float:
 
 
 @dataclass(frozen=True)
-class Level:
-    """One derivative of several, the innermost of which has number 0."""
+class Directions:
+    """The directions of one derivative of several, the innermost of which has number 0."""
 
     number: int
     tangents: Tensors
@@ -62,13 +62,13 @@ class Level:
         return [c * (1 + x) for c, x in zip(constants, values, strict=True)]
 
 
-def _reverse_by_engine(fn: Function, level: Level) -> Function:
+def _reverse_by_engine(fn: Function, directions: Directions) -> Function:
     def derivative(inputs: Tensors) -> Tensors:
         nested = any(x.requires_grad or is_dual(x) for x in inputs)
         for x in inputs:
             x.requires_grad_()
         outputs = fn(inputs)
-        seeds = level.cotangents_at(outputs)
+        seeds = directions.cotangents_at(outputs)
         reached = inner_grads(outputs, inputs, seeds, create_graph=nested)
         pairs = zip(inputs, reached, strict=True)
         grads = [torch.zeros_like(x) if grad is None else grad for x, grad in pairs]
@@ -77,27 +77,27 @@ def _reverse_by_engine(fn: Function, level: Level) -> Function:
     return derivative
 
 
-def _forward_by_engine(fn: Function, level: Level) -> Function:
+def _forward_by_engine(fn: Function, directions: Directions) -> Function:
     def derivative(inputs: Tensors) -> Tensors:
         with forward_ad.dual_level():
-            outputs = fn(list(map(forward_ad.make_dual, inputs, level.tangents_at(inputs))))
+            outputs = fn(list(map(forward_ad.make_dual, inputs, directions.tangents_at(inputs))))
             pairs = [forward_ad.unpack_dual(x) for x in outputs]
             return [torch.zeros_like(x) if t is None else _dense(t) for x, t in pairs]
 
     return derivative
 
 
-def _reverse_by_func(fn: Function, level: Level) -> Function:
+def _reverse_by_func(fn: Function, directions: Directions) -> Function:
     def derivative(inputs: Tensors) -> Tensors:
         outputs, pull = vjp(lambda *xs: tuple(fn(xs)), *inputs)  # type: ignore[misc]
-        return list(map(_dense, pull(tuple(level.cotangents_at(outputs)))))
+        return list(map(_dense, pull(tuple(directions.cotangents_at(outputs)))))
 
     return derivative
 
 
-def _forward_by_func(fn: Function, level: Level) -> Function:
+def _forward_by_func(fn: Function, directions: Directions) -> Function:
     def derivative(inputs: Tensors) -> Tensors:
-        tangents = tuple(level.tangents_at(inputs))
+        tangents = tuple(directions.tangents_at(inputs))
         return list(map(_dense, jvp(lambda *xs: tuple(fn(xs)), tuple(inputs), tangents)[1]))
 
     return derivative
@@ -108,7 +108,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 # torch.func cannot enter every function, and for some it runs other formulas than the engine.
-WAYS = {
+APIS = {
     "torch.autograd": {REVERSE: _reverse_by_engine, FORWARD: _forward_by_engine},
     "torch.func": {REVERSE: _reverse_by_func, FORWARD: _forward_by_func},
 }
@@ -148,7 +148,7 @@ class Directional:
     varying: bool = True
 
     def tangents(self, number: int, leaf: int | None = None) -> list[Tensor]:
-        """Return the direction of a level; with `leaf`, its part there, and zeros elsewhere."""
+        """Return the direction of a derivative; with `leaf`, its part there and zeros elsewhere."""
         every = normal_like(self.point, 2 * number)
         is_part = [leaf is None or index == leaf for index in range(len(every))]
         return [x if part else x * 0 for x, part in zip(every, is_part, strict=True)]
@@ -161,30 +161,30 @@ class Directional:
         with self.isolated(), torch.enable_grad():
             return [x.detach() for x in fn(inputs)]
 
-    def derivative(self, word: Word, way: str) -> Function:
-        """Return the derivative that a word names, a function of the inputs."""
+    def derivative(self, modes: Modes, api: str) -> Function:
+        """Return the derivative in these modes, a function of the inputs."""
         fn = self.fn
-        for number, mode in enumerate(word):
-            fn = WAYS[way][mode](
-                fn, Level(number, self.tangents(number), is_constant=not self.varying)
+        for number, mode in enumerate(modes):
+            fn = APIS[api][mode](
+                fn, Directions(number, self.tangents(number), is_constant=not self.varying)
             )
         return fn
 
-    def product(self, word: Word, way: str, leaf: int | None = None) -> float:
-        """Return what torch gives for the last derivative of a word along a direction."""
-        number = len(word) - 1
-        level = Level(number, self.tangents(number, leaf), is_constant=True)
-        values = self.evaluate(WAYS[way][word[-1]](self.derivative(word[:-1], way), level))
-        if word[-1] == REVERSE:
-            return inner(values, level.tangents)
-        return inner(level.cotangents_at(values), values)
+    def product(self, modes: Modes, api: str, leaf: int | None = None) -> float:
+        """Return what torch gives for the last derivative in these modes, along a direction."""
+        number = len(modes) - 1
+        directions = Directions(number, self.tangents(number, leaf), is_constant=True)
+        values = self.evaluate(APIS[api][modes[-1]](self.derivative(modes[:-1], api), directions))
+        if modes[-1] == REVERSE:
+            return inner(values, directions.tangents)
+        return inner(directions.cotangents_at(values), values)
 
-    def differences(self, prefix: Word, way: str, eps: float, tangents: Tensors) -> Estimate:
+    def differences(self, prefix: Modes, api: str, eps: float, tangents: Tensors) -> Estimate:
         """Return the same by finite differences of the derivative before."""
-        fn = self.derivative(prefix, way)
+        fn = self.derivative(prefix, api)
         step = eps / (sqrt(inner(tangents, tangents)) or 1.0)
         here = self.evaluate(fn)
-        seeds = Level(len(prefix), tangents, is_constant=True).cotangents_at(here)
+        seeds = Directions(len(prefix), tangents, is_constant=True).cotangents_at(here)
         ahead, behind = (self.evaluate(fn, [sign * step * t for t in tangents]) for sign in (1, -1))
         pairs = (ahead, here), (here, behind)
         changes = [[x - y for x, y in zip(a, b, strict=True)] for a, b in pairs]

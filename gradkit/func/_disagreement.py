@@ -11,7 +11,7 @@ from math import inf, isfinite, nan
 import torch
 
 from gradkit.errors import UnsupportedGraphError, message
-from gradkit.func._directional import REVERSE, WAYS, Directional, Estimate, Tensors, Word
+from gradkit.func._directional import APIS, REVERSE, Directional, Estimate, Modes, Tensors
 
 # A derivative that is wrong is so at every step; a kink nearby or rounding is not.
 _STEPS = (1.0, 1 / 30, 30.0)
@@ -33,29 +33,29 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
-class Product:
+class DirectionalDerivative:
     """A derivative along a direction, as torch gives it."""
 
-    word: Word
-    way: str
+    modes: Modes
+    api: str
     value: float
     varying: bool  # with directions below the last derivative that vary with the values
 
     @property
     def mode(self) -> str:
         """Its name: forward-over-reverse."""
-        return "-over-".join(reversed(self.word))
+        return "-over-".join(reversed(self.modes))
 
     def __str__(self) -> str:
         """Return its name, and what computed it."""
-        return f"{self.mode} ({self.way})"
+        return f"{self.mode} ({self.api})"
 
 
 @dataclass(frozen=True)
 class Disagreement:
     """A derivative that is wrong."""
 
-    product: Product  # what torch gives, along the random direction in this leaf if there is one
+    product: DirectionalDerivative  # what torch gives, along the direction in `leaf` if it is one
     leaf: int | None  # the input at which it is wrong; None if no single one is
     expected: float  # what finite differences give
     agreeing: Sequence[str]  # the modes of the same order in which all is right
@@ -64,7 +64,7 @@ class Disagreement:
 
 
 @dataclass
-class Check:
+class DerivativeCheck:
     """Compares a function's derivatives in all modes with finite differences."""
 
     directional: Directional
@@ -72,7 +72,7 @@ class Check:
     tolerance: Tolerance
     _symmetric: bool = False
     _failures: list[Exception] = field(default_factory=list)
-    _estimates: dict[tuple[Word, float, int | None, bool, bool], Estimate] = field(
+    _estimates: dict[tuple[Modes, float, int | None, bool, bool], Estimate] = field(
         default_factory=dict
     )
 
@@ -89,44 +89,44 @@ class Check:
                 return self._disagreement(wrong[0], list(dict.fromkeys(agreeing)))
         return None
 
-    def _that_run(self, degree: int) -> list[Product]:
+    def _that_run(self, degree: int) -> list[DirectionalDerivative]:
         """Return the derivatives of an order that torch can run; raise if there are none."""
         self._failures.clear()
         products = list(self._products(degree))
         # Forward mode may be without a formula; what has no gradient is not tried at all.
-        runs = {p.word for p in products}
+        runs = {p.modes for p in products}
         if not runs or (degree == 1 and REVERSE in self.modes and (REVERSE,) not in runs):
             raise self._nothing_runs(degree)
         return products
 
-    def _products(self, degree: int) -> Iterator[Product]:
-        for word, way in product(product(self.modes, repeat=degree), WAYS):
+    def _products(self, degree: int) -> Iterator[DirectionalDerivative]:
+        for modes, api in product(product(self.modes, repeat=degree), APIS):
             for varying in (True, False):
                 directional = replace(self.directional, varying=varying)
                 try:
-                    value = directional.product(word, way)
+                    value = directional.product(modes, api)
                 except Exception as error:  # the function itself runs: torch cannot run the mode
                     self._failures.append(error)
                     continue
-                yield Product(word, way, value, varying)
+                yield DirectionalDerivative(modes, api, value, varying)
                 break
 
-    def _wrong(self, products: Sequence[Product]) -> list[Product]:
+    def _wrong(self, products: Sequence[DirectionalDerivative]) -> list[DirectionalDerivative]:
         return [p for p in products if not self._agrees(p)]
 
-    def _agrees(self, p: Product, leaf: int | None = None) -> bool:
+    def _agrees(self, p: DirectionalDerivative, leaf: int | None = None) -> bool:
         estimates = (self._estimate(p, step, leaf) for step in _STEPS)
         return any(self.tolerance.agree(p.value, e.central, e.rounding) for e in estimates)
 
-    def _estimate(self, p: Product, step: float, leaf: int | None) -> Estimate:
-        """Return what finite differences give; any way serves, as lower orders agree in all."""
-        key = p.word[:-1], step, leaf, self._symmetric, p.varying
+    def _estimate(self, p: DirectionalDerivative, step: float, leaf: int | None) -> Estimate:
+        """Return what finite differences give; either API serves, as lower orders agree in all."""
+        key = p.modes[:-1], step, leaf, self._symmetric, p.varying
         if key not in self._estimates:
-            tangents = self._projected(self.directional.tangents(len(p.word) - 1, leaf))
+            tangents = self._projected(self.directional.tangents(len(p.modes) - 1, leaf))
             eps = self.tolerance.eps * step
             try:
                 directional = replace(self.directional, varying=p.varying)
-                estimate = directional.differences(key[0], p.way, eps, tangents)
+                estimate = directional.differences(key[0], p.api, eps, tangents)
             except Exception:  # a function of symmetric matrices alone raises beside the point
                 if self._symmetric or not any(self._is_symmetric):
                     raise
@@ -148,20 +148,20 @@ class Check:
         ]
 
     def _wrong_if_symmetric(
-        self, products: Sequence[Product], wrong: list[Product]
-    ) -> list[Product]:
+        self, products: Sequence[DirectionalDerivative], wrong: list[DirectionalDerivative]
+    ) -> list[DirectionalDerivative]:
         """Return what is wrong if the gradient is that of a function of symmetric matrices."""
         # Such is the gradient of torch.linalg.cholesky and its kin, which read one triangle.
         if not any(self._is_symmetric):
             return wrong
         self._symmetric = True
         still = self._wrong(products)
-        if len(still) == len(products) or any(p.word == (REVERSE,) for p in still):
+        if len(still) == len(products) or any(p.modes == (REVERSE,) for p in still):
             self._symmetric = False
             return wrong
         return still
 
-    def _disagreement(self, p: Product, agreeing: Sequence[str]) -> Disagreement:
+    def _disagreement(self, p: DirectionalDerivative, agreeing: Sequence[str]) -> Disagreement:
         leaf, in_leaf = self._worst_leaf(p)
         expected, wider = (self._estimate(in_leaf, step, leaf).central for step in (1.0, 30.0))
         estimate = self._estimate(in_leaf, 1.0, leaf)
@@ -170,12 +170,12 @@ class Check:
         kink = next((p for p in pairs if abs(p[0] - p[1]) > _KINK * max(size, *map(abs, p))), None)
         return Disagreement(in_leaf, leaf, expected, agreeing, self._symmetric, kink)
 
-    def _worst_leaf(self, p: Product) -> tuple[int | None, Product]:
+    def _worst_leaf(self, p: DirectionalDerivative) -> tuple[int | None, DirectionalDerivative]:
         """Return the input at which a derivative is farthest off, and what torch gives there."""
-        worst: tuple[float, int | None, Product] = (-1.0, None, p)
+        worst: tuple[float, int | None, DirectionalDerivative] = (-1.0, None, p)
         for leaf in range(len(self.directional.point)):
             directional = replace(self.directional, varying=p.varying)
-            here = replace(p, value=directional.product(p.word, p.way, leaf))
+            here = replace(p, value=directional.product(p.modes, p.api, leaf))
             if not self._agrees(here, leaf):
                 gap = abs(here.value - self._estimate(here, 1.0, leaf).central)
                 gap = gap if isfinite(gap) else inf

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.inner_pass import InnerPass
-from gradkit._checks import graphs, recomputation
+from gradkit._checks import graphs, nonreentrant_checkpoints
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._core.losses import read_losses
 from gradkit._core.pytree import PyTree, Structure
-from gradkit._state.recompute_state import RecomputeState, watched
+from gradkit._state.rerun import RerunState, recording_writes
 from gradkit.func import _checkpoints as checkpoints
 from gradkit.func._arguments import Arguments
 from gradkit.func._chunks import Batch, joined, separated
-from gradkit.func._level import detached
+from gradkit.func._differentiate import detached
 
 
 class _Run(NamedTuple):
@@ -51,7 +51,7 @@ class EncoderStage:
         self.is_differentiable = False  # whether an output depends on the variables
         self.captured: dict[int, Tensor] = {}  # what requires grad, and is no variable, by id
         self._only_run: _Run | None = None  # if there is one chunk: it runs once
-        self._states: list[RecomputeState] = []
+        self._states: list[RerunState] = []
         self._row_counts: list[list[int]] = []  # of each output, by chunk
 
     def outputs(self) -> PyTree:
@@ -61,7 +61,7 @@ class EncoderStage:
             return self._only_run.values()
         outputs = []
         for chunk in self._chunks:
-            state = RecomputeState([*self._arguments.variables, *pytree.tensors(chunk)])
+            state = RerunState([*self._arguments.variables, *pytree.tensors(chunk)])
             with state.first_run():
                 run = self._run(chunk)
             state.record_outputs(run.outputs)
@@ -89,9 +89,9 @@ class EncoderStage:
         with torch.enable_grad():
             variables = [x.detach().requires_grad_() for x in self._arguments.variables]
             before = checkpoints.before(variables)
-            with watched():
+            with recording_writes():
                 returned = self._encode(*self._arguments.with_variables(variables), chunk)
-            recomputation.refuse(returned, before)
+            nonreentrant_checkpoints.refuse(returned, before)
         outputs = read_losses(returned, scalar=False, returned=True)
         below = Subgraph(outputs.leaves)
         captured = {id(x): x for x in below.leaves.values() if x.requires_grad}

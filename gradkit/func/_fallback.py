@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradkit._core import pytree
-from gradkit._core.captured import captured_by
+from gradkit._core.captured_variables import captured_by
 from gradkit._core.devices import is_capturing
 from gradkit._core.pytree import PyTree
 from gradkit._state import rng

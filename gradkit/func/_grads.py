@@ -14,7 +14,7 @@ from gradkit._core.losses import Losses
 from gradkit._core.options import STRATEGIES, Strategy, Unused, check_chunk_size, check_option
 from gradkit._core.pytree import PyTree
 from gradkit.func._arguments import ArgNums, check_options, read_arguments
-from gradkit.func._level import Passes, differentiate, gradient_of_the_sum
+from gradkit.func._differentiate import LevelPasses, differentiate, gradient_of_the_sum
 
 
 def value_and_grads(
@@ -156,7 +156,7 @@ def per_loss_grads(
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = read_arguments(args, argnums, unused=unused)
 
-        def run(losses: Losses, passes: Passes) -> list[list[Tensor | None]]:
+        def run(losses: Losses, passes: LevelPasses) -> list[list[Tensor | None]]:
             batch = jacobian.losses_to_batch(
                 strategy or _default_strategy(losses.leaves, chunk_size),
                 losses.leaves,
@@ -188,7 +188,7 @@ def _default_strategy(losses: list[Tensor], chunk_size: int | None) -> Strategy:
 
 
 def _jacobian(
-    loss: Tensor, passes: Passes, chunk_size: int | None, *, batch: bool, retain: bool
+    loss: Tensor, passes: LevelPasses, chunk_size: int | None, *, batch: bool, retain: bool
 ) -> list[Tensor | None]:
     """Return the gradients of a loss of shape S, each of shape `S + variable.shape`."""
     if not passes.depends(loss):

@@ -27,8 +27,8 @@ from gradkit.errors import (
     warn_fallback,
 )
 from gradkit.func._arguments import Arguments, read_arguments
+from gradkit.func._differentiate import cast_to, detached, differentiate, gradient_of_the_sum
 from gradkit.func._errors import ZERO_TENSOR, named_errors
-from gradkit.func._level import cast_to, detached, differentiate, gradient_of_the_sum
 
 Mode: TypeAlias = Literal["forward-over-reverse", "reverse-over-reverse"]
 

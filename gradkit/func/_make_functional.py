@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from gradkit._checks import recomputation
+from gradkit._checks import nonreentrant_checkpoints
 from gradkit._compat.transforms import BATCH, memory_of, transforms
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import refuse_distributed, require_tensor
-from gradkit._state.local_writes import LocalWrites, LocalWritesMode, is_in_place
+from gradkit._state.copy_on_write import CopyOnWrite, CopyOnWriteMode, is_in_place
 from gradkit._state.module import ModuleSnapshot, TensorSlots
-from gradkit._state.rematerialization import is_remembered
+from gradkit._state.recomputed_tensors import is_recomputed
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func import _checkpoints as checkpoints
 
@@ -110,7 +110,7 @@ def functional(
         snapshot = checkpoints.before([*given.values(), *new.values()], (args, kwargs))
         run = _traced_call if torch.compiler.is_compiling() else _call
         out, after = run(module, given, new, every_name, args, kwargs)
-        recomputation.refuse(out, snapshot)
+        nonreentrant_checkpoints.refuse(out, snapshot)
         _refuse_different_buffers(after, second_names)
         # A buffer that was assigned, and not written on, is in the dictionary.
         return out, {name: after[name] for name in buffer_names}
@@ -142,12 +142,12 @@ def _call(
         snapshot.restore()
 
 
-def _own_buffers(new: Named) -> AbstractContextManager[LocalWritesMode | None]:
+def _own_buffers(new: Named) -> AbstractContextManager[CopyOnWriteMode | None]:
     """Return what makes a buffer that the forward pass writes on as batched as what it writes."""
     if not new or BATCH not in transforms():
         return nullcontext()
     memory = {memory_of(buffer) for buffer in new.values()}
-    return LocalWritesMode(LocalWrites(lambda tensor: memory_of(tensor) in memory))
+    return CopyOnWriteMode(CopyOnWrite(lambda tensor: memory_of(tensor) in memory))
 
 
 def _traced_call(
@@ -241,7 +241,7 @@ class ReadOnly(TorchFunctionMode):
     def _is_protected(self, tensor: Tensor) -> bool:
         if id(tensor) in self._ids or transforms():  # a transform's tensors show no memory
             return id(tensor) in self._ids
-        if is_remembered(tensor):  # gathered from the shards that are given
+        if is_recomputed(tensor):  # gathered from the shards that are given
             return True
         if tensor.layout not in self._memory:  # once a call: every batch norm writes on its buffers
             alike = [t for t in self._tensors if t.layout == tensor.layout]

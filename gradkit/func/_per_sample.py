@@ -25,14 +25,14 @@ from gradkit.errors import (
     message,
 )
 from gradkit.func._arguments import ArgNums, Arguments, check_options, read_arguments
-from gradkit.func._fallback import RANDOMNESS, Attempt, AuxOfEach, OneByOne, Randomness
-from gradkit.func._level import (
+from gradkit.func._differentiate import (
     detached,
     differentiate,
     gradient_of_the_sum,
     require_tensor_or_constant,
     tensors_of,
 )
+from gradkit.func._fallback import RANDOMNESS, Attempt, AuxOfEach, OneByOne, Randomness
 
 # Of the tensors of one sample; gives gradients, and the tensors of aux.
 _Gradients: TypeAlias = tuple[list[Tensor | None], list[Tensor]]

@@ -14,18 +14,25 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gradkit._checks.op_monitor import OpMonitor
 from gradkit._compat.transforms import carries_graph, differentiated, level_of
 from gradkit._core import pytree
-from gradkit._core.constants import with_refused_derivatives
 from gradkit._core.losses import Losses, read_losses
 from gradkit._core.options import check_bool, check_function, check_optional_bool
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
+from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._core.user_code import hooks_made, may_run
 from gradkit.errors import DetachedLossError
 from gradkit.func._arguments import Arguments, read_arguments
+from gradkit.func._differentiate import (
+    LevelPasses,
+    OuterGraph,
+    cast_to,
+    detached,
+    split_aux,
+    tensors_of,
+)
 from gradkit.func._errors import independent, named_errors
 from gradkit.func._grads import value_and_grads
 from gradkit.func._hvp import check_direction, one_forward_level, read_directions, read_primals
-from gradkit.func._level import OuterGraph, Passes, cast_to, detached, split_aux, tensors_of
 
 
 def vjp(
@@ -303,10 +310,10 @@ class _Run:
         tensors_of_aux, self.put_aux_back = tensors_of(aux)
         return tuple(self.outputs.leaves), tensors_of_aux
 
-    def _passes(self, create_graph: bool | None, level: int) -> Passes:
+    def _passes(self, create_graph: bool | None, level: int) -> LevelPasses:
         eager = torch.is_grad_enabled()
         outer = OuterGraph(create_graph, differentiated(), eager, self.hooked)
-        return Passes(self.variables, level, outer, self.monitor, self.arguments.path)
+        return LevelPasses(self.variables, level, outer, self.monitor, self.arguments.path)
 
     def pulled(
         self,

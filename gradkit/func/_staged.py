@@ -12,18 +12,18 @@ from torch import Tensor
 
 from gradkit._compat.transforms import layers, transforms
 from gradkit._core import pytree
-from gradkit._core.constants import with_refused_derivatives
 from gradkit._core.leaf_arithmetic import plus
 from gradkit._core.options import check_bool, check_chunk_size, check_function, check_option
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
+from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit.errors import DetachedLossError, OptionError, UnsupportedGraphError, message
 from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._chunks import Batch, joined
+from gradkit.func._differentiate import cast_to
 from gradkit.func._encoder_stage import EncoderStage
 from gradkit.func._errors import independent, named_errors
 from gradkit.func._grads import value_and_grads
-from gradkit.func._level import cast_to
 
 _NO_DERIVATIVE = message(
     "func.staged_value_and_grads",

@@ -22,7 +22,7 @@ from gradkit._compat.transforms import (
 )
 from gradkit._core import pytree
 from gradkit._core.options import is_number
-from gradkit._state.grad_writes import set_grad
+from gradkit._state.grad_attribute import set_grad
 from gradkit.errors import (
     GradkitError,
     OptionError,
@@ -32,7 +32,7 @@ from gradkit.errors import (
     message,
 )
 from gradkit.meta._foreach import Tensors, safe_sqrt
-from gradkit.meta._optimizer import Columns, Optimizer, Settings, Updated, check_names
+from gradkit.meta._optimizer import Optimizer, Settings, StateLists, Updated, check_names
 from gradkit.meta._optimizers import adam, adamw, rmsprop, sgd
 
 OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
@@ -115,7 +115,9 @@ class _TorchRule:
         parameters = inspect.signature(self.optimizer).parameters
         return {name: p.default for name, p in parameters.items() if name != "params"}
 
-    def __call__(self, params: Tensors, grads: Tensors, state: Columns, hyper: Settings) -> Updated:
+    def __call__(
+        self, params: Tensors, grads: Tensors, state: StateLists, hyper: Settings
+    ) -> Updated:
         name = self.optimizer.__name__
         _check_hyper(name, hyper)
         create_graph = _needs_graph((params, grads, state, dict(hyper)))
@@ -140,7 +142,12 @@ class _TorchRule:
             raise UnsupportedOptimizerError(message(name, expected, got, fix)) from error
 
     def _step_by_leaf(
-        self, params: Tensors, grads: Tensors, state: Columns, hyper: Settings, create_graph: bool
+        self,
+        params: Tensors,
+        grads: Tensors,
+        state: StateLists,
+        hyper: Settings,
+        create_graph: bool,
     ) -> Updated:
         """Run torch's step for each leaf, with hyper-parameters of its own."""
         new, states = [], []
@@ -155,7 +162,12 @@ class _TorchRule:
         return new, {"torch": states}
 
     def _step(
-        self, params: Tensors, grads: Tensors, state: Columns, hyper: Settings, create_graph: bool
+        self,
+        params: Tensors,
+        grads: Tensors,
+        state: StateLists,
+        hyper: Settings,
+        create_graph: bool,
     ) -> Updated:
         """Run torch's step on fresh copies."""
         zeros = list(map(torch.zeros_like, grads))

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradkit._core import pytree
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, describe, message
-from gradkit.meta._optimizer import Columns, check_grads
+from gradkit.meta._optimizer import StateLists, check_grads
 from gradkit.meta._trees import InnerParams
 
 
@@ -24,7 +24,7 @@ class GradTransform:
     is_learned: bool
 
     def __call__(
-        self, params: InnerParams, grads: list[Tensor | None], outer: PyTree, state: Columns
+        self, params: InnerParams, grads: list[Tensor | None], outer: PyTree, state: StateLists
     ) -> list[Any]:
         """Return the changed gradients of the variables."""
         root = "grad_transform(grads)"

@@ -15,7 +15,7 @@ from torch import Tensor
 from gradkit import tree
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.inner_pass import InnerPass
-from gradkit._checks.derivatives import refuse_wrong_derivative
+from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import is_dual, transforms
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
@@ -24,7 +24,7 @@ from gradkit._core.options import check_bool, check_option, is_positive_int
 from gradkit._core.ownership import without_inference
 from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import functions_alive, user_functions
-from gradkit._state.recompute_state import RecomputeState
+from gradkit._state.rerun import RerunState
 from gradkit.errors import (
     DetachedLossError,
     GradkitWarning,
@@ -38,11 +38,11 @@ from gradkit.errors import (
     message,
 )
 from gradkit.meta._foreach import Tensors
-from gradkit.meta._trees import InnerParams, open_tensors, read_inner_params, read_loss
+from gradkit.meta._trees import InnerParams, partition_tensors, read_inner_params, read_loss
 
 # Multiplies a vector, given as a list of tensors, by the matrix.
-Product: TypeAlias = Callable[[Tensors], Tensors]
-LinearSolver: TypeAlias = Callable[[Product, Tensors], Tensors]
+MatrixVectorProduct: TypeAlias = Callable[[Tensors], Tensors]
+LinearSolver: TypeAlias = Callable[[MatrixVectorProduct, Tensors], Tensors]
 # The caller's: of a linear map and a right-hand side, trees like params; returns the solution.
 TreeSolver = Callable[[Callable[[PyTree], PyTree], PyTree], PyTree]
 
@@ -114,12 +114,12 @@ def implicit(
 
     def find(params: PyTree, outer: PyTree) -> PyTree:
         inner = read_inner_params(params, dense=True)  # torch has no Hessian of sparse tensors
-        outer_tensors, close_outer = open_tensors(outer)
+        outer_tensors, rebuild_outer = partition_tensors(outer)
         outer_tensors = without_inference(outer_tensors)
         _check_tensors(inner.variables, outer_tensors)
-        minimum = _minimize(solver, inner, close_outer([x.detach() for x in outer_tensors]))
+        minimum = _minimize(solver, inner, rebuild_outer([x.detach() for x in outer_tensors]))
         condition = _OptimalityCondition(
-            lambda at, by: inner_loss(inner.tree(at), close_outer(by)),
+            lambda at, by: inner_loss(inner.tree(at), rebuild_outer(by)),
             _linear_solver(solve, inner, maxiter, tol),
             tol,
             damping,
@@ -196,7 +196,7 @@ def _linear_solver(
     zeros = [None if leaf is None else torch.zeros_like(leaf) for leaf in params.leaves]
     directions = replace(params, leaves=zeros)
 
-    def solve(product: Product, v: Tensors) -> Tensors:
+    def solve(product: MatrixVectorProduct, v: Tensors) -> Tensors:
         def matvec(u: PyTree) -> PyTree:
             return directions.tree(product(_read_direction(directions, u, "matvec(u)")))
 
@@ -226,13 +226,13 @@ class _OptimalityCondition:
     tol: float
     damping: float
     warn: bool
-    _state: RecomputeState = field(init=False)
+    _state: RerunState = field(init=False)
 
     def attach(self, minimum: Tensors, outer: Tensors) -> Tensors:
         """Return the minimum, depending on the outer variables."""
         if not torch.is_grad_enabled():
             return minimum
-        self._state = RecomputeState([*minimum, *outer])
+        self._state = RerunState([*minimum, *outer])
         with torch.enable_grad(), self._state.first_run():
             at, by = _as_leaves(minimum), _as_leaves(outer)
             loss, below = self._loss(at, by)

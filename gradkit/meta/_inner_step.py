@@ -1,41 +1,37 @@
-"""A step of an inner loop, as a function of all that it reads; and steps that run twice.
-
-A recomputed step keeps its inputs and no graph: the backward pass runs it a second time.
-"""
+"""A step of an inner loop, as a function of all that it reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import compress
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from gradkit._autograd.double_backward import holds_formulas
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.inner_pass import InnerPass
-from gradkit._autograd.second_derivatives import holds_formulas
-from gradkit._checks import graphs, recomputation
-from gradkit._checks.derivatives import refuse_wrong_derivative
+from gradkit._checks import graphs, nonreentrant_checkpoints
+from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
-from gradkit._core.constants import with_refused_derivatives
 from gradkit._core.graph import Subgraph, edge
 from gradkit._core.losses import Losses
 from gradkit._core.pytree import PyTree
+from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._core.user_code import functions_alive, hooks_registered, user_functions
-from gradkit._state.recompute_state import RecomputeState, watched
-from gradkit.errors import UnreachedParamError, UnsupportedGraphError, message
+from gradkit._state.rerun import recording_writes
+from gradkit.errors import UnreachedParamError, message
 from gradkit.func import _checkpoints as checkpoints
-from gradkit.func._level import Passes, differentiate
+from gradkit.func._differentiate import LevelPasses, differentiate
 from gradkit.meta._foreach import Tensors
 from gradkit.meta._grad_transform import GradTransform
-from gradkit.meta._optimizer import Columns, Optimizer, update
+from gradkit.meta._optimizer import Optimizer, StateLists, update
 from gradkit.meta._optimizers import is_own_rule
-from gradkit.meta._trees import InnerParams, open_tensors, read_loss, read_loss_and_buffers
+from gradkit.meta._trees import InnerParams, read_loss, read_loss_and_buffers
 
 Grads = list[Tensor | None]
 InnerGrads: TypeAlias = tuple[Tensor, Grads, PyTree]  # the loss, its gradients, the aux
@@ -47,11 +43,11 @@ class Carry(NamedTuple):
     """What each step passes to the next: the variables, the optimizer's state of each, buffers."""
 
     tensors: list[Tensor]
-    state: Columns
+    state: StateLists
     buffers: PyTree  # None, or what the loss returns besides, for the next step
 
 
-class Inputs(NamedTuple):
+class StepInputs(NamedTuple):
     """What steps read besides the carry: outer variables, hyper-parameters, a batch a step."""
 
     outer: PyTree
@@ -59,7 +55,7 @@ class Inputs(NamedTuple):
     batches: list[PyTree]
 
 
-class Outputs(NamedTuple):
+class StepOutputs(NamedTuple):
     """The carry after some steps, and the 0-dim loss and the aux of each."""
 
     carry: Carry
@@ -68,7 +64,7 @@ class Outputs(NamedTuple):
     between: list[Tensors]  # the variables after each step but the last, if asked for
 
 
-Steps: TypeAlias = Callable[..., Outputs]  # run some: (carry, inputs, *, create_graph)
+Steps: TypeAlias = Callable[..., StepOutputs]  # run some: (carry, inputs, *, create_graph)
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,7 @@ class InnerStep:
     has_buffers: bool
     has_aux: bool
 
-    def __call__(self, carry: Carry, inputs: Inputs, *, create_graph: bool) -> Outputs:
+    def __call__(self, carry: Carry, inputs: StepInputs, *, create_graph: bool) -> StepOutputs:
         """Run the step of a single batch; the loss carries the graph of its computation."""
         (batch,) = inputs.batches
         # Clones: the loss may write to them, as batch norm does.
@@ -101,11 +97,11 @@ class InnerStep:
         if self.has_buffers:
             buffers, aux = aux
         if self.grad_transform is not None:
-            with watched():
+            with recording_writes():
                 grads = self.grad_transform(self.params, grads, inputs.outer, carry.state)
-        with nullcontext() if is_own_rule(self.opt) else watched():
+        with nullcontext() if is_own_rule(self.opt) else recording_writes():
             new = update(self.opt, carry.tensors, grads, carry.state, inputs.hyper)
-        return Outputs(Carry(*new, buffers), [loss], [aux], [])
+        return StepOutputs(Carry(*new, buffers), [loss], [aux], [])
 
     def _eager(self, loss_fn: LossOfParams, tensors: Tensors, *, create_graph: bool) -> InnerGrads:
         twice = create_graph and not self.first_order  # whether the gradients get a graph, too
@@ -115,9 +111,9 @@ class InnerStep:
                 t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors
             ]
             before = checkpoints.before(variables)
-            with watched():
+            with recording_writes():
                 loss, aux = loss_fn(self.params.tree(variables))
-            recomputation.refuse((loss, aux), before)
+            nonreentrant_checkpoints.refuse((loss, aux), before)
             below = _check_graph(loss, variables, create_graph=twice)
             run = partial(
                 inner_grads, [loss], variables, create_graph=twice, retain_graph=create_graph
@@ -126,7 +122,7 @@ class InnerStep:
                 grads = run()
             else:
                 one = InnerPass("the inner loss", self.params.path, variables, below)
-                with watched():
+                with recording_writes():
                     grads = one.guarded(run, create_graph=twice)
         if all(grad is None for grad in grads):
             expected = "a loss computed from params"
@@ -140,7 +136,7 @@ class InnerStep:
     def _functional(
         self, loss_fn: LossOfParams, tensors: Tensors, *, create_graph: bool
     ) -> InnerGrads:
-        def run(losses: Losses, passes: Passes) -> list[Grads]:
+        def run(losses: Losses, passes: LevelPasses) -> list[Grads]:
             variables = passes.variables
             return [passes.grads(losses.leaves, [None], variables, retain=create_graph)]
 
@@ -170,102 +166,3 @@ def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -
     # Those that are alive may be the steps before this one.
     runs_user_code = hooks_registered() or (alive.users and user_functions(below.kinds))
     return below if runs_user_code or (create_graph and holds_formulas(below)) else None
-
-
-def recomputed(run: Steps, carry: Carry, inputs: Inputs) -> Outputs:
-    """Run steps without keeping their graph; gradients flow to the carry and the inputs."""
-    tensors, close = open_tensors((carry, inputs))
-    segment = _Segment(run, close, len(carry.tensors), RecomputeState(tensors))
-    outputs = _Recomputed.apply(segment, *tensors)  # type: ignore[no-untyped-call]
-    return cast("Outputs", segment.close_outputs(outputs))
-
-
-@dataclass
-class _Segment:
-    """Some steps as a function of a list of tensors, the variables first, that runs twice."""
-
-    run: Steps
-    close: Callable[[Iterable[Tensor]], Any]
-    variables: int  # the number of them
-    state: RecomputeState
-    close_outputs: Callable[[Iterable[Tensor]], Any] = field(init=False)
-    constants: set[int] = field(init=False)  # the ids of the buffers that carry no graph
-
-    def _flat_run(self, tensors: Sequence[Tensor], *, create_graph: bool) -> list[Tensor]:
-        steps_done = self.run(*self.close(tensors), create_graph=create_graph)
-        buffers, _ = open_tensors(steps_done.carry.buffers)
-        self.constants = {id(x) for x in buffers if not x.requires_grad}
-        outputs, self.close_outputs = open_tensors(steps_done)
-        return outputs
-
-    def values(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Run the steps for their values; return them, and those that have no gradient."""
-        with torch.enable_grad(), self.state.first_run():
-            inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
-            for variable in inputs[: self.variables]:
-                variable.requires_grad_()
-            outputs = self._flat_run(inputs, create_graph=False)
-        try:
-            _refuse_captured(outputs, inputs)
-        except UnsupportedGraphError:
-            self.state.undo()
-            raise
-        self.state.record_outputs(outputs)
-        values = [x.detach().clone() for x in outputs]
-        pairs = zip(values, outputs, strict=True)
-        return values, [value for value, x in pairs if id(x) in self.constants]
-
-    def grads(
-        self, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None], needed: Sequence[bool]
-    ) -> list[Tensor | None]:
-        """Run the steps a second time, and a backward pass through them."""
-        create_graph = torch.is_grad_enabled()
-        with torch.enable_grad(), self.state.second_run() as run:
-            if create_graph:
-                # Views: the pass ends at these steps, and does not go on through those before.
-                inputs = [t.view_as(t) if t.requires_grad else t for t in tensors]
-            else:
-                pairs = zip(tensors, needed, strict=True)
-                inputs = [t.detach().requires_grad_(need) for t, need in pairs]
-            variables = list(compress(inputs, needed))
-            outputs = self._flat_run(inputs, create_graph=True)
-            run.compare(outputs, "loss_fn")
-            below = Subgraph(outputs, stop={edge(variable).node for variable in variables})
-            if create_graph:
-                refuse_wrong_derivative(lambda: "loss_fn", variables, below, by_formula=True)
-            one = InnerPass("loss_fn", "its input {}".format, variables, below)
-            run_pass = partial(
-                inner_grads, outputs, variables, cotangents, create_graph=create_graph
-            )
-            reached = iter(one.guarded(run_pass, create_graph=create_graph))
-        return [next(reached) if need else None for need in needed]
-
-
-def _refuse_captured(outputs: Tensors, inputs: Tensors) -> None:
-    """Raise if the steps used a tensor that requires grad and is not among their inputs."""
-    leaves = Subgraph(outputs).leaves
-    if {key for key in leaves if leaves[key].requires_grad} - set(map(id, inputs)):
-        expected = "a function of its arguments, where its steps are recomputed"
-        got = "one that uses a tensor from outside that requires grad: its gradient would be lost"
-        fix = 'pass it in outer, not inside a module: unroll(..., outer={"name": tensor}), which '
-        fix += 'grad_transform(grads, outer, state) gets, too; or memory="store"'
-        raise UnsupportedGraphError(message("loss_fn", expected, got, fix))
-
-
-class _Recomputed(torch.autograd.Function):
-    """A segment as one node of the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, segment: _Segment, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.segment = segment
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-        values, constants = segment.values(tensors)
-        # Statistics that required grad would be refused by batch norm in the next step.
-        ctx.mark_non_differentiable(*constants)
-        return tuple(values)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        needed = ctx.needs_input_grad[1:]
-        return (None, *ctx.segment.grads(ctx.saved_tensors, cotangents, needed))

@@ -30,10 +30,10 @@ from gradkit.meta._foreach import Tensors
 Hyper: TypeAlias = Any
 State: TypeAlias = dict[str, PyTree]
 # The state of a list of tensors: by name of the entry, a value for each tensor.
-Columns: TypeAlias = dict[str, list[Any]]
+StateLists: TypeAlias = dict[str, list[Any]]
 Settings: TypeAlias = Mapping[str, Any]  # hyper-parameters by name
-Updated: TypeAlias = tuple[Tensors, Columns]  # the new tensors and their new state
-Rule: TypeAlias = Callable[[Tensors, Tensors, Columns, Settings], Updated]
+Updated: TypeAlias = tuple[Tensors, StateLists]  # the new tensors and their new state
+UpdateRule: TypeAlias = Callable[[Tensors, Tensors, StateLists, Settings], Updated]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Optimizer:
     name: str
     hyper: Mapping[str, Hyper]
     entries: Mapping[str, Callable[[Tensor], Any]]
-    rule: Rule
+    rule: UpdateRule
     scalar_hyperparams: bool = False
     checks_ranges: bool = False
 
@@ -106,20 +106,20 @@ class Optimizer:
         leaves, spec = expand_params(params, "params")
         by_leaf = pytree.flatten_up_to(spec, "params", grads, "grads")
         check_grads(leaves, by_leaf, spec, "grads")
-        columns = read_state(self, state, spec)
+        state_lists = read_state(self, state, spec)
         moving = [index for index, grad in enumerate(by_leaf) if grad is not None]
         if not moving:
             return pytree.unflatten(spec, leaves), state
         settings = read_settings(self, {**self.hyper, **hyper}, leaves, spec, moving)
-        new, after = update(self, leaves, by_leaf, columns, settings)
+        new, after = update(self, leaves, by_leaf, state_lists, settings)
         return pytree.unflatten(spec, new), _to_trees(spec, after)
 
 
-def _to_trees(spec: Structure, columns: Columns) -> State:
-    return {name: pytree.unflatten(spec, column) for name, column in columns.items()}
+def _to_trees(spec: Structure, state_lists: StateLists) -> State:
+    return {name: pytree.unflatten(spec, column) for name, column in state_lists.items()}
 
 
-def initial_state(opt: Optimizer, leaves: Sequence[Any]) -> Columns:
+def initial_state(opt: Optimizer, leaves: Sequence[Any]) -> StateLists:
     """Return the state before the first step of a list of tensors and None."""
     return {
         name: [None if leaf is None else start(leaf) for leaf in leaves]
@@ -127,7 +127,7 @@ def initial_state(opt: Optimizer, leaves: Sequence[Any]) -> Columns:
     }
 
 
-def read_state(opt: Optimizer, state: object, spec: Structure) -> Columns:
+def read_state(opt: Optimizer, state: object, spec: Structure) -> StateLists:
     """Open and check a state."""
     if not isinstance(state, Mapping) or set(state) != set(opt.entries):
         expected = f"a state of {opt.name}, with {', '.join(opt.entries) or 'no entries'}"
@@ -212,7 +212,7 @@ def update(
     opt: Optimizer,
     tensors: Sequence[Any],
     grads: Sequence[Tensor | None],
-    state: Columns,
+    state: StateLists,
     settings: Settings,
 ) -> Updated:
     """Return tensors and state after one step; without a gradient they stay as they are."""
@@ -228,15 +228,15 @@ def update(
         {name: as_factor(value) for name, value in settings.items()},
     )
     given = set(map(id, chain(grads, *state.values())))
-    columns = {name: [_not_given(x, given) for x in entries[name]] for name in state}
-    return list(map(_as_dtype, new, tensors)), columns
+    state_lists = {name: [_not_given(x, given) for x in entries[name]] for name in state}
+    return list(map(_as_dtype, new, tensors)), state_lists
 
 
 def _update_some(
     opt: Optimizer,
     tensors: Sequence[Any],
     grads: Sequence[Tensor | None],
-    state: Columns,
+    state: StateLists,
     settings: Settings,
     moving: Sequence[int],
 ) -> Updated:
@@ -249,12 +249,12 @@ def _update_some(
         {name: select(value, moving) for name, value in settings.items()},
     )
     after = list(tensors)
-    columns = {name: list(column) for name, column in state.items()}
+    state_lists = {name: list(column) for name, column in state.items()}
     for i, index in enumerate(moving):
         after[index] = new[i]
-        for name, column in columns.items():
+        for name, column in state_lists.items():
             column[index] = entries[name][i]
-    return after, columns
+    return after, state_lists
 
 
 def _as_dtype(x: Tensor, like: Tensor) -> Tensor:

@@ -14,10 +14,10 @@ from gradkit.errors import LeafTypeError, OptionError, describe, message
 from gradkit.meta import _foreach
 from gradkit.meta._foreach import Factor, Tensors
 from gradkit.meta._optimizer import (
-    Columns,
     Hyper,
     Optimizer,
     Settings,
+    StateLists,
     Updated,
     optimizer_function,
     select,
@@ -75,7 +75,7 @@ def sgd(
     return Optimizer("sgd", hyper, {**entries, **_COUNT}, _sgd, checks_ranges=True)
 
 
-def _sgd(params: Tensors, grads: Tensors, state: Columns, hyper: Settings) -> Updated:
+def _sgd(params: Tensors, grads: Tensors, state: StateLists, hyper: Settings) -> Updated:
     momentum, dampening, nesterov = hyper["momentum"], hyper["dampening"], hyper["nesterov"]
     if nesterov and (_foreach.is_zero(momentum) or not _foreach.is_zero(dampening)):
         expected = "a momentum, and no dampening, as in torch.optim.SGD"
@@ -201,7 +201,9 @@ def _make(name: str, hyper: dict[str, Any]) -> Optimizer:
     return Optimizer(name, hyper, entries, partial(_adam, name), checks_ranges=True)
 
 
-def _adam(name: str, params: Tensors, grads: Tensors, state: Columns, hyper: Settings) -> Updated:
+def _adam(
+    name: str, params: Tensors, grads: Tensors, state: StateLists, hyper: Settings
+) -> Updated:
     _refuse_complex(name, params)
     if name == "adamw":
         if not _foreach.is_zero(hyper["weight_decay"]):
@@ -214,7 +216,7 @@ def _adam(name: str, params: Tensors, grads: Tensors, state: Columns, hyper: Set
     steps = [step + 1 for step in state["step"]]
     means = _foreach.moving_average(state["exp_avg"], grads, beta)
     squares = _foreach.moving_average(state["exp_avg_sq"], _foreach.mul(grads, grads), beta_sq)
-    new: Columns = {"step": steps, "exp_avg": means, "exp_avg_sq": squares}
+    new: StateLists = {"step": steps, "exp_avg": means, "exp_avg_sq": squares}
     if "max_exp_avg_sq" in state:
         squares = list(map(torch.maximum, state["max_exp_avg_sq"], squares))
         new["max_exp_avg_sq"] = squares
@@ -285,7 +287,7 @@ def rmsprop(
     return Optimizer("rmsprop", hyper, entries, _rmsprop, checks_ranges=True)
 
 
-def _rmsprop(params: Tensors, grads: Tensors, state: Columns, hyper: Settings) -> Updated:
+def _rmsprop(params: Tensors, grads: Tensors, state: StateLists, hyper: Settings) -> Updated:
     _refuse_complex("rmsprop", params)
     grads = _foreach.with_weight_decay(params, grads, hyper)
     alpha, momentum = hyper["alpha"], hyper["momentum"]

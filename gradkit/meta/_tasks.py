@@ -26,9 +26,9 @@ from gradkit.distributed import all_reduce
 from gradkit.distributed._agreement import failures_reported, join_group
 from gradkit.errors import OptionError, StructureError, describe, message
 from gradkit.func._arguments import read_arguments
+from gradkit.func._differentiate import differentiate, gradient_of_the_sum
 from gradkit.func._fallback import RANDOMNESS, Attempt, AuxOfEach, OneByOne, Randomness
-from gradkit.func._level import differentiate, gradient_of_the_sum
-from gradkit.meta._trees import InnerParams, open_tensors, read_inner_params, read_loss
+from gradkit.meta._trees import InnerParams, partition_tensors, read_inner_params, read_loss
 
 
 def mean_value_and_grads(
@@ -153,7 +153,7 @@ def _sums(
         return read_loss(returned, "meta_loss_fn", has_aux=has_aux)
 
     def of_task(*parts: Any) -> tuple[list[Tensor], list[Tensor]]:
-        arguments = read_arguments((outer.variables, batch.close(parts)), 0)
+        arguments = read_arguments((outer.variables, batch.rebuild(parts)), 0)
         one = differentiate(
             loss_and_aux,
             arguments,
@@ -165,8 +165,8 @@ def _sums(
         )
         grads = arguments.finish(one.grads[0], losses=one.values, refused=one.refused)
         aux_of_each.check(one.aux)
-        tensors_of_aux, close_aux = open_tensors(one.aux)
-        put_back[:] = [close_aux]
+        tensors_of_aux, rebuild_aux = partition_tensors(one.aux)
+        put_back[:] = [rebuild_aux]
         return [*one.values, *grads], tensors_of_aux
 
     run = partial(batch.run, of_task, tasks_at_once, randomness)
@@ -183,7 +183,7 @@ class _Tasks:
     parts: list[Any]
     dims: list[int | None]
     count: int
-    close: Callable[[Any], PyTree]
+    rebuild: Callable[[Any], PyTree]
 
     def run(
         self,

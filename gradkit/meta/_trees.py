@@ -34,7 +34,14 @@ def read_inner_params(tree: PyTree, *, dense: bool = False) -> InnerParams:
         refuse_sparse(arguments)
     flat = arguments.params
     return InnerParams(
-        leaves, spec, flat.variables, flat.slots, "params", flat.plain, flat.only_leaves, arguments
+        leaves,
+        spec,
+        flat.variables,
+        flat.slots,
+        "params",
+        flat.no_subclasses,
+        flat.only_leaves,
+        arguments,
     )
 
 
@@ -75,14 +82,14 @@ def read_loss_and_buffers(
 _TENSOR = object()
 
 
-def open_tensors(tree: PyTree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], PyTree]]:
+def partition_tensors(tree: PyTree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], PyTree]]:
     """Return the tensors of a tree, and a function that puts others in their places."""
     leaves, spec = pytree.flatten(tree)
     # Without the tensors: the function must not keep them alive.
     constants = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-    def close(tensors: Iterable[Tensor]) -> PyTree:
+    def rebuild(tensors: Iterable[Tensor]) -> PyTree:
         rest = iter(tensors)
         return pytree.unflatten(spec, [next(rest) if c is _TENSOR else c for c in constants])
 
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], close
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], rebuild

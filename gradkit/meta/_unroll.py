@@ -18,7 +18,7 @@ from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.meta._foreach import Tensors
 from gradkit.meta._grad_transform import read_grad_transform
-from gradkit.meta._inner_step import Carry, InnerStep, Inputs, Outputs, recomputed
+from gradkit.meta._inner_step import Carry, InnerStep, StepInputs, StepOutputs
 from gradkit.meta._optimizer import (
     Optimizer,
     State,
@@ -28,10 +28,11 @@ from gradkit.meta._optimizer import (
     require_optimizer,
     select,
 )
-from gradkit.meta._trees import InnerParams, open_tensors, read_inner_params
+from gradkit.meta._recomputed_steps import run_recomputed
+from gradkit.meta._trees import InnerParams, partition_tensors, read_inner_params
 
 Memory: TypeAlias = Literal["store", "recompute"] | int
-Run: TypeAlias = Callable[[Carry, Inputs], Outputs]
+Run: TypeAlias = Callable[[Carry, StepInputs], StepOutputs]
 
 
 @dataclass(frozen=True)
@@ -149,16 +150,16 @@ def unroll(
         data = _read_batches(batches)
         inner = read_inner_params(params, dense=True)  # a step is differentiated through views
         step = InnerStep(loss_fn, inner, opt, transform, first_order, has_buffers, has_aux)
-        tensors, close = open_tensors((outer, data, state, dict(opt.hyper), buffers))
+        tensors, rebuild = partition_tensors((outer, data, state, dict(opt.hyper), buffers))
         _refuse_graphs([*inner.variables, *tensors])
-        outer, data, state, hyper, buffers = close(without_inference(tensors))
+        outer, data, state, hyper, buffers = rebuild(without_inference(tensors))
         if state is None:
             by_leaf = initial_state(opt, inner.leaves)
         else:
             by_leaf = read_state(opt, state, inner.spec)
-        columns = {name: inner.per_variable(column) for name, column in by_leaf.items()}
-        carry = Carry(without_inference(inner.variables), columns, buffers)
-        inputs = Inputs(outer, _read_hyper(opt, hyper, inner), data)
+        state_lists = {name: inner.per_variable(column) for name, column in by_leaf.items()}
+        carry = Carry(without_inference(inner.variables), state_lists, buffers)
+        inputs = StepInputs(outer, _read_hyper(opt, hyper, inner), data)
         options = {"create_graph": create_graph, "trajectory": trajectory}
         run, size = _segments(step, memory, **options)
         carry, losses, aux, between = _loop(run, carry, inputs, size, trajectory=trajectory)
@@ -231,29 +232,33 @@ def _segments(
     if not create_graph or memory == "store" or transforms():
         return partial(_stored, step, create_graph=create_graph), 1
     if memory == "recompute":
-        return partial(recomputed, step), 1
-    return partial(recomputed, partial(_nested, step, trajectory=trajectory)), int(memory)
+        return partial(run_recomputed, step), 1
+    return partial(run_recomputed, partial(_nested, step, trajectory=trajectory)), int(memory)
 
 
-def _stored(step: InnerStep, carry: Carry, inputs: Inputs, *, create_graph: bool) -> Outputs:
+def _stored(
+    step: InnerStep, carry: Carry, inputs: StepInputs, *, create_graph: bool
+) -> StepOutputs:
     carry, losses, aux, between = step(carry, inputs, create_graph=create_graph)
     aux = pytree.map_tensors(Tensor.detach, aux) if step.has_aux else aux
     if not create_graph:
         losses = [loss.detach() for loss in losses]
         if step.has_buffers:
             carry = carry._replace(buffers=pytree.map_tensors(Tensor.detach, carry.buffers))
-    return Outputs(carry, losses, aux, between)
+    return StepOutputs(carry, losses, aux, between)
 
 
 def _nested(
-    step: InnerStep, carry: Carry, inputs: Inputs, *, create_graph: bool, trajectory: bool
-) -> Outputs:
+    step: InnerStep, carry: Carry, inputs: StepInputs, *, create_graph: bool, trajectory: bool
+) -> StepOutputs:
     """Run the steps of a segment; to differentiate them, each is recomputed once more."""
-    run = partial(recomputed, step) if create_graph else partial(step, create_graph=False)
+    run = partial(run_recomputed, step) if create_graph else partial(step, create_graph=False)
     return _loop(run, carry, inputs, 1, trajectory=trajectory)
 
 
-def _loop(run: Run, carry: Carry, inputs: Inputs, size: int, *, trajectory: bool) -> Outputs:
+def _loop(
+    run: Run, carry: Carry, inputs: StepInputs, size: int, *, trajectory: bool
+) -> StepOutputs:
     """Run all steps, some at a time."""
     losses: list[Tensor] = []
     aux: list[PyTree] = []
@@ -265,4 +270,4 @@ def _loop(run: Run, carry: Carry, inputs: Inputs, size: int, *, trajectory: bool
         aux += more_aux
         if trajectory:
             after_each += [*between, carry.tensors]
-    return Outputs(carry, losses, aux, after_each[:-1])
+    return StepOutputs(carry, losses, aux, after_each[:-1])

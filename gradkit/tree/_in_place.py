@@ -13,8 +13,8 @@ from torch import Tensor
 from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
+from gradkit._core.memory_overlap import overlaps_itself, shared_by
 from gradkit._core.options import is_number
-from gradkit._core.overlap import overlaps_itself, shared_by
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import DIFFERENTIABLE
 from gradkit._core.pytree import PyTree, Structure

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradkit._checks.known_bugs import EVERY_BUG
+from gradkit._checks.transform_bugs import EVERY_TRANSFORM_BUG
 from gradkit._compat import versions
 from gradkit._doctor import defects, examination
 from gradkit._doctor.defects import DEFECTS, Defect, Trial
@@ -25,7 +25,7 @@ def test_gradkit_raises_where_torch_is_wrong_and_only_there(
 
 
 def test_every_operation_that_is_refused_is_tried(device: torch.device) -> None:
-    assert set(EVERY_BUG) <= {defect.operation for defect in DEFECTS}
+    assert set(EVERY_TRANSFORM_BUG) <= {defect.operation for defect in DEFECTS}
     keys = {defect.key or defect.operation for defect in DEFECTS}
     # tests/distributed/test_table.py tries DTensors: it takes processes. The others raised.
     elsewhere = {"DTensor", "CdistBackward0", "PdistBackward0"}

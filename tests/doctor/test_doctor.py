@@ -19,7 +19,7 @@ from torch import Tensor
 import gradkit
 from gradkit.__main__ import main
 from gradkit._core.devices import available_devices
-from gradkit._doctor.checks import Finding, check, error_of, plain, text
+from gradkit._doctor.checks import Finding, check, error_of, json_value, text
 from gradkit._doctor.confusions import CONFUSIONS
 from gradkit._doctor.defects import DEFECTS
 from gradkit._doctor.examination import EXTRAS, examine
@@ -352,8 +352,8 @@ def test_with_rich_a_wide_terminal_has_a_table(
 
 def test_values_are_shown_and_compared_as_they_are(device: torch.device) -> None:
     half = torch.tensor([0.5, float("nan")], device=device)
-    assert plain({"a": half, 1: (None, True)}) == {"a": [0.5, "nan"], "1": [None, True]}
-    assert text(plain([half, None, {"k": 1e-9}])) == "[[0.5, nan], None, k: 1e-09]"
+    assert json_value({"a": half, 1: (None, True)}) == {"a": [0.5, "nan"], "1": [None, True]}
+    assert text(json_value([half, None, {"k": 1e-9}])) == "[[0.5, nan], None, k: 1e-09]"
     ones = torch.ones(2, device=device)
     for other in (ones.double(), ones[:1], -ones, None, [1.0, 1.0], [ones, ones]):
         assert not check("", ones, other).equal

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradkit._compat.versions import Release, release
-from gradkit._doctor.checks import plain, text
+from gradkit._doctor.checks import json_value, text
 
 # What the rows were run with. A row runs with what is installed, and fails when that has mended it.
 VERSIONS = {
@@ -86,8 +86,8 @@ class Row:
         cells = [
             self.input,
             self._with(),
-            f"`{text(plain(self.gives))}`",
-            f"`{text(plain(self.right))}`",
+            f"`{text(json_value(self.gives))}`",
+            f"`{text(json_value(self.right))}`",
             self._answer(),
         ]
         return f"| {' | '.join(cells)} |"
@@ -112,7 +112,7 @@ class Row:
 
     def close(self, got: Any, expected: Any, *, factor: float = 1.0) -> bool:
         """Return whether two values are equal, to rounding and to the digits of the page."""
-        return _close(plain(got), plain(expected), factor * self.tolerance)
+        return _close(json_value(got), json_value(expected), factor * self.tolerance)
 
 
 def _close(got: Any, expected: Any, tolerance: float) -> bool:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gradkit
-from gradkit._autograd.reductions import ReducingRunner
-from gradkit._autograd.runner import PassRunner
+from gradkit._autograd.pass_runner import PassRunner
+from gradkit._autograd.reduce_on_arrival import ReducingRunner
 from tests.helpers import Halve, unchanged
 from tests.strategies import Program, build, programs
 

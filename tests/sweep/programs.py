@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 
-from gradkit._checks.derivatives import label
+from gradkit._checks.higher_derivatives import kind_of_node
 from gradkit._core.graph import nodes_below
 
 Point = tuple[Tensor, ...]
@@ -95,7 +95,7 @@ def kinds(case: Case, passes: int) -> set[str]:
     """Return the kinds of nodes that the last of some passes has added to the graph."""
     values = eager(scalar(case.outputs), case.point, directions(case.point, passes))
     graphs = [nodes_below([v] if v.requires_grad else []) for v in reversed(values)]
-    now, *before = [{label(node) for node in graph} for graph in graphs]
+    now, *before = [{kind_of_node(node) for node in graph} for graph in graphs]
     return now.difference(*before)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradkit._checks import wrong_derivatives
-from gradkit._checks.known_bugs import BY_FORMULA, EVERY_BUG, stacks_of
+from gradkit._checks import wrong_derivatives_table
+from gradkit._checks.transform_bugs import BY_FORMULA, EVERY_TRANSFORM_BUG, stacks_of
 from gradkit._compat import versions
 from gradkit._compat.versions import is_seen
 from tests.sweep import table
@@ -20,7 +20,7 @@ from tests.sweep.cases import operations
 from tests.sweep.extra import extra
 from tests.sweep.programs import Case, difference, directions, scalar, verdicts_of
 
-OPERATIONS = sorted({name: None for name in wrong_derivatives.OPERATIONS if stacks_of(name)})
+OPERATIONS = sorted({name: None for name in wrong_derivatives_table.OPERATIONS if stacks_of(name)})
 here = pytest.mark.skipif(versions.is_untested(), reason="a torch that gradkit was not run on")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, about sparse tensors and old names
 
@@ -50,16 +50,18 @@ def test_each_kind_of_node_is_found_again(device: torch.device) -> None:
     names = [name for name in extra() if not name.startswith(("sparse_csr", "lu_", "inv"))]
     for name in names:
         found.add("", *judge(extra()[name], 3))
-    kinds = wrong_derivatives.NODES
+    kinds = wrong_derivatives_table.NODES
     assert set(found.kinds()) == {
-        k for k in kinds if any(is_seen(v, wrong_derivatives.SWEPT) for v in kinds[k].values())
+        k
+        for k in kinds
+        if any(is_seen(v, wrong_derivatives_table.SWEPT) for v in kinds[k].values())
     }
 
 
 def test_each_operation_of_the_table_is_refused_or_runs_by_its_formula(
     device: torch.device,
 ) -> None:
-    assert set(wrong_derivatives.OPERATIONS) == EVERY_BUG.keys() | BY_FORMULA.keys()
+    assert set(wrong_derivatives_table.OPERATIONS) == EVERY_TRANSFORM_BUG.keys() | BY_FORMULA.keys()
 
 
 def test_the_table_is_written_by_release(device: torch.device) -> None:

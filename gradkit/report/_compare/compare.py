@@ -20,7 +20,7 @@ from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, d
 from gradkit.report._compare.distance import distance, same_bits
 from gradkit.report._compare.products import errors_of_products
 from gradkit.report._compare.reasons import model_reason, reason
-from gradkit.report._compare.runner import BACKWARD, FUNC, GRAD, PER_LOSS, Runner, RunResult
+from gradkit.report._compare.runner import BACKWARD, FUNC, GRAD, PER_LOSS, RunResult, StepRunner
 from gradkit.report._compare.step import Step, moved, read_step
 from gradkit.report._view.charts import draw_differences
 from gradkit.report._view.rendering import Block, Report, Styled, Table, folded, listed, plural
@@ -225,7 +225,7 @@ def compare(
     with leave_inference_mode(record=True):
         step = read_step(loss_fn, params, args)
         second = _second(step, other, second_device)
-        runner = Runner(step)
+        runner = StepRunner(step)
         if not step.params.variables:
             with runner.isolated():
                 losses = step.losses()
@@ -265,7 +265,7 @@ def _read_device(device: torch.device | str | None, other: PyTree) -> torch.devi
     return checked
 
 
-def _second(step: Step, other: PyTree, device: torch.device | None) -> dict[str, Runner]:
+def _second(step: Step, other: PyTree, device: torch.device | None) -> dict[str, StepRunner]:
     if other is None and device is None:
         return {}
     if not step.takes_params:
@@ -274,7 +274,7 @@ def _second(step: Step, other: PyTree, device: torch.device | None) -> dict[str,
         fix = "loss_fn=lambda model, x: ..., which can run with another model"
         raise OptionError(message(option, expected, describe(value), fix))
     if device is not None:
-        return {f"on {device}": Runner(moved(step, device))}
+        return {f"on {device}": StepRunner(moved(step, device))}
     second = read_step(step.fn, other, step.args)
     devices = [leaf.device for leaf in second.params.leaves if leaf is not None]
     if devices:
@@ -284,7 +284,7 @@ def _second(step: Step, other: PyTree, device: torch.device | None) -> dict[str,
         expected = f"the names and shapes of params, {listed(shapes)}"
         fix = "pass a model of the same architecture"
         raise StructureError(message("other", expected, listed(other_shapes), fix))
-    return {"other": Runner(second)}
+    return {"other": StepRunner(second)}
 
 
 def _shapes(step: Step) -> list[str]:
@@ -294,7 +294,7 @@ def _shapes(step: Step) -> list[str]:
 
 
 def _differences(
-    runner: Runner, result: RunResult, why: Callable[[int], str]
+    runner: StepRunner, result: RunResult, why: Callable[[int], str]
 ) -> dict[str, Difference]:
     base = runner.run(BACKWARD)
     differences = {}
@@ -307,7 +307,7 @@ def _differences(
     return differences
 
 
-def _notes(runner: Runner) -> tuple[str, ...]:
+def _notes(runner: StepRunner) -> tuple[str, ...]:
     notes = [_DRAWS] if runner.forward.draws else []
     notes += [_WRITES_GRAD] if runner.forward.writes_grad else []
     leaves = zip(runner.step.names, runner.leaves, strict=True)

@@ -8,34 +8,34 @@ import torch
 from torch import Tensor
 
 from gradkit.func._directional import (
+    APIS,
     FORWARD,
     REVERSE,
-    WAYS,
     Directional,
+    Directions,
     Function,
-    Level,
     Tensors,
     inner,
     normal_like,
 )
-from gradkit.report._compare.runner import Runner, why_refused
+from gradkit.report._compare.runner import StepRunner, why_refused
 from gradkit.report._compare.step import in_double
 
 _EPS = 1e-6
-_SEED = 3  # that of a level's cotangents: the Hessian is symmetric, so one direction serves both
+_SEED = 3  # of a derivative's cotangents: the Hessian is symmetric, so one direction serves both
 
 
-def errors_of_products(runner: Runner) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+def errors_of_products(runner: StepRunner) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
     """Return how far off each mode is at each leaf, relative to the product; and what raised."""
     directional, ids = _directional(runner)
     along = normal_like(directional.point, _SEED)
     errors: dict[str, dict[str, float]] = {}
     refused: dict[str, str] = {}
-    for way, modes in WAYS.items():
-        gradient = modes[REVERSE](directional.fn, Level(0, (), is_constant=True))
+    for api, derivatives in APIS.items():
+        gradient = derivatives[REVERSE](directional.fn, Directions(0, (), is_constant=True))
         for mode in (REVERSE, FORWARD):
-            name = f"{mode}-over-reverse ({way})"
-            product = modes[mode](gradient, Level(1, along, is_constant=True))
+            name = f"{mode}-over-reverse ({api})"
+            product = derivatives[mode](gradient, Directions(1, along, is_constant=True))
             try:
                 values = directional.evaluate(product)
                 expected = _differences(directional, gradient, along)
@@ -48,7 +48,7 @@ def errors_of_products(runner: Runner) -> tuple[dict[str, dict[str, float]], dic
     return errors, refused
 
 
-def _directional(runner: Runner) -> tuple[Directional, list[int]]:
+def _directional(runner: StepRunner) -> tuple[Directional, list[int]]:
     """Return the sum of the losses as a function of the variables, and the ids of these."""
     inputs = runner.step.inputs
     variables = {id(x): x for x in inputs.values() if x.requires_grad}

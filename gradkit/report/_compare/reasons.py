@@ -20,7 +20,7 @@ from gradkit.report._compare.runner import (
     HOOKS,
     PER_LOSS,
     STALE,
-    Runner,
+    StepRunner,
 )
 
 _FROZEN = "frozen: torch.func differentiates with respect to whatever it is given"
@@ -48,7 +48,7 @@ _UNKNOWN = "unknown"
 _SMALL = "; no larger than rounding can explain"
 
 
-def reason(runner: Runner, method: str, index: int) -> str:
+def reason(runner: StepRunner, method: str, index: int) -> str:
     """Return why a method differs from `.backward()` at a leaf, as far as a check has shown."""
     return _Difference(runner, method, index).reason()
 
@@ -57,7 +57,7 @@ def reason(runner: Runner, method: str, index: int) -> str:
 class _Difference:
     """A method that differs from `.backward()`, and the index of the leaf at which it does."""
 
-    runner: Runner
+    runner: StepRunner
     method: str
     index: int
 
@@ -175,13 +175,13 @@ class _Difference:
             return _OUTSIDE if id(self.leaf) in graph.leaves else ""
 
 
-def _random(runner: Runner, index: int) -> str:
+def _random(runner: StepRunner, index: int) -> str:
     """Return the reason for a leaf at which `.backward()` differs from itself; else nothing."""
     first, second = runner.run(BACKWARD).grads[index], runner.repeated.grads[index]
     return "" if same_bits(first, second) else _RANDOM
 
 
-def model_reason(first: Runner, second: Runner, index: int) -> str:
+def model_reason(first: StepRunner, second: StepRunner, index: int) -> str:
     """Return what differs between two models that may explain a difference at a leaf."""
     leaves, others = first.leaves[index], second.leaves[index]
     reasons = []
@@ -197,7 +197,7 @@ def model_reason(first: Runner, second: Runner, index: int) -> str:
     return _random(first, index) or _UNKNOWN + (_SMALL if is_small else "")
 
 
-def _settings(first: Runner, second: Runner) -> list[str]:
+def _settings(first: StepRunner, second: StepRunner) -> list[str]:
     """Return what differs in params, buffers, modes, dtypes, devices and random numbers."""
     pairs = zip(first.leaves, second.leaves, strict=True)
     leaves = [(a, b) for a, b in pairs if a is not None and b is not None]

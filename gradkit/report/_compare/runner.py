@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from gradkit._autograd import engine
-from gradkit._core.captured import captured_by
+from gradkit._core.captured_variables import captured_by
 from gradkit._core.graph import Subgraph
 from gradkit._core.losses import require_graph
-from gradkit._state.grad_writes import copy_into_grads, grad_dtypes_put_back, grads_put_back
+from gradkit._state.grad_attribute import copy_into_grads, grad_dtypes_put_back, grads_put_back
 from gradkit._state.snapshot import Snapshot
 from gradkit.errors import first_line
 from gradkit.report._compare.step import Inputs, Step, tensors_in
-from gradkit.report._explain.verdicts import checkpointed_tensors
+from gradkit.report._explain.reasons import checkpointed_tensors
 
 BACKWARD, GRAD, FUNC, PER_LOSS = ".backward()", "autograd.grad", "torch.func", "loss by loss"
 
@@ -60,7 +60,7 @@ class ForwardPass:
 
 
 @dataclass
-class Runner:
+class StepRunner:
     """Runs a step by any method, and remembers the results."""
 
     step: Step

@@ -10,8 +10,8 @@ from operator import or_
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradkit._checks.changed import changed_tensor
 from gradkit._checks.graphs import refused_nodes
+from gradkit._checks.modified_saved_tensors import modified_since_saved
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph, edge, has_released, is_leaf_node
 from gradkit._core.losses import read_losses
@@ -20,7 +20,7 @@ from gradkit._core.params import Params, read_params, refuse_distributed
 from gradkit._core.pytree import PyTree
 from gradkit.errors import UnsupportedGraphError, describe
 from gradkit.report._explain.explanation import Explanation, LossGraph, Part
-from gradkit.report._explain.verdicts import Reachability
+from gradkit.report._explain.reasons import Reachability
 from gradkit.report._view.rendering import listed
 
 
@@ -121,7 +121,7 @@ def _loss_graph(
     name: str, index: int, graphs: _Graphs, part: int | None, params: Params
 ) -> LossGraph:
     graph, bit = graphs.each[index], 1 << index
-    changed = changed_tensor(graph.leading_to(params.variables))
+    changed = modified_since_saved(graph.leading_to(params.variables))
     notes = [
         f"the other calls raise: expected {expected}, got {got}. What to do: {fix}"
         for expected, got, fix in (*refused_nodes(graph.kinds), *([changed] if changed else []))

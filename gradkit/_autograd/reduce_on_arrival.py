@@ -1,0 +1,147 @@
+"""Gradients that are consumed as they arrive in a pass, and not kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradkit._autograd.captures import any_observers, copied_on_arrival
+from gradkit._autograd.engine import run_batch, run_grad
+from gradkit._autograd.hooks_in_batches import hooks_refused
+from gradkit._autograd.pass_runner import PassRunner
+from gradkit._checks.checked import is_checked
+from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_alive
+from gradkit._compat.autograd import (
+    as_batch,
+    batched_mode,
+    current_pass,
+    from_batch,
+    without_function_modes,
+)
+from gradkit._core import user_code
+
+# What is called with the number of a variable, and its gradient; or with a stack of its gradients.
+Consume: TypeAlias = Callable[[int, Tensor], None]
+
+
+@dataclass(slots=True)
+class ReducingRunner(PassRunner):
+    """Runs passes whose gradients are consumed as they arrive."""
+
+    consume: Consume = field(kw_only=True)  # is called with each, on which it may not write
+
+    def grads(
+        self,
+        outputs: Sequence[Tensor],
+        seeds: Sequence[Tensor | None],
+        variables: list[Tensor],
+        *,
+        retain: bool,
+    ) -> list[Tensor | None]:
+        """Run one pass, and return what the engine captured: None where no gradient arrived."""
+        if user_code_alive(self.call):
+            refuse_pre_hooks(self.call)
+        if is_checked():  # which copies gradients as they arrive
+            grads = PassRunner.grads(self, outputs, seeds, variables, retain=retain)
+            for index, grad in enumerate(grads):
+                if grad is not None:
+                    self.consume(index, grad)
+            return grads
+        moved: dict[int, int] = {}
+        hooked = {id(variable) for variable in variables if variable._backward_hooks}
+
+        def consume(index: int, grad: Tensor) -> None:
+            if grad._version and id(variables[index]) not in hooked:
+                moved[index] = grad._version
+            self.consume(index, grad)
+
+        arrivals = Arrivals(variables, consume)
+        with self.observed_inputs(variables) as inputs, arrivals.from_roots(outputs) as roots:
+            captured = run_grad(self.call, roots, inputs, seeds, retain_graph=retain)
+        if moved and user_code_alive(self.call):
+            self.refuse_moved(outputs, variables, moved)
+        return captured[: len(variables)]
+
+    def batch(
+        self, outputs: Sequence[Tensor], seeds: Sequence[Tensor], variables: list[Tensor]
+    ) -> list[Tensor | None]:
+        """Run one vmapped pass, which keeps the graph; seeds, and what is consumed, are stacks."""
+        with batched_mode() as level, ExitStack() as stack:
+            size = len(seeds[0])
+
+            def consume(index: int, grad: Tensor) -> None:
+                self.consume(index, from_batch(grad, level, size))
+
+            arrivals = Arrivals(variables, consume, without_function_modes)
+            inputs = stack.enter_context(self.observed_inputs(variables))
+            roots = stack.enter_context(arrivals.from_roots(outputs))
+            cotangents = [as_batch(seed, level) for seed in seeds]
+            stack.enter_context(hooks_refused())
+            captured = run_batch(self.call, roots, inputs, cotangents)
+            return captured[: len(variables)]
+
+
+class Arrivals:
+    """Consumes the gradients of one pass as they arrive, and hands the engine placeholders."""
+
+    # Other threads, and passes inside hooks, go through the same tensors. This pass starts from
+    # views of the losses that no other has: their hooks run before all others, and tell its number.
+
+    def __init__(
+        self,
+        variables: Sequence[Tensor],
+        consume: Consume,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._variables, self._consume, self._around = variables, consume, around
+        self._own_passes: set[int] = set()
+        # An observer may be for the same tensors.
+        self._is_captured_too = any_observers()
+
+    @contextmanager
+    def from_roots(self, outputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Yield what the pass has to start from."""
+        numbered = list(enumerate(self._variables))
+        leaves = [(index, v) for index, v in numbered if v.grad_fn is None]
+        others = [(index, v) for index, v in numbered if v.grad_fn is not None]
+        hooks: Any = [partial(self._arrive_at_leaf, index) for index, _ in leaves]
+        with ExitStack() as stack, torch.enable_grad():
+            stack.enter_context(copied_on_arrival([leaf for _, leaf in leaves], hooks))
+            for index, variable in others:
+                hook = partial(self._arrive, index)
+                stack.callback(user_code.listen(variable, hook).remove)
+            roots = [output.view_as(output) for output in outputs]
+            for root in roots:
+                stack.callback(user_code.listen(root, self._begin).remove)
+            with torch.no_grad():
+                yield roots
+
+    def _begin(self, _: Tensor) -> None:
+        self._own_passes.add(current_pass())
+
+    def _arrive(self, index: int, grad: Tensor | None) -> None:
+        if grad is not None and current_pass() in self._own_passes:
+            with self._around():
+                self._consume(index, grad)
+
+    def _arrive_at_leaf(self, index: int, grad: Tensor | None) -> Tensor | None:
+        if grad is None or current_pass() not in self._own_passes:
+            return grad
+        with self._around():
+            self._consume(index, grad)
+            return grad if self._is_captured_too else _placeholder(grad)
+
+
+def _placeholder(grad: Tensor) -> Tensor:
+    """Return what the engine takes in place of a gradient: a tensor without memory."""
+    if grad.is_sparse:
+        return torch.zeros_like(grad)
+    if type(grad) is not Tensor or grad.layout != torch.strided:
+        return grad
+    return torch.zeros((), dtype=grad.dtype, device=grad.device).expand(grad.shape)

@@ -1,0 +1,102 @@
+"""Formulas of operations that are differentiated where torch's own rules are wrong, or missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Operation = Callable[..., Any]
+
+
+def weight_norm(_: Operation | None, v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """Return a tensor with the norms `g`."""
+    norm: Tensor = torch.norm_except_dim(v, 2, dim)
+    return v * (g / norm)
+
+
+def prelu(_: Operation, input: Tensor, weight: Tensor) -> Tensor:
+    """Return what torch.prelu does."""
+    if weight.numel() > 1 and input.dim() > 1:  # one for each channel
+        weight = weight.reshape(-1, *[1] * (input.dim() - 2))
+    return torch.where(input > 0, input, weight * input)
+
+
+def linear_cross_entropy(operation: Operation, *args: Any, **kwargs: Any) -> Any:
+    """Return what it does without chunks, which would be differentiated in the forward pass."""
+    return operation(*args, **kwargs | {"options": None})
+
+
+def of_symmetric(operation: Operation, a: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return a function of a symmetric matrix, whose tangent is made symmetric, too.
+
+    Its rules of reverse mode do that with the gradient; those of forward mode rely on it.
+    """
+    half = (a + a.mH) / 2
+    return operation(a.detach() + (half - half.detach()), *args, **kwargs)
+
+
+FORMULAS: dict[str, Callable[..., Any]] = {
+    "weight_norm": weight_norm,
+    "prelu": prelu,
+    "linear_cross_entropy": linear_cross_entropy,
+    **dict.fromkeys(("cholesky", "cholesky_ex", "eigh", "eigvalsh"), of_symmetric),
+}
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *mask: Tensor, is_causal: bool, scale: float | None
+) -> Tensor:
+    """Return what a fused kernel of scaled_dot_product_attention does."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    key, value = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (key, value))
+    scores = query.to(dtype) @ key.to(dtype).mT * (scale or query.size(-1) ** -0.5)
+    masks = [torch.ones_like(scores, dtype=torch.bool).tril()] if is_causal else []
+    for one in (*masks, *mask):
+        is_bool = one.dtype == torch.bool
+        scores = scores.masked_fill(~one, -torch.inf) if is_bool else scores + one
+    # A query that may attend to nothing gives zeros; a softmax of it would be nan.
+    empty = scores.isneginf().all(-1, keepdim=True)
+    weights = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+    return (weights @ value.to(dtype)).to(query.dtype)
+
+
+Formula: TypeAlias = Callable[..., Tensor]
+# A formula, and the tensors that it is of: first those that the node's gradients belong to.
+OfNode: TypeAlias = tuple[Formula, list[Tensor]]
+
+
+def _attention_of(node: Any) -> OfNode:
+    mask = getattr(node, "_saved_attn_mask", getattr(node, "_saved_attn_bias", None))
+    formula = partial(attention, is_causal=node._saved_is_causal, scale=node._saved_scale)
+    inputs = [node._saved_query, node._saved_key, node._saved_value]
+    return formula, inputs if mask is None else [*inputs, mask]
+
+
+def _weight_norm_of(node: Any) -> OfNode:
+    return partial(weight_norm, None, dim=node._saved_dim), [node._saved_v, node._saved_g]
+
+
+def _hardsigmoid_of(node: Any) -> OfNode:
+    return lambda x: functional.relu6(x + 3) / 6, [node._saved_self]
+
+
+_FUSED_ATTENTION = (
+    "FlashAttention", "FlashAttentionForCpu", "EfficientAttention", "CudnnAttention",
+    "FusedAttentionOverrideable",
+)  # fmt: skip
+# By the kind of node.
+NODE_FORMULAS: dict[str, Callable[[Any], OfNode]] = {
+    **{f"ScaledDotProduct{kernel}Backward0": _attention_of for kernel in _FUSED_ATTENTION},
+    "WeightNormInterfaceBackward0": _weight_norm_of,
+    "HardsigmoidBackward0": _hardsigmoid_of,
+}
+
+
+def has_formula(node: Any) -> bool:
+    """Return whether the result of a node is that of a formula, which draws nothing at random."""
+    return type(node).__name__ in NODE_FORMULAS and not getattr(node, "_saved_dropout_p", 0)

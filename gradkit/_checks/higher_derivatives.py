@@ -1,0 +1,224 @@
+"""Second and third derivatives that torch would get silently wrong, or does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from gradkit._checks.differentiable_formulas import has_formula
+from gradkit._checks.wrong_derivatives_table import NODES, SWEPT
+from gradkit._compat.distributed import is_dtensor
+from gradkit._compat.transforms import is_differentiated_tensor
+from gradkit._compat.versions import is_mended, is_seen
+from gradkit._core.call import Call
+from gradkit._core.graph import Subgraph
+from gradkit._core.params import Params
+from gradkit._core.user_code import user_functions
+from gradkit.errors import UnsupportedGraphError, message
+
+_IN_EVAL_MODE = " in eval mode"
+# By `kind_of_node`: of which order the derivative through such nodes is wrong.
+_WRONG: dict[str, str] = {
+    kind: order
+    for kind, by_order in NODES.items()
+    for order, seen in by_order.items()
+    if is_seen(seen, SWEPT)
+}
+# The derivative of torch.compile's backward pass is a node that raises. It has no path to what the
+# function was computed from where that is not saved, and is left out then.
+_COMPILED = "CompiledFunctionBackward"
+# The kinds whose second derivative torch does not have, or did not: the operation, and what to do.
+# torch itself raises, but only once the derivative is taken.
+_ATTENTION = (
+    "scaled_dot_product_attention by a fused kernel",
+    "compute attention without it: attn_implementation='eager' for a model of transformers, or "
+    "`with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):` around the forward pass; or let "
+    "gradkit run that (gradkit.func.hvp, gradkit.meta.unroll)",
+)
+_CTC_LOSS = ("ctc_loss", "leave it out of what is differentiated twice")
+_EVER_MISSING: dict[str, tuple[str, str]] = {
+    **{
+        f"{prefix}{kernel}Backward0": _ATTENTION
+        for kernel in ("FlashAttention", "EfficientAttention", "CudnnAttention")
+        for prefix in ("", "ScaledDotProduct")
+    },
+    "ScaledDotProductFlashAttentionForCpuBackward0": _ATTENTION,
+    "ScaledDotProductFusedAttentionOverrideableBackward0": _ATTENTION,
+    "CdistBackward0": ("cdist", "(a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)"),
+    "PdistBackward0": ("pdist", "take the norms of the differences: (a - b).norm(dim=-1)"),
+    "HardsigmoidBackward0": ("hardsigmoid", "write relu6(x + 3) / 6"),
+    "EmbeddingBagBackward0": ("embedding_bag", "add up what nn.functional.embedding gives"),
+    "CtcLossBackward0": _CTC_LOSS,
+    "CtcLossBackward1": _CTC_LOSS,
+    "CudnnCtcLossBackward0": _CTC_LOSS,
+    "MultiMarginLossBackward0": ("multi_margin_loss", "write it out in other operations"),
+    "MultilabelMarginLossBackward0": ("multilabel_margin_loss", "write it out"),
+    "SegmentReduceBackward0": ("segment_reduce", "use index_add, or scatter_reduce"),
+    "SparseMmReduceImplBackward0": ("torch.sparse.mm with reduce", "make the matrix dense"),
+    "CudnnRnnBackward0": (
+        "an RNN by cuDNN",
+        "run the forward pass under `with torch.backends.cudnn.flags(enabled=False):`",
+    ),
+}
+_MISSING = {kind: text for kind, text in _EVER_MISSING.items() if not is_mended(kind)}
+# The names of types: a part of what `kind_of_node` has.
+_REFUSED = {kind.removesuffix(_IN_EVAL_MODE) for kind in _WRONG} | {_COMPILED} | _MISSING.keys()
+_DTENSORS_ARE_WRONG = not is_mended("DTensor")
+
+
+def refuse_wrong_derivatives(call: Call) -> None:
+    """Raise if torch would get the derivative of a pass of the call wrong, or drop it."""
+    for group, params in call.passes:
+        if _DTENSORS_ARE_WRONG:
+            _refuse_dtensors(params)
+        for index in group:
+            below = call.graph.below([index])
+            refuse_wrong_derivative(partial(call.losses.path, index), params.variables, below)
+
+
+def _refuse_dtensors(params: Params) -> None:
+    for index, variable in enumerate(params.variables):
+        if is_dtensor(variable):
+            expected, got = "a tensor of this process", "a DTensor, whose second derivative"
+            torch_is = f"{got} torch {torch.__version__} gets silently wrong"
+            fix = "leave out create_graph=True; or install torch 2.12 or newer"
+            raise UnsupportedGraphError(message(params.path(index), expected, torch_is, fix))
+
+
+def refuse_wrong_derivative(
+    where: Callable[[], str],
+    variables: Sequence[Tensor],
+    below: Subgraph,
+    *,
+    by_formula: bool = False,
+) -> None:
+    """Raise if a pass executes a node whose derivative torch gets wrong, drops, or does not have.
+
+    `by_formula`: but for what `InnerPass` differentiates by its formula.
+    """
+    once = set(filter(_is_once_differentiable, user_functions(below.kinds)))
+    if not once and _REFUSED.isdisjoint(kind.__name__ for kind in below.kinds):
+        return
+    nodes = {
+        kind_of_node(node): type(node)
+        for node in below.leading_to(variables)
+        if not (by_formula and has_formula(node))
+    }
+    for name, kind in sorted(nodes.items()):
+        if kind in once:
+            raise UnsupportedGraphError(dropped_message(where(), kind))
+        if name in _WRONG:
+            raise UnsupportedGraphError(_wrong(where(), name))
+        if name in _MISSING:
+            raise UnsupportedGraphError(missing_message(where(), *_MISSING[name]))
+        if name == _COMPILED and not user_functions([kind]):
+            raise UnsupportedGraphError(_compiled(where()))
+
+
+def kind_of_node(node: Any) -> str:
+    """Return the kind of a node, as the table has it: normalizations run in two modes."""
+    training = getattr(node, "_saved_training", getattr(node, "_saved_train", True))
+    return type(node).__name__ if training else f"{type(node).__name__}{_IN_EVAL_MODE}"
+
+
+def _is_once_differentiable(kind: Any) -> bool:
+    """Return whether the decorator shows; where it is hidden, the pass itself finds out."""
+    backward: Any = kind._forward_cls.backward
+    if not issubclass(kind._forward_cls, Function):  # torch.func's own, around the user's
+        closure = [cell.cell_contents for cell in getattr(backward, "__closure__", None) or ()]
+        backward = next((getattr(fn, "backward", None) for fn in closure), None)
+    return getattr(backward, "__code__", None) is _WRAPPER_CODE
+
+
+# Of the wrapper that once_differentiable makes, which is the same for all.
+_WRAPPER_CODE = once_differentiable(lambda ctx: None).__code__
+
+
+def dropped_message(where: str, kind: type) -> str:
+    """Return the message for a Function whose gradients cannot be differentiated."""
+    name = kind.__name__.removesuffix("Backward").removesuffix("Generated")
+    return message(
+        where,
+        "a graph whose derivative can be differentiated",
+        f"{name}, a Function whose backward cannot be: it is once_differentiable, or cuts the path "
+        "to its gradients (no_grad, detach(), .data, NumPy, a kernel that autograd does not know)",
+        "leave out create_graph=True; take unroll(..., first_order=True); or give it a backward "
+        "made of operations that can be differentiated, that returns None where there is none",
+    )
+
+
+def _compiled(where: str) -> str:
+    return message(
+        where,
+        "a graph whose derivative can be differentiated",
+        "a graph that torch.compile has compiled, whose derivative cannot be",
+        "leave out create_graph=True; call the module that is not compiled; or compile the "
+        "function that takes all derivatives",
+    )
+
+
+def missing_message(where: str, operation: str, fix: str) -> str:
+    """Return the message for an operation whose second derivative torch does not have."""
+    return message(
+        where,
+        "a graph whose derivative can be differentiated",
+        f"{operation}, whose second derivative torch does not have",
+        f"leave out create_graph=True; take unroll(..., first_order=True); or {fix}",
+    )
+
+
+def _wrong(where: str, name: str) -> str:
+    if _WRONG[name] == "2":
+        operation, fix = _SECOND.get(name, (name, "write it out in other operations"))
+        got = f"{operation}, whose second derivative torch gets silently wrong"
+        fix = f"leave out create_graph=True; take unroll(..., first_order=True); or {fix}"
+        return message(where, "a graph whose derivative can be differentiated", got, fix)
+    return message(
+        where,
+        "a graph whose derivative can be differentiated again",
+        f"a second derivative through {name.removesuffix('BackwardBackward0')}, whose "
+        "third torch gets silently wrong",
+        "leave out create_graph=True, or an unroll inside of another, in the last call; or use "
+        "group_norm or rms_norm, or write the norm out",
+    )
+
+
+# By the kind of node: the operation, and what to write in its place.
+_LOOP = "a loop of Python"
+_SECOND = {
+    "WeightNormInterfaceBackward0": (
+        "weight_norm",
+        "take all derivatives by gradkit.func, which differentiates its formula; or write that: "
+        "g * v / torch.norm_except_dim(v, 2, dim)",
+    ),
+    "SparseCooTensorWithDimsAndTensorsBackward0": (
+        "the values of a sparse tensor",
+        "make it dense: torch.zeros(size).index_put(tuple(indices), values, accumulate=True)",
+    ),
+    "GeneratedBackwardFor_torch_nn__linear_cross_entropy_batch_chunked_defaultBackward": (
+        "linear_cross_entropy in chunks",
+        "leave out its options",
+    ),
+    "CondAutogradOpBackward": ("torch.cond", "torch.where, or an if of Python"),
+    "ScanAutogradOpBackward": ("scan", _LOOP),
+    "WhileLoopAutogradOpBackward": ("while_loop", _LOOP),
+}
+
+
+def refuse_inside_transforms(call: Call) -> None:
+    """Raise if a transform of torch.func would take the gradients of a call for constants."""
+    for index, output in enumerate(call.outputs):
+        if is_differentiated_tensor(output):
+            raise UnsupportedGraphError(
+                message(
+                    call.losses.path(index),
+                    "a loss outside of torch.func's grad, vjp and jvp",
+                    "one inside: the transform would take the gradient for a constant",
+                    "pass create_graph=True, so that it is differentiated, too",
+                )
+            )

@@ -1,0 +1,207 @@
+"""Captured gradients that a hook or a custom Function may have changed after they had arrived.
+
+A backward function may hand the tensor that it was given to two others. A hook of one of them that
+writes on it changes what the engine has captured for the other [A3, L3]. Such a write counts up the
+version of the tensor, which is one number for all that share its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+from gradkit._checks.checked import is_checked
+from gradkit._core import user_code
+from gradkit._core.call import Call
+from gradkit._core.graph import Subgraph, edge, leaf_tensors
+from gradkit._core.params import Params
+from gradkit.errors import UnsupportedGraphError, describe, message
+
+_version = attrgetter("_version")
+
+
+def user_code_alive(call: Call) -> bool:
+    """Return whether some pass in this process could run a hook, or a Function of the user's."""
+    return user_code.hooks_registered() or call.functions.users
+
+
+def variables_to_copy(call: Call, params: Params) -> list[Tensor]:
+    """Return the variables whose gradients have to be copied as they arrive.
+
+    Also intermediate values, since the engine captures before their hooks, and hands what it has
+    captured on [D3].
+    """
+    is_alive = user_code_alive(call)
+    if is_alive:
+        refuse_pre_hooks(call)
+    if is_checked():
+        return params.variables
+    if not is_alive:
+        return []
+    if not params.no_subclasses:
+        return params.variables
+    below = call.graph.below(call.differentiated) if call.functions.users else None
+    ids = set(map(id, variables_to_copy_inside(params.variables, below)))
+    if not params.only_leaves:
+        ids |= {id(v) for v in params.variables if v.grad_fn is not None}
+    return [variable for variable in params.variables if id(variable) in ids]
+
+
+def refuse_pre_hooks(call: Call) -> None:
+    """Raise if a leaf has hooks that torch runs in `.backward()` alone."""
+    for params in call.params:
+        index = user_code.first_pre_hooked(params.variables)
+        if index is not None:
+            expected = "a leaf whose hooks are those of the tensor"
+            got = "one with a pre-hook of its AccumulateGrad node: torch runs it in backward() only"
+            fix = "register it on the tensor: param.register_hook(hook); or use backward_"
+            raise UnsupportedGraphError(message(params.path(index), expected, got, fix))
+
+
+def variables_to_copy_inside(variables: Sequence[Tensor], below: Subgraph | None) -> list[Tensor]:
+    """Return the variables whose gradients have to be copied, where a pass ends at all of them.
+
+    Those with hooks of their own, which may write on it before, and those below a custom Function,
+    which may have made it by writing: there the version tells nothing. `below` is None where no
+    Function is alive.
+    """
+    if is_checked():  # also one that a hook keeps, to write on it later
+        return [variable for variable in variables if variable.is_leaf or variable._backward_hooks]
+    hooks = user_code.hooks_registered()
+    nodes, leaves = _inputs_of_functions(below) if below is not None else (set(), {})
+    return [
+        variable
+        for variable in variables
+        if (hooks and variable._backward_hooks)
+        or id(variable) in leaves
+        or variable.grad_fn in nodes
+    ]
+
+
+def _inputs_of_functions(below: Subgraph) -> tuple[set[Node], dict[int, Tensor]]:
+    """Return the nodes whose gradients come from custom Functions, and the leaves of such."""
+    kinds = set(user_code.user_functions(below.kinds))
+    functions = [node for node in below.nodes if type(node) in kinds] if kinds else []
+    inputs = {child for node in functions for child, _ in node.next_functions if child is not None}
+    return inputs, leaf_tensors(inputs)
+
+
+def grad_versions(
+    variables: Sequence[Tensor], grads: Sequence[Tensor | None], copied: Sequence[Tensor]
+) -> dict[int, int]:
+    """Return the version of each gradient, by the variable's number: if not 0, and no copy's."""
+    if not any(map(_version, [grad for grad in grads if grad is not None])):
+        return {}
+    safe = set(map(id, copied))
+    return {
+        index: grad._version
+        for index, (variable, grad) in enumerate(zip(variables, grads, strict=True))
+        if grad is not None and grad._version and id(variable) not in safe
+    }
+
+
+def refuse_modified(
+    where: Callable[[], str],
+    path: Callable[[int], str],
+    variables: Sequence[Tensor],
+    below: Subgraph,
+    versions: Mapping[int, int],
+) -> None:
+    """Raise if a gradient with respect to a variable, of this version, has had another writer."""
+    if versions:
+        arrivals = _Arrivals(below)
+        for index, version in versions.items():
+            if version > arrivals.most_writes(variables[index]):
+                raise UnsupportedGraphError(_modified(where(), path(index), variables[index]))
+
+
+def _modified(where: str, path: str, variable: Tensor) -> str:
+    return message(
+        path,
+        f"a gradient of {where} that nothing has changed since it was computed",
+        f"that of {describe(variable)}, on which a tensor's hook, a module's, or "
+        "the backward of a custom Function has written in place",
+        "return a new tensor there: lambda grad: grad.clamp(-1, 1), and not grad.clamp_(-1, 1); "
+        "`with gradkit.checked():` around an eager call names the place",
+    )
+
+
+class _Arrivals:
+    """How often torch itself may have written on each gradient that arrives in a pass."""
+
+    def __init__(self, below: Subgraph) -> None:
+        self._roots = {edge(root)[:2] for root in below.roots}
+        # For each node its outputs in the forward pass, and the nodes that they are inputs of.
+        self._users: dict[Node, dict[int, list[Node]]] = {}
+        for node in below.nodes:
+            for child, number in node.next_functions:
+                if child is not None:
+                    self._users.setdefault(child, {}).setdefault(number, []).append(node)
+
+    def most_writes(self, variable: Tensor) -> float:
+        """Return the largest version of the variable's gradient that needs no writer."""
+        here = edge(variable)
+        most = 0
+        seen = {here.node}
+        stack = [(here[:2], self._users.get(here.node, {}).get(here.output_nr, []))]
+        while stack:
+            output, users = stack.pop()
+            # Each part of a sum but the first may be added in place.
+            most += max(0, len(users) + (output in self._roots) - 1)
+            for user in users:
+                name = user.name()
+                if name in _WRITE_ON_THEIR_OWN or name.count("Backward") > 1:
+                    return float("inf")  # so do some nodes of derivatives of derivatives
+                if _is_function(type(user)):
+                    return float("inf")
+                if name in _MAKE_NEW or user in seen:
+                    continue
+                # It may hand on what it was given, with all that was written on it.
+                seen.add(user)
+                outputs = self._users.get(user, {0: []})
+                stack += [((user, number), others) for number, others in outputs.items()]
+        return most
+
+
+def _is_function(kind: type) -> bool:
+    """Return whether nodes of a type run Python or generated code, which may build in place.
+
+    But for the Function that calls a module's backward hooks: it hands on what it was given.
+    """
+    return issubclass(kind, BackwardCFunction) and kind.__name__ != "BackwardHookFunctionBackward"
+
+
+# Backward functions that write on what they have made before anyone else has it: found among all
+# operations of torch's own test inputs, on torch 2.11 to 2.15.
+_WRITE_ON_THEIR_OWN = frozenset((
+    "AminmaxBackward0", "AsStridedBackward0", "BinaryCrossEntropyBackward0",
+    "BinaryCrossEntropyWithLogitsBackward0", "CopysignBackward0", "CummaxBackward0",
+    "CumminBackward0", "FftC2RBackward0", "GatherBackward0", "IndexBackward0",
+    "IndexSelectBackward0", "KthvalueBackward0", "LinalgHouseholderProductBackward0",
+    "MaskedSelectBackward0", "MaxBackward0", "MaxBackward1", "MkldnnRnnLayerBackward0",
+    "MaxPool2DWithIndicesBackwardBackward0", "MaximumBackward0", "MedianBackward0",
+    "MedianBackward1", "MinBackward0", "MinBackward1", "MinimumBackward0", "ModeBackward0",
+    "NanmedianBackward0", "NanmedianBackward1", "NativeGroupNormBackward0", "NextafterBackward0",
+    "NormalBackward1", "NormalBackward3", "OrmqrBackward0", "SortBackward0", "SortBackward1",
+    "TakeBackward0", "TopkBackward0", "TraceBackward0",
+    "AsStridedBackward0_copy", "AsStridedScatterBackward0", "torch::autograd::CopySlices",
+    "GeneratedBackwardFor_torch_nn__linear_cross_entropy_batch_chunked_no_reduction_defaultBackward",
+))  # fmt: skip
+# The most common of those that make a new tensor, and never hand on the one that they were given.
+_MAKE_NEW = frozenset(
+    f"{name}Backward0"
+    for name in (
+        "Abs", "AdaptiveAvgPool2D", "AvgPool2D", "Bmm", "Clamp", "Convolution", "Cos",
+        "CudnnBatchNorm", "Div", "Dot", "Elu", "Embedding", "Exp", "Flip", "Gelu", "LeakyRelu",
+        "Log", "LogSoftmax", "MaskedFill", "MaxPool2DWithIndices", "Mean", "Mm", "MseLoss", "Mul",
+        "Mv", "NativeBatchNorm", "NativeDropout", "NativeLayerNorm", "Neg", "NllLoss", "Pow",
+        "Relu", "Roll", "Rsqrt", "ScaledDotProductEfficientAttention",
+        "ScaledDotProductFlashAttention", "ScaledDotProductFlashAttentionForCpu", "Select",
+        "Sigmoid", "Silu", "Sin", "Slice", "SmoothL1Loss", "Softmax", "Softplus", "Sqrt", "Tanh",
+        "Tril", "Triu", "Where",
+    )
+)  # fmt: skip

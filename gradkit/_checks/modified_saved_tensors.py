@@ -1,0 +1,63 @@
+"""Saved tensors that were changed in place since the forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+from torch.autograd.graph import Node
+
+from gradkit._compat.autograd import changed_since_saved, forward_line, sequence_number
+from gradkit._core.call import Call
+from gradkit._core.graph import saved_names
+from gradkit.errors import message
+
+Reason: TypeAlias = tuple[str, str, str]  # expected, got, what to do
+
+_EXPECTED = "saved tensors as they were in the forward pass"
+_FIX = (
+    "take this loss's gradients before the write, which an optimizer's step is, too; or make a new "
+    "tensor: label = torch.zeros_like(label), not label.zero_()"
+)
+_ANOMALY = "; under torch.autograd.detect_anomaly() this error names the line that saved it"
+
+
+def modified_since_saved(nodes: Iterable[Node]) -> Reason | None:
+    """Return why a pass through some nodes raises, if a tensor that one saved was changed since.
+
+    Of several nodes it is the newest, which a pass executes first.
+    """
+    for node in sorted(nodes, key=sequence_number, reverse=True):
+        for name in saved_names(type(node)):
+            error = changed_since_saved(node, name)
+            if error is not None:
+                return _reason(node, name.removeprefix("_raw_saved_"), error)
+    return None
+
+
+def _reason(node: Node, name: str, error: str) -> Reason:
+    line = forward_line(node)
+    saved_in = "" if line is None else f", saved in {line}"
+    got = f"`{name}` of {node.name()} changed in place since{saved_in}: {_without_hint(error)}"
+    return _EXPECTED, got, _FIX if line else _FIX + _ANOMALY
+
+
+def _without_hint(error: str) -> str:
+    return error.partition(" Hint")[0].rstrip(".")
+
+
+def modified_message(error: RuntimeError, call: Call) -> str:
+    """Return the message for torch's error that a saved tensor was changed in place."""
+    reasons: dict[int, Reason] = {}
+    for group, params in call.passes:
+        for index in group:
+            below = call.graph.below([index])
+            nodes = below.leading_to(params.variables) if params.variables else below.nodes
+            reason = modified_since_saved(nodes)
+            if reason is not None:
+                reasons[index] = reason
+    # A graph inside a backward function shows only in torch's own text.
+    unknown = (_EXPECTED, f"one changed in place since: {_without_hint(str(error))}", _FIX)
+    affected = list(reasons) or call.differentiated
+    reason = next(iter(reasons.values()), unknown)
+    return message(", ".join(map(call.losses.path, affected[:3])), *reason)

@@ -1,0 +1,98 @@
+"""Non-reentrant checkpoints inside a call whose backward pass would recompute them wrongly.
+
+Their recomputation runs in the backward pass, when the module has its own parameters back, and so
+gives gradients at those, silently [F3].
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from gradkit._compat.transforms import (
+    checkpoint_frame,
+    default_unpack_hook,
+    differentiated,
+    is_transform_tensor,
+)
+from gradkit._core import graph, pytree
+from gradkit._core.pytree import PyTree
+from gradkit.errors import UnsupportedGraphError, message
+
+
+@dataclass(frozen=True)
+class StateBeforeCall:
+    """The state before a call."""
+
+    frames: int  # how many checkpoints wait to recompute, plus a constant
+    nodes: set[Node]  # where the graphs of the call's inputs begin, which are not the call's
+    # The unpack hook around it: that of a checkpoint of the whole call, say, which recomputes the
+    # call and not the module.
+    outer: object
+
+
+def before(inputs: PyTree) -> StateBeforeCall | None:
+    """Return the state before a call; None if no graph is recorded."""
+    # Inside a derivative of torch.func, a checkpoint raises by itself.
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or differentiated():
+        return None
+    nodes = {graph.edge(tensor).node for tensor in _differentiable(inputs)}
+    return StateBeforeCall(sys.getrefcount(checkpoint_frame()), nodes, default_unpack_hook())
+
+
+def refuse(out: PyTree, snapshot: StateBeforeCall | None) -> None:
+    """Raise if the graph of a call's result would be recomputed with other parameters."""
+    if snapshot is None:
+        return
+    # CPython counts each instance as a reference to its class.
+    frames = sys.getrefcount(checkpoint_frame())
+    if frames <= _references_of_idle_class():
+        return  # there is no checkpoint anywhere, and no graph to walk
+    # One that was made meanwhile is seen wherever its output is. If another one went meanwhile,
+    # their number tells nothing, and the graph has to be looked at.
+    if frames > snapshot.frames or any(
+        _recomputes(node, snapshot.outer)
+        for node in graph.nodes_below(_differentiable(out), snapshot.nodes)
+    ):
+        got = (
+            "one with torch.utils.checkpoint: its backward pass would recompute with the "
+            "module's own parameters, not the ones of this call"
+        )
+        fix = (
+            "switch it off in the module, and checkpoint the whole call: torch.utils."
+            "checkpoint.checkpoint(call, params, buffers, x, use_reentrant=False)"
+        )
+        expected = "a module without checkpoints inside"
+        raise UnsupportedGraphError(message("module", expected, got, fix))
+
+
+def _differentiable(tree: PyTree) -> list[Tensor]:
+    """Return the tensors of a tree that require grad, without those that a transform wraps."""
+    leaves, _ = pytree.flatten(tree)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [tensor for tensor in tensors if not is_transform_tensor(tensor)]
+
+
+def _recomputes(node: Node, outer: object) -> bool:
+    module = checkpoint_frame().__module__
+    for name in graph.saved_names(type(node)):
+        saved = getattr(node, name)
+        for tensor in saved if isinstance(saved, tuple | list) else (saved,):
+            hook = getattr(tensor, "unpack_hook", None)
+            if hook is not outer and getattr(hook, "__module__", None) == module:
+                return True
+    return False
+
+
+@cache
+def _references_of_idle_class() -> int:
+    """Return the references to the class without instances: as many as a copy of it has."""
+    frame = checkpoint_frame()
+    members = {k: v for k, v in vars(frame).items() if k not in {"__dict__", "__weakref__"}}
+    twin = type(frame.__name__, frame.__bases__, members)
+    return sys.getrefcount(twin)

@@ -1,0 +1,222 @@
+"""The operations whose derivative torch.func gets silently wrong, and where it does.
+
+`wrong_derivatives_table` says under which transforms, as a sweep has found; here is what it cannot
+say: which calls of an operation are concerned, and what to write in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from gradkit._checks.differentiable_formulas import FORMULAS
+from gradkit._checks.wrong_derivatives_table import OPERATIONS, SWEPT
+from gradkit._compat.transforms import BATCH, DERIVATIVES
+from gradkit._compat.versions import is_seen
+
+Stack: TypeAlias = tuple[str, ...]
+EAGER = "Grad"  # autograd, which is like a transform around all others
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """A call of an operation, and the transforms around it."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    functional: bool  # of torch.nn.functional, whose arguments have another order
+    stack: Stack  # the transforms around it, from the outermost
+    outer: Stack  # those of them around the monitor
+
+    def argument(self, position: int, name: str) -> Any:
+        """Return an argument, None if it was left out."""
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name)
+
+    def differentiated_by_eager_code(self) -> OpCall:
+        """Return the call as it is if eager code differentiates what the transforms give."""
+        return replace(self, stack=(EAGER, *self.stack), outer=(EAGER, *self.outer))
+
+    def differentiated_outside(self) -> bool:
+        """Return whether a batched backward pass through the monitored function is possible."""
+        return not DERIVATIVES.isdisjoint(self.outer)
+
+
+def differentiated_around(stack: Stack, kind: str) -> bool:
+    """Return whether a transform of this kind stands inside one that differentiates."""
+    last = len(stack) - 1 - stack[::-1].index(kind) if kind in stack else 0
+    return not DERIVATIVES.isdisjoint(stack[:last])
+
+
+def holds(stack: Stack, part: Stack) -> bool:
+    """Return whether a stack holds some transforms, in their order."""
+    rest = iter(stack)
+    return all(kind in rest for kind in part)
+
+
+# Of a call, and the transforms of an entry of the table.
+Condition: TypeAlias = Callable[[OpCall, Stack], bool]
+_PASS = "+Vmap"  # a backward pass alone is batched
+_BATCHED, _DERIVATIVE_OF_BATCHED = ("Grad", _PASS), ("Grad", "Grad", _PASS)
+
+
+@dataclass(frozen=True)
+class TransformBug:
+    """What torch gets wrong about an operation."""
+
+    fix: str  # what to write in its place
+    stacks: tuple[Stack, ...] = ()  # the transforms under which it is wrong, from the outermost
+    concerns: Condition = lambda call, stack: True  # which calls of the operation have the bug
+
+    @property
+    def what(self) -> str:
+        """What is wrong, in words."""
+        several = dict.fromkeys(_WORDS.get(stack, "its derivative") for stack in self.stacks)
+        return f"{', or '.join(several)} is silently wrong"
+
+    def wrong_now(self, call: OpCall) -> bool:
+        """Return whether the call is wrong, or will be with the transforms around it."""
+        return any(
+            self.concerns(call, stack)
+            and (holds(call.stack, stack) or (stack == _BATCHED and call.differentiated_outside()))
+            for stack in self.stacks
+        )
+
+    def wrong_batched(self, call: OpCall) -> bool:
+        """Return whether a batched backward pass through the call is wrong."""
+        return _BATCHED in self.stacks and self.concerns(call, _BATCHED)
+
+    def wrong_derivative(self, call: OpCall) -> bool:
+        """Return whether the derivative of such a pass is wrong."""
+        return _DERIVATIVE_OF_BATCHED in self.stacks and self.concerns(call, _DERIVATIVE_OF_BATCHED)
+
+
+_OF_BATCHED = "a derivative of a batched gradient, grad(vmap(grad(f))),"
+_WORDS: dict[Stack, str] = {
+    ("Jvp",): "its forward-mode derivative",
+    ("Grad", "Jvp"): "the derivative of its jvp",
+    ("Jvp", "Jvp"): "the derivative of its jvp",
+    ("Jvp", "Grad"): "the jvp of its gradient",
+    ("Grad", "Grad"): "its second derivative",
+    ("Grad", "Grad", "Grad"): "its third derivative",
+    ("Jvp", "Grad", "Grad"): "its third derivative",
+    ("Jvp", "Jvp", "Grad"): "its third derivative by forward mode",
+    ("Jvp", "Jvp", "Jvp"): "its third derivative by forward mode",
+    ("Vmap",): "what vmap makes of it",
+    ("Grad", "Vmap"): "the derivative of its batching rule",
+    ("Vmap", "Vmap"): "a batch of batches",
+    _BATCHED: "a batched backward pass through it",
+    _DERIVATIVE_OF_BATCHED: _OF_BATCHED,
+    ("Grad", "Vmap", "Grad"): _OF_BATCHED,
+    ("Jvp", "Vmap", "Grad"): _OF_BATCHED,
+}
+_OVER_JVP = "take the jvp of the gradient: hvp(f, primals, tangents)"
+_FORWARD = 'hvp(..., mode="reverse-over-reverse"), and grad or jacrev in place of jvp or jacfwd'
+_INSIDE = "take every derivative inside of the vmap, two at most; or use group_norm or rms_norm"
+_SOLVED = f"{_OVER_JVP}; or torch.linalg.inv(a) @ b"
+
+
+def _of_norm(position: int, functional: int) -> Condition:
+    """Return the condition of a norm: batched, it is wrong only with a weight."""
+
+    def concerns(call: OpCall, stack: Stack) -> bool:
+        weight = call.argument(functional if call.functional else position, "weight")
+        return weight is not None or not {BATCH, _PASS} & set(stack)
+
+    return concerns
+
+
+def _by_its_own_statistics(name: str) -> Condition:
+    of_norm, default = _of_norm(1, 3), name == "use_input_stats"
+
+    def concerns(call: OpCall, stack: Stack) -> bool:
+        flag = call.argument(5, name)
+        return bool(default if flag is None else flag) and of_norm(call, stack)
+
+    return concerns
+
+
+def _broadcasts(call: OpCall, _: Stack) -> bool:
+    shapes = call.argument(0, "input").shape, call.argument(1, "mask").shape
+    return len(set(shapes)) > 1
+
+
+def _is_differentiated(call: OpCall, stack: Stack) -> bool:
+    tensors = call.argument(0, "input"), call.argument(1, "src")
+    return len(call.stack) > 1 or any(tensor.requires_grad for tensor in tensors)
+
+
+def _has_values_to_differentiate(call: OpCall, _: Stack) -> bool:
+    values = call.argument(1, "values")
+    return isinstance(values, Tensor) and (values.requires_grad or "Jvp" in call.stack)
+
+
+_BY_HAND: dict[str, TransformBug] = {
+    "cdist": TransformBug("(a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)"),
+    "as_strided_scatter": TransformBug("index_put, or torch.where", concerns=_is_differentiated),
+    "roll": TransformBug(
+        "leave it out: it moves nothing in a tensor without dimensions",
+        concerns=lambda call, _: call.argument(0, "input").dim() == 0,
+    ),
+    "masked_select": TransformBug(
+        "expand the tensor to the shape of the mask first", concerns=_broadcasts
+    ),
+    "index_fill": TransformBug(
+        "torch.where, or index_put",
+        concerns=lambda call, _: isinstance(call.argument(3, "value"), Tensor),
+    ),
+    "select_scatter": TransformBug(
+        "torch.where, or index_put; or take the gradient inside the vmap"
+    ),
+    "sparse_coo_tensor": TransformBug(
+        "make it dense: torch.zeros(size).index_put(tuple(indices), values, accumulate=True)",
+        concerns=_has_values_to_differentiate,
+    ),
+    "lu_solve": TransformBug("torch.linalg.solve(a, b)"),
+    "det": TransformBug(f"{_OVER_JVP}; a third derivative by gradkit.value_and_grads, eagerly"),
+    **dict.fromkeys(
+        ("slogdet", "logdet", "householder_product", "cumprod"), TransformBug(_OVER_JVP)
+    ),
+    **dict.fromkeys(("solve", "solve_ex", "tensorsolve"), TransformBug(_SOLVED)),
+    **dict.fromkeys(
+        ("cholesky_inverse", "triangular_solve", "eig", "eigvals", "prod"), TransformBug(_FORWARD)
+    ),
+    "scatter_reduce": TransformBug(
+        _FORWARD, concerns=lambda call, _: call.argument(4, "reduce") == "prod"
+    ),
+    "layer_norm": TransformBug(_INSIDE, concerns=_of_norm(2, 2)),
+    "batch_norm": TransformBug(_INSIDE, concerns=_by_its_own_statistics("training")),
+    "instance_norm": TransformBug(_INSIDE, concerns=_by_its_own_statistics("use_input_stats")),
+}
+
+
+def stacks_of(name: str) -> tuple[Stack, ...]:
+    rows = OPERATIONS.get(name, {}).items()
+    return tuple(tuple(stack.split()) for stack, seen in rows if is_seen(seen, SWEPT))
+
+
+EVERY_TRANSFORM_BUG = {
+    name: TransformBug(bug.fix, stacks_of(name), bug.concerns) for name, bug in _BY_HAND.items()
+}
+TRANSFORM_BUGS = {name: bug for name, bug in EVERY_TRANSFORM_BUG.items() if bug.stacks}
+# Operations that run by a formula where torch's own rules are wrong.
+BY_FORMULA = {name: TransformBug("", stacks_of(name)) for name in FORMULAS if name in OPERATIONS}
+# The same under other names, and torch's operators beneath them.
+_EVERY_ALIAS = {
+    "native_layer_norm": "layer_norm",
+    "native_batch_norm": "batch_norm",
+    "_native_batch_norm_legit": "batch_norm",
+    "_batch_norm_with_update": "batch_norm",
+    "_cdist_forward": "cdist",
+    "scatter_reduce_": "scatter_reduce",
+    "index_fill_": "index_fill",
+    "_weight_norm_interface": "weight_norm",
+    "orgqr": "householder_product",
+}
+_WRITTEN = (*TRANSFORM_BUGS, *BY_FORMULA)
+_EVERY_ALIAS |= {
+    prefix + name: name for name in _WRITTEN for prefix in ("_", "linalg_", "_linalg_")
+}
+ALIASES = {alias: name for alias, name in _EVERY_ALIAS.items() if name in _WRITTEN}

@@ -1,0 +1,136 @@
+"""Tensors that a graph does not keep for its backward pass, which computes them again.
+
+A parameter that is gathered for one layer would otherwise stay in memory until the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import SymInt, Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gradkit._compat.transforms import default_hooks, differentiated
+from gradkit.errors import UnsupportedGraphError, message
+
+# Computes a tensor again; raises if it would be another one by now.
+Recompute = Callable[[], Tensor]
+
+
+class RecomputedTensorSource:
+    """Whatever makes such tensors; while one exists, passes with create_graph look for them."""
+
+    def __init__(self) -> None:
+        recomputed_tensor_sources[id(self)] = ref(self, partial(_forget_source, id(self)))
+
+
+def _forget_source(key: int, _: object) -> None:
+    recomputed_tensor_sources.pop(key, None)
+
+
+# A plain dictionary: a pass asks no more of it than whether there is any.
+recomputed_tensor_sources: dict[int, ReferenceType[RecomputedTensorSource]] = {}
+# By storage: a view of a tensor is saved as part of it. The lives of Python's own objects differ
+# between processes, which must recompute the same tensors. A weak reference keeps the address.
+_recomputed: dict[int, tuple[StorageWeakRef, torch.dtype, Recompute]] = {}
+
+
+def register_recompute(tensor: Tensor, recompute: Recompute) -> None:
+    """Let `recompute` stand for a tensor, which no one has saved yet, in graphs."""
+    for key, (storage, *_) in list(_recomputed.items()):
+        if storage.expired():  # type: ignore[no-untyped-call]
+            del _recomputed[key]
+    reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    _recomputed[_storage(tensor)] = reference, tensor.dtype, recompute
+
+
+def is_recomputed(tensor: Tensor) -> bool:
+    """Return whether a tensor is one that `register_recompute` got, or a view of one."""
+    return bool(_recomputed) and _recompute_of(tensor) is not None
+
+
+def recompute_hooks() -> AbstractContextManager[Any]:
+    """Let graphs that are recorded in the block save `recompute` in the place of its tensor."""
+    if not recomputed_tensor_sources or differentiated() or torch.compiler.is_compiling():
+        return nullcontext()  # torch.func's derivatives have no hooks for saved tensors
+    pack, unpack = default_hooks() or (None, None)
+    return saved_tensors_hooks(lambda tensor: _pack(tensor, pack, unpack), _unpack)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A tensor that is recomputed, or a view of one."""
+
+    recompute: Recompute
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | SymInt
+
+
+@dataclass(frozen=True, slots=True)
+class _Versioned:
+    """Any other tensor: with hooks, torch does not see that it was changed in place."""
+
+    tensor: Tensor
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class _ByOuterHooks:
+    """What the hooks around ours, of a checkpoint of the whole call, say, have made of a tensor."""
+
+    packed: Any
+    unpack: Callable[[Any], Tensor]
+
+
+def _pack(tensor: Tensor, pack: Any, unpack: Any) -> object:
+    if (recompute := _recompute_of(tensor)) is not None:
+        return _View(recompute, tensor.size(), tensor.stride(), tensor.storage_offset())
+    if pack is not None:
+        return _ByOuterHooks(pack(tensor), unpack)
+    return _Versioned(tensor, tensor._version)
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, _View):
+        with torch.no_grad():
+            whole = packed.recompute()
+            register_recompute(whole, packed.recompute)
+            # torch connects it with the graph of what was saved.
+            return whole.as_strided(packed.size, packed.stride, packed.offset)
+    if isinstance(packed, _ByOuterHooks):
+        return packed.unpack(packed.packed)
+    tensor: Tensor = packed.tensor
+    if tensor._version != packed.version:
+        refuse_changed(f"a tensor of shape {tuple(tensor.shape)}", "the graph")
+    return tensor
+
+
+def refuse_changed(what: str, where: str) -> None:
+    """Raise since a tensor that a backward pass needs is not what it was."""
+    expected = f"{what} as it was in the forward pass"
+    got = "one that was changed in place since, before the backward pass"
+    fix = "take the gradients before the optimizer steps; change a copy, h + 1, and not h itself"
+    raise UnsupportedGraphError(message(where, expected, got, fix))
+
+
+def _recompute_of(tensor: Tensor) -> Recompute | None:
+    if tensor.layout != torch.strided or not _recomputed:
+        return None
+    try:
+        _, dtype, recompute = _recomputed[_storage(tensor)]
+    except (KeyError, NotImplementedError, RuntimeError):  # of subclasses, without a storage
+        return None
+    return recompute if dtype == tensor.dtype else None
+
+
+def _storage(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address

@@ -1,0 +1,180 @@
+"""Running a computation a second time as if it had run once.
+
+The second run draws the same random numbers, uses the same autocast and attention kernels, and
+reads what memory held before the first run wrote to it. Afterwards all of that is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from gradkit._compat.autograd import TorchDispatchMode
+from gradkit._core.written_tensors import written_tensors
+from gradkit._state import rng
+from gradkit._state.rerun_check import (
+    Checksums,
+    SecondRun,
+    as_second_run,
+    checksums,
+    innermost_second_run,
+)
+
+
+class RerunState:
+    """The state that a computation of some tensors starts from, to run it a second time."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._rng = rng.states(tensors)
+        devices = {"cpu", *(t.device.type for t in tensors)}
+        self._autocast = list(map(_autocast, devices))
+        self._kernels = attention_kernels()
+        self._writes = _StorageWrites()
+        self._checksums: Checksums = {}
+        self._around = innermost_second_run()
+
+    @contextmanager
+    def first_run(self) -> Iterator[None]:
+        """Run the block the first time; copy what `recording_writes` blocks in it write to."""
+        token = _writes_of_run.set(self._writes)
+        try:
+            yield
+        finally:
+            _writes_of_run.reset(token)
+
+    def record_outputs(self, outputs: Sequence[Tensor]) -> None:
+        """Remember checksums of the first run's outputs."""
+        self._checksums = checksums(outputs)
+
+    def undo(self) -> None:
+        """Put back what the first run changed."""
+        rng.restore(self._rng)
+        _restore(self._writes.snapshots)
+
+    def _other_autocast(self) -> list[tuple[str, bool, torch.dtype]]:
+        return [one for one in self._autocast if one != _autocast(one[0])]
+
+    @contextmanager
+    def second_run(self) -> Iterator[SecondRun]:
+        """Restore the state of the first run inside the block, and today's after it."""
+        now = _current(self._writes.snapshots)
+        kernels = attention_kernels()
+        states = rng.current(self._rng)
+        with ExitStack() as stack:
+            stack.callback(rng.restore, states)
+            rng.restore(self._rng)
+            for device, enabled, dtype in self._other_autocast():
+                stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype))
+            try:
+                enable_attention_kernels(self._kernels)
+                _restore(self._writes.snapshots)
+                with as_second_run(self._checksums, self._around) as run:
+                    yield run
+            finally:
+                enable_attention_kernels(kernels)
+                _restore(now)
+
+
+def _autocast(device: str) -> tuple[str, bool, torch.dtype]:
+    return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+_ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
+
+
+def attention_kernels() -> list[bool]:
+    """Return which kernels of scaled_dot_product_attention are enabled."""
+    return [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _ATTENTION_KERNELS]
+
+
+def enable_attention_kernels(kernels: list[bool]) -> None:
+    """Enable these kernels, in the order of `attention_kernels`."""
+    if kernels != attention_kernels():
+        for name, enabled in zip(_ATTENTION_KERNELS, kernels, strict=True):
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
+
+
+Snapshots: TypeAlias = list[tuple[torch.UntypedStorage, torch.UntypedStorage]]
+
+
+class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Copies each storage from outside before an operator first writes to it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.snapshots: Snapshots = []
+        # Storages that need no copy: allocated inside, or copied already.
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in written_tensors(func, args, kwargs):
+            self._snapshot(tensor)
+        out = func(*args, **kwargs)
+        if _allocates(func):
+            for result in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(result, Tensor) and result.layout == torch.strided:
+                    self._known.add(result.untyped_storage()._cdata)
+        return out
+
+    def _snapshot(self, tensor: Tensor) -> None:
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._known:
+                self._known.add(storage._cdata)
+                self.snapshots.append((storage, _copy(storage)))
+
+
+_writes_of_run: ContextVar[_StorageWrites | None] = ContextVar("writes_of_run", default=None)
+
+
+@contextmanager
+def recording_writes() -> Iterator[None]:
+    """Run code that may write to memory from outside; a first run around it copies that before.
+
+    Not for what gradkit and torch compute by themselves: recording an operator takes longer than
+    running a small one.
+    """
+    writes = _writes_of_run.get()
+    if writes is None:
+        yield
+        return
+    token = _writes_of_run.set(None)  # what runs inside is recorded already
+    try:
+        with writes:
+            yield
+    finally:
+        _writes_of_run.reset(token)
+
+
+def _current(snapshots: Snapshots) -> Snapshots:
+    """Return new snapshots of the same storages."""
+    return [(storage, _copy(storage)) for storage, _ in snapshots]
+
+
+def _restore(snapshots: Snapshots) -> None:
+    """Write the copies back to their storages; version counters do not count it."""
+    for storage, copy in snapshots:
+        storage.copy_(copy)
+
+
+def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    return cast("torch.UntypedStorage", storage.clone())  # type: ignore[no-untyped-call]
+
+
+@cache
+def _allocates(func: Any) -> bool:
+    """Return whether the results of an operator are new, and no views of its arguments."""
+    return all(result.alias_info is None for result in func._schema.returns)

@@ -1,0 +1,251 @@
+"""Inner products of the gradients of losses over all ranks, and weights that are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from gradkit._autograd import graph_release
+from gradkit._autograd.gramian import by_blocks, mirrored, weights_of
+from gradkit._autograd.loss_rows import LossRows, read_rows, warn_sequential
+from gradkit._autograd.passes import PassResult, RunnerFactory
+from gradkit._checks.graphs import check_call
+from gradkit._compat import distributed
+from gradkit._core import pytree
+from gradkit._core.call import Call, Grads, Pass
+from gradkit._core.leaf_arithmetic import inner
+from gradkit._core.losses import Losses, read_losses, read_weights
+from gradkit._core.params import Params
+from gradkit._core.pytree import PyTree
+from gradkit.distributed import _ddp
+from gradkit.distributed._agreement import (
+    Description,
+    Group,
+    agree_in_all,
+    agree_or_raise,
+    collective_errors,
+    digest_of,
+)
+from gradkit.distributed._distributed_call import DistributedCall
+from gradkit.distributed._leaf_reduction import LeafReduction, arrival_order
+from gradkit.errors import StructureError, UnsupportedGraphError, message
+
+# Runs a call on its modules, by DistributedDataParallel's means or by those of fully_shard.
+RunOnModules: TypeAlias = Callable[[DistributedCall], tuple[PassResult, Params]]
+
+
+@dataclass(frozen=True, slots=True)
+class ElementsCall(DistributedCall):
+    """A call whose losses are the elements of those that the caller gave."""
+
+    scalar: bool = False  # whether each loss must have one element
+
+    def read(self) -> tuple[Losses, Params]:
+        """Return the elements, checked, and the params."""
+        losses, params = DistributedCall.read(self)
+        if self.scalar:
+            read_losses(self.losses, scalar=True)
+        if all(loss.numel() == 1 for loss in losses.leaves):
+            return losses, params
+        with torch.enable_grad():
+            rows = [element for loss in losses.leaves for element in loss.reshape(-1).unbind()]
+        if not rows:
+            fix = "leave out losses without elements"
+            raise StructureError(message("losses", "at least one element", "none", fix))
+        return Losses(rows, pytree.flatten(rows)[1]), params
+
+
+def gram_of_replicas(
+    call: ElementsCall,
+    modules: Sequence[DistributedDataParallel],
+    chunk_size: int | None,
+    retain: bool,
+) -> Tensor:
+    """Return the products for modules under DistributedDataParallel."""
+    group = _ddp.join(modules, call.name)
+    _refuse_ignored(modules)
+    shared = replace(call, part=chunk_size)
+    matrix, order, reason = _read_on_all_ranks(group, shared, modules)
+    several = len(matrix.rows) > 1 and chunk_size != 1
+    if several and reason is not None:
+        warn_sequential(reason)
+    elif several:
+        reduction = LeafReduction(matrix, group, order)
+        every = matrix.call.differentiated
+        run = partial(by_blocks, matrix, chunk_size, reduction.products)
+        if (product := matrix.batched(run, every)) is not None:
+            if not reduction.reached:
+                matrix.require_reached()
+            if not retain:
+                matrix.release(every)
+            return mirrored(product)
+    return sequential(call, lambda part: _ddp.run(part, modules), chunk_size or 1, retain)
+
+
+def _refuse_ignored(modules: Sequence[DistributedDataParallel]) -> None:
+    if any(module.parameters_to_ignore for module in modules):
+        expected = "a module of which DistributedDataParallel reduces all parameters"
+        got = "one with parameters to ignore: each rank would have another product"
+        fix = "gradkit.tree.gram(gradkit.distributed.per_loss_grads(losses, module))"
+        raise UnsupportedGraphError(message("the module", expected, got, fix))
+
+
+def _read_on_all_ranks(
+    group: Group, call: ElementsCall, modules: Sequence[DistributedDataParallel]
+) -> tuple[LossRows, Sequence[int], str | None]:
+    """Return the rows, the order in which leaves are sent, and why no batched pass can run."""
+
+    def read() -> tuple[tuple[LossRows, tuple[int, ...], str | None], Description]:
+        losses, params = _ddp.read_replicated(call, modules)
+        matrix = read_rows(losses, params, (distributed.SINK,))
+        reason = matrix.why_not_batched(matrix.call.differentiated)
+        if _ddp.with_comm_hook(modules):
+            reason = "a communication hook reduces the gradients of one loss at a time"
+        order = arrival_order(matrix)
+        expected = (int(reason is None), *digest_of(order)[1:])
+        invariants, paths = (
+            call.rank_invariants(losses, params),
+            partial(call.paths, losses, params),
+        )
+        return (matrix, order, reason), Description(invariants, (), paths, expected)
+
+    (matrix, order, reason), agreement = agree_or_raise(group, read)
+    refusing = [rank for rank, (can_batch, *_) in enumerate(agreement.expected) if not can_batch]
+    if refusing and reason is None:
+        reason = f"a batched pass is not possible on rank {refusing[0]}"
+    if not agreement.same_expected:
+        return matrix, tuple(reversed(range(len(order)))), reason
+    return matrix, order, reason
+
+
+def sequential(
+    call: ElementsCall, run: RunOnModules, held_at_a_time: int | None, retain: bool
+) -> Tensor:
+    """Return the products of all rows: of some that are held, with each that comes after them."""
+    rows = partial(_rows_between, call, run, retain)
+    first, params = rows(0, held_at_a_time, is_last=True)
+    matrix = LossRows(first.call, params)
+    count = len(matrix.rows)
+    size = held_at_a_time or count
+    products = _Products(matrix.zeros(count, count))
+    for start in range(0, count, size):
+        stop = min(start + size, count)
+        result = rows(start, stop, is_last=True)[0] if start else first
+        block = result.grads[start:stop]
+        for offset, grads in enumerate(block):
+            matrix.note(grads)
+            for row, other in enumerate(block[: offset + 1], start):
+                products.add(row, start + offset, other, grads)
+        for column in range(stop, count):
+            result, _ = rows(column, column + 1, is_last=False)
+            for row, grads in enumerate(block, start):
+                products.add(row, column, grads, result.grads[column])
+    matrix.require_reached()
+    return mirrored(products.sum())
+
+
+def _rows_between(
+    call: ElementsCall,
+    run: RunOnModules,
+    retain: bool,
+    start: int,
+    stop: int | None,
+    *,
+    is_last: bool,
+) -> tuple[PassResult, Params]:
+    """Return the reduced gradients of some rows; `is_last`: if they end it, free the graph."""
+    release = is_last and not retain
+    passes = partial(_run_rows, start=start, stop=stop, release=release)
+    return run(replace(call, passes=passes, part=(start, stop)))
+
+
+def _run_rows(
+    losses: Losses,
+    params: Params,
+    *,
+    start: int,
+    stop: int | None,
+    release: bool,
+    unused: str,
+    create_graph: bool,
+    retain_graph: bool | None,
+    allowed: Sequence[str],
+    runner: RunnerFactory,
+) -> PassResult:
+    """Run the passes of some losses; the others count as unreached."""
+    del create_graph, retain_graph  # the graph is kept until the last row has had its passes
+    every = [index for index, loss in enumerate(losses.leaves) if loss.requires_grad]
+    call = Call(losses, losses.leaves, [Pass([index], params) for index in every], unused)
+    check_call(call, allowed)
+    passes = runner(call)
+    rows = range(len(losses.leaves))[start:stop]
+    nothing: Grads = [None] * len(params.variables)
+    grads = [
+        passes.grads([losses.leaves[index]], [None], params.variables, retain=True)
+        if index in rows
+        else list(nothing)
+        for index in every
+    ]
+    if release and rows.stop == len(losses.leaves):
+        graph_release.release(call.graph.below(every).leading_to(params.variables))
+    return PassResult(call, grads)
+
+
+class _Products:
+    """The products of rows, summed over the shards of gradients at the end."""
+
+    def __init__(self, total: Tensor) -> None:
+        self._total = total
+        self._by_sharding: dict[Hashable, Tensor] = {}
+
+    def add(self, row: int, column: int, left: Grads, right: Grads) -> None:
+        """Add the product of two sets of gradients, or of this rank's shards of them."""
+        for a, b in zip(left, right, strict=True):
+            if a is None or b is None:
+                continue
+            local = inner(distributed.local_part(a), distributed.local_part(b))
+            assert local is not None
+            empty = torch.zeros_like(self._total)
+            part = self._by_sharding.setdefault(distributed.sharding(a), empty)
+            part[row, column] += local
+
+    def sum(self) -> Tensor:
+        """Return the products, in one collective for each way in which gradients are sharded."""
+        for sharding, part in self._by_sharding.items():
+            whole = part if sharding is None else distributed.sum_over_shards(part, sharding)
+            self._total += whole
+        return self._total
+
+
+def weights_on_all_ranks(
+    ranks: Sequence[Group],
+    losses: PyTree,
+    product: Tensor,
+    weighting: Callable[[Tensor], Sequence[Any] | Tensor],
+) -> PyTree:
+    """Return the weights that a function gives to losses: those of the first rank, on all.
+
+    A function that draws random numbers would weigh the losses differently on each rank.
+    """
+    flat = read_losses(losses, scalar=True)
+
+    def read() -> tuple[Tensor, Description]:
+        given = pytree.unflatten(flat.spec, weights_of(product, weighting))
+        weights = [torch.as_tensor(weight).detach() for weight in read_weights(given, flat) or ()]
+        rows = [weight.reshape(()).to(product.device, torch.float64) for weight in weights]
+        return torch.stack(rows), Description((("the weights", len(rows)),), (), tuple)
+
+    weights = agree_in_all(ranks, read)
+    for group in ranks:
+        sent = weights.to(group.device)
+        with collective_errors(group):
+            dist.broadcast(sent, group=group.handle, group_src=0)
+        weights = sent.to(product.device)
+    return pytree.unflatten(flat.spec, list(weights))

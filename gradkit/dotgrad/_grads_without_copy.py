@@ -1,0 +1,83 @@
+"""Optimizers that only read gradients: a step sets `.grad` to the caller's own, not to copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+from gradkit._compat.optim import has_step_hooks, is_step_of_class
+from gradkit._core.ownership import PLAIN_TYPES
+from gradkit._state.grad_attribute import set_grads
+from gradkit.errors import warn_fallback
+
+# tests/dotgrad/test_grads_without_copy.py runs each with the options for which nothing is copied.
+# One that is not here is given copies: it may write on its gradients, or keep them.
+_NAMES = (
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam",
+    "RMSprop", "Rprop", "SGD", "SparseAdam",
+)  # fmt: skip
+READERS = frozenset(getattr(optim, name) for name in _NAMES if hasattr(optim, name))
+_version: Callable[[Tensor], int] = attrgetter("_version")
+_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
+_address: Callable[[Tensor], int] = Tensor.data_ptr
+_is_contiguous: Callable[[Tensor], bool] = Tensor.is_contiguous
+_stride: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
+
+
+def only_reads(optimizer: Any) -> bool:
+    """Return whether a step leaves the gradients as they are, and keeps none of them."""
+    return (
+        type(optimizer) in READERS
+        and is_step_of_class(optimizer)
+        and not has_step_hooks(optimizer)  # a hook may clip in place
+        and not any(map(_writes, optimizer.param_groups))
+    )
+
+
+def _writes(group: dict[str, Any]) -> bool:
+    """Return whether a step with these options writes on gradients, or was not tried for it."""
+    if group.get("differentiable") or group.get("capturable"):
+        return True
+    # SGD adds Nesterov's momentum to the gradient itself where it takes all parameters at once.
+    if not group.get("nesterov") or group.get("foreach") is False:
+        return False
+    return bool(group.get("foreach")) or any(p.device.type != "cpu" for p in group["params"])
+
+
+def assign_without_copy(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> list[int] | None:
+    """Set each `.grad` to the gradient, and return their versions; None if one has to be copied."""
+    # Not one that torch refuses for its leaf, nor one with another layout, a graph, or the memory
+    # of a parameter, which changes while the step reads it.
+    try:
+        if (
+            PLAIN_TYPES.issuperset(map(type, grads))
+            and _have_one_layout(leaves, grads)
+            and not any(map(_requires_grad, grads))
+            and set(map(_address, grads)).isdisjoint(map(_address, leaves))
+        ):
+            versions = list(map(_version, grads))
+            set_grads(leaves, grads)
+            return versions
+    except (RuntimeError, TypeError):  # sparse, of another shape, made in inference mode
+        pass
+    return None
+
+
+def _have_one_layout(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    if all(map(_is_contiguous, grads)) and all(map(_is_contiguous, leaves)):
+        return True
+    return list(map(_stride, grads)) == list(map(_stride, leaves))
+
+
+def warn_if_written(optimizer: Optimizer, assigned: Sequence[Tensor], versions: list[int]) -> None:
+    """Warn if a step has changed a gradient of the caller's."""
+    if list(map(_version, assigned)) != versions:
+        warn_fallback(
+            f"{type(optimizer).__name__} has changed the gradients that step_ was given, and "
+            "that gradkit takes for read-only. The step itself is right. Pass copies: "
+            "gradkit.tree.map(torch.clone, grads)"
+        )

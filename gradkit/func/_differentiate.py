@@ -1,0 +1,357 @@
+"""One level of torch.func: a function's losses, passes from them, and the errors of torch.func.
+
+The passes run inside the level, where a pass can start from one loss: from outside, as the function
+that `torch.func.vjp` returns, the others would need zero cotangents, and 0 * inf is nan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from numbers import Number
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.func import vjp
+
+from gradkit._autograd import engine
+from gradkit._autograd.inner_pass import InnerPass
+from gradkit._checks.higher_derivatives import refuse_wrong_derivative
+from gradkit._checks.op_monitor import OpMonitor, active_monitors
+from gradkit._compat.transforms import (
+    TensorLists,
+    differentiated,
+    level_of,
+    recording_levels,
+    run_in_level,
+)
+from gradkit._core import pytree
+from gradkit._core.graph import Subgraph
+from gradkit._core.losses import Losses, read_losses, read_weights
+from gradkit._core.ownership import PLAIN_TYPES, leave_inference_mode
+from gradkit._core.pytree import PyTree, Structure
+from gradkit._core.user_code import functions_alive, hooks_made, user_functions
+from gradkit.errors import (
+    DetachedLossError,
+    LeafTypeError,
+    StructureError,
+    UnsupportedGraphError,
+    describe,
+    message,
+)
+from gradkit.func._arguments import Arguments, copied
+from gradkit.func._batchable import BatchableOps
+from gradkit.func._errors import independent, named_errors
+
+_CONSTANTS = (str, bytes, Number, Enum, torch.dtype, torch.device, torch.Size, torch.layout)
+
+
+@dataclass
+class OuterGraph:
+    """What records the results of a level: transforms around it, or eager code.
+
+    Attributes:
+        create_graph: The option. False: nothing does. True: a wrong derivative raises at once.
+        in_transform: A transform around the level differentiates its results.
+        eager: Eager code records what it computes.
+        hooked: The function has registered hooks, which may use tensors that its losses do not.
+        refused: Why a derivative that eager code may take of the results would be wrong.
+    """
+
+    create_graph: bool | None
+    in_transform: bool
+    eager: bool
+    hooked: bool = False
+    refused: str | None = None
+
+    def keeps(self, levels: set[int] | None) -> bool:
+        """Return whether gradients of what these levels record, None if unknown, get a graph."""
+        if self.create_graph is not None:
+            return self.create_graph
+        return self.in_transform or (self.eager if levels is None else 0 in levels)
+
+    @property
+    def may_refuse_later(self) -> bool:
+        """Whether eager code alone may differentiate the results, and need not."""
+        return self.create_graph is None and not self.in_transform
+
+    def allows(self, check: Callable[[], None], *, may_differentiate: bool) -> bool:
+        """Return whether a derivative is right; raise if it is not, and will be taken."""
+        try:
+            check()
+        except UnsupportedGraphError as error:
+            if may_differentiate or self.create_graph:
+                raise
+            self.refused = str(error)
+        return self.refused is None
+
+
+@dataclass(frozen=True)
+class LevelPasses:
+    """Runs passes inside a level."""
+
+    variables: list[Tensor]  # the level's tensors to differentiate with respect to
+    level: int | None  # its number; None while torch.compile traces, which cannot tell
+    outer: OuterGraph
+    monitor: OpMonitor  # what is known of the operations of the function
+    path: Callable[[int], str]  # of a variable, as the caller would write it
+    create_graph: bool = True  # gradients stay tensors of their level, for no buffer to copy
+
+    def depends(self, output: Tensor) -> bool:
+        """Return whether an output was computed from the variables; True while tracing."""
+        # A tensor from outside may require grad, too, with a graph outside of the level.
+        return self.level is None or (output.requires_grad and level_of(output) == self.level)
+
+    def grads(
+        self,
+        outputs: Sequence[Tensor],
+        seeds: Sequence[Tensor | None],
+        variables: list[Tensor],
+        *,
+        retain: bool,
+    ) -> list[Tensor | None]:
+        """Return the gradients of a weighted sum of outputs, from one engine pass."""
+        pairs = [p for p in zip(outputs, seeds, strict=True) if self.depends(p[0])]
+        roots, cotangents = [output for output, _ in pairs], [seed for _, seed in pairs]
+        retain = retain or self.outer.may_refuse_later  # a pass that is refused runs again
+
+        def run(create: bool) -> list[Tensor | None]:
+            options = {"retain": retain, "create": create}
+            return engine.transform_grads(roots, cotangents, variables, **options)
+
+        weights = [seed for seed in cotangents if seed is not None]
+        return self.guarded(run, roots, weights, variables)
+
+    def guarded(
+        self,
+        run: Callable[[bool], list[Tensor | None]],
+        roots: list[Tensor],
+        weights: list[Tensor],
+        variables: list[Tensor],
+    ) -> list[Tensor | None]:
+        """Return the gradients of `run`, a pass that creates a graph or not, if they are right."""
+        # Without a graph, what differentiates the gradients would take them for constants.
+        keep = self.outer.keeps(self.levels_around([*roots, *weights]))
+        if self.level is None:
+            return run(keep)
+        below = Subgraph(roots)
+        inner = InnerPass("the loss", self.path, variables, below)
+        if not keep and self._may_reach_outside(below):
+            return inner.guarded(partial(run, True), create_graph=False)
+        if keep:
+            keep = self.check_derivative(below, variables)
+        try:
+            return inner.guarded(partial(run, keep), create_graph=keep)
+        except UnsupportedGraphError as error:
+            if not (keep and self.outer.may_refuse_later):
+                raise
+            self.outer.refused = str(error)
+        return inner.guarded(partial(run, False), create_graph=False)
+
+    def _may_reach_outside(self, below: Subgraph) -> bool:
+        """Return whether code of the user's in the pass may use tensors that the losses do not."""
+        if self.outer.create_graph is not None or not self.outer.eager:
+            return False
+        return self.outer.hooked or (functions_alive().users and bool(user_functions(below.kinds)))
+
+    def levels_around(self, tensors: Iterable[Tensor]) -> set[int] | None:
+        """Return the levels around this one, 0 for eager code, that record these tensors."""
+        if self.level is None:
+            return None
+        return set().union(*map(recording_levels, tensors)) - {self.level}
+
+    def check_derivative(self, below: Subgraph, variables: list[Tensor]) -> bool:
+        """Return whether a pass may record its graph; a derivative to come may be refused."""
+        outer, roots = self.outer, below.roots
+        is_eager = 0 in (self.levels_around(roots) or ())
+        if not (is_eager or outer.in_transform or outer.create_graph):
+            return True  # only weights are recorded, in which the gradients are linear
+        keep = outer.allows(
+            lambda: refuse_wrong_derivative(lambda: "the loss", variables, below, by_formula=True),
+            may_differentiate=outer.in_transform,
+        )
+        if keep and is_eager and not active_monitors():  # one around a call sees all that is in it
+            outer.allows(lambda: self.monitor.check_derivative(roots), may_differentiate=False)
+        return keep
+
+    def batched_grads(
+        self, output: Tensor, seeds: Tensor, variables: list[Tensor]
+    ) -> list[Tensor | None]:
+        """Return stacked gradients for a batch of cotangents, from one vmapped pass."""
+
+        def run_one(seed: Tensor) -> tuple[list[Tensor | None], list[Tensor]]:
+            return self.grads([output], [seed], variables, retain=True), []
+
+        return engine.vmapped_grads(run_one, seeds)[0]
+
+
+@dataclass(frozen=True)
+class LevelResult:
+    """The results of a level."""
+
+    values: list[Tensor]  # the losses
+    spec: Structure  # of the losses
+    grads: list[list[Tensor | None]]  # the lists asked for, often one for each variable
+    aux: PyTree
+    refused: str | None  # why a derivative of the results would be wrong
+
+
+def differentiate(
+    fn: Callable[..., Any],
+    arguments: Arguments,
+    kwargs: dict[str, Any],
+    run: Callable[[Losses, LevelPasses], Sequence[Sequence[Tensor | None]]],
+    *,
+    has_aux: bool,
+    create_graph: bool | None,
+    scalar: bool = True,
+    batched: bool = False,
+    per_sample: bool = False,
+) -> LevelResult:
+    """Call a function in a new level, and `run` passes from its losses."""
+    outer = OuterGraph(create_graph, differentiated(), torch.is_grad_enabled())
+    if create_graph is None and not (outer.in_transform or outer.eager):
+        outer.create_graph = False
+    # What the function of a vmap, or of a loop in its stead, writes on tensors from outside is its
+    # own. torch.compile cannot ask for the memory of a tensor.
+    ops = BatchableOps() if batched and not torch.compiler.is_compiling() else None
+    monitor = OpMonitor(per_sample=per_sample, writes=ops)
+    outside: list[Any] = []
+
+    def inside(tensors: Sequence[Tensor], level: int | None) -> TensorLists:
+        if [tensor.dtype for tensor in tensors] != arguments.dtypes:
+            for tensor, dtype in zip(tensors, arguments.dtypes, strict=True):
+                if tensor.dtype != dtype:
+                    tensor.grad_dtype = dtype  # not of the result alone: of the sum over uses [B1]
+        made = 0 if level is None else hooks_made()
+        with monitor:
+            returned = fn(*arguments.with_variables(tensors), **kwargs)
+            if ops is not None:
+                returned = ops.values(returned)
+            outer.hooked = level is not None and hooks_made() > made
+            tree, aux = split_aux(returned) if has_aux else (returned, None)
+        losses = read_losses(tree, scalar=scalar, returned=True, may_be_aux=not has_aux)
+        passes = LevelPasses(list(tensors), level, outer, monitor, arguments.path)
+        if not any(map(passes.depends, losses.leaves)):
+            raise DetachedLossError(independent(losses.first_paths()))
+        if monitor.is_nested and level is not None:
+            monitor.note_graph(list(filter(passes.depends, losses.leaves)))
+        monitor.check()
+        grads = run(losses, passes)
+        tensors_of_aux, put_aux_back = tensors_of(aux) if has_aux else ([], _no_aux)
+        outside.extend((losses.spec, put_aux_back))
+        return [losses.leaves, tensors_of_aux, *grads]
+
+    enter = _trace_level if torch.compiler.is_compiling() else run_in_level
+    # Detached, and not under no_grad: below a level of torch.func, operators would take that for
+    # inference (the LSTM of the CPU keeps nothing for its backward pass then).
+    cut = detached if outer.create_graph is False else list
+    with leave_inference_mode(record=True):
+        point = cut(arguments.variables)
+        values, tensors_of_aux, *grads = named_errors(lambda: enter(inside, point))
+        values, tensors_of_aux = copied(cut(values)), cut(tensors_of_aux)
+    spec, put_aux_back = outside
+    dtypes = arguments.dtypes
+    grads = [cast_to(dtypes, part) if len(part) == len(dtypes) else part for part in grads]
+    return LevelResult(values, spec, grads, put_aux_back(tensors_of_aux), outer.refused)
+
+
+def detached(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors without a graph."""
+    return [tensor.detach() for tensor in tensors]
+
+
+def _trace_level(
+    fn: Callable[[Sequence[Tensor], None], TensorLists], point: Sequence[Tensor]
+) -> list[list[Any]]:
+    """Do what `run_in_level` does, in a way that torch.compile traces."""
+    put_back: list[Callable[[Iterable[Tensor]], PyTree]] = []
+
+    def inside(*tensors: Tensor) -> tuple[Tensor, list[Tensor]]:
+        lists = fn(tensors, None)
+        flat, close = tensors_of([list(part) for part in lists])
+        put_back.append(close)
+        return cast("Tensor", lists[0][0]), flat  # vjp wants an output, whatever it is
+
+    flat = vjp(inside, *point, has_aux=True)[2]  # type: ignore[misc]
+    return cast("list[list[Any]]", put_back[0](flat))
+
+
+def gradient_of_the_sum(
+    losses: Losses, passes: LevelPasses, *, weights: PyTree = None, may_be_aux: bool
+) -> list[list[Tensor | None]]:
+    """Run one pass from all losses together, with weights; a `run` for `differentiate`."""
+    if may_be_aux and weights is None and losses.spec.type is tuple:
+        _refuse_pair(losses)
+    seeds: list[Tensor | None] = [None] * len(losses.leaves)
+    by_loss = read_weights(weights, losses)
+    if by_loss is not None:
+        pairs = zip(by_loss, losses.leaves, strict=True)
+        seeds = [_cotangent(weight, loss) for weight, loss in pairs]
+    return [passes.grads(losses.leaves, seeds, passes.variables, retain=False)]
+
+
+def _refuse_pair(losses: Losses) -> None:
+    """Raise for a bare pair: summed, a metric in it would change the gradient silently."""
+    if losses.spec.num_children == 2:
+        expected = "one loss, or several that are meant to be summed"
+        got = "a tuple of two, which may be (loss, aux)"
+        fix = (
+            "if the second is no loss, return the first alone, or pass has_aux=True to a call that "
+            "takes it; if both are losses, return a list of them"
+        )
+        raise StructureError(message("fn", expected, got, fix))
+
+
+def _cotangent(weight: float | Tensor, loss: Tensor) -> Tensor:
+    if isinstance(weight, Tensor):
+        return weight.reshape(loss.shape).to(loss).clone()  # a gradient may be its cotangent itself
+    return torch.full_like(loss, float(weight))
+
+
+def cast_to(dtypes: Sequence[torch.dtype], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return gradients in these dtypes."""
+    return [
+        grad if grad is None or grad.dtype == dtype else grad.to(dtype)
+        for grad, dtype in zip(grads, dtypes, strict=True)
+    ]
+
+
+def split_aux(returned: object) -> tuple[Any, Any]:
+    """Return the losses and aux that a function has returned."""
+    if isinstance(returned, tuple) and len(returned) == 2:
+        return returned[0], returned[1]
+    expected, fix = "(losses, aux), with has_aux=True", "return losses, aux"
+    raise StructureError(message("fn", expected, describe(returned), fix))
+
+
+def require_tensor_or_constant(leaf: object, where: Callable[[], str], fix: str) -> None:
+    """Raise for a leaf that may be a container of tensors, which optree does not know."""
+    if leaf is None or isinstance(leaf, (Tensor, *_CONSTANTS)) or callable(leaf):
+        return
+    expected = "a tensor, or a constant: a number, text, a function, a module"
+    got = f"{describe(leaf)}, which is no tree that optree knows"
+    raise LeafTypeError(message(where(), expected, got, fix))
+
+
+def tensors_of(tree: PyTree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], PyTree]]:
+    """Return the tensors of a tree, and a function that puts others in their places."""
+    leaves, spec = pytree.flatten(tree)
+    fix = "return a dict; or register the class: optree.register_pytree_node"
+    for index, leaf in enumerate(leaves):
+        if type(leaf) not in PLAIN_TYPES:
+            require_tensor_or_constant(leaf, partial(pytree.path, spec, index, "aux"), fix)
+    constants = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+
+    def put_back(tensors: Iterable[Tensor]) -> PyTree:
+        rest = iter(tensors)
+        return pytree.unflatten(spec, [next(rest) if c is None else c[0] for c in constants])
+
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], put_back
+
+
+def _no_aux(_: Iterable[Tensor]) -> None:
+    return None

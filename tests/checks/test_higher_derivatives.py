@@ -1,0 +1,198 @@
+"""What torch has no second derivative of is named by the first call, before anything has run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import gradkit
+from gradkit import func, meta
+from gradkit._checks.differentiable_formulas import NODE_FORMULAS
+from gradkit._checks.higher_derivatives import _MISSING, _REFUSED
+from gradkit._compat.versions import is_mended
+from gradkit._core.graph import Subgraph
+from tests.helpers import unchanged
+
+
+def attention(x: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(x, x * 2, x.sin())
+
+
+def ctc(x: Tensor) -> Tensor:
+    labels = torch.tensor([[1, 2], [2, 1]], device=x.device)
+    sizes = torch.tensor([4, 4], device=x.device)
+    return functional.ctc_loss(x.flatten(2).log_softmax(-1), labels, sizes, sizes // 2)
+
+
+def classes(x: Tensor) -> Tensor:
+    return torch.arange(len(x), device=x.device)
+
+
+def indices(x: Tensor) -> Tensor:
+    return torch.tensor([[0, 1], [1, 1]], device=x.device)
+
+
+# Of a tensor [4, 2, 3, 8]. What the error names, and a way out of those that it names.
+OPERATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor] | None]] = {
+    "scaled_dot_product_attention": (attention, None),
+    "hardsigmoid": (functional.hardsigmoid, lambda x: functional.relu6(x + 3) / 6),
+    "embedding_bag": (
+        lambda x: functional.embedding_bag(indices(x), x.flatten(1), mode="sum"),
+        lambda x: functional.embedding(indices(x), x.flatten(1)).sum(1),
+    ),
+    "ctc_loss": (ctc, None),
+    "cdist": (
+        lambda x: torch.cdist(x.flatten(1), x.flatten(1).sin() + 1, p=1.0),
+        lambda x: (x.flatten(1)[:, None] - x.flatten(1).sin() - 1).norm(1, dim=-1),
+    ),
+    "pdist": (lambda x: functional.pdist(x.flatten(1)), None),
+    "multi_margin_loss": (
+        lambda x: functional.multi_margin_loss(x.flatten(1).sin(), classes(x)),
+        None,
+    ),
+    "multilabel_margin_loss": (
+        lambda x: functional.multilabel_margin_loss(
+            x.flatten(1).sin(), classes(x)[:, None].expand(-1, 48)
+        ),
+        None,
+    ),
+}
+BY_NOW = {"cdist", "pdist"} if is_mended("CdistBackward0") else set()
+MISSING = [name for name in OPERATIONS if name not in BY_NOW]
+every_operation = pytest.mark.parametrize("name", MISSING)
+
+
+def point(device: torch.device) -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(4, 2, 3, 8, device=device, requires_grad=True)
+
+
+@every_operation
+def test_torch_does_not_have_it(device: torch.device, name: str) -> None:
+    """Fails when torch has: then its kinds of nodes can leave the table."""
+    x = point(device)
+    loss = OPERATIONS[name][0](x).square().sum()
+    assert not {kind.__name__ for kind in Subgraph([loss]).kinds}.isdisjoint(_MISSING)
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="is not implemented"):
+        torch.autograd.grad(grad.square().sum(), x)
+
+
+@pytest.mark.skipif(not BY_NOW, reason="torch has them since 2.14")
+@pytest.mark.parametrize("name", ["cdist", "pdist"])
+def test_what_torch_has_by_now_is_right(device: torch.device, name: str) -> None:
+    x = point(device).detach().double()
+    fn = OPERATIONS[name][0]
+    func.check_grads(fn, x, modes=["reverse"])
+    leaf = x.clone().requires_grad_()
+    _, grad = gradkit.value_and_grads(fn(leaf).sin().sum(), leaf, create_graph=True)
+    _, second = gradkit.value_and_grads(grad.square().sum(), leaf)
+    first = torch.func.grad(lambda x: fn(x).sin().sum())
+    torch.testing.assert_close(second, torch.func.grad(lambda x: first(x).square().sum())(x))
+
+
+CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "value_and_grads": lambda loss, x: gradkit.value_and_grads(loss, x, create_graph=True),
+    "per_loss_grads": lambda loss, x: gradkit.per_loss_grads(
+        [loss, 2 * loss], x, create_graph=True
+    ),
+    "simultaneous_grads": lambda loss, x: gradkit.simultaneous_grads(
+        {"x": loss}, {"x": x}, create_graph=True
+    ),
+    "backward_": lambda loss, x: gradkit.backward_(loss, x, create_graph=True),
+    "backward_ to all leaves": lambda loss, x: gradkit.backward_(loss, create_graph=True),
+}
+
+
+@every_operation
+@pytest.mark.parametrize("call", CALLS)
+def test_the_eager_call_that_asks_for_a_graph_raises(
+    device: torch.device, name: str, call: str
+) -> None:
+    x = point(device)
+    loss = OPERATIONS[name][0](x).square().sum()
+    with (
+        unchanged(x),
+        pytest.raises(gradkit.UnsupportedGraphError, match=f"(?s)losses.*{name}.*does not have"),
+    ):
+        CALLS[call](loss, x)
+    gradkit.value_and_grads(loss, x)  # the first derivative is right, and the graph still there
+
+
+def test_a_graph_that_does_not_lead_to_the_params_is_not_refused(device: torch.device) -> None:
+    x, w = point(device), torch.ones(1, device=device, requires_grad=True)
+    loss = (attention(x).sum() + w**3).sum()
+    _, grad = gradkit.value_and_grads(loss, w, create_graph=True)
+    assert gradkit.value_and_grads(grad.sum(), w)[1] == 6
+
+
+def test_the_ways_out_of_attention_are_right(device: torch.device) -> None:
+    x = point(device).detach().double().requires_grad_()
+    with pytest.raises(gradkit.UnsupportedGraphError) as caught:
+        gradkit.value_and_grads(attention(x.float()).sum(), x, create_graph=True)
+    for text in ("attn_implementation='eager'", "sdpa_kernel(SDPBackend.MATH)", "func.hvp"):
+        assert text in str(caught.value)
+    with sdpa_kernel(SDPBackend.MATH):
+        loss = attention(x).square().sum()
+    _, grad = gradkit.value_and_grads(loss, x, create_graph=True)
+    _, second = gradkit.value_and_grads(grad.sum(), x)
+    along, mode = torch.ones_like(x), "reverse-over-reverse"
+    _, product = func.hvp(lambda x: attention(x).square().sum(), x, along, mode=mode)
+    torch.testing.assert_close(second, product)
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if OPERATIONS[name][1]])
+def test_the_other_ways_out_are_right(device: torch.device, name: str) -> None:
+    x = point(device)
+    named, way = OPERATIONS[name]
+    torch.testing.assert_close(way(x), named(x))
+    _, grad = gradkit.value_and_grads(way(x).sin().sum(), x, create_graph=True)
+    gradkit.value_and_grads(grad.square().sum(), x)
+
+
+BY_FORMULA = {"scaled_dot_product_attention", "hardsigmoid"}
+
+
+@pytest.mark.parametrize("name", [name for name in MISSING if name not in BY_FORMULA])
+def test_where_gradkit_runs_the_forward_pass_the_rest_raises(
+    device: torch.device, name: str
+) -> None:
+    x = point(device)
+    # The second derivative of cdist is refused for something else, too.
+    expected = name if name == "cdist" else f"(?s){name}.*does not have"
+
+    def loss(x: Tensor, *_: Any) -> Tensor:
+        return OPERATIONS[name][0](x).square().sum()
+
+    def slope(x: Tensor) -> Tensor:
+        return func.value_and_grads(loss)(x)[1].square().sum()
+
+    with unchanged(x), pytest.raises(gradkit.UnsupportedGraphError, match=expected):
+        meta.unroll(loss, x, [None], meta.sgd(lr=0.1))
+    with unchanged(x), pytest.raises(gradkit.UnsupportedGraphError, match=expected):
+        func.value_and_grads(slope)(x.detach())
+    # What eager code may differentiate raises only if it does.
+    penalty = slope(x)
+    with unchanged(x), pytest.raises(gradkit.UnsupportedGraphError, match=expected):
+        gradkit.value_and_grads(penalty, x)
+    meta.unroll(loss, x, [None], meta.sgd(lr=0.1), first_order=True)
+
+
+def test_what_the_table_does_not_have_has_gradkit_s_name(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradkit._checks.higher_derivatives._REFUSED", _REFUSED - _MISSING.keys())
+    x = point(device)
+    _, grad = gradkit.value_and_grads(attention(x).sum(), x, create_graph=True)
+    with pytest.raises(gradkit.UnsupportedGraphError, match=r"(?s)losses.*attention.*What to do"):
+        gradkit.value_and_grads(grad.square().sum(), x)
+
+
+def test_what_has_a_formula_is_refused_in_eager_calls(device: torch.device) -> None:
+    assert NODE_FORMULAS.keys() <= _REFUSED

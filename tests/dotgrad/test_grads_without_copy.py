@@ -1,0 +1,180 @@
+"""step_ copies no gradients for optimizers that only read them: every class, with every option."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import gradkit
+from gradkit.dotgrad import _grads_without_copy, _step
+from gradkit.dotgrad._grads_without_copy import READERS, only_reads
+from tests.helpers import assert_same_bits
+
+FLAGS: dict[str, list[Any]] = {
+    "foreach": [None, True, False], "fused": [None, True], "maximize": [False, True],
+    "weight_decay": [0.0, 0.1], "momentum": [0.0, 0.9], "nesterov": [False, True],
+    "amsgrad": [False, True], "centered": [False, True],
+    "decoupled_weight_decay": [False, True],
+}  # fmt: skip
+
+
+def combinations(cls: Any) -> Iterator[dict[str, Any]]:
+    """Yield every combination of the flags that an optimizer takes, but for those it refuses."""
+    code = cls.__init__.__code__
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    names = [name for name in FLAGS if name in arguments]
+    for values in product(*(FLAGS[name] for name in names)):
+        hyper = dict(zip(names, values, strict=True))
+        try:
+            cls([torch.ones(2, 2, requires_grad=True)], lr=0.1, **hyper)
+        except (ValueError, RuntimeError, TypeError):
+            continue
+        yield hyper
+
+
+def net(device: torch.device) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    shapes = [(4, 3), (3, 4)]
+    return [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+
+
+def grads_of(params: list[nn.Parameter], step: int) -> list[Tensor]:
+    return [torch.sin(p.detach() + step) for p in params]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cls", sorted(READERS, key=repr))
+def test_an_optimizer_that_is_lent_gradients_only_reads_them(
+    device: torch.device, cls: Any
+) -> None:
+    if cls is optim.SparseAdam:
+        pytest.skip("it takes sparse gradients only, which are copied")
+    lent = 0
+    for hyper in combinations(cls):
+        ours, theirs = net(device), net(device)
+        by_step, by_loop = (cls(params, lr=0.1, **hyper) for params in (ours, theirs))
+        for step in range(3):
+            grads = grads_of(ours, step)
+            before = [grad.clone() for grad in grads]
+            gradkit.step_(by_step, ours, grads)
+            for param, grad in zip(theirs, grads_of(theirs, step), strict=True):
+                param.grad = grad
+            by_loop.step()
+            assert_same_bits(grads, before)
+            assert_same_bits(list(ours), list(theirs))
+            assert all(param.grad is None for param in ours)
+            lent += only_reads(by_step)
+            if only_reads(by_step):
+                held = [x for state in by_step.state.values() for x in state.values()]
+                addresses = {x.data_ptr() for x in held if isinstance(x, Tensor)}
+                assert addresses.isdisjoint(grad.data_ptr() for grad in grads)
+    assert lent
+
+
+def writes(hook: str) -> optim.Optimizer:
+    param = nn.Parameter(torch.ones(2))
+    optimizer = optim.SGD([param], lr=0.1)
+
+    def clear(*_: Any) -> None:
+        assert param.grad is not None
+        param.grad.zero_()
+
+    getattr(optimizer, f"register_step_{hook}_hook")(clear)
+    return optimizer
+
+
+class Own(optim.SGD):
+    """A subclass, which may do anything with its gradients."""
+
+
+def test_others_are_given_copies(device: torch.device) -> None:
+    param = nn.Parameter(torch.ones(2, device=device))
+    nesterov = optim.SGD([param], lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+    patched = optim.SGD([param], lr=0.1)
+    patched.step = lambda: param.grad.zero_()  # type: ignore
+    for optimizer in (nesterov, patched, Own([param], lr=0.1), writes("pre"), writes("post")):
+        assert not only_reads(optimizer)
+        own = optimizer.param_groups[0]["params"]
+        grads = [torch.ones_like(own[0])]
+        gradkit.step_(optimizer, own, grads)
+        gradkit.step_(optimizer, own, grads)
+        assert grads[0].tolist() == [1, 1]
+
+
+def test_options_that_were_not_tried_are_given_copies(device: torch.device) -> None:
+    param = nn.Parameter(torch.ones(2, device=device))
+    assert not only_reads(optim.Adam([param], differentiable=True))
+    optimizer = optim.Adam([param])
+    optimizer.param_groups[0]["capturable"] = True
+    assert not only_reads(optimizer)
+
+
+@pytest.mark.parametrize("cls", [optim.SGD, Own])
+def test_a_step_that_raises_leaves_grad_as_it_was(device: torch.device, cls: Any) -> None:
+    params = net(device)
+    before = [torch.ones_like(param) for param in params]
+    for param, grad in zip(params, before, strict=True):
+        param.grad = grad
+    optimizer = cls(params, lr=0.1)
+    optimizer.param_groups[0]["lr"] = "none"
+    grads = grads_of(params, 0)
+    with pytest.raises(TypeError):
+        gradkit.step_(optimizer, params, grads)
+    assert all(param.grad is grad for param, grad in zip(params, before, strict=True))
+    assert_same_bits(before, [torch.ones_like(param) for param in params])
+    assert_same_bits(grads, grads_of(params, 0))
+
+
+def test_a_scheduler_changes_nothing(device: torch.device) -> None:
+    param = nn.Parameter(torch.ones(2, device=device))
+    optimizer = optim.SGD([param], lr=0.1)
+    optim.lr_scheduler.StepLR(optimizer, 1)
+    assert only_reads(optimizer)
+
+
+def test_lent_means_not_copied(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = net(device)
+    copied: list[Tensor] = []
+
+    def note(pairs: Any) -> None:
+        copied.extend(leaf for leaf, _ in pairs)
+
+    monkeypatch.setattr(_step, "write_all", note)
+    gradkit.step_(optim.Adam(params), params, grads_of(params, 0))
+    assert not copied
+    strided = [torch.ones(3, 4, device=device).T, torch.ones_like(params[1])]
+    gradkit.step_(optim.Adam(params), params, strided)
+    assert list(map(id, copied)) == list(map(id, params))  # the layout of one is another
+    copied.clear()
+    aliases = [params[0].detach(), torch.ones_like(params[1])]
+    gradkit.step_(optim.Rprop(params), params, aliases)
+    assert list(map(id, copied)) == list(map(id, params))  # one changes during the step
+    copied.clear()
+    conv = nn.Conv2d(3, 4, 3).to(device, memory_format=torch.channels_last)
+    loss = conv(torch.randn(1, 3, 5, 5, device=device)).sum()
+    gradkit.step_(optim.SGD(conv.parameters()), conv, gradkit.value_and_grads(loss, conv)[1])
+    assert not copied
+
+
+def test_a_gradient_that_was_written_on_is_told(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_grads_without_copy, "_writes", lambda group: False)
+    params = net(device)
+    optimizer = optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+    grads = grads_of(params, 0)
+    with pytest.warns(gradkit.GradkitWarning, match="has changed the gradients"):
+        gradkit.step_(optimizer, params, grads)
+
+
+def test_a_gradient_with_a_graph_is_lent_without_it(device: torch.device) -> None:
+    params = net(device)
+    loss = sum((p**3).sum() for p in params)
+    _, grads = gradkit.value_and_grads(loss, params, create_graph=True)
+    gradkit.step_(optim.SGD(params, lr=0.1), params, grads)
+    assert all(grad.requires_grad for grad in grads)
