@@ -146,9 +146,14 @@ def is_writable(tensor: Tensor, operands: Iterable[Tensor]) -> bool:
 _ENDED = -2  # what torch gives for the level of a tensor whose transform has returned
 
 
+def is_of_ended_transform(tensor: Tensor) -> bool:
+    """Return whether a transform that has returned had wrapped this tensor."""
+    return level_of(tensor) == _ENDED
+
+
 def without_ended_levels(tensor: Tensor) -> Tensor:
     """Return what transforms that have returned had wrapped. Run on torch 2.13."""
-    while level_of(tensor) == _ENDED:
+    while is_of_ended_transform(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
 

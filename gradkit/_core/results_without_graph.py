@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import Node
 
-from gradkit._compat.transforms import recording_levels, transforms
+from gradkit._compat.transforms import is_of_ended_transform, recording_levels, transforms
+from gradkit._core.graph import Subgraph
 from gradkit.errors import UnsupportedGraphError
 
 Grads: TypeAlias = list[Tensor | None]
@@ -44,6 +45,17 @@ def with_refused_derivatives(
     """Return gradients whose derivative, outside of transforms, raises `UnsupportedGraphError`."""
     carriers = [source for source in sources if recording_levels(source)]
     return [None if grad is None else _attach(grad, carriers, reason) for grad in grads]
+
+
+def without_ended_graph(grad: Tensor | None) -> Tensor | None:
+    """Return a gradient without a graph that leads to tensors of ended transforms only.
+
+    Since 2.14, torch.func leaves one to the second derivatives of batch_norm and instance_norm.
+    """
+    if grad is None or not grad.requires_grad or transforms():
+        return grad
+    leaves = Subgraph([grad]).leaves.values()
+    return grad.detach() if leaves and all(map(is_of_ended_transform, leaves)) else grad
 
 
 def accumulate_grad_nodes(leaves: Sequence[Tensor]) -> list[Node]:

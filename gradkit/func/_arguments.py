@@ -32,7 +32,11 @@ from gradkit._core.params import (
     with_variables,
 )
 from gradkit._core.pytree import PyTree, Structure
-from gradkit._core.results_without_graph import with_refused_derivatives, with_zero_derivatives
+from gradkit._core.results_without_graph import (
+    with_refused_derivatives,
+    with_zero_derivatives,
+    without_ended_graph,
+)
 from gradkit.errors import (
     LeafTypeError,
     OptionError,
@@ -117,8 +121,11 @@ class Arguments:
     def _with_graphs(
         self, grads: list[Tensor | None], losses: Sequence[Tensor], refused: str | None
     ) -> list[Tensor | None]:
-        if torch.compiler.is_compiling() or not any(map(carries_graph, losses)):
+        if torch.compiler.is_compiling():
             return grads
+        if not any(map(carries_graph, losses)):
+            has_any = _any_graph([grad for grad in grads if grad is not None])
+            return list(map(without_ended_graph, grads)) if has_any else grads
         if refused is not None:
             return with_refused_derivatives(grads, losses, refused)
         if not transforms() and all(grad is None or grad.requires_grad for grad in grads):

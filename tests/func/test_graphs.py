@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import gradkit
 from gradkit import func, meta
+from gradkit.func._hvp import Mode
 from tests.helpers import assert_same_bits
 
 F64 = torch.float64
@@ -411,3 +412,35 @@ def test_what_a_hook_or_a_backward_uses_counts(device: torch.device, kind: str) 
     ):
         torch.testing.assert_close(torch.autograd.grad(gradient.sum(), s)[0], expected)
     assert not func.value_and_grads(fn, create_graph=False)(w)[1].requires_grad
+
+
+NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "batch_norm": lambda x: functional.batch_norm(x, None, None, training=True),
+    "instance_norm": lambda x: functional.instance_norm(x[None])[0],
+    "layer_norm": lambda x: functional.layer_norm(x, (4,)),
+    "group_norm": lambda x: functional.group_norm(x, 2),
+    "rms_norm": lambda x: functional.rms_norm(x, (4,)),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_without_a_graph_around_no_result_has_one(device: torch.device, norm: str) -> None:
+    """torch.func leaves one to some second derivatives since 2.14, which leads nowhere."""
+    x, v = (torch.randn(4, 4, dtype=F64, device=device) for _ in range(2))
+    fn = NORMS[norm]
+
+    def loss(x: Tensor) -> Tensor:
+        return fn(x).sin().sum()
+
+    def slope(x: Tensor) -> Tensor:
+        result: Tensor = func.value_and_grads(loss)(x)[1]
+        return result
+
+    products = [func.hvp(loss, x, v, mode=mode)[1] for mode in get_args(Mode)]
+    ggn = func.ggn_vp(fn, lambda y: y.square().sum(), x, v)[1]
+    for result in (*products, ggn, func.vjp(slope, x)[1](v)[0]):
+        assert not result.requires_grad
+    for result in products:
+        torch.testing.assert_close(result, products[0])
+    w = x.clone().requires_grad_()
+    assert func.hvp(loss, w, v, mode="reverse-over-reverse")[1].requires_grad
