@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from gradkit._autograd.captures import any_observers
 from gradkit._autograd.engine import run_grad
-from gradkit._autograd.loss_rows import ARRIVED, LossRows
+from gradkit._autograd.jacobian_rows import ARRIVED, JacobianRows
 from gradkit._autograd.per_sample_rules import RULES, Factors, Part, per_sample_gradients
 from gradkit._checks.batch_dims import NotProvedError
 from gradkit._checks.checked import is_checked
@@ -30,34 +30,34 @@ from gradkit._core.leaf_arithmetic import norms_of_rows
 from gradkit.errors import GradkitError
 
 
-def ghost_norms(matrix: LossRows, index: int) -> Tensor | None:
+def ghost_norms(rows: JacobianRows, index: int) -> Tensor | None:
     """Return the norms for the elements of a loss, and keep the graph; None if not proved right."""
-    loss, variables = matrix.call.outputs[index], matrix.params.variables
-    below = matrix.call.graph.below([index])
-    if not _may_run(matrix, loss):
+    loss, variables = rows.call.outputs[index], rows.params.variables
+    below = rows.call.graph.below([index])
+    if not _may_run(rows, loss):
         return None
     try:
         uses = uses_shared_by_samples(loss, below, variables, RULES)
-        squares = _GhostPass(uses, variables).run(matrix, index)
+        squares = _GhostPass(uses, variables).run(rows, index)
     except NotProvedError:
         return None
     except RuntimeError as error:
         if isinstance(error, GradkitError):
             raise
         return None  # such as out of memory; the batched pass has its own ways
-    matrix.note([ARRIVED if number in squares else None for number in range(len(variables))])
-    total = matrix.zeros(loss.numel())
+    rows.note([ARRIVED if number in squares else None for number in range(len(variables))])
+    total = rows.zeros(loss.numel())
     for square in squares.values():
         total += square.to(total)
     return total.sqrt_()
 
 
-def _may_run(matrix: LossRows, loss: Tensor) -> bool:
+def _may_run(rows: JacobianRows, loss: Tensor) -> bool:
     """Return whether nothing but the operations of the graph changes or reads a cotangent."""
     # In float16, a gradient that is not finite would get a norm that is.
-    dtypes = {variable.dtype for variable in matrix.params.variables}
+    dtypes = {variable.dtype for variable in rows.params.variables}
     return (
-        matrix.call.plain_leaves
+        rows.call.plain_leaves
         and dtypes <= {torch.float32, torch.float64}
         and not loss.retains_grad
         and not user_code.hooks_registered()
@@ -80,9 +80,9 @@ class _GhostPass:
         self._squares: dict[int, Tensor] = {}
         self._own_passes: set[int] = set()
 
-    def run(self, matrix: LossRows, index: int) -> dict[int, Tensor]:
+    def run(self, rows: JacobianRows, index: int) -> dict[int, Tensor]:
         """Return the squared norms by the number of the variable, of those that are reached."""
-        below, loss = matrix.call.graph.below([index]), matrix.call.outputs[index]
+        below, loss = rows.call.graph.below([index]), rows.call.outputs[index]
         if not self._by_node:
             return {}
         above = below.leading_to((), tuple(self._by_node))
@@ -97,7 +97,7 @@ class _GhostPass:
                 root = loss.view_as(loss)  # which no other pass starts from
             stack.callback(user_code.listen(root, self._begin).remove)
             edges = [GradientEdge(node, 0) for node in captured]
-            grads = run_grad(matrix.call, [root], edges, [None], retain_graph=True)
+            grads = run_grad(rows.call, [root], edges, [None], retain_graph=True)
             for node in captured:
                 self._add(node, grads.pop(0))
         for number in list(self._parts):

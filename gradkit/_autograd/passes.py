@@ -177,7 +177,7 @@ def run_in_turn(
     return results
 
 
-def finish(
+def grads_to_tree(
     grads: Grads,
     params: Params,
     unused: str,
@@ -195,11 +195,11 @@ def finish(
     return params.unflatten(grads, copy_ties=not create_graph)
 
 
-def finish_separate(result: PassResult, params: Params, unused: str) -> PyTree:
+def trees_by_loss(result: PassResult, params: Params, unused: str) -> PyTree:
     """Return the tree of trees of gradients; None, or zeros, for a loss without a pass."""
     losses = result.call.losses
     trees = [
-        finish(grads, params, unused, result.call.create_graph, tuple(loss.shape))
+        grads_to_tree(grads, params, unused, result.call.create_graph, tuple(loss.shape))
         for grads, loss in zip(result.with_constants(params).grads, losses.leaves, strict=True)
     ]
     return pytree.unflatten(losses.spec, trees)
@@ -242,12 +242,14 @@ def run_players(
     return PassResult(call, run_in_turn(call, differentiate, retain))
 
 
-def finish_players(result: PassResult, players: Players) -> PyTree:
+def trees_by_player(result: PassResult, players: Players) -> PyTree:
     """Return the tree of gradients, of the structure of the params."""
     call = result.call
     by_loss = dict(zip(call.differentiated, result.grads, strict=True))
     trees = [
-        finish(by_loss.get(i, [None] * len(part.variables)), part, call.unused, call.create_graph)
+        grads_to_tree(
+            by_loss.get(i, [None] * len(part.variables)), part, call.unused, call.create_graph
+        )
         for i, part in enumerate(players.params)
     ]
     return pytree.unflatten(players.losses.spec, trees)

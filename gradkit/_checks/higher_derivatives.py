@@ -111,7 +111,7 @@ def refuse_wrong_derivative(
     }
     for name, kind in sorted(nodes.items()):
         if kind in once:
-            raise UnsupportedGraphError(dropped_message(where(), kind))
+            raise UnsupportedGraphError(undifferentiable_message(where(), kind))
         if name in _WRONG:
             raise UnsupportedGraphError(_wrong(where(), name))
         if name in _MISSING:
@@ -139,7 +139,7 @@ def _is_once_differentiable(kind: Any) -> bool:
 _WRAPPER_CODE = once_differentiable(lambda ctx: None).__code__
 
 
-def dropped_message(where: str, kind: type) -> str:
+def undifferentiable_message(where: str, kind: type) -> str:
     """Return the message for a Function whose gradients cannot be differentiated."""
     name = kind.__name__.removesuffix("Backward").removesuffix("Generated")
     return message(

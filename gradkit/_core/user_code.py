@@ -229,7 +229,10 @@ def _free_threaded() -> bool:
     return enabled is not None and not enabled()
 
 
-_GRADKIT_MODULES = {"gradkit._core.results_without_graph", "gradkit._autograd.double_backward"}
+_GRADKIT_MODULES = {
+    "gradkit._core.results_without_graph",
+    "gradkit._autograd.formula_double_backward",
+}
 
 
 def user_functions(kinds: Iterable[type]) -> list[type]:

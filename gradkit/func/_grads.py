@@ -96,7 +96,9 @@ def value_and_grads(
             fn, arguments, kwargs, run, has_aux=has_aux, create_graph=create_graph
         )
         values = pytree.unflatten(result.spec, result.values)
-        grads = arguments.finish(result.grads[0], losses=result.values, refused=result.refused)
+        grads = arguments.grads_to_tree(
+            result.grads[0], losses=result.values, refused=result.refused
+        )
         return ((values, result.aux), grads) if has_aux else (values, grads)
 
     return call
@@ -172,7 +174,7 @@ def per_loss_grads(
             fn, arguments, kwargs, run, has_aux=has_aux, scalar=False, create_graph=create_graph
         )
         trees = [
-            arguments.finish(grads, tuple(loss.shape), losses=[loss], refused=result.refused)
+            arguments.grads_to_tree(grads, tuple(loss.shape), losses=[loss], refused=result.refused)
             for grads, loss in zip(result.grads, result.values, strict=True)
         ]
         by_loss = pytree.unflatten(result.spec, trees)

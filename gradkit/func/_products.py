@@ -88,7 +88,7 @@ def vjp(
             pulled = partial(run.pulled, torch_pull, seeds, create_graph)
             grads, refused = named_errors(pulled)
         grads = cast_to(arguments.dtypes, grads)
-        trees: tuple[PyTree, ...] = arguments.finish(grads, losses=values, refused=refused)
+        trees: tuple[PyTree, ...] = arguments.grads_to_tree(grads, losses=values, refused=refused)
         return trees
 
     tree = pytree.unflatten(run.outputs.spec, values)

@@ -128,7 +128,7 @@ def staged_value_and_grads(
         for stage, cotangent in zip(stages, by_tower, strict=True):
             for part in stage.grads(cotangent):
                 total = list(map(_plus_, total, part))
-        grads = arguments.finish(cast_to(arguments.dtypes, total))
+        grads = arguments.grads_to_tree(cast_to(arguments.dtypes, total))
         if create_graph is None:
             sources = [*arguments.variables, *captured]
             sources += [x for stage in stages for x in stage.captured.values()]

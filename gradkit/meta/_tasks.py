@@ -163,7 +163,7 @@ def _sums(
             create_graph=create_graph,
             batched=True,
         )
-        grads = arguments.finish(one.grads[0], losses=one.values, refused=one.refused)
+        grads = arguments.grads_to_tree(one.grads[0], losses=one.values, refused=one.refused)
         aux_of_each.check(one.aux)
         tensors_of_aux, rebuild_aux = partition_tensors(one.aux)
         put_back[:] = [rebuild_aux]

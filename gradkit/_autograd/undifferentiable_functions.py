@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit._checks.higher_derivatives import dropped_message
+from gradkit._checks.higher_derivatives import undifferentiable_message
 from gradkit._compat.autograd import current_pass, sequence_number
 from gradkit._compat.transforms import is_transform_tensor, layers, recorded_copy, unbatched
 from gradkit._core.graph import Subgraph, leaf_tensors, nodes_below
@@ -19,7 +19,7 @@ from gradkit.errors import UnsupportedGraphError
 
 
 @contextmanager
-def refuse_dropped(where: Callable[[], str], below: Subgraph) -> Iterator[None]:
+def refuse_undifferentiable(where: Callable[[], str], below: Subgraph) -> Iterator[None]:
     """Raise from a pass with a graph if a Function's gradients have no path to its cotangent."""
     # Such a gradient, or derivative of one, would be taken for a constant, and what remains of the
     # derivative would be returned. It is what once_differentiable, no_grad, detach() and a kernel
@@ -67,7 +67,7 @@ class _Probe:
         present = [unbatched(grad) for grad in grads if grad is not None]
         if self._new_nodes(present, oldest).isdisjoint(copy.node for copy in copies):
             if any(map(_is_lost, present)):
-                raise UnsupportedGraphError(dropped_message(self._where(), self._kind))
+                raise UnsupportedGraphError(undifferentiable_message(self._where(), self._kind))
             return None
         leaves = [copy.leaf for copy in copies if copy.leaf is not None]
         for leaf in leaves:

@@ -31,7 +31,7 @@ Consume: TypeAlias = Callable[[int, Tensor], None]
 
 
 @dataclass(slots=True)
-class ReducingRunner(PassRunner):
+class ConsumingRunner(PassRunner):
     """Runs passes whose gradients are consumed as they arrive."""
 
     consume: Consume = field(kw_only=True)  # is called with each, on which it may not write
