@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from gradkit._autograd.captures import observing
+from gradkit._autograd.pass_observers import observing
 from gradkit._compat.autograd import current_pass
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import is_transform_tensor, transforms

@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit._autograd.captures import any_observers, copied_on_arrival
+from gradkit._autograd.arrival_copies import copied_on_arrival
 from gradkit._autograd.engine import run_batch, run_grad
 from gradkit._autograd.hooks_in_batches import hooks_refused
+from gradkit._autograd.pass_observers import any_observers
 from gradkit._autograd.pass_runner import PassRunner
 from gradkit._checks.checked import is_checked
 from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_alive

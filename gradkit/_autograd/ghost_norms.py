@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from gradkit._autograd.captures import any_observers
 from gradkit._autograd.engine import run_grad
 from gradkit._autograd.jacobian_rows import ARRIVED, JacobianRows
+from gradkit._autograd.pass_observers import any_observers
 from gradkit._autograd.per_sample_rules import RULES, Factors, Part, per_sample_gradients
 from gradkit._checks.batch_dims import NotProvedError
 from gradkit._checks.checked import is_checked

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradkit._autograd.captures import copied_on_arrival
+from gradkit._autograd.arrival_copies import copied_on_arrival
 from gradkit._autograd.formula_double_backward import differentiated_by_formula
 from gradkit._autograd.undifferentiable_functions import refuse_undifferentiable
 from gradkit._autograd.unshared_memory import without_shared_memory

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from gradkit._autograd import graph_release
+from gradkit._autograd.batching_choice import why_not_batched
 from gradkit._autograd.consume_on_arrival import Consume, ConsumingRunner
-from gradkit._autograd.jacobian import one_hot, refuse_nested, why_not_batched
+from gradkit._autograd.jacobian import one_hot, refuse_nested
 from gradkit._autograd.pass_runner import PassRunner
 from gradkit._checks.graphs import check_call
 from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_alive

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from gradkit._autograd.captures import ArrivalCapture, any_observers, observed
+from gradkit._autograd.arrival_copies import ArrivalCapture
 from gradkit._autograd.engine import run_backward, run_batch, run_grad
 from gradkit._autograd.hooks_in_batches import hooks_refused
+from gradkit._autograd.pass_observers import any_observers, observed_tensors
 from gradkit._autograd.unshared_memory import without_shared_memory
 from gradkit._autograd.write_finder import WriteFinder
 from gradkit._checks.checked import step_monitor
@@ -118,7 +119,7 @@ class PassRunner:
     @contextmanager
     def observed_inputs(self, variables: list[Tensor]) -> Iterator[list[Any]]:
         """Yield what a pass is for, observed tensors too; every `.grad` is put back afterwards."""
-        extra = observed()
+        extra = observed_tensors()
         retained = self.retained((*variables, *(tensor for tensor, _ in extra)))
         with grads_put_back(list({id(t): t for t in retained}.values())):
             yield [*variables, *(edge for _, edge in extra)]

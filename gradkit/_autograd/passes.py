@@ -9,8 +9,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit._autograd import graph_release, jacobian
-from gradkit._autograd.captures import observed
+from gradkit._autograd import batching_choice, graph_release, jacobian
+from gradkit._autograd.pass_observers import observed_tensors
 from gradkit._autograd.pass_runner import PassRunner
 from gradkit._checks.graphs import check_call, refuse_donated
 from gradkit._checks.reachability import refuse_unreached
@@ -143,7 +143,7 @@ def run_separately(
     if any(map(Tensor.dim, losses.leaves)):
         jacobian.refuse_nested(params)
     run = runner(call)
-    batch = jacobian.choose(strategy, call)
+    batch = batching_choice.choose(strategy, call)
 
     def differentiate(index: int, variables: list[Tensor], retain: bool) -> Grads:
         loss = losses.leaves[index]
@@ -164,7 +164,7 @@ def run_in_turn(
     """
     plans = None
     if not retain and len(call.passes) > 1:
-        plans = graph_release.plan_release(call, [edge.node for _, edge in observed()])
+        plans = graph_release.plan_release(call, [edge.node for _, edge in observed_tensors()])
     kept = [retain] * len(call.passes) if plans is None else [plan.retain for plan in plans]
     if retain or len(kept) > 1:  # for a single loss of several elements, the engine says so
         refuse_donated(call, kept)

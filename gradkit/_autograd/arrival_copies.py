@@ -1,16 +1,14 @@
-"""Extra tensors in a pass: copies of gradients on arrival, and tensors that are observed."""
+"""Copies of the gradients of a pass, made as they arrive and before another can write on them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from threading import local
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from gradkit._autograd.write_finder import WriteFinder
 from gradkit._compat.autograd import current_pass
@@ -121,38 +119,3 @@ def _noted_and_copied(finder: WriteFinder, index: int, grad: Tensor | None) -> T
     if grad is not None:
         finder.arrive(index, grad)
     return _copied(grad)
-
-
-class PassObserver(Protocol):
-    """Something that needs the gradients of extra tensors from every pass in this thread."""
-
-    def before_pass(self) -> list[tuple[Tensor, GradientEdge]]:
-        """Return the tensors and the edges where their gradients arrive, or raise."""
-
-
-class _Observers(local):
-    def __init__(self) -> None:
-        self.active: list[PassObserver] = []
-
-
-_observers = _Observers()
-
-
-@contextmanager
-def observing(observer: PassObserver) -> Iterator[None]:
-    """Include the observer's tensors in every pass of this thread inside the block."""
-    _observers.active.append(observer)
-    try:
-        yield
-    finally:
-        _observers.active.remove(observer)
-
-
-def any_observers() -> bool:
-    """Return whether passes of this thread include extra tensors."""
-    return bool(_observers.active)
-
-
-def observed() -> list[tuple[Tensor, GradientEdge]]:
-    """Return the extra tensors and their edges, or raise what an observer raises."""
-    return [pair for observer in _observers.active for pair in observer.before_pass()]
