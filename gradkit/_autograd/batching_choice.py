@@ -10,9 +10,10 @@ from torch import Tensor
 from gradkit._autograd.pass_observers import any_observers
 from gradkit._checks.checked import is_checked
 from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_alive
+from gradkit._compat.nodes import any_sparse_gradients, sizes_of_gradients
 from gradkit._core import user_code
 from gradkit._core.call import Call
-from gradkit._core.graph import Subgraph, sizes_of_gradients
+from gradkit._core.graph import Subgraph
 from gradkit.errors import warn_fallback
 
 # What the engine's batched mode gets wrong, or cannot do [G1, G6].
@@ -115,6 +116,6 @@ def why_not_batched(below: Subgraph, allowed: Collection[str] = ()) -> str | Non
     custom = user_code.user_functions(kinds)
     if custom:
         return f"the backward of {custom[0].__name__.removesuffix('Backward')} may not be batchable"
-    if any(getattr(node, "_saved_sparse", False) is True for node in below.nodes):
+    if any_sparse_gradients(below.nodes):
         return "a sparse gradient cannot be batched"
     return None

@@ -8,6 +8,7 @@ from functools import partial
 from gradkit._checks import higher_derivatives, reachability
 from gradkit._compat import distributed
 from gradkit._compat.dynamo import overwrites_saved_tensors
+from gradkit._compat.nodes import any_released, has_released
 from gradkit._core import graph
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
@@ -111,7 +112,7 @@ DONATED = (
 def _any_freed(call: Call) -> bool:
     """Return whether a pass would execute a freed node, looking once at passes for one params."""
     below = call.graph.below(call.differentiated)
-    if not graph.any_released(below.nodes, below.kinds):
+    if not any_released(below.nodes, below.kinds):
         return False
     groups: dict[int, tuple[Params, list[int]]] = {}
     for group, params in call.passes:
@@ -121,7 +122,7 @@ def _any_freed(call: Call) -> bool:
 
 
 def _executes_freed(below: Subgraph, params: Params) -> bool:
-    return graph.any_released(below.leading_to(params.variables), below.kinds)
+    return any_released(below.leading_to(params.variables), below.kinds)
 
 
 def refuse_freed_root(call: Call, index: int) -> None:
@@ -145,7 +146,7 @@ def losses_freed(losses: Losses) -> Sequence[int]:
     """Return the losses whose graphs hold a freed node; all of them if none is known to."""
     every = range(len(losses.leaves))
     nodes = {index: Subgraph([losses.leaves[index]]).nodes for index in every}
-    freed_losses = [index for index in every if any(map(graph.has_released, nodes[index]))]
+    freed_losses = [index for index in every if any(map(has_released, nodes[index]))]
     return freed_losses or every
 
 

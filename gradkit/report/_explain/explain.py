@@ -12,8 +12,9 @@ from torch.autograd.graph import Node
 
 from gradkit._checks.graphs import refused_nodes
 from gradkit._checks.modified_saved_tensors import modified_since_saved
+from gradkit._compat.nodes import has_released
 from gradkit._core import pytree
-from gradkit._core.graph import Subgraph, edge, has_released, is_leaf_node
+from gradkit._core.graph import Subgraph, edge, is_leaf_node
 from gradkit._core.losses import read_losses
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params, read_params, refuse_distributed
