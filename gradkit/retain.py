@@ -45,7 +45,7 @@ class _GradRecorder:
         self._where = where
         self._version = tensor._version
         # The hook stays on the node of this version when the tensor is changed in place [L1].
-        self._handle = user_code.listen(tensor, self._record)
+        self._handle = user_code.register_own_hook(tensor, self._record)
 
     def _record(self, grad: Tensor | None) -> None:
         if grad is not None:  # None is an undefined gradient [D10]

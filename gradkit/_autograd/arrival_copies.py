@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradkit._autograd.write_finder import WriteFinder
 from gradkit._compat.autograd import current_pass
-from gradkit._compat.transforms import without_graph
+from gradkit._compat.transforms import detach_keep_tangent
 from gradkit._core import user_code
 from gradkit._core.ownership import copy_for
 
@@ -65,23 +65,25 @@ class ArrivalCapture:
         for index, variable in enumerate(variables):
             if id(variable) in not_leaves:
                 self._arrived[index] = {}
-                self._listen(variable, partial(self._store, index, variable), stack)
+                self._register(variable, partial(self._store, index, variable), stack)
         if not_leaves:
             with torch.enable_grad():
                 leaf = torch.zeros((), device=variables[0].device, requires_grad=True)
                 root = leaf.view_as(leaf)
-            self._listen(root, lambda _: self._own_pass.append(current_pass()), stack)
+            self._register(root, lambda _: self._own_pass.append(current_pass()), stack)
             self.roots, self.leaves = [root], [leaf]
 
     @staticmethod
-    def _listen(tensor: Tensor, hook: Callable[[Tensor], Tensor | None], stack: ExitStack) -> None:
-        stack.callback(user_code.listen(tensor, hook).remove)
+    def _register(
+        tensor: Tensor, hook: Callable[[Tensor], Tensor | None], stack: ExitStack
+    ) -> None:
+        stack.callback(user_code.register_own_hook(tensor, hook).remove)
 
     def _store(self, index: int, variable: Tensor, grad: Tensor | None) -> None:
         if grad is not None:
             if self._finder is not None:
                 self._finder.arrive(index, grad)
-            copy = copy_for(grad if self._create_graph else without_graph(grad), variable)
+            copy = copy_for(grad if self._create_graph else detach_keep_tangent(grad), variable)
             self._arrived[index][current_pass()] = copy
             if grad._version and id(variable) not in self._hooked:
                 self.versions[index] = grad._version

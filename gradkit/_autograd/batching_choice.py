@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradkit._autograd.pass_observers import any_observers
 from gradkit._checks.checked import is_checked
-from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_alive
+from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_may_run_in
 from gradkit._compat.nodes import any_sparse_gradients, sizes_of_gradients
 from gradkit._core import user_code
 from gradkit._core.call import Call
@@ -43,7 +43,7 @@ def choose(strategy: str, call: Call) -> set[int]:
     """Return the indices of the losses to batch, and warn if some were to be and cannot."""
     if strategy == "sequential":
         return set()
-    if user_code_alive(call):
+    if user_code_may_run_in(call):
         refuse_pre_hooks(call)
     indices = call.differentiated
     losses = [call.outputs[index] for index in indices]

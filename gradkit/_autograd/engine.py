@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from gradkit._autograd.undifferentiable_functions import refuse_undifferentiable
-from gradkit._checks.graphs import DONATED, freed, losses_freed
+from gradkit._checks.eager_graph import DONATED, freed_message, losses_freed
 from gradkit._checks.higher_derivatives import missing_message
 from gradkit._checks.modified_saved_tensors import modified_message
 from gradkit._compat.autograd import function_mode_enabled, run_engine
@@ -171,7 +171,7 @@ def _run_backward(
 def _raise_named(error: RuntimeError, call: Call) -> None:
     """Raise gradkit's error for one of the engine's, if there is one."""
     if "through the graph a second time" in str(error):
-        raise FreedGraphError(freed(call.losses, losses_freed(call.losses))) from error
+        raise FreedGraphError(freed_message(call.losses, losses_freed(call.losses))) from error
     if "_will_engine_execute_node" in str(error):
         raise UnsupportedGraphError(_MULTI_GRAD_HOOK) from error
     if "does not support 3rd+ order derivatives" in str(error):

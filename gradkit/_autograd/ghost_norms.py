@@ -20,8 +20,8 @@ from torch.autograd.graph import GradientEdge, Node
 from gradkit._autograd.engine import run_grad
 from gradkit._autograd.jacobian_rows import ARRIVED, JacobianRows
 from gradkit._autograd.pass_observers import any_observers
-from gradkit._autograd.per_sample_rules import RULES, Factors, Part, per_sample_gradients
-from gradkit._checks.batch_dims import NotProvedError
+from gradkit._autograd.per_sample_rules import RULES, Factors, PerSampleGrads, per_sample_gradients
+from gradkit._checks.batch_dim_rules import NotProvedError
 from gradkit._checks.checked import is_checked
 from gradkit._checks.sample_independence import Use, uses_shared_by_samples
 from gradkit._compat.autograd import current_pass
@@ -76,7 +76,7 @@ class _GhostPass:
         for use in uses:
             self._by_node[use.node].append(use)
             self._left[use.variable] += 1
-        self._parts: dict[int, list[Part]] = defaultdict(list)
+        self._parts: dict[int, list[PerSampleGrads]] = defaultdict(list)
         self._squares: dict[int, Tensor] = {}
         self._own_passes: set[int] = set()
 
@@ -91,11 +91,13 @@ class _GhostPass:
         captured = [node for node in self._by_node if node not in above]
         with ExitStack() as stack:
             for node in self._by_node.keys() & above:
-                for handle in user_code.listen_at(node, partial(self._arrive, node)):
+                for handle in user_code.register_own_hooks_around_node(
+                    node, partial(self._arrive, node)
+                ):
                     stack.callback(handle.remove)
             with torch.enable_grad():
                 root = loss.view_as(loss)  # which no other pass starts from
-            stack.callback(user_code.listen(root, self._begin).remove)
+            stack.callback(user_code.register_own_hook(root, self._begin).remove)
             edges = [GradientEdge(node, 0) for node in captured]
             grads = run_grad(rows.call, [root], edges, [None], retain_graph=True)
             for node in captured:
@@ -125,7 +127,7 @@ class _GhostPass:
         self._squares[number] = _squares(self._parts.pop(number), self._variables[number])
 
 
-def _squares(parts: list[Part], variable: Tensor) -> Tensor:
+def _squares(parts: list[PerSampleGrads], variable: Tensor) -> Tensor:
     """Return the squared norm of the sum of the parts, for each sample."""
     factors = [part for part in parts if isinstance(part, Factors)]
     if len(factors) == len(parts) and _products_are_less(factors, variable.numel()):
@@ -173,7 +175,7 @@ def _products(left: Tensor, right: Tensor) -> Tensor:
     return left.gather(2, right.unsqueeze(1).expand(-1, left.shape[1], -1))
 
 
-def _dense(part: Part, variable: Tensor) -> Tensor:
+def _dense(part: PerSampleGrads, variable: Tensor) -> Tensor:
     """Return the gradients of the samples, `[B, *shape]`."""
     if isinstance(part, Tensor):
         return part

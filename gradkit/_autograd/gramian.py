@@ -37,10 +37,10 @@ def gramian(losses: Losses, params: Params, *, chunk_size: int | None, retain: b
     rows.require_reached()
     if not retain:
         rows.release(rows.call.differentiated)
-    return mirrored(product)
+    return symmetrized(product)
 
 
-def mirrored(product: Tensor) -> Tensor:
+def symmetrized(product: Tensor) -> Tensor:
     """Return the upper triangle in both halves: a product of matrices may round asymmetrically."""
     return product.triu() + product.triu(1).T
 

@@ -51,6 +51,6 @@ class InnerPass:
                 stack.enter_context(without_shared_memory(self.below.nodes))
             grads = run()
         arrived = [None if grad is None else unbatched(grad) for grad in grads]
-        moved = grad_versions(self.variables, arrived, copied)
-        refuse_modified(lambda: self.where, self.path, self.variables, self.below, moved)
+        versions = grad_versions(self.variables, arrived, copied)
+        refuse_modified(lambda: self.where, self.path, self.variables, self.below, versions)
         return grads

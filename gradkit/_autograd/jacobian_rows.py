@@ -15,8 +15,8 @@ from gradkit._autograd.batching_choice import why_not_batched
 from gradkit._autograd.consume_on_arrival import Consume, ConsumingRunner
 from gradkit._autograd.jacobian import one_hot, refuse_nested
 from gradkit._autograd.pass_runner import PassRunner
-from gradkit._checks.graphs import check_call
-from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_alive
+from gradkit._checks.eager_graph import check_call
+from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_may_run_in
 from gradkit._checks.reachability import require_reached
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.losses import Losses, require_graph
@@ -130,7 +130,7 @@ def read_rows(losses: Losses, params: Params, allowed: Collection[str] = ()) -> 
     group = require_graph(losses, losses.leaves)
     call = Call(losses, losses.leaves, [Pass([index], params) for index in group])
     check_call(call, allowed)
-    if user_code_alive(call):
+    if user_code_may_run_in(call):
         refuse_pre_hooks(call)  # before a warning that a batched pass is not run
     refuse_nested(params)
     return JacobianRows(call, params, allowed)

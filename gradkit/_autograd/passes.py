@@ -12,10 +12,10 @@ from torch import Tensor
 from gradkit._autograd import batching_choice, graph_release, jacobian
 from gradkit._autograd.pass_observers import observed_tensors
 from gradkit._autograd.pass_runner import PassRunner
-from gradkit._checks.graphs import check_call, refuse_donated
+from gradkit._checks.eager_graph import check_call, refuse_donated
 from gradkit._checks.reachability import refuse_unreached
 from gradkit._compat.distributed import replicated
-from gradkit._compat.transforms import without_graph
+from gradkit._compat.transforms import detach_keep_tangent
 from gradkit._core import pytree
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.losses import Losses, params_of_each_loss, read_weights, require_graph
@@ -67,7 +67,7 @@ def run_jointly(
 ) -> PassResult:
     """Run one pass for the weighted sum of the losses."""
     by_loss = read_weights(weights, losses)
-    outputs, seeds = weigh(losses, by_loss)
+    outputs, seeds = weighted_outputs(losses, by_loss)
     group = require_graph(losses, outputs)
     call = Call(losses, outputs, [Pass(group, params)], unused, create_graph)
     check_call(call, allowed)
@@ -87,7 +87,7 @@ def run_jointly(
     return PassResult(call, [grads], values_of(losses, create_graph))
 
 
-def weigh(
+def weighted_outputs(
     losses: Losses, weights: Sequence[float | Tensor] | None
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the outputs that a pass for the weighted sum starts from, and their cotangents.
@@ -116,7 +116,7 @@ def values_of(losses: Losses, create_graph: bool) -> PyTree:
 
 
 def _detached_copy(loss: Tensor) -> Tensor:
-    value = without_graph(loss)
+    value = detach_keep_tangent(loss)
     return value.clone() if type(loss) is Tensor else replicated(value).clone()
 
 

@@ -12,9 +12,9 @@ from torch.autograd.graph import Node
 
 from gradkit._checks.higher_derivatives import undifferentiable_message
 from gradkit._compat.autograd import current_pass, sequence_number
-from gradkit._compat.transforms import is_transform_tensor, layers, recorded_copy, unbatched
+from gradkit._compat.transforms import clone_with_node, is_transform_tensor, layers, unbatched
 from gradkit._core.graph import Subgraph, leaf_tensors, nodes_below
-from gradkit._core.user_code import Cotangents, listen_at, user_functions
+from gradkit._core.user_code import Cotangents, register_own_hooks_around_node, user_functions
 from gradkit.errors import UnsupportedGraphError
 
 
@@ -30,7 +30,7 @@ def refuse_undifferentiable(where: Callable[[], str], below: Subgraph) -> Iterat
         for node in below.nodes if kinds else ():
             if type(node) in kinds:
                 probe = _Probe(where, type(node), below)
-                handles += listen_at(node, probe.before, probe.after)
+                handles += register_own_hooks_around_node(node, probe.before, probe.after)
         yield
     finally:
         for handle in handles:
@@ -95,7 +95,7 @@ class _Probe:
 def _copied(cotangent: Tensor | None, copies: list[_Copy]) -> Tensor | None:
     if cotangent is None or not (cotangent.is_floating_point() or cotangent.is_complex()):
         return cotangent
-    copy = recorded_copy(cotangent)
+    copy = clone_with_node(cotangent)
     node = unbatched(copy).grad_fn
     if node is not None:
         leaf = None

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.passes import PassResult
-from gradkit._checks import graphs
-from gradkit._checks.reachability import refuse_stale
+from gradkit._checks import eager_graph
+from gradkit._checks.reachability import refuse_cast_since_forward
 from gradkit._compat import distributed
 from gradkit._core import graph, pytree, user_code
 from gradkit._core.leaf_arithmetic import plus
@@ -70,7 +70,7 @@ def run(call: DistributedCall, modules: _Replicas) -> tuple[PassResult, Params]:
         results.append(result)
         grads = [grad for row in result.grads for grad in row]
         if type(None) in set(map(type, grads)):
-            refuse_stale(result.call, result.grads)
+            refuse_cast_since_forward(result.call, result.grads)
         _check_comm_hooks(hooked, grads)
         likes = params.variables * len(result.grads)
         path = partial(call.grad_path, losses, params)
@@ -149,7 +149,7 @@ def _refuse_static_graph(losses: Losses) -> None:
     for index, loss in enumerate(losses.leaves):
         for node in graph.nodes_below([loss]) if loss.requires_grad else ():
             if type(node).__name__ == distributed.SINK and distributed.sink_is_static(node):
-                graphs.refuse_nodes({type(node)}, losses.path(index))
+                eager_graph.refuse_nodes({type(node)}, losses.path(index))
 
 
 def add_to_replicas(params: PyTree, read_pairs: Callable[[], _Pairs]) -> _Pairs:

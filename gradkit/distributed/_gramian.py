@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradkit._autograd import graph_release
-from gradkit._autograd.gramian import by_blocks, mirrored, weights_of
+from gradkit._autograd.gramian import by_blocks, symmetrized, weights_of
 from gradkit._autograd.jacobian_rows import JacobianRows, read_rows, warn_sequential
 from gradkit._autograd.passes import PassResult, RunnerFactory
-from gradkit._checks.graphs import check_call
+from gradkit._checks.eager_graph import check_call
 from gradkit._compat import distributed
 from gradkit._core import pytree
 from gradkit._core.call import Call, Grads, Pass
@@ -85,7 +85,7 @@ def gram_of_replicas(
                 rows.require_reached()
             if not retain:
                 rows.release(every)
-            return mirrored(product)
+            return symmetrized(product)
     return sequential(call, lambda part: _ddp.run(part, modules), chunk_size or 1, retain)
 
 
@@ -148,7 +148,7 @@ def sequential(
             for row, grads in enumerate(block, start):
                 products.add(row, column, grads, result.grads[column])
     rows.require_reached()
-    return mirrored(products.sum())
+    return symmetrized(products.sum())
 
 
 def _rows_between(

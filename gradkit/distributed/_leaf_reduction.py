@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradkit._autograd.jacobian_rows import JacobianRows
-from gradkit._checks.reachability import refuse_stale
+from gradkit._checks.reachability import refuse_cast_since_forward
 from gradkit._compat.autograd import sequence_number
 from gradkit._core.graph import is_leaf_node
 from gradkit._core.leaf_arithmetic import products_of_rows
@@ -57,7 +57,7 @@ class LeafReduction:
             if error is not None and not can_go_on:
                 raise error
             if error is None and any(grad is None for grad in arrived):
-                refuse_stale(
+                refuse_cast_since_forward(
                     self._jacobian_rows.call, [arrived] * len(self._jacobian_rows.call.passes)
                 )
             flags = (int(error is not None), int(is_any), 0, 0)

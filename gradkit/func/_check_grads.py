@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
-from gradkit._core.captured_variables import captured_by
+from gradkit._core.closure_contents import captured_by
 from gradkit._core.graph import Subgraph
 from gradkit._core.options import check_function, check_option, is_positive_int
 from gradkit._core.ownership import leave_inference_mode

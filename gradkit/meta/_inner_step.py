@@ -14,7 +14,7 @@ from torch import Tensor
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.formula_double_backward import holds_formulas
 from gradkit._autograd.inner_pass import InnerPass
-from gradkit._checks import graphs, nonreentrant_checkpoints
+from gradkit._checks import eager_graph, nonreentrant_checkpoints
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
@@ -160,7 +160,7 @@ def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -
     nodes = [tensor.grad_fn or edge(tensor).node for tensor in variables]
     below = Subgraph([loss], stop=set(nodes))
     if alive.refused:
-        graphs.refuse_nodes(map(type, below.nodes.difference(below.stop)), "the inner loss")
+        eager_graph.refuse_nodes(map(type, below.nodes.difference(below.stop)), "the inner loss")
     if create_graph:
         refuse_wrong_derivative(lambda: "the inner loss", variables, below, by_formula=True)
     # Those that are alive may be the steps before this one.

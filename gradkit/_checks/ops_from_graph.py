@@ -14,7 +14,7 @@ from gradkit._compat.nodes import output_shape, saved, saved_or
 Read: TypeAlias = Callable[[Any], dict[str, Any]]
 
 
-def calls_of(nodes: Iterable[Node]) -> Iterator[tuple[str, dict[str, Any]]]:
+def ops_of(nodes: Iterable[Node]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name of each such operation, and those of its arguments that the bug depends on."""
     for node in nodes:
         operation = _OPERATIONS.get(type(node).__name__)

@@ -33,7 +33,7 @@ def check_call(call: Call, allowed: Collection[str] = ()) -> None:
     if call.functions.refused:
         _refuse_nodes_by_loss(call, allowed)
     if not call.plain_leaves:
-        reachability.refuse_doubtful(call)
+        reachability.refuse_unreached_views_and_subclasses(call)
     if call.unused == "error":
         reachability.refuse_unreached(call)
     if len(call.outputs) > 1:
@@ -42,7 +42,7 @@ def check_call(call: Call, allowed: Collection[str] = ()) -> None:
 
 
 def _refuse_nodes_by_loss(call: Call, allowed: Collection[str]) -> None:
-    if not refused_nodes(call.graph.below(call.differentiated).kinds, allowed):
+    if not refusal_reasons(call.graph.below(call.differentiated).kinds, allowed):
         return
     for index in call.differentiated:
         kinds = call.graph.below([index]).kinds
@@ -83,7 +83,7 @@ def refuse_freed(call: Call, *, thorough: bool) -> None:
             if (thorough or graph.is_freed(root)) and _executes_freed(
                 call.graph.below([index]), params
             ):
-                raise FreedGraphError(freed(call.losses, [index]))
+                raise FreedGraphError(freed_message(call.losses, [index]))
 
 
 def refuse_donated(call: Call, kept: Sequence[bool]) -> None:
@@ -128,10 +128,10 @@ def _executes_freed(below: Subgraph, params: Params) -> bool:
 def refuse_freed_root(call: Call, index: int) -> None:
     """Raise if a loss has been differentiated before."""
     if graph.is_freed(call.outputs[index]):
-        raise FreedGraphError(freed(call.losses, [index]))
+        raise FreedGraphError(freed_message(call.losses, [index]))
 
 
-def freed(losses: Losses, indices: Iterable[int]) -> str:
+def freed_message(losses: Losses, indices: Iterable[int]) -> str:
     """Return the message for a second pass through the graph of some losses."""
     return message(
         ", ".join(map(losses.path, indices)),
@@ -174,11 +174,11 @@ _REASONS = {
 
 def refuse_nodes(kinds: Iterable[type], where: str, allowed: Collection[str] = ()) -> None:
     """Raise if a graph holds a node that would make its gradients wrong, but for those allowed."""
-    for reason in refused_nodes(kinds, allowed):
+    for reason in refusal_reasons(kinds, allowed):
         raise UnsupportedGraphError(message(where, *reason))
 
 
-def refused_nodes(
+def refusal_reasons(
     kinds: Iterable[type], allowed: Collection[str] = ()
 ) -> list[tuple[str, str, str]]:
     """Return (expected, got, what to do) for each kind of node that is refused."""
