@@ -16,7 +16,7 @@ from gradkit._compat.autograd import current_pass
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import is_transform_tensor, transforms
 from gradkit._core import graph, pytree, user_code
-from gradkit._core.leaf_arithmetic import plus
+from gradkit._core.leaf_arithmetic import add_leaves
 from gradkit._core.options import check_bool
 from gradkit._core.ownership import copy_for
 from gradkit._core.pytree import PyTree
@@ -105,7 +105,7 @@ class RetainedGrads:
         Of the tensor's shape and dtype, and of its strides if it is dense; None where no pass has
         reached the tensor.
         """
-        return self._map(lambda recorder: plus(*recorder.passes))
+        return self._map(lambda recorder: add_leaves(*recorder.passes))
 
     @property
     def passes(self) -> PyTree:

@@ -14,7 +14,7 @@ from gradkit._autograd.jacobian_rows import JacobianRows, read_rows
 from gradkit._autograd.pass_runner import PassRunner
 from gradkit._core import pytree
 from gradkit._core.call import Grads
-from gradkit._core.leaf_arithmetic import inner, products_of_rows
+from gradkit._core.leaf_arithmetic import dot_leaves, products_of_rows
 from gradkit._core.losses import Losses
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
@@ -22,7 +22,7 @@ from gradkit.errors import StructureError, describe, message
 
 
 def gramian(losses: Losses, params: Params, *, chunk_size: int | None, retain: bool) -> Tensor:
-    """Return the inner products of the gradients of all elements of all losses."""
+    """Return the dot_leaves products of the gradients of all elements of all losses."""
     rows = read_rows(losses, params)
     if not rows.elements:
         fix = "leave out losses without elements"
@@ -104,7 +104,7 @@ def _consume_row(
 
     def consume(index: int, grad: Tensor) -> None:
         for grads, by_leaf in zip(held, products, strict=True):
-            product = inner(grads[index], grad)
+            product = dot_leaves(grads[index], grad)
             if product is not None:
                 by_leaf[index] = product
 

@@ -12,7 +12,7 @@ from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.passes import grads_to_tree, run_in_turn
 from gradkit._compat.distributed import full_tensor
 from gradkit._core.call import Grads
-from gradkit._core.leaf_arithmetic import norms_of_rows, plus, stored
+from gradkit._core.leaf_arithmetic import add_leaves, norms_of_rows, stored_values
 from gradkit._core.losses import Losses
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
@@ -56,7 +56,7 @@ def _clipped_one_by_one(rows: JacobianRows, max_norm: float | Tensor, *, retain:
         factor = _factors(_norm(rows, norms, 1)[0], max_norm)
         for index, grad in enumerate(grads):
             if grad is not None:
-                total[index] = plus(total[index], grad.mul_(factor.to(grad.device)))
+                total[index] = add_leaves(total[index], grad.mul_(factor.to(grad.device)))
     return total
 
 
@@ -113,7 +113,7 @@ def _norm_of_row(rows: JacobianRows, row: int, retain: bool) -> Tensor:
 
 
 def _norm_of(grad: Tensor) -> Tensor:
-    return norms_of_rows(stored(full_tensor(grad)).unsqueeze(0))
+    return norms_of_rows(stored_values(full_tensor(grad)).unsqueeze(0))
 
 
 def _batched(rows: JacobianRows, indices: range, chunk_size: int | None) -> Tensor:

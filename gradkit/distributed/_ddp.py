@@ -18,7 +18,7 @@ from gradkit._checks import eager_graph
 from gradkit._checks.reachability import refuse_cast_since_forward
 from gradkit._compat import distributed
 from gradkit._core import graph, pytree, user_code
-from gradkit._core.leaf_arithmetic import plus
+from gradkit._core.leaf_arithmetic import add_leaves
 from gradkit._core.losses import Losses
 from gradkit._core.ownership import empty_for
 from gradkit._core.params import Params
@@ -178,7 +178,7 @@ def add_to_replicas(params: PyTree, read_pairs: Callable[[], _Pairs]) -> _Pairs:
             (ours if id(pair[0]) in replicated else others).append(pair)
         leaves, grads = [leaf for leaf, _ in ours], [grad for _, grad in ours]
         _check_comm_hooks(hooked, [*grads, *(leaf.grad for leaf in leaves)])
-        sums = [None if grad is None else plus(leaf.grad, grad) for leaf, grad in ours]
+        sums = [None if grad is None else add_leaves(leaf.grad, grad) for leaf, grad in ours]
         invariants = (("the call", "add_grads_"), ("params", len(ours)))
         return LocalGrads(sums, leaves, invariants, lambda index: f"grads, tensor {index}")
 

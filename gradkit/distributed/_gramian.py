@@ -20,7 +20,7 @@ from gradkit._checks.eager_graph import check_call
 from gradkit._compat import distributed
 from gradkit._core import pytree
 from gradkit._core.call import Call, Grads, Pass
-from gradkit._core.leaf_arithmetic import inner
+from gradkit._core.leaf_arithmetic import dot_leaves
 from gradkit._core.losses import Losses, read_losses, read_weights
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
@@ -210,7 +210,7 @@ class _Products:
         for a, b in zip(left, right, strict=True):
             if a is None or b is None:
                 continue
-            local = inner(distributed.local_part(a), distributed.local_part(b))
+            local = dot_leaves(distributed.local_part(a), distributed.local_part(b))
             assert local is not None
             empty = torch.zeros_like(self._total)
             part = self._by_sharding.setdefault(distributed.sharding(a), empty)
