@@ -69,7 +69,7 @@ def gram_of_replicas(
     retain: bool,
 ) -> Tensor:
     """Return the products for modules under DistributedDataParallel."""
-    group = _ddp.join(modules, call.name)
+    group = _ddp.require_one_group(modules, call.name)
     _refuse_ignored(modules)
     shared = replace(call, part=chunk_size)
     rows, order, reason = _read_on_all_ranks(group, shared, modules)

@@ -28,10 +28,10 @@ from gradkit.errors import (
     message,
 )
 from gradkit.func._arguments import ArgNums, Arguments, read_arguments, refuse_sparse
+from gradkit.func._derivative_check import DerivativeCheck, Disagreement, Tolerance
 from gradkit.func._directional import FORWARD, REVERSE, Directional, Tensors
-from gradkit.func._disagreement import DerivativeCheck, Disagreement, Tolerance
 from gradkit.func._errors import independent
-from gradkit.func._wrong_op import differentiable, is_number, wrong_op
+from gradkit.func._find_wrong_op import differentiable, find_wrong_op, is_number
 
 Mode = Literal["reverse", "forward"]
 
@@ -117,7 +117,7 @@ def check_grads(
         check = DerivativeCheck(directional, tuple(dict.fromkeys(modes)), tolerance)
         disagreement = check.first_disagreement(order)
         if disagreement is not None:
-            op = wrong_op(check, disagreement.product.modes)
+            op = find_wrong_op(check, disagreement.product.modes)
             _raise(disagreement, arguments, op)
         if not depends:
             raise DetachedLossError(independent("fn"))

@@ -32,7 +32,7 @@ from gradkit.func._differentiate import (
     require_tensor_or_constant,
     tensors_of,
 )
-from gradkit.func._fallback import RANDOMNESS, Attempt, AuxOfEach, OneByOne, Randomness
+from gradkit.func._vmap_or_loop import RANDOMNESS, Attempt, AuxOfEach, OneByOne, Randomness
 
 # Of the tensors of one sample; gives gradients, and the tensors of aux.
 _Gradients: TypeAlias = tuple[list[Tensor | None], list[Tensor]]

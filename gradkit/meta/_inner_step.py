@@ -27,10 +27,10 @@ from gradkit._state.rerun import recording_writes
 from gradkit.errors import UnreachedParamError, message
 from gradkit.func import _checkpoints as checkpoints
 from gradkit.func._differentiate import LevelPasses, differentiate
-from gradkit.meta._foreach import Tensors
+from gradkit.meta._builtin_optimizers import is_own_rule
 from gradkit.meta._grad_transform import GradTransform
 from gradkit.meta._optimizer import Optimizer, StateLists, update
-from gradkit.meta._optimizers import is_own_rule
+from gradkit.meta._tensor_lists import Tensors
 from gradkit.meta._trees import InnerParams, read_loss, read_loss_and_buffers
 
 Grads = list[Tensor | None]

@@ -292,7 +292,9 @@ def _weights_from_gram(
     call = ElementsCall(name, losses, module, run, False, False, None, scalar=True)
     product = _gram_of(call, None, retain=True)
     replicas, shards = _wrapped_in(module)
-    ranks = _fsdp.join(shards, name) if shards else [_ddp.join(replicas, name)]
+    ranks = (
+        _fsdp.require_groups(shards, name) if shards else [_ddp.require_one_group(replicas, name)]
+    )
     return weights_on_all_ranks(ranks, losses, product, weighting)
 
 
