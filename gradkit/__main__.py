@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from gradkit._core.devices import available_devices
-from gradkit._doctor.examination import as_json, examine, show
+from gradkit._doctor.run_and_print import as_json, doctor_report, print_report
 from gradkit._migrate.command import main as migrate
 
 
@@ -27,17 +27,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[:1] == ["migrate"]:
         return migrate(given[1:])
     options = _parse(given)
-    examination = examine(options.device or available_devices())
+    report = doctor_report(options.device or available_devices())
     try:
         if options.json:
-            print(as_json(examination))
+            print(as_json(report))
         else:
-            show(examination)
+            print_report(report)
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has read all it wants
         # Python flushes once more as it exits, which would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0 if examination.equal else 1
+    return 0 if report.equal else 1
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from gradkit._autograd.gramian import weights_from_gramian
 from gradkit._autograd.passes import (
-    finish,
-    finish_players,
-    finish_separate,
+    grads_to_tree,
     read_players,
     run_jointly,
     run_players,
     run_separately,
+    trees_by_loss,
+    trees_by_player,
 )
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.dynamo import disable_compile
@@ -169,7 +169,7 @@ def value_and_grads(
             retain_graph=retain_graph,
         )
         require_reached(result.call, result.grads)
-        return result.values, finish(result.grads[0], flat_params, unused, create_graph)
+        return result.values, grads_to_tree(result.grads[0], flat_params, unused, create_graph)
 
 
 @overload
@@ -294,7 +294,7 @@ def per_loss_grads(
             chunk_size=chunk_size,
         )
         require_reached(result.call, result.grads)
-        return finish_separate(result, flat_params, unused)
+        return trees_by_loss(result, flat_params, unused)
 
 
 @overload
@@ -362,4 +362,4 @@ def simultaneous_grads(
         players = read_players(read_losses(losses, scalar=True), params)
         result = run_players(players, unused, create_graph, retain_graph)
         require_reached(result.call, result.grads)
-        return finish_players(result, players)
+        return trees_by_player(result, players)

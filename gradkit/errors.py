@@ -1,7 +1,9 @@
 """The errors of gradkit, and the form of their messages.
 
 Every error derives from `GradkitError` and from the builtin that torch would raise in its place, so
-code that catches the builtin keeps working. They are raised before the engine has run.
+code that catches the builtin keeps working. What the arguments and the graph show is raised before
+the engine runs; what only the gradients show, by the pass that makes them, or right after it. A
+call that raises leaves every `.grad` as it was.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from gradkit._autograd.captures import observing
+from gradkit._autograd.pass_observers import observing
 from gradkit._compat.autograd import current_pass
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import is_transform_tensor, transforms
 from gradkit._core import graph, pytree, user_code
-from gradkit._core.leaf_arithmetic import plus
+from gradkit._core.leaf_arithmetic import add_leaves
 from gradkit._core.options import check_bool
 from gradkit._core.ownership import copy_for
 from gradkit._core.pytree import PyTree
@@ -45,7 +45,7 @@ class _GradRecorder:
         self._where = where
         self._version = tensor._version
         # The hook stays on the node of this version when the tensor is changed in place [L1].
-        self._handle = user_code.listen(tensor, self._record)
+        self._handle = user_code.register_own_hook(tensor, self._record)
 
     def _record(self, grad: Tensor | None) -> None:
         if grad is not None:  # None is an undefined gradient [D10]
@@ -105,7 +105,7 @@ class RetainedGrads:
         Of the tensor's shape and dtype, and of its strides if it is dense; None where no pass has
         reached the tensor.
         """
-        return self._map(lambda recorder: plus(*recorder.passes))
+        return self._map(lambda recorder: add_leaves(*recorder.passes))
 
     @property
     def passes(self) -> PyTree:

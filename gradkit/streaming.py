@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gradkit._autograd import norms
 from gradkit._autograd.gramian import gramian
-from gradkit._autograd.reduced_grads import reduce_jointly
+from gradkit._autograd.reduced_grads import values_and_reduced_grads
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core.losses import Losses, read_losses
 from gradkit._core.options import check_chunk_size, check_number, check_optional_bool
@@ -74,7 +74,7 @@ def value_and_reduced_grads(
     check_optional_bool("retain_graph", retain_graph)
     with leave_inference_mode():
         flat_losses, flat_params = read_losses(losses, scalar=True), read_params(params)
-        return reduce_jointly(flat_losses, flat_params, fn, weights, bool(retain_graph))
+        return values_and_reduced_grads(flat_losses, flat_params, fn, weights, bool(retain_graph))
 
 
 @disable_compile

@@ -160,6 +160,19 @@ def test_private_names_of_torch_are_used_in_one_room(device: torch.device) -> No
     assert not broken, listed(broken)
 
 
+def test_private_attributes_of_nodes_are_read_in_one_file(device: torch.device) -> None:
+    private = ("_saved_", "_raw_saved_", "_input_metadata")
+    broken = []
+    for path, tree in SOURCES.items():
+        if path.relative_to(PACKAGE).as_posix() == "_compat/nodes.py":
+            continue
+        for node in ast.walk(tree):
+            name = node.value if isinstance(node, ast.Constant) else getattr(node, "attr", None)
+            if isinstance(node, ast.expr) and str(name).startswith(private):
+                broken.append(at(path, node, str(name)))
+    assert not broken, listed(broken)
+
+
 def test_no_file_is_long(device: torch.device) -> None:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
     long = {str(p.relative_to(ROOT)): n for p, n in lengths.items() if n > LONGEST}

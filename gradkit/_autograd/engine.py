@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from gradkit._autograd.function_probe import refuse_dropped
-from gradkit._checks.graphs import DONATED, freed, losses_freed
+from gradkit._autograd.undifferentiable_functions import refuse_undifferentiable
+from gradkit._checks.eager_graph import DONATED, freed_message, losses_freed
 from gradkit._checks.higher_derivatives import missing_message
 from gradkit._checks.modified_saved_tensors import modified_message
 from gradkit._compat.autograd import function_mode_enabled, run_engine
@@ -39,7 +39,10 @@ def run_grad(
     """Return the gradients of a weighted sum of outputs with respect to tensors or graph edges."""
     if call.create_graph and not prepared:
         options = {"retain_graph": retain_graph, "is_grads_batched": is_grads_batched}
-        with recompute_hooks(), _refuse_dropped(call) if call.functions.users else nullcontext():
+        with (
+            recompute_hooks(),
+            _refuse_undifferentiable(call) if call.functions.users else nullcontext(),
+        ):
             return run_grad(call, outputs, inputs, seeds, **options, prepared=True)
     try:
         if (
@@ -108,8 +111,8 @@ def _seed(output: Tensor, seed: Tensor | None) -> Tensor:
     return torch.ones_like(output) if seed is None else seed
 
 
-def _refuse_dropped(call: Call) -> AbstractContextManager[None]:
-    return refuse_dropped(partial(_paths, call), call.graph.below(call.differentiated))
+def _refuse_undifferentiable(call: Call) -> AbstractContextManager[None]:
+    return refuse_undifferentiable(partial(_paths, call), call.graph.below(call.differentiated))
 
 
 def run_backward(
@@ -136,7 +139,7 @@ def _grads_restored_on_error(call: Call) -> Iterator[None]:
     leaves = list(call.graph.below(call.differentiated).leaves.values())
     before = [leaf.grad for leaf in leaves]
     try:
-        with _refuse_dropped(call):
+        with _refuse_undifferentiable(call):
             yield
     except UnsupportedGraphError:
         for leaf, grad in zip(leaves, before, strict=True):
@@ -168,7 +171,7 @@ def _run_backward(
 def _raise_named(error: RuntimeError, call: Call) -> None:
     """Raise gradkit's error for one of the engine's, if there is one."""
     if "through the graph a second time" in str(error):
-        raise FreedGraphError(freed(call.losses, losses_freed(call.losses))) from error
+        raise FreedGraphError(freed_message(call.losses, losses_freed(call.losses))) from error
     if "_will_engine_execute_node" in str(error):
         raise UnsupportedGraphError(_MULTI_GRAD_HOOK) from error
     if "does not support 3rd+ order derivatives" in str(error):

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from gradkit._autograd.captures import any_observers
 from gradkit._autograd.engine import run_grad
-from gradkit._autograd.loss_rows import ARRIVED, LossRows
-from gradkit._autograd.per_sample_rules import RULES, Factors, Part, per_sample_gradients
-from gradkit._checks.batch_dims import NotProvedError
+from gradkit._autograd.jacobian_rows import ARRIVED, JacobianRows
+from gradkit._autograd.pass_observers import any_observers
+from gradkit._autograd.per_sample_rules import RULES, Factors, PerSampleGrads, per_sample_gradients
+from gradkit._checks.batch_dim_rules import NotProvedError
 from gradkit._checks.checked import is_checked
 from gradkit._checks.sample_independence import Use, uses_shared_by_samples
 from gradkit._compat.autograd import current_pass
@@ -30,34 +30,34 @@ from gradkit._core.leaf_arithmetic import norms_of_rows
 from gradkit.errors import GradkitError
 
 
-def ghost_norms(matrix: LossRows, index: int) -> Tensor | None:
+def ghost_norms(rows: JacobianRows, index: int) -> Tensor | None:
     """Return the norms for the elements of a loss, and keep the graph; None if not proved right."""
-    loss, variables = matrix.call.outputs[index], matrix.params.variables
-    below = matrix.call.graph.below([index])
-    if not _may_run(matrix, loss):
+    loss, variables = rows.call.outputs[index], rows.params.variables
+    below = rows.call.graph.below([index])
+    if not _may_run(rows, loss):
         return None
     try:
         uses = uses_shared_by_samples(loss, below, variables, RULES)
-        squares = _GhostPass(uses, variables).run(matrix, index)
+        squares = _GhostPass(uses, variables).run(rows, index)
     except NotProvedError:
         return None
     except RuntimeError as error:
         if isinstance(error, GradkitError):
             raise
         return None  # such as out of memory; the batched pass has its own ways
-    matrix.note([ARRIVED if number in squares else None for number in range(len(variables))])
-    total = matrix.zeros(loss.numel())
+    rows.note([ARRIVED if number in squares else None for number in range(len(variables))])
+    total = rows.zeros(loss.numel())
     for square in squares.values():
         total += square.to(total)
     return total.sqrt_()
 
 
-def _may_run(matrix: LossRows, loss: Tensor) -> bool:
+def _may_run(rows: JacobianRows, loss: Tensor) -> bool:
     """Return whether nothing but the operations of the graph changes or reads a cotangent."""
     # In float16, a gradient that is not finite would get a norm that is.
-    dtypes = {variable.dtype for variable in matrix.params.variables}
+    dtypes = {variable.dtype for variable in rows.params.variables}
     return (
-        matrix.call.plain_leaves
+        rows.call.plain_leaves
         and dtypes <= {torch.float32, torch.float64}
         and not loss.retains_grad
         and not user_code.hooks_registered()
@@ -76,13 +76,13 @@ class _GhostPass:
         for use in uses:
             self._by_node[use.node].append(use)
             self._left[use.variable] += 1
-        self._parts: dict[int, list[Part]] = defaultdict(list)
+        self._parts: dict[int, list[PerSampleGrads]] = defaultdict(list)
         self._squares: dict[int, Tensor] = {}
         self._own_passes: set[int] = set()
 
-    def run(self, matrix: LossRows, index: int) -> dict[int, Tensor]:
+    def run(self, rows: JacobianRows, index: int) -> dict[int, Tensor]:
         """Return the squared norms by the number of the variable, of those that are reached."""
-        below, loss = matrix.call.graph.below([index]), matrix.call.outputs[index]
+        below, loss = rows.call.graph.below([index]), rows.call.outputs[index]
         if not self._by_node:
             return {}
         above = below.leading_to((), tuple(self._by_node))
@@ -91,13 +91,15 @@ class _GhostPass:
         captured = [node for node in self._by_node if node not in above]
         with ExitStack() as stack:
             for node in self._by_node.keys() & above:
-                for handle in user_code.listen_at(node, partial(self._arrive, node)):
+                for handle in user_code.register_own_hooks_around_node(
+                    node, partial(self._arrive, node)
+                ):
                     stack.callback(handle.remove)
             with torch.enable_grad():
                 root = loss.view_as(loss)  # which no other pass starts from
-            stack.callback(user_code.listen(root, self._begin).remove)
+            stack.callback(user_code.register_own_hook(root, self._begin).remove)
             edges = [GradientEdge(node, 0) for node in captured]
-            grads = run_grad(matrix.call, [root], edges, [None], retain_graph=True)
+            grads = run_grad(rows.call, [root], edges, [None], retain_graph=True)
             for node in captured:
                 self._add(node, grads.pop(0))
         for number in list(self._parts):
@@ -125,7 +127,7 @@ class _GhostPass:
         self._squares[number] = _squares(self._parts.pop(number), self._variables[number])
 
 
-def _squares(parts: list[Part], variable: Tensor) -> Tensor:
+def _squares(parts: list[PerSampleGrads], variable: Tensor) -> Tensor:
     """Return the squared norm of the sum of the parts, for each sample."""
     factors = [part for part in parts if isinstance(part, Factors)]
     if len(factors) == len(parts) and _products_are_less(factors, variable.numel()):
@@ -173,7 +175,7 @@ def _products(left: Tensor, right: Tensor) -> Tensor:
     return left.gather(2, right.unsqueeze(1).expand(-1, left.shape[1], -1))
 
 
-def _dense(part: Part, variable: Tensor) -> Tensor:
+def _dense(part: PerSampleGrads, variable: Tensor) -> Tensor:
     """Return the gradients of the samples, `[B, *shape]`."""
     if isinstance(part, Tensor):
         return part

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradkit._autograd.loss_rows import LossRows, read_rows
+from gradkit._autograd.consume_on_arrival import ConsumingRunner
+from gradkit._autograd.jacobian_rows import JacobianRows, read_rows
 from gradkit._autograd.pass_runner import PassRunner
-from gradkit._autograd.reduce_on_arrival import ReducingRunner
 from gradkit._core import pytree
 from gradkit._core.call import Grads
-from gradkit._core.leaf_arithmetic import inner, products_of_rows
+from gradkit._core.leaf_arithmetic import dot_leaves, products_of_rows
 from gradkit._core.losses import Losses
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
@@ -22,38 +22,38 @@ from gradkit.errors import StructureError, describe, message
 
 
 def gramian(losses: Losses, params: Params, *, chunk_size: int | None, retain: bool) -> Tensor:
-    """Return the inner products of the gradients of all elements of all losses."""
-    matrix = read_rows(losses, params)
-    if not matrix.rows:
+    """Return the dot_leaves products of the gradients of all elements of all losses."""
+    rows = read_rows(losses, params)
+    if not rows.elements:
         fix = "leave out losses without elements"
         raise StructureError(message("losses", "at least one element", "none", fix))
     product: Tensor | None = None
-    if len(matrix.rows) > 1 and chunk_size != 1:
-        run = partial(_products, matrix)
-        losses_of_rows = matrix.call.differentiated
-        product = matrix.batched(lambda: by_blocks(matrix, chunk_size, run), losses_of_rows)
+    if len(rows.elements) > 1 and chunk_size != 1:
+        run = partial(_products, rows)
+        losses_of_rows = rows.call.differentiated
+        product = rows.batched(lambda: by_blocks(rows, chunk_size, run), losses_of_rows)
     if product is None:
-        product = _sequential(matrix, chunk_size or 1)
-    matrix.require_reached()
+        product = _sequential(rows, chunk_size or 1)
+    rows.require_reached()
     if not retain:
-        matrix.release(matrix.call.differentiated)
-    return mirrored(product)
+        rows.release(rows.call.differentiated)
+    return symmetrized(product)
 
 
-def mirrored(product: Tensor) -> Tensor:
+def symmetrized(product: Tensor) -> Tensor:
     """Return the upper triangle in both halves: a product of matrices may round asymmetrically."""
     return product.triu() + product.triu(1).T
 
 
 def by_blocks(
-    matrix: LossRows, chunk_size: int | None, run: Callable[[Sequence[slice]], Tensor]
+    rows: JacobianRows, chunk_size: int | None, run: Callable[[Sequence[slice]], Tensor]
 ) -> Tensor:
     """Return the products of all rows; `run` gives those of two blocks of rows, from one pass."""
-    count = len(matrix.rows)
+    count = len(rows.elements)
     size = count if chunk_size is None or chunk_size >= count else chunk_size // 2
     blocks = [slice(start, min(start + size, count)) for start in range(0, count, size)]
     pairs = [[a, b] for index, a in enumerate(blocks) for b in blocks[index + 1 :]]
-    total = matrix.zeros(count, count)
+    total = rows.zeros(count, count)
     for parts in pairs or [blocks]:
         sizes = [part.stop - part.start for part in parts]
         product = run(parts)
@@ -63,16 +63,16 @@ def by_blocks(
     return total
 
 
-def _products(matrix: LossRows, parts: Sequence[slice]) -> Tensor:
+def _products(rows: JacobianRows, parts: Sequence[slice]) -> Tensor:
     """Return the products of some rows, from one vmapped pass."""
     products: dict[int, Tensor] = {}
 
-    def consume(index: int, rows: Tensor) -> None:
-        products[index] = products_of_rows(rows)
+    def consume(index: int, stack: Tensor) -> None:
+        products[index] = products_of_rows(stack)
 
-    matrix.run_batch(parts, consume)
+    rows.run_batch(parts, consume)
     size = sum(part.stop - part.start for part in parts)
-    return _sum(products, matrix.zeros(size, size))
+    return _sum(products, rows.zeros(size, size))
 
 
 def _sum(by_leaf: dict[int, Tensor], total: Tensor) -> Tensor:
@@ -82,34 +82,34 @@ def _sum(by_leaf: dict[int, Tensor], total: Tensor) -> Tensor:
     return total
 
 
-def _sequential(matrix: LossRows, held_at_a_time: int) -> Tensor:
+def _sequential(rows: JacobianRows, held_at_a_time: int) -> Tensor:
     """Return the products of all rows: of some that are held, with each that comes after them."""
-    total = matrix.zeros(len(matrix.rows), len(matrix.rows))
-    every = matrix.differentiable
+    total = rows.zeros(len(rows.elements), len(rows.elements))
+    every = rows.differentiable
     for start in range(0, len(every), held_at_a_time):
-        rows = every[start : start + held_at_a_time]
-        held = [matrix.run_one(PassRunner(matrix.call), row) for row in rows]
+        group = every[start : start + held_at_a_time]
+        held = [rows.run_one(PassRunner(rows.call), row) for row in group]
         for at, column in enumerate(every[start:]):
             products: list[dict[int, Tensor]] = [{} for _ in held]
-            _consume_row(matrix, held, at, column, products)
-            for row, by_leaf in zip(rows, products, strict=True):
+            _consume_row(rows, held, at, column, products)
+            for row, by_leaf in zip(group, products, strict=True):
                 _sum(by_leaf, total[row, column])
     return total
 
 
 def _consume_row(
-    matrix: LossRows, held: list[Grads], at: int, row: int, products: list[dict[int, Tensor]]
+    rows: JacobianRows, held: list[Grads], at: int, row: int, products: list[dict[int, Tensor]]
 ) -> None:
     """Multiply the gradients of a row, leaf by leaf, with those that are held."""
 
     def consume(index: int, grad: Tensor) -> None:
         for grads, by_leaf in zip(held, products, strict=True):
-            product = inner(grads[index], grad)
+            product = dot_leaves(grads[index], grad)
             if product is not None:
                 by_leaf[index] = product
 
     if at >= len(held):
-        matrix.run_one(ReducingRunner(matrix.call, consume=consume), row)
+        rows.run_one(ConsumingRunner(rows.call, consume=consume), row)
         return
     for index, grad in enumerate(held[at]):
         if grad is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit._core import graph
+from gradkit._compat.nodes import raise_freed, saved_names
 from gradkit._core.call import Call
 from gradkit._core.graph import Part
 
@@ -72,14 +72,14 @@ def release(nodes: Iterable[Node]) -> None:
     or one kept on another device) cannot have others: it stays until its graph is freed.
     """
     for node in nodes:
-        for name in graph.saved_names(type(node)):
+        for name in saved_names(type(node)):
             try:
                 saved = getattr(node, name)
             except RuntimeError:  # a custom Function that has lost its tensors
                 continue
             for tensor in saved if isinstance(saved, tuple | list) else (saved,):
                 try:
-                    tensor.register_hooks(_drop, graph.raise_freed)
+                    tensor.register_hooks(_drop, raise_freed)
                 except RuntimeError:  # it has hooks, is lost already, or is None
                     continue
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradkit._autograd.captures import copied_on_arrival
-from gradkit._autograd.double_backward import differentiated_by_formula
-from gradkit._autograd.function_probe import refuse_dropped
+from gradkit._autograd.arrival_copies import copied_on_arrival
+from gradkit._autograd.formula_double_backward import differentiated_by_formula
+from gradkit._autograd.undifferentiable_functions import refuse_undifferentiable
 from gradkit._autograd.unshared_memory import without_shared_memory
 from gradkit._checks.checked import is_checked
 from gradkit._checks.modified_gradients import (
@@ -44,13 +44,13 @@ class InnerPass:
         with ExitStack() as stack:
             stack.enter_context(formulas)
             if create_graph and functions:
-                stack.enter_context(refuse_dropped(lambda: self.where, self.below))
+                stack.enter_context(refuse_undifferentiable(lambda: self.where, self.below))
             copied = variables_to_copy_inside(self.variables, self.below if functions else None)
             stack.enter_context(copied_on_arrival(copied))
             if is_checked():
                 stack.enter_context(without_shared_memory(self.below.nodes))
             grads = run()
         arrived = [None if grad is None else unbatched(grad) for grad in grads]
-        moved = grad_versions(self.variables, arrived, copied)
-        refuse_modified(lambda: self.where, self.path, self.variables, self.below, moved)
+        versions = grad_versions(self.variables, arrived, copied)
+        refuse_modified(lambda: self.where, self.path, self.variables, self.below, versions)
         return grads

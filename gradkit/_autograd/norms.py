@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradkit._autograd.consume_on_arrival import ConsumingRunner
 from gradkit._autograd.ghost_norms import ghost_norms
-from gradkit._autograd.loss_rows import LossRows, read_rows
+from gradkit._autograd.jacobian_rows import JacobianRows, read_rows
 from gradkit._autograd.pass_runner import PassRunner
-from gradkit._autograd.passes import finish, run_in_turn
-from gradkit._autograd.reduce_on_arrival import ReducingRunner
+from gradkit._autograd.passes import grads_to_tree, run_in_turn
 from gradkit._compat.distributed import full_tensor
 from gradkit._core.call import Grads
-from gradkit._core.leaf_arithmetic import norms_of_rows, plus, stored
+from gradkit._core.leaf_arithmetic import add_leaves, norms_of_rows, stored_values
 from gradkit._core.losses import Losses
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
@@ -27,36 +27,36 @@ def clipped_sum(
     retain: bool,
 ) -> PyTree:
     """Return the sum of the gradients of the elements of one loss, each of at most some norm."""
-    matrix = read_rows(losses, params)
+    rows = read_rows(losses, params)
     (loss,) = losses.leaves
-    rows = range(loss.numel())
+    indices = range(loss.numel())
     by_element: Tensor | None = None
     # The cotangents of the second pass are factors, for which float16 has no room.
     if loss.dtype != torch.float16:
-        by_element = _of_all_rows(matrix, 0, rows, chunk_size)
-    if by_element is None and rows:
-        grads = _clipped_one_by_one(matrix, max_norm, retain=retain)
+        by_element = _of_all_rows(rows, 0, indices, chunk_size)
+    if by_element is None and indices:
+        grads = _clipped_one_by_one(rows, max_norm, retain=retain)
     else:
-        norms = matrix.zeros(0) if by_element is None else by_element
+        norms = rows.zeros(0) if by_element is None else by_element
         seeds = [_factors(norms, max_norm).to(loss)]
-        grads = PassRunner(matrix.call).grads([loss], seeds, params.variables, retain=retain)
-        matrix.note(grads)
-    matrix.require_reached()
-    return finish(grads, params, "none", create_graph=False)
+        grads = PassRunner(rows.call).grads([loss], seeds, params.variables, retain=retain)
+        rows.note(grads)
+    rows.require_reached()
+    return grads_to_tree(grads, params, "none", create_graph=False)
 
 
-def _clipped_one_by_one(matrix: LossRows, max_norm: float | Tensor, *, retain: bool) -> Grads:
+def _clipped_one_by_one(rows: JacobianRows, max_norm: float | Tensor, *, retain: bool) -> Grads:
     """Return the sum from a pass for each element: a hook, or a Function, need not be linear."""
-    total: Grads = [None] * len(matrix.params.variables)
-    runner = PassRunner(matrix.call)
-    for row in range(len(matrix.rows)):
-        is_last = row + 1 == len(matrix.rows)
-        grads = matrix.run_one(runner, row, retain=retain or not is_last)
+    total: Grads = [None] * len(rows.params.variables)
+    runner = PassRunner(rows.call)
+    for row in range(len(rows.elements)):
+        is_last = row + 1 == len(rows.elements)
+        grads = rows.run_one(runner, row, retain=retain or not is_last)
         norms = {i: _norm_of(grad) for i, grad in enumerate(grads) if grad is not None}
-        factor = _factors(_norm(matrix, norms, 1)[0], max_norm)
+        factor = _factors(_norm(rows, norms, 1)[0], max_norm)
         for index, grad in enumerate(grads):
             if grad is not None:
-                total[index] = plus(total[index], grad.mul_(factor.to(grad.device)))
+                total[index] = add_leaves(total[index], grad.mul_(factor.to(grad.device)))
     return total
 
 
@@ -69,72 +69,72 @@ def _factors(norms: Tensor, max_norm: float | Tensor) -> Tensor:
 
 def norms(losses: Losses, params: Params, *, chunk_size: int | None, retain: bool) -> Tensor:
     """Return the norm of the gradient of each element of each loss."""
-    matrix = read_rows(losses, params)
-    by_loss = [matrix.zeros(loss.numel()) for loss in losses.leaves]
+    rows = read_rows(losses, params)
+    by_loss = [rows.zeros(loss.numel()) for loss in losses.leaves]
     begin = [sum(loss.numel() for loss in losses.leaves[:i]) for i in range(len(by_loss))]
 
     def measure(index: int, variables: list[Tensor], keep: bool) -> Grads:
-        rows = range(begin[index], begin[index] + len(by_loss[index]))
-        result = _of_all_rows(matrix, index, rows, chunk_size)
+        indices = range(begin[index], begin[index] + len(by_loss[index]))
+        result = _of_all_rows(rows, index, indices, chunk_size)
         if result is None:
-            one_by_one = [_norm_of_row(matrix, row, keep or row != rows[-1]) for row in rows]
-            result = torch.stack(one_by_one) if one_by_one else matrix.zeros(0)
+            one_by_one = [_norm_of_row(rows, row, keep or row != indices[-1]) for row in indices]
+            result = torch.stack(one_by_one) if one_by_one else rows.zeros(0)
         elif not keep:
-            matrix.release([index])
+            rows.release([index])
         by_loss[index] = result
         return []
 
-    run_in_turn(matrix.call, measure, retain)
-    if matrix.rows:
-        matrix.require_reached()
+    run_in_turn(rows.call, measure, retain)
+    if rows.elements:
+        rows.require_reached()
     return torch.cat(by_loss)
 
 
 def _of_all_rows(
-    matrix: LossRows, index: int, rows: range, chunk_size: int | None
+    rows: JacobianRows, index: int, indices: range, chunk_size: int | None
 ) -> Tensor | None:
     """Return the norms of a loss from passes for many rows; None if each takes one of its own."""
-    if len(rows) < 2:
+    if len(indices) < 2:
         return None
-    result = ghost_norms(matrix, index)
+    result = ghost_norms(rows, index)
     if result is None and chunk_size != 1:
-        result = matrix.batched(lambda: _batched(matrix, rows, chunk_size), [index])
+        result = rows.batched(lambda: _batched(rows, indices, chunk_size), [index])
     return result
 
 
-def _norm_of_row(matrix: LossRows, row: int, retain: bool) -> Tensor:
+def _norm_of_row(rows: JacobianRows, row: int, retain: bool) -> Tensor:
     by_leaf: dict[int, Tensor] = {}
 
     def consume(index: int, grad: Tensor) -> None:
         by_leaf[index] = _norm_of(grad)
 
-    matrix.run_one(ReducingRunner(matrix.call, consume=consume), row, retain=retain)
-    return _norm(matrix, by_leaf, 1)[0]
+    rows.run_one(ConsumingRunner(rows.call, consume=consume), row, retain=retain)
+    return _norm(rows, by_leaf, 1)[0]
 
 
 def _norm_of(grad: Tensor) -> Tensor:
-    return norms_of_rows(stored(full_tensor(grad)).unsqueeze(0))
+    return norms_of_rows(stored_values(full_tensor(grad)).unsqueeze(0))
 
 
-def _batched(matrix: LossRows, rows: range, chunk_size: int | None) -> Tensor:
+def _batched(rows: JacobianRows, indices: range, chunk_size: int | None) -> Tensor:
     """Return the norms of rows of one loss, from vmapped passes."""
-    size = chunk_size or len(rows)
+    size = chunk_size or len(indices)
     parts: list[Tensor] = []
-    for start in range(rows.start, rows.stop, size):
-        stop = min(start + size, rows.stop)
+    for start in range(indices.start, indices.stop, size):
+        stop = min(start + size, indices.stop)
         by_leaf: dict[int, Tensor] = {}
 
         def consume(index: int, stack: Tensor, by_leaf: dict[int, Tensor] = by_leaf) -> None:
             by_leaf[index] = norms_of_rows(stack)
 
-        matrix.run_batch([slice(start, stop)], consume)
-        parts.append(_norm(matrix, by_leaf, stop - start))
+        rows.run_batch([slice(start, stop)], consume)
+        parts.append(_norm(rows, by_leaf, stop - start))
     return torch.cat(parts)
 
 
-def _norm(matrix: LossRows, by_leaf: dict[int, Tensor], count: int) -> Tensor:
+def _norm(rows: JacobianRows, by_leaf: dict[int, Tensor], count: int) -> Tensor:
     """Return the norms of all leaves together, in the order of the variables."""
-    zeros = matrix.zeros(count)
+    zeros = rows.zeros(count)
     leaves = [by_leaf[index].to(zeros) for index in sorted(by_leaf)]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(leaves), dim=0) if leaves else zeros
     return norm

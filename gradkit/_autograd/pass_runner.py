@@ -9,16 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from gradkit._autograd.captures import ArrivalCapture, any_observers, observed
+from gradkit._autograd.arrival_copies import ArrivalCapture
 from gradkit._autograd.engine import run_backward, run_batch, run_grad
 from gradkit._autograd.hooks_in_batches import hooks_refused
+from gradkit._autograd.pass_observers import any_observers, observed_tensors
 from gradkit._autograd.unshared_memory import without_shared_memory
 from gradkit._autograd.write_finder import WriteFinder
 from gradkit._checks.checked import step_monitor
 from gradkit._checks.modified_gradients import (
     grad_versions,
     refuse_modified,
-    user_code_alive,
+    user_code_may_run_in,
     variables_to_copy,
 )
 from gradkit._compat.autograd import as_batch, batched_mode, from_batch, without_function_modes
@@ -60,19 +61,19 @@ class PassRunner:
         A seed is the cotangent of an output, of its shape; None is ones.
         """
         copied, is_unhooked = self.look_for_hooks(variables)
-        moved: dict[int, int] = {}
+        versions: dict[int, int] = {}
         if not is_unhooked or any_observers():
-            grads, moved = self._captured_grads(outputs, seeds, variables, copied, retain=retain)
+            grads, versions = self._captured_grads(outputs, seeds, variables, copied, retain=retain)
         else:
             grads = run_grad(self.call, outputs, variables, seeds, retain_graph=retain)
-        if len(copied) < len(variables) and user_code_alive(self.call):
-            moved |= grad_versions(variables, grads, copied)
-        if moved:
-            self.refuse_moved(outputs, variables, moved)
+        if len(copied) < len(variables) and user_code_may_run_in(self.call):
+            versions |= grad_versions(variables, grads, copied)
+        if versions:
+            self.refuse_modified(outputs, variables, versions)
         return grads if self.call.create_graph else owned(grads, variables)
 
-    def refuse_moved(
-        self, outputs: Sequence[Tensor], variables: list[Tensor], moved: Mapping[int, int]
+    def refuse_modified(
+        self, outputs: Sequence[Tensor], variables: list[Tensor], versions: Mapping[int, int]
     ) -> None:
         """Raise if a gradient that has this version, by the variable's number, was written on."""
 
@@ -80,7 +81,7 @@ class PassRunner:
             return ", ".join(map(self.call.losses.path, self.call.differentiated[:3]))
 
         path = self.params_of(variables).path
-        refuse_modified(where, path, variables, Subgraph(outputs), moved)
+        refuse_modified(where, path, variables, Subgraph(outputs), versions)
 
     def _captured_grads(
         self,
@@ -103,7 +104,7 @@ class PassRunner:
             capture = ArrivalCapture(variables, copied, stack, create_graph=create, finder=finder)
             roots, cotangents = [*outputs, *capture.roots], [*seeds, *(None for _ in capture.roots)]
             inputs += capture.leaves
-            if finder is not None and user_code_alive(self.call):
+            if finder is not None and user_code_may_run_in(self.call):
                 nodes = self.call.graph.below(self.call.differentiated).nodes
                 stack.enter_context(without_shared_memory(nodes, finder.note_copy))
                 cotangents = [None if seed is None else seed.clone() for seed in cotangents]
@@ -118,7 +119,7 @@ class PassRunner:
     @contextmanager
     def observed_inputs(self, variables: list[Tensor]) -> Iterator[list[Any]]:
         """Yield what a pass is for, observed tensors too; every `.grad` is put back afterwards."""
-        extra = observed()
+        extra = observed_tensors()
         retained = self.retained((*variables, *(tensor for tensor, _ in extra)))
         with grads_put_back(list({id(t): t for t in retained}.values())):
             yield [*variables, *(edge for _, edge in extra)]

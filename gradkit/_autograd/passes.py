@@ -9,13 +9,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit._autograd import graph_release, jacobian
-from gradkit._autograd.captures import observed
+from gradkit._autograd import batching_choice, graph_release, jacobian
+from gradkit._autograd.pass_observers import observed_tensors
 from gradkit._autograd.pass_runner import PassRunner
-from gradkit._checks.graphs import check_call, refuse_donated
+from gradkit._checks.eager_graph import check_call, refuse_donated
 from gradkit._checks.reachability import refuse_unreached
 from gradkit._compat.distributed import replicated
-from gradkit._compat.transforms import without_graph
+from gradkit._compat.transforms import detach_keep_tangent
 from gradkit._core import pytree
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.losses import Losses, params_of_each_loss, read_weights, require_graph
@@ -67,7 +67,7 @@ def run_jointly(
 ) -> PassResult:
     """Run one pass for the weighted sum of the losses."""
     by_loss = read_weights(weights, losses)
-    outputs, seeds = weigh(losses, by_loss)
+    outputs, seeds = weighted_outputs(losses, by_loss)
     group = require_graph(losses, outputs)
     call = Call(losses, outputs, [Pass(group, params)], unused, create_graph)
     check_call(call, allowed)
@@ -87,7 +87,7 @@ def run_jointly(
     return PassResult(call, [grads], values_of(losses, create_graph))
 
 
-def weigh(
+def weighted_outputs(
     losses: Losses, weights: Sequence[float | Tensor] | None
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the outputs that a pass for the weighted sum starts from, and their cotangents.
@@ -116,7 +116,7 @@ def values_of(losses: Losses, create_graph: bool) -> PyTree:
 
 
 def _detached_copy(loss: Tensor) -> Tensor:
-    value = without_graph(loss)
+    value = detach_keep_tangent(loss)
     return value.clone() if type(loss) is Tensor else replicated(value).clone()
 
 
@@ -143,7 +143,7 @@ def run_separately(
     if any(map(Tensor.dim, losses.leaves)):
         jacobian.refuse_nested(params)
     run = runner(call)
-    batch = jacobian.choose(strategy, call)
+    batch = batching_choice.choose(strategy, call)
 
     def differentiate(index: int, variables: list[Tensor], retain: bool) -> Grads:
         loss = losses.leaves[index]
@@ -164,7 +164,7 @@ def run_in_turn(
     """
     plans = None
     if not retain and len(call.passes) > 1:
-        plans = graph_release.plan_release(call, [edge.node for _, edge in observed()])
+        plans = graph_release.plan_release(call, [edge.node for _, edge in observed_tensors()])
     kept = [retain] * len(call.passes) if plans is None else [plan.retain for plan in plans]
     if retain or len(kept) > 1:  # for a single loss of several elements, the engine says so
         refuse_donated(call, kept)
@@ -177,7 +177,7 @@ def run_in_turn(
     return results
 
 
-def finish(
+def grads_to_tree(
     grads: Grads,
     params: Params,
     unused: str,
@@ -195,11 +195,11 @@ def finish(
     return params.unflatten(grads, copy_ties=not create_graph)
 
 
-def finish_separate(result: PassResult, params: Params, unused: str) -> PyTree:
+def trees_by_loss(result: PassResult, params: Params, unused: str) -> PyTree:
     """Return the tree of trees of gradients; None, or zeros, for a loss without a pass."""
     losses = result.call.losses
     trees = [
-        finish(grads, params, unused, result.call.create_graph, tuple(loss.shape))
+        grads_to_tree(grads, params, unused, result.call.create_graph, tuple(loss.shape))
         for grads, loss in zip(result.with_constants(params).grads, losses.leaves, strict=True)
     ]
     return pytree.unflatten(losses.spec, trees)
@@ -242,12 +242,14 @@ def run_players(
     return PassResult(call, run_in_turn(call, differentiate, retain))
 
 
-def finish_players(result: PassResult, players: Players) -> PyTree:
+def trees_by_player(result: PassResult, players: Players) -> PyTree:
     """Return the tree of gradients, of the structure of the params."""
     call = result.call
     by_loss = dict(zip(call.differentiated, result.grads, strict=True))
     trees = [
-        finish(by_loss.get(i, [None] * len(part.variables)), part, call.unused, call.create_graph)
+        grads_to_tree(
+            by_loss.get(i, [None] * len(part.variables)), part, call.unused, call.create_graph
+        )
         for i, part in enumerate(players.params)
     ]
     return pytree.unflatten(players.losses.spec, trees)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.func import vmap
 
-from gradkit._checks.batch_dims import BatchDim
+from gradkit._checks.batch_dim_rules import BatchDim
 from gradkit._checks.sample_independence import Use
 from gradkit._compat.nodes import Shape, saved, saved_ints
 
@@ -27,12 +27,12 @@ class Factors(NamedTuple):
     right: Tensor
 
 
-Part: TypeAlias = Factors | Tensor  # or the gradients themselves, `[B, *variable.shape]`
-Rule: TypeAlias = Callable[[Use, Tensor, Tensor], Part]
+PerSampleGrads: TypeAlias = Factors | Tensor  # or the gradients themselves, `[B, *variable.shape]`
+Rule: TypeAlias = Callable[[Use, Tensor, Tensor], PerSampleGrads]
 Terms: TypeAlias = Callable[[Node, Tensor], Tensor]
 
 
-def per_sample_gradients(use: Use, cotangent: Tensor, variable: Tensor) -> Part:
+def per_sample_gradients(use: Use, cotangent: Tensor, variable: Tensor) -> PerSampleGrads:
     """Return the gradients at a use, given the cotangent of what its node returned."""
     return RULES[use.kind](use, cotangent, variable.detach())
 
@@ -45,7 +45,7 @@ def _by_sample(tensor: Tensor, batch: BatchDim) -> Tensor:
 
 
 def _matrix(name: str, *, transposed: bool, scale: str | None = None) -> Rule:
-    def rule(use: Use, cotangent: Tensor, _: Tensor) -> Part:
+    def rule(use: Use, cotangent: Tensor, _: Tensor) -> PerSampleGrads:
         if scale is not None and saved(use.node, scale) != 1:
             cotangent = cotangent * saved(use.node, scale)
         rows = _by_sample(saved(use.node, name), use.batch)
@@ -55,20 +55,20 @@ def _matrix(name: str, *, transposed: bool, scale: str | None = None) -> Rule:
     return rule
 
 
-def _vector(use: Use, cotangent: Tensor, _: Tensor) -> Part:
+def _vector(use: Use, cotangent: Tensor, _: Tensor) -> PerSampleGrads:
     rows = _by_sample(saved(use.node, "self"), use.batch)
     grads = _by_sample(cotangent, use.batch)
     return torch.bmm(grads.unsqueeze(1), rows).squeeze(1)
 
 
-def _embedding(use: Use, cotangent: Tensor, _: Tensor) -> Part:
+def _embedding(use: Use, cotangent: Tensor, _: Tensor) -> PerSampleGrads:
     positions = _by_sample(saved(use.node, "indices"), use.batch).flatten(1)
     grads = _by_sample(cotangent, use.batch).flatten(1, -2)
     (padding,) = saved_ints(use.node, "padding_idx")
     return Factors(positions, grads.masked_fill((positions == padding).unsqueeze(-1), 0))
 
 
-def _kernel(use: Use, cotangent: Tensor, weight: Tensor) -> Part:
+def _kernel(use: Use, cotangent: Tensor, weight: Tensor) -> PerSampleGrads:
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     options = [saved(use.node, name) for name in names]
 
@@ -89,7 +89,7 @@ def _sum(terms: Terms, *, by_channel: bool = False) -> Rule:
     One for each element of its node's output; its channels are dimension 1 there.
     """
 
-    def rule(use: Use, cotangent: Tensor, variable: Tensor) -> Part:
+    def rule(use: Use, cotangent: Tensor, variable: Tensor) -> PerSampleGrads:
         rank = cotangent.dim()
         shape = (len(variable), *([1] * (rank - 2))) if by_channel else tuple(variable.shape)
         batch = use.batch

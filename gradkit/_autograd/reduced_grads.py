@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from gradkit._autograd.consume_on_arrival import ConsumingRunner
 from gradkit._autograd.gramian import weights_from_gramian
 from gradkit._autograd.passes import run_jointly
-from gradkit._autograd.reduce_on_arrival import ReducingRunner
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.autograd import storage_address
 from gradkit._core import pytree
@@ -23,7 +23,7 @@ from gradkit.errors import OptionError, UnsupportedGraphError, describe, message
 Function: TypeAlias = Callable[[Tensor], Any]
 
 
-def reduce_jointly(
+def values_and_reduced_grads(
     losses: Losses, params: Params, fn: PyTree, weights: PyTree, retain: bool
 ) -> tuple[PyTree, PyTree]:
     """Return the losses' values, and the tree of what functions make of the gradients."""
@@ -42,7 +42,7 @@ def reduce_jointly(
         unused="none",
         create_graph=False,
         retain_graph=retain,
-        runner=partial(ReducingRunner, consume=consume),
+        runner=partial(ConsumingRunner, consume=consume),
     )
     require_reached(result.call, result.grads)
     copies = partial(map, partial(pytree.map_tensors, Tensor.clone))

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 
 from gradkit._compat.autograd import storage_address
 from gradkit._compat.transforms import layers
-from gradkit._core.user_code import Cotangents, listen_after
+from gradkit._core.user_code import Cotangents, register_own_hook_after_node
 
 # What is called with a gradient, and the copy that is handed on in its place.
 NoteCopy: TypeAlias = Callable[[Tensor, Tensor], object]
@@ -29,12 +29,16 @@ def without_shared_memory(
     with ExitStack() as stack:
         for node in nodes:
             if any(child is not None for child, _ in node.next_functions):
-                last = listen_after(node, lambda grads, _: _separated(grads, (), note_copy))
+                last = register_own_hook_after_node(
+                    node, lambda grads, _: _separated(grads, (), note_copy)
+                )
                 stack.callback(last.remove)
                 hooks = cast("dict[int, object]", last.hooks_dict_ref())
                 others = [key for key in hooks if key != last.id]
                 if others:
-                    first = listen_after(node, partial(_separated, note_copy=note_copy))
+                    first = register_own_hook_after_node(
+                        node, partial(_separated, note_copy=note_copy)
+                    )
                     stack.callback(first.remove)
                     # The engine follows the order of insertion, and not OrderedDict's.
                     for key in (*others, last.id):

@@ -12,7 +12,7 @@ from gradkit._checks.steps_without_grads import StepMonitor
 _of_process = StepMonitor() if os.environ.get("GRADKIT_CHECKED", "0") not in ("", "0") else None
 _monitor = ContextVar("monitor", default=_of_process)
 if _of_process is not None:
-    _of_process.listen()
+    _of_process.register_hooks()
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def checked() -> Iterator[None]:
         yield
         return
     monitor = StepMonitor()
-    token, handles = _monitor.set(monitor), monitor.listen()
+    token, handles = _monitor.set(monitor), monitor.register_hooks()
     try:
         yield
     finally:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradkit._compat.nodes import saved, saved_or
+
 Operation = Callable[..., Any]
 
 
@@ -71,18 +73,18 @@ OfNode: TypeAlias = tuple[Formula, list[Tensor]]
 
 
 def _attention_of(node: Any) -> OfNode:
-    mask = getattr(node, "_saved_attn_mask", getattr(node, "_saved_attn_bias", None))
-    formula = partial(attention, is_causal=node._saved_is_causal, scale=node._saved_scale)
-    inputs = [node._saved_query, node._saved_key, node._saved_value]
+    mask = saved_or(None, node, "attn_mask", "attn_bias")
+    formula = partial(attention, is_causal=saved(node, "is_causal"), scale=saved(node, "scale"))
+    inputs = [saved(node, name) for name in ("query", "key", "value")]
     return formula, inputs if mask is None else [*inputs, mask]
 
 
 def _weight_norm_of(node: Any) -> OfNode:
-    return partial(weight_norm, None, dim=node._saved_dim), [node._saved_v, node._saved_g]
+    return partial(weight_norm, None, dim=saved(node, "dim")), [saved(node, "v"), saved(node, "g")]
 
 
 def _hardsigmoid_of(node: Any) -> OfNode:
-    return lambda x: functional.relu6(x + 3) / 6, [node._saved_self]
+    return lambda x: functional.relu6(x + 3) / 6, [saved(node, "self")]
 
 
 _FUSED_ATTENTION = (
@@ -99,4 +101,4 @@ NODE_FORMULAS: dict[str, Callable[[Any], OfNode]] = {
 
 def has_formula(node: Any) -> bool:
     """Return whether the result of a node is that of a formula, which draws nothing at random."""
-    return type(node).__name__ in NODE_FORMULAS and not getattr(node, "_saved_dropout_p", 0)
+    return type(node).__name__ in NODE_FORMULAS and not saved_or(0, node, "dropout_p")

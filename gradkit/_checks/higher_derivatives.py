@@ -13,6 +13,7 @@ from torch.autograd.function import Function, once_differentiable
 from gradkit._checks.differentiable_formulas import has_formula
 from gradkit._checks.wrong_derivatives_table import NODES, SWEPT
 from gradkit._compat.distributed import is_dtensor
+from gradkit._compat.nodes import IN_EVAL_MODE, kind_of_node
 from gradkit._compat.transforms import is_differentiated_tensor
 from gradkit._compat.versions import is_mended, is_seen
 from gradkit._core.call import Call
@@ -21,7 +22,6 @@ from gradkit._core.params import Params
 from gradkit._core.user_code import user_functions
 from gradkit.errors import UnsupportedGraphError, message
 
-_IN_EVAL_MODE = " in eval mode"
 # By `kind_of_node`: of which order the derivative through such nodes is wrong.
 _WRONG: dict[str, str] = {
     kind: order
@@ -67,7 +67,7 @@ _EVER_MISSING: dict[str, tuple[str, str]] = {
 }
 _MISSING = {kind: text for kind, text in _EVER_MISSING.items() if not is_mended(kind)}
 # The names of types: a part of what `kind_of_node` has.
-_REFUSED = {kind.removesuffix(_IN_EVAL_MODE) for kind in _WRONG} | {_COMPILED} | _MISSING.keys()
+_REFUSED = {kind.removesuffix(IN_EVAL_MODE) for kind in _WRONG} | {_COMPILED} | _MISSING.keys()
 _DTENSORS_ARE_WRONG = not is_mended("DTensor")
 
 
@@ -111,19 +111,13 @@ def refuse_wrong_derivative(
     }
     for name, kind in sorted(nodes.items()):
         if kind in once:
-            raise UnsupportedGraphError(dropped_message(where(), kind))
+            raise UnsupportedGraphError(undifferentiable_message(where(), kind))
         if name in _WRONG:
             raise UnsupportedGraphError(_wrong(where(), name))
         if name in _MISSING:
             raise UnsupportedGraphError(missing_message(where(), *_MISSING[name]))
         if name == _COMPILED and not user_functions([kind]):
             raise UnsupportedGraphError(_compiled(where()))
-
-
-def kind_of_node(node: Any) -> str:
-    """Return the kind of a node, as the table has it: normalizations run in two modes."""
-    training = getattr(node, "_saved_training", getattr(node, "_saved_train", True))
-    return type(node).__name__ if training else f"{type(node).__name__}{_IN_EVAL_MODE}"
 
 
 def _is_once_differentiable(kind: Any) -> bool:
@@ -139,7 +133,7 @@ def _is_once_differentiable(kind: Any) -> bool:
 _WRAPPER_CODE = once_differentiable(lambda ctx: None).__code__
 
 
-def dropped_message(where: str, kind: type) -> str:
+def undifferentiable_message(where: str, kind: type) -> str:
     """Return the message for a Function whose gradients cannot be differentiated."""
     name = kind.__name__.removesuffix("Backward").removesuffix("Generated")
     return message(

@@ -24,7 +24,7 @@ from gradkit.errors import UnsupportedGraphError, describe, message
 _version = attrgetter("_version")
 
 
-def user_code_alive(call: Call) -> bool:
+def user_code_may_run_in(call: Call) -> bool:
     """Return whether some pass in this process could run a hook, or a Function of the user's."""
     return user_code.hooks_registered() or call.functions.users
 
@@ -35,7 +35,7 @@ def variables_to_copy(call: Call, params: Params) -> list[Tensor]:
     Also intermediate values, since the engine captures before their hooks, and hands what it has
     captured on [D3].
     """
-    is_alive = user_code_alive(call)
+    is_alive = user_code_may_run_in(call)
     if is_alive:
         refuse_pre_hooks(call)
     if is_checked():
@@ -113,9 +113,9 @@ def refuse_modified(
 ) -> None:
     """Raise if a gradient with respect to a variable, of this version, has had another writer."""
     if versions:
-        arrivals = _Arrivals(below)
+        counter = _WriteCounter(below)
         for index, version in versions.items():
-            if version > arrivals.most_writes(variables[index]):
+            if version > counter.most_writes(variables[index]):
                 raise UnsupportedGraphError(_modified(where(), path(index), variables[index]))
 
 
@@ -130,7 +130,7 @@ def _modified(where: str, path: str, variable: Tensor) -> str:
     )
 
 
-class _Arrivals:
+class _WriteCounter:
     """How often torch itself may have written on each gradient that arrives in a pass."""
 
     def __init__(self, below: Subgraph) -> None:

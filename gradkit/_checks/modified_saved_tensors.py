@@ -7,9 +7,9 @@ from typing import TypeAlias
 
 from torch.autograd.graph import Node
 
-from gradkit._compat.autograd import changed_since_saved, forward_line, sequence_number
+from gradkit._compat.autograd import forward_line, sequence_number
+from gradkit._compat.nodes import changed_since_saved
 from gradkit._core.call import Call
-from gradkit._core.graph import saved_names
 from gradkit.errors import message
 
 Reason: TypeAlias = tuple[str, str, str]  # expected, got, what to do
@@ -28,10 +28,9 @@ def modified_since_saved(nodes: Iterable[Node]) -> Reason | None:
     Of several nodes it is the newest, which a pass executes first.
     """
     for node in sorted(nodes, key=sequence_number, reverse=True):
-        for name in saved_names(type(node)):
-            error = changed_since_saved(node, name)
-            if error is not None:
-                return _reason(node, name.removeprefix("_raw_saved_"), error)
+        changed = changed_since_saved(node)
+        if changed is not None:
+            return _reason(node, *changed)
     return None
 
 

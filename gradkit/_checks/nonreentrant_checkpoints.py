@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from gradkit._compat.nodes import saved_names
 from gradkit._compat.transforms import (
     checkpoint_frame,
     default_unpack_hook,
@@ -80,7 +81,7 @@ def _differentiable(tree: PyTree) -> list[Tensor]:
 
 def _recomputes(node: Node, outer: object) -> bool:
     module = checkpoint_frame().__module__
-    for name in graph.saved_names(type(node)):
+    for name in saved_names(type(node)):
         saved = getattr(node, name)
         for tensor in saved if isinstance(saved, tuple | list) else (saved,):
             hook = getattr(tensor, "unpack_hook", None)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from gradkit._checks.differentiable_formulas import FORMULAS
-from gradkit._checks.op_nodes import calls_of
+from gradkit._checks.ops_from_graph import ops_of
 from gradkit._checks.transform_bugs import (
     ALIASES,
     BY_FORMULA,
@@ -136,7 +136,7 @@ class OpMonitor(TorchFunctionMode):
         """Note the operations in the graph of some losses as if they had been called here."""
         if torch.compiler.is_compiling():  # which shows no graph
             return
-        for name, arguments in calls_of(Subgraph(losses).nodes):
+        for name, arguments in ops_of(Subgraph(losses).nodes):
             if name in TRANSFORM_BUGS:
                 self._note(name, OpCall((), arguments, False, transforms(), self._outer))
 

@@ -47,10 +47,10 @@ def refuse_unreached(call: Call) -> None:
         below = call.graph.below(one.losses)
         for index, variable in enumerate(one.params.variables):
             if not below.reaches(variable):
-                raise UnreachedParamError(unreached(call.losses, [one], index))
+                raise UnreachedParamError(unreached_message(call.losses, [one], index))
 
 
-def refuse_doubtful(call: Call) -> None:
+def refuse_unreached_views_and_subclasses(call: Call) -> None:
     """Raise if a variable that is no plain leaf is unreached for a reason that hides a gradient."""
     doubtful = [
         (params, index, variable)
@@ -106,7 +106,7 @@ def require_reached(call: Call, results: Sequence[Grads], unused: str | None = N
         for grads, one in zip(results, call.passes, strict=True):
             unfilled = [index for index, grad in enumerate(grads) if grad is None]
             if unfilled:  # in the graph, but a custom Function has returned None
-                raise UnreachedParamError(unreached(call.losses, [one], unfilled[0]))
+                raise UnreachedParamError(unreached_message(call.losses, [one], unfilled[0]))
     if len(results) == 1 and type(None) not in set(map(type, results[0])):
         return  # as below, and faster
     is_reached = any(grad is not None for grads in results for grad in grads)
@@ -123,7 +123,7 @@ def require_reached(call: Call, results: Sequence[Grads], unused: str | None = N
 _ONLY_NONE = {type(None)}
 
 
-def refuse_stale(call: Call, results: Sequence[Grads]) -> None:
+def refuse_cast_since_forward(call: Call, results: Sequence[Grads]) -> None:
     """Raise if a leaf has no gradient since it was moved or cast after the losses were computed."""
     if missing := _without_gradient(call, results):
         _refuse_moved(missing, call.graph.below(call.differentiated))
@@ -167,10 +167,10 @@ def _refuse_moved(missing: Sequence[tuple[Params, int]], below: Subgraph) -> Non
 
 def refuse_nothing_reached(call: Call) -> NoReturn:
     """Raise, since no variable of a call is reached."""
-    raise UnreachedParamError(unreached(call.losses, call.passes, 0))
+    raise UnreachedParamError(unreached_message(call.losses, call.passes, 0))
 
 
-def unreached(losses: Losses, passes: Sequence[Pass], variable: int) -> str:
+def unreached_message(losses: Losses, passes: Sequence[Pass], variable: int) -> str:
     """Return the message for a variable of the first pass that has any, which no loss reaches."""
     where = next(params.path(variable) for _, params in passes if params.variables)
     roots = [losses.leaves[index] for group, _ in passes for index in group]

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit._checks.batch_dims import BatchDim, NotProvedError, inputs_of, permutation
-from gradkit._compat.nodes import output_dtype
+from gradkit._checks.batch_dim_rules import BatchDim, NotProvedError, inputs_of, permutation
+from gradkit._compat.nodes import has_saved_tensor_hooks, output_dtype
 from gradkit._core.graph import (
     Subgraph,
     edge,
-    has_saved_tensor_hooks,
     is_leaf_node,
     leaf_tensors,
 )

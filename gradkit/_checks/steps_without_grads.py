@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gradkit._core.user_code import listen_to_steps
+from gradkit._core.user_code import register_own_hooks_around_steps
 from gradkit.errors import warn_fallback
 
 
@@ -27,9 +27,9 @@ class StepMonitor:
         pairs = zip(variables, grads, strict=True)
         self._returned |= {id(v): ref(v) for v, grad in pairs if grad is not None}
 
-    def listen(self) -> list[RemovableHandle]:
+    def register_hooks(self) -> list[RemovableHandle]:
         """Look at every step that an optimizer of this process takes, until the handles go."""
-        return listen_to_steps(self._before, self._after)
+        return register_own_hooks_around_steps(self._before, self._after)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _is_idle(optimizer):

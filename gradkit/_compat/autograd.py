@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 import torch._utils
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,21 +29,6 @@ def sequence_number(node: Node) -> int:
     """Return how many nodes its thread had made before a node; the largest number for a leaf's."""
     number: int = node._sequence_nr()
     return number
-
-
-def changed_since_saved(node: Node, name: str) -> str | None:
-    """Return torch's error if what a node shows as `_raw_saved_x` was changed in place since."""
-    # It unpacks the tensor, which computes nothing: one with hooks, whose unpacking may recompute a
-    # checkpoint, is left alone. Run on torch 2.13.
-    try:
-        raw = getattr(node, name)
-        each = raw if isinstance(raw, tuple | list) else (raw,)
-        if all(getattr(one, "unpack_hook", None) is None for one in each):
-            is_custom = isinstance(node, BackwardCFunction)
-            getattr(node, name.removeprefix("_raw_" if is_custom else "_raw"))
-    except RuntimeError as error:  # of one that a pass has freed, it is another
-        return str(error) if "modified by an inplace operation" in str(error) else None
-    return None
 
 
 def forward_line(node: Node) -> str | None:

@@ -1,11 +1,17 @@
-"""What a node of the autograd graph shows of the operation that made it."""
+"""What a node of the autograd graph shows of the operation that made it, and what it has saved."""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, cast
+from collections.abc import Hashable, Iterable
+from functools import cache
+from math import prod
+from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
+
+from gradkit.errors import FreedGraphError, message
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -30,8 +36,111 @@ def saved(node: Node, name: str) -> Any:
         raise RuntimeError(f"{node.name()} saves no {name}") from error
 
 
+def saved_or(default: Any, node: Node, *names: str) -> Any:
+    """Return the first of some things that a node has saved; the default if its kind saves none."""
+    for name in names:
+        try:
+            return getattr(node, f"_saved_{name}")
+        except AttributeError:
+            continue
+    return default
+
+
+IN_EVAL_MODE = " in eval mode"
+
+
+def kind_of_node(node: Any) -> str:
+    """Return the kind of a node: its type's name, and for a normalization in eval mode, that."""
+    training = getattr(node, "_saved_training", getattr(node, "_saved_train", True))
+    return type(node).__name__ if training else f"{type(node).__name__}{IN_EVAL_MODE}"
+
+
+def any_sparse_gradients(nodes: Iterable[Node]) -> bool:
+    """Return whether one of the nodes makes a sparse gradient, as an embedding may."""
+    return any(getattr(node, "_saved_sparse", False) is True for node in nodes)
+
+
 def saved_ints(node: Node, name: str) -> list[int]:
     """Return the integer, or integers, that a node has saved. Run on torch 2.13."""
     value = saved(node, name)
     numbers = [value] if isinstance(value, int) else list(value or ())
     return [n - (1 << 64) if n >= 1 << 63 else n for n in numbers]  # torch shows them unsigned
+
+
+def sizes_of_gradients(nodes: Iterable[Node]) -> list[int]:
+    """Return the numbers of elements of the gradients that a pass through the nodes makes."""
+    metadata = (one for node in nodes for one in cast("Any", node)._input_metadata)
+    return [prod(one.shape) for one in metadata]
+
+
+def saved_names(kind: type) -> tuple[str, ...]:
+    """Return the attributes by which nodes of a type show the tensors they have saved."""
+    if issubclass(kind, BackwardCFunction):
+        return ("_raw_saved_tensors",)  # not through the cache, which would keep the class alive
+    return _saved_names(cast("Hashable", kind))
+
+
+@cache
+def _saved_names(kind: Hashable) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def has_saved_tensor_hooks(node: Node) -> bool:
+    """Return whether what a node has saved is in the hands of a hook of saved tensors."""
+    raw = (getattr(node, name) for name in saved_names(type(node)))
+    return any(getattr(one, "unpack_hook", None) is not None for one in raw)
+
+
+def has_released(node: Node) -> bool:
+    """Return whether the node has lost a tensor that it saved, and so cannot run again."""
+    return any_released([node], [type(node)])
+
+
+def any_released(nodes: Iterable[Node], kinds: Iterable[type]) -> bool:
+    """Return whether one of the nodes, which are of these types, has lost a tensor."""
+    names_of = {kind: names for kind in kinds if (names := saved_names(kind))}
+    return any(_is_released(node, name) for node in nodes for name in names_of.get(type(node), ()))
+
+
+def _is_released(node: Node, name: str) -> bool:
+    try:
+        saved = getattr(node, name)
+        if getattr(saved, "data", saved) is None:
+            if saved.unpack_hook is None:
+                # Raises if it is released; an optional tensor that was never saved is None.
+                getattr(node, name.replace("_raw_saved_", "_saved_"))
+            # One with hooks is not unpacked: that could recompute a checkpoint.
+            return saved.unpack_hook is raise_freed
+    except RuntimeError:
+        return True
+    return False
+
+
+def raise_freed(_: object) -> NoReturn:
+    """Raise, as the unpack hook of a saved tensor that has been released."""
+    raise FreedGraphError(
+        message(
+            "a loss",
+            "a graph that still holds its saved tensors",
+            "one that an earlier gradkit call has freed (Trying to backward through the graph a "
+            "second time)",
+            "pass retain_graph=True to the earlier call",
+        )
+    )
+
+
+def changed_since_saved(node: Node) -> tuple[str, str] | None:
+    """Return the name of a saved tensor that was changed in place since, and torch's error."""
+    # It unpacks the tensor, which computes nothing: one with hooks, whose unpacking may recompute a
+    # checkpoint, is left alone. Run on torch 2.13.
+    for name in saved_names(type(node)):
+        try:
+            raw = getattr(node, name)
+            each = raw if isinstance(raw, tuple | list) else (raw,)
+            if all(getattr(one, "unpack_hook", None) is None for one in each):
+                is_custom = isinstance(node, BackwardCFunction)
+                getattr(node, name.removeprefix("_raw_" if is_custom else "_raw"))
+        except RuntimeError as error:  # of one that a pass has freed, it is another
+            if "modified by an inplace operation" in str(error):
+                return name.removeprefix("_raw_saved_"), str(error)
+    return None

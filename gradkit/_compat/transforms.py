@@ -77,7 +77,7 @@ def is_dual(tensor: Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
-def without_graph(tensor: Tensor) -> Tensor:
+def detach_keep_tangent(tensor: Tensor) -> Tensor:
     """Return what `detach` does, or a copy that keeps the tangent of forward mode."""
     if forward_ad._current_level < 0:
         return tensor.detach()
@@ -162,11 +162,11 @@ def _batch_levels(tensor: Tensor) -> set[int]:
     return {level_of(layer) for layer in layers(tensor) if _functorch.is_batchedtensor(layer)}
 
 
-def recorded_copy(tensor: Tensor) -> Tensor:
+def clone_with_node(tensor: Tensor) -> Tensor:
     """Return a copy made by a node of its own, whether or not the tensor requires grad."""
     if _functorch.is_batchedtensor(tensor):
         dim, level = _functorch.maybe_get_bdim(tensor), _functorch.maybe_get_level(tensor)
-        inner = recorded_copy(_functorch.get_unwrapped(tensor))
+        inner = clone_with_node(_functorch.get_unwrapped(tensor))
         return _functorch._add_batch_dim(inner, dim, level)
     if not tensor.requires_grad:
         tensor = tensor.view_as(tensor)  # not detached: a transform around may differentiate it

@@ -1,19 +1,17 @@
-"""Reads the autograd graph: its nodes, and the tensors that they have saved."""
+"""Reads the autograd graph: which nodes a pass visits, and which tensors it ends at."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
-from functools import cache, cached_property
-from math import prod
-from typing import Any, NamedTuple, NoReturn, cast
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gradkit._compat.autograd import AccumulateGrad, sequence_number
-from gradkit.errors import FreedGraphError, message
+from gradkit._compat.nodes import has_released, saved_names
 
 
 class Subgraph:
@@ -247,12 +245,6 @@ def _variable(node: Any) -> Tensor:
     return cast("Tensor", node.variable)
 
 
-def sizes_of_gradients(nodes: Iterable[Node]) -> list[int]:
-    """Return the numbers of elements of the gradients that a pass through the nodes makes."""
-    metadata = (one for node in nodes for one in cast("Any", node)._input_metadata)
-    return [prod(one.shape) for one in metadata]
-
-
 def has_rebuilt_history(view: Tensor) -> bool:
     """Return whether torch has rebuilt the history of a view, as after a change of its base."""
     node = view.grad_fn
@@ -274,19 +266,6 @@ def was_used_before_change(variable: Tensor, nodes: set[Node]) -> bool:
     return False
 
 
-def raise_freed(_: object) -> NoReturn:
-    """Raise, as the unpack hook of a saved tensor that has been released."""
-    raise FreedGraphError(
-        message(
-            "a loss",
-            "a graph that still holds its saved tensors",
-            "one that an earlier gradkit call has freed (Trying to backward through the graph a "
-            "second time)",
-            "pass retain_graph=True to the earlier call",
-        )
-    )
-
-
 def is_freed(loss: Tensor) -> bool:
     """Return whether the first node below `loss` that saves tensors has lost one.
 
@@ -300,47 +279,4 @@ def is_freed(loss: Tensor) -> bool:
         if saved_names(type(node)):
             return has_released(node)
         node = next((n for n, _ in node.next_functions if n is not None), None)
-    return False
-
-
-def has_released(node: Node) -> bool:
-    """Return whether the node has lost a tensor that it saved, and so cannot run again."""
-    return any_released([node], [type(node)])
-
-
-def any_released(nodes: Iterable[Node], kinds: Iterable[type]) -> bool:
-    """Return whether one of the nodes, which are of these types, has lost a tensor."""
-    names_of = {kind: names for kind in kinds if (names := saved_names(kind))}
-    return any(_is_released(node, name) for node in nodes for name in names_of.get(type(node), ()))
-
-
-def has_saved_tensor_hooks(node: Node) -> bool:
-    """Return whether what a node has saved is in the hands of a hook of saved tensors."""
-    raw = (getattr(node, name) for name in saved_names(type(node)))
-    return any(getattr(one, "unpack_hook", None) is not None for one in raw)
-
-
-def saved_names(kind: type) -> tuple[str, ...]:
-    """Return the attributes by which nodes of a type show the tensors they have saved."""
-    if issubclass(kind, BackwardCFunction):
-        return ("_raw_saved_tensors",)  # not through the cache, which would keep the class alive
-    return _saved_names(cast("Hashable", kind))
-
-
-@cache
-def _saved_names(kind: Hashable) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-
-
-def _is_released(node: Node, name: str) -> bool:
-    try:
-        saved = getattr(node, name)
-        if getattr(saved, "data", saved) is None:
-            if saved.unpack_hook is None:
-                # Raises if it is released; an optional tensor that was never saved is None.
-                getattr(node, name.replace("_raw_saved_", "_saved_"))
-            # One with hooks is not unpacked: that could recompute a checkpoint.
-            return saved.unpack_hook is raise_freed
-    except RuntimeError:
-        return True
     return False

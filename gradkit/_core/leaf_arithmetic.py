@@ -27,15 +27,15 @@ def uncompressed(tensor: Tensor) -> Tensor:
     return tensor.to_sparse() if tensor.layout in _COMPRESSED else tensor
 
 
-def plus(*summands: Tensor | None) -> Tensor | None:
+def add_leaves(*summands: Tensor | None) -> Tensor | None:
     """Return a sum in new memory. Sparse plus sparse stays sparse, else the sum is dense."""
     present = [x for x in summands if x is not None]
     if len(present) < 2:
         return present[0].clone() if present else None
-    return reduce(_plus, present)
+    return reduce(_add, present)
 
 
-def _plus(a: Tensor, b: Tensor) -> Tensor:
+def _add(a: Tensor, b: Tensor) -> Tensor:
     if not a.layout == b.layout == torch.sparse_csr:  # the only compressed one that torch adds
         a, b = uncompressed(a), uncompressed(b)
     # torch adds a sparse tensor to a dense one, not the other way round [B3].
@@ -50,7 +50,7 @@ def same_values(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def inner(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+def dot_leaves(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """Return the real inner product as a 0-dim tensor, in float32 at least; None if one is zero."""
     if a is None or b is None:
         return None
@@ -58,11 +58,11 @@ def inner(a: Tensor | None, b: Tensor | None) -> Tensor | None:
         # Each Function that is defined costs every call a look: not where nobody has shards.
         from gradkit._core.shard_sum import shard_sum
 
-        return shard_sum(_inner(local_part(a), local_part(b)), sharding(a))
-    return _inner(a, b)
+        return shard_sum(_dot(local_part(a), local_part(b)), sharding(a))
+    return _dot(a, b)
 
 
-def _inner(a: Tensor, b: Tensor) -> Tensor:
+def _dot(a: Tensor, b: Tensor) -> Tensor:
     left, right = real_vector(a), real_vector(b)
     dtype = torch.promote_types(left.dtype, right.dtype)
     with torch.autocast(left.device.type, enabled=False):  # it would compute in half precision
@@ -112,7 +112,7 @@ def real_vector(leaf: Tensor) -> Tensor:
     return flat.to(torch.promote_types(flat.dtype, torch.float32))
 
 
-def stored(leaf: Tensor) -> Tensor:
+def stored_values(leaf: Tensor) -> Tensor:
     """Return the entries of a leaf as a dense tensor; of a sparse one, those that it stores."""
     if leaf.is_sparse:
         return leaf.coalesce().values()
@@ -130,7 +130,7 @@ def _dense(leaf: Tensor) -> Tensor:
 
 def largest(leaves: Sequence[Tensor | None]) -> Tensor:
     """Return the largest magnitude of an entry, as a constant; 0-dim, in float32 at least."""
-    entries = (stored(full_tensor(x.detach())) for x in leaves if x is not None)
+    entries = (stored_values(full_tensor(x.detach())) for x in leaves if x is not None)
     maxima = [x.abs().max() for x in entries if x.numel()]
     if not maxima:
         return torch.zeros(())
@@ -138,7 +138,7 @@ def largest(leaves: Sequence[Tensor | None]) -> Tensor:
     return maximum.to(torch.promote_types(maxima[0].dtype, torch.float32))
 
 
-def promoted(parts: Sequence[Tensor]) -> list[Tensor]:
+def to_common_dtype(parts: Sequence[Tensor]) -> list[Tensor]:
     """Return the parts on the device of the first, in their common dtype: float32 at least."""
     dtype = reduce(torch.promote_types, (part.dtype for part in parts), torch.float32)
     return [part.to(parts[0].device, dtype) for part in parts]

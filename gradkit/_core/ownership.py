@@ -22,7 +22,7 @@ from gradkit._compat.autograd import (
     storage_use_count,
     tensor_use_count,
 )
-from gradkit._compat.transforms import without_graph
+from gradkit._compat.transforms import detach_keep_tangent
 
 # A tensor of these types is one storage; a subclass may have several, or none.
 PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
@@ -43,7 +43,7 @@ def own(grads: list[Tensor], params: Sequence[Tensor], leading: tuple[int, ...] 
         leading = ()
     for index in _not_owned(grads, params):
         like = _layout_of_rows(params[index], leading) if leading else params[index]
-        grads[index] = copy_for(without_graph(grads[index]), like)
+        grads[index] = copy_for(detach_keep_tangent(grads[index]), like)
 
 
 def owned(grads: list[Tensor | None], params: Sequence[Tensor]) -> list[Tensor | None]:

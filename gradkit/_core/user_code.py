@@ -30,7 +30,7 @@ from gradkit._core.results_without_graph import accumulate_grad_nodes
 Cotangents: TypeAlias = tuple[Tensor | None, ...]
 
 
-def listen(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+def register_own_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
     """Register a hook of gradkit's on a tensor, which `hooks_registered` does not count."""
     with _own_hooks.lock:
         handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -38,7 +38,7 @@ def listen(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Removable
     return handle
 
 
-def listen_at(
+def register_own_hooks_around_node(
     node: Node,
     before: Callable[[Cotangents], Cotangents | None],
     after: Callable[[Cotangents, Cotangents], Cotangents | None] | None = None,
@@ -47,10 +47,10 @@ def listen_at(
     with _own_hooks.lock:
         handles = [node.register_prehook(before)]
         _own_hooks.count += 1
-    return handles if after is None else [*handles, listen_after(node, after)]
+    return handles if after is None else [*handles, register_own_hook_after_node(node, after)]
 
 
-def listen_after(
+def register_own_hook_after_node(
     node: Node, after: Callable[[Cotangents, Cotangents], Cotangents | None]
 ) -> RemovableHandle:
     """Register a hook of gradkit's on the gradients that a node makes, not counted either."""
@@ -60,7 +60,7 @@ def listen_after(
     return handle
 
 
-def listen_to_steps(
+def register_own_hooks_around_steps(
     before: Callable[[Optimizer, Any, Any], None], after: Callable[[Optimizer, Any, Any], None]
 ) -> list[RemovableHandle]:
     """Register hooks of gradkit's around steps of all optimizers, which are not counted either."""
@@ -131,7 +131,7 @@ _MOST_CLEAN = 100_000
 def hooks_of(tensor: Tensor) -> dict[object, Callable[[Tensor], Tensor | None]]:
     """Return the table of a tensor's hooks, which run in its order."""
     if tensor._backward_hooks is None:
-        listen(tensor, lambda _: None).remove()
+        register_own_hook(tensor, lambda _: None).remove()
     return cast("dict[object, Callable[[Tensor], Tensor | None]]", tensor._backward_hooks)
 
 
@@ -148,7 +148,7 @@ def hooks_made() -> int:
     return int(RemovableHandle.next_id) - _own_hooks.count
 
 
-def may_run() -> bool:
+def user_code_may_run() -> bool:
     """Return whether a pass in this process could run a hook, or a Function of the user's."""
     return hooks_registered() or functions_alive().users
 
@@ -229,7 +229,10 @@ def _free_threaded() -> bool:
     return enabled is not None and not enabled()
 
 
-_GRADKIT_MODULES = {"gradkit._core.results_without_graph", "gradkit._autograd.double_backward"}
+_GRADKIT_MODULES = {
+    "gradkit._core.results_without_graph",
+    "gradkit._autograd.formula_double_backward",
+}
 
 
 def user_functions(kinds: Iterable[type]) -> list[type]:

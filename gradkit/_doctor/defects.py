@@ -17,7 +17,7 @@ from torch.func import grad, jacrev, jvp, vmap
 from torch.nn import functional
 
 from gradkit._compat.versions import is_mended
-from gradkit._doctor import matrices
+from gradkit._doctor import matrix_examples
 
 D = torch.float64
 Function: TypeAlias = Callable[[Tensor], Tensor]
@@ -81,8 +81,8 @@ def jvp_twice(device: torch.device) -> Values:
 
 def in_two_vmaps(device: torch.device) -> Values:
     """Return the sums of the solutions of systems: under two vmaps, and one by one."""
-    a, b = (torch.tensor(x, dtype=D, device=device) for x in matrices.SYSTEMS)
-    solve = matrices.by_factors
+    a, b = (torch.tensor(x, dtype=D, device=device) for x in matrix_examples.SYSTEMS)
+    solve = matrix_examples.by_factors
     in_batches = vmap(lambda a: vmap(lambda b: solve(a, b).sum())(b))(a)
     return in_batches, torch.stack([solve(x, y).sum() for x in a for y in b]).view(2, 2)
 
@@ -90,7 +90,7 @@ def in_two_vmaps(device: torch.device) -> Values:
 def by_values(device: torch.device) -> Values:
     """Return a second derivative by the values of a tensor: of a sparse one, and of a dense one."""
     x = torch.tensor([1.0, 2.0], dtype=D, device=device)
-    return second(matrices.sparse, matrices.dense, x)
+    return second(matrix_examples.sparse, matrix_examples.dense, x)
 
 
 def squared_jvp(norm: Function, x: Tensor, along: Tensor) -> Values:
@@ -341,8 +341,8 @@ DEFECTS = [
     _of_jvp("det", torch.linalg.det),
     _of_jvp("slogdet", slogdet),
     _of_jvp("logdet", torch.logdet),
-    *(_of_jvp(name, fn) for name, fn in matrices.SOLVED.items()),
-    *(_by_forward(name, fn) for name, fn in matrices.BY_FORWARD.items()),
+    *(_of_jvp(name, fn) for name, fn in matrix_examples.SOLVED.items()),
+    *(_by_forward(name, fn) for name, fn in matrix_examples.BY_FORWARD.items()),
     Defect("cumprod", "a jvp of its jvp", jvp_twice),
     Defect("lu_solve", "a batch of batches", in_two_vmaps),
     Defect("sparse_coo_tensor", "the second derivative by its values", by_values),

@@ -32,12 +32,12 @@ class ClearingCheck:
             if zero.call.args or any(
                 ast.unparse(k) != "set_to_none=True" for k in zero.call.keywords
             ):
-                saw = f"`{shown(zero.call)}`: a zero is not None to an optimizer"
-                raise NotSureError(zero.line, saw, reasons.ZEROS)
+                reason = f"`{shown(zero.call)}`: a zero is not None to an optimizer"
+                raise NotSureError(zero.line, reason, reasons.ZEROS)
         first = max(before, key=lambda z: z.position) if before else None
         if first is None and not after:
-            saw = "no zero_grad() that surely runs before each backward(): gradients accumulate"
-            raise NotSureError(backward.line, saw, reasons.ACCUMULATE)
+            reason = "no zero_grad() that surely runs before each backward(): gradients accumulate"
+            raise NotSureError(backward.line, reason, reasons.ACCUMULATE)
         self._check_alone(first, backward, step, calls)
         if first is None:
             self._check_repeats(step, after[0])
@@ -81,8 +81,8 @@ class ClearingCheck:
             if not isinstance(node, ast.Call) or any(c.call is node for c in calls):
                 continue
             if begin < (node.lineno, node.col_offset) < end and self._functions.runs(node):
-                saw = f"{shown(node)} runs backward() or step() itself (line {node.lineno})"
-                raise NotSureError(backward.line, saw, reasons.SEVERAL_BACKWARD)
+                reason = f"{shown(node)} runs backward() or step() itself (line {node.lineno})"
+                raise NotSureError(backward.line, reason, reasons.SEVERAL_BACKWARD)
 
     def _check_repeats(self, step: LoopCall, zero: LoopCall) -> None:
         """Raise if a turn of the loop can end after backward and before zero_grad."""
@@ -91,15 +91,15 @@ class ClearingCheck:
         leaves = (ast.Break, ast.Continue, ast.Return, ast.Raise, ast.Yield, ast.Await)
         for statement in getattr(parent, field)[index:end]:
             if any(isinstance(node, leaves) for node in ast.walk(statement)):
-                saw = f"`{shown(statement)}` may skip zero_grad() (line {statement.lineno})"
-                raise NotSureError(zero.line, saw, "call zero_grad() before backward()")
+                reason = f"`{shown(statement)}` may skip zero_grad() (line {statement.lineno})"
+                raise NotSureError(zero.line, reason, "call zero_grad() before backward()")
         for outer, _ in self._program.ancestors(step.statement):
             if isinstance(outer, (*LOOPS, *FUNCTIONS)):
                 return
             suppressed = isinstance(outer, ast.With) and "suppress" in ast.dump(outer.items[0])
             if isinstance(outer, ast.Try | ast.TryStar) or suppressed:
-                saw = "an exception may skip zero_grad(), which runs after step()"
-                raise NotSureError(zero.line, saw, "call zero_grad() before backward()")
+                reason = "an exception may skip zero_grad(), which runs after step()"
+                raise NotSureError(zero.line, reason, "call zero_grad() before backward()")
 
 
 def several(backward: LoopCall, step: LoopCall, calls: Sequence[LoopCall]) -> NotSureError:
@@ -111,10 +111,10 @@ def several(backward: LoopCall, step: LoopCall, calls: Sequence[LoopCall]) -> No
 def _several(backward: LoopCall, others: Sequence[LoopCall]) -> NotSureError:
     lines = sorted([backward.line, *(call.line for call in others)])
     shown_lines = ", ".join(map(str, lines))
-    saw = f"several backward calls add to the same gradients (lines {shown_lines})"
+    reason = f"several backward calls add to the same gradients (lines {shown_lines})"
     for node in ast.walk(backward.scope):
         if isinstance(node, ast.Expr) and lines[0] < node.lineno < lines[-1]:
             name = last_name(node.value) if isinstance(node.value, ast.Call) else ""
             if name.endswith("_") and name not in {"clip_grad_norm_", "unscale_"}:
-                saw += f", with `{shown(node)}` between (line {node.lineno})"
-    return NotSureError(backward.line, saw, reasons.SEVERAL_BACKWARD)
+                reason += f", with `{shown(node)}` between (line {node.lineno})"
+    return NotSureError(backward.line, reason, reasons.SEVERAL_BACKWARD)

@@ -8,46 +8,48 @@ from typing import Any
 
 from gradkit._migrate import reasons
 from gradkit._migrate.calls import CLIP, LoopCall
-from gradkit._migrate.optimizers import Made
+from gradkit._migrate.optimizers import OptimizerOrigin
 from gradkit._migrate.program import Program, dotted
 from gradkit._migrate.reasons import NotSureError, shown
-from gradkit._migrate.statements import Neutral
+from gradkit._migrate.statements import GradNeutrality
 
 
 def check_clipping(
-    program: Program, clip: LoopCall, neutral: Neutral, between: list[ast.stmt]
+    program: Program, clip: LoopCall, neutral: GradNeutrality, between: list[ast.stmt]
 ) -> None:
     """Raise if `step_(max_norm=)` is not the same as this call."""
     values = clip_values(clip.call)
     if values is None or program.qualified(clip.call.func) not in CLIP:
-        saw = f"`{shown(clip.call)}` has options, or is not torch's"
-        raise NotSureError(clip.line, saw, reasons.CLIPPED)
+        reason = f"`{shown(clip.call)}` has options, or is not torch's"
+        raise NotSureError(clip.line, reason, reasons.CLIPPED)
     if not neutral.expression(values[1]):
         raise NotSureError(clip.line, f"max_norm is {shown(values[1])}", reasons.CLIPPED)
     if norm_name(clip) is None:
-        saw = f"the norm is used in `{shown(clip.statement)}`"
-        raise NotSureError(clip.line, saw, "norm = gradkit.step_(..., max_norm=...)")
+        reason = f"the norm is used in `{shown(clip.statement)}`"
+        raise NotSureError(clip.line, reason, "norm = gradkit.step_(..., max_norm=...)")
     # The clipping, and the norm, come with the step: nothing between may need or change them.
     rest = between[between.index(clip.statement) + 1 :]
     used = {n for part in rest for n in names_in(part)}
     needed = {n for n in [norm_name(clip)] if n} | set(names_in(values[1], stored=False))
     stored = {n for part in rest for n in names_in(part, loaded=False)}
     if norm_name(clip) in used or needed & stored:
-        saw = "the norm, or what max_norm is computed from, is used before step()"
-        raise NotSureError(clip.line, saw, reasons.CLIPPED)
+        reason = "the norm, or what max_norm is computed from, is used before step()"
+        raise NotSureError(clip.line, reason, reasons.CLIPPED)
 
 
-def clipped_params(program: Program, clip: LoopCall, made: Made | None, optimizer: str) -> str:
+def clipped_params(
+    program: Program, clip: LoopCall, origin: OptimizerOrigin | None, optimizer: str
+) -> str:
     """Return the params for which the clipped parameters are exactly those that are stepped."""
     values = clip_values(clip.call)
     assert values is not None
     clipped = ast.unparse(values[0])
-    if made is not None and made.owner and clipped == f"{made.owner}.parameters()":
-        return made.owner
-    if made is not None and clipped == made.arguments and _is_list(program, values[0], clip):
+    if origin is not None and origin.owner and clipped == f"{origin.owner}.parameters()":
+        return origin.owner
+    if origin is not None and clipped == origin.arguments and _is_list(program, values[0], clip):
         return optimizer
-    saw = f"{clipped} is clipped, and may not be exactly what {optimizer} has"
-    raise NotSureError(clip.line, saw, reasons.SAME_PARAMETERS)
+    reason = f"{clipped} is clipped, and may not be exactly what {optimizer} has"
+    raise NotSureError(clip.line, reason, reasons.SAME_PARAMETERS)
 
 
 def _is_list(program: Program, node: ast.expr, clip: LoopCall) -> bool:

@@ -39,10 +39,10 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     files = [file for path in options.paths for file in _files(path)]
     results = [_migrate_file(file, write=options.write) for file in dict.fromkeys(files)]
-    moved, left = (sum(counts) for counts in zip((0, 0), *results, strict=False))
+    moved, skipped = (sum(counts) for counts in zip((0, 0), *results, strict=False))
     done = "moved" if options.write else "to move"
-    print(f"{len(results)} files: {moved} loops {done}, {left} left", file=sys.stderr)
-    return int(left > 0)
+    print(f"{len(results)} files: {moved} loops {done}, {skipped} left", file=sys.stderr)
+    return int(skipped > 0)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -88,8 +88,8 @@ def _migrate_file(file: Path, *, write: bool) -> tuple[int, int]:
     except (OSError, ValueError, RecursionError) as error:
         _say(f"{file}:1: left: {error}")
         return 0, 1
-    for part in result.left:
-        _say(f"{file}:{part.line}: left: {part.saw}\n    by hand: {part.by_hand}")
+    for part in result.skipped:
+        _say(f"{file}:{part.line}: left: {part.reason}\n    by hand: {part.by_hand}")
     for line in result.unseen:
         _say(f"{file}:{line}: {UNSEEN}")
     if result.moved and write:
@@ -97,7 +97,7 @@ def _migrate_file(file: Path, *, write: bool) -> tuple[int, int]:
         print(f"wrote {file}")
     elif result.moved:
         sys.stdout.write(_diff(source, result.source, file))
-    return result.moved, len(result.left)
+    return result.moved, len(result.skipped)
 
 
 def _diff(old: bytes, new: bytes, file: Path) -> str:

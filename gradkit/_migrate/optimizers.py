@@ -15,8 +15,8 @@ NOT_STEPPED = ("torch.optim.LBFGS", "torch.optim.lr_scheduler.", "torch.optim.sw
 
 
 @dataclass(frozen=True)
-class Made:
-    """What one optimizer has been made with."""
+class OptimizerOrigin:
+    """Which parameters one optimizer was made with."""
 
     arguments: str  # the text of its parameters
     owner: str  # the module whose parameters they are, as the loop names it; or ""
@@ -93,10 +93,10 @@ class Optimizers:
                 return f"{text} is {what[:60]} (line {assignment.position[0]})"
         return ""
 
-    def made(self, text: str, scope: Scope) -> Made | None:
+    def origin(self, text: str, scope: Scope) -> OptimizerOrigin | None:
         """Return how the optimizer that a scope calls by this name was made, if that is sure."""
         if text in parameters(scope):
-            return self._made_by_callers(text, scope)
+            return self._origin_from_callers(text, scope)
         seen = self._program.bindings_seen_from(text, scope)
         if len(seen) != 1 or self._groups_added or not self._is_made(seen[0].value):
             return None
@@ -105,17 +105,17 @@ class Optimizers:
         given = [k.value for k in call.keywords if k.arg == "params"] or call.args[:1]
         if not given:
             return None
-        return Made(ast.unparse(given[0]), self._owner(given[0], seen[0], scope))
+        return OptimizerOrigin(ast.unparse(given[0]), self._owner(given[0], seen[0], scope))
 
-    def _made_by_callers(self, text: str, scope: Scope) -> Made | None:
+    def _origin_from_callers(self, text: str, scope: Scope) -> OptimizerOrigin | None:
         """Return how an argument was made, if each call in this file gives its owner, too."""
         owners: set[str] | None = None
         for caller, given in self._program.calls_of(scope):
             passed = dotted(given.get(text, ast.Pass()))
-            made = self.made(passed, caller) if passed and "." not in passed else None
-            if made is None or not made.owner:
+            origin = self.origin(passed, caller) if passed and "." not in passed else None
+            if origin is None or not origin.owner:
                 return None
-            same = {name for name, value in given.items() if dotted(value) == made.owner}
+            same = {name for name, value in given.items() if dotted(value) == origin.owner}
             owners = same if owners is None else owners & same
         bound = {
             a.scope for name in (text, *(owners or ())) for a in self._program.assignments[name]
@@ -124,7 +124,9 @@ class Optimizers:
             return None
         (owner,) = owners
         return (
-            None if self._has_parts_replaced(owner) else Made(f"{owner}.parameters()", owner, True)
+            None
+            if self._has_parts_replaced(owner)
+            else OptimizerOrigin(f"{owner}.parameters()", owner, True)
         )
 
     def _owner(self, given: ast.expr, made: Assignment, scope: Scope) -> str:

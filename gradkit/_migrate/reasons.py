@@ -40,20 +40,20 @@ MOVE_OUT = "move the statement before backward() or after step(), or the loop by
 
 
 @dataclass(frozen=True, order=True)
-class Left:
+class SkippedLoop:
     """A loop that stays as it is."""
 
     line: int
-    saw: str
+    reason: str
     by_hand: str
 
 
 class NotSureError(Exception):
     """Something was seen that may give a loop another meaning once it is moved."""
 
-    def __init__(self, line: int, saw: str, by_hand: str) -> None:
-        super().__init__(saw)
-        self.left = Left(line, saw, by_hand)
+    def __init__(self, line: int, reason: str, by_hand: str) -> None:
+        super().__init__(reason)
+        self.skipped = SkippedLoop(line, reason, by_hand)
 
 
 def shown(node: ast.AST) -> str:

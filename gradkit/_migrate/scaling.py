@@ -31,11 +31,11 @@ def check_scaling(
         and unscale.is_statement and (clip is None or unscale.position < clip.position)
     )  # fmt: skip
     if not (scaler and is_scaled and same and unscaled and _is_scaler(program, scaler)):
-        saw = f"a scaler that is not torch's, or not used as usual ({shown(step.call)})"
-        raise NotSureError(backward.line, saw, reasons.SCALED)
+        reason = f"a scaler that is not torch's, or not used as usual ({shown(step.call)})"
+        raise NotSureError(backward.line, reason, reasons.SCALED)
     if clip is not None and unscale is None:
-        saw = "scaled gradients are clipped, without unscale_"
-        raise NotSureError(clip.line, saw, reasons.SCALED)
+        reason = "scaled gradients are clipped, without unscale_"
+        raise NotSureError(clip.line, reason, reasons.SCALED)
 
 
 def _is_scaler(program: Program, scaler: str) -> bool:

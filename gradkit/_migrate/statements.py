@@ -33,7 +33,7 @@ SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Pass, ast.If, 
 NOT_EVALUATED = (ast.Lambda, ast.Yield, ast.YieldFrom, ast.Await, ast.NamedExpr)
 
 
-class Neutral:
+class GradNeutrality:
     """Tells which statements and expressions cannot read or write a gradient."""
 
     def __init__(self, program: Program, optimizers: Optimizers, trained: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ from gradkit._migrate.optimizers import Optimizers
 from gradkit._migrate.program import Program, dotted, last_name
 from gradkit._migrate.reasons import NotSureError, shown
 from gradkit._migrate.scaling import check_scaling
-from gradkit._migrate.statements import Neutral
+from gradkit._migrate.statements import GradNeutrality
 
 COMPILED = re.compile(r"compile|jit|script")
 
@@ -77,19 +77,19 @@ class StepMatcher:
         step = self._step_after(backward, calls)
         optimizer = step.argument or step.receiver
         self._check_optimizer(backward, optimizer)
-        made = self._optimizers.made(optimizer, backward.scope)
-        owner = made.owner if made is not None else ""
+        origin = self._optimizers.origin(optimizer, backward.scope)
+        owner = origin.owner if origin is not None else ""
         trained = {optimizer, owner} - {""}
         clip, unscale = self._check_between(backward, step, calls, trained)
-        params = owner if made is not None and not made.by_callers else ""
+        params = owner if origin is not None and not origin.by_callers else ""
         params = params or optimizer
         if clip is not None:
-            params = clipped_params(self._program, clip, made, optimizer)
+            params = clipped_params(self._program, clip, origin, optimizer)
         check_scaling(self._program, backward, step, clip, unscale)
         zeros = [c for c in calls if c.kind == "zero" and c.receiver in trained]
         zeros = self._clearing.zeros(backward, step, zeros, calls)
         self._check_names(zeros, backward, step, {optimizer, params})
-        made_here = made is not None or bool(self._program.assignments.get(optimizer))
+        made_here = origin is not None or bool(self._program.assignments.get(optimizer))
         return TrainingStep(backward, step, zeros, clip, unscale, optimizer, params, made_here)
 
     def _check_backward(self, backward: LoopCall) -> None:
@@ -122,13 +122,13 @@ class StepMatcher:
                 self._check_only_step(backward, later, calls)
                 return call
         if any(self._program.loop(c.call) is not self._program.loop(backward.call) for c in later):
-            saw = "backward() runs several times for one step(): gradients accumulate"
-            raise NotSureError(backward.line, saw, reasons.ACCUMULATE)
+            reason = "backward() runs several times for one step(): gradients accumulate"
+            raise NotSureError(backward.line, reason, reasons.ACCUMULATE)
         if later:
-            saw = f"step() is in another block (line {later[0].line}): gradients may accumulate"
-            raise NotSureError(backward.line, saw, reasons.ACCUMULATE)
-        saw = "no optimizer's step() after it in this function"
-        raise NotSureError(backward.line, saw, reasons.STEP)
+            reason = f"step() is in another block (line {later[0].line}): gradients may accumulate"
+            raise NotSureError(backward.line, reason, reasons.ACCUMULATE)
+        reason = "no optimizer's step() after it in this function"
+        raise NotSureError(backward.line, reason, reasons.STEP)
 
     def _check_only_step(
         self, backward: LoopCall, later: Sequence[LoopCall], calls: Sequence[LoopCall]
@@ -138,15 +138,15 @@ class StepMatcher:
         stepping = [call for call in later if call.position < end]
         if len(stepping) > 1:
             lines = ", ".join(str(call.line) for call in stepping)
-            saw = f"several steps with the gradients of one backward call (lines {lines})"
-            raise NotSureError(backward.line, saw, reasons.ONE_OPTIMIZER)
+            reason = f"several steps with the gradients of one backward call (lines {lines})"
+            raise NotSureError(backward.line, reason, reasons.ONE_OPTIMIZER)
 
     def _check_optimizer(self, backward: LoopCall, optimizer: str) -> None:
         in_container = "" if optimizer else "the optimizer has no name of its own"
         doubt = in_container or self._optimizers.doubt(optimizer, backward.scope)
         if doubt:
-            saw = f"{doubt}: it may not be a plain torch.optim.Optimizer"
-            raise NotSureError(backward.line, saw, reasons.STEP)
+            reason = f"{doubt}: it may not be a plain torch.optim.Optimizer"
+            raise NotSureError(backward.line, reason, reasons.STEP)
 
     def _check_between(
         self, backward: LoopCall, step: LoopCall, calls: Sequence[LoopCall], trained: set[str]
@@ -154,7 +154,7 @@ class StepMatcher:
         """Return the clip and the unscale_ between; raise if something else may touch `.grad`."""
         (parent, field), first = self._program.block(backward.statement)
         last = self._program.block(step.statement)[1]
-        neutral = Neutral(self._program, self._optimizers, trained)
+        neutral = GradNeutrality(self._program, self._optimizers, trained)
         between = getattr(parent, field)[first + 1 : last]
         known: dict[str, LoopCall] = {}
         if any(c.kind == "backward" and c.statement in between for c in calls):
@@ -164,8 +164,8 @@ class StepMatcher:
             if len(own) == 1 and own[0].kind not in known:
                 known[own[0].kind] = own[0]
             elif not neutral.statement(statement):
-                saw = f"`{shown(statement)}` (line {statement.lineno}) between backward and step"
-                raise NotSureError(backward.line, saw, self._advice(calls, statement))
+                reason = f"`{shown(statement)}` (line {statement.lineno}) between backward and step"
+                raise NotSureError(backward.line, reason, self._advice(calls, statement))
         clip = known.get("clip")
         if clip is not None:
             check_clipping(self._program, clip, neutral, between)
@@ -189,8 +189,8 @@ class StepMatcher:
                 if name != text and not name.startswith(f"{text}."):
                     continue
                 if any(min(lines) <= a.position[0] <= max(lines) for a in assigned):
-                    saw = f"{text} is assigned between zero_grad() and step()"
-                    raise NotSureError(backward.line, saw, reasons.STEP)
+                    reason = f"{text} is assigned between zero_grad() and step()"
+                    raise NotSureError(backward.line, reason, reasons.STEP)
 
 
 def _closures(call: LoopCall) -> set[str]:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from gradkit._compat.transforms import without_graph
+from gradkit._compat.transforms import detach_keep_tangent
 from gradkit._core.ownership import copy_for
 from gradkit.errors import UnsupportedGraphError, message
 
@@ -21,7 +21,7 @@ _PLAIN = frozenset({Tensor})
 
 def write(leaf: Tensor, grad: Tensor | None) -> None:
     """Set `.grad` to a copy of a gradient, without its graph; None sets None."""
-    leaf.grad = None if grad is None else copy_for(without_graph(grad), leaf)
+    leaf.grad = None if grad is None else copy_for(detach_keep_tangent(grad), leaf)
 
 
 def write_all(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
@@ -55,7 +55,7 @@ def accumulate(leaf: Tensor, grad: Tensor) -> None:
     elif leaf.grad.is_sparse and not grad.is_sparse:
         leaf.grad = grad + leaf.grad  # the sum is dense: another object, as in torch
     else:
-        leaf.grad += without_graph(grad)
+        leaf.grad += detach_keep_tangent(grad)
 
 
 def accumulate_together(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> bool:

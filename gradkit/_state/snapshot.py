@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 
 from gradkit._state import rng
 from gradkit._state.grad_attribute import grad_dtypes_put_back, grads_put_back
-from gradkit._state.module import attributes_put_back
+from gradkit._state.module_state import attributes_put_back
 
 
 class Snapshot:

@@ -54,7 +54,7 @@ class Group(NamedTuple):
         return f"{self.call} on rank {self.rank} of {self.size}"
 
 
-def join_group(handle: Any, call: str) -> Group:
+def require_group(handle: Any, call: str) -> Group:
     """Return the group of a handle, None for the default one; raise if this process has no part."""
     if not dist.is_available() or not dist.is_initialized():
         got = "none: torch.distributed is not initialized"
@@ -78,10 +78,10 @@ def collective_errors(
     *,
     backend_only: bool = False,
     what: str = "",
-    failures: Callable[[], str] | None = None,
+    remote_errors: Callable[[], str] | None = None,
 ) -> Iterator[None]:
     """Raise CollectiveError for a RuntimeError in the block; `backend_only`: of the backend."""
-    # `what` is the collective; `failures` returns what is known of other ranks.
+    # `what` is the collective; `remote_errors` returns what is known of other ranks.
     try:
         yield
     except RuntimeError as error:
@@ -96,7 +96,7 @@ def collective_errors(
             "look for the first error in the output of the other ranks: one has raised, was "
             "killed, is too slow, or has made another call"
         )
-        known = failures() if failures else ""
+        known = remote_errors() if remote_errors else ""
         where = f"{what}, in {group.this_rank}" if what else group.this_rank
         raise CollectiveError(message(where, expected, known or got, fix)) from error
 

@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.passes import PassResult
-from gradkit._checks import graphs
-from gradkit._checks.reachability import refuse_stale
+from gradkit._checks import eager_graph
+from gradkit._checks.reachability import refuse_cast_since_forward
 from gradkit._compat import distributed
 from gradkit._core import graph, pytree, user_code
-from gradkit._core.leaf_arithmetic import plus
+from gradkit._core.leaf_arithmetic import add_leaves
 from gradkit._core.losses import Losses
 from gradkit._core.ownership import empty_for
 from gradkit._core.params import Params
@@ -32,7 +32,7 @@ from gradkit.distributed._agreement import (
     Specs,
     agree_or_raise,
     collective_errors,
-    join_group,
+    require_group,
 )
 from gradkit.distributed._distributed_call import DistributedCall
 from gradkit.distributed._reduction import LocalGrads, agree_on_grads, reduce_grads
@@ -54,7 +54,7 @@ _STEPPING = ("optim", "zero")
 
 def run(call: DistributedCall, modules: _Replicas) -> tuple[PassResult, Params]:
     """Return the passes' result, reduced over the ranks, and the params."""
-    group = join(modules, call.name)
+    group = require_one_group(modules, call.name)
     hooked = with_comm_hook(modules)
     ignoring = any(module.parameters_to_ignore for module in modules)
     # Hooks have buckets of their own; what is ignored is no part of the structure.
@@ -70,11 +70,11 @@ def run(call: DistributedCall, modules: _Replicas) -> tuple[PassResult, Params]:
         results.append(result)
         grads = [grad for row in result.grads for grad in row]
         if type(None) in set(map(type, grads)):
-            refuse_stale(result.call, result.grads)
+            refuse_cast_since_forward(result.call, result.grads)
         _check_comm_hooks(hooked, grads)
-        likes = params.variables * len(result.grads)
+        templates = params.variables * len(result.grads)
         path = partial(call.grad_path, losses, params)
-        return LocalGrads(grads, likes, call.rank_invariants(losses, params), path)
+        return LocalGrads(grads, templates, call.rank_invariants(losses, params), path)
 
     reduced = planned.reduce(local_grads) if planned else None
     if reduced is None:
@@ -87,7 +87,7 @@ def run(call: DistributedCall, modules: _Replicas) -> tuple[PassResult, Params]:
         # DDP leaves the gradients of parameters that it ignores local, as `.backward()` does.
         replicated = _reduced_params(modules)
         local = local_grads()
-        columns = zip(local.grads, local.likes, reduced, strict=True)
+        columns = zip(local.grads, local.templates, reduced, strict=True)
         reduced = [mean if id(param) in replicated else mine for mine, param, mean in columns]
     width = len(params.variables)
     rows = [reduced[start : start + width] for start in range(0, len(reduced), width)]
@@ -149,7 +149,7 @@ def _refuse_static_graph(losses: Losses) -> None:
     for index, loss in enumerate(losses.leaves):
         for node in graph.nodes_below([loss]) if loss.requires_grad else ():
             if type(node).__name__ == distributed.SINK and distributed.sink_is_static(node):
-                graphs.refuse_nodes({type(node)}, losses.path(index))
+                eager_graph.refuse_nodes({type(node)}, losses.path(index))
 
 
 def add_to_replicas(params: PyTree, read_pairs: Callable[[], _Pairs]) -> _Pairs:
@@ -167,7 +167,7 @@ def add_to_replicas(params: PyTree, read_pairs: Callable[[], _Pairs]) -> _Pairs:
         got = "one inside of no_sync(), whose gradients would not be synchronized"
         fix = "make the call outside of it, or without hooks=True"
         raise UnsupportedGraphError(message("params", expected, got, fix))
-    group = join(modules, "gradkit.add_grads_")
+    group = require_one_group(modules, "gradkit.add_grads_")
     hooked = with_comm_hook(modules)
     replicated = _reduced_params(modules)
     ours: _Pairs = []
@@ -178,7 +178,7 @@ def add_to_replicas(params: PyTree, read_pairs: Callable[[], _Pairs]) -> _Pairs:
             (ours if id(pair[0]) in replicated else others).append(pair)
         leaves, grads = [leaf for leaf, _ in ours], [grad for _, grad in ours]
         _check_comm_hooks(hooked, [*grads, *(leaf.grad for leaf in leaves)])
-        sums = [None if grad is None else plus(leaf.grad, grad) for leaf, grad in ours]
+        sums = [None if grad is None else add_leaves(leaf.grad, grad) for leaf, grad in ours]
         invariants = (("the call", "add_grads_"), ("params", len(ours)))
         return LocalGrads(sums, leaves, invariants, lambda index: f"grads, tensor {index}")
 
@@ -193,7 +193,7 @@ def add_to_replicas(params: PyTree, read_pairs: Callable[[], _Pairs]) -> _Pairs:
     return others
 
 
-def join(modules: _Replicas, call: str) -> Group:
+def require_one_group(modules: _Replicas, call: str) -> Group:
     """Return the one group over which modules are replicated."""
     for module in modules:
         _check_reducible(module)
@@ -201,7 +201,7 @@ def join(modules: _Replicas, call: str) -> Group:
     if any(module.process_group is not handle for module in modules):
         expected, fix = "modules of one process group", "make a call for each group"
         raise StructureError(message(call, expected, "several", fix))
-    return join_group(handle, call)
+    return require_group(handle, call)
 
 
 def _check_reducible(module: DistributedDataParallel) -> None:
@@ -248,7 +248,7 @@ def _reduce(
     by_hook = {key for module in hooked for key in _bucketed_params(module)}
     without_hook = specs
     if by_hook:
-        pairs = zip(local.likes, specs, strict=True)
+        pairs = zip(local.templates, specs, strict=True)
         without_hook = tuple(None if id(param) in by_hook else spec for param, spec in pairs)
     reduced = reduce_grads(group, local, without_hook, 1 / group.size, in_place=in_place)
     for module in hooked:
@@ -295,7 +295,7 @@ def _reduce_by_hook(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield index and mean of each gradient that a module's hook reduces, loss by loss."""
     bucketed = _bucketed_params(module)
-    params = cast("Sequence[Tensor]", local.likes)
+    params = cast("Sequence[Tensor]", local.templates)
     width = len(set(map(id, params))) or 1
     for start in range(0, len(params), width):
         indices = range(start, start + width)
@@ -312,7 +312,7 @@ def _reduce_row(
     specs: Specs,
 ) -> list[Tensor]:
     """Return the means of the gradients of one loss, which stand at the indices of the row."""
-    params = [cast("Tensor", local.likes[index]) for index in row]
+    params = [cast("Tensor", local.templates[index]) for index in row]
     kinds = [cast("GradSpec", specs[index]) for index in row]
     loss_shape = kinds[0].shape[: len(kinds[0].shape) - params[0].dim()]
     pairs = zip(params, kinds, strict=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.passes import PassResult
-from gradkit._checks.graphs import refuse_freed
+from gradkit._checks.eager_graph import refuse_freed
 from gradkit._checks.reachability import refuse_nothing_reached
 from gradkit._compat import distributed
 from gradkit._core.call import Call, Pass
@@ -29,7 +29,7 @@ from gradkit.distributed._agreement import (
     Group,
     agree_in_all,
     collective_errors,
-    join_group,
+    require_group,
 )
 from gradkit.distributed._distributed_call import DistributedCall
 from gradkit.errors import UnsupportedGraphError, message
@@ -59,7 +59,7 @@ def run(call: DistributedCall, modules: Sequence[nn.Module]) -> tuple[PassResult
     return replace(result, call=replace(result.call, passes=passes), grads=grads), plan.params
 
 
-def join(modules: Sequence[nn.Module], call: str) -> list[Group]:
+def require_groups(modules: Sequence[nn.Module], call: str) -> list[Group]:
     """Return the groups of all dimensions of the modules' meshes."""
     groups = distributed.groups_of(distributed.states_of(modules))
     return _groups_of_ranks([shard.sharded_param for shard in distributed.shards_of(groups)], call)
@@ -68,7 +68,7 @@ def join(modules: Sequence[nn.Module], call: str) -> list[Group]:
 def _groups_of_ranks(shards: Sequence[Any], call: str) -> list[Group]:
     meshes = {id(shard.device_mesh): shard.device_mesh for shard in shards}.values()
     handles = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
-    return [join_group(handle, call) for handle in handles]
+    return [require_group(handle, call) for handle in handles]
 
 
 def _refuse_former_fsdp(modules: Sequence[nn.Module]) -> None:

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradkit._autograd import graph_release
-from gradkit._autograd.gramian import by_blocks, mirrored, weights_of
-from gradkit._autograd.loss_rows import LossRows, read_rows, warn_sequential
+from gradkit._autograd.gramian import by_blocks, symmetrized, weights_of
+from gradkit._autograd.jacobian_rows import JacobianRows, read_rows, warn_sequential
 from gradkit._autograd.passes import PassResult, RunnerFactory
-from gradkit._checks.graphs import check_call
+from gradkit._checks.eager_graph import check_call
 from gradkit._compat import distributed
 from gradkit._core import pytree
 from gradkit._core.call import Call, Grads, Pass
-from gradkit._core.leaf_arithmetic import inner
+from gradkit._core.leaf_arithmetic import dot_leaves
 from gradkit._core.losses import Losses, read_losses, read_weights
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
@@ -69,23 +69,23 @@ def gram_of_replicas(
     retain: bool,
 ) -> Tensor:
     """Return the products for modules under DistributedDataParallel."""
-    group = _ddp.join(modules, call.name)
+    group = _ddp.require_one_group(modules, call.name)
     _refuse_ignored(modules)
     shared = replace(call, part=chunk_size)
-    matrix, order, reason = _read_on_all_ranks(group, shared, modules)
-    several = len(matrix.rows) > 1 and chunk_size != 1
+    rows, order, reason = _read_on_all_ranks(group, shared, modules)
+    several = len(rows.elements) > 1 and chunk_size != 1
     if several and reason is not None:
         warn_sequential(reason)
     elif several:
-        reduction = LeafReduction(matrix, group, order)
-        every = matrix.call.differentiated
-        run = partial(by_blocks, matrix, chunk_size, reduction.products)
-        if (product := matrix.batched(run, every)) is not None:
+        reduction = LeafReduction(rows, group, order)
+        every = rows.call.differentiated
+        run = partial(by_blocks, rows, chunk_size, reduction.products)
+        if (product := rows.batched(run, every)) is not None:
             if not reduction.reached:
-                matrix.require_reached()
+                rows.require_reached()
             if not retain:
-                matrix.release(every)
-            return mirrored(product)
+                rows.release(every)
+            return symmetrized(product)
     return sequential(call, lambda part: _ddp.run(part, modules), chunk_size or 1, retain)
 
 
@@ -99,56 +99,56 @@ def _refuse_ignored(modules: Sequence[DistributedDataParallel]) -> None:
 
 def _read_on_all_ranks(
     group: Group, call: ElementsCall, modules: Sequence[DistributedDataParallel]
-) -> tuple[LossRows, Sequence[int], str | None]:
+) -> tuple[JacobianRows, Sequence[int], str | None]:
     """Return the rows, the order in which leaves are sent, and why no batched pass can run."""
 
-    def read() -> tuple[tuple[LossRows, tuple[int, ...], str | None], Description]:
+    def read() -> tuple[tuple[JacobianRows, tuple[int, ...], str | None], Description]:
         losses, params = _ddp.read_replicated(call, modules)
-        matrix = read_rows(losses, params, (distributed.SINK,))
-        reason = matrix.why_not_batched(matrix.call.differentiated)
+        rows = read_rows(losses, params, (distributed.SINK,))
+        reason = rows.why_not_batched(rows.call.differentiated)
         if _ddp.with_comm_hook(modules):
             reason = "a communication hook reduces the gradients of one loss at a time"
-        order = arrival_order(matrix)
+        order = arrival_order(rows)
         expected = (int(reason is None), *digest_of(order)[1:])
         invariants, paths = (
             call.rank_invariants(losses, params),
             partial(call.paths, losses, params),
         )
-        return (matrix, order, reason), Description(invariants, (), paths, expected)
+        return (rows, order, reason), Description(invariants, (), paths, expected)
 
-    (matrix, order, reason), agreement = agree_or_raise(group, read)
+    (rows, order, reason), agreement = agree_or_raise(group, read)
     refusing = [rank for rank, (can_batch, *_) in enumerate(agreement.expected) if not can_batch]
     if refusing and reason is None:
         reason = f"a batched pass is not possible on rank {refusing[0]}"
     if not agreement.same_expected:
-        return matrix, tuple(reversed(range(len(order)))), reason
-    return matrix, order, reason
+        return rows, tuple(reversed(range(len(order)))), reason
+    return rows, order, reason
 
 
 def sequential(
     call: ElementsCall, run: RunOnModules, held_at_a_time: int | None, retain: bool
 ) -> Tensor:
     """Return the products of all rows: of some that are held, with each that comes after them."""
-    rows = partial(_rows_between, call, run, retain)
-    first, params = rows(0, held_at_a_time, is_last=True)
-    matrix = LossRows(first.call, params)
-    count = len(matrix.rows)
+    run_rows = partial(_rows_between, call, run, retain)
+    first, params = run_rows(0, held_at_a_time, is_last=True)
+    rows = JacobianRows(first.call, params)
+    count = len(rows.elements)
     size = held_at_a_time or count
-    products = _Products(matrix.zeros(count, count))
+    products = _Products(rows.zeros(count, count))
     for start in range(0, count, size):
         stop = min(start + size, count)
-        result = rows(start, stop, is_last=True)[0] if start else first
+        result = run_rows(start, stop, is_last=True)[0] if start else first
         block = result.grads[start:stop]
         for offset, grads in enumerate(block):
-            matrix.note(grads)
+            rows.note(grads)
             for row, other in enumerate(block[: offset + 1], start):
                 products.add(row, start + offset, other, grads)
         for column in range(stop, count):
-            result, _ = rows(column, column + 1, is_last=False)
+            result, _ = run_rows(column, column + 1, is_last=False)
             for row, grads in enumerate(block, start):
                 products.add(row, column, grads, result.grads[column])
-    matrix.require_reached()
-    return mirrored(products.sum())
+    rows.require_reached()
+    return symmetrized(products.sum())
 
 
 def _rows_between(
@@ -210,7 +210,7 @@ class _Products:
         for a, b in zip(left, right, strict=True):
             if a is None or b is None:
                 continue
-            local = inner(distributed.local_part(a), distributed.local_part(b))
+            local = dot_leaves(distributed.local_part(a), distributed.local_part(b))
             assert local is not None
             empty = torch.zeros_like(self._total)
             part = self._by_sharding.setdefault(distributed.sharding(a), empty)

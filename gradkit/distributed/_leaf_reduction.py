@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradkit._autograd.loss_rows import LossRows
-from gradkit._checks.reachability import refuse_stale
+from gradkit._autograd.jacobian_rows import JacobianRows
+from gradkit._checks.reachability import refuse_cast_since_forward
 from gradkit._compat.autograd import sequence_number
 from gradkit._core.graph import is_leaf_node
 from gradkit._core.leaf_arithmetic import products_of_rows
@@ -28,17 +28,17 @@ from gradkit.errors import CollectiveError, GradkitError
 class LeafReduction:
     """The products of rows of gradients, each leaf averaged over the ranks as it arrives."""
 
-    def __init__(self, matrix: LossRows, group: Group, order: Sequence[int]) -> None:
+    def __init__(self, rows: JacobianRows, group: Group, order: Sequence[int]) -> None:
         self.reached = False  # whether a gradient has arrived on any rank
-        self._matrix, self._group, self._order = matrix, group, order
+        self._jacobian_rows, self._group, self._order = rows, group, order
 
     def products(self, parts: Sequence[slice]) -> Tensor:
         """Return the products of some rows, from one vmapped pass of each rank."""
         size = sum(part.stop - part.start for part in parts)
-        buckets = _Buckets(self._matrix, self._group, self._order, size)
+        buckets = _Buckets(self._jacobian_rows, self._group, self._order, size)
         error: BaseException | None = None
         try:
-            self._matrix.run_batch(parts, buckets.add)
+            self._jacobian_rows.run_batch(parts, buckets.add)
         except CollectiveError:  # the group is lost
             raise
         except BaseException as raised:
@@ -50,14 +50,16 @@ class LeafReduction:
     def _agree(self, error: BaseException | None) -> None:
         """Raise if the pass has failed on any rank: a RuntimeError where all ranks can go on."""
         can_go_on = isinstance(error, RuntimeError) and not isinstance(error, GradkitError)
-        arrived = self._matrix.arrived
+        arrived = self._jacobian_rows.arrived
         is_any = any(grad is not None for grad in arrived)
 
         def read() -> tuple[None, Description]:
             if error is not None and not can_go_on:
                 raise error
             if error is None and any(grad is None for grad in arrived):
-                refuse_stale(self._matrix.call, [arrived] * len(self._matrix.call.passes))
+                refuse_cast_since_forward(
+                    self._jacobian_rows.call, [arrived] * len(self._jacobian_rows.call.passes)
+                )
             flags = (int(error is not None), int(is_any), 0, 0)
             return None, Description((), (), tuple, flags)
 
@@ -71,18 +73,18 @@ class LeafReduction:
 class _Buckets:
     """Stacks of gradients that are sent together, in an order which is the same on all ranks."""
 
-    def __init__(self, matrix: LossRows, group: Group, order: Sequence[int], size: int) -> None:
+    def __init__(self, rows: JacobianRows, group: Group, order: Sequence[int], size: int) -> None:
         self._group, self._size = group, size
-        self._variables = matrix.params.variables
-        self.product = matrix.zeros(size, size)  # of all that was sent
+        self._variables = rows.params.variables
+        self.product = rows.zeros(size, size)  # of all that was sent
         self._buckets = _bucketed(self._variables, order, size)
         self._arrived: dict[int, Tensor] = {}
         self._lock = RLock()  # a pass has a thread for each device
 
-    def add(self, index: int, rows: Tensor) -> None:
+    def add(self, index: int, stack: Tensor) -> None:
         """Add a stack of gradients, and send what is complete and next in the order."""
         with self._lock:
-            self._arrived[index] = rows.reshape(self._size, -1) / self._group.size
+            self._arrived[index] = stack.reshape(self._size, -1) / self._group.size
             while self._buckets and self._arrived.keys() >= set(self._buckets[0]):
                 self._send()
 
@@ -126,17 +128,17 @@ def _bucketed(variables: Sequence[Tensor], order: Sequence[int], size: int) -> l
     return buckets
 
 
-def arrival_order(matrix: LossRows) -> tuple[int, ...]:
+def arrival_order(rows: JacobianRows) -> tuple[int, ...]:
     """Return the variables in the order in which a pass meets the last use of each."""
     # The engine runs the newest node that is ready. Any order is right: a stack that arrives before
     # its turn is kept until then.
     oldest_use: dict[int, int] = {}
-    for node in matrix.call.graph.below(matrix.call.differentiated).nodes:
+    for node in rows.call.graph.below(rows.call.differentiated).nodes:
         number = None
         for child, _ in node.next_functions:
             if child is not None and is_leaf_node(child):
                 number = sequence_number(node) if number is None else number
                 leaf = id(getattr(child, "variable"))  # noqa: B009
                 oldest_use[leaf] = min(number, oldest_use.get(leaf, number))
-    variables = matrix.params.variables
+    variables = rows.params.variables
     return tuple(sorted(range(len(variables)), key=lambda i: -oldest_use.get(id(variables[i]), -1)))

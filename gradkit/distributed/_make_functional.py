@@ -22,12 +22,12 @@ from gradkit.distributed._agreement import (
     Description,
     Group,
     agree_or_raise,
-    join_group,
     read_specs,
+    require_group,
 )
-from gradkit.distributed._failures import Failures
-from gradkit.distributed._gather_on_read import gathering
-from gradkit.distributed._sharded_param import CollectiveOrder, ShardedParam
+from gradkit.distributed._differentiable_gather import CollectiveOrder, ShardedParam
+from gradkit.distributed._gathering_module import gathering
+from gradkit.distributed._remote_errors import RemoteErrors
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func._make_functional import Named, functional, read_named, require_module
 
@@ -99,16 +99,16 @@ def make_functional(
         Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
         Models", section 5.3, https://arxiv.org/abs/1910.02054
     """
-    world = join_group(None, _NAME)
+    world = require_group(None, _NAME)
     read = partial(_read, module, mesh, state_dict, world)
     (own, names), _ = agree_or_raise(world, read)
-    group = join_group(mesh.get_group(), _CALL)
+    group = require_group(mesh.get_group(), _CALL)
     inner, _, buffers = functional(module)
     params = {name: distributed.sharded_rows(own[name], mesh) for name in names}
-    order, failures = CollectiveOrder(), Failures(group.rank, group.size)
+    order, remote_errors = CollectiveOrder(), RemoteErrors(group.rank, group.size)
     apart = _group_apart(group, mesh)
     placed = {
-        name: ShardedParam(name, index, param.shape, mesh, apart, order, failures)
+        name: ShardedParam(name, index, param.shape, mesh, apart, order, remote_errors)
         for index, (name, param) in enumerate(params.items())
     }
 
@@ -120,7 +120,7 @@ def make_functional(
         finally:
             order.reset()
         pairs = [(given[name], param) for name, param in placed.items()]
-        with failures.of_a_call(), gathering(module, pairs):
+        with remote_errors.report_own(), gathering(module, pairs):
             return inner(given, buffers, *args, **kwargs)
 
     first = {name: _of_first_rank(own[name], group, mesh) for name in buffers}

@@ -27,8 +27,8 @@ from gradkit.distributed._agreement import (
     Specs,
     agree_or_raise,
     collective_errors,
-    join_group,
     read_specs,
+    require_group,
 )
 from gradkit.errors import LeafTypeError, UnsupportedGraphError, describe, message
 
@@ -94,7 +94,7 @@ def all_reduce(
     """
     check_option("op", op, ("mean", "sum"))
     check_bool("differentiable", differentiable)
-    ranks = join_group(group, "gradkit.distributed.all_reduce")
+    ranks = require_group(group, "gradkit.distributed.all_reduce")
     leaves, spec = pytree.flatten(grads)
     path = partial(pytree.path, spec, root="grads")
 
@@ -151,7 +151,9 @@ class LocalGrads:
     """The gradients that a rank adds to a reduction."""
 
     grads: Sequence[Tensor | None]
-    likes: Sequence[Tensor | None]  # give the results their strides; may be None where grads are
+    templates: Sequence[
+        Tensor | None
+    ]  # give the results their strides; may be None where grads are
     invariants: RankInvariants  # what else ranks must have in common
     path: Callable[[int], str]  # of a gradient, for errors
 
@@ -275,7 +277,7 @@ def as_vectors(grads: Iterable[Tensor]) -> list[Tensor]:
 
 def own_grads(bucket: Bucket, local: LocalGrads) -> list[Tensor]:
     """Return the gradients of this rank, and uninitialized ones for what it does not have."""
-    rows = [(local.grads[index], spec, local.likes[index]) for index, spec in bucket]
+    rows = [(local.grads[index], spec, local.templates[index]) for index, spec in bucket]
     return [
         grad if grad is not None and grad.layout is spec.layout else _empty_grad(spec, grad, like)
         for grad, spec, like in rows
@@ -285,11 +287,11 @@ def own_grads(bucket: Bucket, local: LocalGrads) -> list[Tensor]:
 def new_grads(bucket: Bucket, local: LocalGrads) -> list[Tensor]:
     """Return uninitialized gradients, in the strides that those of a rank have."""
     grads = [local.grads[index] for index, _ in bucket]
-    likes = [local.likes[index] for index, _ in bucket]
-    if all(map(_is_plain, grads)) and all(map(_is_plain, likes)):
+    templates = [local.templates[index] for index, _ in bucket]
+    if all(map(_is_plain, grads)) and all(map(_is_plain, templates)):
         with torch.no_grad():
             return list(map(torch.empty_like, cast("list[Tensor]", grads)))
-    rows = zip(bucket, grads, likes, strict=True)
+    rows = zip(bucket, grads, templates, strict=True)
     return [_empty_grad(spec, grad, like) for (_, spec), grad, like in rows]
 
 

@@ -9,8 +9,8 @@ from typing import cast
 from torch import Tensor
 
 from gradkit._autograd.pass_runner import PassRunner
-from gradkit._autograd.passes import values_of, weigh
-from gradkit._checks.graphs import check_backward, check_backward_to_leaves, refuse_donated
+from gradkit._autograd.passes import values_of, weighted_outputs
+from gradkit._checks.eager_graph import check_backward, check_backward_to_leaves, refuse_donated
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
 from gradkit._core.call import Call, Pass
@@ -74,7 +74,7 @@ def backward_(
     check_pass_options("none", create_graph, retain_graph)
     with leave_inference_mode():
         flat = read_losses(losses, scalar=True)
-        outputs, seeds = weigh(flat, read_weights(weights, flat))
+        outputs, seeds = weighted_outputs(flat, read_weights(weights, flat))
         group = require_graph(flat, outputs)
         opened = NO_PARAMS if params is None else read_params(params)
         call = Call(flat, outputs, [Pass(group, opened)], create_graph=create_graph)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradkit._autograd.engine import accumulate_through_engine
 from gradkit._compat.dynamo import disable_compile
-from gradkit._compat.transforms import without_graph
+from gradkit._compat.transforms import detach_keep_tangent
 from gradkit._core import pytree
 from gradkit._core.options import UNUSED, check_bool, check_option
 from gradkit._core.ownership import leave_inference_mode, zeros_for
@@ -53,7 +53,7 @@ def read_grads(params: PyTree, *, unused: Literal["none", "zeros", "error"] = "n
         grad = None if leaf is None else leaf.grad
         if grad is not None:
             with leave_inference_mode():
-                grads.append(without_graph(grad).clone())
+                grads.append(detach_keep_tangent(grad).clone())
         elif unused == "none" or leaf is None or not leaf.requires_grad:
             grads.append(None)
         elif unused == "zeros":

@@ -101,7 +101,7 @@ class Arguments:
                 by_leaf[index] = _zeros(leaf, leading)
         return by_leaf
 
-    def finish(
+    def grads_to_tree(
         self,
         grads: list[Tensor | None],
         leading: tuple[int, ...] = (),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
-from gradkit._core.captured_variables import captured_by
+from gradkit._core.closure_contents import captured_by
 from gradkit._core.graph import Subgraph
 from gradkit._core.options import check_function, check_option, is_positive_int
 from gradkit._core.ownership import leave_inference_mode
@@ -28,10 +28,10 @@ from gradkit.errors import (
     message,
 )
 from gradkit.func._arguments import ArgNums, Arguments, read_arguments, refuse_sparse
+from gradkit.func._derivative_check import DerivativeCheck, Disagreement, Tolerance
 from gradkit.func._directional import FORWARD, REVERSE, Directional, Tensors
-from gradkit.func._disagreement import DerivativeCheck, Disagreement, Tolerance
 from gradkit.func._errors import independent
-from gradkit.func._wrong_op import differentiable, is_number, wrong_op
+from gradkit.func._find_wrong_op import differentiable, find_wrong_op, is_number
 
 Mode = Literal["reverse", "forward"]
 
@@ -117,7 +117,7 @@ def check_grads(
         check = DerivativeCheck(directional, tuple(dict.fromkeys(modes)), tolerance)
         disagreement = check.first_disagreement(order)
         if disagreement is not None:
-            op = wrong_op(check, disagreement.product.modes)
+            op = find_wrong_op(check, disagreement.product.modes)
             _raise(disagreement, arguments, op)
         if not depends:
             raise DetachedLossError(independent("fn"))

@@ -35,7 +35,7 @@ def normal_like(tensors: Tensors, seed: int) -> list[Tensor]:
     return [torch.randn(x.shape, dtype=x.dtype, generator=source).to(x.device) for x in tensors]
 
 
-def inner(a: Tensors, b: Tensors) -> float:
+def dot(a: Tensors, b: Tensors) -> float:
     """Return the real inner product of two lists of tensors."""
     return sum(float((x.conj() * y).real.sum()) for x, y in zip(a, b, strict=True))
 
@@ -176,18 +176,18 @@ class Directional:
         directions = Directions(number, self.tangents(number, leaf), is_constant=True)
         values = self.evaluate(APIS[api][modes[-1]](self.derivative(modes[:-1], api), directions))
         if modes[-1] == REVERSE:
-            return inner(values, directions.tangents)
-        return inner(directions.cotangents_at(values), values)
+            return dot(values, directions.tangents)
+        return dot(directions.cotangents_at(values), values)
 
     def differences(self, prefix: Modes, api: str, eps: float, tangents: Tensors) -> Estimate:
         """Return the same by finite differences of the derivative before."""
         fn = self.derivative(prefix, api)
-        step = eps / (sqrt(inner(tangents, tangents)) or 1.0)
+        step = eps / (sqrt(dot(tangents, tangents)) or 1.0)
         here = self.evaluate(fn)
         seeds = Directions(len(prefix), tangents, is_constant=True).cotangents_at(here)
         ahead, behind = (self.evaluate(fn, [sign * step * t for t in tangents]) for sign in (1, -1))
         pairs = (ahead, here), (here, behind)
         changes = [[x - y for x, y in zip(a, b, strict=True)] for a, b in pairs]
-        scale = inner([x.abs() for x in seeds], [x.abs() for x in here]) / step
-        one, other = (inner(seeds, change) / step for change in changes)
+        scale = dot([x.abs() for x in seeds], [x.abs() for x in here]) / step
+        one, other = (dot(seeds, change) / step for change in changes)
         return Estimate(one, other, _ROUNDING * scale)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.inner_pass import InnerPass
-from gradkit._checks import graphs, nonreentrant_checkpoints
+from gradkit._checks import eager_graph, nonreentrant_checkpoints
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._core.losses import read_losses
@@ -23,7 +23,7 @@ from gradkit.func._chunks import Batch, joined, separated
 from gradkit.func._differentiate import detached
 
 
-class _Run(NamedTuple):
+class _EncodedChunk(NamedTuple):
     """What a run of the function made, with its graph."""
 
     variables: list[Tensor]
@@ -50,7 +50,7 @@ class EncoderStage:
         self._chunks = batch.chunks(chunk_size)
         self.is_differentiable = False  # whether an output depends on the variables
         self.captured: dict[int, Tensor] = {}  # what requires grad, and is no variable, by id
-        self._only_run: _Run | None = None  # if there is one chunk: it runs once
+        self._only_run: _EncodedChunk | None = None  # if there is one chunk: it runs once
         self._states: list[RerunState] = []
         self._row_counts: list[list[int]] = []  # of each output, by chunk
 
@@ -85,7 +85,7 @@ class EncoderStage:
             del run  # and with it the graph, before the next one is made
             yield grads
 
-    def _run(self, chunk: PyTree) -> _Run:
+    def _run(self, chunk: PyTree) -> _EncodedChunk:
         with torch.enable_grad():
             variables = [x.detach().requires_grad_() for x in self._arguments.variables]
             before = checkpoints.before(variables)
@@ -98,11 +98,11 @@ class EncoderStage:
         for variable in variables:
             self.is_differentiable |= captured.pop(id(variable), None) is not None
         self.captured |= captured
-        return _Run(variables, outputs.leaves, outputs.spec, below)
+        return _EncodedChunk(variables, outputs.leaves, outputs.spec, below)
 
-    def _pass(self, run: _Run, cotangents: PyTree) -> list[Tensor | None]:
+    def _pass(self, run: _EncodedChunk, cotangents: PyTree) -> list[Tensor | None]:
         seeds: Sequence[Tensor] = pytree.flatten(cotangents)[0]
-        graphs.refuse_nodes(map(type, run.below.nodes), "encode")
+        eager_graph.refuse_nodes(map(type, run.below.nodes), "encode")
         one = InnerPass("encode", self._arguments.path, run.variables, run.below)
         return one.guarded(
             partial(inner_grads, run.outputs, run.variables, seeds), create_graph=False

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradkit._autograd import jacobian
+from gradkit._autograd import batching_choice, jacobian
 from gradkit._core import pytree
 from gradkit._core.losses import Losses
 from gradkit._core.options import STRATEGIES, Strategy, Unused, check_chunk_size, check_option
@@ -96,7 +96,9 @@ def value_and_grads(
             fn, arguments, kwargs, run, has_aux=has_aux, create_graph=create_graph
         )
         values = pytree.unflatten(result.spec, result.values)
-        grads = arguments.finish(result.grads[0], losses=result.values, refused=result.refused)
+        grads = arguments.grads_to_tree(
+            result.grads[0], losses=result.values, refused=result.refused
+        )
         return ((values, result.aux), grads) if has_aux else (values, grads)
 
     return call
@@ -157,7 +159,7 @@ def per_loss_grads(
         arguments = read_arguments(args, argnums, unused=unused)
 
         def run(losses: Losses, passes: LevelPasses) -> list[list[Tensor | None]]:
-            batch = jacobian.losses_to_batch(
+            batch = batching_choice.losses_to_batch(
                 strategy or _default_strategy(losses.leaves, chunk_size),
                 losses.leaves,
                 passes.monitor.why_not_batched,
@@ -172,7 +174,7 @@ def per_loss_grads(
             fn, arguments, kwargs, run, has_aux=has_aux, scalar=False, create_graph=create_graph
         )
         trees = [
-            arguments.finish(grads, tuple(loss.shape), losses=[loss], refused=result.refused)
+            arguments.grads_to_tree(grads, tuple(loss.shape), losses=[loss], refused=result.refused)
             for grads, loss in zip(result.grads, result.values, strict=True)
         ]
         by_loss = pytree.unflatten(result.spec, trees)

@@ -110,7 +110,7 @@ def hvp(
     for tensors in (grads, products):
         # In forward mode, torch makes float64 of a 0-dim float32 times a number.
         cast_grads = cast_to(arguments.dtypes, list(tensors))
-        tree = arguments.finish(cast_grads, losses=losses, refused=refused[0])
+        tree = arguments.grads_to_tree(cast_grads, losses=losses, refused=refused[0])
         results.append(tree)
     return results[0], results[1]
 

@@ -32,7 +32,7 @@ from gradkit.func._differentiate import (
     require_tensor_or_constant,
     tensors_of,
 )
-from gradkit.func._fallback import RANDOMNESS, Attempt, AuxOfEach, OneByOne, Randomness
+from gradkit.func._vmap_or_loop import RANDOMNESS, Attempt, AuxOfEach, OneByOne, Randomness
 
 # Of the tensors of one sample; gives gradients, and the tensors of aux.
 _Gradients: TypeAlias = tuple[list[Tensor | None], list[Tensor]]
@@ -131,7 +131,7 @@ def per_sample_grads(
 
         first = arguments.at(batch.first_sample())
         if not batch.size and not has_aux and unused == "zeros":
-            return first.finish([None] * len(first.variables), (0,))
+            return first.grads_to_tree([None] * len(first.variables), (0,))
         with leave_inference_mode(record=True):
             tensors = batch.tensors
             if create_graph is False:
@@ -144,7 +144,7 @@ def per_sample_grads(
                 grads, others = _run_of_none(run)
         count, put_back = of_one
         reason = refused[0] if refused else None
-        result = first.finish(grads, (batch.size,), losses=others[:count], refused=reason)
+        result = first.grads_to_tree(grads, (batch.size,), losses=others[:count], refused=reason)
         return (result, put_back(others[count:])) if has_aux else result
 
     return call

@@ -19,7 +19,7 @@ from gradkit._core.options import check_bool, check_function, check_optional_boo
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
-from gradkit._core.user_code import hooks_made, may_run
+from gradkit._core.user_code import hooks_made, user_code_may_run
 from gradkit.errors import DetachedLossError
 from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._differentiate import (
@@ -76,11 +76,11 @@ def vjp(
     check_bool("has_aux", has_aux)
     check_optional_bool("create_graph", create_graph)
     arguments = read_arguments(primals, tuple(range(len(primals))))
-    run = _Run(fn, arguments, has_aux, OpMonitor(), transposed=True)
+    run = _FunctionRun(fn, arguments, has_aux, OpMonitor(), transposed=True)
     with leave_inference_mode(record=True):
-        point = _cut(arguments.variables, create_graph)
+        point = _maybe_detach(arguments.variables, create_graph)
         results: Any = named_errors(lambda: torch.func.vjp(run, *point, has_aux=True))
-    torch_pull, (values, aux) = results[1], (_cut(x, create_graph) for x in results[::2])
+    torch_pull, (values, aux) = results[1], (_maybe_detach(x, create_graph) for x in results[::2])
 
     def pull(cotangents: PyTree) -> tuple[PyTree, ...]:
         seeds = list(_read_cotangents(run.outputs, values, cotangents))
@@ -88,7 +88,7 @@ def vjp(
             pulled = partial(run.pulled, torch_pull, seeds, create_graph)
             grads, refused = named_errors(pulled)
         grads = cast_to(arguments.dtypes, grads)
-        trees: tuple[PyTree, ...] = arguments.finish(grads, losses=values, refused=refused)
+        trees: tuple[PyTree, ...] = arguments.grads_to_tree(grads, losses=values, refused=refused)
         return trees
 
     tree = pytree.unflatten(run.outputs.spec, values)
@@ -134,11 +134,13 @@ def jvp(
     check_optional_bool("create_graph", create_graph)
     arguments = read_primals(primals)
     directions = read_directions(arguments, tangents)
-    run = _Run(fn, arguments, has_aux, OpMonitor(), transposed=False)
+    run = _FunctionRun(fn, arguments, has_aux, OpMonitor(), transposed=False)
     with one_forward_level(), leave_inference_mode(record=True):
-        point, along = (tuple(_cut(x, create_graph)) for x in (arguments.variables, directions))
+        point, along = (
+            tuple(_maybe_detach(x, create_graph)) for x in (arguments.variables, directions)
+        )
         results: Any = named_errors(lambda: torch.func.jvp(run, point, along, has_aux=True))
-    values, tangents_out, aux = (_cut(tensors, create_graph) for tensors in results)
+    values, tangents_out, aux = (_maybe_detach(tensors, create_graph) for tensors in results)
     # In forward mode, torch makes float64 of a 0-dim float32 times a number.
     products = cast_to([value.dtype for value in values], tangents_out)
     refused = run.why_not_differentiable(values)
@@ -276,7 +278,7 @@ def _linear_maps(
 
 
 @dataclass
-class _Run:
+class _FunctionRun:
     """A function of a flat list of variables, and what is known once it has run."""
 
     fn: Callable[..., Any]
@@ -290,7 +292,7 @@ class _Run:
     put_aux_back: Callable[[Iterable[Tensor]], PyTree] = field(init=False)
 
     def __call__(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        if self.transposed and not torch.compiler.is_compiling() and may_run():
+        if self.transposed and not torch.compiler.is_compiling() and user_code_may_run():
             # The pass comes after the level, where its own tensors show no nodes of the graph.
             tensors = tuple(
                 x.view_as(x) if x.layout == torch.strided else x.clone() for x in tensors
@@ -345,7 +347,7 @@ class _Run:
 _NO_LEVEL = -1  # the level has ended; those around it are left
 
 
-def _cut(tensors: Iterable[Tensor], create_graph: bool | None) -> list[Tensor]:
+def _maybe_detach(tensors: Iterable[Tensor], create_graph: bool | None) -> list[Tensor]:
     return detached(tensors) if create_graph is False else list(tensors)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradkit._compat.transforms import layers, transforms
 from gradkit._core import pytree
-from gradkit._core.leaf_arithmetic import plus
+from gradkit._core.leaf_arithmetic import add_leaves
 from gradkit._core.options import check_bool, check_chunk_size, check_function, check_option
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
@@ -128,7 +128,7 @@ def staged_value_and_grads(
         for stage, cotangent in zip(stages, by_tower, strict=True):
             for part in stage.grads(cotangent):
                 total = list(map(_plus_, total, part))
-        grads = arguments.finish(cast_to(arguments.dtypes, total))
+        grads = arguments.grads_to_tree(cast_to(arguments.dtypes, total))
         if create_graph is None:
             sources = [*arguments.variables, *captured]
             sources += [x for stage in stages for x in stage.captured.values()]
@@ -232,7 +232,7 @@ def _sum(total: PyTree, grads: PyTree) -> PyTree:
 
 def _plus_(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None or a.layout != torch.strided:
-        return plus(a, b)
+        return add_leaves(a, b)
     return a.add_(b)
 
 

@@ -1,9 +1,9 @@
 """Meta-learning with higher-order gradients: optimizers, inner loops, tasks, implicit gradients."""
 
+from gradkit.meta._builtin_optimizers import adam, adamw, rmsprop, sgd
 from gradkit.meta._from_torch import from_torch
 from gradkit.meta._implicit import implicit
 from gradkit.meta._optimizer import Optimizer
-from gradkit.meta._optimizers import adam, adamw, rmsprop, sgd
 from gradkit.meta._tasks import mean_value_and_grads
 from gradkit.meta._unroll import Adapted, unroll
 

@@ -31,9 +31,9 @@ from gradkit.errors import (
     first_line,
     message,
 )
-from gradkit.meta._foreach import Tensors, safe_sqrt
+from gradkit.meta._builtin_optimizers import adam, adamw, rmsprop, sgd
 from gradkit.meta._optimizer import Optimizer, Settings, StateLists, Updated, check_names
-from gradkit.meta._optimizers import adam, adamw, rmsprop, sgd
+from gradkit.meta._tensor_lists import Tensors, safe_sqrt
 
 OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
 

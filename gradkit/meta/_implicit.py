@@ -37,7 +37,7 @@ from gradkit.errors import (
     level_of_the_caller,
     message,
 )
-from gradkit.meta._foreach import Tensors
+from gradkit.meta._tensor_lists import Tensors
 from gradkit.meta._trees import InnerParams, partition_tensors, read_inner_params, read_loss
 
 # Multiplies a vector, given as a list of tensors, by the matrix.

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit._autograd.double_backward import holds_formulas
 from gradkit._autograd.engine import inner_grads
+from gradkit._autograd.formula_double_backward import holds_formulas
 from gradkit._autograd.inner_pass import InnerPass
-from gradkit._checks import graphs, nonreentrant_checkpoints
+from gradkit._checks import eager_graph, nonreentrant_checkpoints
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
@@ -27,10 +27,10 @@ from gradkit._state.rerun import recording_writes
 from gradkit.errors import UnreachedParamError, message
 from gradkit.func import _checkpoints as checkpoints
 from gradkit.func._differentiate import LevelPasses, differentiate
-from gradkit.meta._foreach import Tensors
+from gradkit.meta._builtin_optimizers import is_own_rule
 from gradkit.meta._grad_transform import GradTransform
 from gradkit.meta._optimizer import Optimizer, StateLists, update
-from gradkit.meta._optimizers import is_own_rule
+from gradkit.meta._tensor_lists import Tensors
 from gradkit.meta._trees import InnerParams, read_loss, read_loss_and_buffers
 
 Grads = list[Tensor | None]
@@ -160,7 +160,7 @@ def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -
     nodes = [tensor.grad_fn or edge(tensor).node for tensor in variables]
     below = Subgraph([loss], stop=set(nodes))
     if alive.refused:
-        graphs.refuse_nodes(map(type, below.nodes.difference(below.stop)), "the inner loss")
+        eager_graph.refuse_nodes(map(type, below.nodes.difference(below.stop)), "the inner loss")
     if create_graph:
         refuse_wrong_derivative(lambda: "the inner loss", variables, below, by_formula=True)
     # Those that are alive may be the steps before this one.

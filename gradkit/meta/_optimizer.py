@@ -24,7 +24,7 @@ from gradkit.errors import (
     describe,
     message,
 )
-from gradkit.meta._foreach import Tensors
+from gradkit.meta._tensor_lists import Tensors
 
 # A number, a tensor of one element, or a tree like params with one of these for each leaf.
 Hyper: TypeAlias = Any

@@ -17,8 +17,8 @@ from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._core.graph import Subgraph, edge
 from gradkit._state.rerun import RerunState
 from gradkit.errors import UnsupportedGraphError, message
-from gradkit.meta._foreach import Tensors
 from gradkit.meta._inner_step import Carry, StepInputs, StepOutputs, Steps
+from gradkit.meta._tensor_lists import Tensors
 from gradkit.meta._trees import partition_tensors
 
 

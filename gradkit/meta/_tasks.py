@@ -23,11 +23,11 @@ from gradkit._core.options import (
 from gradkit._core.pytree import PyTree
 from gradkit._state import rng
 from gradkit.distributed import all_reduce
-from gradkit.distributed._agreement import failures_reported, join_group
+from gradkit.distributed._agreement import failures_reported, require_group
 from gradkit.errors import OptionError, StructureError, describe, message
 from gradkit.func._arguments import read_arguments
 from gradkit.func._differentiate import differentiate, gradient_of_the_sum
-from gradkit.func._fallback import RANDOMNESS, Attempt, AuxOfEach, OneByOne, Randomness
+from gradkit.func._vmap_or_loop import RANDOMNESS, Attempt, AuxOfEach, OneByOne, Randomness
 from gradkit.meta._trees import InnerParams, partition_tensors, read_inner_params, read_loss
 
 
@@ -111,7 +111,7 @@ def mean_value_and_grads(
         expected, got = "a positive int or None", repr(tasks_at_once)
         raise OptionError(message("tasks_at_once", expected, got, "tasks_at_once=None"))
     check_option("randomness", randomness, RANDOMNESS)
-    ranks = None if group is None else join_group(group, "gradkit.meta.mean_value_and_grads")
+    ranks = None if group is None else require_group(group, "gradkit.meta.mean_value_and_grads")
     with nullcontext() if ranks is None else failures_reported(ranks):
         outer = read_inner_params(params)
         batch = _read_tasks(tasks, in_dims)
@@ -163,7 +163,7 @@ def _sums(
             create_graph=create_graph,
             batched=True,
         )
-        grads = arguments.finish(one.grads[0], losses=one.values, refused=one.refused)
+        grads = arguments.grads_to_tree(one.grads[0], losses=one.values, refused=one.refused)
         aux_of_each.check(one.aux)
         tensors_of_aux, rebuild_aux = partition_tensors(one.aux)
         put_back[:] = [rebuild_aux]

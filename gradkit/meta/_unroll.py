@@ -16,7 +16,6 @@ from gradkit._core.options import check_bool, is_positive_int
 from gradkit._core.ownership import leave_inference_mode, without_inference
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
-from gradkit.meta._foreach import Tensors
 from gradkit.meta._grad_transform import read_grad_transform
 from gradkit.meta._inner_step import Carry, InnerStep, StepInputs, StepOutputs
 from gradkit.meta._optimizer import (
@@ -29,6 +28,7 @@ from gradkit.meta._optimizer import (
     select,
 )
 from gradkit.meta._recomputed_steps import run_recomputed
+from gradkit.meta._tensor_lists import Tensors
 from gradkit.meta._trees import InnerParams, partition_tensors, read_inner_params
 
 Memory: TypeAlias = Literal["store", "recompute"] | int

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
-from gradkit._core.leaf_arithmetic import inner, plus, promoted
+from gradkit._core.leaf_arithmetic import add_leaves, dot_leaves, to_common_dtype
 from gradkit._core.options import check_number
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import expand_params
@@ -58,7 +58,7 @@ def map(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
         fix = "gradkit.tree.map(fn, tree, ...), the function first"
         raise OptionError(message("fn", "a function of leaves", describe(function), fix))
     others = {f"rest[{index}]": other for index, other in enumerate(rest)}
-    return _map_rows(partial(call_on_row, fn), {"tree": tree, **others})
+    return _map_rows(partial(apply_with_zeros, fn), {"tree": tree, **others})
 
 
 def add(a: PyTree, b: PyTree, *rest: PyTree) -> PyTree:
@@ -82,7 +82,7 @@ def add(a: PyTree, b: PyTree, *rest: PyTree) -> PyTree:
         StructureError: The trees do not match.
     """
     others = {f"rest[{index}]": other for index, other in enumerate(rest)}
-    return _map_rows(plus, {"a": a, "b": b, **others})
+    return _map_rows(add_leaves, {"a": a, "b": b, **others})
 
 
 def sub(a: PyTree, b: PyTree) -> PyTree:
@@ -104,7 +104,7 @@ def sub(a: PyTree, b: PyTree) -> PyTree:
         LeafTypeError: A leaf is not a tensor.
         StructureError: The trees do not match.
     """
-    return _map_rows(lambda x, y: plus(x, None if y is None else -y), {"a": a, "b": b})
+    return _map_rows(lambda x, y: add_leaves(x, None if y is None else -y), {"a": a, "b": b})
 
 
 def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
@@ -128,7 +128,7 @@ def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
     """
     fix = "pass one factor; for one per leaf, gradkit.tree.map(torch.mul, tree, factors)"
     check_number("factor", factor, fix)
-    (leaves,), spec = columns({"tree": tree})
+    (leaves,), spec = aligned_leaves({"tree": tree})
     scaled = list(leaves)
     for (device, dtype, layout, _), indices in group_alike(leaves).items():
         by = factor.reshape(()).to(device) if isinstance(factor, Tensor) else factor
@@ -170,10 +170,10 @@ def dot(a: PyTree, b: PyTree) -> Tensor:
         LeafTypeError: A leaf is not a tensor.
         StructureError: The trees do not match.
     """
-    leaves, _ = columns({"a": a, "b": b})
-    products = [inner(x, y) for x, y in zip(*leaves, strict=True)]
+    leaves, _ = aligned_leaves({"a": a, "b": b})
+    products = [dot_leaves(x, y) for x, y in zip(*leaves, strict=True)]
     parts = [product for product in products if product is not None]
-    return torch.stack(promoted(parts)).sum() if parts else torch.zeros(())
+    return torch.stack(to_common_dtype(parts)).sum() if parts else torch.zeros(())
 
 
 def stack(trees: Iterable[PyTree]) -> PyTree:
@@ -205,7 +205,7 @@ def stack(trees: Iterable[PyTree]) -> PyTree:
     def stacked(*row: Tensor) -> Tensor:
         return torch.stack([x.to_dense() for x in row])
 
-    return _map_rows(partial(call_on_row, stacked), named)
+    return _map_rows(partial(apply_with_zeros, stacked), named)
 
 
 def unstack(tree: PyTree) -> list[PyTree]:
@@ -226,7 +226,7 @@ def unstack(tree: PyTree) -> list[PyTree]:
         LeafTypeError: A leaf is not a tensor.
         StructureError: The leaves are not of one length K, or all are None.
     """
-    (leaves,), spec = columns({"tree": tree})
+    (leaves,), spec = aligned_leaves({"tree": tree})
     shapes = {tuple(leaf.shape) for leaf in leaves if leaf is not None}
     lengths = {shape[:1] for shape in shapes}
     if len(lengths) != 1 or () in lengths:
@@ -242,28 +242,28 @@ def unstack(tree: PyTree) -> list[PyTree]:
     return [pytree.unflatten(spec, row) for row in zip(*rows, strict=True)]
 
 
-def columns(trees: Mapping[str, PyTree]) -> tuple[list[list[Leaf]], Structure]:
+def aligned_leaves(trees: Mapping[str, PyTree]) -> tuple[list[list[Leaf]], Structure]:
     """Return the leaves of each tree, in the order of the first, and the structure of that."""
     names = list(trees)
-    opened, spec = open_alike(list(trees.values()), names.__getitem__)
+    opened, spec = flatten_aligned(list(trees.values()), names.__getitem__)
     if not _plainly_alike(opened):
         for index, row in enumerate(zip(*opened, strict=True)):
             _check_row(row, names, spec, index)
     return opened, spec
 
 
-def _plainly_alike(columns: Sequence[list[Any]]) -> bool:
+def _plainly_alike(trees: Sequence[list[Any]]) -> bool:
     """Return whether all leaves are plain tensors, of the same shapes in each tree."""
     if torch.compiler.is_compiling():  # which reads no attributes of many at a time
         return False
-    if not all(PLAIN_TYPES.issuperset(builtins.map(type, leaves)) for leaves in columns):
+    if not all(PLAIN_TYPES.issuperset(builtins.map(type, leaves)) for leaves in trees):
         return False
-    first, *others = columns
+    first, *others = trees
     shapes = list(builtins.map(_shape, first)) if others else []
     return all(list(builtins.map(_shape, leaves)) == shapes for leaves in others)
 
 
-def open_alike(
+def flatten_aligned(
     trees: Sequence[PyTree], name: Callable[[int], str]
 ) -> tuple[list[list[Any]], Structure]:
     """Return the leaves of each tree in the order of the first, and the structure of that."""
@@ -275,13 +275,13 @@ def open_alike(
     # A module in a tree stands for its parameters, an iterator for its items.
     opened = [expand_params(tree, "tree", allow_distributed=True) for tree in trees]
     leaves, spec = opened[0]
-    columns = [leaves]
+    aligned = [leaves]
     for index, (own_leaves, own_spec) in enumerate(opened[1:], 1):
         if own_spec != spec:
             tree = pytree.unflatten(own_spec, own_leaves)
             own_leaves = pytree.flatten_up_to(spec, name(0), tree, name(index))
-        columns.append(own_leaves)
-    return columns, spec
+        aligned.append(own_leaves)
+    return aligned, spec
 
 
 def _check_row(row: Sequence[Any], names: Sequence[str], spec: Structure, index: int) -> None:
@@ -300,11 +300,11 @@ def _check_row(row: Sequence[Any], names: Sequence[str], spec: Structure, index:
 
 def _map_rows(fn: Callable[..., Any], trees: Mapping[str, PyTree]) -> PyTree:
     """Return a tree like the first, of `fn` of one leaf of each tree."""
-    leaves, spec = columns(trees)
+    leaves, spec = aligned_leaves(trees)
     return pytree.unflatten(spec, [fn(*row) for row in zip(*leaves, strict=True)])
 
 
-def call_on_row(fn: Callable[..., Any], *row: Leaf) -> Any:
+def apply_with_zeros(fn: Callable[..., Any], *row: Leaf) -> Any:
     """Return `fn` of the leaves, zeros in place of None; None where all are None."""
     like = next((leaf for leaf in row if leaf is not None), None)
     if like is None:

@@ -27,7 +27,7 @@ from gradkit.errors import (
     describe,
     message,
 )
-from gradkit.tree._arithmetic import Leaf, columns, group_alike
+from gradkit.tree._arithmetic import Leaf, aligned_leaves, group_alike
 
 # Of tensors of one device, dtype and layout, and as many others.
 _Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor]], object]
@@ -153,7 +153,7 @@ def _read(tree: PyTree, other: PyTree, name: str, *, may_be_sparse: bool) -> _Le
         expected = "a call outside of torch.func's transforms"
         fix = "gradkit.tree.add, which is pure"
         raise UnsupportedGraphError(message("tree", expected, "one inside", fix))
-    leaves, spec = columns({"tree": tree, name: other})
+    leaves, spec = aligned_leaves({"tree": tree, name: other})
     rows = list(zip(*leaves, strict=True))
     for index, (x, y) in enumerate(() if _plainly_fit(leaves) else rows):
         defect = _defect(x, y, may_be_sparse)

@@ -12,7 +12,7 @@ from gradkit._core import pytree
 from gradkit._core.params import DIFFERENTIABLE
 from gradkit._core.pytree import PyTree
 from gradkit.errors import LeafTypeError, OptionError, describe, message
-from gradkit.tree._arithmetic import Leaf, columns, map
+from gradkit.tree._arithmetic import Leaf, aligned_leaves, map
 
 
 def zeros_like(tree: PyTree, *, dtype: torch.dtype | None = None) -> PyTree:
@@ -69,7 +69,7 @@ def randn_like(tree: PyTree, *, generator: torch.Generator | None = None) -> PyT
     """
     fix = "generator=torch.Generator().manual_seed(0)"
     _check_type("generator", generator, torch.Generator, fix)
-    (leaves,), spec = columns({"tree": tree})
+    (leaves,), spec = aligned_leaves({"tree": tree})
     for index, leaf in enumerate(leaves):
         if leaf is not None and not leaf.is_floating_point() and not leaf.is_complex():
             where, fix = pytree.path(spec, index, "tree"), "put None in its place"

@@ -11,12 +11,19 @@ from torch import Tensor
 from gradkit._compat.distributed import full_tensor, is_dtensor
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
-from gradkit._core.leaf_arithmetic import largest, promoted, stored
+from gradkit._core.leaf_arithmetic import largest, stored_values, to_common_dtype
 from gradkit._core.options import check_bool, check_number
 from gradkit._core.params import DIFFERENTIABLE
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, OptionError, StructureError, describe, message
-from gradkit.tree._arithmetic import ClippedGrads, Leaf, call_on_row, columns, dot, scale
+from gradkit.tree._arithmetic import (
+    ClippedGrads,
+    Leaf,
+    aligned_leaves,
+    apply_with_zeros,
+    dot,
+    scale,
+)
 
 
 def global_norm(tree: PyTree, *, batch_dims: int = 0) -> Tensor:
@@ -49,7 +56,7 @@ def global_norm(tree: PyTree, *, batch_dims: int = 0) -> Tensor:
     if isinstance(batch_dims, bool) or not isinstance(batch_dims, int) or batch_dims < 0:
         expected, fix = "an int of at least 0", "batch_dims=1"
         raise OptionError(message("batch_dims", expected, repr(batch_dims), fix))
-    (leaves,), spec = columns({"tree": tree})
+    (leaves,), spec = aligned_leaves({"tree": tree})
     present = [leaf for leaf in leaves if leaf is not None]
     if batch_dims:
         _check_batch(leaves, spec, batch_dims)
@@ -57,7 +64,7 @@ def global_norm(tree: PyTree, *, batch_dims: int = 0) -> Tensor:
         return _checked_norm(dense, partial(_norms_of_samples, batch_dims=batch_dims))
     if not present:
         return torch.zeros(())
-    return _checked_norm([stored(leaf) for leaf in present], _norm)
+    return _checked_norm([stored_values(leaf) for leaf in present], _norm)
 
 
 def _check_batch(leaves: Sequence[Leaf], spec: Structure, batch_dims: int) -> None:
@@ -81,7 +88,7 @@ def _norms_of_samples(dense: list[Tensor], batch_dims: int) -> Tensor:
     # Not by reshape: a batch may be empty, and a leaf a number for each sample.
     rows = [leaf.unsqueeze(-1).flatten(batch_dims) for leaf in dense]
     norms = [torch.linalg.vector_norm(row, dim=-1) for row in rows]
-    result: Tensor = torch.linalg.vector_norm(torch.stack(promoted(norms), -1), dim=-1)
+    result: Tensor = torch.linalg.vector_norm(torch.stack(to_common_dtype(norms), -1), dim=-1)
     return result
 
 
@@ -138,7 +145,7 @@ def clip_by_global_norm(grads: PyTree, max_norm: float | Tensor) -> tuple[PyTree
     """
     fix = "gradkit.tree.clip_by_global_norm(grads, 1.0), or leave the call out"
     check_number("max_norm", max_norm, fix, nonnegative=True)
-    (leaves,), spec = columns({"grads": grads})
+    (leaves,), spec = aligned_leaves({"grads": grads})
     norm = global_norm(leaves)
     clipped = scale(leaves, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return ClippedGrads(pytree.unflatten(spec, clipped), norm)
@@ -163,7 +170,7 @@ def cosine(a: PyTree, b: PyTree) -> Tensor:
         LeafTypeError: A leaf is not a tensor.
         StructureError: The trees do not match.
     """
-    leaves, _ = columns({"a": a, "b": b})
+    leaves, _ = aligned_leaves({"a": a, "b": b})
     maxima = [largest(column) for column in leaves]
     is_zero = (maxima[0] == 0) | (maxima[1] == 0)
     # Divided by the largest entry, since squares of gradients leave the range of float32.
@@ -217,7 +224,7 @@ def allclose(
         x, y = x.to(dtype), y.to(x.device, dtype)
         return torch.allclose(x, y, rtol=rtol, atol=atol, equal_nan=equal_nan)
 
-    leaves, _ = columns({"a": a, "b": b})
+    leaves, _ = aligned_leaves({"a": a, "b": b})
     # All leaves, also after one that is not close: gathering DTensors is a collective.
-    results = [call_on_row(close, *row) for row in zip(*leaves, strict=True)]
+    results = [apply_with_zeros(close, *row) for row in zip(*leaves, strict=True)]
     return all(result is not False for result in results)

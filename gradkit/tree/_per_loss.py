@@ -15,11 +15,17 @@ from torch import Tensor
 from gradkit._compat.autograd import flatten_dense
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
-from gradkit._core.leaf_arithmetic import from_real_vector, plus, promoted, real_vector, width
+from gradkit._core.leaf_arithmetic import (
+    add_leaves,
+    from_real_vector,
+    real_vector,
+    to_common_dtype,
+    width,
+)
 from gradkit._core.options import is_real_number
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, StructureError, describe, message
-from gradkit.tree._arithmetic import Leaf, open_alike
+from gradkit.tree._arithmetic import Leaf, flatten_aligned
 from gradkit.tree._products import products, with_zeros
 
 _Weight: TypeAlias = float | Tensor
@@ -102,7 +108,7 @@ def read_rows(per_loss: PyTree, losses: PyTree | None) -> PerLossRows:
     def leaf_path(leaf: int, loss: int) -> str:
         return pytree.path(spec, leaf, path(loss))
 
-    by_loss, spec = open_alike(trees, path)
+    by_loss, spec = flatten_aligned(trees, path)
     for leaf, column in enumerate(zip(*by_loss, strict=True)):
         _check_column(column, shapes, partial(leaf_path, leaf))
     pairs = zip(by_loss, shapes, strict=True)
@@ -195,7 +201,7 @@ def to_matrix(
 def _as_vector(row: Sequence[Leaf], likes: Mapping[int, Tensor]) -> Tensor:
     pairs = [(row[leaf], like) for leaf, like in likes.items()]
     parts = [torch.zeros_like(like, layout=torch.strided) if x is None else x for x, like in pairs]
-    return torch.cat(promoted(list(map(real_vector, parts))))
+    return torch.cat(to_common_dtype(list(map(real_vector, parts))))
 
 
 def _check_vector(name: str, vector: object, length: int) -> None:
@@ -324,7 +330,7 @@ def weighted_sum(
     total: list[Leaf] = [None] * len(rows.leaves)
     for row, weight in zip(rows.rows, by_row, strict=True):
         scaled = [None if leaf is None else _times(leaf, weight) for leaf in row]
-        total = [plus(a, b) for a, b in zip(total, scaled, strict=True)]
+        total = [add_leaves(a, b) for a, b in zip(total, scaled, strict=True)]
     return rows.unflatten(total)
 
 

@@ -13,7 +13,7 @@ from gradkit._core.leaf_arithmetic import largest
 from gradkit._core.options import check_function, check_number, is_positive_int
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import OptionError, UnsupportedGraphError, message
-from gradkit.tree._arithmetic import Leaf, add, columns, dot, scale, sub
+from gradkit.tree._arithmetic import Leaf, add, aligned_leaves, dot, scale, sub
 from gradkit.tree._norms import global_norm
 
 _POWER_ITERATIONS = 20
@@ -175,7 +175,7 @@ class _System:
 
     def leaves(self, tree: PyTree, name: str) -> list[Leaf]:
         """Return the leaves of a tree like the right-hand side."""
-        (_, leaves), _ = columns({"b": self.spec.unflatten(self.b), name: tree})
+        (_, leaves), _ = aligned_leaves({"b": self.spec.unflatten(self.b), name: tree})
         _refuse_graph(leaves, name)
         return leaves
 
@@ -194,7 +194,7 @@ def _read_system(
         check_number(name, value, f"{name}=1e-6", nonnegative=True)
     if not is_positive_int(maxiter):
         raise OptionError(message("maxiter", "a positive int", repr(maxiter), "maxiter=100"))
-    (leaves,), spec = columns({"b": b})
+    (leaves,), spec = aligned_leaves({"b": b})
     _refuse_graph(leaves, "b")
     unit = largest(leaves)
     unit = torch.where(unit == 0, torch.ones_like(unit), unit)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradkit
 from gradkit._autograd import graph_release
+from gradkit._compat import nodes
 from gradkit._core import graph, ownership, user_code
 from tests.helpers import Sevenfold
 from tests.strategies import Program, build, programs
@@ -83,7 +84,7 @@ def test_walk_leaves_and_reach(device: torch.device) -> None:
     assert [below.reaches(t) for t in (w, v, left, right, loss)] == [True, False, True, False, True]
     leading = below.leading_to([left])
     assert {node.name() for node in leading} == {"SumBackward0", "MulBackward0"}
-    assert max(graph.sizes_of_gradients(below.nodes)) == 4
+    assert max(nodes.sizes_of_gradients(below.nodes)) == 4
 
 
 def test_a_view_walks_each_part_once(device: torch.device) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gradkit
-from gradkit._autograd.loss_rows import read_rows
+from gradkit._autograd.jacobian_rows import read_rows
 from gradkit._core.losses import read_losses
 from gradkit._core.params import read_params
 from gradkit.distributed import _leaf_reduction
@@ -312,12 +312,12 @@ def test_leaves_are_sent_in_the_order_of_their_arrival(
     for layer in layers:
         out = layer(out).tanh()
     losses = [out.sum(), out.square().sum()]
-    matrix = read_rows(read_losses(losses, scalar=False), read_params(model))
+    rows = read_rows(read_losses(losses, scalar=False), read_params(model))
     arrived: list[int] = []
-    matrix.run_batch([slice(0, 2)], lambda index, rows: arrived.append(index))
+    rows.run_batch([slice(0, 2)], lambda index, _: arrived.append(index))
     position = {index: turn for turn, index in enumerate(arrived)}
     # A layer's weight and bias come from one node, in any order.
-    order = arrival_order(matrix)
+    order = arrival_order(rows)
     assert sorted(order) == sorted(arrived)
     assert all(abs(turn - position[index]) <= 1 for turn, index in enumerate(order))
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradkit._checks.transform_bugs import EVERY_TRANSFORM_BUG
 from gradkit._compat import versions
-from gradkit._doctor import defects, examination
+from gradkit._doctor import defects, run_and_print
 from gradkit._doctor.defects import DEFECTS, Defect, Trial
 
 BY_NAME = {f"{defect.operation}: {defect.derivative}": defect for defect in DEFECTS}
@@ -32,9 +32,9 @@ def test_every_operation_that_is_refused_is_tried(device: torch.device) -> None:
     assert set(versions.MENDED) - elsewhere <= keys
 
 
-def of(outcome: str, *, refused: bool, device: torch.device) -> examination.Examination:
+def of(outcome: str, *, refused: bool, device: torch.device) -> run_and_print.DoctorReport:
     trial = Trial(str(device), "det", "the gradient", outcome, refused)
-    return examination.Examination({}, {str(device): ""}, {}, [], [trial])
+    return run_and_print.DoctorReport({}, {str(device): ""}, {}, [], [trial])
 
 
 @pytest.mark.parametrize("newer", [False, True])
@@ -42,13 +42,13 @@ def test_what_makes_the_doctor_say_no(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, newer: bool
 ) -> None:
     """A newer torch that is right where gradkit still raises is no mistake, and is told."""
-    monkeypatch.setattr(examination, "is_untested", lambda: newer)
+    monkeypatch.setattr(run_and_print, "is_untested", lambda: newer)
     assert of("wrong", refused=True, device=device).equal
     assert of("right", refused=False, device=device).equal
     assert not of("wrong", refused=False, device=device).equal
     needless = of("right", refused=True, device=device)
     assert needless.equal is newer
-    text = examination.as_text(needless)
+    text = run_and_print.as_text(needless)
     assert "torch is right, and gradkit raises" in text
     assert "1 silently wrong derivatives of torch: 0 are wrong in this one" in text
 

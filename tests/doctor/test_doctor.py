@@ -22,14 +22,14 @@ from gradkit._core.devices import available_devices
 from gradkit._doctor.checks import Finding, check, error_of, json_value, text
 from gradkit._doctor.confusions import CONFUSIONS
 from gradkit._doctor.defects import DEFECTS
-from gradkit._doctor.examination import EXTRAS, examine
+from gradkit._doctor.run_and_print import EXTRAS, doctor_report
 from gradkit.retain import RetainedGrads
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def findings(device: torch.device) -> list[Finding]:
-    return examine([device]).findings
+    return doctor_report([device]).findings
 
 
 def numbers(found: list[Finding], holds: Callable[[Finding], bool]) -> set[int]:
@@ -58,7 +58,7 @@ def test_every_device_is_tried_unless_one_is_named(device: torch.device) -> None
     names = [str(device) for device in available_devices()]
     assert names[0] == "cpu"
     assert len(set(names)) == len(names) == 1 + torch.accelerator.device_count()
-    found = examine(available_devices()).findings
+    found = doctor_report(available_devices()).findings
     assert [f.device for f in found] == [name for name in names for _ in CONFUSIONS]
 
 
@@ -119,9 +119,9 @@ def test_nothing_of_the_caller_changes(device: torch.device) -> None:
 def test_a_reader_that_stops_early_gets_no_traceback(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
-    """As in `python -m gradkit | head`: the exit status is still the examination's."""
-    found = examine([device])
-    monkeypatch.setattr("gradkit.__main__.examine", lambda devices: found)
+    """As in `python -m gradkit | head`: the exit status is still the report's."""
+    found = doctor_report([device])
+    monkeypatch.setattr("gradkit.__main__.doctor_report", lambda devices: found)
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w", encoding="utf-8") as closed:
@@ -307,7 +307,7 @@ def test_a_missing_extra_is_said_to_be(
     no_rich: None,
 ) -> None:
     monkeypatch.setitem(EXTRAS, "plot", ("no-such-package",))
-    assert examine([]).extras["plot"] == {"no-such-package": None}
+    assert doctor_report([]).extras["plot"] == {"no-such-package": None}
     _, out = run_doctor(capsys, "--device", str(device))
     assert "plot: no-such-package missing" in out
 

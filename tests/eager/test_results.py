@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import gradkit
-from gradkit._autograd import captures
+from gradkit._autograd import arrival_copies
 from gradkit._core import ownership
 from tests.helpers import Scribble, assert_owned, assert_same_bits, same_bits, unchanged
 
@@ -72,7 +72,7 @@ def test_what_is_ours_already_is_not_copied(
         copies.append(grad)
         return grad.clone()
 
-    monkeypatch.setattr(captures, "_copied", count)
+    monkeypatch.setattr(arrival_copies, "_copied", count)
     monkeypatch.setattr(ownership, "copy_for", count)
     nn.Linear(1, 1).register_forward_hook(lambda *_: None)
     layer = nn.Linear(4, 4).to(device)

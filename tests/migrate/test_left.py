@@ -16,9 +16,9 @@ def test_a_loop_that_is_not_sure_is_left(device: torch.device, name: str) -> Non
     text, reason = LEFT[name]
     source = (SETUP + text).encode()
     result = migrate(source)
-    left = result.left
+    left = result.skipped
     assert (result.source, result.moved) == (source, 0)
-    said = "\n".join(part.saw for part in left)
+    said = "\n".join(part.reason for part in left)
     assert re.search(reason, said), said
     assert all(part.by_hand for part in left)
     lines = source.decode().splitlines()
@@ -29,4 +29,4 @@ def test_a_loop_that_is_not_sure_is_left(device: torch.device, name: str) -> Non
 def test_the_loop_that_they_vary_is_moved(device: torch.device) -> None:
     pytest.importorskip("libcst")
     result = migrate((SETUP + LOOP).encode())
-    assert (result.moved, result.left) == (1, [])
+    assert (result.moved, result.skipped) == (1, [])

@@ -13,7 +13,7 @@ from tests.migrate.loops import MOVED, execute
 
 def moved(source: str) -> str:
     result = migrate(source.encode())
-    assert result.left == []
+    assert result.skipped == []
     assert result.moved > 0
     return result.source.decode()
 

@@ -54,7 +54,7 @@ def test_the_loops_of_the_examples(
 ) -> None:
     result = migrate((FOLDER / f"{name}.py").read_bytes())
     assert (result.moved > 0) == (name in {"amp", "language_model"})
-    assert bool(result.left) == (not result.moved)
+    assert bool(result.skipped) == (not result.moved)
     if result.moved:
         pytest.importorskip("sklearn")
         monkeypatch.syspath_prepend(FOLDER)

@@ -13,14 +13,14 @@ from torch.func import grad, jvp, vmap
 import gradkit
 from gradkit import func
 from gradkit._compat.versions import MENDED, Release
-from gradkit._doctor import defects, matrices
+from gradkit._doctor import defects, matrix_examples
 from tests.silently_wrong._row import Case, D, Row
 
 Function = Callable[[Tensor], Tensor]
 
 
 def _of_jvp(name: str, device: torch.device) -> Case:
-    fn, a, along = defects.determinant(matrices.SOLVED[name], device)
+    fn, a, along = defects.determinant(matrix_examples.SOLVED[name], device)
 
     def slope(a: Tensor) -> Tensor:
         return jvp(fn, (a,), (along,))[1]
@@ -49,7 +49,7 @@ def derivative_of_jvp_of_householder_product(device: torch.device) -> Case:
 
 
 def _third(name: str, device: torch.device) -> Case:
-    fn, a, along = defects.determinant(matrices.BY_FORWARD[name], device)
+    fn, a, along = defects.determinant(matrix_examples.BY_FORWARD[name], device)
 
     def loss(a: Tensor) -> Tensor:
         return fn(a).sin().sum()
@@ -151,12 +151,12 @@ def second_of_weight_norm_compiled(device: torch.device) -> Case:
 
 def second_of_sparse_values(device: torch.device) -> Case:
     x = torch.tensor([1.0, 2.0], dtype=D, device=device)
-    return _second(matrices.sparse, matrices.dense, x)
+    return _second(matrix_examples.sparse, matrix_examples.dense, x)
 
 
 def second_of_sparse_values_in_func(device: torch.device) -> Case:
     x = torch.tensor([1.0, 2.0], dtype=D, device=device)
-    return _second(matrices.sparse, matrices.dense, x, ours="nested")
+    return _second(matrix_examples.sparse, matrix_examples.dense, x, ours="nested")
 
 
 def second_of_cond(device: torch.device) -> Case:
@@ -258,7 +258,7 @@ def jvp_of_jvp_of_cumprod(device: torch.device) -> Case:
 
 
 def lu_solve_in_two_vmaps(device: torch.device) -> Case:
-    a, b = (torch.tensor(x, dtype=D, device=device) for x in matrices.SYSTEMS)
+    a, b = (torch.tensor(x, dtype=D, device=device) for x in matrix_examples.SYSTEMS)
 
     def each(a: Tensor, b: Tensor, solve: Any) -> Tensor:
         return func.value_and_grads(lambda b: solve(a, b).sum())(b)[0]
@@ -268,7 +268,10 @@ def lu_solve_in_two_vmaps(device: torch.device) -> Case:
 
     return Case(
         *defects.in_two_vmaps(device),
-        *(lambda solve=solve: ours(solve) for solve in (matrices.by_factors, torch.linalg.solve)),
+        *(
+            lambda solve=solve: ours(solve)
+            for solve in (matrix_examples.by_factors, torch.linalg.solve)
+        ),
     )
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gradkit
+from gradkit._autograd.consume_on_arrival import ConsumingRunner
 from gradkit._autograd.pass_runner import PassRunner
-from gradkit._autograd.reduce_on_arrival import ReducingRunner
 from tests.helpers import Halve, unchanged
 from tests.strategies import Program, build, programs
 
@@ -23,7 +23,7 @@ from tests.strategies import Program, build, programs
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of rows of each engine pass: 1 for an ordinary one."""
     seen: list[int] = []
-    ordinary, reducing, batch = PassRunner.grads, ReducingRunner.grads, ReducingRunner.batch
+    ordinary, reducing, batch = PassRunner.grads, ConsumingRunner.grads, ConsumingRunner.batch
 
     def counted(run: Callable[..., Any], rows: Callable[[Any], int]) -> Callable[..., Any]:
         def count(self: Any, outputs: Any, seeds: Any, *args: Any, **options: Any) -> Any:
@@ -33,8 +33,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return count
 
     monkeypatch.setattr(PassRunner, "grads", counted(ordinary, lambda _: 1))
-    monkeypatch.setattr(ReducingRunner, "grads", counted(reducing, lambda _: 1))
-    monkeypatch.setattr(ReducingRunner, "batch", counted(batch, lambda seeds: len(seeds[0])))
+    monkeypatch.setattr(ConsumingRunner, "grads", counted(reducing, lambda _: 1))
+    monkeypatch.setattr(ConsumingRunner, "batch", counted(batch, lambda seeds: len(seeds[0])))
     return seen
 
 

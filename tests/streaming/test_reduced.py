@@ -12,7 +12,7 @@ from hypothesis import given
 from torch import Tensor, nn
 
 import gradkit
-from gradkit._autograd import engine, reduce_on_arrival
+from gradkit._autograd import consume_on_arrival, engine
 from tests.helpers import Scribble, assert_same_bits, unchanged
 from tests.strategies import OPS, WRITING, Program, build, programs
 
@@ -28,7 +28,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
         seen.extend(grads)
         return grads
 
-    monkeypatch.setattr(reduce_on_arrival, "run_grad", keep)
+    monkeypatch.setattr(consume_on_arrival, "run_grad", keep)
     return seen
 
 

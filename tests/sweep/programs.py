@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 
-from gradkit._checks.higher_derivatives import kind_of_node
+from gradkit._compat.nodes import kind_of_node
 from gradkit._core.graph import nodes_below
 
 Point = tuple[Tensor, ...]

@@ -15,7 +15,7 @@ from gradkit.func._directional import (
     Directions,
     Function,
     Tensors,
-    inner,
+    dot,
     normal_like,
 )
 from gradkit.report._compare.runner import StepRunner, why_refused
@@ -65,7 +65,7 @@ def _directional(runner: StepRunner) -> tuple[Directional, list[int]]:
 
 
 def _differences(directional: Directional, gradient: Function, along: Tensors) -> list[Tensor]:
-    step = _EPS / sqrt(inner(along, along))
+    step = _EPS / sqrt(dot(along, along))
     ahead, behind = (
         directional.evaluate(gradient, [sign * step * x for x in along]) for sign in (1, -1)
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradkit._autograd import engine
-from gradkit._core.captured_variables import captured_by
+from gradkit._core.closure_contents import captured_by
 from gradkit._core.graph import Subgraph
 from gradkit._core.losses import require_graph
 from gradkit._state.grad_attribute import copy_into_grads, grad_dtypes_put_back, grads_put_back

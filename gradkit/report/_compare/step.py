@@ -20,7 +20,7 @@ from gradkit._core import pytree
 from gradkit._core.losses import Losses, read_losses
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
-from gradkit._state.module import attributes_put_back
+from gradkit._state.module_state import attributes_put_back
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 
 # The parameters of all modules, each once, by name; and lone tensors, by their index in `leaves`.

@@ -10,10 +10,11 @@ from operator import or_
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradkit._checks.graphs import refused_nodes
+from gradkit._checks.eager_graph import refusal_reasons
 from gradkit._checks.modified_saved_tensors import modified_since_saved
+from gradkit._compat.nodes import has_released
 from gradkit._core import pytree
-from gradkit._core.graph import Subgraph, edge, has_released, is_leaf_node
+from gradkit._core.graph import Subgraph, edge, is_leaf_node
 from gradkit._core.losses import read_losses
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params, read_params, refuse_distributed
@@ -124,7 +125,7 @@ def _loss_graph(
     changed = modified_since_saved(graph.leading_to(params.variables))
     notes = [
         f"the other calls raise: expected {expected}, got {got}. What to do: {fix}"
-        for expected, got, fix in (*refused_nodes(graph.kinds), *([changed] if changed else []))
+        for expected, got, fix in (*refusal_reasons(graph.kinds), *([changed] if changed else []))
     ]
     if graphs.meets_released(graph, params.variables):
         notes.append(

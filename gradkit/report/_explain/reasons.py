@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 
 from gradkit._checks import reachability
 from gradkit._compat.autograd import without_torch_function
-from gradkit._core.captured_variables import captured_by
+from gradkit._core.closure_contents import captured_by
 from gradkit._core.graph import Subgraph, edge, has_rebuilt_history, was_used_before_change
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit.report._explain.explanation import Verdict

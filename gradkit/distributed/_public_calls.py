@@ -106,7 +106,7 @@ def value_and_grads(
         run = partial(passes.run_jointly, weights=weights)
         call = DistributedCall(name, losses, module, run, True, create_graph, retain_graph, weights)
         result, params = _run(call, unused)
-        return result.values, passes.finish(result.grads[0], params, unused, create_graph)
+        return result.values, passes.grads_to_tree(result.grads[0], params, unused, create_graph)
 
 
 @disable_compile
@@ -164,7 +164,7 @@ def per_loss_grads(
     call = DistributedCall(name, losses, module, run, False, create_graph, retain_graph)
     with leave_inference_mode():
         result, params = _run(call, unused)
-        return passes.finish_separate(result, params, unused)
+        return passes.trees_by_loss(result, params, unused)
 
 
 @disable_compile
@@ -223,7 +223,7 @@ def simultaneous_grads(
         result, params = _fsdp.run(call, shards) if shards else _ddp.run(call, replicas)
         result, players = _simultaneous.own_parts(result, params, unused)
         require_reached(result.call, result.grads, unused)
-        return passes.finish_players(result, players)
+        return passes.trees_by_player(result, players)
 
 
 @disable_compile
@@ -292,7 +292,9 @@ def _weights_from_gram(
     call = ElementsCall(name, losses, module, run, False, False, None, scalar=True)
     product = _gram_of(call, None, retain=True)
     replicas, shards = _wrapped_in(module)
-    ranks = _fsdp.join(shards, name) if shards else [_ddp.join(replicas, name)]
+    ranks = (
+        _fsdp.require_groups(shards, name) if shards else [_ddp.require_one_group(replicas, name)]
+    )
     return weights_on_all_ranks(ranks, losses, product, weighting)
 
 

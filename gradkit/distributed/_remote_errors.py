@@ -12,7 +12,7 @@ from gradkit.errors import CollectiveError
 _NUMBERS = count()  # ranks make the same functions in the same order
 
 
-class Failures:
+class RemoteErrors:
     """The errors of a function that all ranks call, in the store that all ranks read."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -20,7 +20,7 @@ class Failures:
         self._number, self._call = next(_NUMBERS), 0
 
     @contextmanager
-    def of_a_call(self) -> Iterator[None]:
+    def report_own(self) -> Iterator[None]:
         """Write down what the block, the next call on all ranks, raises on this one."""
         self._call += 1
         try:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from gradkit._autograd import graph_release
-from gradkit._autograd.jacobian import one_hot, refuse_nested, why_not_batched
+from gradkit._autograd.batching_choice import why_not_batched
+from gradkit._autograd.consume_on_arrival import Consume, ConsumingRunner
+from gradkit._autograd.jacobian import one_hot, refuse_nested
 from gradkit._autograd.pass_runner import PassRunner
-from gradkit._autograd.reduce_on_arrival import Consume, ReducingRunner
-from gradkit._checks.graphs import check_call
-from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_alive
+from gradkit._checks.eager_graph import check_call
+from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_may_run_in
 from gradkit._checks.reachability import require_reached
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.losses import Losses, require_graph
@@ -27,29 +28,31 @@ ARRIVED = torch.empty(0)  # stands for a gradient that has arrived and is gone
 
 
 @dataclass(slots=True)
-class LossRows:
+class JacobianRows:
     """The elements of all losses in order: the rows of the matrix of gradients."""
 
     call: Call  # with a pass for each loss
     params: Params
     allowed: Collection[str] = ()  # kinds of nodes that raise otherwise; the caller sees to them
-    rows: list[tuple[int, int]] = field(init=False)  # the indices of the loss, and of the element
+    elements: list[tuple[int, int]] = field(
+        init=False
+    )  # the indices of the loss, and of the element
     arrived: Grads = field(init=False)  # not None if a gradient of some loss has arrived
 
     def __post_init__(self) -> None:
         leaves = self.call.losses.leaves
-        self.rows = [(i, e) for i, loss in enumerate(leaves) for e in range(loss.numel())]
+        self.elements = [(i, e) for i, loss in enumerate(leaves) for e in range(loss.numel())]
         self.arrived = [None] * len(self.params.variables)
 
     @property
     def differentiable(self) -> list[int]:
         """The rows that are not those of constants."""
         outputs = self.call.outputs
-        return [row for row, (index, _) in enumerate(self.rows) if outputs[index].requires_grad]
+        return [row for row, (index, _) in enumerate(self.elements) if outputs[index].requires_grad]
 
     def run_one(self, runner: PassRunner, row: int, *, retain: bool = True) -> Grads:
         """Run the pass of one row."""
-        index, element = self.rows[row]
+        index, element = self.elements[row]
         loss = self.call.outputs[index]
         seed = one_hot(loss, element, element + 1)[0] if loss.dim() else None
         grads = runner.grads([loss], [seed], self.params.variables, retain=retain)
@@ -68,7 +71,7 @@ class LossRows:
                 shifted = [one_hot(loss, p.start - start, p.stop - start) for p in parts]
                 seeds.append(torch.cat(shifted))
         if outputs:
-            runner = ReducingRunner(self.call, consume=consume)
+            runner = ConsumingRunner(self.call, consume=consume)
             self.note(runner.batch(outputs, seeds, self.params.variables))
 
     def note(self, grads: Grads) -> None:
@@ -122,12 +125,12 @@ def warn_sequential(reason: str) -> None:
     warn_fallback(f"gradkit fell back from a batched pass to sequential passes: {reason}.")
 
 
-def read_rows(losses: Losses, params: Params, allowed: Collection[str] = ()) -> LossRows:
+def read_rows(losses: Losses, params: Params, allowed: Collection[str] = ()) -> JacobianRows:
     """Check a call whose gradients are to be consumed."""
     group = require_graph(losses, losses.leaves)
     call = Call(losses, losses.leaves, [Pass([index], params) for index in group])
     check_call(call, allowed)
-    if user_code_alive(call):
+    if user_code_may_run_in(call):
         refuse_pre_hooks(call)  # before a warning that a batched pass is not run
     refuse_nested(params)
-    return LossRows(call, params, allowed)
+    return JacobianRows(call, params, allowed)

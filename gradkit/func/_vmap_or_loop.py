@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from gradkit._core import pytree
-from gradkit._core.captured_variables import captured_by
+from gradkit._core.closure_contents import captured_by
 from gradkit._core.devices import is_capturing
 from gradkit._core.pytree import PyTree
 from gradkit._state import rng
-from gradkit._state.module import attributes_put_back
+from gradkit._state.module_state import attributes_put_back
 from gradkit.errors import StructureError, UnsupportedGraphError, first_line, message, warn_fallback
 from gradkit.func._errors import RANDOM, refused_random
 

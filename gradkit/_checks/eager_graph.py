@@ -8,6 +8,7 @@ from functools import partial
 from gradkit._checks import higher_derivatives, reachability
 from gradkit._compat import distributed
 from gradkit._compat.dynamo import overwrites_saved_tensors
+from gradkit._compat.nodes import any_released, has_released
 from gradkit._core import graph
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
@@ -32,7 +33,7 @@ def check_call(call: Call, allowed: Collection[str] = ()) -> None:
     if call.functions.refused:
         _refuse_nodes_by_loss(call, allowed)
     if not call.plain_leaves:
-        reachability.refuse_doubtful(call)
+        reachability.refuse_unreached_views_and_subclasses(call)
     if call.unused == "error":
         reachability.refuse_unreached(call)
     if len(call.outputs) > 1:
@@ -41,7 +42,7 @@ def check_call(call: Call, allowed: Collection[str] = ()) -> None:
 
 
 def _refuse_nodes_by_loss(call: Call, allowed: Collection[str]) -> None:
-    if not refused_nodes(call.graph.below(call.differentiated).kinds, allowed):
+    if not refusal_reasons(call.graph.below(call.differentiated).kinds, allowed):
         return
     for index in call.differentiated:
         kinds = call.graph.below([index]).kinds
@@ -82,7 +83,7 @@ def refuse_freed(call: Call, *, thorough: bool) -> None:
             if (thorough or graph.is_freed(root)) and _executes_freed(
                 call.graph.below([index]), params
             ):
-                raise FreedGraphError(freed(call.losses, [index]))
+                raise FreedGraphError(freed_message(call.losses, [index]))
 
 
 def refuse_donated(call: Call, kept: Sequence[bool]) -> None:
@@ -111,7 +112,7 @@ DONATED = (
 def _any_freed(call: Call) -> bool:
     """Return whether a pass would execute a freed node, looking once at passes for one params."""
     below = call.graph.below(call.differentiated)
-    if not graph.any_released(below.nodes, below.kinds):
+    if not any_released(below.nodes, below.kinds):
         return False
     groups: dict[int, tuple[Params, list[int]]] = {}
     for group, params in call.passes:
@@ -121,16 +122,16 @@ def _any_freed(call: Call) -> bool:
 
 
 def _executes_freed(below: Subgraph, params: Params) -> bool:
-    return graph.any_released(below.leading_to(params.variables), below.kinds)
+    return any_released(below.leading_to(params.variables), below.kinds)
 
 
 def refuse_freed_root(call: Call, index: int) -> None:
     """Raise if a loss has been differentiated before."""
     if graph.is_freed(call.outputs[index]):
-        raise FreedGraphError(freed(call.losses, [index]))
+        raise FreedGraphError(freed_message(call.losses, [index]))
 
 
-def freed(losses: Losses, indices: Iterable[int]) -> str:
+def freed_message(losses: Losses, indices: Iterable[int]) -> str:
     """Return the message for a second pass through the graph of some losses."""
     return message(
         ", ".join(map(losses.path, indices)),
@@ -145,7 +146,7 @@ def losses_freed(losses: Losses) -> Sequence[int]:
     """Return the losses whose graphs hold a freed node; all of them if none is known to."""
     every = range(len(losses.leaves))
     nodes = {index: Subgraph([losses.leaves[index]]).nodes for index in every}
-    freed_losses = [index for index in every if any(map(graph.has_released, nodes[index]))]
+    freed_losses = [index for index in every if any(map(has_released, nodes[index]))]
     return freed_losses or every
 
 
@@ -173,11 +174,11 @@ _REASONS = {
 
 def refuse_nodes(kinds: Iterable[type], where: str, allowed: Collection[str] = ()) -> None:
     """Raise if a graph holds a node that would make its gradients wrong, but for those allowed."""
-    for reason in refused_nodes(kinds, allowed):
+    for reason in refusal_reasons(kinds, allowed):
         raise UnsupportedGraphError(message(where, *reason))
 
 
-def refused_nodes(
+def refusal_reasons(
     kinds: Iterable[type], allowed: Collection[str] = ()
 ) -> list[tuple[str, str, str]]:
     """Return (expected, got, what to do) for each kind of node that is refused."""

@@ -11,12 +11,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit._autograd.captures import any_observers, copied_on_arrival
+from gradkit._autograd.arrival_copies import copied_on_arrival
 from gradkit._autograd.engine import run_batch, run_grad
 from gradkit._autograd.hooks_in_batches import hooks_refused
+from gradkit._autograd.pass_observers import any_observers
 from gradkit._autograd.pass_runner import PassRunner
 from gradkit._checks.checked import is_checked
-from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_alive
+from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_may_run_in
 from gradkit._compat.autograd import (
     as_batch,
     batched_mode,
@@ -31,7 +32,7 @@ Consume: TypeAlias = Callable[[int, Tensor], None]
 
 
 @dataclass(slots=True)
-class ReducingRunner(PassRunner):
+class ConsumingRunner(PassRunner):
     """Runs passes whose gradients are consumed as they arrive."""
 
     consume: Consume = field(kw_only=True)  # is called with each, on which it may not write
@@ -45,7 +46,7 @@ class ReducingRunner(PassRunner):
         retain: bool,
     ) -> list[Tensor | None]:
         """Run one pass, and return what the engine captured: None where no gradient arrived."""
-        if user_code_alive(self.call):
+        if user_code_may_run_in(self.call):
             refuse_pre_hooks(self.call)
         if is_checked():  # which copies gradients as they arrive
             grads = PassRunner.grads(self, outputs, seeds, variables, retain=retain)
@@ -53,19 +54,19 @@ class ReducingRunner(PassRunner):
                 if grad is not None:
                     self.consume(index, grad)
             return grads
-        moved: dict[int, int] = {}
+        versions: dict[int, int] = {}
         hooked = {id(variable) for variable in variables if variable._backward_hooks}
 
         def consume(index: int, grad: Tensor) -> None:
             if grad._version and id(variables[index]) not in hooked:
-                moved[index] = grad._version
+                versions[index] = grad._version
             self.consume(index, grad)
 
         arrivals = Arrivals(variables, consume)
         with self.observed_inputs(variables) as inputs, arrivals.from_roots(outputs) as roots:
             captured = run_grad(self.call, roots, inputs, seeds, retain_graph=retain)
-        if moved and user_code_alive(self.call):
-            self.refuse_moved(outputs, variables, moved)
+        if versions and user_code_may_run_in(self.call):
+            self.refuse_modified(outputs, variables, versions)
         return captured[: len(variables)]
 
     def batch(
@@ -115,10 +116,10 @@ class Arrivals:
             stack.enter_context(copied_on_arrival([leaf for _, leaf in leaves], hooks))
             for index, variable in others:
                 hook = partial(self._arrive, index)
-                stack.callback(user_code.listen(variable, hook).remove)
+                stack.callback(user_code.register_own_hook(variable, hook).remove)
             roots = [output.view_as(output) for output in outputs]
             for root in roots:
-                stack.callback(user_code.listen(root, self._begin).remove)
+                stack.callback(user_code.register_own_hook(root, self._begin).remove)
             with torch.no_grad():
                 yield roots
 

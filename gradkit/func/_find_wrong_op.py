@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._state.snapshot import Snapshot
+from gradkit.func._derivative_check import DerivativeCheck
 from gradkit.func._directional import Directional, Modes, Tensors
-from gradkit.func._disagreement import DerivativeCheck
 
 _MOST = 200  # operations of different shapes, beyond which it would take too long
 
@@ -84,7 +84,7 @@ def differentiable(tree: Any) -> list[Tensor]:
     return [x if x.layout == torch.strided else x.to_dense() for x in tensors]
 
 
-def wrong_op(check: DerivativeCheck, modes: Modes) -> str | None:
+def find_wrong_op(check: DerivativeCheck, modes: Modes) -> str | None:
     """Return the first operation of a function whose derivative in these modes is wrong by itself.
 
     A custom Function is not called through torch: the only one there is named by elimination.

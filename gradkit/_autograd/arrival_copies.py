@@ -1,20 +1,18 @@
-"""Extra tensors in a pass: copies of gradients on arrival, and tensors that are observed."""
+"""Copies of the gradients of a pass, made as they arrive and before another can write on them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from threading import local
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from gradkit._autograd.write_finder import WriteFinder
 from gradkit._compat.autograd import current_pass
-from gradkit._compat.transforms import without_graph
+from gradkit._compat.transforms import detach_keep_tangent
 from gradkit._core import user_code
 from gradkit._core.ownership import copy_for
 
@@ -67,23 +65,25 @@ class ArrivalCapture:
         for index, variable in enumerate(variables):
             if id(variable) in not_leaves:
                 self._arrived[index] = {}
-                self._listen(variable, partial(self._store, index, variable), stack)
+                self._register(variable, partial(self._store, index, variable), stack)
         if not_leaves:
             with torch.enable_grad():
                 leaf = torch.zeros((), device=variables[0].device, requires_grad=True)
                 root = leaf.view_as(leaf)
-            self._listen(root, lambda _: self._own_pass.append(current_pass()), stack)
+            self._register(root, lambda _: self._own_pass.append(current_pass()), stack)
             self.roots, self.leaves = [root], [leaf]
 
     @staticmethod
-    def _listen(tensor: Tensor, hook: Callable[[Tensor], Tensor | None], stack: ExitStack) -> None:
-        stack.callback(user_code.listen(tensor, hook).remove)
+    def _register(
+        tensor: Tensor, hook: Callable[[Tensor], Tensor | None], stack: ExitStack
+    ) -> None:
+        stack.callback(user_code.register_own_hook(tensor, hook).remove)
 
     def _store(self, index: int, variable: Tensor, grad: Tensor | None) -> None:
         if grad is not None:
             if self._finder is not None:
                 self._finder.arrive(index, grad)
-            copy = copy_for(grad if self._create_graph else without_graph(grad), variable)
+            copy = copy_for(grad if self._create_graph else detach_keep_tangent(grad), variable)
             self._arrived[index][current_pass()] = copy
             if grad._version and id(variable) not in self._hooked:
                 self.versions[index] = grad._version
@@ -121,38 +121,3 @@ def _noted_and_copied(finder: WriteFinder, index: int, grad: Tensor | None) -> T
     if grad is not None:
         finder.arrive(index, grad)
     return _copied(grad)
-
-
-class PassObserver(Protocol):
-    """Something that needs the gradients of extra tensors from every pass in this thread."""
-
-    def before_pass(self) -> list[tuple[Tensor, GradientEdge]]:
-        """Return the tensors and the edges where their gradients arrive, or raise."""
-
-
-class _Observers(local):
-    def __init__(self) -> None:
-        self.active: list[PassObserver] = []
-
-
-_observers = _Observers()
-
-
-@contextmanager
-def observing(observer: PassObserver) -> Iterator[None]:
-    """Include the observer's tensors in every pass of this thread inside the block."""
-    _observers.active.append(observer)
-    try:
-        yield
-    finally:
-        _observers.active.remove(observer)
-
-
-def any_observers() -> bool:
-    """Return whether passes of this thread include extra tensors."""
-    return bool(_observers.active)
-
-
-def observed() -> list[tuple[Tensor, GradientEdge]]:
-    """Return the extra tensors and their edges, or raise what an observer raises."""
-    return [pair for observer in _observers.active for pair in observer.before_pass()]

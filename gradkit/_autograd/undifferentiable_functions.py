@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit._checks.higher_derivatives import dropped_message
+from gradkit._checks.higher_derivatives import undifferentiable_message
 from gradkit._compat.autograd import current_pass, sequence_number
-from gradkit._compat.transforms import is_transform_tensor, layers, recorded_copy, unbatched
+from gradkit._compat.transforms import clone_with_node, is_transform_tensor, layers, unbatched
 from gradkit._core.graph import Subgraph, leaf_tensors, nodes_below
-from gradkit._core.user_code import Cotangents, listen_at, user_functions
+from gradkit._core.user_code import Cotangents, register_own_hooks_around_node, user_functions
 from gradkit.errors import UnsupportedGraphError
 
 
 @contextmanager
-def refuse_dropped(where: Callable[[], str], below: Subgraph) -> Iterator[None]:
+def refuse_undifferentiable(where: Callable[[], str], below: Subgraph) -> Iterator[None]:
     """Raise from a pass with a graph if a Function's gradients have no path to its cotangent."""
     # Such a gradient, or derivative of one, would be taken for a constant, and what remains of the
     # derivative would be returned. It is what once_differentiable, no_grad, detach() and a kernel
@@ -30,7 +30,7 @@ def refuse_dropped(where: Callable[[], str], below: Subgraph) -> Iterator[None]:
         for node in below.nodes if kinds else ():
             if type(node) in kinds:
                 probe = _Probe(where, type(node), below)
-                handles += listen_at(node, probe.before, probe.after)
+                handles += register_own_hooks_around_node(node, probe.before, probe.after)
         yield
     finally:
         for handle in handles:
@@ -67,7 +67,7 @@ class _Probe:
         present = [unbatched(grad) for grad in grads if grad is not None]
         if self._new_nodes(present, oldest).isdisjoint(copy.node for copy in copies):
             if any(map(_is_lost, present)):
-                raise UnsupportedGraphError(dropped_message(self._where(), self._kind))
+                raise UnsupportedGraphError(undifferentiable_message(self._where(), self._kind))
             return None
         leaves = [copy.leaf for copy in copies if copy.leaf is not None]
         for leaf in leaves:
@@ -95,7 +95,7 @@ class _Probe:
 def _copied(cotangent: Tensor | None, copies: list[_Copy]) -> Tensor | None:
     if cotangent is None or not (cotangent.is_floating_point() or cotangent.is_complex()):
         return cotangent
-    copy = recorded_copy(cotangent)
+    copy = clone_with_node(cotangent)
     node = unbatched(copy).grad_fn
     if node is not None:
         leaf = None

@@ -28,7 +28,7 @@ from gradkit._compat.distributed import (
 )
 from gradkit._state.recomputed_tensors import Recompute, RecomputedTensorSource, refuse_changed
 from gradkit.distributed._agreement import Group, collective_errors
-from gradkit.distributed._failures import Failures
+from gradkit.distributed._remote_errors import RemoteErrors
 from gradkit.errors import StructureError, UnsupportedGraphError, describe, message
 
 if TYPE_CHECKING:  # it would import all of DTensor
@@ -68,7 +68,7 @@ class ShardedParam:
     mesh: DeviceMesh
     group: Group
     order: CollectiveOrder
-    failures: Failures
+    remote_errors: RemoteErrors
 
     @property
     def rows(self) -> int:
@@ -105,7 +105,7 @@ class ShardedParam:
 
     def _collective_errors(self, what: str) -> AbstractContextManager[None]:
         what = f"{what} of params[{self.name!r}]"
-        return collective_errors(self.group, what=what, failures=self.failures.of_others)
+        return collective_errors(self.group, what=what, remote_errors=self.remote_errors.of_others)
 
     def local(self, shard: Tensor) -> Tensor:
         """Return the rows of this rank."""

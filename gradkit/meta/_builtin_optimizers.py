@@ -11,8 +11,7 @@ from torch import Tensor
 
 from gradkit._compat.transforms import transforms
 from gradkit.errors import LeafTypeError, OptionError, describe, message
-from gradkit.meta import _foreach
-from gradkit.meta._foreach import Factor, Tensors
+from gradkit.meta import _tensor_lists
 from gradkit.meta._optimizer import (
     Hyper,
     Optimizer,
@@ -22,6 +21,7 @@ from gradkit.meta._optimizer import (
     optimizer_function,
     select,
 )
+from gradkit.meta._tensor_lists import Factor, Tensors
 
 _COUNT: Mapping[str, Callable[[Tensor], Any]] = {"step": lambda leaf: 0}
 
@@ -77,18 +77,21 @@ def sgd(
 
 def _sgd(params: Tensors, grads: Tensors, state: StateLists, hyper: Settings) -> Updated:
     momentum, dampening, nesterov = hyper["momentum"], hyper["dampening"], hyper["nesterov"]
-    if nesterov and (_foreach.is_zero(momentum) or not _foreach.is_zero(dampening)):
+    if nesterov and (_tensor_lists.is_zero(momentum) or not _tensor_lists.is_zero(dampening)):
         expected = "a momentum, and no dampening, as in torch.optim.SGD"
         got = f"momentum={describe(momentum)}, dampening={describe(dampening)}"
         fix = "sgd(lr=0.1, momentum=0.9, nesterov=True)"
         raise OptionError(message("nesterov", expected, got, fix))
-    grads = _foreach.with_weight_decay(params, grads, hyper)
+    grads = _tensor_lists.with_weight_decay(params, grads, hyper)
     new = {**state, "step": [step + 1 for step in state["step"]]}
-    if _foreach.is_zero(momentum):
-        return _foreach.descend(params, grads, hyper["lr"]), new
+    if _tensor_lists.is_zero(momentum):
+        return _tensor_lists.descend(params, grads, hyper["lr"]), new
     buffers = _momentum(state["momentum_buffer"], grads, momentum, dampening)
-    direction = _foreach.add(grads, buffers, momentum) if nesterov else buffers
-    return _foreach.descend(params, direction, hyper["lr"]), {**new, "momentum_buffer": buffers}
+    direction = _tensor_lists.add(grads, buffers, momentum) if nesterov else buffers
+    return _tensor_lists.descend(params, direction, hyper["lr"]), {
+        **new,
+        "momentum_buffer": buffers,
+    }
 
 
 def _momentum(
@@ -100,9 +103,9 @@ def _momentum(
     if not started:
         return grads
     old = [buffer for buffer in buffers if buffer is not None]
-    share = _foreach.one_minus(select(dampening, started))
-    decayed = _foreach.scale(old, select(momentum, started))
-    sums = _foreach.add(decayed, select(grads, started), share)
+    share = _tensor_lists.one_minus(select(dampening, started))
+    decayed = _tensor_lists.scale(old, select(momentum, started))
+    sums = _tensor_lists.add(decayed, select(grads, started), share)
     by_index = dict(zip(started, sums, strict=True))
     return [by_index.get(index, grad) for index, grad in enumerate(grads)]
 
@@ -206,25 +209,27 @@ def _adam(
 ) -> Updated:
     _refuse_complex(name, params)
     if name == "adamw":
-        if not _foreach.is_zero(hyper["weight_decay"]):
-            shrinkage = _foreach.product(hyper["lr"], hyper["weight_decay"])
-            params = _foreach.descend(params, params, shrinkage)
-        grads = _foreach.ascent_as_descent(grads, hyper)
+        if not _tensor_lists.is_zero(hyper["weight_decay"]):
+            shrinkage = _tensor_lists.product(hyper["lr"], hyper["weight_decay"])
+            params = _tensor_lists.descend(params, params, shrinkage)
+        grads = _tensor_lists.ascent_as_descent(grads, hyper)
     else:
-        grads = _foreach.with_weight_decay(params, grads, hyper)
+        grads = _tensor_lists.with_weight_decay(params, grads, hyper)
     beta, beta_sq = hyper["betas"]
     steps = [step + 1 for step in state["step"]]
-    means = _foreach.moving_average(state["exp_avg"], grads, beta)
-    squares = _foreach.moving_average(state["exp_avg_sq"], _foreach.mul(grads, grads), beta_sq)
+    means = _tensor_lists.moving_average(state["exp_avg"], grads, beta)
+    squares = _tensor_lists.moving_average(
+        state["exp_avg_sq"], _tensor_lists.mul(grads, grads), beta_sq
+    )
     new: StateLists = {"step": steps, "exp_avg": means, "exp_avg_sq": squares}
     if "max_exp_avg_sq" in state:
         squares = list(map(torch.maximum, state["max_exp_avg_sq"], squares))
         new["max_exp_avg_sq"] = squares
     first, second = _bias_correction(beta, steps), _bias_correction(beta_sq, steps)
-    roots = _foreach.scale(_foreach.sqrt(squares), _foreach.power(second, -0.5))
-    direction = _divide_by_root(means, _foreach.add_scalar(roots, hyper["eps"]), squares)
-    rate = _foreach.product(hyper["lr"], _foreach.power(first, -1.0))
-    return _foreach.descend(params, direction, rate), new
+    roots = _tensor_lists.scale(_tensor_lists.sqrt(squares), _tensor_lists.power(second, -0.5))
+    direction = _divide_by_root(means, _tensor_lists.add_scalar(roots, hyper["eps"]), squares)
+    rate = _tensor_lists.product(hyper["lr"], _tensor_lists.power(first, -1.0))
+    return _tensor_lists.descend(params, direction, rate), new
 
 
 def _bias_correction(beta: Factor, steps: Sequence[int]) -> Factor:
@@ -232,7 +237,7 @@ def _bias_correction(beta: Factor, steps: Sequence[int]) -> Factor:
     # The step is an int: the float32 that torch counts in costs 1 - beta ** t several digits.
     if not isinstance(beta, list) and len(set(steps)) == 1:
         return 1 - beta ** steps[0]
-    betas = _foreach.per_tensor(beta, len(steps))
+    betas = _tensor_lists.per_tensor(beta, len(steps))
     return [1 - b**step for b, step in zip(betas, steps, strict=True)]
 
 
@@ -289,25 +294,27 @@ def rmsprop(
 
 def _rmsprop(params: Tensors, grads: Tensors, state: StateLists, hyper: Settings) -> Updated:
     _refuse_complex("rmsprop", params)
-    grads = _foreach.with_weight_decay(params, grads, hyper)
+    grads = _tensor_lists.with_weight_decay(params, grads, hyper)
     alpha, momentum = hyper["alpha"], hyper["momentum"]
-    squares = _foreach.moving_average(state["square_avg"], _foreach.mul(grads, grads), alpha)
+    squares = _tensor_lists.moving_average(
+        state["square_avg"], _tensor_lists.mul(grads, grads), alpha
+    )
     means, variances = state["grad_avg"], squares
     if hyper["centered"]:
-        means = _foreach.moving_average(means, grads, alpha)
-        variances = _foreach.add(squares, _foreach.mul(means, means), -1.0)
-    roots = _foreach.add_scalar(_foreach.sqrt(variances), hyper["eps"])
+        means = _tensor_lists.moving_average(means, grads, alpha)
+        variances = _tensor_lists.add(squares, _tensor_lists.mul(means, means), -1.0)
+    roots = _tensor_lists.add_scalar(_tensor_lists.sqrt(variances), hyper["eps"])
     direction, buffers = _divide_by_root(grads, roots, variances), state["momentum_buffer"]
-    if not _foreach.is_zero(momentum):
-        direction = buffers = _foreach.add(direction, buffers, momentum)
+    if not _tensor_lists.is_zero(momentum):
+        direction = buffers = _tensor_lists.add(direction, buffers, momentum)
     steps = [step + 1 for step in state["step"]]
     new = {"step": steps, "square_avg": squares, "grad_avg": means, "momentum_buffer": buffers}
-    return _foreach.descend(params, direction, hyper["lr"]), new
+    return _tensor_lists.descend(params, direction, hyper["lr"]), new
 
 
 def _divide_by_root(numerators: Tensors, denominators: Tensors, squares: Tensors) -> Tensors:
     """Return the quotients, whose derivative is taken as 0 where the square is 0."""
-    quotients = _foreach.div(numerators, denominators)
+    quotients = _tensor_lists.div(numerators, denominators)
     return [
         torch.where(square == 0, q.detach(), q) if q.requires_grad or transforms() else q
         for q, square in zip(quotients, squares, strict=True)

@@ -17,7 +17,7 @@ from torch.func import vjp
 
 from gradkit._checks.differentiable_formulas import NODE_FORMULAS, Formula, has_formula
 from gradkit._core.graph import Subgraph
-from gradkit._core.user_code import Cotangents, listen_at
+from gradkit._core.user_code import Cotangents, register_own_hooks_around_node
 
 
 def holds_formulas(below: Subgraph) -> bool:
@@ -32,7 +32,7 @@ def differentiated_by_formula(below: Subgraph) -> Iterator[None]:
     try:
         if holds_formulas(below):
             for node in filter(has_formula, below.nodes):
-                handles += listen_at(node, lambda _: None, _FormulaHook(node))
+                handles += register_own_hooks_around_node(node, lambda _: None, _FormulaHook(node))
         yield
     finally:
         for handle in handles:

@@ -1,4 +1,4 @@
-"""The examination: every confusion on every device, what is installed, and both as text."""
+"""Runs every confusion and defect on every device, and prints what came out: the report."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXTRAS = {
 
 
 @dataclass(frozen=True)
-class Examination:
+class DoctorReport:
     """What is installed (None: a missing package), the names of the devices, and what was found."""
 
     versions: dict[str, str]
@@ -56,9 +56,9 @@ class Examination:
         return [finding for finding in self.findings if finding.device == device]
 
 
-def examine(devices: Sequence[torch.device]) -> Examination:
+def doctor_report(devices: Sequence[torch.device]) -> DoctorReport:
     """Run every confusion on each of these devices."""
-    return Examination(
+    return DoctorReport(
         versions={
             "gradkit": gradkit.__version__,
             "torch": torch.__version__,
@@ -102,53 +102,53 @@ def _name(device: torch.device) -> str:
     return platform.machine() if device.type == "cpu" else device.type
 
 
-def as_json(examination: Examination) -> str:
-    """Return the examination as JSON, indented."""
+def as_json(report: DoctorReport) -> str:
+    """Return the report as JSON, indented."""
     values = {
-        "versions": examination.versions,
-        "devices": examination.devices,
-        "extras": examination.extras,
-        "rows": [asdict(finding) | {"equal": finding.equal} for finding in examination.findings],
-        "defects": [asdict(trial) | {"equal": trial.equal} for trial in examination.trials],
-        "equal": examination.equal,
+        "versions": report.versions,
+        "devices": report.devices,
+        "extras": report.extras,
+        "rows": [asdict(finding) | {"equal": finding.equal} for finding in report.findings],
+        "defects": [asdict(trial) | {"equal": trial.equal} for trial in report.trials],
+        "equal": report.equal,
     }
     return json.dumps(values, indent=2)
 
 
-def show(examination: Examination) -> None:
-    """Print the examination: as a table in a wide terminal if rich is installed, else as text."""
+def print_report(report: DoctorReport) -> None:
+    """Print the report: as a table in a wide terminal if rich is installed, else as text."""
     columns = get_terminal_size().columns
     try:
         from rich.console import Console
     except ImportError:
         columns = 0
     if not sys.stdout.isatty() or columns < _WIDTH:
-        print(as_text(examination))
+        print(as_text(report))
         return
     console = Console(width=columns, highlight=False)
-    console.print(_head(examination), markup=False)
-    for device in examination.devices:
-        console.print(_table(device, examination.on(device)))
-    console.print(_summary(examination), markup=False)
+    console.print(_head(report), markup=False)
+    for device in report.devices:
+        console.print(_table(device, report.on(device)))
+    console.print(_summary(report), markup=False)
 
 
-def as_text(examination: Examination) -> str:
-    """Return the examination as plain text."""
-    lines = [_head(examination)]
-    for device in examination.devices:
+def as_text(report: DoctorReport) -> str:
+    """Return the report as plain text."""
+    lines = [_head(report)]
+    for device in report.devices:
         lines += ["", f"On {device}"]
-        for finding in examination.on(device):
+        for finding in report.on(device):
             lines += [f"{finding.number:3}. {finding.title}"]
             lines += [f"       torch    {line}" for line in _lines(finding.torch)]
             lines += [f"       gradkit  {line}" for line in _lines(finding.gradkit)]
             lines += [f"       {_status(finding)}"]
-    return "\n".join([*lines, "", _summary(examination)])
+    return "\n".join([*lines, "", _summary(report)])
 
 
-def _head(examination: Examination) -> str:
-    lines = [f"{name:9} {version}" for name, version in examination.versions.items()]
-    lines += [f"{'device':9} {device}: {name}" for device, name in examination.devices.items()]
-    for extra, packages in examination.extras.items():
+def _head(report: DoctorReport) -> str:
+    lines = [f"{name:9} {version}" for name, version in report.versions.items()]
+    lines += [f"{'device':9} {device}: {name}" for device, name in report.devices.items()]
+    for extra, packages in report.extras.items():
         installed = [f"{name} {version or 'missing'}" for name, version in packages.items()]
         lines.append(f"{'extra':9} {extra}: {', '.join(installed)}")
     return "\n".join(lines)
@@ -171,17 +171,17 @@ def _status(finding: Finding) -> str:
     return f"MISMATCH: {', '.join(name for name, equal in both.items() if not equal)}"
 
 
-def _summary(examination: Examination) -> str:
-    equal = [finding.equal for finding in examination.findings]
-    devices = ", ".join(examination.devices)
+def _summary(report: DoctorReport) -> str:
+    equal = [finding.equal for finding in report.findings]
+    devices = ", ".join(report.devices)
     lines = [f"{sum(equal)} of {len(equal)} confusions are as expected, on {devices}"]
-    refused = [trial for trial in examination.trials if trial.refused]
+    refused = [trial for trial in report.trials if trial.refused]
     wrong = [trial for trial in refused if trial.outcome == "wrong"]
     lines.append(
         f"gradkit raises for {len(refused)} silently wrong derivatives of torch: {len(wrong)} are "
         "wrong in this one"
     )
-    for trial in examination.trials:
+    for trial in report.trials:
         if not trial.equal:
             does = "raises" if trial.refused else "does not raise"
             lines.append(
