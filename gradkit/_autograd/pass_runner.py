@@ -136,11 +136,11 @@ class PassRunner:
 
         That is, copies none, and writes no `.grad`. Looked for once a call.
         """
-        if id(variables) not in self._copied_variables:
-            params = self.params_of(variables)
-            copied = variables_to_copy(self.call, params)
-            retained = self.retained(() if params.only_leaves else variables)
-            self._copied_variables[id(variables)] = copied, not copied and not retained
+        if not self._copied_variables:
+            every, retained = self.call.params, self.retained()
+            for params, copied in zip(every, variables_to_copy(self.call, every), strict=True):
+                writes = retained or (not params.only_leaves and self.retained(params.variables))
+                self._copied_variables[id(params.variables)] = copied, not copied and not writes
         return self._copied_variables[id(variables)]
 
     def retained(self, tensors: Iterable[Tensor] = ()) -> list[Tensor]:

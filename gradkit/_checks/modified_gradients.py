@@ -29,26 +29,27 @@ def user_code_may_run_in(call: Call) -> bool:
     return user_code.hooks_registered() or call.functions.users
 
 
-def variables_to_copy(call: Call, params: Params) -> list[Tensor]:
-    """Return the variables whose gradients have to be copied as they arrive.
-
-    Also intermediate values, since the engine captures before their hooks, and hands what it has
-    captured on [D3].
-    """
+def variables_to_copy(call: Call, each: Sequence[Params]) -> list[list[Tensor]]:
+    """Return for each params of a call the variables whose gradients are copied as they arrive."""
     is_alive = user_code_may_run_in(call)
     if is_alive:
         refuse_pre_hooks(call)
     if is_checked():
-        return params.variables
+        return [params.variables for params in each]
     if not is_alive:
-        return []
-    if not params.no_subclasses:
-        return params.variables
+        return [[]] * len(each)
     below = call.graph.below(call.differentiated) if call.functions.users else None
-    ids = set(map(id, variables_to_copy_inside(params.variables, below)))
-    if not params.only_leaves:
-        ids |= {id(v) for v in params.variables if v.grad_fn is not None}
-    return [variable for variable in params.variables if id(variable) in ids]
+    every = [variable for params in each for variable in params.variables]
+    ids = set(map(id, variables_to_copy_inside(every, below)))
+    if not call.only_leaves:
+        # The engine captures before their hooks, and hands what it has captured on [D3].
+        ids |= {id(variable) for variable in every if variable.grad_fn is not None}
+    return [
+        [variable for variable in params.variables if id(variable) in ids]
+        if params.no_subclasses
+        else params.variables
+        for params in each
+    ]
 
 
 def refuse_pre_hooks(call: Call) -> None:

@@ -39,6 +39,7 @@ class Call:
         passes: The engine passes, in order.
         unused: The option: "none", "zeros" or "error".
         create_graph: The option.
+        params: The params of the passes, each once.
         no_subclasses: Whether no variable is of a subclass of torch's tensors.
         only_leaves: Whether no variable is an intermediate value.
         functions: Which nodes of Python Functions the graph could hold.
@@ -49,6 +50,7 @@ class Call:
     passes: Sequence[Pass]
     unused: str = "none"
     create_graph: bool = False
+    params: list[Params] = field(init=False)
     no_subclasses: bool = field(init=False)
     only_leaves: bool = field(init=False)
     functions: FunctionsAlive = field(default_factory=functions_alive)
@@ -56,15 +58,17 @@ class Call:
 
     def __post_init__(self) -> None:
         self.no_subclasses = self.only_leaves = True
-        for one in self.passes:
-            self.no_subclasses &= one.params.no_subclasses
-            self.only_leaves &= one.params.only_leaves
+        self.params = list({id(one.params): one.params for one in self.passes}.values())
+        for params in self.params:
+            self.no_subclasses &= params.no_subclasses
+            self.only_leaves &= params.only_leaves
 
     @property
     def graph(self) -> GraphView:
         """The graph of the losses, as far as passes for the variables go; one view a call."""
         if self._graph is None:
-            variables = (variable for params in self.params for variable in params.variables)
+            # Of leaves the age is not known.
+            variables = [] if self.only_leaves else [v for _, _, v in self.variables()]
             self._graph = GraphView(self.outputs, oldest_node(variables))
         return self._graph
 
@@ -72,11 +76,6 @@ class Call:
     def differentiated(self) -> list[int]:
         """The indices of the losses that some pass starts from."""
         return [index for one in self.passes for index in one.losses]
-
-    @property
-    def params(self) -> list[Params]:
-        """The params of the passes, each once."""
-        return list({id(one.params): one.params for one in self.passes}.values())
 
     @property
     def plain_leaves(self) -> bool:
