@@ -30,11 +30,7 @@ def user_code_may_run_in(call: Call) -> bool:
 
 
 def variables_to_copy(call: Call, params: Params) -> list[Tensor]:
-    """Return the variables whose gradients have to be copied as they arrive.
-
-    Also intermediate values, since the engine captures before their hooks, and hands what it has
-    captured on [D3].
-    """
+    """Return the variables whose gradients have to be copied as they arrive."""
     is_alive = user_code_may_run_in(call)
     if is_alive:
         refuse_pre_hooks(call)
@@ -46,7 +42,7 @@ def variables_to_copy(call: Call, params: Params) -> list[Tensor]:
         return params.variables
     below = call.graph.below(call.differentiated) if call.functions.users else None
     ids = set(map(id, variables_to_copy_inside(params.variables, below)))
-    if not params.only_leaves:
+    if not params.only_leaves:  # the engine captures before their hooks, and hands that on [D3]
         ids |= {id(v) for v in params.variables if v.grad_fn is not None}
     return [variable for variable in params.variables if id(variable) in ids]
 
@@ -63,12 +59,10 @@ def refuse_pre_hooks(call: Call) -> None:
 
 
 def variables_to_copy_inside(variables: Sequence[Tensor], below: Subgraph | None) -> list[Tensor]:
-    """Return the variables whose gradients have to be copied, where a pass ends at all of them.
-
-    Those with hooks of their own, which may write on it before, and those below a custom Function,
-    which may have made it by writing: there the version tells nothing. `below` is None where no
-    Function is alive.
-    """
+    """Return the variables whose gradients have to be copied, where a pass ends at all of them."""
+    # Those with hooks of their own, which may write on the gradient before, and those below a
+    # custom Function, which may have made it by writing: there the version tells nothing. `below`
+    # is None where no Function is alive.
     if is_checked():  # also one that a hook keeps, to write on it later
         return [variable for variable in variables if variable.is_leaf or variable._backward_hooks]
     hooks = user_code.hooks_registered()
@@ -168,10 +162,8 @@ class _WriteCounter:
 
 
 def _is_function(kind: type) -> bool:
-    """Return whether nodes of a type run Python or generated code, which may build in place.
-
-    But for the Function that calls a module's backward hooks: it hands on what it was given.
-    """
+    """Return whether nodes of a type run Python or generated code, which may build in place."""
+    # Not the one that calls a module's backward hooks: it hands on what it was given.
     return issubclass(kind, BackwardCFunction) and kind.__name__ != "BackwardHookFunctionBackward"
 
 
