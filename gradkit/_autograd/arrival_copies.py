@@ -20,22 +20,15 @@ Copy: TypeAlias = Callable[[Tensor | None], Tensor | None]
 
 
 class ArrivalCapture:
-    """Copies the gradients of some tensors as they arrive.
+    """Copies the gradients of some tensors as they arrive."""
 
-    For a non-leaf, the engine captures before the tensor's hooks if the pass goes on below it, and
-    hands the captured tensor to the node below, which may write on it [D3, L3]; a custom Function
-    that was given a leaf's captured gradient may write on that, too. A hook that is registered last
-    sees the value that the user's hooks return.
-
-    Other threads, and passes inside hooks, go through the same tensors: each gradient of a non-leaf
-    is stored by the number of its pass, and an extra root of the pass shows which number is ours.
-
-    Attributes:
-        roots: What the pass also has to start from.
-        leaves: What it also has to be for.
-        versions: By the number of a non-leaf, the version that its gradient arrived with: a sibling
-            may have written on it before. What its own hooks write belongs to it.
-    """
+    # For a non-leaf, the engine captures before the tensor's hooks if the pass goes on below it,
+    # and hands the captured tensor to the node below, which may write on it [D3, L3]; a custom
+    # Function that was given a leaf's captured gradient may write on that, too. A hook that is
+    # registered last sees the value that the user's hooks return.
+    #
+    # Other threads, and passes inside hooks, go through the same tensors: each gradient of a
+    # non-leaf is stored by the number of its pass. An extra root of the pass shows which is ours.
 
     def __init__(
         self,
@@ -50,8 +43,10 @@ class ArrivalCapture:
         self._own_pass: list[int] = []
         self._arrived: dict[int, dict[int, Tensor]] = {}
         self._create_graph = create_graph
-        self.roots: list[Tensor] = []
-        self.leaves: list[Tensor] = []
+        self.roots: list[Tensor] = []  # what the pass also has to start from
+        self.leaves: list[Tensor] = []  # what it also has to be for
+        # By the number of a non-leaf, the version that its gradient arrived with: a sibling may
+        # have written on it before. What its own hooks write belongs to it.
         self.versions: dict[int, int] = {}
         self._hooked = {id(v) for v in to_copy if v._backward_hooks}
         copies = {id(v): _copied for v in to_copy if v.grad_fn is None}

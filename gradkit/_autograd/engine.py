@@ -80,10 +80,8 @@ def run_grad(
 def _without_partial_sums(
     grads: Sequence[Tensor | None], inputs: Sequence[Any]
 ) -> list[Tensor | None]:
-    """Return gradients of which that of a plain tensor is one, too, the same on all ranks.
-
-    Torch gives a number that DTensors were multiplied by a partial sum, and `item()` this rank's.
-    """
+    """Return gradients of which that of a plain tensor is one, too, the same on all ranks."""
+    # Torch gives a number that DTensors were multiplied by a partial sum, and `item()` this rank's.
     return [
         full_tensor(grad) if grad is not None and not is_dtensor(variable) else grad
         for grad, variable in zip(grads, inputs, strict=True)

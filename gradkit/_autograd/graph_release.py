@@ -19,15 +19,10 @@ from gradkit._core.graph import Part
 
 @dataclass(frozen=True, slots=True)
 class ReleasePlan:
-    """What one of several passes does with the graph.
+    """What one of several passes does with the graph."""
 
-    Attributes:
-        retain: Whether to retain it: a later pass executes some of the same nodes.
-        last_used: If so, the nodes that no later pass executes.
-    """
-
-    retain: bool
-    last_used: Collection[Node] = ()
+    retain: bool  # a later pass executes some of the same nodes
+    last_used: Collection[Node] = ()  # if so, those that no later pass executes
 
 
 def plan_release(call: Call, extra: Sequence[Node]) -> list[ReleasePlan]:
@@ -52,10 +47,8 @@ def plan_release(call: Call, extra: Sequence[Node]) -> list[ReleasePlan]:
 
 
 def _plan_parts(parts: Sequence[Part], executed: set[Node]) -> list[ReleasePlan]:
-    """Return the plans of passes that execute all of these nodes that are below their losses.
-
-    So whatever is below a node that a later pass executes, that pass executes, too.
-    """
+    """Return the plans of passes that execute all of these nodes that are below their losses."""
+    # So whatever is below a node that a later pass executes, that pass executes, too.
     return [
         ReleasePlan(True, [node for node in part.nodes if node in executed])
         if not executed.isdisjoint(part.shared)
@@ -65,12 +58,10 @@ def _plan_parts(parts: Sequence[Part], executed: set[Node]) -> list[ReleasePlan]
 
 
 def release(nodes: Iterable[Node]) -> None:
-    """Drop the tensors that these nodes have saved, as the engine does without `retain_graph`.
-
-    Python cannot tell a node to release its tensors, but it can give each a pack hook, which
-    replaces the tensor by what the hook returns. A tensor that has hooks already (of a checkpoint,
-    or one kept on another device) cannot have others: it stays until its graph is freed.
-    """
+    """Drop the tensors that these nodes have saved, as the engine does without `retain_graph`."""
+    # Python cannot tell a node to release its tensors, but it can give each a pack hook, which
+    # replaces the tensor by what the hook returns. A tensor that has hooks already (a checkpoint's,
+    # or one kept on another device) cannot have others: it stays until its graph is freed.
     for node in nodes:
         for name in saved_names(type(node)):
             try:

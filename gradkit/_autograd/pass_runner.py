@@ -32,15 +32,10 @@ from gradkit._state.grad_attribute import grads_put_back
 
 @dataclass(slots=True)
 class PassRunner:
-    """Runs the passes of a call.
-
-    Attributes:
-        call: The call.
-        weights: Weights of the losses that are part of the graph.
-    """
+    """Runs the passes of a call."""
 
     call: Call
-    weights: Sequence[Tensor] = ()
+    weights: Sequence[Tensor] = ()  # of the losses: those that are part of the graph
     _copied_variables: dict[int, tuple[list[Tensor], bool]] = field(default_factory=dict)
 
     @property
@@ -56,10 +51,8 @@ class PassRunner:
         *,
         retain: bool,
     ) -> list[Tensor | None]:
-        """Return the gradients of one pass of the call, owned unless they carry a graph.
-
-        A seed is the cotangent of an output, of its shape; None is ones.
-        """
+        """Return the gradients of one pass of the call, owned unless they carry a graph."""
+        # A seed is the cotangent of an output, of its shape; None is ones.
         copied, is_unhooked = self.look_for_hooks(variables)
         versions: dict[int, int] = {}
         if not is_unhooked or any_observers():
@@ -92,10 +85,8 @@ class PassRunner:
         *,
         retain: bool,
     ) -> tuple[list[Tensor | None], dict[int, int]]:
-        """Run a pass that also captures what is observed, and that leaves every `.grad` alone.
-
-        Returns the gradients, and the versions that those that were copied late had by then.
-        """
+        """Run a pass that also captures what is observed, and that leaves every `.grad` alone."""
+        # Returns the gradients, and the versions that those that were copied late had by then.
         with ExitStack() as stack:
             inputs = stack.enter_context(self.observed_inputs(variables))
             create = self.call.create_graph
@@ -132,10 +123,8 @@ class PassRunner:
         raise AssertionError("the variables are not those of a pass of the call")
 
     def look_for_hooks(self, variables: list[Tensor]) -> tuple[list[Tensor], bool]:
-        """Return the variables whose gradients are copied on arrival; whether a pass is unhooked.
-
-        That is, copies none, and writes no `.grad`. Looked for once a call.
-        """
+        """Return the variables whose gradients a pass copies on arrival; whether it is unhooked."""
+        # That is, copies none, and writes no `.grad`. Looked for once a call.
         if not self._copied_variables:
             every, retained = self.call.params, self.retained()
             for params, copied in zip(every, variables_to_copy(self.call, every), strict=True):
@@ -144,20 +133,16 @@ class PassRunner:
         return self._copied_variables[id(variables)]
 
     def retained(self, tensors: Iterable[Tensor] = ()) -> list[Tensor]:
-        """Return the non-leaf tensors whose `.grad` a pass writes, since retain_grad() was called.
-
-        Of those given, and of the losses and weights [D4].
-        """
+        """Return the non-leaf tensors whose `.grad` a pass writes: retain_grad() was called."""
+        # Of those given, and of the losses and weights [D4].
         every = (*self.call.losses.leaves, *self.weights, *tensors)
         return [tensor for tensor in every if tensor.retains_grad and not tensor.is_leaf]
 
     def batched_grads(
         self, output: Tensor, seeds: Tensor, variables: list[Tensor]
     ) -> list[Tensor | None]:
-        """Return the gradients of one vmapped pass, which keeps the graph; they may share memory.
-
-        From seeds of shape `[B, *output.shape]` to gradients of shape `[B, *variable.shape]`.
-        """
+        """Return the gradients of a vmapped pass, which keeps the graph; they may share memory."""
+        # From seeds of shape `[B, *output.shape]` to gradients of shape `[B, *variable.shape]`.
         if not self.call.no_subclasses:
             return run_grad(
                 self.call, [output], variables, [seeds], retain_graph=True, is_grads_batched=True

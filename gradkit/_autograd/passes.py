@@ -29,17 +29,11 @@ RunnerFactory: TypeAlias = Callable[..., PassRunner]
 
 @dataclass(slots=True)
 class PassResult:
-    """The gradients that the passes of a call gave.
-
-    Attributes:
-        call: The call.
-        grads: For each pass, a gradient or None for each variable.
-        values: The values of the losses, a tree like them; for a joint pass.
-    """
+    """The gradients that the passes of a call gave."""
 
     call: Call
-    grads: list[Grads]
-    values: PyTree = None
+    grads: list[Grads]  # for each pass, a gradient or None for each variable
+    values: PyTree = None  # those of the losses, a tree like them; for a joint pass
 
     def with_constants(self, params: Params) -> PassResult:
         """Return the same with a pass for every loss, which gave nothing for constants."""
@@ -90,18 +84,14 @@ def run_jointly(
 def weighted_outputs(
     losses: Losses, weights: Sequence[float | Tensor] | None
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the outputs that a pass for the weighted sum starts from, and their cotangents.
-
-    A cotangent of None is one. A weight that requires grad is multiplied into its output, so that
-    the gradient reaches the weight's own parameters.
-    """
+    """Return the outputs that a pass for the weighted sum starts from, and their cotangents."""
     outputs = list(losses.leaves)
-    seeds: list[Tensor | None] = [None] * len(outputs)
+    seeds: list[Tensor | None] = [None] * len(outputs)  # None is one
     for index, weight in enumerate(weights or ()):
         loss = outputs[index]
         if not isinstance(weight, Tensor):
             seeds[index] = torch.full_like(loss, float(weight), requires_grad=False)
-        elif weight.requires_grad:
+        elif weight.requires_grad:  # the gradient is to reach the weight's own parameters
             with torch.enable_grad():
                 outputs[index] = loss * weight.reshape(loss.shape).to(loss)
         else:
@@ -158,10 +148,8 @@ def run_separately(
 def run_in_turn(
     call: Call, differentiate: Callable[[int, list[Tensor], bool], Grads], retain: bool
 ) -> list[Grads]:
-    """Run the passes of a call, one loss each, and free each part of the graph after its last pass.
-
-    `differentiate` runs one: from a loss, for variables, retaining the graph or not.
-    """
+    """Run a call's passes, one loss each, and free each part of the graph after its last pass."""
+    # `differentiate` runs one: from a loss, for variables, retaining the graph or not.
     plans = None
     if not retain and len(call.passes) > 1:
         plans = graph_release.plan_release(call, [edge.node for _, edge in observed_tensors()])

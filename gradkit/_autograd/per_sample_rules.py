@@ -16,15 +16,10 @@ from gradkit._compat.nodes import Shape, saved, saved_ints
 
 
 class Factors(NamedTuple):
-    """The gradients of B samples as products `left^T right`, `[p, q]` each.
+    """The gradients of B samples as products `left^T right`, `[p, q]` each."""
 
-    Attributes:
-        left: `[B, T, p]`; or `[B, T]`, integers: where in a row of zeros there is a one.
-        right: `[B, T, q]`.
-    """
-
-    left: Tensor
-    right: Tensor
+    left: Tensor  # `[B, T, p]`; or `[B, T]`, integers: where in a row of zeros there is a one
+    right: Tensor  # `[B, T, q]`
 
 
 PerSampleGrads: TypeAlias = Factors | Tensor  # or the gradients themselves, `[B, *variable.shape]`
@@ -84,11 +79,9 @@ def _kernel(use: Use, cotangent: Tensor, weight: Tensor) -> PerSampleGrads:
 
 
 def _sum(terms: Terms, *, by_channel: bool = False) -> Rule:
-    """Return the rule of a variable that was broadcast: the sum of terms for each element.
+    """Return the rule of a variable that was broadcast: the sum of terms for each element."""
 
-    One for each element of its node's output; its channels are dimension 1 there.
-    """
-
+    # There is a term for each element of its node's output, whose channels are dimension 1.
     def rule(use: Use, cotangent: Tensor, variable: Tensor) -> PerSampleGrads:
         rank = cotangent.dim()
         shape = (len(variable), *([1] * (rank - 2))) if by_channel else tuple(variable.shape)

@@ -22,19 +22,12 @@ class NotProvedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BatchDim:
-    """Where the samples lie in a tensor: an element is of sample `index // block % size`.
+    """Where the samples lie in a tensor: an element is of sample `index // block % size`."""
 
-    Attributes:
-        shape: Of the tensor.
-        dim: The dimension along which the index counts.
-        block: How many consecutive indices are of one sample.
-        size: How many samples there are; at least two.
-    """
-
-    shape: Shape
-    dim: int
-    block: int
-    size: int
+    shape: Shape  # of the tensor
+    dim: int  # along which the index counts
+    block: int  # how many consecutive indices are of one sample
+    size: int  # how many samples there are; at least two
 
     def viewed(self, shape: Shape) -> BatchDim:
         """Return where they lie in a tensor with the same elements in the same order."""

@@ -34,10 +34,8 @@ def linear_cross_entropy(operation: Operation, *args: Any, **kwargs: Any) -> Any
 
 
 def of_symmetric(operation: Operation, a: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return a function of a symmetric matrix, whose tangent is made symmetric, too.
-
-    Its rules of reverse mode do that with the gradient; those of forward mode rely on it.
-    """
+    """Return a function of a symmetric matrix, whose tangent is made symmetric, too."""
+    # Its rules of reverse mode do that with the gradient; those of forward mode rely on it.
     half = (a + a.mH) / 2
     return operation(a.detach() + (half - half.detach()), *args, **kwargs)
 

@@ -18,10 +18,8 @@ from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
 
 def check_call(call: Call, allowed: Collection[str] = ()) -> None:
-    """Raise if a gradient of the call would be wrong, zero or local.
-
-    `allowed` names kinds of nodes that raise otherwise, and that the caller sees to.
-    """
+    """Raise if a gradient of the call would be wrong, zero or local."""
+    # `allowed` names kinds of nodes that raise otherwise, and that the caller sees to.
     reachability.refuse_no_variables(call)
     if not allowed and distributed.any_fully_sharded():
         for params in call.params:
@@ -70,11 +68,9 @@ def check_backward_to_leaves(call: Call) -> None:
 
 
 def refuse_freed(call: Call, *, thorough: bool) -> None:
-    """Raise if a pass would execute a freed node: any such, or one next to a loss.
-
-    What is freed deeper down shows when a single pass gets there; looking at every node would take
-    as long as a small pass.
-    """
+    """Raise if a pass would execute a freed node: any such, or one next to a loss."""
+    # What is freed deeper down shows when a single pass gets there; looking at every node would
+    # take as long as a small pass.
     if thorough and not _any_freed(call):
         return
     for group, params in call.passes:

@@ -97,17 +97,14 @@ def refuse_wrong_derivative(
     *,
     by_formula: bool = False,
 ) -> None:
-    """Raise if a pass executes a node whose derivative torch gets wrong, drops, or does not have.
-
-    `by_formula`: but for what `InnerPass` differentiates by its formula.
-    """
+    """Raise if a pass executes a node whose derivative torch gets wrong, drops, or lacks."""
     once = set(filter(_is_once_differentiable, user_functions(below.kinds)))
     if not once and _REFUSED.isdisjoint(kind.__name__ for kind in below.kinds):
         return
     nodes = {
         kind_of_node(node): type(node)
         for node in below.leading_to(variables)
-        if not (by_formula and has_formula(node))
+        if not (by_formula and has_formula(node))  # by which `InnerPass` differentiates
     }
     for name, kind in sorted(nodes.items()):
         if kind in once:

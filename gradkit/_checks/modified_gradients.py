@@ -64,12 +64,10 @@ def refuse_pre_hooks(call: Call) -> None:
 
 
 def variables_to_copy_inside(variables: Sequence[Tensor], below: Subgraph | None) -> list[Tensor]:
-    """Return the variables whose gradients have to be copied, where a pass ends at all of them.
-
-    Those with hooks of their own, which may write on it before, and those below a custom Function,
-    which may have made it by writing: there the version tells nothing. `below` is None where no
-    Function is alive.
-    """
+    """Return the variables whose gradients have to be copied, where a pass ends at all of them."""
+    # Those with hooks of their own, which may write on the gradient before, and those below a
+    # custom Function, which may have made it by writing: there the version tells nothing. `below`
+    # is None where no Function is alive.
     if is_checked():  # also one that a hook keeps, to write on it later
         return [variable for variable in variables if variable.is_leaf or variable._backward_hooks]
     hooks = user_code.hooks_registered()
@@ -169,10 +167,8 @@ class _WriteCounter:
 
 
 def _is_function(kind: type) -> bool:
-    """Return whether nodes of a type run Python or generated code, which may build in place.
-
-    But for the Function that calls a module's backward hooks: it hands on what it was given.
-    """
+    """Return whether nodes of a type run Python or generated code, which may build in place."""
+    # Not the one that calls a module's backward hooks: it hands on what it was given.
     return issubclass(kind, BackwardCFunction) and kind.__name__ != "BackwardHookFunctionBackward"
 
 

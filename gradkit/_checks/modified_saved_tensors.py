@@ -23,11 +23,8 @@ _ANOMALY = "; under torch.autograd.detect_anomaly() this error names the line th
 
 
 def modified_since_saved(nodes: Iterable[Node]) -> Reason | None:
-    """Return why a pass through some nodes raises, if a tensor that one saved was changed since.
-
-    Of several nodes it is the newest, which a pass executes first.
-    """
-    for node in sorted(nodes, key=sequence_number, reverse=True):
+    """Return why a pass through some nodes raises, if a tensor that one saved was changed since."""
+    for node in sorted(nodes, key=sequence_number, reverse=True):  # as a pass executes them
         changed = changed_since_saved(node)
         if changed is not None:
             return _reason(node, *changed)

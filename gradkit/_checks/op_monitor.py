@@ -57,18 +57,15 @@ def active_monitors() -> int:
 
 
 class OpMonitor(TorchFunctionMode):
-    """Notes the operations of a function, and raises at those whose derivative would be wrong.
+    """Notes the operations of a function, and raises at those whose derivative would be wrong."""
 
-    It sees what Python calls, and in `note_graph` what else a graph tells of: torch.jit.script,
-    DisableTorchFunction and callbacks of torch's own functions leave nodes, too. With `per_sample`,
-    where the function is for one sample of a batch, train-mode batch norm raises. With `writes`,
-    what the function writes on tensors from outside is written on copies.
-    """
+    # It sees what Python calls, and in `note_graph` what else a graph tells of: torch.jit.script,
+    # DisableTorchFunction and callbacks of torch's own functions leave nodes, too.
 
     def __init__(self, *, per_sample: bool = False, writes: CopyOnWrite | None = None) -> None:
         super().__init__()
-        self._per_sample = per_sample
-        self._writes = writes
+        self._per_sample = per_sample  # fn is for one sample: train-mode batch norm raises
+        self._writes = writes  # what fn writes on tensors from outside is written on copies
         self._outer = transforms()
         self.is_nested = bool(self._outer)
         self._wrong_batched: list[str] = []

@@ -73,13 +73,11 @@ def refuse_unreached_views_and_subclasses(call: Call) -> None:
 
 
 def _is_view_of_reached(variable: Tensor, below: Subgraph, listed: set[int]) -> bool:
-    """Return whether a view is a new variable, and the gradient arrives at its base instead.
-
-    A slice of a parameter is a new variable each time it is taken [C3]; a view gets another history
-    when its base changes in place, as_strided [L2]. If the base is listed, too, the gradient stands
-    there, and the view may be None. So may any other view of an intermediate value, whose losses
-    may be others.
-    """
+    """Return whether a view is a new variable, and the gradient arrives at its base instead."""
+    # A slice of a parameter is a new variable each time it is taken [C3]; a view gets another
+    # history when its base changes in place, as_strided [L2]. If the base is listed, too, the
+    # gradient stands there, and the view may be None. So may any other view of an intermediate
+    # value, whose losses may be others.
     base = variable._base
     return (
         base is not None
@@ -147,11 +145,9 @@ def _without_gradient(call: Call, results: Sequence[Grads]) -> list[tuple[Params
 
 
 def _refuse_moved(missing: Sequence[tuple[Params, int]], below: Subgraph) -> None:
-    """Raise if one of the leaves is in the graph, but as it was before it was moved or cast.
-
-    Its `.data` of another type has another node for gradients to arrive at, apart from the graph:
-    torch.autograd.grad reports it as unused, and `.backward()` fills the `.grad` of the old type.
-    """
+    """Raise if one of the leaves is in the graph, but as it was before it was moved or cast."""
+    # Its `.data` of another type has another node for gradients to arrive at, apart from the graph:
+    # torch.autograd.grad reports it as unused, and `.backward()` fills the `.grad` of the old type.
     for params, index in missing:
         variable = params.variables[index]
         if id(variable) in below.leaves and edge(variable).node not in below.nodes:
@@ -230,11 +226,9 @@ def is_fsdp_shard(variable: Tensor) -> bool:
 
 
 def gathered_params() -> set[int]:
-    """Return the ids of the unsharded parameters into which `fully_shard` gathers shards.
-
-    Until the backward pass has ended, a module may show them as its parameters: plain tensors, in a
-    graph that need not hold any node of `fully_shard`. Their gradients are not synchronized [M9].
-    """
+    """Return the ids of the unsharded parameters into which `fully_shard` gathers shards."""
+    # Until the backward pass has ended, a module may show them as its parameters: plain tensors, in
+    # a graph that need not hold a node of `fully_shard`. Their gradients are not synchronized [M9].
     shards = distributed.shards_of(distributed.groups_of(distributed.all_states()))
     return {
         id(param) for shard in shards if (param := distributed.unsharded_param(shard)) is not None

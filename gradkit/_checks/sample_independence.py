@@ -22,21 +22,13 @@ _TRANSPOSITIONS = {"TBackward0", "TransposeBackward0", "PermuteBackward0"}
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """An operation in which all samples share a variable.
-
-    Attributes:
-        node: Its node.
-        operand: Which of its inputs the variable is.
-        transposed: Whether the input is the transposed variable.
-        variable: The number of the variable.
-        batch: Where the samples lie in the output.
-    """
+    """An operation in which all samples share a variable."""
 
     node: Node
-    operand: int
-    transposed: bool
-    variable: int
-    batch: BatchDim
+    operand: int  # which of its inputs the variable is
+    transposed: bool  # that input is the transposed variable
+    variable: int  # its number
+    batch: BatchDim  # where the samples lie in the output
 
     @property
     def kind(self) -> tuple[str, int, bool]:
@@ -50,12 +42,10 @@ def uses_shared_by_samples(
     variables: Sequence[Tensor],
     known: Collection[tuple[str, int, bool]],
 ) -> list[Use]:
-    """Return where the samples share variables; raise if a sample may depend on another.
-
-    From the vector down, each tensor gets a `BatchDim`. If one gets two that differ, if samples
-    share what was computed from a variable, or if a use is not of a known kind, nothing is proved.
-    What leads to no variable is not looked at.
-    """
+    """Return where the samples share variables; raise if a sample may depend on another."""
+    # From the vector down, each tensor gets a `BatchDim`. If one gets two that differ, if samples
+    # share what was computed from a variable, or if a use is not of a known kind, nothing is
+    # proved. What leads to no variable is not looked at.
     numbers = {id(variable): number for number, variable in enumerate(variables)}
     leading = below.leading_to(variables)
     top = edge(loss)[:2]

@@ -17,42 +17,25 @@ Grads: TypeAlias = list[Tensor | None]
 
 
 class Pass(NamedTuple):
-    """One engine pass.
+    """One engine pass."""
 
-    Attributes:
-        losses: The indices of the losses that it starts from.
-        params: What it differentiates with respect to.
-    """
-
-    losses: Sequence[int]
-    params: Params
+    losses: Sequence[int]  # the indices of those that it starts from
+    params: Params  # what it differentiates with respect to
 
 
 @dataclass(slots=True)
 class Call:
-    """What a public call is to compute.
+    """What a public call is to compute."""
 
-    Attributes:
-        losses: The losses, as given.
-        outputs: The tensors that are differentiated, one for each loss: the loss, or the loss times
-            a weight that requires grad.
-        passes: The engine passes, in order.
-        unused: The option: "none", "zeros" or "error".
-        create_graph: The option.
-        params: The params of the passes, each once.
-        no_subclasses: Whether no variable is of a subclass of torch's tensors.
-        only_leaves: Whether no variable is an intermediate value.
-        functions: Which nodes of Python Functions the graph could hold.
-    """
-
-    losses: Losses
-    outputs: Sequence[Tensor]
-    passes: Sequence[Pass]
-    unused: str = "none"
+    losses: Losses  # as given
+    outputs: Sequence[Tensor]  # for each loss: it, or it times a weight that requires grad
+    passes: Sequence[Pass]  # in order
+    unused: str = "none"  # or "zeros", or "error"
     create_graph: bool = False
-    params: list[Params] = field(init=False)
-    no_subclasses: bool = field(init=False)
-    only_leaves: bool = field(init=False)
+    params: list[Params] = field(init=False)  # those of the passes, each once
+    no_subclasses: bool = field(init=False)  # no variable is of a subclass of torch's tensors
+    only_leaves: bool = field(init=False)  # no variable is an intermediate value
+    # Which nodes of Python Functions the graph could hold.
     functions: FunctionsAlive = field(default_factory=functions_alive)
     _graph: GraphView | None = None
 

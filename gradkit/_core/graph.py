@@ -15,20 +15,14 @@ from gradkit._compat.nodes import has_released, saved_names
 
 
 class Subgraph:
-    """The nodes that a pass from some roots could visit, walked at most once; 0.4 us a node.
-
-    Attributes:
-        roots: The tensors that the pass starts from; those without a graph are left out.
-        stop: Nodes that belong to it, but are not walked past.
-        oldest: The sequence number of the oldest node that is looked at.
-    """
+    """The nodes that a pass from some roots could visit, walked at most once; 0.4 us a node."""
 
     def __init__(
         self, roots: Iterable[Tensor], stop: Collection[Node] = (), oldest: int = 0
     ) -> None:
-        self.roots = [root for root in roots if root.requires_grad]
-        self.stop = stop
-        self.oldest = oldest
+        self.roots = [root for root in roots if root.requires_grad]  # the others have no graph
+        self.stop = stop  # nodes that belong to it, but are not walked past
+        self.oldest = oldest  # the sequence number of the oldest node that is looked at
         self._leading: dict[object, set[Node]] = {}
 
     @cached_property
@@ -75,11 +69,9 @@ class Subgraph:
         return self.oldest > 0 and Subgraph(self.roots, self.stop).reaches(variable)
 
     def leading_to(self, variables: Sequence[Tensor], extra: Sequence[Node] = ()) -> set[Node]:
-        """Return the nodes that a pass executes for the gradients of some variables.
-
-        These are the nodes above a variable, or above one of the `extra` nodes. The variables' own
-        nodes are not executed: the engine only captures there.
-        """
+        """Return the nodes that a pass executes for the gradients of some variables."""
+        # These are the nodes above a variable, or above one of the `extra` nodes. The variables'
+        # own nodes are not executed: the engine only captures there.
         key = (*map(id, variables), *extra)
         if key not in self._leading:
             every_leaf = self.leaves.keys() <= set(map(id, variables))
@@ -106,16 +98,11 @@ class Subgraph:
 
 
 class GraphView:
-    """The graphs of the losses of one call: each part is walked when something first asks for it.
-
-    Attributes:
-        roots: The tensors that are differentiated, one for each loss.
-        oldest: The sequence number of the oldest node that is looked at.
-    """
+    """The graphs of a call's losses: each part is walked when something first asks for it."""
 
     def __init__(self, roots: Sequence[Tensor], oldest: int = 0) -> None:
-        self.roots = roots
-        self.oldest = oldest
+        self.roots = roots  # the tensors that are differentiated, one for each loss
+        self.oldest = oldest  # as in `Subgraph`
         self._subgraphs: dict[tuple[int, ...], Subgraph] = {}
 
     def below(self, indices: Iterable[int]) -> Subgraph:
@@ -128,11 +115,9 @@ class GraphView:
 
 
 def oldest_node(variables: Iterable[Tensor]) -> int:
-    """Return a sequence number such that no node before it leads to one of the variables.
-
-    A node is newer than those that it leads to, so that a pass for intermediate values, as those of
-    an inner loop, executes only what is newer than they are. Of leaves the age is not known: 0.
-    """
+    """Return a sequence number such that no node before it leads to one of the variables."""
+    # A node is newer than those that it leads to, so that a pass for intermediate values, as those
+    # of an inner loop, executes only what is newer than they are. The age of leaves is unknown: 0.
     nodes = [variable.grad_fn for variable in variables]
     return min((0 if node is None else sequence_number(node) for node in nodes), default=0)
 
@@ -148,23 +133,16 @@ def edge(tensor: Tensor) -> GradientEdge:
 
 
 class Part(NamedTuple):
-    """What one of several roots reaches.
+    """What one of several roots reaches."""
 
-    Attributes:
-        nodes: The nodes that it reaches, and no later root does.
-        shared: The nodes right below them, or the root's own, that a later root reaches.
-    """
-
-    nodes: list[Node]
-    shared: list[Node]
+    nodes: list[Node]  # those that it reaches, and no later root does
+    shared: list[Node]  # those right below them, or the root's own, that a later root reaches
 
 
 def nodes_below(roots: Iterable[Tensor], stop: Iterable[Node] = (), oldest: int = 0) -> set[Node]:
-    """Return every node that a pass from these roots could visit, without entering `stop`.
-
-    Nor what is older than `oldest`; but if a root is, it was made in another thread, whose numbers
-    are its own, and they tell nothing.
-    """
+    """Return every node that a pass from these roots could visit, without entering `stop`."""
+    # Nor what is older than `oldest`; but if a root is, it was made in another thread, whose
+    # numbers are its own, and they tell nothing.
     return set[Node]().union(*(part.nodes for part in _parts(roots, stop, oldest)))
 
 
@@ -209,12 +187,10 @@ _FREED_IN_ORDER = "gradkit: older nodes, the newest last"
 
 
 def _free_in_order(top: Node) -> None:
-    """Let the nodes below one be freed one after the other, newest first.
-
-    A list lets go of its items from its end, so that each node dies while the list still holds
-    those below it. Every so often a node holds such a list of those that are next below: whichever
-    tensor of the graph outlives the others, not many nodes are above the next list.
-    """
+    """Let the nodes below one be freed one after the other, newest first."""
+    # A list lets go of its items from its end, so that each node dies while the list still holds
+    # those below it. Every so often a node holds such a list of those that are next below:
+    # whichever tensor of the graph outlives the others, not many nodes are above the next list.
     if _FREED_IN_ORDER in cast("dict[str, object]", top.metadata):
         return
     seen, stack = {top}, [top]
@@ -267,11 +243,9 @@ def was_used_before_change(variable: Tensor, nodes: set[Node]) -> bool:
 
 
 def is_freed(loss: Tensor) -> bool:
-    """Return whether the first node below `loss` that saves tensors has lost one.
-
-    This sees a loss that has been differentiated before, in a microsecond or two; not a graph that
-    is freed further down, as a trunk shared with such a loss is.
-    """
+    """Return whether the first node below `loss` that saves tensors has lost one."""
+    # This sees a loss that has been differentiated before, in a microsecond or two; not a graph
+    # that is freed further down, as a trunk shared with such a loss is.
     node = loss.grad_fn
     for _ in range(8):
         if node is None:

@@ -32,12 +32,10 @@ _is_contiguous = torch.Tensor.is_contiguous
 
 
 def own(grads: list[Tensor], params: Sequence[Tensor], leading: tuple[int, ...] = ()) -> None:
-    """Copy, in the list, each gradient that shares memory or has another layout than its param.
-
-    `grads` have no graph, and only this list may refer to them. The layout is that which
-    `AccumulateGrad` gives: the strides of a dense parameter, else contiguous ones; in a dimension
-    of size 1 any stride is right. `leading`: the shape in front of that of the parameters.
-    """
+    """Copy, in the list, each gradient that shares memory or has another layout than its param."""
+    # `grads` have no graph, and only this list may refer to them. The layout is that which
+    # `AccumulateGrad` gives: the strides of a dense parameter, else contiguous ones; in a dimension
+    # of size 1 any stride is right. `leading`: the shape in front of that of the parameters.
     if leading and not all(map(_is_contiguous, params)):
         params = [_layout_of_rows(param, leading) for param in params]
         leading = ()
@@ -47,10 +45,8 @@ def own(grads: list[Tensor], params: Sequence[Tensor], leading: tuple[int, ...] 
 
 
 def owned(grads: list[Tensor | None], params: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return gradients without a graph, each in memory of its own; None stays None.
-
-    Only the list, which is emptied if something has to be copied, may refer to them.
-    """
+    """Return gradients without a graph, each in memory of its own; None stays None."""
+    # Only the list, which is emptied if something has to be copied, may refer to them.
     present = [grad for grad in grads if grad is not None]
     if _are_owned(present, params, _UNSHARED + 1):  # which both lists refer to
         return grads
@@ -84,10 +80,7 @@ _WITHOUT_STORAGE = (RuntimeError, NotImplementedError, TypeError)
 
 
 def _are_owned(grads: list[Tensor], params: Sequence[Tensor], unshared: int) -> bool:
-    """Return whether contiguous gradients of contiguous params share no memory.
-
-    `unshared`: the references that each has if nothing but the caller's lists refers to it.
-    """
+    """Return whether contiguous gradients of contiguous params share no memory."""
     # One attribute of all leaves at a time: a Python loop would double the time of a call.
     # What is contiguous was not expanded, but along dimensions of size 1, where it does not matter.
     try:
@@ -95,7 +88,7 @@ def _are_owned(grads: list[Tensor], params: Sequence[Tensor], unshared: int) -> 
             all(map(_is_contiguous, grads))
             and all(map(_is_contiguous, params))
             and not any(map(is_zero_tensor, grads))
-            and set(map(sys.getrefcount, grads)) <= {unshared}
+            and set(map(sys.getrefcount, grads)) <= {unshared}  # only the caller's lists hold them
             and _only_views_share(grads, list(map(storage_use_count, map(storage_address, grads))))
         )
     except _WITHOUT_STORAGE:
@@ -197,10 +190,8 @@ del _lone, _view, _bases
 
 
 def leave_inference_mode(*, record: bool = False) -> AbstractContextManager[object]:
-    """Leave inference mode: a gradient made in it could not take part in autograd later [E6].
-
-    With `record`, operations inside are recorded, as a function that is differentiated needs it.
-    """
+    """Leave inference mode: a gradient made in it could not take part in autograd later [E6]."""
+    # With `record`, operations inside are recorded, as a function that is differentiated needs it.
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return nullcontext()
     return torch.inference_mode(False) if record else _without_recording()

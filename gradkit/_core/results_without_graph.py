@@ -22,10 +22,8 @@ Grads: TypeAlias = list[Tensor | None]
 
 
 def with_zero_derivatives(grads: Iterable[Tensor | None], sources: Iterable[Tensor]) -> Grads:
-    """Return gradients with the graphs of all that they were computed from.
-
-    Where one of them does not carry such a graph, its derivative there is zero.
-    """
+    """Return gradients with the graphs of all that they were computed from."""
+    # Where one of them does not carry such a graph, its derivative there is zero.
     graphs = [(source, recording_levels(source)) for source in sources]
     every = set().union(*(levels for _, levels in graphs))
     carriers = [source for source, levels in graphs if levels]
@@ -48,10 +46,8 @@ def with_refused_derivatives(
 
 
 def without_ended_graph(grad: Tensor | None) -> Tensor | None:
-    """Return a gradient without a graph that leads to tensors of ended transforms only.
-
-    Since 2.14, torch.func leaves one to the second derivatives of batch_norm and instance_norm.
-    """
+    """Return a gradient without a graph that leads to tensors of ended transforms only."""
+    # Since 2.14, torch.func leaves one to the second derivatives of batch_norm and instance_norm.
     if grad is None or not grad.requires_grad or transforms():
         return grad
     leaves = Subgraph([grad]).leaves.values()
@@ -59,10 +55,8 @@ def without_ended_graph(grad: Tensor | None) -> Tensor | None:
 
 
 def accumulate_grad_nodes(leaves: Sequence[Tensor]) -> list[Node]:
-    """Return the AccumulateGrad nodes of leaves without subclasses, outside of transforms.
-
-    A constant function of all leads to them: a view of each would take four times as long.
-    """
+    """Return the AccumulateGrad nodes of leaves without subclasses, outside of transforms."""
+    # A constant function of all leads to them: a view of each would take four times as long.
     with torch.enable_grad():
         result = _attach(torch.empty(0), leaves)  # which keeps its node alive
     return [cast("Node", child) for child, _ in cast("Node", result.grad_fn).next_functions[1:]]

@@ -37,11 +37,10 @@ _FLAG = 5  # its position in all of them
 
 
 class CopyOnWrite:
-    """Redirects writes on shared tensors to copies, which are read in their stead from then on.
+    """Redirects writes on shared tensors to copies, which are read in their stead from then on."""
 
-    Where the operands are batched, so is a copy: in a vmap over tasks each has one of its own, as
-    each has in a loop that starts every task from the same module.
-    """
+    # Where the operands are batched, so is a copy: in a vmap over tasks each has one of its own, as
+    # each has in a loop that starts every task from the same module.
 
     def __init__(self, is_shared: Callable[[Tensor], bool]) -> None:
         self._may_be_shared = is_shared

@@ -21,14 +21,10 @@ _TABLES = itemgetter("_parameters", "_buffers", "_modules", "_non_persistent_buf
 
 
 class ModuleSnapshot:
-    """The attributes, lists and dictionaries of a module; with `hooks`, its hooks, too.
-
-    Attributes:
-        parts: The module and all below it, each once, by its first name.
-    """
+    """The attributes, lists and dictionaries of a module; with `hooks`, its hooks, too."""
 
     def __init__(self, module: nn.Module, *, hooks: bool = False) -> None:
-        self.parts = list(module.named_modules())
+        self.parts = list(module.named_modules())  # it and all below, once, by the first name
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._empty: list[Any] = []
@@ -84,12 +80,10 @@ def _is_same(container: Any, copy: Any) -> bool:
 
 @contextmanager
 def attributes_put_back(module: nn.Module, *, hooks: bool = False) -> Iterator[None]:
-    """Put back the attributes, lists and dictionaries of a module; with `hooks`, its hooks, too.
-
-    Otherwise what a forward pass computes from the tensors of a call would stay in the module: a
-    weight that a hook makes, a cache. And in a module that is part of another under two names,
-    torch.func.functional_call leaves the tensors of the call as its parameters.
-    """
+    """Put back the attributes, lists and dictionaries of a module; with `hooks`, its hooks, too."""
+    # Otherwise what a forward pass computes from the tensors of a call would stay in the module: a
+    # weight that a hook makes, a cache. And in a module that is part of another under two names,
+    # torch.func.functional_call leaves the tensors of the call as its parameters.
     if torch.compiler.is_compiling():  # it rejects assignments that it cannot undo itself
         yield
         return
@@ -101,10 +95,9 @@ def attributes_put_back(module: nn.Module, *, hooks: bool = False) -> Iterator[N
 
 
 class TensorSlots:
-    """Where the parameters and buffers of a module stand, to be replaced by other tensors.
+    """Where the parameters and buffers of a module stand, to be replaced by other tensors."""
 
-    What torch.func.functional_call looks up by name, tensor by tensor, one walk finds for all.
-    """
+    # What torch.func.functional_call looks up by name, tensor by tensor, one walk finds for all.
 
     def __init__(self, parts: Sequence[tuple[str, nn.Module]]) -> None:
         # A tensor of the module's own, its table, its key there, and its name.
@@ -124,10 +117,8 @@ class TensorSlots:
                     self._buffers.append((before + key, part, key))
 
     def fill(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Put tensors in the places of the module's own; False, and nothing done, if they misfit.
-
-        A tensor of the module that stands in several places is named once, by the first.
-        """
+        """Put tensors in place of the module's own; False, and nothing done, if they misfit."""
+        # A tensor of the module that stands in several places is named once, by the first.
         by_own = {id(own): tensors[name] for own, _, _, name in self._slots if name in tensors}
         if not self._fit or len(by_own) != len(tensors):
             return False

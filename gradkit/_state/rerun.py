@@ -142,11 +142,9 @@ _writes_of_run: ContextVar[_StorageWrites | None] = ContextVar("writes_of_run", 
 
 @contextmanager
 def recording_writes() -> Iterator[None]:
-    """Run code that may write to memory from outside; a first run around it copies that before.
-
-    Not for what gradkit and torch compute by themselves: recording an operator takes longer than
-    running a small one.
-    """
+    """Run code that may write to memory from outside; a first run around it copies that before."""
+    # Not for what gradkit and torch compute by themselves: recording an operator takes longer than
+    # running a small one.
     writes = _writes_of_run.get()
     if writes is None:
         yield

@@ -36,10 +36,9 @@ if TYPE_CHECKING:  # it would import all of DTensor
 
 
 class CollectiveOrder(RecomputedTensorSource):
-    """The collectives that a rank has taken part in since the last call, as a number.
+    """The collectives that a rank has taken part in since the last call, as a number."""
 
-    Ranks whose graphs differ could mix up parameters of one shape.
-    """
+    # Ranks whose graphs differ could mix up parameters of one shape.
 
     def __init__(self) -> None:
         super().__init__()

@@ -230,10 +230,7 @@ def weights_on_all_ranks(
     product: Tensor,
     weighting: Callable[[Tensor], Sequence[Any] | Tensor],
 ) -> PyTree:
-    """Return the weights that a function gives to losses: those of the first rank, on all.
-
-    A function that draws random numbers would weigh the losses differently on each rank.
-    """
+    """Return the weights that a function gives to losses: those of the first rank, on all."""
     flat = read_losses(losses, scalar=True)
 
     def read() -> tuple[Tensor, Description]:
@@ -243,6 +240,7 @@ def weights_on_all_ranks(
         return torch.stack(rows), Description((("the weights", len(rows)),), (), tuple)
 
     weights = agree_in_all(ranks, read)
+    # A function that draws random numbers would weigh the losses differently on each rank.
     for group in ranks:
         sent = weights.to(group.device)
         with collective_errors(group):

@@ -190,10 +190,8 @@ def _check_sparse(grad: Any, local: LocalGrads, index: int) -> None:
 def reduce_grads(
     group: Group, local: LocalGrads, specs: Specs, scale: float | None, *, in_place: bool = False
 ) -> list[Tensor | None]:
-    """Return the sums of scaled gradients over the ranks; None where `specs` has None.
-
-    `in_place`: in the memory of this rank's own gradients where they are dense.
-    """
+    """Return the sums of scaled gradients over the ranks; None where `specs` has None."""
+    # `in_place`: in the memory of this rank's own gradients where they are dense.
     reduced: list[Tensor | None] = [None] * len(specs)
     for bucket in buckets(specs):
         first = bucket[0][1]

@@ -51,21 +51,13 @@ _CONSTANTS = (str, bytes, Number, Enum, torch.dtype, torch.device, torch.Size, t
 
 @dataclass
 class OuterGraph:
-    """What records the results of a level: transforms around it, or eager code.
+    """What records the results of a level: transforms around it, or eager code."""
 
-    Attributes:
-        create_graph: The option. False: nothing does. True: a wrong derivative raises at once.
-        in_transform: A transform around the level differentiates its results.
-        eager: Eager code records what it computes.
-        hooked: The function has registered hooks, which may use tensors that its losses do not.
-        refused: Why a derivative that eager code may take of the results would be wrong.
-    """
-
-    create_graph: bool | None
-    in_transform: bool
-    eager: bool
-    hooked: bool = False
-    refused: str | None = None
+    create_graph: bool | None  # False: nothing does. True: a wrong derivative raises at once
+    in_transform: bool  # a transform around the level differentiates its results
+    eager: bool  # eager code records what it computes
+    hooked: bool = False  # fn has registered hooks, which may use tensors that its losses do not
+    refused: str | None = None  # why a derivative that eager code may take would be wrong
 
     def keeps(self, levels: set[int] | None) -> bool:
         """Return whether gradients of what these levels record, None if unknown, get a graph."""

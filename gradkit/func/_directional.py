@@ -133,19 +133,13 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Directional:
-    """The directional derivatives of a function at a point.
+    """The directional derivatives of a function at a point."""
 
-    Attributes:
-        fn: From float64 or complex128 tensors to such.
-        point: Its inputs.
-        isolated: The context of each evaluation, after which the state is as before.
-        varying: Whether directions below the last derivative vary with the values.
-    """
-
-    fn: Function
-    point: Tensors
+    fn: Function  # from float64 or complex128 tensors to such
+    point: Tensors  # its inputs
+    # The context of each evaluation, after which the state is as before.
     isolated: Callable[[], AbstractContextManager[object]]
-    varying: bool = True
+    varying: bool = True  # directions below the last derivative vary with the values
 
     def tangents(self, number: int, leaf: int | None = None) -> list[Tensor]:
         """Return the direction of a derivative; with `leaf`, its part there and zeros elsewhere."""

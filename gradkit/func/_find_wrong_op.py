@@ -85,10 +85,7 @@ def differentiable(tree: Any) -> list[Tensor]:
 
 
 def find_wrong_op(check: DerivativeCheck, modes: Modes) -> str | None:
-    """Return the first operation of a function whose derivative in these modes is wrong by itself.
-
-    A custom Function is not called through torch: the only one there is named by elimination.
-    """
+    """Return a function's first operation whose derivative in these modes is wrong by itself."""
     recorder, functions = _Recorder(), set[type]()
 
     def record(inputs: Tensors) -> Tensors:
@@ -102,6 +99,7 @@ def find_wrong_op(check: DerivativeCheck, modes: Modes) -> str | None:
     with suppress(Exception):  # what cannot be recorded is not named
         check.directional.evaluate(record)
     alone = (op.name for op in recorder.ops.values() if _is_wrong(op, check, modes))
+    # A custom Function is not called through torch: the only one there is named by elimination.
     return next(alone, None) or _only_function(functions)
 
 
