@@ -173,6 +173,22 @@ def test_private_attributes_of_nodes_are_read_in_one_file(device: torch.device) 
     assert not broken, listed(broken)
 
 
+def test_private_attributes_of_tensors_are_read_in_one_room(device: torch.device) -> None:
+    """But those of views and versions, which torch's documents name."""
+    private = {
+        "_backward_hooks", "_post_accumulate_grad_hooks", "_cdata", "_forward_cls", "_backward_cls",
+        "_schema", "_is_zerotensor", "_use_count", "_will_engine_execute_node",
+    }  # fmt: skip
+    broken = [
+        at(path, node, node.attr)
+        for path, tree in SOURCES.items()
+        if room(path) != "_compat"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in private
+    ]
+    assert not broken, listed(broken)
+
+
 def test_no_file_is_long(device: torch.device) -> None:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
     long = {str(p.relative_to(ROOT)): n for p, n in lengths.items() if n > LONGEST}

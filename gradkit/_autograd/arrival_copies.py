@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradkit._autograd.write_finder import WriteFinder
-from gradkit._compat.autograd import current_pass
+from gradkit._compat.autograd import current_pass, tensor_hooks
 from gradkit._compat.transforms import detach_keep_tangent
 from gradkit._core import user_code
 from gradkit._core.ownership import copy_for
@@ -48,7 +48,7 @@ class ArrivalCapture:
         # By the number of a non-leaf, the version that its gradient arrived with: a sibling may
         # have written on it before. What its own hooks write belongs to it.
         self.versions: dict[int, int] = {}
-        self._hooked = {id(v) for v in to_copy if v._backward_hooks}
+        self._hooked = {id(v) for v in to_copy if tensor_hooks(v)}
         copies = {id(v): _copied for v in to_copy if v.grad_fn is None}
         if finder is not None:
             for index, variable in enumerate(variables):

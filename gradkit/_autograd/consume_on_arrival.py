@@ -23,6 +23,7 @@ from gradkit._compat.autograd import (
     batched_mode,
     current_pass,
     from_batch,
+    tensor_hooks,
     without_function_modes,
 )
 from gradkit._core import user_code
@@ -55,7 +56,7 @@ class ConsumingRunner(PassRunner):
                     self.consume(index, grad)
             return grads
         versions: dict[int, int] = {}
-        hooked = {id(variable) for variable in variables if variable._backward_hooks}
+        hooked = {id(variable) for variable in variables if tensor_hooks(variable)}
 
         def consume(index: int, grad: Tensor) -> None:
             if grad._version and id(variables[index]) not in hooked:

@@ -12,6 +12,7 @@ from torch.autograd.function import Function, once_differentiable
 
 from gradkit._checks.differentiable_formulas import has_formula
 from gradkit._checks.wrong_derivatives_table import NODES, SWEPT
+from gradkit._compat.autograd import forward_class
 from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.nodes import IN_EVAL_MODE, kind_of_node
 from gradkit._compat.transforms import is_differentiated_tensor
@@ -119,8 +120,9 @@ def refuse_wrong_derivative(
 
 def _is_once_differentiable(kind: Any) -> bool:
     """Return whether the decorator shows; where it is hidden, the pass itself finds out."""
-    backward: Any = kind._forward_cls.backward
-    if not issubclass(kind._forward_cls, Function):  # torch.func's own, around the user's
+    function = forward_class(kind)
+    backward: Any = function.backward
+    if not issubclass(function, Function):  # torch.func's own, around the user's
         closure = [cell.cell_contents for cell in getattr(backward, "__closure__", None) or ()]
         backward = next((getattr(fn, "backward", None) for fn in closure), None)
     return getattr(backward, "__code__", None) is _WRAPPER_CODE

@@ -15,6 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from gradkit._checks.checked import is_checked
+from gradkit._compat.autograd import tensor_hooks
 from gradkit._core import user_code
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph, edge, leaf_tensors
@@ -69,15 +70,13 @@ def variables_to_copy_inside(variables: Sequence[Tensor], below: Subgraph | None
     # custom Function, which may have made it by writing: there the version tells nothing. `below`
     # is None where no Function is alive.
     if is_checked():  # also one that a hook keeps, to write on it later
-        return [variable for variable in variables if variable.is_leaf or variable._backward_hooks]
+        return [variable for variable in variables if variable.is_leaf or tensor_hooks(variable)]
     hooks = user_code.hooks_registered()
     nodes, leaves = _inputs_of_functions(below) if below is not None else (set(), {})
     return [
         variable
         for variable in variables
-        if (hooks and variable._backward_hooks)
-        or id(variable) in leaves
-        or variable.grad_fn in nodes
+        if (hooks and tensor_hooks(variable)) or id(variable) in leaves or variable.grad_fn in nodes
     ]
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -62,6 +63,38 @@ storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 # How many owners a tensor has, torch's own among them; before 2.12, only Python's are counted.
 tensor_use_count: Callable[[Any], int] = getattr(Tensor, "_use_count", sys.getrefcount)
+
+# The hooks of a tensor by their handles, in their order, or None: those of its gradient, and those
+# that run once `.grad` has it.
+tensor_hooks: Callable[[Tensor], dict[object, Callable[..., Any]] | None] = attrgetter(
+    "_backward_hooks"
+)
+post_accumulate_hooks: Callable[[Tensor], dict[object, Callable[..., Any]] | None] = attrgetter(
+    "_post_accumulate_grad_hooks"
+)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that the tensors in one storage share, as long as that lives."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def forward_class(kind: Any) -> Any:
+    """Return the Function whose nodes are of a type."""
+    return kind._forward_cls
+
+
+def node_type(function: Any) -> type:
+    """Return the type of the nodes of a Function."""
+    kind: type = function._backward_cls
+    return kind
+
+
+def operator_schema(func: Any) -> Any:
+    """Return what an operator declares of its arguments and results."""
+    return func._schema
+
 
 # Whether a tensor stands for zeros without memory of its own, as torch.func makes them.
 is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor

@@ -100,7 +100,7 @@ def is_laid_out(grad: Tensor, param: Tensor) -> bool:
     if grad.is_nested:
         return grad.is_contiguous()  # it has no strides
     # An expanded tensor, or a zero tensor without memory, cannot be changed in place.
-    if 0 in grad.stride() or grad._is_zerotensor():
+    if 0 in grad.stride() or is_zero_tensor(grad):
         return False
     if param.layout != torch.strided or param.is_contiguous() or not _is_dense(param):
         return grad.is_contiguous()

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import Node
 
+from gradkit._compat.autograd import node_type
 from gradkit._compat.transforms import is_of_ended_transform, recording_levels, transforms
 from gradkit._core.graph import Subgraph
 from gradkit.errors import UnsupportedGraphError
@@ -96,4 +97,4 @@ def _refuse(reason: str | None) -> None:
         raise UnsupportedGraphError(reason)
 
 
-ZERO_DERIVATIVE_NODE: type = _Constant._backward_cls
+ZERO_DERIVATIVE_NODE: type = node_type(_Constant)

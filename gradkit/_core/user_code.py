@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from gradkit._compat import distributed
+from gradkit._compat.autograd import forward_class, tensor_hooks
 from gradkit._compat.transforms import transforms
 from gradkit._core.graph import edge
 from gradkit._core.ownership import PLAIN_TYPES
@@ -130,9 +131,9 @@ _MOST_CLEAN = 100_000
 
 def hooks_of(tensor: Tensor) -> dict[object, Callable[[Tensor], Tensor | None]]:
     """Return the table of a tensor's hooks, which run in its order."""
-    if tensor._backward_hooks is None:
+    if tensor_hooks(tensor) is None:
         register_own_hook(tensor, lambda _: None).remove()
-    return cast("dict[object, Callable[[Tensor], Tensor | None]]", tensor._backward_hooks)
+    return cast("dict[object, Callable[[Tensor], Tensor | None]]", tensor_hooks(tensor))
 
 
 def hooks_registered() -> bool:
@@ -251,7 +252,7 @@ _TORCH_OPERATORS = tuple(
 
 
 def _from_torch(kind: Any) -> bool:
-    module: str = kind._forward_cls.__module__
+    module: str = forward_class(kind).__module__
     if module.startswith("torch._library"):  # may run what the user gave to register_autograd
         return bool(kind.__name__.startswith(_TORCH_OPERATORS))
     if module in _GRADKIT_MODULES:  # not meta: a step runs user code

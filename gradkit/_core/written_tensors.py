@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from gradkit._compat.autograd import operator_schema
+
 
 def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors that an operator writes on, called so: in place, `out=`, and in lists."""
@@ -26,7 +28,7 @@ def _written_arguments(func: Any) -> list[tuple[int, str]]:
         return _MISSING_FROM_SCHEMA[func.overloadpacket.__name__]
     return [
         (index, argument.name)
-        for index, argument in enumerate(func._schema.arguments)
+        for index, argument in enumerate(operator_schema(func).arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
 

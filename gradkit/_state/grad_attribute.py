@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from gradkit._compat.autograd import post_accumulate_hooks
 from gradkit._compat.transforms import detach_keep_tangent
 from gradkit._core.ownership import copy_for
 from gradkit.errors import UnsupportedGraphError, message
@@ -118,7 +119,7 @@ def replace_grad(leaf: Tensor, grad: Tensor) -> None:
         leaf.grad.copy_(grad)
     else:
         write(leaf, grad)
-    for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
+    for hook in list((post_accumulate_hooks(leaf) or {}).values()):
         hook(leaf)
 
 

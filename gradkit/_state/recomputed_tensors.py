@@ -17,6 +17,7 @@ from torch import SymInt, Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from gradkit._compat.autograd import storage_key
 from gradkit._compat.transforms import default_hooks, differentiated
 from gradkit.errors import UnsupportedGraphError, message
 
@@ -48,7 +49,7 @@ def register_recompute(tensor: Tensor, recompute: Recompute) -> None:
         if storage.expired():  # type: ignore[no-untyped-call]
             del _recomputed[key]
     reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-    _recomputed[_storage(tensor)] = reference, tensor.dtype, recompute
+    _recomputed[storage_key(tensor)] = reference, tensor.dtype, recompute
 
 
 def is_recomputed(tensor: Tensor) -> bool:
@@ -125,12 +126,7 @@ def _recompute_of(tensor: Tensor) -> Recompute | None:
     if tensor.layout != torch.strided or not _recomputed:
         return None
     try:
-        _, dtype, recompute = _recomputed[_storage(tensor)]
+        _, dtype, recompute = _recomputed[storage_key(tensor)]
     except (KeyError, NotImplementedError, RuntimeError):  # of subclasses, without a storage
         return None
     return recompute if dtype == tensor.dtype else None
-
-
-def _storage(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from gradkit._compat.autograd import TorchDispatchMode
+from gradkit._compat.autograd import TorchDispatchMode, operator_schema, storage_key
 from gradkit._core.written_tensors import written_tensors
 from gradkit._state import rng
 from gradkit._state.rerun_check import (
@@ -126,14 +126,14 @@ class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _allocates(func):
             for result in out if isinstance(out, tuple | list) else (out,):
                 if isinstance(result, Tensor) and result.layout == torch.strided:
-                    self._known.add(result.untyped_storage()._cdata)
+                    self._known.add(storage_key(result))
         return out
 
     def _snapshot(self, tensor: Tensor) -> None:
         if tensor.layout == torch.strided:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._known:
-                self._known.add(storage._cdata)
+            storage, key = tensor.untyped_storage(), storage_key(tensor)
+            if key not in self._known:
+                self._known.add(key)
                 self.snapshots.append((storage, _copy(storage)))
 
 
@@ -175,4 +175,4 @@ def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 @cache
 def _allocates(func: Any) -> bool:
     """Return whether the results of an operator are new, and no views of its arguments."""
-    return all(result.alias_info is None for result in func._schema.returns)
+    return all(result.alias_info is None for result in operator_schema(func).returns)

@@ -18,6 +18,7 @@ from gradkit._autograd.passes import PassResult
 from gradkit._checks.eager_graph import refuse_freed
 from gradkit._checks.reachability import refuse_nothing_reached
 from gradkit._compat import distributed
+from gradkit._compat.autograd import post_accumulate_hooks
 from gradkit._core.call import Call, Pass
 from gradkit._core.graph import GraphView
 from gradkit._core.losses import Losses
@@ -155,7 +156,7 @@ def _check_params(given: Params, managed: Mapping[int, Any], *, create_graph: bo
         if shard is None:
             got = "one that it does not manage, whose gradient would not be synchronized"
             fix = "call fully_shard on the module that has it, or freeze it"
-        elif shard.sharded_param._post_accumulate_grad_hooks:
+        elif post_accumulate_hooks(shard.sharded_param):
             got = "one with a hook that runs after accumulation"
             fix = "remove register_post_accumulate_grad_hook, or use loss.backward()"
         else:

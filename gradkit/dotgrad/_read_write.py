@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradkit._autograd.engine import accumulate_through_engine
+from gradkit._compat.autograd import tensor_hooks
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import detach_keep_tangent
 from gradkit._core import pytree
@@ -155,7 +156,7 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
 
 def _refuse_tensor_hooks(pairs: Pairs) -> None:
     for leaf, _ in pairs:
-        if count := len(leaf._backward_hooks or ()):
+        if count := len(tensor_hooks(leaf) or ()):
             expected = "tensors without tensor hooks, which have been applied to the gradients"
             got = f"{describe(leaf)} with {count} of them"
             fix = "remove them, or call add_grads_(params, grads) without hooks=True"

@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from gradkit._checks import nonreentrant_checkpoints
+from gradkit._compat.autograd import storage_key
 from gradkit._compat.transforms import BATCH, memory_of, transforms
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import refuse_distributed, require_tensor
@@ -245,5 +246,5 @@ class ReadOnly(TorchFunctionMode):
             return True
         if tensor.layout not in self._memory:  # once a call: every batch norm writes on its buffers
             alike = [t for t in self._tensors if t.layout == tensor.layout]
-            self._memory[tensor.layout] = {t.untyped_storage()._cdata for t in alike}
-        return tensor.untyped_storage()._cdata in self._memory[tensor.layout]
+            self._memory[tensor.layout] = set(map(storage_key, alike))
+        return storage_key(tensor) in self._memory[tensor.layout]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradkit._compat.autograd import tensor_hooks
 from gradkit._core.graph import Subgraph
 from gradkit.report._compare.distance import distance, is_close, is_zero, same_bits
 from gradkit.report._compare.runner import (
@@ -109,7 +110,7 @@ class _Difference:
         leaf, method = self.leaf, self.method
         present = {
             STALE: leaf.grad is not None and method != PER_LOSS,
-            HOOKS: bool(leaf._backward_hooks) and method != GRAD,
+            HOOKS: bool(tensor_hooks(leaf)) and method != GRAD,
             GRAD_DTYPE: leaf.grad_dtype not in (None, leaf.dtype) and method == FUNC,
         }
         return [cause for cause, is_present in present.items() if is_present]

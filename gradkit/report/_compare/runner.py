@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradkit._autograd import engine
+from gradkit._compat.autograd import post_accumulate_hooks, tensor_hooks
 from gradkit._core.closure_contents import captured_by
 from gradkit._core.graph import Subgraph
 from gradkit._core.losses import require_graph
@@ -120,7 +121,7 @@ class StepRunner:
     def isolated(self, ablation: Ablation = NONE) -> Iterator[None]:
         """Restore the state after a block, in which no post-accumulate-grad hooks run."""
         with self.snapshot.restored(), torch.enable_grad(), ExitStack() as stack:
-            _empty((leaf._post_accumulate_grad_hooks for leaf in self.snapshot.leaves), stack)
+            _empty(map(post_accumulate_hooks, self.snapshot.leaves), stack)
             if DROPOUT in ablation:
                 _set_dropout_to_zero(self.snapshot.modules)
             if CACHE in ablation:
@@ -135,9 +136,9 @@ class StepRunner:
         leaves = list((by_id | forward.leaves | forward.checkpointed).values())
         stack.enter_context(grads_put_back(leaves))
         stack.enter_context(grad_dtypes_put_back(leaves))
-        _empty((leaf._post_accumulate_grad_hooks for leaf in leaves), stack)
+        _empty(map(post_accumulate_hooks, leaves), stack)
         if HOOKS in ablation:
-            _empty((param._backward_hooks for param in params), stack)
+            _empty(map(tensor_hooks, params), stack)
         if GRAD_DTYPE in ablation:
             for param in params:
                 param.grad_dtype = param.dtype
