@@ -84,7 +84,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--only", nargs="+", choices=list(ROOMS), help="some of the rooms; nothing is written"
     )
     parser.add_argument(
-        "--minutes", type=float, default=14, help="no room begins later; the last are short"
+        "--minutes", type=float, default=14.2, help="no room begins later; the last are short"
     )
     parser.add_argument("--output", type=Path, help="a folder for the JSON and the plot")
     return parser.parse_args(arguments)
