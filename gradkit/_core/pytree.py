@@ -1,4 +1,4 @@
-"""Trees, with optree; and the first place where two differ, for errors.
+"""Trees, with optree.
 
 `None` is a leaf. Dictionaries keep their insertion order, where optree's default sorts the keys:
 losses are added and gradients are stacked in the caller's order. A class becomes a node by
@@ -8,16 +8,15 @@ losses are added and gradients are stacked in the caller's order. A class become
 from __future__ import annotations
 
 import re
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 
 from gradkit._compat.versions import require
+from gradkit._core.mismatch import MAPPINGS, Subtree, mismatch
 from gradkit._core.ownership import PLAIN_TYPES
-from gradkit.errors import StructureError, describe, message
 
 try:
     import optree
@@ -29,9 +28,6 @@ PyTree: TypeAlias = Any
 Structure: TypeAlias = optree.PyTreeSpec
 
 _NAMESPACE = "gradkit"
-# optree matches these with each other, by key.
-_MAPPINGS = (dict, OrderedDict, defaultdict)
-_MOST_KEYS = 6  # in an error
 
 # The insertion order is a mode of the namespace, which only gradkit uses. Entering it once and for
 # all saves some microseconds a call; the name keeps the context from being garbage collected.
@@ -112,7 +108,7 @@ def mutable_entry(tree: PyTree, spec: optree.PyTreeSpec, index: int) -> tuple[An
     """Return the list or dict that holds a leaf, and its index or key; None if another does."""
     accessor = spec.accessors()[index]
     container = accessor[:-1](tree) if len(accessor) else None
-    is_mutable = type(container) in (*_MAPPINGS, list)
+    is_mutable = type(container) in (*MAPPINGS, list)
     return (container, accessor[-1].entry) if is_mutable else None
 
 
@@ -130,10 +126,10 @@ def flatten_up_to(spec: optree.PyTreeSpec, spec_root: str, tree: PyTree, root: s
         return cast("list[Any]", spec.flatten_up_to(tree))
     except (ValueError, TypeError) as error:
         leaves, tree_spec = flatten(tree)
-        expected, got = _Subtree(spec_root, spec), _Subtree(root, tree_spec, leaves)
+        expected, got = Subtree(spec_root, spec), Subtree(root, tree_spec, leaves)
         fallback = f"the structure of {spec_root}", str(error)
         fix = f"give {root} the containers and keys of {spec_root}"
-        raise _mismatch(expected, got, fallback, fix) from None
+        raise mismatch(expected, got, fallback, fix) from None
 
 
 def broadcast_prefix(prefix: PyTree, prefix_root: str, tree: PyTree, root: str) -> list[Any]:
@@ -150,10 +146,10 @@ def broadcast_prefix(prefix: PyTree, prefix_root: str, tree: PyTree, root: str) 
         ]
         return cast("list[Any]", spec.flatten_up_to(prefix_spec.unflatten(full)))
     except (ValueError, TypeError) as error:
-        expected, got = _Subtree(root, spec), _Subtree(prefix_root, prefix_spec, values)
+        expected, got = Subtree(root, spec), Subtree(prefix_root, prefix_spec, values)
         fallback = f"a prefix of the structure of {root}", str(error)
         fix = f"give {prefix_root} the containers and keys of {root}, or one value for a branch"
-        raise _mismatch(expected, got, fallback, fix, prefix=True) from None
+        raise mismatch(expected, got, fallback, fix, prefix=True) from None
 
 
 def children(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]]:
@@ -169,101 +165,3 @@ def top_level(tree: PyTree) -> optree.PyTreeSpec:
         below, metadata, _, rebuild = optree.tree_flatten_one_level(tree, **options)
         tree = cast("Any", rebuild)(metadata, [None] * len(below))
     return optree.tree_structure(tree, **options)
-
-
-class _Subtree(NamedTuple):
-    """A part of a tree, with its path; the leaves are needed where they are to be described."""
-
-    path: str
-    spec: optree.PyTreeSpec
-    leaves: Sequence[Any] = ()
-
-    def children(self) -> Iterator[tuple[Any, _Subtree]]:
-        """Yield the keys, or indices, of the top level, and what is there."""
-        begin = 0
-        top: Any = self.spec.one_level()
-        entries = zip(self.spec.entries(), top.accessors(), self.spec.children(), strict=True)
-        for key, accessor, spec in entries:
-            end = begin + spec.num_leaves
-            yield key, _Subtree(accessor.codify(self.path), spec, self.leaves[begin:end])
-            begin = end
-
-    def describe(self) -> str:
-        """Return what this is: a leaf by its type and size, a container by its type."""
-        return describe(self.leaves[0]) if self.spec.is_leaf() else _container(self.spec)
-
-
-def _mismatch(
-    expected: _Subtree, got: _Subtree, fallback: tuple[str, str], fix: str, *, prefix: bool = False
-) -> StructureError:
-    difference = _first_difference(expected, got, prefix) or (got.path, *fallback)
-    return StructureError(message(*difference, fix))
-
-
-def _first_difference(
-    expected: _Subtree, got: _Subtree, prefix: bool
-) -> tuple[str, str, str] | None:
-    """Return where, what was expected, and what came; `expected` may be deeper if `prefix`."""
-    if (got if prefix else expected).spec.is_leaf():
-        return None
-    here = _difference_here(expected, got)
-    if here is not None:
-        return got.path, *here
-    children = dict(got.children())
-    below = (_first_difference(x, children[key], prefix) for key, x in expected.children())
-    return next((difference for difference in below if difference is not None), None)
-
-
-def _difference_here(expected: _Subtree, got: _Subtree) -> tuple[str, str] | None:
-    spec, mapping = expected.spec, expected.spec.type in _MAPPINGS
-    sized = f"{_sized(spec)}, as {expected.path} is"
-    if spec.type is not got.spec.type and not (mapping and got.spec.type in _MAPPINGS):
-        if spec.is_leaf():
-            return f"a leaf, as {expected.path} is", got.describe()
-        if mapping and spec.num_children:
-            keys = f"with the keys of {expected.path} ({_keys(spec.entries())})"
-            return f"{_container(spec)} {keys}", got.describe()
-        return sized, got.describe()
-    if mapping:
-        return _key_difference(expected, got)
-    if spec.num_children != got.spec.num_children:
-        return sized, _sized(got.spec)
-    if spec.one_level() != got.spec.one_level():
-        return f"{_container(spec)} with the metadata of {expected.path}", "one with other metadata"
-    return None
-
-
-def _key_difference(expected: _Subtree, got: _Subtree) -> tuple[str, str] | None:
-    keys, other_keys = expected.spec.entries(), got.spec.entries()
-    extra = [key for key in other_keys if key not in set(keys)]
-    missing = [key for key in keys if key not in set(other_keys)]
-    if not missing and not extra:
-        return None
-    same = f"the keys of {expected.path} ({_keys(keys)})"
-    if not missing:
-        return same, f"also the key {extra[0]!r}"
-    other = f", but {_closest(missing[0], extra)!r}" if extra else ""
-    return same, f"no key {missing[0]!r}{other}"
-
-
-def _closest(key: object, candidates: Sequence[Any]) -> object:
-    from difflib import get_close_matches  # for errors only: it takes time to import
-
-    by_text = {str(candidate): candidate for candidate in reversed(candidates)}
-    close = get_close_matches(str(key), by_text, 1)
-    return by_text[close[0]] if close else candidates[0]
-
-
-def _keys(keys: Sequence[object]) -> str:
-    shown = ", ".join(map(repr, keys[:_MOST_KEYS]))
-    return shown if len(keys) <= _MOST_KEYS else f"{shown}, ... {len(keys)} in all"
-
-
-def _sized(spec: optree.PyTreeSpec) -> str:
-    count = spec.num_children
-    return f"{_container(spec)} of {count} item{'' if count == 1 else 's'}"
-
-
-def _container(spec: optree.PyTreeSpec) -> str:
-    name = getattr(spec.type, "__name__", "container")
-    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"

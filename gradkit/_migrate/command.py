@@ -11,7 +11,7 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from gradkit._migrate.source import migrate
+from gradkit._migrate.migrate import migrate
 
 DESCRIPTION = """Move training loops from .grad to gradients that are values.
 

@@ -34,7 +34,7 @@ from gradkit.distributed._agreement import (
     digest_of,
 )
 from gradkit.distributed._distributed_call import DistributedCall
-from gradkit.distributed._leaf_reduction import LeafReduction, arrival_order
+from gradkit.distributed._inner_product_reduction import LeafReduction, arrival_order
 from gradkit.errors import StructureError, UnsupportedGraphError, message
 
 # Runs a call on its modules, by DistributedDataParallel's means or by those of fully_shard.

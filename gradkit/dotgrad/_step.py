@@ -21,13 +21,13 @@ from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit._state.grad_attribute import grads_put_back, write_all
-from gradkit.dotgrad._grads_without_copy import (
+from gradkit.dotgrad._matching import Pairs, match, read_grad_leaves, read_leaves, unique
+from gradkit.dotgrad._read_only_optimizers import (
     READERS,
     assign_without_copy,
     only_reads,
     warn_if_written,
 )
-from gradkit.dotgrad._matching import Pairs, match, read_grad_leaves, read_leaves, unique
 from gradkit.dotgrad._wrappers import check_wrapper
 from gradkit.errors import OptionError, StructureError, UnsupportedOptimizerError, describe, message
 

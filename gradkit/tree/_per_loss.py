@@ -26,7 +26,7 @@ from gradkit._core.options import is_real_number
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 from gradkit.tree._arithmetic import Leaf, flatten_aligned
-from gradkit.tree._products import products, with_zeros
+from gradkit.tree._inner_products import products, with_zeros
 
 _Weight: TypeAlias = float | Tensor
 

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("libcst")
 
 from gradkit.__main__ import main
-from gradkit._migrate.source import migrate
+from gradkit._migrate.migrate import migrate
 
 LOOP = '''"""A loop."""
 import torch

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from gradkit._migrate.source import migrate
+from gradkit._migrate.migrate import migrate
 from tests.migrate.left import LEFT, LOOP, SETUP
 
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("libcst")
 
-from gradkit._migrate.source import Migrated, migrate
+from gradkit._migrate.migrate import Migrated, migrate
 from tests.migrate.loops import MOVED, execute
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("libcst")
 
-from gradkit._migrate.source import migrate
+from gradkit._migrate.migrate import migrate
 from tests.migrate.loops import execute
 
 HEAD = """

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("libcst")
 
 from gradkit.__main__ import main
-from gradkit._migrate.source import migrate
+from gradkit._migrate.migrate import migrate
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "migrate"

@@ -19,9 +19,9 @@ from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.report._compare.distance import distance, same_bits
 from gradkit.report._compare.products import errors_of_products
-from gradkit.report._compare.reasons import model_reason, reason
 from gradkit.report._compare.runner import BACKWARD, FUNC, GRAD, PER_LOSS, RunResult, StepRunner
 from gradkit.report._compare.step import Step, moved, read_step
+from gradkit.report._compare.why_different import model_reason, reason
 from gradkit.report._view.charts import draw_differences
 from gradkit.report._view.rendering import Block, Report, Styled, Table, folded, listed, plural
 

@@ -20,7 +20,7 @@ from gradkit._state.grad_attribute import copy_into_grads, grad_dtypes_put_back,
 from gradkit._state.snapshot import Snapshot
 from gradkit.errors import first_line
 from gradkit.report._compare.step import Inputs, Step, tensors_in
-from gradkit.report._explain.reasons import checkpointed_tensors
+from gradkit.report._explain.why_unreached import checkpointed_tensors
 
 BACKWARD, GRAD, FUNC, PER_LOSS = ".backward()", "autograd.grad", "torch.func", "loss by loss"
 

@@ -21,7 +21,7 @@ from gradkit._core.params import Params, read_params, refuse_distributed
 from gradkit._core.pytree import PyTree
 from gradkit.errors import UnsupportedGraphError, describe
 from gradkit.report._explain.explanation import Explanation, LossGraph, Part
-from gradkit.report._explain.reasons import Reachability
+from gradkit.report._explain.why_unreached import Reachability
 from gradkit.report._view.rendering import listed
 
 

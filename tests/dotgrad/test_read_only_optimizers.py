@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn, optim
 
 import gradkit
-from gradkit.dotgrad import _grads_without_copy, _step
-from gradkit.dotgrad._grads_without_copy import READERS, only_reads
+from gradkit.dotgrad import _read_only_optimizers, _step
+from gradkit.dotgrad._read_only_optimizers import READERS, only_reads
 from tests.helpers import assert_same_bits
 
 FLAGS: dict[str, list[Any]] = {
@@ -164,7 +164,7 @@ def test_lent_means_not_copied(device: torch.device, monkeypatch: pytest.MonkeyP
 def test_a_gradient_that_was_written_on_is_told(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_grads_without_copy, "_writes", lambda group: False)
+    monkeypatch.setattr(_read_only_optimizers, "_writes", lambda group: False)
     params = net(device)
     optimizer = optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, foreach=True)
     grads = grads_of(params, 0)

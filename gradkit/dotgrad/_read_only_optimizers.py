@@ -14,7 +14,7 @@ from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._state.grad_attribute import set_grads
 from gradkit.errors import warn_fallback
 
-# tests/dotgrad/test_grads_without_copy.py runs each with the options for which nothing is copied.
+# tests/dotgrad/test_read_only_optimizers.py runs each with the options for which nothing is copied.
 # One that is not here is given copies: it may write on its gradients, or keep them.
 _NAMES = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam",
