@@ -1,4 +1,4 @@
-"""The source of one file, before and after its loops are moved."""
+"""`migrate`: the source of one file with its loops moved."""
 
 from __future__ import annotations
 
