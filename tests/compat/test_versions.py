@@ -38,6 +38,7 @@ def test_what_is_missing_or_too_old_is_an_import_error(
         versions.require(package, version)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("package", ["torch", "optree"])
 def test_one_import_error_without_a_package(device: torch.device, package: str) -> None:
     code = f"import sys; sys.modules[{package!r}] = None; import gradkit"

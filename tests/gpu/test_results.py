@@ -38,6 +38,7 @@ def test_what_a_command_prints_and_its_outcome_are_in_the_log(
     assert summary.outcome_of(log.read_text()).startswith("failed (exit status 3); ")
 
 
+@pytest.mark.long
 def test_a_command_that_hangs_is_ended_with_those_it_started(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
