@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from gradkit._autograd.pass_observers import observing
 from gradkit._compat.autograd import current_pass
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import is_transform_tensor, transforms
@@ -19,6 +18,7 @@ from gradkit._core import graph, pytree, user_code
 from gradkit._core.leaf_arithmetic import add_leaves
 from gradkit._core.options import check_bool
 from gradkit._core.ownership import copy_for
+from gradkit._core.pass_observers import observing
 from gradkit._core.pytree import PyTree
 from gradkit.errors import (
     LeafTypeError,

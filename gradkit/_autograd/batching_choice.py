@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from gradkit._autograd.pass_observers import any_observers
 from gradkit._checks.checked import is_checked
 from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_may_run_in
 from gradkit._compat.nodes import any_sparse_gradients, sizes_of_gradients
 from gradkit._core import user_code
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
+from gradkit._core.pass_observers import any_observers
 from gradkit.errors import warn_fallback
 
 # What the engine's batched mode gets wrong, or cannot do [G1, G6].

@@ -14,7 +14,6 @@ from torch import Tensor
 from gradkit._autograd.arrival_copies import copied_on_arrival
 from gradkit._autograd.engine import run_batch, run_grad
 from gradkit._autograd.hooks_in_batches import hooks_refused
-from gradkit._autograd.pass_observers import any_observers
 from gradkit._autograd.pass_runner import PassRunner
 from gradkit._checks.checked import is_checked
 from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_may_run_in
@@ -27,6 +26,7 @@ from gradkit._compat.autograd import (
     without_function_modes,
 )
 from gradkit._core import user_code
+from gradkit._core.pass_observers import any_observers
 
 # What is called with the number of a variable, and its gradient; or with a stack of its gradients.
 Consume: TypeAlias = Callable[[int, Tensor], None]

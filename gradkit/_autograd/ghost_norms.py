@@ -19,7 +19,6 @@ from torch.autograd.graph import GradientEdge, Node
 
 from gradkit._autograd.engine import run_grad
 from gradkit._autograd.jacobian_rows import ARRIVED, JacobianRows
-from gradkit._autograd.pass_observers import any_observers
 from gradkit._autograd.per_sample_rules import RULES, Factors, PerSampleGrads, per_sample_gradients
 from gradkit._checks.batch_dim_rules import NotProvedError
 from gradkit._checks.checked import is_checked
@@ -27,6 +26,7 @@ from gradkit._checks.sample_independence import Use, uses_shared_by_samples
 from gradkit._compat.autograd import current_pass
 from gradkit._core import user_code
 from gradkit._core.leaf_arithmetic import norms_of_rows
+from gradkit._core.pass_observers import any_observers
 from gradkit.errors import GradkitError
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from gradkit._autograd.arrival_copies import ArrivalCapture
 from gradkit._autograd.engine import run_backward, run_batch, run_grad
 from gradkit._autograd.hooks_in_batches import hooks_refused
-from gradkit._autograd.pass_observers import any_observers, observed_tensors
 from gradkit._autograd.unshared_memory import without_shared_memory
 from gradkit._autograd.write_finder import WriteFinder
 from gradkit._checks.checked import step_monitor
@@ -27,6 +26,7 @@ from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
 from gradkit._core.ownership import owned
 from gradkit._core.params import Params
+from gradkit._core.pass_observers import any_observers, observed_tensors
 from gradkit._state.grad_attribute import grads_put_back
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from gradkit._autograd import batching_choice, graph_release, jacobian
-from gradkit._autograd.pass_observers import observed_tensors
 from gradkit._autograd.pass_runner import PassRunner
 from gradkit._checks.eager_graph import check_call, refuse_donated
 from gradkit._checks.reachability import refuse_unreached
@@ -21,6 +20,7 @@ from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.losses import Losses, params_of_each_loss, read_weights, require_graph
 from gradkit._core.ownership import zeros_for
 from gradkit._core.params import Params, read_params
+from gradkit._core.pass_observers import observed_tensors
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_zero_derivatives
 

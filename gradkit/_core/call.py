@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
-from gradkit._core.graph import GraphView, oldest_node
+from gradkit._core.graph import GraphView, is_leaf_node
 from gradkit._core.losses import Losses
 from gradkit._core.params import Params
+from gradkit._core.pass_observers import any_observers, observed_tensors
 from gradkit._core.user_code import FunctionsAlive, functions_alive
 
 Grads: TypeAlias = list[Tensor | None]
@@ -50,10 +52,18 @@ class Call:
     def graph(self) -> GraphView:
         """The graph of the losses, as far as passes for the variables go; one view a call."""
         if self._graph is None:
-            # Of leaves the age is not known.
-            variables = [] if self.only_leaves else [v for _, _, v in self.variables()]
-            self._graph = GraphView(self.outputs, oldest_node(variables))
+            self._graph = GraphView(self.outputs, self._ends())
         return self._graph
+
+    def _ends(self) -> frozenset[Node]:
+        """Return the nodes at which the passes end; none if one of them ends at a leaf."""
+        if self.only_leaves:
+            return frozenset()
+        nodes = {variable.grad_fn for _, _, variable in self.variables()}
+        if any_observers():
+            nodes.update(edge.node for _, edge in observed_tensors())
+        inner = frozenset(node for node in nodes if node is not None and not is_leaf_node(node))
+        return inner if len(inner) == len(nodes) else frozenset()
 
     @property
     def differentiated(self) -> list[int]:

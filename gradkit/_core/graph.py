@@ -18,11 +18,14 @@ class Subgraph:
     """The nodes that a pass from some roots could visit, walked at most once; 0.4 us a node."""
 
     def __init__(
-        self, roots: Iterable[Tensor], stop: Collection[Node] = (), oldest: int = 0
+        self,
+        roots: Iterable[Tensor],
+        stop: Collection[Node] = (),
+        ends: Collection[Node] = frozenset(),
     ) -> None:
         self.roots = [root for root in roots if root.requires_grad]  # the others have no graph
         self.stop = stop  # nodes that belong to it, but are not walked past
-        self.oldest = oldest  # the sequence number of the oldest node that is looked at
+        self.ends = ends  # if any, old nodes that lead to none of them are left out
         self._leading: dict[object, set[Node]] = {}
 
     @cached_property
@@ -33,7 +36,7 @@ class Subgraph:
     @cached_property
     def parts(self) -> list[Part]:
         """For each root the nodes that it reaches, and no later root does."""
-        return _parts(self.roots, self.stop, self.oldest)
+        return _parts(self.roots, self.stop, self.ends)
 
     @cached_property
     def kinds(self) -> set[type]:
@@ -66,7 +69,8 @@ class Subgraph:
         here = edge(variable)
         if here.node in self.nodes and here[:2] in self._edges:
             return True
-        return self.oldest > 0 and Subgraph(self.roots, self.stop).reaches(variable)
+        is_left_out = self.ends and here.node not in self.ends
+        return bool(is_left_out) and Subgraph(self.roots, self.stop).reaches(variable)
 
     def leading_to(self, variables: Sequence[Tensor], extra: Sequence[Node] = ()) -> set[Node]:
         """Return the nodes that a pass executes for the gradients of some variables."""
@@ -74,9 +78,15 @@ class Subgraph:
         # own nodes are not executed: the engine only captures there.
         key = (*map(id, variables), *extra)
         if key not in self._leading:
-            every_leaf = self.leaves.keys() <= set(map(id, variables))
-            self._leading[key] = self._inner if every_leaf else self._walk_up(variables, extra)
+            self._leading[key] = (
+                self._inner if self._ends_at(variables) else self._walk_up(variables, extra)
+            )
         return self._leading[key]
+
+    def _ends_at(self, variables: Sequence[Tensor]) -> bool:
+        """Return whether all of the graph has been walked, and its leaves are all variables."""
+        walked = not self.ends and not self.stop
+        return walked and self.leaves.keys() <= set(map(id, variables))
 
     @cached_property
     def _inner(self) -> set[Node]:
@@ -100,9 +110,9 @@ class Subgraph:
 class GraphView:
     """The graphs of a call's losses: each part is walked when something first asks for it."""
 
-    def __init__(self, roots: Sequence[Tensor], oldest: int = 0) -> None:
+    def __init__(self, roots: Sequence[Tensor], ends: Collection[Node] = frozenset()) -> None:
         self.roots = roots  # the tensors that are differentiated, one for each loss
-        self.oldest = oldest  # as in `Subgraph`
+        self.ends = ends  # as in `Subgraph`
         self._subgraphs: dict[tuple[int, ...], Subgraph] = {}
 
     def below(self, indices: Iterable[int]) -> Subgraph:
@@ -110,16 +120,8 @@ class GraphView:
         key = tuple(indices)
         if key not in self._subgraphs:
             roots = [self.roots[index] for index in key]
-            self._subgraphs[key] = Subgraph(roots, oldest=self.oldest)
+            self._subgraphs[key] = Subgraph(roots, ends=self.ends)
         return self._subgraphs[key]
-
-
-def oldest_node(variables: Iterable[Tensor]) -> int:
-    """Return a sequence number such that no node before it leads to one of the variables."""
-    # A node is newer than those that it leads to, so that a pass for intermediate values, as those
-    # of an inner loop, executes only what is newer than they are. The age of leaves is unknown: 0.
-    nodes = [variable.grad_fn for variable in variables]
-    return min((0 if node is None else sequence_number(node) for node in nodes), default=0)
 
 
 def edge(tensor: Tensor) -> GradientEdge:
@@ -141,37 +143,58 @@ class Part(NamedTuple):
 
 def nodes_below(roots: Iterable[Tensor], stop: Iterable[Node] = (), oldest: int = 0) -> set[Node]:
     """Return every node that a pass from these roots could visit, without entering `stop`."""
-    # Nor what is older than `oldest`; but if a root is, it was made in another thread, whose
-    # numbers are its own, and they tell nothing.
-    return set[Node]().union(*(part.nodes for part in _parts(roots, stop, oldest)))
-
-
-def _parts(roots: Iterable[Tensor], stop: Iterable[Node], oldest: int) -> list[Part]:
+    # Nor what has a number below `oldest`, which tells of nodes of one thread; a root that has one
+    # was made in another.
     tops = [root.grad_fn or edge(root).node for root in roots]
     if oldest and any(sequence_number(top) < oldest for top in tops):
         oldest = 0
+    reached = set(stop)
+    nodes = [top for top in dict.fromkeys(tops) if top not in reached]
+    reached.update(nodes)
+    for node in nodes:  # which grows meanwhile
+        for child, _ in node.next_functions:
+            if child is None or child in reached or (oldest and sequence_number(child) < oldest):
+                continue
+            reached.add(child)
+            nodes.append(child)
+    if len(nodes) > _MOST_TO_FREE_AT_ONCE:
+        _free_in_order(nodes)
+    return set(nodes)
+
+
+def _parts(
+    roots: Iterable[Tensor], stop: Iterable[Node], ends: Collection[Node] = frozenset()
+) -> list[Part]:
+    tops = [root.grad_fn or edge(root).node for root in roots]
+    last_first = list(enumerate(tops))[::-1]
     reached_from: dict[Node, int] = dict.fromkeys(stop, -1)  # the index of a root
-    last_first = reversed(list(enumerate(tops)))
-    parts = [_part(top, index, reached_from, oldest) for index, top in last_first]
+    bounds = _Bounds(ends) if ends else None
+    parts = [_part(top, index, reached_from, bounds) for index, top in last_first]
+    if bounds is not None:
+        for part, (index, _) in zip(parts, last_first, strict=True):
+            bounds.extend_below_ends(part, index, reached_from)
+        if bounds.tell_nothing(reached_from.keys()):
+            return _parts(roots, stop)
     if sum(len(part.nodes) for part in parts) > _MOST_TO_FREE_AT_ONCE:
-        for top in tops:
-            _free_in_order(top)
+        _free_in_order([node for part in parts for node in part.nodes])
     return parts[::-1]
 
 
-def _part(top: Node, index: int, reached_from: dict[Node, int], oldest: int) -> Part:
+def _part(top: Node, index: int, reached_from: dict[Node, int], bounds: _Bounds | None) -> Part:
     if top in reached_from:
         return Part([], [top])
     reached_from[top] = index
     nodes: list[Node] = [top]
     shared: list[Node] = []
     for node in nodes:  # which grows meanwhile
+        if bounds is not None and node in bounds.ends:
+            continue
         for child, _ in node.next_functions:
             if child is None:
                 continue
             other = reached_from.get(child)
             if other is None:
-                if not oldest or sequence_number(child) >= oldest:
+                if bounds is None or bounds.include(child):
                     reached_from[child] = index
                     nodes.append(child)
             elif other != index:
@@ -179,31 +202,139 @@ def _part(top: Node, index: int, reached_from: dict[Node, int], oldest: int) -> 
     return Part(nodes, shared)
 
 
+class _Bounds:
+    """How far a walk goes whose passes end at intermediate values, as those of an inner loop do."""
+
+    # The graph of a loop may be a thousand times what a pass in it executes. A node's number is
+    # above those of the nodes that its thread made before; those of other threads, such as the
+    # engine's own for a device, have numbers of theirs. So a number alone leaves out nothing but
+    # what is below an end, where another end is all that matters.
+
+    def __init__(self, ends: Collection[Node]) -> None:
+        self.ends = ends
+        self.oldest = min(map(sequence_number, ends))
+        self._below_ends: set[Node] = set()
+        self._left_out: list[Node] = []  # right below those
+        self._are_mixed = False  # something below an end is an end, or above one for another root
+
+    def include(self, node: Node) -> bool:
+        """Return whether a node that is not below an end may lead to one."""
+        return sequence_number(node) >= self.oldest or self._leads_to(node, self.ends)
+
+    def extend_below_ends(self, part: Part, index: int, reached_from: dict[Node, int]) -> None:
+        """Add what is below the ends of a part, as far as it is as new as they are."""
+        below = [node for node in part.nodes if node in self.ends]
+        for node in below:  # which grows meanwhile
+            for child, _ in node.next_functions:
+                if child is None:
+                    continue
+                other = reached_from.get(child)
+                if child in self.ends:
+                    self._are_mixed = True
+                elif other is not None:
+                    if other != index:
+                        part.shared.append(child)
+                        self._are_mixed |= child not in self._below_ends and not is_leaf_node(child)
+                elif sequence_number(child) >= self.oldest:
+                    reached_from[child] = index
+                    part.nodes.append(child)
+                    below.append(child)
+                    self._below_ends.add(child)
+                else:
+                    self._left_out.append(child)
+
+    def tell_nothing(self, reached: Collection[Node]) -> bool:
+        """Return whether what was left out may lead to an end: all has to be walked."""
+        if self._are_mixed:
+            return True
+        missing = {end for end in self.ends if end not in reached}
+        return bool(missing) and any(self._leads_to(node, missing) for node in self._left_out)
+
+    @cached_property
+    def _marks_tell(self) -> bool:
+        """Whether no end is below a marked node, as an older one may be."""
+        return not any(_LEADS_BACK in _metadata(end) for end in self.ends)
+
+    def _leads_to(self, top: Node, ends: Collection[Node]) -> bool:
+        # What has been looked through is marked, with all that is below: nothing that is made later
+        # is there, and each node of a long loop is looked at once.
+        seen, nodes = {top}, [top]
+        if self._marks_tell and _LEADS_BACK in _metadata(top):
+            return False
+        for node in nodes:  # which grows meanwhile
+            for child, _ in node.next_functions:
+                if child is None or child in seen or is_leaf_node(child):
+                    continue
+                if child in ends:
+                    return True
+                if not (self._marks_tell and _LEADS_BACK in _metadata(child)):
+                    seen.add(child)
+                    nodes.append(child)
+        for node in nodes:
+            _metadata(node)[_LEADS_BACK] = True
+        if len(nodes) > _MOST_TO_FREE_AT_ONCE:
+            _free_in_order(nodes)
+        return False
+
+
+_LEADS_BACK = "gradkit: leads to nothing newer"
+
+
+def _metadata(node: Node) -> dict[str, object]:
+    return cast("dict[str, object]", node.metadata)
+
+
 # A node that Python has seen is freed through Python, each inside the one above it: a chain of some
 # 40,000 such nodes overflows the stack.
-_MOST_TO_FREE_AT_ONCE = 10_000
-_HELD_BY_ONE = 2_000
-_FREED_IN_ORDER = "gradkit: older nodes, the newest last"
+_MOST_TO_FREE_AT_ONCE = 3_000
+_HELD_BY_ONE = 1_000
+_FREED_IN_ORDER = "gradkit: the next nodes below, the newest last"
 
 
-def _free_in_order(top: Node) -> None:
-    """Let the nodes below one be freed one after the other, newest first."""
+def _free_in_order(nodes: Sequence[Node]) -> None:
+    """Let long chains of nodes be freed one after the other, the newest first."""
     # A list lets go of its items from its end, so that each node dies while the list still holds
-    # those below it. Every so often a node holds such a list of those that are next below:
-    # whichever tensor of the graph outlives the others, not many nodes are above the next list.
-    if _FREED_IN_ORDER in cast("dict[str, object]", top.metadata):
+    # those below it. In a chain one node in a thousand holds such a list of the next thousand:
+    # whichever tensor of the graph outlives the others, not many nodes are above the next list. It
+    # holds only what is below itself, and nothing lives longer for it.
+    if _FREED_IN_ORDER in _metadata(nodes[0]):
         return
-    seen, stack = {top}, [top]
+    heights = _heights(nodes)
+    _metadata(nodes[0])[_FREED_IN_ORDER] = []
+    held: set[Node] = set()
+    for top, height in heights.items():
+        if height and height % _HELD_BY_ONE == 0:
+            band = _next_below(top, height - _HELD_BY_ONE, heights, held)
+            _metadata(top)[_FREED_IN_ORDER] = sorted(band, key=heights.__getitem__)
+
+
+def _next_below(top: Node, least: int, heights: dict[Node, int], held: set[Node]) -> list[Node]:
+    """Return the nodes below one and above a height that no other holds."""
+    nodes = [top]
+    for node in nodes:  # which grows meanwhile
+        for child, _ in node.next_functions:
+            if child is not None and child not in held and heights.get(child, 0) > least:
+                held.add(child)
+                nodes.append(child)
+    return nodes[1:]
+
+
+def _heights(nodes: Sequence[Node]) -> dict[Node, int]:
+    """Return for each node the length of the longest chain of these nodes that is below it."""
+    heights: dict[Node, int] = {}
+    every = set(nodes)
+    stack = list(nodes)
     while stack:
-        for node, _ in stack.pop().next_functions:
-            if node is not None and node not in seen and not is_leaf_node(node):
-                seen.add(node)
-                stack.append(node)
-    oldest_first = sorted(seen, key=sequence_number)
-    for begin in range(0, len(oldest_first) - 1, _HELD_BY_ONE):
-        end = min(begin + _HELD_BY_ONE, len(oldest_first) - 1)
-        metadata = cast("dict[str, object]", oldest_first[end].metadata)
-        metadata[_FREED_IN_ORDER] = oldest_first[begin:end]
+        node = stack[-1]
+        below = {child for child, _ in node.next_functions if child in every}
+        missing = [child for child in below if child not in heights]
+        if missing and node not in heights:
+            stack += missing
+            continue
+        stack.pop()
+        if node not in heights:
+            heights[node] = max((heights[child] + 1 for child in below), default=0)
+    return heights
 
 
 def leaf_tensors(nodes: Iterable[Node]) -> dict[int, Tensor]:

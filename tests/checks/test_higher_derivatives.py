@@ -132,6 +132,14 @@ def test_a_graph_that_does_not_lead_to_the_params_is_not_refused(device: torch.d
     assert gradkit.value_and_grads(grad.sum(), w)[1] == 6
 
 
+def test_what_is_below_the_params_is_not_refused(device: torch.device) -> None:
+    """The pass ends at them, and does not differentiate what they were computed by."""
+    w = torch.randn(4, 3, device=device, requires_grad=True)
+    y = torch.cdist(w.sin(), torch.randn(5, 3, device=device))
+    (grad,) = gradkit.value_and_grads((y**3).sum(), [y], create_graph=True)[1]
+    assert torch.equal(grad, torch.autograd.grad((y**3).sum(), y)[0])
+
+
 def test_the_ways_out_of_attention_are_right(device: torch.device) -> None:
     x = point(device).detach().double().requires_grad_()
     with pytest.raises(gradkit.UnsupportedGraphError) as caught:

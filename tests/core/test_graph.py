@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +25,15 @@ from gradkit._compat import nodes
 from gradkit._core import graph, ownership, user_code
 from tests.helpers import Sevenfold
 from tests.strategies import Program, build, programs
+
+# Three values, each computed from the one before, and a loss of the last, or of the last two.
+VALUES = Program(
+    seed=0,
+    leaves=("plain",),
+    ops=(("tanh", 0, 0), ("tanh", 1, 0), ("tanh", 2, 0)),
+    losses=(("sum", 3),),
+)
+TWO_VALUES = replace(VALUES, losses=(("sum", 2), ("sum", 3)))
 
 
 class Twice(torch.autograd.Function):
@@ -115,6 +129,47 @@ def test_the_parts_of_several_roots(device: torch.device, program: Program) -> N
     assert below.nodes == later == graph.nodes_below(losses)
 
 
+@example(program=VALUES, chosen=[{1, 2}], threads=[0] * 12)
+@example(program=VALUES, chosen=[{0, 2}], threads=[0, 1] * 6)
+@example(program=VALUES, chosen=[{0, 2}], threads=[1, 0] * 6)
+@example(program=TWO_VALUES, chosen=[{0, 2}], threads=[0] * 12)
+@given(
+    program=programs(leaf_hooks=False),
+    chosen=st.lists(st.sets(st.integers(0, 5), min_size=1, max_size=3), min_size=1, max_size=2),
+    threads=st.lists(st.integers(0, 2), min_size=12, max_size=12),
+)
+def test_what_leads_to_intermediate_values_without_a_whole_walk(
+    device: torch.device, program: Program, chosen: list[set[int]], threads: list[int]
+) -> None:
+    """What passes of one call, or of two, execute, whichever threads have made the graph."""
+    made = build(program, device, torch.float64)
+    losses = [loss for loss in made.losses if loss.requires_grad]
+    inner = [value for value in made.values if value.grad_fn is not None]
+    assume(losses and inner)
+    whole = graph.Subgraph(losses)
+
+    def number(node: Node) -> int:
+        return node._sequence_nr() + 1000 * threads[node._sequence_nr() % 12]
+
+    for indices in chosen:  # the second call meets what the first has marked
+        values = [inner[index % len(inner)] for index in sorted(indices)]
+        ends = frozenset(value.grad_fn for value in values if value.grad_fn is not None)
+        parts = graph.Subgraph(losses, stop=ends).parts
+        directly = {node for part in parts for node in part.shared}
+        above = [whole.leading_to([v]) for v in values if v.grad_fn in directly]
+        with pytest.MonkeyPatch.context() as patch:
+            if not any(nodes & ends for nodes in above):
+                # Else one end is right there, and below another, where the numbers have to tell.
+                patch.setattr("gradkit._core.graph.sequence_number", number)
+            below = graph.Subgraph(losses, ends=ends)
+            assert [*map(below.reaches, values)] == [*map(whole.reaches, values)]
+            executed = whole.leading_to(values)
+            assert below.leading_to(values) == executed
+            for part, every in zip(below.parts, whole.parts, strict=True):
+                assert set(part.nodes) & executed == set(every.nodes) & executed
+                assert set(part.shared) & executed == set(every.shared) & executed
+
+
 def _walked(loss: Tensor) -> Iterator[Node]:
     stack = [graph.edge(loss).node]
     while stack:
@@ -130,6 +185,71 @@ def test_a_deep_graph_needs_no_recursion(device: torch.device) -> None:
         y = y * 1.0
     losses = [y, y * 2]
     assert gradkit.per_loss_grads(losses, w, unused="error") == [1, 2]
+
+
+def test_a_deep_graph_of_several_calls_needs_no_recursion(device: torch.device) -> None:
+    """Each of them sees a part of it."""
+    y = torch.ones((), device=device, requires_grad=True) * 1
+    for _ in range(8):
+        h = y
+        for _ in range(9_000):
+            h = h * 1.0
+        (grad,) = gradkit.value_and_grads(h, [y], retain_graph=True)[1]
+        assert grad == 1
+        y = h
+    del h, y
+
+
+class Watched(torch.autograd.Function):
+    """The identity, whose node can be watched."""
+
+    alive: ClassVar[list[weakref.ref[object]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.watched = type("Watchable", (), {})()
+        Watched.alive.append(weakref.ref(ctx.watched))
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def test_a_part_of_a_large_graph_outlives_the_others_alone(device: torch.device) -> None:
+    w = torch.ones(2, device=device, requires_grad=True)
+    Watched.alive.clear()
+    branches = [Watched.apply(w).sum() for _ in range(4_000)]
+    total = torch.stack(branches).sum()
+    gradkit.per_loss_grads([total, total * 2], [w])
+    kept = branches[3_000]
+    del branches, total
+    gc.collect()
+    assert sum(each() is not None for each in Watched.alive) == 1
+    del kept
+    gc.collect()
+    assert not any(each() is not None for each in Watched.alive)
+
+
+def test_a_large_graph_of_two_threads_is_freed(device: torch.device) -> None:
+    w = torch.ones((), device=device, requires_grad=True)
+    Watched.alive.clear()
+    made = [Watched.apply(w)]
+
+    def lengthen() -> None:
+        for _ in range(3_000):
+            made[0] = made[0] * 1.0
+
+    lengthen()
+    other = threading.Thread(target=lengthen)
+    other.start()
+    other.join()
+    losses = [made[0].sin(), made[0].cos()]
+    gradkit.per_loss_grads(losses, [w], retain_graph=True)
+    made.clear()
+    losses.clear()
+    gc.collect()
+    assert Watched.alive[0]() is None
 
 
 def test_releasing_a_node_twice_does_nothing(device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -346,3 +347,22 @@ def test_names_beside_tensors_are_refused(device: torch.device) -> None:
     ):
         pytest.fail("the block ran")
     assert not h._backward_hooks
+
+
+@pytest.mark.parametrize("call", [gradkit.per_loss_grads, gradkit.simultaneous_grads])
+def test_what_is_kept_may_be_older_than_the_params(
+    device: torch.device, call: Callable[..., Any]
+) -> None:
+    """The passes of a call go on to it, and free the graph there with the last."""
+    w = torch.randn(3, device=device, requires_grad=True)
+    h = w.sin()
+    y = h.exp().tanh()
+    losses = [(y * w).sum(), (y * w).sin().sum()]
+    expected = [torch.autograd.grad(loss, [y, h], retain_graph=True) for loss in losses]
+    with gradkit.safe_retain(h) as kept:
+        results = call(losses, [y, y])
+    if call is gradkit.per_loss_grads:
+        results = [first for first, _ in results]
+    for (of_y, _), result in zip(expected, results, strict=True):
+        assert torch.equal(result, of_y)
+    assert torch.equal(kept.grads, expected[0][1] + expected[1][1])
