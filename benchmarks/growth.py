@@ -65,7 +65,7 @@ def _measure(plan: Plan, axis: Axis, counts: Sequence[int]) -> dict[str, list[fl
     Apart, a slow spell of the machine would look like growth.
     """
     sides = {(way, count): side for count in counts for way, side in axis.sides(count).items()}
-    effort = plan.effort if plan.quick else Effort(least=9, seconds=4)
+    effort = plan.effort if plan.quick else Effort(least=9, seconds=2.5)
     timings = measure(sides, plan.device, effort)
     return {
         way: [timings[way, count].typical / 1e6 for count in counts] for way in ("gradkit", "raw")

@@ -22,7 +22,7 @@ from benchmarks.shards import Net
 
 _NET, _QUICK = Net(512, 8, 16), Net(8, 2, 3)
 _RANKS = (2, 4)
-_ROUNDS = 4
+_ROUNDS = 3
 _TRIES = 3  # of a peak
 
 

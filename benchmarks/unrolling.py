@@ -91,7 +91,7 @@ def _times(plan: Plan, name: str, limits: Mapping[str, float | None]) -> Iterato
             yield Row(what=f"unroll, {name}", against=way, note=problem)
             return
         sides[way] = side
-    effort = plan.effort if plan.quick else Effort(least=4, seconds=0, warmup=1)
+    effort = plan.effort if plan.quick else Effort(least=3, seconds=0, warmup=1)
     timings = measure(sides, plan.device, effort)
     for way, limit in limits.items():
         what = f"unroll, {way}, {name}"

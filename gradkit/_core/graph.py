@@ -247,6 +247,8 @@ class _Bounds:
         """Return whether what was left out may lead to an end: all has to be walked."""
         if self._are_mixed:
             return True
+        # An end that was reached might be below another, too, but through what other threads made.
+        # To exclude that, what each step of a loop adds would have to be looked through, always.
         missing = {end for end in self.ends if end not in reached}
         return bool(missing) and any(self._leads_to(node, missing) for node in self._left_out)
 
