@@ -53,7 +53,7 @@ class Effort:
 
     least: int = 15
     most: int = 300
-    seconds: float = 1.2
+    seconds: float = 1.0
     warmup: int = 3
 
     def enough(self, rounds: int, seconds: float) -> bool:

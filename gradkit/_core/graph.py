@@ -168,9 +168,9 @@ def _parts(
     tops = [root.grad_fn or edge(root).node for root in roots]
     last_first = list(enumerate(tops))[::-1]
     reached_from: dict[Node, int] = dict.fromkeys(stop, -1)  # the index of a root
-    bounds = _Bounds(ends) if ends else None
+    bounds = _Bounds(ends) if ends else _NO_BOUNDS
     parts = [_part(top, index, reached_from, bounds) for index, top in last_first]
-    if bounds is not None:
+    if ends:
         for part, (index, _) in zip(parts, last_first, strict=True):
             bounds.extend_below_ends(part, index, reached_from)
         if bounds.tell_nothing(reached_from.keys()):
@@ -180,21 +180,22 @@ def _parts(
     return parts[::-1]
 
 
-def _part(top: Node, index: int, reached_from: dict[Node, int], bounds: _Bounds | None) -> Part:
+def _part(top: Node, index: int, reached_from: dict[Node, int], bounds: _Bounds) -> Part:
     if top in reached_from:
         return Part([], [top])
     reached_from[top] = index
     nodes: list[Node] = [top]
     shared: list[Node] = []
+    ends, oldest = bounds.ends, bounds.oldest
     for node in nodes:  # which grows meanwhile
-        if bounds is not None and node in bounds.ends:
+        if node in ends:
             continue
         for child, _ in node.next_functions:
             if child is None:
                 continue
             other = reached_from.get(child)
             if other is None:
-                if bounds is None or bounds.include(child):
+                if not oldest or sequence_number(child) >= oldest or bounds.leads_to_end(child):
                     reached_from[child] = index
                     nodes.append(child)
             elif other != index:
@@ -212,14 +213,14 @@ class _Bounds:
 
     def __init__(self, ends: Collection[Node]) -> None:
         self.ends = ends
-        self.oldest = min(map(sequence_number, ends))
+        self.oldest = min(map(sequence_number, ends), default=0)
         self._below_ends: set[Node] = set()
         self._left_out: list[Node] = []  # right below those
         self._are_mixed = False  # something below an end is an end, or above one for another root
 
-    def include(self, node: Node) -> bool:
-        """Return whether a node that is not below an end may lead to one."""
-        return sequence_number(node) >= self.oldest or self._leads_to(node, self.ends)
+    def leads_to_end(self, node: Node) -> bool:
+        """Return whether an old node leads to an end."""
+        return self._leads_to(node, self.ends)
 
     def extend_below_ends(self, part: Part, index: int, reached_from: dict[Node, int]) -> None:
         """Add what is below the ends of a part, as far as it is as new as they are."""
@@ -279,6 +280,7 @@ class _Bounds:
         return False
 
 
+_NO_BOUNDS = _Bounds(frozenset())
 _LEADS_BACK = "gradkit: leads to nothing newer"
 
 
