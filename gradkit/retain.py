@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 from gradkit._compat.autograd import current_pass
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import is_transform_tensor, transforms
-from gradkit._core import graph, pytree, user_code
+from gradkit._core import pytree, tensor_nodes, user_code
 from gradkit._core.leaf_arithmetic import add_leaves
 from gradkit._core.options import check_bool
 from gradkit._core.ownership import copy_for
@@ -40,7 +40,7 @@ class _GradRecorder:
 
     def __init__(self, tensor: Tensor, where: Callable[[], str]) -> None:
         self.tensor = tensor
-        self.edge: GradientEdge = graph.edge(tensor)
+        self.edge: GradientEdge = tensor_nodes.edge(tensor)
         self.passes: list[Tensor] = []
         self._where = where
         self._version = tensor._version

@@ -9,10 +9,11 @@ from typing import NamedTuple, TypeAlias
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit._core.graph import GraphView, is_leaf_node
+from gradkit._core.graph import GraphView
 from gradkit._core.losses import Losses
 from gradkit._core.params import Params
 from gradkit._core.pass_observers import any_observers, observed_tensors
+from gradkit._core.tensor_nodes import is_leaf_node
 from gradkit._core.user_code import FunctionsAlive, functions_alive
 
 Grads: TypeAlias = list[Tensor | None]

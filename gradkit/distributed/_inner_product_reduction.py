@@ -12,9 +12,9 @@ from torch import Tensor
 from gradkit._autograd.jacobian_rows import JacobianRows
 from gradkit._checks.reachability import refuse_cast_since_forward
 from gradkit._compat.autograd import sequence_number
-from gradkit._core.graph import is_leaf_node
 from gradkit._core.leaf_arithmetic import products_of_rows
 from gradkit._core.ownership import grad_dtype
+from gradkit._core.tensor_nodes import is_leaf_node
 from gradkit.distributed._agreement import (
     Description,
     Group,

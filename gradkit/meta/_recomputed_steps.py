@@ -14,7 +14,8 @@ from torch import Tensor
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
-from gradkit._core.graph import Subgraph, edge
+from gradkit._core.graph import Subgraph
+from gradkit._core.tensor_nodes import edge
 from gradkit._state.rerun import RerunState
 from gradkit.errors import UnsupportedGraphError, message
 from gradkit.meta._inner_step import Carry, StepInputs, StepOutputs, Steps

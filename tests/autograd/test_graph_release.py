@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gradkit
+from gradkit._autograd import graph_release
+from gradkit._core import graph_walk
 from tests.helpers import assert_same_bits, same_bits, unchanged
 from tests.strategies import HOOKLESS, Program, build, programs
 
@@ -346,3 +348,13 @@ def test_kept_tensors_and_a_game(device: torch.device) -> None:
     with gradkit.safe_retain(x) as kept:
         gradkit.simultaneous_grads(losses, {"G": g, "D": d})
     assert_same_bits(kept.passes, expected)
+
+
+def test_releasing_a_node_twice_does_nothing(device: torch.device) -> None:
+    w = torch.randn(3, device=device, requires_grad=True)
+    y = Saves.apply((w * w).exp())
+    nodes = graph_walk.nodes_below([y.sum()])
+    for _ in range(2):
+        graph_release.release(nodes)
+    with pytest.raises(gradkit.FreedGraphError, match="earlier gradkit call"):
+        torch.autograd.grad(y.sum(), w)

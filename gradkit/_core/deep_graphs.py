@@ -1,0 +1,61 @@
+"""Deep graphs, which Python has seen: their nodes are freed in order, without recursion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.autograd.graph import Node
+
+from gradkit._core.tensor_nodes import metadata
+
+# A node that Python has seen is freed through Python, each inside the one above it: a chain of some
+# 40,000 such nodes overflows the stack.
+MOST_TO_FREE_AT_ONCE = 3_000
+_HELD_BY_ONE = 1_000
+_FREED_IN_ORDER = "gradkit: the next nodes below, the newest last"
+
+
+def free_in_order(nodes: Sequence[Node]) -> None:
+    """Let long chains of nodes be freed one after the other, the newest first."""
+    # A list lets go of its items from its end, so that each node dies while the list still holds
+    # those below it. In a chain one node in a thousand holds such a list of the next thousand:
+    # whichever tensor of the graph outlives the others, not many nodes are above the next list. It
+    # holds only what is below itself, and nothing lives longer for it.
+    if _FREED_IN_ORDER in metadata(nodes[0]):
+        return
+    heights = _heights(nodes)
+    metadata(nodes[0])[_FREED_IN_ORDER] = []
+    held: set[Node] = set()
+    for top, height in heights.items():
+        if height and height % _HELD_BY_ONE == 0:
+            band = _next_below(top, height - _HELD_BY_ONE, heights, held)
+            metadata(top)[_FREED_IN_ORDER] = sorted(band, key=heights.__getitem__)
+
+
+def _next_below(top: Node, least: int, heights: dict[Node, int], held: set[Node]) -> list[Node]:
+    """Return the nodes below one and above a height that no other holds."""
+    nodes = [top]
+    for node in nodes:  # which grows meanwhile
+        for child, _ in node.next_functions:
+            if child is not None and child not in held and heights.get(child, 0) > least:
+                held.add(child)
+                nodes.append(child)
+    return nodes[1:]
+
+
+def _heights(nodes: Sequence[Node]) -> dict[Node, int]:
+    """Return for each node the length of the longest chain of these nodes that is below it."""
+    heights: dict[Node, int] = {}
+    every = set(nodes)
+    stack = list(nodes)
+    while stack:
+        node = stack[-1]
+        below = {child for child, _ in node.next_functions if child in every}
+        missing = [child for child in below if child not in heights]
+        if missing and node not in heights:
+            stack += missing
+            continue
+        stack.pop()
+        if node not in heights:
+            heights[node] = max((heights[child] + 1 for child in below), default=0)
+    return heights

@@ -1,0 +1,130 @@
+"""Deep graphs that Python has seen are freed without recursion, and live no longer."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradkit
+
+
+def test_a_deep_graph_needs_no_recursion(device: torch.device) -> None:
+    w = torch.ones((), device=device, requires_grad=True)
+    y = w
+    for _ in range(20_000):
+        y = y * 1.0
+    losses = [y, y * 2]
+    assert gradkit.per_loss_grads(losses, w, unused="error") == [1, 2]
+
+
+def test_a_deep_graph_of_several_calls_needs_no_recursion(device: torch.device) -> None:
+    """Each of them sees a part of it."""
+    y = torch.ones((), device=device, requires_grad=True) * 1
+    for _ in range(8):
+        h = y
+        for _ in range(9_000):
+            h = h * 1.0
+        (grad,) = gradkit.value_and_grads(h, [y], retain_graph=True)[1]
+        assert grad == 1
+        y = h
+    del h, y
+
+
+class Watched(torch.autograd.Function):
+    """The identity, whose node can be watched."""
+
+    alive: ClassVar[list[weakref.ref[object]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.watched = type("Watchable", (), {})()
+        Watched.alive.append(weakref.ref(ctx.watched))
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def test_a_part_of_a_large_graph_outlives_the_others_alone(device: torch.device) -> None:
+    w = torch.ones(2, device=device, requires_grad=True)
+    Watched.alive.clear()
+    branches = [Watched.apply(w).sum() for _ in range(4_000)]
+    total = torch.stack(branches).sum()
+    gradkit.per_loss_grads([total, total * 2], [w])
+    kept = branches[3_000]
+    del branches, total
+    gc.collect()
+    assert sum(each() is not None for each in Watched.alive) == 1
+    del kept
+    gc.collect()
+    assert not any(each() is not None for each in Watched.alive)
+
+
+def test_a_large_graph_of_two_threads_is_freed(device: torch.device) -> None:
+    w = torch.ones((), device=device, requires_grad=True)
+    Watched.alive.clear()
+    made = [Watched.apply(w)]
+
+    def lengthen() -> None:
+        for _ in range(3_000):
+            made[0] = made[0] * 1.0
+
+    lengthen()
+    other = threading.Thread(target=lengthen)
+    other.start()
+    other.join()
+    losses = [made[0].sin(), made[0].cos()]
+    gradkit.per_loss_grads(losses, [w], retain_graph=True)
+    made.clear()
+    losses.clear()
+    gc.collect()
+    assert Watched.alive[0]() is None
+
+
+CHAIN = """
+import torch, gradkit
+w, u = (torch.ones(1, requires_grad=True) for _ in range(2))
+z = w
+for _ in range(60_000):
+    z = {step}
+loss = z.sum()
+{call}
+del loss
+{last}
+print("alive")
+"""
+
+
+ERROR = """try: gradkit.value_and_grads(loss, {'w': w, 'u': u}, unused='error')
+except gradkit.UnreachedParamError: pass"""
+EXPLAIN = "gradkit.report.explain(loss, {'w': w, 'u': u})"
+PER_LOSS = "gradkit.per_loss_grads([loss, (z * 2).sum()], w, retain_graph=True)"
+AGAIN = "y = z + 1; del z; gradkit.per_loss_grads(y, w); del y"
+RESIDUAL = "z + torch.tanh(z) * 0"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("step", "call", "last"),
+    [
+        ("z * 1.0", ERROR, "del z"),
+        (RESIDUAL, EXPLAIN, "del z"),
+        (RESIDUAL, PER_LOSS, AGAIN),
+    ],
+)
+def test_a_long_chain_is_walked_and_freed(
+    device: torch.device, step: str, call: str, last: str
+) -> None:
+    """Nodes that Python has seen are freed by recursion, unless something lets them go in order."""
+    code = CHAIN.format(step=step, call=call, last=last)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "alive", done.stderr[-500:]
