@@ -18,7 +18,8 @@ from gradkit._core.options import check_option
 from gradkit._core.pytree import PyTree
 from gradkit.report._view.charts import cosine_text, draw_cosines
 from gradkit.report._view.rendering import Block, Report, Styled, Table, listed, plural, prefixes
-from gradkit.tree._per_loss import gram, read_rows
+from gradkit.tree._per_loss import gram
+from gradkit.tree._per_loss_rows import read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
