@@ -125,7 +125,9 @@ def warn_sequential(reason: str) -> None:
     warn_fallback(f"gradkit fell back from a batched pass to sequential passes: {reason}.")
 
 
-def read_rows(losses: Losses, params: Params, allowed: Collection[str] = ()) -> JacobianRows:
+def read_jacobian_rows(
+    losses: Losses, params: Params, allowed: Collection[str] = ()
+) -> JacobianRows:
     """Check a call whose gradients are to be consumed."""
     group = require_graph(losses, losses.leaves)
     call = Call(losses, losses.leaves, [Pass([index], params) for index in group])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradkit._autograd.consume_on_arrival import ConsumingRunner
 from gradkit._autograd.ghost_norms import ghost_norms
-from gradkit._autograd.jacobian_rows import JacobianRows, read_rows
+from gradkit._autograd.jacobian_rows import JacobianRows, read_jacobian_rows
 from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.passes import grads_to_tree, run_in_turn
 from gradkit._compat.distributed import full_tensor
@@ -27,7 +27,7 @@ def clipped_sum(
     retain: bool,
 ) -> PyTree:
     """Return the sum of the gradients of the elements of one loss, each of at most some norm."""
-    rows = read_rows(losses, params)
+    rows = read_jacobian_rows(losses, params)
     (loss,) = losses.leaves
     indices = range(loss.numel())
     by_element: Tensor | None = None
@@ -69,7 +69,7 @@ def _factors(norms: Tensor, max_norm: float | Tensor) -> Tensor:
 
 def norms(losses: Losses, params: Params, *, chunk_size: int | None, retain: bool) -> Tensor:
     """Return the norm of the gradient of each element of each loss."""
-    rows = read_rows(losses, params)
+    rows = read_jacobian_rows(losses, params)
     by_loss = [rows.zeros(loss.numel()) for loss in losses.leaves]
     begin = [sum(loss.numel() for loss in losses.leaves[:i]) for i in range(len(by_loss))]
 

@@ -94,6 +94,24 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: PyTree) -> PyT
     return unflatten(spec, [fn(x) if isinstance(x, torch.Tensor) else x for x in leaves])
 
 
+_TENSOR = object()
+
+
+def partition_tensors(
+    tree: PyTree,
+) -> tuple[list[torch.Tensor], Callable[[Iterable[torch.Tensor]], PyTree]]:
+    """Return the tensors of a tree, and a function that puts others in their places."""
+    leaves, spec = flatten(tree)
+    # Without the tensors: the function must not keep them alive.
+    constants = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    def rebuild(tensors: Iterable[torch.Tensor]) -> PyTree:
+        rest = iter(tensors)
+        return unflatten(spec, [next(rest) if c is _TENSOR else c for c in constants])
+
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], rebuild
+
+
 def path(spec: optree.PyTreeSpec, index: int, root: str) -> str:
     """Return the path of a leaf as a caller would write it: `losses['aux'][0]`."""
     return spec.accessors()[index].codify(root)

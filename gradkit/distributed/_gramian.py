@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradkit._autograd import graph_release
 from gradkit._autograd.gramian import by_blocks, symmetrized, weights_of
-from gradkit._autograd.jacobian_rows import JacobianRows, read_rows, warn_sequential
+from gradkit._autograd.jacobian_rows import JacobianRows, read_jacobian_rows, warn_sequential
 from gradkit._autograd.passes import PassResult, RunnerFactory
 from gradkit._checks.eager_graph import check_call
 from gradkit._compat import distributed
@@ -104,7 +104,7 @@ def _read_on_all_ranks(
 
     def read() -> tuple[tuple[JacobianRows, tuple[int, ...], str | None], Description]:
         losses, params = _ddp.read_replicated(call, modules)
-        rows = read_rows(losses, params, (distributed.SINK,))
+        rows = read_jacobian_rows(losses, params, (distributed.SINK,))
         reason = rows.why_not_batched(rows.call.differentiated)
         if _ddp.with_comm_hook(modules):
             reason = "a communication hook reduces the gradients of one loss at a time"

@@ -233,7 +233,7 @@ def differentiate(
             monitor.note_graph(list(filter(passes.depends, losses.leaves)))
         monitor.check()
         grads = run(losses, passes)
-        tensors_of_aux, put_aux_back = tensors_of(aux) if has_aux else ([], _no_aux)
+        tensors_of_aux, put_aux_back = partition_aux(aux) if has_aux else ([], _no_aux)
         outside.extend((losses.spec, put_aux_back))
         return [losses.leaves, tensors_of_aux, *grads]
 
@@ -264,7 +264,7 @@ def _trace_level(
 
     def inside(*tensors: Tensor) -> tuple[Tensor, list[Tensor]]:
         lists = fn(tensors, None)
-        flat, close = tensors_of([list(part) for part in lists])
+        flat, close = pytree.partition_tensors([list(part) for part in lists])
         put_back.append(close)
         return cast("Tensor", lists[0][0]), flat  # vjp wants an output, whatever it is
 
@@ -329,20 +329,14 @@ def require_tensor_or_constant(leaf: object, where: Callable[[], str], fix: str)
     raise LeafTypeError(message(where(), expected, got, fix))
 
 
-def tensors_of(tree: PyTree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], PyTree]]:
-    """Return the tensors of a tree, and a function that puts others in their places."""
-    leaves, spec = pytree.flatten(tree)
+def partition_aux(aux: PyTree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], PyTree]]:
+    """Do as `partition_tensors`; raise if a leaf is neither a tensor nor a constant."""
+    leaves, spec = pytree.flatten(aux)
     fix = "return a dict; or register the class: optree.register_pytree_node"
     for index, leaf in enumerate(leaves):
         if type(leaf) not in PLAIN_TYPES:
             require_tensor_or_constant(leaf, partial(pytree.path, spec, index, "aux"), fix)
-    constants = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
-
-    def put_back(tensors: Iterable[Tensor]) -> PyTree:
-        rest = iter(tensors)
-        return pytree.unflatten(spec, [next(rest) if c is None else c[0] for c in constants])
-
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], put_back
+    return pytree.partition_tensors(aux)
 
 
 def _no_aux(_: Iterable[Tensor]) -> None:

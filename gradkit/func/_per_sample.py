@@ -29,8 +29,8 @@ from gradkit.func._differentiate import (
     detached,
     differentiate,
     gradient_of_the_sum,
+    partition_aux,
     require_tensor_or_constant,
-    tensors_of,
 )
 from gradkit.func._vmap_or_loop import RANDOMNESS, Attempt, AuxOfEach, OneByOne, Randomness
 
@@ -124,7 +124,7 @@ def per_sample_grads(
                 per_sample=True,
             )
             aux_of_each.check((result.values, result.aux))
-            tensors_of_aux, put_back = tensors_of(result.aux)
+            tensors_of_aux, put_back = partition_aux(result.aux)
             of_one[:] = [len(result.values), put_back]
             refused.extend(filter(None, [result.refused]))
             return result.grads[0], [*result.values, *tensors_of_aux]

@@ -27,8 +27,8 @@ from gradkit.func._differentiate import (
     OuterGraph,
     cast_to,
     detached,
+    partition_aux,
     split_aux,
-    tensors_of,
 )
 from gradkit.func._errors import independent, named_errors
 from gradkit.func._grads import value_and_grads
@@ -309,7 +309,7 @@ class _FunctionRun:
             passes = self._passes(None, level_of(tensors[0]))
             if not any(map(passes.depends, self.outputs.leaves)):
                 raise DetachedLossError(independent(self.outputs.first_paths()))
-        tensors_of_aux, self.put_aux_back = tensors_of(aux)
+        tensors_of_aux, self.put_aux_back = partition_aux(aux)
         return tuple(self.outputs.leaves), tensors_of_aux
 
     def _passes(self, create_graph: bool | None, level: int) -> LevelPasses:

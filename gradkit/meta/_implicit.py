@@ -38,7 +38,7 @@ from gradkit.errors import (
     message,
 )
 from gradkit.meta._tensor_lists import Tensors
-from gradkit.meta._trees import InnerParams, partition_tensors, read_inner_params, read_loss
+from gradkit.meta._trees import InnerParams, read_inner_params, read_loss
 
 # Multiplies a vector, given as a list of tensors, by the matrix.
 MatrixVectorProduct: TypeAlias = Callable[[Tensors], Tensors]
@@ -114,7 +114,7 @@ def implicit(
 
     def find(params: PyTree, outer: PyTree) -> PyTree:
         inner = read_inner_params(params, dense=True)  # torch has no Hessian of sparse tensors
-        outer_tensors, rebuild_outer = partition_tensors(outer)
+        outer_tensors, rebuild_outer = pytree.partition_tensors(outer)
         outer_tensors = without_inference(outer_tensors)
         _check_tensors(inner.variables, outer_tensors)
         minimum = _minimize(solver, inner, rebuild_outer([x.detach() for x in outer_tensors]))

@@ -14,18 +14,18 @@ from torch import Tensor
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
+from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._core.tensor_nodes import edge
 from gradkit._state.rerun import RerunState
 from gradkit.errors import UnsupportedGraphError, message
 from gradkit.meta._inner_step import Carry, StepInputs, StepOutputs, Steps
 from gradkit.meta._tensor_lists import Tensors
-from gradkit.meta._trees import partition_tensors
 
 
 def run_recomputed(run: Steps, carry: Carry, inputs: StepInputs) -> StepOutputs:
     """Run steps without keeping their graph; gradients flow to the carry and the inputs."""
-    tensors, rebuild = partition_tensors((carry, inputs))
+    tensors, rebuild = pytree.partition_tensors((carry, inputs))
     segment = _Segment(run, rebuild, len(carry.tensors), RerunState(tensors))
     outputs = _RecomputedSteps.apply(segment, *tensors)  # type: ignore[no-untyped-call]
     return cast("StepOutputs", segment.rebuild_outputs(outputs))
@@ -44,9 +44,9 @@ class _Segment:
 
     def _flat_run(self, tensors: Sequence[Tensor], *, create_graph: bool) -> list[Tensor]:
         steps_done = self.run(*self.rebuild(tensors), create_graph=create_graph)
-        buffers, _ = partition_tensors(steps_done.carry.buffers)
+        buffers, _ = pytree.partition_tensors(steps_done.carry.buffers)
         self.constants = {id(x) for x in buffers if not x.requires_grad}
-        outputs, self.rebuild_outputs = partition_tensors(steps_done)
+        outputs, self.rebuild_outputs = pytree.partition_tensors(steps_done)
         return outputs
 
     def values(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -28,7 +28,7 @@ from gradkit.errors import OptionError, StructureError, describe, message
 from gradkit.func._arguments import read_arguments
 from gradkit.func._differentiate import differentiate, gradient_of_the_sum
 from gradkit.func._vmap_or_loop import RANDOMNESS, Attempt, AuxOfEach, OneByOne, Randomness
-from gradkit.meta._trees import InnerParams, partition_tensors, read_inner_params, read_loss
+from gradkit.meta._trees import InnerParams, read_inner_params, read_loss
 
 
 def mean_value_and_grads(
@@ -165,7 +165,7 @@ def _sums(
         )
         grads = arguments.grads_to_tree(one.grads[0], losses=one.values, refused=one.refused)
         aux_of_each.check(one.aux)
-        tensors_of_aux, rebuild_aux = partition_tensors(one.aux)
+        tensors_of_aux, rebuild_aux = pytree.partition_tensors(one.aux)
         put_back[:] = [rebuild_aux]
         return [*one.values, *grads], tensors_of_aux
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -77,19 +77,3 @@ def read_loss_and_buffers(
     leaves = pytree.flatten_up_to(spec, "buffers", after, root)
     after = pytree.unflatten(spec, leaves)
     return read_loss((loss, None), "loss_fn", has_aux=True)[0], (after, aux[0] if aux else None)
-
-
-_TENSOR = object()
-
-
-def partition_tensors(tree: PyTree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], PyTree]]:
-    """Return the tensors of a tree, and a function that puts others in their places."""
-    leaves, spec = pytree.flatten(tree)
-    # Without the tensors: the function must not keep them alive.
-    constants = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-    def rebuild(tensors: Iterable[Tensor]) -> PyTree:
-        rest = iter(tensors)
-        return pytree.unflatten(spec, [next(rest) if c is _TENSOR else c for c in constants])
-
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], rebuild

@@ -29,7 +29,7 @@ from gradkit.meta._optimizer import (
 )
 from gradkit.meta._recomputed_steps import run_recomputed
 from gradkit.meta._tensor_lists import Tensors
-from gradkit.meta._trees import InnerParams, partition_tensors, read_inner_params
+from gradkit.meta._trees import InnerParams, read_inner_params
 
 Memory: TypeAlias = Literal["store", "recompute"] | int
 Run: TypeAlias = Callable[[Carry, StepInputs], StepOutputs]
@@ -150,7 +150,7 @@ def unroll(
         data = _read_batches(batches)
         inner = read_inner_params(params, dense=True)  # a step is differentiated through views
         step = InnerStep(loss_fn, inner, opt, transform, first_order, has_buffers, has_aux)
-        tensors, rebuild = partition_tensors((outer, data, state, dict(opt.hyper), buffers))
+        tensors, rebuild = pytree.partition_tensors((outer, data, state, dict(opt.hyper), buffers))
         _refuse_graphs([*inner.variables, *tensors])
         outer, data, state, hyper, buffers = rebuild(without_inference(tensors))
         if state is None:

@@ -22,7 +22,7 @@ from gradkit._core.pytree import PyTree
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 from gradkit.tree._arithmetic import Leaf
 from gradkit.tree._inner_products import products, with_zeros
-from gradkit.tree._per_loss_rows import PerLossRows, read_rows
+from gradkit.tree._per_loss_rows import PerLossRows, read_per_loss_rows
 
 _Weight: TypeAlias = float | Tensor
 
@@ -56,7 +56,7 @@ def to_matrix(
         LeafTypeError: A gradient is not a tensor.
         StructureError: There are no losses, or their gradients do not match.
     """
-    rows = read_rows(per_loss, losses)
+    rows = read_per_loss_rows(per_loss, losses)
     examples = [(leaf, rows.example(leaf)) for leaf in rows.leaves]
     likes = {leaf: like for leaf, like in examples if like is not None}
     widths = [width(like) for like in likes.values()]
@@ -110,7 +110,7 @@ def gram(per_loss: PyTree, *, losses: PyTree | None = None) -> Tensor:
         LeafTypeError: A gradient is not a tensor.
         StructureError: There are no losses, or their gradients do not match.
     """
-    rows = read_rows(per_loss, losses)
+    rows = read_per_loss_rows(per_loss, losses)
     groups = rows.groups()
     if groups is None:
         product = _product_of_leaves(rows)
@@ -198,7 +198,7 @@ def weighted_sum(
         LeafTypeError: A gradient is not a tensor, or a weight is not a real number.
         StructureError: There are no losses, or trees do not match.
     """
-    rows = read_rows(per_loss, losses)
+    rows = read_per_loss_rows(per_loss, losses)
     by_row = _row_weights(weights, rows)
     tensors = (x for x in chain(by_row, *rows.rows) if isinstance(x, Tensor))
     groups = rows.groups()

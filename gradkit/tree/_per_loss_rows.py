@@ -74,7 +74,7 @@ class PerLossRows:
         return [flatten_dense(leaves) for leaves in parts]
 
 
-def read_rows(per_loss: PyTree, losses: PyTree | None) -> PerLossRows:
+def read_per_loss_rows(per_loss: PyTree, losses: PyTree | None) -> PerLossRows:
     """Flatten a tree of losses of trees of gradients, as `per_loss_grads` returns it."""
     if isinstance(per_loss, Iterator):
         per_loss = tuple(per_loss)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gradkit
-from gradkit._autograd.jacobian_rows import read_rows
+from gradkit._autograd.jacobian_rows import read_jacobian_rows
 from gradkit._core.losses import read_losses
 from gradkit._core.params import read_params
 from gradkit.distributed import _inner_product_reduction
@@ -312,7 +312,7 @@ def test_leaves_are_sent_in_the_order_of_their_arrival(
     for layer in layers:
         out = layer(out).tanh()
     losses = [out.sum(), out.square().sum()]
-    rows = read_rows(read_losses(losses, scalar=False), read_params(model))
+    rows = read_jacobian_rows(read_losses(losses, scalar=False), read_params(model))
     arrived: list[int] = []
     rows.run_batch([slice(0, 2)], lambda index, _: arrived.append(index))
     position = {index: turn for turn, index in enumerate(arrived)}

@@ -19,7 +19,7 @@ from gradkit._core.pytree import PyTree
 from gradkit.report._view.charts import cosine_text, draw_cosines
 from gradkit.report._view.rendering import Block, Report, Styled, Table, listed, plural, prefixes
 from gradkit.tree._per_loss import gram
-from gradkit.tree._per_loss_rows import read_rows
+from gradkit.tree._per_loss_rows import read_per_loss_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -151,7 +151,7 @@ def conflicts(
         definition 1, https://arxiv.org/abs/2001.06782
     """
     check_option("by", by, (None, "module"))
-    rows = read_rows(per_loss, losses)
+    rows = read_per_loss_rows(per_loss, losses)
     names = _names(per_loss, losses)
     leaves = [leaf for leaf in rows.leaves if rows.example(leaf) is not None]
     _, spec = pytree.flatten(rows.unflatten(rows.rows[0]))
