@@ -82,9 +82,13 @@ def inputs_of(node: Node, batch: BatchDim) -> InputBatchDims:
 
 def _each(follow: Follow, count: int | None = None) -> BatchDimRule:
     """Return the rule of a node whose samples lie in its first `count` inputs, or in all."""
+    # An input without a graph, as data are, has no shape here. It still has to hold the samples as
+    # the output does, else the inputs that all samples are said to share would not be shared.
 
     def rule(node: Node, batch: BatchDim, shapes: list[Shape | None]) -> InputBatchDims:
         own = len(shapes) if count is None else count
+        if count is not None and None in shapes[:count]:
+            follow(node, batch, batch.shape)
         return [
             None if shape is None or index >= own else follow(node, batch, shape)
             for index, shape in enumerate(shapes)
@@ -172,9 +176,10 @@ def _batch_norm(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
 
 def _addmm(node: Node, batch: BatchDim, shapes: list[Shape | None]) -> InputBatchDims:
     bias, rows, _ = shapes
+    samples = _first(node, batch, batch.shape if rows is None else rows)
     return [
         None if bias is None else batch.broadcast(bias),
-        None if rows is None else _first(node, batch, rows),
+        None if rows is None else samples,
         None,
     ]
 

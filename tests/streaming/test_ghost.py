@@ -75,6 +75,7 @@ class Layers(nn.Module):
         self.square = nn.Parameter(torch.randn(SIZE, SIZE))
         self.vector = nn.Parameter(torch.randn(SIZE))
         self.moving = nn.BatchNorm1d(SIZE, affine=False)
+        self.learned = nn.BatchNorm1d(SIZE)
 
 
 def samples_second(layers: Layers, h: Tensor) -> Tensor:
@@ -149,6 +150,7 @@ MIXING: dict[str, Step] = {
     "convolution": lambda m, h: m.conv(h.transpose(0, 1)).transpose(0, 1),
     "group norm": lambda m, h: m.groups(h.transpose(0, 1)).transpose(0, 1),
     "batch norm": lambda m, h: m.moving(h),
+    "batch norm with a weight": lambda m, h: m.learned(h),
     "batch norm by sample": lambda m, h: m.still(h.transpose(0, 1)).transpose(0, 1),
     "attention": lambda m, h: INDEPENDENT["attention"](m, h.transpose(0, 1)).transpose(0, 1),
     "products": lambda m, h: (h.flatten(1) @ h.flatten(1).T).unsqueeze(1) * h,
@@ -269,6 +271,40 @@ def test_below_the_parameters_anything_goes(device: torch.device) -> None:
     frozen = nn.BatchNorm1d(3, device=device, dtype=torch.float64).requires_grad_(False)
     assert proved_and_right(model(frozen(x)).square().sum(1), [model])
     assert not proved_and_right(frozen(model(x)).square().sum(1), [model])
+
+
+@pytest.mark.parametrize("loss_dim", [0, 1, 2])
+@pytest.mark.parametrize("order", ["data", "data, transposed"])
+@pytest.mark.parametrize("name", sorted({*INDEPENDENT, *MIXING}))
+def test_a_step_on_data_which_have_no_graph(
+    device: torch.device, name: str, order: str, loss_dim: int
+) -> None:
+    """The samples need not be where the parameters' layer takes them to be."""
+    layers, _ = net(device)
+    data = torch.randn(SIZE, SIZE, SIZE, device=device, dtype=torch.float64)
+    for steps in (INDEPENDENT, MIXING):
+        if name in steps:
+            h = steps[name](layers, data if order == "data" else data.transpose(0, 1))
+            h = h.square().movedim(loss_dim, 0).flatten(1).sum(1)
+            if h.requires_grad:
+                proved = proved_and_right(h, layers)
+                assert proved or (order, loss_dim, steps) != ("data", 0, INDEPENDENT)
+
+
+@pytest.mark.parametrize("samples_in", [0, 1])
+def test_layers_of_data_with_a_loss_for_each_output(device: torch.device, samples_in: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 4, device=device, dtype=torch.float64)
+    for layer in (nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.LayerNorm(4)):
+        loss = layer.to(x)(x).tanh().square().mean(1 - samples_in)
+        assert proved_and_right(loss, layer) == (samples_in == 0)
+    for norm in (nn.BatchNorm1d(4), nn.BatchNorm1d(4).eval()):
+        loss = norm.to(x)(x).tanh().square().mean(1 - samples_in)
+        assert proved_and_right(loss, norm) == (samples_in == 0 and not norm.training)
+    image = torch.randn(3, 3, 3, 3, device=device, dtype=torch.float64)
+    for on_images in (nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1, bias=False), nn.GroupNorm(3, 3)):
+        loss = on_images.to(x)(image).tanh().movedim(samples_in, 0).flatten(1).sum(1)
+        assert proved_and_right(loss, on_images) == (samples_in == 0)
 
 
 def test_a_parameter_without_a_gradient(device: torch.device) -> None:
