@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from gradkit._compat.autograd import post_accumulate_hooks
+from gradkit._compat.autograd import post_accumulate_hooks, storage_address
 from gradkit._compat.transforms import detach_keep_tangent
-from gradkit._core.ownership import copy_for
+from gradkit._core.ownership import PLAIN_TYPES, copy_for
 from gradkit.errors import UnsupportedGraphError, message
 
 _grad, _layout, _requires_grad = map(attrgetter, ("grad", "layout", "requires_grad"))
@@ -64,12 +64,30 @@ def accumulate_together(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> bool:
         return False
     if {*map(_layout, totals), *map(_layout, added)} != {torch.strided}:
         return False
-    addresses = list(map(_address, totals))
-    if len(set(addresses)) < len(totals) or not set(addresses).isdisjoint(map(_address, added)):
-        return False  # what is added would change on the way
+    if len(set(map(_address, totals))) < len(totals):
+        return False
+    if not set(map(storage_address, totals)).isdisjoint(map(storage_address, added)):
+        return False  # what is added might change on the way
     # One kernel for all takes a third of the time of one for each, and gives the same bits.
     torch._foreach_add_(totals, added)
     return True
+
+
+def apart_from_grads(
+    pairs: Sequence[tuple[Tensor, Tensor | None]],
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the pairs; a gradient that shares memory with some `.grad` is copied."""
+    # Adding to that `.grad` would change it.
+    totals = {_memory(leaf.grad) for leaf, _ in pairs if leaf.grad is not None}
+    return [
+        (leaf, grad.clone() if grad is not None and _memory(grad) in totals else grad)
+        for leaf, grad in pairs
+    ]
+
+
+def _memory(tensor: Tensor) -> int:
+    is_one_storage = type(tensor) in PLAIN_TYPES and tensor.layout == torch.strided
+    return storage_address(tensor) if is_one_storage and not tensor.is_nested else id(tensor)
 
 
 def set_grad(leaf: Tensor, grad: Tensor | None) -> None:
@@ -108,9 +126,19 @@ def grads_put_back(leaves: Sequence[Tensor]) -> Iterator[None]:
         yield
     finally:
         for leaf, grad, copy in zip(leaves, before, copies, strict=True):
-            leaf.grad = grad
+            _put_back(leaf, grad)
             if grad is not None and copy is not None:
                 grad.detach().copy_(copy)
+
+
+def _put_back(leaf: Tensor, grad: Tensor | None) -> None:
+    try:
+        leaf.grad = grad
+    except RuntimeError:
+        # The block has changed the leaf's dtype or device, as `module.double()` does, which casts a
+        # .grad, too. A leaf that has another shape by now cannot hold it.
+        if grad is not None and grad.shape == leaf.shape:
+            leaf.grad = grad.to(leaf)
 
 
 def replace_grad(leaf: Tensor, grad: Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from gradkit._compat.autograd import storage_address
 from gradkit._compat.optim import has_step_hooks, is_step_of_class
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._state.grad_attribute import set_grads
@@ -23,7 +24,6 @@ _NAMES = (
 READERS = frozenset(getattr(optim, name) for name in _NAMES if hasattr(optim, name))
 _version: Callable[[Tensor], int] = attrgetter("_version")
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
-_address: Callable[[Tensor], int] = Tensor.data_ptr
 _is_contiguous: Callable[[Tensor], bool] = Tensor.is_contiguous
 _stride: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
 
@@ -57,7 +57,7 @@ def assign_without_copy(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> li
             PLAIN_TYPES.issuperset(map(type, grads))
             and _have_one_layout(leaves, grads)
             and not any(map(_requires_grad, grads))
-            and set(map(_address, grads)).isdisjoint(map(_address, leaves))
+            and set(map(storage_address, grads)).isdisjoint(map(storage_address, leaves))
         ):
             versions = list(map(_version, grads))
             set_grads(leaves, grads)

@@ -146,11 +146,12 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
         if hooks:
             from gradkit.distributed._ddp import add_to_replicas  # lazily: a slow import
 
-            accumulate_through_engine(add_to_replicas(params, read_pairs))
+            pairs = add_to_replicas(params, read_pairs)
+            accumulate_through_engine(grad_attribute.apart_from_grads(pairs))
             return
         pairs = [pair for pair in match(read_leaves(params), grads) if pair[1] is not None]
         if not grad_attribute.accumulate_together(pairs):
-            for leaf, grad in pairs:
+            for leaf, grad in grad_attribute.apart_from_grads(pairs):
                 grad_attribute.accumulate(leaf, cast("Tensor", grad))
 
 

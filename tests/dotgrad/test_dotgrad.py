@@ -212,6 +212,22 @@ def test_sparse_and_dense_in_every_order(device: torch.device) -> None:
         assert first.to_dense().sum() in (6, 40)  # what was added is as it was
 
 
+@pytest.mark.parametrize("hooks", [False, True])
+def test_gradients_that_are_each_others_grad(device: torch.device, hooks: bool) -> None:
+    """They are added as they were at the call, however their memory overlaps."""
+    a, b = (torch.zeros(3, device=device, requires_grad=True) for _ in range(2))
+    a.grad, b.grad = torch.ones(3, device=device), torch.full((3,), 10.0, device=device)
+    gradkit.add_grads_([a, b], [b.grad, a.grad], hooks=hooks)
+    assert a.grad.tolist() == b.grad.tolist() == [11, 11, 11]
+    flat = torch.arange(4.0, device=device)
+    a.grad, b.grad = flat[:3], torch.zeros(3, device=device)
+    gradkit.add_grads_([a, b], [torch.ones_like(a), flat[1:]], hooks=hooks)
+    assert a.grad.tolist() == b.grad.tolist() == [1, 2, 3]
+    a.grad, b.grad = (torch.eye(3, device=device)[0].to_sparse() for _ in range(2))
+    gradkit.add_grads_([a, b], [b.grad, a.grad], hooks=hooks)
+    assert a.grad.to_dense().tolist() == b.grad.to_dense().tolist() == [2, 0, 0]
+
+
 # --- optimizers
 
 
@@ -676,6 +692,20 @@ def test_capture_handles_code_that_clears_or_replaces(device: torch.device, how:
     assert mine.tolist() == ([9, 9] if how == "replace" else [7, 7])
     assert w.grad is before
     assert before.tolist() == [9, 9]
+
+
+def test_capture_restores_what_the_block_has_cast(device: torch.device) -> None:
+    """`.grad` has the dtype of its leaf, as if it had been there when the module was cast."""
+    model = torch.nn.Linear(2, 2, device=device)
+    model(torch.ones(1, 2, device=device)).sum().backward()
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    with gradkit.capture_grads(model):
+        model.double()
+        model.bias.data = torch.zeros(3, device=device)
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype == torch.float64
+    assert torch.equal(model.weight.grad.float(), before[0])
+    assert model.bias.grad is None  # of another shape
 
 
 def test_capture_restores_on_exceptions(device: torch.device) -> None:

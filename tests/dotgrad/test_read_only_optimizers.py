@@ -172,6 +172,15 @@ def test_a_gradient_that_was_written_on_is_told(
         gradkit.step_(optimizer, params, grads)
 
 
+def test_a_gradient_inside_a_parameter_is_copied(device: torch.device) -> None:
+    """The step changes it while it is read."""
+    a = torch.arange(8.0, device=device).view(4, 2).requires_grad_()
+    b = torch.zeros(2, device=device, requires_grad=True)
+    optimizer = torch.optim.SGD([a, b], lr=1.0)
+    gradkit.step_(optimizer, [a, b], [torch.ones_like(a), a.detach()[2]])
+    assert b.tolist() == [-4, -5]
+
+
 def test_a_gradient_with_a_graph_is_lent_without_it(device: torch.device) -> None:
     params = net(device)
     loss = sum((p**3).sum() for p in params)
