@@ -12,7 +12,7 @@ from gradkit._checks.steps_without_grads import StepMonitor
 _of_process = StepMonitor() if os.environ.get("GRADKIT_CHECKED", "0") not in ("", "0") else None
 _monitor = ContextVar("monitor", default=_of_process)
 if _of_process is not None:
-    _of_process.register_hooks()
+    _of_process.enter_block()
 
 
 @contextmanager
@@ -53,24 +53,25 @@ def checked() -> Iterator[None]:
         torch forbids such writes ("the hook should not modify its argument"),
         https://pytorch.org/docs/stable/generated/torch.Tensor.register_hook.html
     """
-    if is_checked():
-        yield
-        return
-    monitor = StepMonitor()
-    token, handles = _monitor.set(monitor), monitor.register_hooks()
+    # A block that a generator holds may end before one that began inside it, and in another thread:
+    # one monitor serves all that overlap, and is closed with the last, wherever that ends.
+    monitor = step_monitor()
+    if monitor is None:
+        monitor = StepMonitor()
+        _monitor.set(monitor)
+    monitor.enter_block()
     try:
         yield
     finally:
-        _monitor.reset(token)
-        for handle in handles:
-            handle.remove()
+        monitor.leave_block()
 
 
 def is_checked() -> bool:
     """Return whether calls here hand each part of a pass memory of its own."""
-    return _monitor.get() is not None
+    return step_monitor() is not None
 
 
 def step_monitor() -> StepMonitor | None:
     """Return what notes which gradients were returned, inside `checked()`."""
-    return _monitor.get()
+    monitor = _monitor.get()
+    return monitor if monitor is not None and monitor.is_open else None

@@ -113,7 +113,7 @@ def require_reached(call: Call, results: Sequence[Grads], unused: str | None = N
     if is_reached and not missing:
         return
     below = call.graph.below(call.differentiated)
-    _refuse_moved(missing, below)
+    _refuse_replaced(missing, below)
     # Not for a gradient that is a constant, of a linear function, say: its derivative is zero.
     if not is_reached and ZERO_DERIVATIVE_NODE not in below.kinds:
         refuse_nothing_reached(call)
@@ -125,7 +125,7 @@ _ONLY_NONE = {type(None)}
 def refuse_cast_since_forward(call: Call, results: Sequence[Grads]) -> None:
     """Raise if a leaf has no gradient since it was moved or cast after the losses were computed."""
     if missing := _without_gradient(call, results):
-        _refuse_moved(missing, call.graph.below(call.differentiated))
+        _refuse_replaced(missing, call.graph.below(call.differentiated))
 
 
 def _without_gradient(call: Call, results: Sequence[Grads]) -> list[tuple[Params, int]]:
@@ -145,12 +145,19 @@ def _without_gradient(call: Call, results: Sequence[Grads]) -> list[tuple[Params
     return [missing[key] for key in missing.keys() - arrived]
 
 
-def _refuse_moved(missing: Sequence[tuple[Params, int]], below: Subgraph) -> None:
-    """Raise if one of the leaves is in the graph, but as it was before it was moved or cast."""
-    # Its `.data` of another type has another node for gradients to arrive at, apart from the graph:
+def _refuse_replaced(missing: Sequence[tuple[Params, int]], below: Subgraph) -> None:
+    """Raise if torch has another leaf than this in the graph, or has left this one out of it."""
+    # Left out are some uses of one of inference mode. One that was moved or cast since, its `.data`
+    # replaced, has another node for gradients to arrive at, apart from the graph:
     # torch.autograd.grad reports it as unused, and `.backward()` fills the `.grad` of the old type.
     for params, index in missing:
         variable = params.variables[index]
+        if variable.is_inference():
+            got = f"{describe(variable)} made inside: torch leaves uses of it out of the graph"
+            fix = "make the model outside of torch.inference_mode(); to run it without gradients, "
+            fix += "enter that around the forward pass"
+            expected = "a parameter made outside of inference mode"
+            raise UnsupportedGraphError(message(params.path(index), expected, got, fix))
         if id(variable) in below.leaves and edge(variable).node not in below.nodes:
             raise UnreachedParamError(
                 message(

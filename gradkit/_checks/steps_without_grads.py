@@ -21,15 +21,30 @@ class StepMonitor:
         self._returned: dict[int, ref[Tensor]] = {}
         self._began_idle: set[int] = set()  # the optimizers in whose step a closure may run
         self._warned = False
+        self._blocks = 0
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a block that uses it has not ended."""
+        return self._blocks > 0
+
+    def enter_block(self) -> None:
+        """Look at every step that an optimizer of this process takes, until the last block ends."""
+        if not self._blocks:
+            self._handles = register_own_hooks_around_steps(self._before, self._after)
+        self._blocks += 1
+
+    def leave_block(self) -> None:
+        """Stop, if this is the last block."""
+        self._blocks -= 1
+        while not self._blocks and self._handles:
+            self._handles.pop().remove()
 
     def note(self, variables: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
         """Note the tensors whose gradients a call returns."""
         pairs = zip(variables, grads, strict=True)
         self._returned |= {id(v): ref(v) for v, grad in pairs if grad is not None}
-
-    def register_hooks(self) -> list[RemovableHandle]:
-        """Look at every step that an optimizer of this process takes, until the handles go."""
-        return register_own_hooks_around_steps(self._before, self._after)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _is_idle(optimizer):

@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.optim import optimizer
 
 import gradkit
+from gradkit._checks.checked import is_checked
 from tests.helpers import Scribble, Sevenfold, assert_same_bits, writes_on_copies
 from tests.strategies import OPS, SIZE, WRITING, Program, build, programs
 
@@ -232,3 +235,32 @@ def test_weights_keep_their_graph(device: torch.device) -> None:
     with gradkit.checked(), torch.no_grad():
         _, (grad,) = gradkit.value_and_grads([loss], [leaf], weights=[weight], create_graph=True)
     assert torch.autograd.grad(grad.sum(), weight)[0].item() == 4
+
+
+def held() -> Generator[None]:
+    with gradkit.checked():
+        yield
+
+
+def test_blocks_that_overlap(device: torch.device) -> None:
+    """The one that began first may end first, and the other is checked to its end."""
+    first, second = held(), held()
+    next(first)
+    next(second)
+    first.close()
+    assert is_checked()
+    second.close()
+    assert not is_checked()
+
+
+def test_a_block_that_ends_in_another_thread(device: torch.device) -> None:
+    hooks = len(optimizer._global_optimizer_post_hooks)
+    block = held()
+    next(block)
+    assert is_checked()
+    assert len(optimizer._global_optimizer_post_hooks) == hooks + 1
+    other = Thread(target=block.close)
+    other.start()
+    other.join()
+    assert not is_checked()
+    assert len(optimizer._global_optimizer_post_hooks) == hooks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -229,6 +230,27 @@ def test_a_parameter_cast_after_the_forward_is_refused(device: torch.device) -> 
         with pytest.raises(gradkit.UnreachedParamError, match="moved or cast since"):
             gradkit.per_loss_grads([loss, loss * 2], params)
         cast.float()
+
+
+def test_a_parameter_of_inference_mode_that_torch_leaves_out_is_refused(
+    device: torch.device,
+) -> None:
+    with torch.inference_mode():
+        layer = nn.Linear(2, 1).to(device)
+    loss = layer(torch.ones(1, 2, device=device)).sum()
+    with pytest.raises(gradkit.UnsupportedGraphError, match="made outside of inference mode"):
+        gradkit.value_and_grads(loss, layer, retain_graph=True)
+    assert gradkit.value_and_grads(loss, layer.bias)[1] == 1
+
+
+def test_a_traced_module_stands_for_its_parameters(device: torch.device) -> None:
+    layer, x = nn.Linear(2, 1).to(device), torch.ones(1, 2, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        traced = torch.jit.trace(layer, x)
+    ours = gradkit.value_and_grads(traced(x).sum(), traced)[1]
+    theirs = torch.autograd.grad(traced(x).sum(), list(traced.parameters()))
+    assert all(map(torch.equal, ours.values(), theirs))
 
 
 def test_a_tensor_changed_in_place_after_its_use_is_refused(device: torch.device) -> None:

@@ -214,6 +214,14 @@ def test_moved_since(device: torch.device) -> None:
     assert explain(loss, layer).verdicts["loss"]["weight"].status == "moved"
 
 
+def test_made_in_inference_mode(device: torch.device) -> None:
+    with torch.inference_mode():
+        layer = nn.Linear(3, 1).to(device)
+    loss = layer(torch.ones(1, 3, device=device)).sum()
+    verdict = explain(loss, layer).verdicts["loss"]["weight"]
+    assert verdict.status == "made in inference mode"
+
+
 class Tagged(torch.Tensor):
     pass
 

@@ -73,6 +73,27 @@ def retained_grad_inside(device: torch.device) -> Case:
     return Case(after(grad), None, lambda: after(gradkit.value_and_grads))
 
 
+def statistics_changed_since(device: torch.device) -> Case:
+    w = torch.ones(1, dtype=D, device=device, requires_grad=True)
+    x = torch.tensor([[1.0], [3.0]], dtype=D, device=device)
+    norm = torch.nn.BatchNorm1d(1, affine=False, momentum=1.0, dtype=D, device=device).eval()
+    loss = norm(x * w).square().sum()
+    right = grad(loss, w, retain_graph=True)[0]
+    norm.train()(x)
+    theirs = grad(loss, w, retain_graph=True)[0]
+    return Case(theirs, right, lambda: gradkit.value_and_grads(loss, w)[1])
+
+
+def parameter_of_inference_mode(device: torch.device) -> Case:
+    def loss(w: Tensor) -> Tensor:
+        return (2 * w).sum() + torch.nn.functional.linear(torch.ones(1, 1, device=device), w).sum()
+
+    with torch.inference_mode():
+        w = torch.nn.Parameter(torch.ones(1, 1, device=device))
+    right = gradkit.func.value_and_grads(loss)(torch.ones(1, 1, device=device))[1]
+    return Case(grad(loss(w), w)[0], right, lambda: gradkit.value_and_grads(loss(w), w)[1])
+
+
 REFUSED = "`UnsupportedGraphError`"
 
 
@@ -187,6 +208,17 @@ ROWS = [
     Row(
         "`grad(3 * y, w)`, after `y.retain_grad()`: `y.grad`",
         [3.0], None, "`value_and_grads(loss, w)`", retained_grad_inside, same=True,
+    ),
+    Row(
+        "`grad(norm(x * w).square().sum(), w)`, where `norm` is a `BatchNorm1d` in eval mode whose "
+        "running statistics have changed since",
+        [14.142], [20.0], "`value_and_grads`", statistics_changed_since, same=True,
+    ),
+    Row(
+        "`grad((2 * w).sum() + linear(x, w).sum(), w)`, where `w` was made in inference mode",
+        [[2.0]], [[3.0]],
+        f"`value_and_grads` without `2 * w`, where torch has None: {REFUSED}; with it",
+        parameter_of_inference_mode, same=True,
     ),
     Row(
         "`grad(a + z, (a, b))`, where `z = b * 1` has a hook that calls `g.data.mul_(10)`: with "

@@ -39,6 +39,10 @@ _MOVED = Verdict(
     "moved",
     "moved or cast since the loss was computed; the graph still refers to it as it was before",
 )
+_INFERENCE = Verdict(
+    "made in inference mode",
+    "a parameter made inside torch.inference_mode(): torch leaves uses of it out of the graph",
+)
 _CHANGED = Verdict(
     "changed in place",
     "a view or a value that was changed in place since its use: no gradient can arrive there",
@@ -73,6 +77,8 @@ class Reachability:
             return _FROZEN_SINCE if id(variable) in self.graph.leaves else _FROZEN
         if not self.graph.roots:
             return _CONSTANT
+        if variable.is_inference():
+            return _INFERENCE
         if not self.graph.reaches(variable):
             return self._unreached(variable)
         is_there = variable.grad_fn is not None or _leaf_node(variable) in self.graph.nodes
