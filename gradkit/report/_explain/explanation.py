@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Status: TypeAlias = Literal[
     "reached", "frozen", "constant loss", "not in the graph", "reentrant checkpoint", "sharded",
-    "moved", "changed in place",
+    "moved", "changed in place", "made in inference mode",
 ]  # fmt: skip
 _QUIET = ("frozen", "constant loss", "not in the graph")
 _MAX_COLUMNS = 8
@@ -27,7 +27,7 @@ class Verdict:
     Attributes:
         status: `"reached"`, or why not: `"frozen"`, `"constant loss"`, `"not in the graph"`,
             `"reentrant checkpoint"`, `"sharded"`, `"moved"` (moved or cast since) or
-            `"changed in place"`.
+            `"changed in place"`, `"made in inference mode"`.
         why: The reason in a sentence; empty if it is reached.
     """
 
