@@ -7,6 +7,7 @@ that `torch.func.vjp` returns, the others would need zero cotangents, and 0 * in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -23,6 +24,7 @@ from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._checks.op_monitor import OpMonitor, active_monitors
 from gradkit._compat.transforms import (
     TensorLists,
+    detach_keep_tangent,
     differentiated,
     level_of,
     recording_levels,
@@ -205,7 +207,8 @@ def differentiate(
 ) -> LevelResult:
     """Call a function in a new level, and `run` passes from its losses."""
     outer = OuterGraph(create_graph, differentiated(), torch.is_grad_enabled())
-    if create_graph is None and not (outer.in_transform or outer.eager):
+    cut = cut_of(create_graph)
+    if cut is not list:
         outer.create_graph = False
     # What the function of a vmap, or of a loop in its stead, writes on tensors from outside is its
     # own. torch.compile cannot ask for the memory of a tensor.
@@ -240,8 +243,8 @@ def differentiate(
     enter = _trace_level if torch.compiler.is_compiling() else run_in_level
     # Detached, and not under no_grad: below a level of torch.func, operators would take that for
     # inference (the LSTM of the CPU keeps nothing for its backward pass then).
-    cut = detached if outer.create_graph is False else list
-    with leave_inference_mode(record=True):
+    enabled = nullcontext() if cut is list else torch.enable_grad()
+    with leave_inference_mode(record=True), enabled:
         point = cut(arguments.variables)
         values, tensors_of_aux, *grads = named_errors(lambda: enter(inside, point))
         values, tensors_of_aux = copied(cut(values)), cut(tensors_of_aux)
@@ -251,9 +254,22 @@ def differentiate(
     return LevelResult(values, spec, grads, put_aux_back(tensors_of_aux), outer.refused)
 
 
+def cut_of(create_graph: bool | None) -> Callable[[Iterable[Tensor]], list[Tensor]]:
+    """Return what is to be done to a call's tensors: `list` if they keep their graphs."""
+    if create_graph is None and not (torch.is_grad_enabled() or differentiated()):
+        return detached_but_tangents
+    return detached if create_graph is False else list
+
+
 def detached(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return tensors without a graph."""
     return [tensor.detach() for tensor in tensors]
+
+
+def detached_but_tangents(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors without a graph, with the tangents that forward mode around them gives."""
+    detach = Tensor.detach if torch.compiler.is_compiling() else detach_keep_tangent
+    return list(map(detach, tensors))
 
 
 def _trace_level(

@@ -190,6 +190,16 @@ _KNOWN = {
     ZERO_TENSOR: _FORWARD,
     "Inference tensors cannot be saved": _INFERENCE,
     "requires_grad=True on inference tensor": _INFERENCE,
+    "leaf Variable that requires grad is being used in an in-place": (
+        "a function that leaves its arguments as they are",
+        "one that changes an argument in place",
+        "change a copy: x = x.clone(); a module with inplace=True takes x.clone()",
+    ),
+    "mutating directly with `.data`": (
+        "a function that leaves its arguments as they are",
+        "an assignment to the .data of an argument",
+        "compute what it should be as a value, and use that: w = torch.renorm(w, 2, 0, 1.0)",
+    ),
     "data pointer of Tensor that doesn't have storage": _MEMORY,
     "Can't call numpy()": _MEMORY,
 }

@@ -27,7 +27,7 @@ from gradkit.errors import (
     warn_fallback,
 )
 from gradkit.func._arguments import Arguments, read_arguments
-from gradkit.func._differentiate import cast_to, detached, differentiate, gradient_of_the_sum
+from gradkit.func._differentiate import cast_to, cut_of, differentiate, gradient_of_the_sum
 from gradkit.func._errors import ZERO_TENSOR, named_errors
 
 Mode: TypeAlias = Literal["forward-over-reverse", "reverse-over-reverse"]
@@ -98,14 +98,18 @@ def hvp(
         pairs = zip(result.grads[0], here.variables, strict=True)
         return tuple(torch.zeros_like(x) if g is None else g for g, x in pairs), result.values
 
-    with one_forward_level(), leave_inference_mode(record=True), sdpa_kernel(SDPBackend.MATH):
-        tensors = (*arguments.variables, *directions)
-        if create_graph is False:
-            tensors = tuple(detached(tensors))
-        point, along = tensors[: len(directions)], tensors[len(directions) :]
+    cut = cut_of(create_graph)
+    enabled = nullcontext() if cut is list else torch.enable_grad()  # as in `differentiate`
+    with (
+        one_forward_level(),
+        leave_inference_mode(record=True),
+        enabled,
+        sdpa_kernel(SDPBackend.MATH),
+    ):
+        point, along = tuple(cut(arguments.variables)), tuple(cut(directions))
         grads, products, losses = _run(grads_at, point, along, mode)
-    if create_graph is False:
-        grads, products, losses = detached(grads), detached(products), []
+    if cut is not list:
+        grads, products, losses = cut(grads), cut(products), []
     results = []
     for tensors in (grads, products):
         # In forward mode, torch makes float64 of a 0-dim float32 times a number.

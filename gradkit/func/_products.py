@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradkit._checks.op_monitor import OpMonitor
-from gradkit._compat.transforms import carries_graph, differentiated, level_of
+from gradkit._compat.transforms import carries_graph, differentiated, level_of, transforms
 from gradkit._core import pytree
 from gradkit._core.losses import Losses, read_losses
 from gradkit._core.options import check_bool, check_function, check_optional_bool
@@ -20,13 +21,15 @@ from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._core.user_code import hooks_made, user_code_may_run
-from gradkit.errors import DetachedLossError
-from gradkit.func._arguments import Arguments, read_arguments
+from gradkit.errors import DetachedLossError, UnsupportedGraphError, message
+from gradkit.func._arguments import Arguments, copied, read_arguments
 from gradkit.func._differentiate import (
     LevelPasses,
     OuterGraph,
     cast_to,
+    cut_of,
     detached,
+    detached_but_tangents,
     partition_aux,
     split_aux,
 )
@@ -62,10 +65,11 @@ def vjp(
     Returns:
         `(values, pull)`, or `(values, pull, aux)`. `pull(cotangents)` takes a tree like `values` of
         tensors of the same shapes and dtypes, where None is zero, and returns a tuple of trees like
-        the primals, as often as it is called.
+        the primals, as often as it is called. What `fn` has used stays as it is until then.
 
     Raises:
         OptionError: `fn` is not a function, or an option has no such value.
+        UnsupportedGraphError: `pull` raises it if a primal was changed in place since the call.
         StructureError: `pull` raises it for cotangents that do not match the outputs.
         GradkitError: As in `value_and_grads`.
 
@@ -76,13 +80,17 @@ def vjp(
     check_bool("has_aux", has_aux)
     check_optional_bool("create_graph", create_graph)
     arguments = read_arguments(primals, tuple(range(len(primals))))
+    cut = cut_of(create_graph)
     run = _FunctionRun(fn, arguments, has_aux, OpMonitor(), transposed=True)
-    with leave_inference_mode(record=True):
-        point = _maybe_detach(arguments.variables, create_graph)
+    enabled = nullcontext() if cut is list else torch.enable_grad()  # as in `differentiate`
+    with leave_inference_mode(record=True), enabled:
+        point = cut(arguments.variables)
         results: Any = named_errors(lambda: torch.func.vjp(run, *point, has_aux=True))
-    torch_pull, (values, aux) = results[1], (_maybe_detach(x, create_graph) for x in results[::2])
+        values, aux = (copied(cut(tensors)) for tensors in results[::2])
+    torch_pull, versions = results[1], _versions(point)
 
     def pull(cotangents: PyTree) -> tuple[PyTree, ...]:
+        _refuse_changed(arguments, point, versions)
         seeds = list(_read_cotangents(run.outputs, values, cotangents))
         with leave_inference_mode(record=True):
             pulled = partial(run.pulled, torch_pull, seeds, create_graph)
@@ -135,12 +143,12 @@ def jvp(
     arguments = read_primals(primals)
     directions = read_directions(arguments, tangents)
     run = _FunctionRun(fn, arguments, has_aux, OpMonitor(), transposed=False)
+    cut = detached if create_graph is False else list
     with one_forward_level(), leave_inference_mode(record=True):
-        point, along = (
-            tuple(_maybe_detach(x, create_graph)) for x in (arguments.variables, directions)
-        )
+        # Copies, which fn may change, or return.
+        point, along = (tuple(copied(cut(x))) for x in (arguments.variables, directions))
         results: Any = named_errors(lambda: torch.func.jvp(run, point, along, has_aux=True))
-    values, tangents_out, aux = (_maybe_detach(tensors, create_graph) for tensors in results)
+    values, tangents_out, aux = (cut(tensors) for tensors in results)
     # In forward mode, torch makes float64 of a 0-dim float32 times a number.
     products = cast_to([value.dtype for value in values], tangents_out)
     refused = run.why_not_differentiable(values)
@@ -234,12 +242,13 @@ def linearize(
 
     Returns:
         `(values, push)`. `push(*tangents)` takes a tree like each of the primals, as the `tangents`
-        of `hvp`, and returns a tree like `values`, as often as it is called.
+        of `hvp`, and returns a tree like `values`, as often as it is called, as `pull` in `vjp`.
 
     Raises:
         LeafTypeError: A leaf is no tensor that has a gradient, or complex.
         OptionError: `fn` is not a function, or `create_graph` has no such value.
         StructureError: `push` raises it for tangents that do not match the primals.
+        UnsupportedGraphError: `push` raises it if a primal was changed in place since the call.
         GradkitError: As in `value_and_grads`.
 
     Source:
@@ -273,8 +282,14 @@ def _linear_maps(
     # A pullback is linear in the cotangents; its own pullback is the product with the Jacobian.
     with leave_inference_mode(record=True):
         ones = pytree.map_tensors(torch.ones_like, outputs)
-    _, push = vjp(grads_of_variables, ones)
-    return outputs, pull, lambda directions: push(directions)[0]
+    _, multiply = vjp(grads_of_variables, ones)
+    versions = _versions(arguments.variables)
+
+    def push(directions: list[Tensor]) -> PyTree:
+        _refuse_changed(arguments, arguments.variables, versions)
+        return multiply(directions)[0]
+
+    return outputs, pull, push
 
 
 @dataclass
@@ -326,7 +341,9 @@ class _FunctionRun:
         """Return the gradients of a backward pass, and why their derivative would be wrong."""
 
         def run(create: bool) -> list[Tensor | None]:
-            return [grad if create else grad.detach() for grad in pull(tuple(seeds))]
+            grads = pull(tuple(seeds))
+            cut = detached if create_graph is False else detached_but_tangents
+            return [*grads] if create else [*cut(grads)]
 
         if torch.compiler.is_compiling():
             return run(create_graph is not False), None
@@ -347,8 +364,21 @@ class _FunctionRun:
 _NO_LEVEL = -1  # the level has ended; those around it are left
 
 
-def _maybe_detach(tensors: Iterable[Tensor], create_graph: bool | None) -> list[Tensor]:
-    return detached(tensors) if create_graph is False else list(tensors)
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Return how often each tensor was written on; none where nobody can tell."""
+    if torch.compiler.is_compiling() or transforms():
+        return []
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _refuse_changed(arguments: Arguments, point: Sequence[Tensor], versions: list[int]) -> None:
+    """Raise if a primal, which the graph of the function refers to, was changed in place since."""
+    for index, (before, after) in enumerate(zip(versions, _versions(point), strict=False)):
+        if after != before:
+            expected = "the primal as it was when the function ran"
+            fix = "call it again after the change, or pass it a copy"
+            got = "one that was changed in place since"
+            raise UnsupportedGraphError(message(arguments.path(index), expected, got, fix))
 
 
 def _read_cotangents(
