@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 
 def lists_as_torch(kind: type[nn.Module]) -> bool:
@@ -14,3 +18,18 @@ def lists_as_torch(kind: type[nn.Module]) -> bool:
         and kind.named_modules is nn.Module.named_modules
         and kind._named_members is nn.Module._named_members
     )
+
+
+def own_parametrized_values() -> AbstractContextManager[None]:
+    """Return what keeps a call's computed weights apart, inside of `parametrize.cached()`."""
+    # The cache goes by module and name, whatever the tensors are that it was computed from.
+    return _own_cache() if parametrize._cache_enabled else nullcontext()
+
+
+@contextmanager
+def _own_cache() -> Iterator[None]:
+    before, parametrize._cache = parametrize._cache, {}
+    try:
+        yield
+    finally:
+        parametrize._cache = before

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradkit._checks import nonreentrant_checkpoints
 from gradkit._compat.autograd import storage_key
+from gradkit._compat.modules import own_parametrized_values
 from gradkit._compat.transforms import BATCH, memory_of, transforms
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import refuse_distributed, require_tensor
@@ -130,7 +131,7 @@ def _call(
     """Return what a module returns for these tensors, and its buffers after it."""
     snapshot = ModuleSnapshot(module)
     try:
-        with ReadOnly(given.values()), _own_buffers(new) as own:
+        with ReadOnly(given.values()), _own_buffers(new) as own, own_parametrized_values():
             slots = TensorSlots(snapshot.parts)
             is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
             is_refused = is_tracing or isinstance(module, _REFUSED_BY_TORCH)
@@ -214,6 +215,9 @@ def _listed(names: list[Any]) -> str:
     return shown + (", ..." if len(names) > 6 else "")
 
 
+_SET_DATA = cast("Any", torch.Tensor).data.__set__
+
+
 class ReadOnly(TorchFunctionMode):
     """Raises at operations that write on some tensors, also through views, `.data` and detach()."""
 
@@ -233,7 +237,9 @@ class ReadOnly(TorchFunctionMode):
         """Run the operation, unless it writes."""
         name = getattr(func, "__name__", "")
         is_write = is_in_place(name) and args and isinstance(args[0], Tensor)
-        if is_write and self._is_protected(args[0]):
+        is_replaced = func == _SET_DATA and id(args[0]) in self._ids
+        if is_replaced or (is_write and self._is_protected(args[0])):
+            name = "an assignment to .data" if is_replaced else name
             got = f"one that writes on them in its forward pass, with {name}"
             fix = "compute a new tensor from the parameter, or write outside of the module"
             raise UnsupportedGraphError(message("module", _READS_ONLY, got, fix))

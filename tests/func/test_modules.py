@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import stack_module_state, vmap
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import gradkit
@@ -513,8 +513,16 @@ class Writes(nn.Linear):
         return super().forward(x)
 
 
+class Replaces(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data.clamp(-0.1, 0.1)
+        return super().forward(x)
+
+
 @pytest.mark.parametrize(
-    "build", [lambda: nn.Embedding(5, 3, max_norm=0.1), lambda: Writes(5, 3)], ids=["norm", "clamp"]
+    "build",
+    [lambda: nn.Embedding(5, 3, max_norm=0.1), lambda: Writes(5, 3), lambda: Replaces(5, 3)],
+    ids=["norm", "clamp", "data"],
 )
 @pytest.mark.parametrize("own", [True, False])
 def test_a_module_that_writes_on_its_parameters_is_refused_or_right(
@@ -530,6 +538,42 @@ def test_a_module_that_writes_on_its_parameters_is_refused_or_right(
     with suppress(gradkit.UnsupportedGraphError), pure(module, params, x):
         call, _, buffers = make_functional(module)
         is_same(device, call(params, buffers, x)[0], expected)
+
+
+def test_assigning_to_data_inside_a_transform_says_so(device: torch.device) -> None:
+    module = Replaces(2, 2).to(device)
+    call, params, buffers = make_functional(module)
+    x = torch.ones(3, 2, device=device)
+    with pure(module, params), pytest.raises(gradkit.UnsupportedGraphError, match=r"assignment to .data"):
+        gradkit.func.value_and_grads(lambda p: call(p, buffers, x)[0].sum())(params)
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).mT
+
+
+def test_cached_parametrizations_are_those_of_the_call(device: torch.device) -> None:
+    """torch's cache would give what was computed from other tensors."""
+    module = nn.Linear(2, 2).to(device)
+    parametrize.register_parametrization(module, "weight", Symmetric())
+    call, params, buffers = make_functional(module)
+    x = torch.ones(3, 2, device=device)
+
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        return call(params, buffers, x)[0].square().sum()
+
+    twice = {name: 2 * p.detach() for name, p in params.items()}
+    expected = [gradkit.func.value_and_grads(loss)(p) for p in (params, twice)]
+    with parametrize.cached():
+        own = module(x)
+        got = [gradkit.func.value_and_grads(loss)(p) for p in (params, twice)]
+        assert module(x) is not own
+        assert torch.equal(module.weight, module.weight)
+        assert module.weight is module.weight  # the module's own cache is as before
+    for (value, grads), (right, right_grads) in zip(got, expected, strict=True):
+        assert torch.equal(value, right)
+        assert all(map(torch.equal, grads.values(), right_grads.values()))
 
 
 class TwoNames(nn.Module):
