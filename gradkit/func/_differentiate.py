@@ -99,6 +99,14 @@ class LevelPasses:
         # A tensor from outside may require grad, too, with a graph outside of the level.
         return self.level is None or (output.requires_grad and level_of(output) == self.level)
 
+    def reaches_any(self, outputs: Sequence[Tensor]) -> bool:
+        """Return whether a path leads from an output to a variable; True while tracing."""
+        # A parameter that fn makes requires grad in its level, too, and leads nowhere.
+        if self.level is None:
+            return True
+        below = Subgraph(list(filter(self.depends, outputs)))
+        return any(map(below.reaches, self.variables))
+
     def grads(
         self,
         outputs: Sequence[Tensor],
@@ -236,6 +244,9 @@ def differentiate(
             monitor.note_graph(list(filter(passes.depends, losses.leaves)))
         monitor.check()
         grads = run(losses, passes)
+        has_none = all(grad is None for part in grads for grad in part)
+        if has_none and not passes.reaches_any(losses.leaves):
+            raise DetachedLossError(independent(losses.first_paths()))
         tensors_of_aux, put_aux_back = partition_aux(aux) if has_aux else ([], _no_aux)
         outside.extend((losses.spec, put_aux_back))
         return [losses.leaves, tensors_of_aux, *grads]

@@ -215,7 +215,7 @@ def independent(where: str) -> str:
     expected = "a loss computed from the arguments that argnums names"
     got = (
         "one that does not depend on them: fn uses a module, or tensors, from outside, or cuts "
-        "the path (detach(), .data, .item(), no_grad)"
+        "the path (detach(), .data, .item(), no_grad, nn.Parameter(w))"
     )
     fix = f"compute it from fn's own arguments: {_MAKE_FUNCTIONAL}"
     return message(where, expected, got, fix)

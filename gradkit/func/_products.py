@@ -322,7 +322,7 @@ class _FunctionRun:
         self.variables = list(tensors)
         if self.transposed and not torch.compiler.is_compiling():
             passes = self._passes(None, level_of(tensors[0]))
-            if not any(map(passes.depends, self.outputs.leaves)):
+            if not passes.reaches_any(self.outputs.leaves):
                 raise DetachedLossError(independent(self.outputs.first_paths()))
         tensors_of_aux, self.put_aux_back = partition_aux(aux)
         return tuple(self.outputs.leaves), tensors_of_aux

@@ -280,3 +280,20 @@ def test_a_compiled_graph_is_refused(device: torch.device) -> None:
         gradkit.value_and_grads(loss, w, create_graph=True)
     (grad,) = torch.autograd.grad(loss, w, create_graph=True)
     assert torch.autograd.grad(grad.sum(), w)[0] == 2  # of w ** 2 alone
+
+
+@pytest.mark.parametrize("memory", ["store", "recompute"])
+def test_functions_of_torch_that_are_once_differentiable(device: torch.device, memory: Any) -> None:
+    """torch drops their part of the second derivative."""
+    c = torch.tensor([1.5, 2.5, 3.0], device=device, requires_grad=True)
+
+    def sampled(c: Tensor, *_: Any) -> Tensor:
+        torch.manual_seed(0)
+        return torch.distributions.Dirichlet(c).rsample().square().sum()
+
+    gradkit.value_and_grads(sampled(c), c)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="_Dirichlet, a Function"):
+        gradkit.value_and_grads(sampled(c), c, create_graph=True)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="_Dirichlet, a Function"):
+        adapted = meta.unroll(sampled, c, [0], meta.sgd(lr=1.0), memory=memory).params
+        torch.autograd.grad(adapted.sum(), c)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradkit
-from gradkit import func
+from gradkit import func, meta
 from tests.helpers import Halve, unchanged
 
 
@@ -487,3 +487,37 @@ def test_weights_of_elements_are_sent_to_vjp(device: torch.device) -> None:
 class Pair(NamedTuple):
     a: Tensor
     b: Tensor
+
+
+def test_a_parameter_made_of_an_argument_cuts_the_path(device: torch.device) -> None:
+    """It is a leaf of its own: torch.func gives zeros."""
+    x = torch.ones(3, 2, device=device)
+    params = {"weight": torch.ones(1, 2, device=device), "bias": torch.zeros(1, device=device)}
+
+    def loss(p: Any, *_: Any) -> Tensor:
+        weight, bias = nn.Parameter(p["weight"]), nn.Parameter(p["bias"])
+        return nn.functional.linear(x, weight, bias).square().sum()
+
+    def inner(p: Any) -> Tensor:
+        adapted = meta.unroll(loss, p, [0], meta.sgd(lr=0.1)).params
+        return adapted["weight"].sum()
+
+    calls: list[Callable[[], object]] = [
+        lambda: func.value_and_grads(loss)(params),
+        lambda: func.per_loss_grads(loss)(params),
+        lambda: func.hvp(loss, params, params),
+        lambda: func.hvp(loss, params, params, mode="reverse-over-reverse"),
+        lambda: func.vjp(loss, params),
+        lambda: func.linearize(loss, params),
+        lambda: meta.mean_value_and_grads(loss, params, torch.zeros(2, device=device)),
+        lambda: func.value_and_grads(inner)(params),
+    ]
+    for call in calls:
+        with (
+            unchanged(*params.values()),
+            pytest.raises(gradkit.DetachedLossError, match=r"nn\.Parameter"),
+        ):
+            call()
+    _, grads = func.value_and_grads(lambda p: loss(p) + p["bias"].sum())(params)
+    assert not grads["weight"].any()  # some argument is reached, and this one has no part in it
+    assert grads["bias"] == 1
