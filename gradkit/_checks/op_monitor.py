@@ -24,9 +24,12 @@ from gradkit._compat.transforms import (
     BATCH,
     DERIVATIVES,
     autograd_grad,
+    jvp_level,
+    level_of,
     recording_levels,
     transforms,
 )
+from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._state.copy_on_write import CopyOnWrite
 from gradkit.errors import UnsupportedGraphError, message
@@ -71,9 +74,12 @@ class OpMonitor(TorchFunctionMode):
         self._wrong_batched: list[str] = []
         self._wrong_derivative: list[str] = []
         self._wrong_outside: list[str] = []
+        self._tangents_from = 0  # the level of a jvp around the function; 0 for none
 
     def __enter__(self) -> Self:
         """Note the operations from here on."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._tangents_from = jvp_level()
         if not torch.compiler.is_compiling():  # which would compile again for each count
             _active.count = active_monitors() + 1
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -108,7 +114,27 @@ class OpMonitor(TorchFunctionMode):
             self._note(name, call)
         if self._writes is not None:
             return self._writes.run(func, args, kwargs or {})
+        if self._tangents_from and not torch.is_grad_enabled():
+            return self._run_on_constants(func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _run_on_constants(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an operation under no_grad on tensors without tangents: a jvp does not heed it."""
+        if getattr(func, "__name__", "") in {"__get__", "__set__"}:
+            return func(*args, **kwargs)
+        given: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def constant(tensor: Tensor) -> Tensor:
+            if level_of(tensor) < self._tangents_from:
+                return tensor
+            cut = tensor.detach()
+            given[id(cut)] = cut, tensor
+            return cut
+
+        args, kwargs = pytree.map_tensors(constant, (args, kwargs))
+        result = func(*args, **kwargs)
+        # An operation in place returns what it was given.
+        return given[id(result)][1] if id(result) in given else result
 
     def _note(self, name: str, call: OpCall) -> None:
         bug = TRANSFORM_BUGS[name]

@@ -54,6 +54,12 @@ def in_jvp() -> bool:
     return "Jvp" in transforms()
 
 
+def jvp_level() -> int:
+    """Return the level of the outermost jvp around this call, 0 for none."""
+    stack = transforms()
+    return stack.index("Jvp") + 1 if "Jvp" in stack else 0
+
+
 def recording_levels(tensor: Tensor) -> set[int]:
     """Return the transform levels that record a graph of a tensor; that of eager code is 0."""
     # What vmap has batched says of itself that it does not require grad: the tensor inside may.

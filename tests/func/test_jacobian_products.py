@@ -348,3 +348,41 @@ def test_products_and_solutions_are_those_of_curvlinops(device: torch.device) ->
     _, product = func.hvp(lambda params: loss(outputs(params)), params, v)
     expected = curvlinops.HessianLinearOperator(*theirs) @ list(v.values())
     torch.testing.assert_close(list(product.values()), list(expected))
+
+
+def stopped(w: Tensor) -> Tensor:
+    with torch.no_grad():
+        target = w.square()
+        target.mul_(2)
+        first, second = target.chunk(2)
+        assert target.mul_(1.5) is target
+    return (target * w.square()).sum() + (torch.stack([first, second]) * w.exp()).sum()
+
+
+@pytest.mark.parametrize("outer", ["none", "vmap", "grad"])
+def test_what_is_computed_under_no_grad_is_constant_in_forward_mode(
+    device: torch.device, outer: str
+) -> None:
+    """A jvp of torch's goes on through it, unlike a backward pass."""
+    w = torch.tensor([1.0, 2.0], dtype=torch.float64, device=device)
+    along = torch.tensor([1.0, 0.5], dtype=torch.float64, device=device)
+    one = torch.ones((), dtype=torch.float64, device=device)
+    calls: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
+        (
+            lambda w: func.jvp(stopped, w, along)[1],
+            lambda w: func.vjp(stopped, w)[1](one)[0] @ along,
+        ),
+        (
+            lambda w: func.hvp(stopped, w, along)[1].sum(),
+            lambda w: func.hvp(stopped, w, along, mode="reverse-over-reverse")[1].sum(),
+        ),
+    ]
+    for ours, other in calls:
+        if outer == "none":
+            torch.testing.assert_close(ours(w), other(w))
+        elif outer == "vmap":
+            each = torch.stack([w, 2 * w])
+            torch.testing.assert_close(torch.vmap(ours)(each), torch.vmap(other)(each))
+        else:
+            torch.testing.assert_close(torch.func.grad(ours)(w), torch.func.grad(other)(w))
+    assert torch.func.jvp(stopped, (w,), (along,))[1] != calls[0][0](w)
