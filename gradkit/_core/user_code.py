@@ -251,19 +251,18 @@ _TORCH_OPERATORS = tuple(
 )  # fmt: skip
 
 
-# Functions of torch's own that may have no derivative of their derivative, as those of users: those
-# of Dirichlet and Beta, CrossMapLRN2d and lobpcg. The last wraps each Function in torch.func, the
-# user's too, in one of a class that it makes.
-_NOT_TWICE_DIFFERENTIABLE = frozenset((
-    "torch.distributions.dirichlet", "torch.nn.modules._functions", "torch._lobpcg",
-    "torch._functorch.autograd_function",
-))  # fmt: skip
+# Functions of torch's own that may have no derivative of their derivative, as those of users.
+_NOT_TWICE_DIFFERENTIABLE = frozenset({"_Dirichlet", "CrossMapLRN2d", "LOBPCGAutogradFunction"})
 
 
 def _from_torch(kind: Any) -> bool:
-    module: str = forward_class(kind).__module__
+    forward = forward_class(kind)
+    module: str = forward.__module__
     if module.startswith("torch._library"):  # may run what the user gave to register_autograd
         return bool(kind.__name__.startswith(_TORCH_OPERATORS))
     if module in _GRADKIT_MODULES:  # not meta: a step runs user code
         return True
-    return module.startswith("torch.") and module not in _NOT_TWICE_DIFFERENTIABLE
+    if not module.startswith("torch.") or forward.__name__ in _NOT_TWICE_DIFFERENTIABLE:
+        return False
+    # torch.func wraps each Function, the user's too, in one of a class that it makes.
+    return module != "torch._functorch.autograd_function"
