@@ -1,0 +1,59 @@
+"""Hooks on the forward pass of one module, which copies of the module do not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+from torch import nn
+
+# Of a module's arguments, those by keyword among them, or of its output.
+SeeInput: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], None]
+SeeOutput: TypeAlias = Callable[[Any], None]
+
+
+class _Inert:
+    """What a copied or unpickled module has in place of a hook."""
+
+    def __call__(self, *_: Any) -> None:
+        """Do nothing."""
+
+
+class _ModuleHook:
+    """A hook of one module, until it is closed."""
+
+    def __init__(self, module: nn.Module, see: Callable[..., None]) -> None:
+        self._module: nn.Module | None = module
+        self._see: Callable[..., None] | None = see
+
+    def __call__(self, module: nn.Module, args: Any, rest: Any) -> None:
+        """See a run of the module: what it returned, or its arguments by keyword."""
+        # A copy of the module may share the table of hooks, or have another of the same hooks.
+        if module is self._module and self._see is not None:
+            self._see(args, rest)
+
+    def __reduce__(self) -> tuple[type[_Inert], tuple[()]]:
+        return _Inert, ()
+
+    def close(self) -> None:
+        """Do nothing from now on, and keep nothing alive."""
+        self._module = self._see = None
+
+
+@contextmanager
+def watching_runs(
+    module: nn.Module, see_output: SeeOutput, see_input: SeeInput | None = None
+) -> Iterator[None]:
+    """Call functions with what a module is given and returns, for each of its runs in the block."""
+    hooks = [_ModuleHook(module, lambda _, output: see_output(output))]
+    handles = [module.register_forward_hook(hooks[0])]
+    if see_input is not None:
+        hooks.append(_ModuleHook(module, see_input))
+        handles.append(module.register_forward_pre_hook(hooks[1], with_kwargs=True))
+    try:
+        yield
+    finally:
+        for hook, handle in zip(hooks, handles, strict=True):
+            hook.close()
+            handle.remove()

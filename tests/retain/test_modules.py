@@ -1,0 +1,115 @@
+"""safe_retain by the names of modules: in-place modules, copies of the model, outputs of any kind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradkit
+from tests.helpers import assert_same_bits
+
+
+def in_place(device: torch.device) -> tuple[nn.Sequential, Tensor, list[Tensor]]:
+    """Return a model with a module in place, data, and the gradients at its three outputs."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True), nn.Linear(3, 1)).to(device)
+    x = torch.randn(8, 2, device=device)
+    before = model[0](x)
+    after = before.relu()
+    out = model[2](after)
+    return model, x, list(torch.autograd.grad(out.square().sum(), [before, after, out]))
+
+
+@pytest.mark.parametrize("names", [["0", "1"], ["1", "0"], "*", ["1", "2"], ["0", "2"]])
+def test_modules_in_place_have_gradients_of_their_own(device: torch.device, names: Any) -> None:
+    """Both return the same tensor: the gradient is that of its value when the module returned."""
+    model, x, expected = in_place(device)
+    with gradkit.safe_retain(model, names) as kept:
+        gradkit.value_and_grads(model(x).square().sum(), model)
+    for name, grad in kept.grads.items():
+        torch.testing.assert_close(grad, expected[int(name or 2)])
+    assert all(len(passes) == 1 for passes in kept.passes.values())
+
+
+def test_inputs_around_a_module_in_place(device: torch.device) -> None:
+    model, x, (before, after, _) = in_place(device)
+    with gradkit.safe_retain(model, ["1", "2"], inputs=True) as kept:
+        gradkit.value_and_grads(model(x).square().sum(), model)
+    torch.testing.assert_close(kept.inputs.grads["1"], before)
+    torch.testing.assert_close(kept.inputs.grads["2"], after)
+    torch.testing.assert_close(kept.grads["1"], after)
+
+
+def test_a_model_that_ends_in_place(device: torch.device) -> None:
+    model, x, _ = in_place(device)
+    model = model[:2]
+    with gradkit.safe_retain(model, ["0", "1", ""]) as kept:
+        model(x).sum().backward()
+    at_end = torch.ones(8, 3, device=device)
+    assert_same_bits([kept.grads[""], kept.grads["1"]], [at_end, at_end])
+    assert_same_bits([kept.grads["0"]], [(kept.values["0"] > 0).float()])
+    assert kept.values["0"] is kept.values["1"] is kept.values[""]  # torch's one tensor
+
+
+def test_a_tensor_in_two_blocks_with_a_change_between(device: torch.device) -> None:
+    model, x, (before, after, _) = in_place(device)
+    h = model[0](x)
+    with gradkit.safe_retain(h) as first:
+        h.relu_()
+        with gradkit.safe_retain(h) as second:
+            model[2](h).square().sum().backward()
+    torch.testing.assert_close(first.grads, before)
+    torch.testing.assert_close(second.grads, after)
+
+
+class Growing(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"a": x * 2}
+
+
+def test_a_dict_that_the_caller_changes_later(device: torch.device) -> None:
+    """The three trees have the structure that the module returned."""
+    model, x = Growing().to(device), torch.ones(2, device=device, requires_grad=True)
+    with gradkit.safe_retain(model, "") as kept:
+        out = model(x)
+        out["loss"] = out["a"].sum()
+        out["loss"].backward()
+    assert list(kept.values[""]) == list(kept.grads[""]) == list(kept.passes[""]) == ["a"]
+    assert kept.grads[""]["a"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "make_copy", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), copy.copy]
+)
+def test_a_copy_made_in_the_block_is_not_watched(device: torch.device, make_copy: Any) -> None:
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh()).to(device), torch.ones(1, 2, device=device)
+    with gradkit.safe_retain(model, ["", "1"], inputs=True) as kept:
+        model(x).sum().backward()
+        ema = make_copy(model)
+        ema(x)  # of which nothing is kept, in the block or after it
+    with torch.no_grad():
+        ema(x)
+    assert isinstance(kept.values[""], Tensor)
+    assert isinstance(kept.inputs.values[""], Tensor)
+    ref = weakref.ref(kept)
+    del kept
+    gc.collect()
+    assert ref() is None  # also while the copy lives
+    assert not model._forward_hooks
+
+
+def test_a_hook_that_outlives_the_block_does_nothing(device: torch.device) -> None:
+    model, x = nn.Linear(2, 2).to(device), torch.ones(1, 2, device=device)
+    with gradkit.safe_retain(model, "", inputs=True) as kept:
+        model(x).sum().backward()
+        table = copy.copy(model._forward_hooks)
+    model._forward_hooks.update(table)
+    with torch.no_grad():
+        model(x)
+    assert isinstance(kept.values[""], Tensor)
