@@ -14,6 +14,7 @@ from gradkit._autograd import graph_release
 from gradkit._autograd.batching_choice import why_not_batched
 from gradkit._autograd.consume_on_arrival import Consume, ConsumingRunner
 from gradkit._autograd.jacobian import one_hot, refuse_nested
+from gradkit._autograd.own_roots import numbered_roots
 from gradkit._autograd.pass_runner import PassRunner
 from gradkit._checks.eager_graph import check_call
 from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_may_run_in
@@ -55,7 +56,8 @@ class JacobianRows:
         index, element = self.elements[row]
         loss = self.call.outputs[index]
         seed = one_hot(loss, element, element + 1)[0] if loss.dim() else None
-        grads = runner.grads([loss], [seed], self.params.variables, retain=retain)
+        with numbered_roots([loss]) as roots:
+            grads = runner.grads(roots, [seed], self.params.variables, retain=retain)
         self.note(grads)
         return grads
 
@@ -72,7 +74,8 @@ class JacobianRows:
                 seeds.append(torch.cat(shifted))
         if outputs:
             runner = ConsumingRunner(self.call, consume=consume)
-            self.note(runner.batch(outputs, seeds, self.params.variables))
+            with numbered_roots(outputs) as roots:
+                self.note(runner.batch(roots, seeds, self.params.variables))
 
     def note(self, grads: Grads) -> None:
         """Note which variables a pass has reached."""

@@ -1,4 +1,4 @@
-"""safe_retain by the names of modules: in-place modules, copies of the model, outputs of any kind."""
+"""safe_retain by names of modules: modules in place, copies of the model, outputs of any kind."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_inputs_around_a_module_in_place(device: torch.device) -> None:
 
 
 def test_a_model_that_ends_in_place(device: torch.device) -> None:
-    model, x, _ = in_place(device)
-    model = model[:2]
+    whole, x, _ = in_place(device)
+    model = nn.Sequential(whole[0], whole[1])
     with gradkit.safe_retain(model, ["0", "1", ""]) as kept:
         model(x).sum().backward()
     at_end = torch.ones(8, 3, device=device)
