@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -13,13 +13,18 @@ from torch import Tensor, nn
 from gradkit._compat.autograd import current_pass
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
-from gradkit._core.grad_recorder import GradRecorder, Recorders, require_graph
+from gradkit._core.grad_recorder import (
+    GradRecorder,
+    Recorders,
+    refuse_transforms,
+    require_graph,
+)
 from gradkit._core.leaf_arithmetic import add_leaves
 from gradkit._core.module_hooks import watching_runs
 from gradkit._core.options import check_bool
 from gradkit._core.pass_observers import observing
 from gradkit._core.pytree import PyTree
-from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, message
+from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
 
 __all__ = ["RetainedGrads", "safe_retain"]
 
@@ -107,8 +112,10 @@ def safe_retain(
     The gradient is the one with respect to the value that a tensor has at this call, also if it is
     used before the call, or changed in place after it. Hooks that the user registered earlier have
     been applied. `.grad` is not written. All of gradkit's passes of this thread in the block reach
-    the tensors; `torch.autograd.grad`, and `.backward()` or `backward_` for some params only, reach
-    those that lie on a path to their params, as they would call a tensor's hook.
+    the tensors; `torch.autograd.grad`, `.backward()` or `backward_` for some params only, and
+    passes of other threads reach those that lie on a path to their params, and are recorded as by
+    `retain_grad()`. Passes whose gradients a call does not return, such as those of `gram`, of
+    norms, and of the Gramian behind `value_and_grads(weights=function)`, are not recorded.
 
     Example:
         >>> import torch, gradkit
@@ -128,7 +135,8 @@ def safe_retain(
         tensors: A tree of tensors that require grad; or a module, whose forward then runs inside
             the block.
         names: With a module: the names of submodules (as in `named_modules()`, "" for the module
-            itself) or globs, whose outputs, trees of tensors, are watched.
+            itself) or globs, whose outputs, trees of tensors, are watched. Of what a glob fits,
+            an output without a graph is in `values`, and its gradient is None.
         inputs: With a module: whether to keep what these submodules are called with, too.
 
     Yields:
@@ -137,7 +145,7 @@ def safe_retain(
 
     Raises:
         LeafTypeError: A leaf is no tensor.
-        OptionError: `names` or `inputs` beside tensors, or `inputs` is no bool.
+        OptionError: `names` or `inputs` beside tensors, a name is no string, or `inputs` no bool.
         StructureError: There are no leaves, or a name fits no module.
         UnsupportedGraphError: A tensor has no graph, is inside a `torch.func` transform, or is a
             view whose memory was changed in place inside the block (raised before gradkit's next
@@ -190,14 +198,16 @@ def _watch_tensors(retained: RetainedGrads, tensors: PyTree) -> None:
 def _watch_modules(
     retained: RetainedGrads, module: nn.Module, names: str | Sequence[str] | None, stack: ExitStack
 ) -> None:
-    chosen = _choose(module, names)
-    see_output = _recorder_of_runs(retained, list(chosen), "output")
+    parts = dict(module.named_modules())
+    chosen = _choose(parts, names)
+    required = [name for name, is_exact in chosen.items() if is_exact]
+    see_output = _recorder_of_runs(retained, list(chosen), "output", required)
     see_input = None
-    if retained._inputs is not None:
-        see_input = _recorder_of_runs(retained._inputs, list(chosen), "input")
-    for name, part in chosen.items():
+    if retained._inputs is not None:  # an input may well be a constant: the data
+        see_input = _recorder_of_runs(retained._inputs, list(chosen), "input", ())
+    for name in chosen:
         see = None if see_input is None else partial(_see_arguments, see_input, name)
-        stack.enter_context(watching_runs(part, partial(see_output, name), see))
+        stack.enter_context(watching_runs(parts[name], partial(see_output, name), see))
 
 
 def _see_arguments(see: _SeeRun, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -207,8 +217,11 @@ def _see_arguments(see: _SeeRun, name: str, args: tuple[Any, ...], kwargs: dict[
         see(name, args[0] if len(args) == 1 else args)
 
 
-def _recorder_of_runs(retained: RetainedGrads, names: list[str], role: str) -> _SeeRun:
+def _recorder_of_runs(
+    retained: RetainedGrads, names: list[str], role: str, required: Collection[str]
+) -> _SeeRun:
     """Return what is to be called with the inputs, or the outputs, of each run of a module."""
+    # Of those that are required, a run has to have a tensor with a graph.
     runs: dict[str, list[_KeptTree]] = {name: [] for name in names}
     retained._collect = lambda read, missing: {
         name: _one_or_all(list(map(read, kept)), missing) for name, kept in runs.items()
@@ -219,14 +232,16 @@ def _recorder_of_runs(retained: RetainedGrads, names: list[str], role: str) -> _
             return  # a checkpoint's recomputation, inside a backward pass: the graph exists already
         leaves, spec = pytree.flatten(tree)
         with_graph = {id(x) for x in leaves if isinstance(x, Tensor) and x.requires_grad}
+        is_required = name in required and not with_graph
         recorders: list[GradRecorder | None] = []
         for index, leaf in enumerate(leaves):
             where = partial(pytree.path, spec, index, f"the {role} of {name!r}")
-            # An input may well be a constant: the data.
-            is_watched = id(leaf) in with_graph or (role == "output" and not with_graph)
-            recorders.append(
-                retained._recorders.of(require_graph(leaf, where), where) if is_watched else None
-            )
+            if id(leaf) in with_graph or is_required:
+                recorders.append(retained._recorders.of(require_graph(leaf, where), where))
+            else:
+                if isinstance(leaf, Tensor):
+                    refuse_transforms(leaf, where)
+                recorders.append(None)
         runs[name].append(_KeptTree(leaves, spec, recorders))
 
     return see
@@ -236,18 +251,36 @@ def _one_or_all(runs: list[PyTree], missing: Any) -> PyTree:
     return missing if not runs else runs[0] if len(runs) == 1 else tuple(runs)
 
 
-def _choose(module: nn.Module, names: str | Sequence[str] | None) -> dict[str, nn.Module]:
-    modules = dict(module.named_modules())
-    patterns = [names] if isinstance(names, str) else list(names or ())
-    chosen: dict[str, nn.Module] = {}
-    for pattern in patterns:
-        fits = {name: part for name, part in modules.items() if fnmatchcase(name, pattern)}
+def _choose(modules: Mapping[str, nn.Module], names: str | Sequence[str] | None) -> dict[str, bool]:
+    """Return the names that are meant, and whether each is given as it is, and not by a glob."""
+    chosen: dict[str, bool] = {}
+    for pattern in _read_names(modules, names):
+        is_exact = not any(character in pattern for character in "*?[")
+        fits = {name: is_exact for name in modules if fnmatchcase(name, pattern)}
         if not fits:
-            break
-        chosen |= fits
-    else:
-        if chosen:
-            return chosen
-    expected = "names of submodules or globs, each of which fits one"
+            raise StructureError(message("names", *_expected(modules, repr(names))))
+        chosen |= {name: chosen.get(name, False) or is_exact for name in fits}
+    return chosen
+
+
+def _read_names(
+    modules: Mapping[str, nn.Module], names: str | Sequence[str] | None
+) -> Sequence[str]:
+    if isinstance(names, str):
+        return [names]
+    if names is None:
+        raise StructureError(message("names", *_expected(modules, "None")))
+    is_list = isinstance(names, Iterable) and not isinstance(names, nn.Module)
+    patterns: list[Any] = list(names) if is_list else [names]
+    wrong = [pattern for pattern in patterns if not isinstance(pattern, str)]
+    if wrong:
+        raise OptionError(message("names", *_expected(modules, describe(wrong[0]))))
+    if not patterns:
+        raise StructureError(message("names", *_expected(modules, "none")))
+    return patterns
+
+
+def _expected(modules: Mapping[str, nn.Module], got: str) -> tuple[str, str, str]:
+    """Return what `names` has to be, what it is, and what it could be."""
     fix = f"one of {', '.join(map(repr, list(modules)[:12]))}"
-    raise StructureError(message("names", expected, repr(names), fix))
+    return "names of submodules or globs, each of which fits one", got, fix

@@ -23,6 +23,7 @@ from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.losses import Losses, require_graph
 from gradkit._core.ownership import grad_dtype
 from gradkit._core.params import Params
+from gradkit._core.pass_observers import hidden_passes
 from gradkit.errors import GradkitError, first_line, warn_fallback
 
 ARRIVED = torch.empty(0)  # stands for a gradient that has arrived and is gone
@@ -97,7 +98,9 @@ class JacobianRows:
         """Return why batched passes for some losses are known to be wrong, or not to run."""
         if not self.call.no_subclasses:
             return "a tensor of a subclass cannot be batched"
-        return why_not_batched(self.call.graph.below(losses), self.allowed)
+        below = self.call.graph.below(losses)
+        with hidden_passes():  # as they are
+            return why_not_batched(below, self.allowed)
 
     def batched(self, run: Callable[[], Tensor], losses: Sequence[int]) -> Tensor | None:
         """Return what batched passes give; None, with a warning, where they are wrong or fail."""

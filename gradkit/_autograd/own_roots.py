@@ -10,7 +10,12 @@ from torch import Tensor
 
 from gradkit._compat.autograd import current_pass
 from gradkit._core import user_code
-from gradkit._core.pass_observers import begin_of_passes, hidden_passes, observed_tensors
+from gradkit._core.pass_observers import (
+    begin_of_passes,
+    hidden_passes,
+    may_be_recorded,
+    observed_tensors,
+)
 from gradkit._state.grad_attribute import grads_put_back
 
 
@@ -47,6 +52,9 @@ def unrecorded() -> Iterator[None]:
     Raises:
         UnsupportedGraphError: A tensor that it is for was changed in place, as a pass raises.
     """
+    if not may_be_recorded():
+        yield
+        return
     tensors = {id(t): t for t, _ in observed_tensors() if t.retains_grad and not t.is_leaf}
     with grads_put_back(list(tensors.values())), hidden_passes():
         yield

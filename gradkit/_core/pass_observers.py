@@ -87,7 +87,7 @@ def numbered_passes() -> Iterator[Set[int]]:
 @contextmanager
 def hidden_passes() -> Iterator[None]:
     """Hide the passes of rows that this thread begins in the block from every observer."""
-    if not _of_all_threads:
+    if not may_be_recorded():
         yield
         return
     numbers: set[int] = set()

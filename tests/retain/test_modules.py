@@ -113,3 +113,88 @@ def test_a_hook_that_outlives_the_block_does_nothing(device: torch.device) -> No
     with torch.no_grad():
         model(x)
     assert isinstance(kept.values[""], Tensor)
+
+
+class Masked(nn.Module):
+    """A model with submodules that return something without a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        self.mask, self.log = Mask(), Silent()
+        self.last = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.frozen(x)
+        self.log(h)
+        out: Tensor = self.last(h * self.mask(h)["keep"])
+        return out
+
+
+class Mask(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"keep": x > 0, "count": 3, "no": ()}
+
+
+class Silent(nn.Module):
+    def forward(self, x: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("names", ["*", ["last", "[flm]*", "?og"]])
+def test_a_glob_takes_outputs_without_a_graph(device: torch.device, names: Any) -> None:
+    model, x = Masked().to(device), torch.randn(4, 2, device=device)
+    with gradkit.safe_retain(model, names) as kept:
+        gradkit.value_and_grads(model(x).sum(), model)
+    assert torch.equal(kept.values["frozen"], model.frozen(x))
+    assert kept.values["mask"]["count"] == 3
+    assert kept.values["log"] is kept.grads["log"] is kept.grads["frozen"] is None
+    assert kept.grads["mask"] == {"keep": None, "count": None, "no": ()}
+    assert kept.passes["frozen"] == ()
+    assert kept.grads["last"].tolist() == [[1.0]] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("frozen", gradkit.UnsupportedGraphError),
+        ("mask", gradkit.UnsupportedGraphError),
+        ("log", gradkit.LeafTypeError),
+    ],
+)
+def test_a_name_needs_an_output_with_a_graph(
+    device: torch.device, name: str, error: type[Exception]
+) -> None:
+    """Also if a glob fits it, too."""
+    model, x = Masked().to(device), torch.randn(4, 2, device=device)
+    for names in (name, [name, "*"], ["*", name]):
+        with pytest.raises(error, match=f"'{name}'"), gradkit.safe_retain(model, names):
+            model(x)
+
+
+def test_a_glob_inside_a_transform_is_refused(device: torch.device) -> None:
+    model = Masked().to(device)
+    with (
+        pytest.raises(gradkit.UnsupportedGraphError, match="has_aux"),
+        gradkit.safe_retain(model, "froz*"),
+    ):
+        torch.func.vmap(model)(torch.randn(4, 2, device=device))
+
+
+def test_names_of_another_type_are_refused(device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh()).to(device)
+    cases: list[tuple[Any, str]] = [
+        ([0], "got the int 0"),
+        (0, "got the int 0"),
+        (["0", None], "got the NoneType"),
+        ([model[0]], "got a Linear"),
+        (model, "got a Sequential"),
+        (model[0], "got a Linear"),
+    ]
+    for names, text in cases:
+        with (
+            pytest.raises(gradkit.OptionError, match=rf"(?s)^names: .*{text}.*one of '', '0', '1'"),
+            gradkit.safe_retain(model, names),
+        ):
+            pytest.fail("the block ran")
+    assert not any(m._forward_hooks for m in model.modules())
