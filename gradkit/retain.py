@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from torch import Tensor, nn
 
@@ -20,11 +19,12 @@ from gradkit._core.grad_recorder import (
     require_graph,
 )
 from gradkit._core.leaf_arithmetic import add_leaves
-from gradkit._core.module_hooks import watching_runs
+from gradkit._core.module_hooks import inside_compiled, watching_runs
+from gradkit._core.module_names import choose_modules
 from gradkit._core.options import check_bool
 from gradkit._core.pass_observers import observing
 from gradkit._core.pytree import PyTree
-from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
+from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, message
 
 __all__ = ["RetainedGrads", "safe_retain"]
 
@@ -149,7 +149,8 @@ def safe_retain(
         StructureError: There are no leaves, or a name fits no module.
         UnsupportedGraphError: A tensor has no graph, is inside a `torch.func` transform, or is a
             view whose memory was changed in place inside the block (raised before gradkit's next
-            pass, or else at the end of the block); or none of the modules ran.
+            pass, or else at the end of the block); or none of the modules ran, or code that was
+            compiled before the block ran in their place.
 
     Source:
         `torch.Tensor.retain_grad`, whose value this is wherever that one is right.
@@ -157,11 +158,12 @@ def safe_retain(
     check_bool("inputs", inputs)
     retained = RetainedGrads(RetainedGrads() if inputs else None)
     every = [retained, retained.inputs] if inputs else [retained]
+    require_runs: Callable[[], None] | None = None
     with ExitStack() as stack:
         for one in every:
             stack.callback(one._recorders.remove)
         if isinstance(tensors, nn.Module):
-            _watch_modules(retained, tensors, names, stack)
+            require_runs = _watch_modules(retained, tensors, names, stack)
         else:
             if names is not None or inputs:
                 where, expected, got = "names", "None beside tensors", repr(names)
@@ -176,11 +178,8 @@ def safe_retain(
             yield retained
         for one in every:
             one._recorders.before_pass()
-        is_module = isinstance(tensors, nn.Module)
-        if is_module and all(value is None for value in retained.values.values()):
-            expected = f"a forward pass through {', '.join(retained.values)} inside the block"
-            fix = "call the module inside the with block, not before it"
-            raise UnsupportedGraphError(message("safe_retain", expected, "none", fix))
+        if require_runs is not None:
+            require_runs()
 
 
 def _watch_tensors(retained: RetainedGrads, tensors: PyTree) -> None:
@@ -197,9 +196,10 @@ def _watch_tensors(retained: RetainedGrads, tensors: PyTree) -> None:
 
 def _watch_modules(
     retained: RetainedGrads, module: nn.Module, names: str | Sequence[str] | None, stack: ExitStack
-) -> None:
+) -> Callable[[], None]:
+    """Watch modules, and return what raises if none has run, or compiled code in their place."""
     parts = dict(module.named_modules())
-    chosen = _choose(parts, names)
+    chosen = choose_modules(parts, names)
     required = [name for name, is_exact in chosen.items() if is_exact]
     see_output = _recorder_of_runs(retained, list(chosen), "output", required)
     see_input = None
@@ -208,6 +208,36 @@ def _watch_modules(
     for name in chosen:
         see = None if see_input is None else partial(_see_arguments, see_input, name)
         stack.enter_context(watching_runs(parts[name], partial(see_output, name), see))
+    compiled = inside_compiled(parts, chosen)
+    compiled_runs: set[str] = set()
+    for name in dict.fromkeys(name for name, _ in compiled):
+        note = partial(_note_run, compiled_runs, name)
+        stack.enter_context(watching_runs(parts[name], note))
+
+    def require_runs() -> None:
+        ran = retained._collect(lambda _: True, False)
+        for name, inside in compiled:
+            if name in compiled_runs and not any(ran[part] for part in inside):
+                _refuse_compiled(inside)
+        if not any(ran.values()):
+            expected = f"a forward pass through {', '.join(ran)} inside the block"
+            fix = "call the module inside the with block, not before it; of a model compiled by "
+            fix += "torch.compile, make its first call there"
+            raise UnsupportedGraphError(message("safe_retain", expected, "none", fix))
+
+    return require_runs
+
+
+def _note_run(names: set[str], name: str, _: PyTree) -> None:
+    names.add(name)
+
+
+def _refuse_compiled(names: list[str]) -> NoReturn:
+    expected = f"a forward pass through {', '.join(names)} that calls their hooks"
+    got = "code that torch.compile made before the block, which calls no hook registered later"
+    fix = "enter the block before the first call, or after torch._dynamo.reset(); or leave these "
+    fix += "modules out of what is compiled, with torch.compiler.disable"
+    raise UnsupportedGraphError(message("safe_retain", expected, got, fix))
 
 
 def _see_arguments(see: _SeeRun, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -249,38 +279,3 @@ def _recorder_of_runs(
 
 def _one_or_all(runs: list[PyTree], missing: Any) -> PyTree:
     return missing if not runs else runs[0] if len(runs) == 1 else tuple(runs)
-
-
-def _choose(modules: Mapping[str, nn.Module], names: str | Sequence[str] | None) -> dict[str, bool]:
-    """Return the names that are meant, and whether each is given as it is, and not by a glob."""
-    chosen: dict[str, bool] = {}
-    for pattern in _read_names(modules, names):
-        is_exact = not any(character in pattern for character in "*?[")
-        fits = {name: is_exact for name in modules if fnmatchcase(name, pattern)}
-        if not fits:
-            raise StructureError(message("names", *_expected(modules, repr(names))))
-        chosen |= {name: chosen.get(name, False) or is_exact for name in fits}
-    return chosen
-
-
-def _read_names(
-    modules: Mapping[str, nn.Module], names: str | Sequence[str] | None
-) -> Sequence[str]:
-    if isinstance(names, str):
-        return [names]
-    if names is None:
-        raise StructureError(message("names", *_expected(modules, "None")))
-    is_list = isinstance(names, Iterable) and not isinstance(names, nn.Module)
-    patterns: list[Any] = list(names) if is_list else [names]
-    wrong = [pattern for pattern in patterns if not isinstance(pattern, str)]
-    if wrong:
-        raise OptionError(message("names", *_expected(modules, describe(wrong[0]))))
-    if not patterns:
-        raise StructureError(message("names", *_expected(modules, "none")))
-    return patterns
-
-
-def _expected(modules: Mapping[str, nn.Module], got: str) -> tuple[str, str, str]:
-    """Return what `names` has to be, what it is, and what it could be."""
-    fix = f"one of {', '.join(map(repr, list(modules)[:12]))}"
-    return "names of submodules or globs, each of which fits one", got, fix

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from torch import nn
+
+from gradkit._compat.dynamo import disable_compile, is_compiled_module
 
 # Of a module's arguments, those by keyword among them, or of its output.
 SeeInput: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], None]
@@ -27,6 +29,7 @@ class _ModuleHook:
         self._module: nn.Module | None = module
         self._see: Callable[..., None] | None = see
 
+    @disable_compile
     def __call__(self, module: nn.Module, args: Any, rest: Any) -> None:
         """See a run of the module: what it returned, or its arguments by keyword."""
         # A copy of the module may share the table of hooks, or have another of the same hooks.
@@ -39,6 +42,18 @@ class _ModuleHook:
     def close(self) -> None:
         """Do nothing from now on, and keep nothing alive."""
         self._module = self._see = None
+
+
+def inside_compiled(
+    modules: Mapping[str, nn.Module], names: Collection[str]
+) -> list[tuple[str, list[str]]]:
+    """Return names of compiled modules, each with modules inside of which one runs if it does."""
+    groups: list[tuple[str, list[str]]] = []
+    for compiled in [name for name, module in modules.items() if is_compiled_module(module)]:
+        original = f"{compiled}._orig_mod".removeprefix(".")
+        groups.append((compiled, [name for name in names if name == original]))
+        groups.append((compiled, [name for name in names if name.startswith(f"{original}.")]))
+    return [(compiled, inside) for compiled, inside in groups if inside]
 
 
 @contextmanager

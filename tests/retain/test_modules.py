@@ -198,3 +198,59 @@ def test_names_of_another_type_are_refused(device: torch.device) -> None:
         ):
             pytest.fail("the block ran")
     assert not any(m._forward_hooks for m in model.modules())
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.idle = nn.Linear(2, 2), nn.Linear(2, 1), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.first(x).tanh())
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not:UserWarning")
+@pytest.mark.parametrize("make", [Branching, lambda: nn.Sequential(nn.Linear(2, 2), nn.Tanh())])
+def test_a_model_compiled_before_the_block(device: torch.device, make: Any) -> None:
+    """Code that was compiled before does not call the hooks, except on what holds it."""
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(make().to(device), backend="aot_eager")
+    x = torch.randn(3, 2, device=device)
+    inside = "_orig_mod.first" if make is Branching else "_orig_mod.0"
+    chosen: list[Any] = [["", inside], inside, "*", ["", "_orig_mod.*"]]
+    if make is not Branching:
+        chosen.append(["", "_orig_mod"])
+    compiled(x).sum().backward()
+    for names in chosen:
+        with (
+            pytest.raises(gradkit.UnsupportedGraphError, match=r"torch\.compile made before"),
+            gradkit.safe_retain(compiled, names),
+        ):
+            compiled(x).sum().backward()
+    with gradkit.safe_retain(compiled, "") as kept:
+        compiled(x).sum().backward()
+    assert bool((kept.grads[""] == 1).all())
+    torch._dynamo.reset()
+    for _ in range(2):
+        with gradkit.safe_retain(compiled, "*") as kept:
+            compiled(x).sum().backward()
+        assert kept.grads[inside].shape == (3, 2)
+    assert kept.grads.get("_orig_mod.idle") is None  # a branch not taken
+    assert not any(m._forward_hooks for m in compiled.modules())
+
+
+def test_a_compiled_model_that_did_not_run(device: torch.device) -> None:
+    """What is inside it is a branch not taken, as any other."""
+    head = nn.Linear(2, 1)
+    model = nn.ModuleDict({"a": torch.compile(nn.Linear(2, 2), backend="aot_eager"), "b": head})
+    model.to(device)
+    with gradkit.safe_retain(model, ["a._orig_mod", "b"]) as kept:
+        model["b"](torch.ones(3, 2, device=device)).sum().backward()
+    assert kept.grads["a._orig_mod"] is None
+    assert kept.grads["b"].shape == (3, 1)
+    with (
+        pytest.raises(gradkit.UnsupportedGraphError, match="make its first call there"),
+        gradkit.safe_retain(model, ["a._orig_mod", "b"]),
+    ):
+        pass
