@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from gradkit._compat.dynamo import disable_compile, is_compiled_module
+from gradkit._core import user_code
 
 # Of a module's arguments, those by keyword among them, or of its output.
 SeeInput: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], None]
@@ -61,14 +62,13 @@ def watching_runs(
     module: nn.Module, see_output: SeeOutput, see_input: SeeInput | None = None
 ) -> Iterator[None]:
     """Call functions with what a module is given and returns, for each of its runs in the block."""
-    hooks = [_ModuleHook(module, lambda _, output: see_output(output))]
-    handles = [module.register_forward_hook(hooks[0])]
-    if see_input is not None:
-        hooks.append(_ModuleHook(module, see_input))
-        handles.append(module.register_forward_pre_hook(hooks[1], with_kwargs=True))
+    after = _ModuleHook(module, lambda _, output: see_output(output))
+    before = None if see_input is None else _ModuleHook(module, see_input)
+    handles = user_code.register_own_hooks_on_runs(module, before, after)
     try:
         yield
     finally:
-        for hook, handle in zip(hooks, handles, strict=True):
-            hook.close()
+        for handle in handles:
             handle.remove()
+        for hook in filter(None, (before, after)):
+            hook.close()

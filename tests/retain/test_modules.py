@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import gradkit
+from gradkit._core import user_code
 from tests.helpers import assert_same_bits
 
 
@@ -113,6 +114,15 @@ def test_a_hook_that_outlives_the_block_does_nothing(device: torch.device) -> No
     with torch.no_grad():
         model(x)
     assert isinstance(kept.values[""], Tensor)
+
+
+def test_its_hooks_do_not_count_as_the_user_s(device: torch.device) -> None:
+    """After a block, passes are as fast as before: no user code can run in them."""
+    model, x = nn.Linear(2, 2).to(device), torch.ones(1, 2, device=device)
+    made = user_code.hooks_made()
+    with gradkit.safe_retain(model, "", inputs=True):
+        model(x).sum().backward()
+    assert user_code.hooks_made() == made
 
 
 class Masked(nn.Module):
