@@ -14,6 +14,7 @@ from torch import Tensor
 from gradkit._autograd.arrival_copies import copied_on_arrival
 from gradkit._autograd.engine import run_batch, run_grad
 from gradkit._autograd.hooks_in_batches import hooks_refused
+from gradkit._autograd.own_roots import own_roots
 from gradkit._autograd.pass_runner import PassRunner
 from gradkit._checks.checked import is_checked
 from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_may_run_in
@@ -92,9 +93,6 @@ class ConsumingRunner(PassRunner):
 class Arrivals:
     """Consumes the gradients of one pass as they arrive, and hands the engine placeholders."""
 
-    # Other threads, and passes inside hooks, go through the same tensors. This pass starts from
-    # views of the losses that no other has: their hooks run before all others, and tell its number.
-
     def __init__(
         self,
         variables: Sequence[Tensor],
@@ -113,19 +111,12 @@ class Arrivals:
         leaves = [(index, v) for index, v in numbered if v.grad_fn is None]
         others = [(index, v) for index, v in numbered if v.grad_fn is not None]
         hooks: Any = [partial(self._arrive_at_leaf, index) for index, _ in leaves]
-        with ExitStack() as stack, torch.enable_grad():
+        with ExitStack() as stack:
             stack.enter_context(copied_on_arrival([leaf for _, leaf in leaves], hooks))
             for index, variable in others:
                 hook = partial(self._arrive, index)
                 stack.callback(user_code.register_own_hook(variable, hook).remove)
-            roots = [output.view_as(output) for output in outputs]
-            for root in roots:
-                stack.callback(user_code.register_own_hook(root, self._begin).remove)
-            with torch.no_grad():
-                yield roots
-
-    def _begin(self, _: Tensor) -> None:
-        self._own_passes.add(current_pass())
+            yield stack.enter_context(own_roots(outputs, self._own_passes.add))
 
     def _arrive(self, index: int, grad: Tensor | None) -> None:
         if grad is not None and current_pass() in self._own_passes:

@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from gradkit._autograd.engine import run_grad
 from gradkit._autograd.jacobian_rows import ARRIVED, JacobianRows
+from gradkit._autograd.own_roots import numbered_roots, own_roots
 from gradkit._autograd.per_sample_rules import RULES, Factors, PerSampleGrads, per_sample_gradients
 from gradkit._checks.batch_dim_rules import NotProvedError
 from gradkit._checks.checked import is_checked
@@ -26,7 +27,6 @@ from gradkit._checks.sample_independence import Use, uses_shared_by_samples
 from gradkit._compat.autograd import current_pass
 from gradkit._core import user_code
 from gradkit._core.leaf_arithmetic import norms_of_rows
-from gradkit._core.pass_observers import any_observers
 from gradkit.errors import GradkitError
 
 
@@ -61,7 +61,6 @@ def _may_run(rows: JacobianRows, loss: Tensor) -> bool:
         and dtypes <= {torch.float32, torch.float64}
         and not loss.retains_grad
         and not user_code.hooks_registered()
-        and not any_observers()
         and not is_checked()
     )
 
@@ -95,19 +94,15 @@ class _GhostPass:
                     node, partial(self._arrive, node)
                 ):
                     stack.callback(handle.remove)
-            with torch.enable_grad():
-                root = loss.view_as(loss)  # which no other pass starts from
-            stack.callback(user_code.register_own_hook(root, self._begin).remove)
+            numbered = stack.enter_context(numbered_roots([loss]))
+            roots = stack.enter_context(own_roots(numbered, self._own_passes.add))
             edges = [GradientEdge(node, 0) for node in captured]
-            grads = run_grad(rows.call, [root], edges, [None], retain_graph=True)
+            grads = run_grad(rows.call, roots, edges, [None], retain_graph=True)
             for node in captured:
                 self._add(node, grads.pop(0))
         for number in list(self._parts):
             self._finish(number)  # of which a use was not reached
         return self._squares
-
-    def _begin(self, _: Tensor) -> None:
-        self._own_passes.add(current_pass())
 
     def _arrive(self, node: Node, cotangents: user_code.Cotangents) -> None:
         if current_pass() in self._own_passes:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradkit._autograd.consume_on_arrival import ConsumingRunner
 from gradkit._autograd.jacobian_rows import JacobianRows, read_jacobian_rows
+from gradkit._autograd.own_roots import unrecorded
 from gradkit._autograd.pass_runner import PassRunner
 from gradkit._core import pytree
 from gradkit._core.call import Grads
@@ -23,6 +24,11 @@ from gradkit.errors import StructureError, describe, message
 
 def gramian(losses: Losses, params: Params, *, chunk_size: int | None, retain: bool) -> Tensor:
     """Return the dot_leaves products of the gradients of all elements of all losses."""
+    with unrecorded():
+        return _gramian(losses, params, chunk_size=chunk_size, retain=retain)
+
+
+def _gramian(losses: Losses, params: Params, *, chunk_size: int | None, retain: bool) -> Tensor:
     rows = read_jacobian_rows(losses, params)
     if not rows.elements:
         fix = "leave out losses without elements"

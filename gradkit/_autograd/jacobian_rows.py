@@ -14,6 +14,7 @@ from gradkit._autograd import graph_release
 from gradkit._autograd.batching_choice import why_not_batched
 from gradkit._autograd.consume_on_arrival import Consume, ConsumingRunner
 from gradkit._autograd.jacobian import one_hot, refuse_nested
+from gradkit._autograd.own_roots import numbered_roots
 from gradkit._autograd.pass_runner import PassRunner
 from gradkit._checks.eager_graph import check_call
 from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_may_run_in
@@ -22,6 +23,7 @@ from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.losses import Losses, require_graph
 from gradkit._core.ownership import grad_dtype
 from gradkit._core.params import Params
+from gradkit._core.pass_observers import hidden_passes
 from gradkit.errors import GradkitError, first_line, warn_fallback
 
 ARRIVED = torch.empty(0)  # stands for a gradient that has arrived and is gone
@@ -55,7 +57,8 @@ class JacobianRows:
         index, element = self.elements[row]
         loss = self.call.outputs[index]
         seed = one_hot(loss, element, element + 1)[0] if loss.dim() else None
-        grads = runner.grads([loss], [seed], self.params.variables, retain=retain)
+        with numbered_roots([loss]) as roots:
+            grads = runner.grads(roots, [seed], self.params.variables, retain=retain)
         self.note(grads)
         return grads
 
@@ -72,7 +75,8 @@ class JacobianRows:
                 seeds.append(torch.cat(shifted))
         if outputs:
             runner = ConsumingRunner(self.call, consume=consume)
-            self.note(runner.batch(outputs, seeds, self.params.variables))
+            with numbered_roots(outputs) as roots:
+                self.note(runner.batch(roots, seeds, self.params.variables))
 
     def note(self, grads: Grads) -> None:
         """Note which variables a pass has reached."""
@@ -94,7 +98,9 @@ class JacobianRows:
         """Return why batched passes for some losses are known to be wrong, or not to run."""
         if not self.call.no_subclasses:
             return "a tensor of a subclass cannot be batched"
-        return why_not_batched(self.call.graph.below(losses), self.allowed)
+        below = self.call.graph.below(losses)
+        with hidden_passes():  # as they are
+            return why_not_batched(below, self.allowed)
 
     def batched(self, run: Callable[[], Tensor], losses: Sequence[int]) -> Tensor | None:
         """Return what batched passes give; None, with a warning, where they are wrong or fail."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from gradkit._autograd.consume_on_arrival import ConsumingRunner
 from gradkit._autograd.ghost_norms import ghost_norms
 from gradkit._autograd.jacobian_rows import JacobianRows, read_jacobian_rows
+from gradkit._autograd.own_roots import unrecorded
 from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.passes import grads_to_tree, run_in_turn
 from gradkit._compat.distributed import full_tensor
@@ -15,6 +16,7 @@ from gradkit._core.call import Grads
 from gradkit._core.leaf_arithmetic import add_leaves, norms_of_rows, stored_values
 from gradkit._core.losses import Losses
 from gradkit._core.params import Params
+from gradkit._core.pass_observers import any_observers, numbered_passes, scale_recorded
 from gradkit._core.pytree import PyTree
 
 
@@ -29,11 +31,14 @@ def clipped_sum(
     """Return the sum of the gradients of the elements of one loss, each of at most some norm."""
     rows = read_jacobian_rows(losses, params)
     (loss,) = losses.leaves
+    if any_observers():
+        _ = rows.call.graph  # as far as the second pass goes, which is recorded
     indices = range(loss.numel())
     by_element: Tensor | None = None
     # The cotangents of the second pass are factors, for which float16 has no room.
     if loss.dtype != torch.float16:
-        by_element = _of_all_rows(rows, 0, indices, chunk_size)
+        with unrecorded():
+            by_element = _of_all_rows(rows, 0, indices, chunk_size)
     if by_element is None and indices:
         grads = _clipped_one_by_one(rows, max_norm, retain=retain)
     else:
@@ -51,9 +56,11 @@ def _clipped_one_by_one(rows: JacobianRows, max_norm: float | Tensor, *, retain:
     runner = PassRunner(rows.call)
     for row in range(len(rows.elements)):
         is_last = row + 1 == len(rows.elements)
-        grads = rows.run_one(runner, row, retain=retain or not is_last)
+        with numbered_passes() as passes:
+            grads = rows.run_one(runner, row, retain=retain or not is_last)
         norms = {i: _norm_of(grad) for i, grad in enumerate(grads) if grad is not None}
         factor = _factors(_norm(rows, norms, 1)[0], max_norm)
+        scale_recorded(passes, factor)  # as a pass for all samples would have recorded it
         for index, grad in enumerate(grads):
             if grad is not None:
                 total[index] = add_leaves(total[index], grad.mul_(factor.to(grad.device)))
@@ -69,6 +76,11 @@ def _factors(norms: Tensor, max_norm: float | Tensor) -> Tensor:
 
 def norms(losses: Losses, params: Params, *, chunk_size: int | None, retain: bool) -> Tensor:
     """Return the norm of the gradient of each element of each loss."""
+    with unrecorded():
+        return _norms(losses, params, chunk_size=chunk_size, retain=retain)
+
+
+def _norms(losses: Losses, params: Params, *, chunk_size: int | None, retain: bool) -> Tensor:
     rows = read_jacobian_rows(losses, params)
     by_loss = [rows.zeros(loss.numel()) for loss in losses.leaves]
     begin = [sum(loss.numel() for loss in losses.leaves[:i]) for i in range(len(by_loss))]

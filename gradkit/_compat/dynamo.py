@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import CodeType
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 _dynamo: Any = torch._C._dynamo.eval_frame
 _LEAVE = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.SKIP)
@@ -29,6 +31,12 @@ def disable_compile(function: F) -> F:
     code: CodeType = getattr(function, "__wrapped__", function).__code__
     _dynamo.set_code_exec_strategy(code, _LEAVE)
     return function
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Return whether a module is what torch.compile has returned for another. Run on torch 2.13."""
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")  # not imported before it is used
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
 def overwrites_saved_tensors(kind: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.optim.optimizer import (
@@ -59,6 +59,20 @@ def register_own_hook_after_node(
         handle = node.register_hook(after)
         _own_hooks.count += 1
     return handle
+
+
+def register_own_hooks_on_runs(
+    module: nn.Module,
+    before: Callable[..., None] | None,
+    after: Callable[..., None],
+) -> list[RemovableHandle]:
+    """Register hooks of gradkit's around the forward pass of a module, not counted either."""
+    with _own_hooks.lock:
+        handles = [module.register_forward_hook(after)]
+        if before is not None:
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        _own_hooks.count += len(handles)
+    return handles
 
 
 def register_own_hooks_around_steps(

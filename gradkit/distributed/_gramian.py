@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from gradkit._autograd import graph_release
 from gradkit._autograd.gramian import by_blocks, symmetrized, weights_of
 from gradkit._autograd.jacobian_rows import JacobianRows, read_jacobian_rows, warn_sequential
+from gradkit._autograd.own_roots import numbered_roots, unrecorded
+from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.passes import PassResult, RunnerFactory
 from gradkit._checks.eager_graph import check_call
 from gradkit._compat import distributed
@@ -188,14 +190,18 @@ def _run_rows(
     rows = range(len(losses.leaves))[start:stop]
     nothing: Grads = [None] * len(params.variables)
     grads = [
-        passes.grads([losses.leaves[index]], [None], params.variables, retain=True)
-        if index in rows
-        else list(nothing)
+        _unrecorded_grads(passes, losses.leaves[index], params) if index in rows else list(nothing)
         for index in every
     ]
     if release and rows.stop == len(losses.leaves):
         graph_release.release(call.graph.below(every).leading_to(params.variables))
     return PassResult(call, grads)
+
+
+def _unrecorded_grads(passes: PassRunner, loss: Tensor, params: Params) -> Grads:
+    """Return the gradients of a loss from a pass that safe_retain does not see."""
+    with unrecorded(), numbered_roots([loss]) as roots:
+        return passes.grads(roots, [None], params.variables, retain=True)
 
 
 class _Products:

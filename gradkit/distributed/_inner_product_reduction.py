@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradkit._autograd.jacobian_rows import JacobianRows
+from gradkit._autograd.own_roots import unrecorded
 from gradkit._checks.reachability import refuse_cast_since_forward
 from gradkit._compat.autograd import sequence_number
 from gradkit._core.leaf_arithmetic import products_of_rows
@@ -38,7 +39,8 @@ class LeafReduction:
         buckets = _Buckets(self._jacobian_rows, self._group, self._order, size)
         error: BaseException | None = None
         try:
-            self._jacobian_rows.run_batch(parts, buckets.add)
+            with unrecorded():
+                self._jacobian_rows.run_batch(parts, buckets.add)
         except CollectiveError:  # the group is lost
             raise
         except BaseException as raised:

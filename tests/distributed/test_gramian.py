@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -161,6 +162,27 @@ def test_weights_are_made_of_products_over_all_ranks(
     two: Ranks, device: torch.device, kind: str
 ) -> None:
     two.run(check_weights, kind)
+
+
+def check_recorded(device: torch.device, kind: str) -> None:
+    """What one rank keeps changes nothing for the others."""
+    model, x = wrapped(device, kind), joined(device)
+    expected = gradkit.distributed.gram(scalars(model(mine(x))), model)
+    out = model(mine(x))
+    is_first = dist.get_rank() == 0
+    with gradkit.safe_retain(out) if is_first else nullcontext() as kept:
+        product = gradkit.distributed.gram(scalars(out), model)
+    close(product, expected)
+    assert kept is None or kept.passes == ()
+    out = model(mine(x))
+    with gradkit.safe_retain(out) if is_first else nullcontext() as kept:
+        gradkit.distributed.value_and_grads(scalars(out), model, weights=unit)
+    assert kept is None or len(kept.passes) == 1
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_passes_for_products_are_not_recorded(two: Ranks, device: torch.device, kind: str) -> None:
+    two.run(check_recorded, kind)
 
 
 class Heads(nn.Module):

@@ -1,0 +1,60 @@
+"""Passes that start from tensors which no other has, so that their hooks tell which pass it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+from gradkit._compat.autograd import current_pass
+from gradkit._core import user_code
+from gradkit._core.pass_observers import (
+    begin_of_passes,
+    hidden_passes,
+    may_be_recorded,
+    observed_tensors,
+)
+from gradkit._state.grad_attribute import grads_put_back
+
+
+@contextmanager
+def own_roots(outputs: Sequence[Tensor], begin: Callable[[int], None]) -> Iterator[list[Tensor]]:
+    """Yield views of outputs; `begin` gets the number of a pass from them before all other hooks.
+
+    Other threads, and passes inside hooks, go through the same tensors at the same time.
+    """
+    with ExitStack() as stack:
+        with torch.enable_grad():
+            roots = [output.view_as(output) for output in outputs]
+        for root in roots:
+            handle = user_code.register_own_hook(root, lambda _: begin(current_pass()))
+            stack.callback(handle.remove)
+        yield roots
+
+
+@contextmanager
+def numbered_roots(outputs: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Yield what a pass is to start from if its number is asked for; else the outputs."""
+    begin = begin_of_passes()
+    if begin is None:
+        yield outputs
+    else:
+        with own_roots(outputs, begin) as roots:
+            yield roots
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Let safe_retain see none of the passes of rows in the block: no call returns their results.
+
+    Raises:
+        UnsupportedGraphError: A tensor that it is for was changed in place, as a pass raises.
+    """
+    if not may_be_recorded():
+        yield
+        return
+    tensors = {id(t): t for t, _ in observed_tensors() if t.retains_grad and not t.is_leaf}
+    with grads_put_back(list(tensors.values())), hidden_passes():
+        yield

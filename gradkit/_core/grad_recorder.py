@@ -1,0 +1,120 @@
+"""Recording the gradients that arrive at one value of a tensor, in every pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import TypeAlias
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from gradkit._compat.autograd import current_pass
+from gradkit._compat.transforms import is_transform_tensor, transforms
+from gradkit._core import tensor_nodes, user_code
+from gradkit._core.ownership import copy_for
+from gradkit._core.pass_observers import in_hidden_pass
+from gradkit.errors import LeafTypeError, UnsupportedGraphError, describe, message
+
+# Where gradients arrive: a node and the number of its output. An in-place operation gives the same
+# tensor another one.
+Arrival: TypeAlias = tuple[Node, int]
+
+
+class GradRecorder:
+    """Records the gradients that arrive at one tensor, for the value that it has now."""
+
+    def __init__(self, tensor: Tensor, edge: GradientEdge, where: Callable[[], str]) -> None:
+        self.tensor, self.edge = tensor, edge
+        self.passes: list[Tensor] = []
+        self._numbers: list[int] = []  # of these passes
+        self._where = where
+        self._version = tensor._version
+        # The hook stays on the node of this version when the tensor is changed in place [L1].
+        self._handle = user_code.register_own_hook(tensor, self._record)
+
+    def _record(self, grad: Tensor | None) -> None:
+        if grad is not None and not in_hidden_pass():  # None is an undefined gradient [D10]
+            # A copy, because the node below may write on its cotangent [L3].
+            self.passes.append(copy_for(grad, self.tensor))
+            self._numbers.append(current_pass())
+
+    def scale(self, passes: Set[int], factor: Tensor) -> None:
+        """Multiply the gradients of passes with these numbers."""
+        for grad, number in zip(self.passes, self._numbers, strict=True):
+            if number in passes:
+                grad.mul_(factor.to(grad.device))
+
+    def require_same_history(self) -> None:
+        """Raise if the tensor is a view that was changed in place: its history is rebuilt [L2]."""
+        tensor = self.tensor
+        if tensor.grad_fn is not None and tensor._is_view() and tensor._version != self._version:
+            where, expected = self._where(), "a tensor whose history stays as it was at the call"
+            got = "a view that was changed in place since, directly or through its base: torch "
+            got += "rebuilds its history, so that gradients no longer arrive at the former value"
+            fix = f"pass a clone, h = h.clone(), instead of {where}; or change a copy"
+            raise UnsupportedGraphError(message(where, expected, got, fix))
+
+    def remove(self) -> None:
+        """Record no more."""
+        self._handle.remove()
+
+
+class Recorders:
+    """Recorders, one for each place of the graph."""
+
+    def __init__(self) -> None:
+        self._by_arrival: dict[Arrival, GradRecorder] = {}
+
+    def of(self, tensor: Tensor, where: Callable[[], str]) -> GradRecorder:
+        """Return the recorder of the value that a tensor has now."""
+        edge = tensor_nodes.edge(tensor)
+        arrival = edge.node, edge.output_nr
+        if arrival not in self._by_arrival:
+            self._by_arrival[arrival] = GradRecorder(tensor, edge, where)
+        return self._by_arrival[arrival]
+
+    def before_pass(self) -> list[tuple[Tensor, GradientEdge]]:
+        """Return the tensors and the edges where their gradients arrive, for gradkit's own passes.
+
+        Returns:
+            Pairs of a tensor and its edge.
+
+        Raises:
+            UnsupportedGraphError: A tensor's history was rebuilt since the call.
+        """
+        every = list(self._by_arrival.values())
+        for recorder in every:
+            recorder.require_same_history()
+        return [(recorder.tensor, recorder.edge) for recorder in every]
+
+    def scale(self, passes: Set[int], factor: Tensor) -> None:
+        """Multiply the gradients of passes with these numbers."""
+        for recorder in list(self._by_arrival.values()):
+            recorder.scale(passes, factor)
+
+    def remove(self) -> None:
+        """Record no more."""
+        for recorder in self._by_arrival.values():
+            recorder.remove()
+
+
+def refuse_transforms(tensor: Tensor, where: Callable[[], str]) -> None:
+    """Raise if a tensor is inside a transform of torch.func."""
+    if is_transform_tensor(tensor) or transforms():
+        expected = "a tensor outside of torch.func's transforms"
+        got = "one inside: its gradient would not outlive the transform"
+        fix = "return the value as auxiliary output instead, torch.func.grad(fn, has_aux=True)"
+        raise UnsupportedGraphError(message(where(), expected, got, fix))
+
+
+def require_graph(tensor: object, where: Callable[[], str]) -> Tensor:
+    """Return what is a tensor whose gradients can be recorded; raise if it is none."""
+    if not isinstance(tensor, Tensor):
+        do = "pass tensors; for the outputs of a module, safe_retain(model, ['name'])"
+        raise LeafTypeError(message(where(), "a tensor", describe(tensor), do))
+    refuse_transforms(tensor, where)
+    if not tensor.requires_grad:
+        got = f"{describe(tensor)} without a graph: a constant, detached, or made under no_grad"
+        fix = "keep it where it is part of the graph, or call requires_grad_() before its use"
+        raise UnsupportedGraphError(message(where(), "a tensor that requires grad", got, fix))
+    return tensor
