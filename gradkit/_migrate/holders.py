@@ -11,6 +11,10 @@ from typing import Any
 from gradkit._migrate.program import Program, Scope, dotted, last_name, parameters
 
 Position = tuple[int, int]
+DECORATORS = {
+    "torch.no_grad", "torch.inference_mode", "torch.enable_grad", "torch.set_grad_enabled",
+    "functools.wraps", "abc.abstractmethod",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Holder:
     is_over: bool = False  # all its uses are over by then: of a function that is called before
     only_elsewhere: bool = False  # the scope of `since` waits while the loop runs
     is_own: bool = False  # it is what the loop names: it may not become another value
+    is_opaque: bool = False  # a function of another file gave it: nobody knows what it runs
     is_source: bool = False  # what it was made from holds the value, or a part of it, too
 
 
@@ -117,12 +122,19 @@ class Holders:
         name = last_name(call)
         if name in self._program.assignments or name in self._program.imports:
             return []
+        if any(self._is_wrapped(function) for function in self._functions[name]):
+            return []
         if name in self._program.classes:
             family = self.family(self._program.classes[name])
             return [(f, 1) for f in self._functions["__init__"] if self.class_with(f) in family]
         if isinstance(call.func, ast.Attribute):
             return [(f, 1) for f in self._functions[name] if self.class_with(f) is not None]
         return [(f, 0) for f in self._functions[name] if self.class_with(f) is None]
+
+    def _is_wrapped(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+        """Return whether a decorator may run something else, too."""
+        calls = (d.func if isinstance(d, ast.Call) else d for d in function.decorator_list)
+        return any(self._program.qualified(node) not in DECORATORS for node in calls)
 
     def class_with(self, function: ast.AST) -> Any:
         """Return the class that a function is a method of, or None."""

@@ -144,6 +144,12 @@ class PartsCheck(Uses):
         forward = self._of_modules("forward") + self._of_modules("__call__")
         return None, [Holder(_first(method), method, is_over=over) for method in forward]
 
+    def is_known(self, call: ast.Call) -> bool:
+        name, full = last_name(call), self._program.qualified(call.func)
+        if isinstance(call.func, ast.Attribute) and name in RETURNS_ITSELF | MOVES:
+            return True
+        return full.startswith(("torch.nn.", "torch.compile")) or super().is_known(call)
+
     def made_from(self, node: ast.AST | None) -> Iterator[ast.Name | ast.Attribute]:
         return _named(node)
 
@@ -192,6 +198,8 @@ def _is_in_place(node: ast.Attribute) -> bool:
 
 def _is_plain_value(parent: ast.AST) -> bool:
     """Return whether an attribute becomes a number or a text, which is no part of a module."""
+    if isinstance(parent, ast.AugAssign) and not isinstance(parent.op, ast.Add | ast.Sub):
+        return False
     value = parent.value if isinstance(parent, ast.Assign | ast.AugAssign) else None
     return isinstance(value, ast.Constant) and value.value is not None
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from gradkit._migrate import reasons
 from gradkit._migrate.calls import LoopCall
-from gradkit._migrate.holders import position
+from gradkit._migrate.holders import bound_by, position
 from gradkit._migrate.program import LOOPS, Program, last_name
 from gradkit._migrate.reasons import NotSureError, shown
 
@@ -21,7 +22,7 @@ def check_groups(
 ) -> None:
     """Raise if a parameter may join the optimizer after gradients were added to its `.grad`."""
     before = [zero.position for zero in zeros if zero.position < backward.position]
-    for node in changes:
+    for node in _later_too(program, changes):
         if before:
             joins_late = _runs_within(program, node, max(before), step)
         else:
@@ -31,6 +32,43 @@ def check_groups(
             reason = f"`{shown(program.statement(node))}` (line {line}) may add parameters to the "
             reason += "optimizer that have gradients already"
             raise NotSureError(backward.line, reason, reasons.GROUPS)
+
+
+def _later_too(program: Program, changes: Sequence[ast.AST]) -> list[ast.AST]:
+    """Return these places, and each use of a name under which the change may be kept for later."""
+    nodes: list[Any] = program.of_type(ast.Name, ast.Attribute)
+    places, names = list(changes), set[str]()
+    for place in places:
+        new = set(_kept_as(program, place)) - names
+        names |= new
+        places += [
+            n for n in nodes
+            if (n.attr if isinstance(n, ast.Attribute) else n.id) in new and n not in places
+        ]  # fmt: skip
+    return places
+
+
+def _kept_as(program: Program, node: ast.AST) -> Iterator[str]:
+    """Yield the names that the statement of a node binds, or whose methods are given it."""
+    parts = [node, *(p for p, _ in program.ancestors(node))]
+    statement = program.statement(node)
+    for part in parts[: parts.index(statement)]:
+        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute):
+            root = ast.unparse(part.func).partition(".")[0]
+            if root not in program.imports and node not in ast.walk(part.func):
+                yield root
+        yield from _stored(bound_by(part))
+    yield from _stored(bound_by(statement))
+    for item in getattr(statement, "items", []):
+        yield from _stored([item.optional_vars] if item.optional_vars else [])
+
+
+def _stored(bound: list[ast.expr]) -> Iterator[str]:
+    for part in (p for whole in bound for p in ast.walk(whole)):
+        if isinstance(part, ast.Name):
+            yield part.id
+        elif isinstance(part, ast.Attribute):
+            yield part.attr
 
 
 def _runs_within(program: Program, node: ast.AST, zero: tuple[int, int], step: LoopCall) -> bool:

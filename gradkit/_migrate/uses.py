@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TypeAlias
 
 from gradkit._migrate.holders import Holder, Holders, UnsafeUse, bound_by, end, position
@@ -42,6 +43,11 @@ class Uses:
         """Return whether a function of another file may have the value as an argument."""
         raise NotImplementedError
 
+    def is_known(self, call: ast.Call) -> bool:
+        """Return whether a call gives the value itself, or what runs nothing but the value."""
+        plain = isinstance(call.func, ast.Name) and not self._is_defined(call)
+        return plain and dotted(call.func) in ITERATED
+
     def made_from(self, node: ast.AST | None) -> Iterator[ast.Name | ast.Attribute]:
         """Yield the names that hold the value, or a part of it, if an expression gives it."""
         raise NotImplementedError
@@ -76,7 +82,8 @@ class Uses:
             return []
         over = self._is_over(node, holder)
         if not isinstance(node.ctx, ast.Load):
-            if holder.is_own and not over:
+            parent, _ = next(self._program.ancestors(node))
+            if not over and (holder.is_own or isinstance(parent, ast.AugAssign)):
                 raise UnsafeUse(node)
             return []
         return list(self._follow(node, holder, over))
@@ -118,6 +125,9 @@ class Uses:
         self, at: ast.AST, parent: ast.AST, field: str, holder: Holder, over: bool
     ) -> Followed:
         """Follow a value to what it stands in."""
+        is_run = isinstance(parent, ast.Attribute | ast.Call) and field in {"value", "func"}
+        if is_run and holder.is_opaque and not over:
+            raise UnsafeUse(parent)
         if isinstance(parent, ast.Attribute):
             return self.attribute(parent, at, holder, over)
         if isinstance(parent, ast.Subscript):
@@ -140,16 +150,27 @@ class Uses:
         """Follow a value to the names that it is given."""
         self._check_named(at)
         is_bound = isinstance(parent, BINDINGS) or field == "iter"
-        options = {
-            "since": holder.since, "until": holder.until, "is_over": holder.is_over,
-            "only_elsewhere": holder.only_elsewhere,
-        }  # fmt: skip
         flat = [part for whole in bound_by(parent) for part in _parts(whole)]
-        others = [self._holders.of(part, **options) for part in flat]
+        others = [self._holder_of(part, at, holder) for part in flat]
         if not is_bound or not flat or None in others:
             raise UnsafeUse(at)
         outer = parent if isinstance(parent, ast.NamedExpr) else None
         return outer, [one for one in others if one is not None]
+
+    def _holder_of(self, part: ast.expr, at: ast.AST, holder: Holder) -> Holder | None:
+        """Return what holds a value from now on."""
+        one = self._holders.of(part)
+        if one is None:
+            return None
+        calls = [node for node in ast.walk(at) if isinstance(node, ast.Call)]
+        return replace(
+            one,
+            since=holder.since,
+            until=holder.until,
+            is_over=holder.is_over and one.where is holder.where and not one.is_attribute,
+            only_elsewhere=holder.only_elsewhere,
+            is_opaque=holder.is_opaque or not all(map(self.is_known, calls)),
+        )
 
     def _check_named(self, at: ast.AST) -> None:
         """Raise if a value may be a bound method, which is called by another name later on."""
@@ -162,7 +183,7 @@ class Uses:
         """Follow a value into the function that is given it."""
         name, full = last_name(call), self._program.qualified(call.func)
         value = at.value if isinstance(at, ast.keyword) else at
-        plain = isinstance(call.func, ast.Name) and full == name and not self._is_defined(name)
+        plain = isinstance(call.func, ast.Name) and full == name and not self._is_defined(call)
         if (plain and name in HARMLESS) or full.startswith(HARMLESS_FULL) or self.takes(call):
             return None, []
         if plain and name in ITERATED:
@@ -181,8 +202,11 @@ class Uses:
             raise UnsafeUse(call)
         return call, []
 
-    def _is_defined(self, name: str) -> bool:
-        return name in self._program.functions or name in self._program.assignments
+    def _is_defined(self, call: ast.Call) -> bool:
+        """Return whether a name that is called is one of this file, and not a built-in one."""
+        name, program = last_name(call), self._program
+        is_global = self._holders.scope(name, call) is program.tree
+        return not is_global or name in program.functions or name in program.assignments
 
     def is_of_this_file(self, call: ast.Call) -> bool:
         """Return whether a call surely runs a function of this file."""

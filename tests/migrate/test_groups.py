@@ -96,6 +96,29 @@ def test_a_group_that_joins_with_gradients_is_left(device: torch.device, name: s
         assert "that have gradients already" in said or "runs backward() or step() itself" in said
 
 
+@pytest.mark.parametrize(
+    ("kept", "change"),
+    [
+        ("add = optimizer.add_param_group", f"add{GROUP}"),
+        ("calls = []; calls.append(optimizer.add_param_group)", f"calls[0]{GROUP}"),
+        ("groups = optimizer.param_groups", "groups[0]['par' + 'ams'].append(scale)"),
+        (
+            "keeper = (lambda one: [one])(optimizer)",
+            f"getattr(keeper[0], 'add_param_group'){GROUP}",
+        ),
+    ],
+)
+def test_a_change_that_is_kept_for_later_is_followed(
+    device: torch.device, kept: str, change: str
+) -> None:
+    source = program(kept, first=f"if i == 1: {change}")
+    result = migrate(source.encode())
+    assert (result.moved, result.skipped) == (1, [])
+    assert_same(source, result.source, device)
+    for other in (program(kept, within=f"if i == 1: {change}"), cleared_late(source)):
+        assert migrate(other.encode()).moved == 0
+
+
 def test_groups_that_are_complete_before_the_loop_may_be_cleared_late(
     device: torch.device,
 ) -> None:
