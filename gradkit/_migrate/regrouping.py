@@ -35,17 +35,17 @@ def check_groups(
 
 
 def _later_too(program: Program, changes: Sequence[ast.AST]) -> list[ast.AST]:
-    """Return these places, and each use of a name under which the change may be kept for later."""
+    """Return these changes, and each use of a name under which the change may be kept for later."""
     nodes: list[Any] = program.of_type(ast.Name, ast.Attribute)
-    places, names = list(changes), set[str]()
-    for place in places:
-        new = set(_kept_as(program, place)) - names
+    uses, names = list(changes), set[str]()
+    for use in uses:
+        new = set(_kept_as(program, use)) - names
         names |= new
-        places += [
+        uses += [
             n for n in nodes
-            if (n.attr if isinstance(n, ast.Attribute) else n.id) in new and n not in places
+            if (n.attr if isinstance(n, ast.Attribute) else n.id) in new and n not in uses
         ]  # fmt: skip
-    return places
+    return uses
 
 
 def _kept_as(program: Program, node: ast.AST) -> Iterator[str]:

@@ -12,6 +12,7 @@ from tests.migrate.loops import execute
 
 LOOP = """
 import copy
+import functools
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -36,6 +37,30 @@ def new_head(module):
     module.tail = nn.Linear(5, 3).to(device)
 
 
+def unlike(function):
+    def run(module):
+        new_head(module)
+        return function(module)
+
+    return run
+
+
+@unlike
+def show(module):
+    print(module)
+
+
+class Keeper:
+    def __init__(self, module):
+        self.kept = module
+
+    def grow(self):
+        self.kept.append(nn.Linear(3, 3).to(device))
+
+
+LAZY
+
+
 def count(module):
     return sum(p.numel() for p in module.parameters())
 
@@ -52,6 +77,11 @@ def run():
         optimizer.step()
     return [model, head, extra], [loss.item()]
 """
+LAZY = """class Lazy(Net):
+    def forward(self, x):
+        if not hasattr(self, 'late'):
+            self.late = nn.Linear(3, 3).to(device)
+        return self.late(super().forward(x))"""
 SEQUENTIAL = "model = new_model(); head = model[4]"
 OWN = "model = Net().to(device); head = model.tail"
 # By name: what is done before the optimizer is made, after it, and how the model is called.
@@ -92,6 +122,17 @@ CHANGED = {
         "model.load_state_dict({'4.bias': torch.ones(3).to(device)}, False, assign=True)",
         "model(x)",
     ),
+    "by an object that keeps it": ("keeper = Keeper(model)", "keeper.grow()", "model(x)"),
+    "by a bound argument": (
+        f"{OWN}; grow = functools.partial(new_head, model)",
+        "grow()",
+        "model(x)",
+    ),
+    "by a decorator": (OWN, "show(model)", "model(x)"),
+    "in place, by another name": ("", "same = model; same += nn.Sequential(extra)", "model(x)"),
+    "in a closure": ("", "grow = lambda: model.append(extra)\n    grow()", "model(x)"),
+    "of the class": ("", "nn.Sequential.append(model, extra)", "model(x)"),
+    "lazily": ("model = Lazy().to(device); head = model.tail", "", "model(x)"),
     "within the loop": ("", "", "(model.append(nn.Linear(3, 3).to(device)), model(x))[1]"),
 }  # fmt: skip
 KEPT = {
@@ -114,7 +155,12 @@ KEPT = {
 
 def program(before: str, change: str, forward: str) -> str:
     before = before if before.startswith("model =") else f"{SEQUENTIAL}; {before or 'pass'}"
-    text = LOOP.replace("BEFORE", before).replace("CHANGE", change or "pass")
+    text = (
+        LOOP
+        .replace("LAZY", LAZY if "Lazy" in before else "")
+        .replace("BEFORE", before)
+        .replace("CHANGE", change or "pass")
+    )
     return text.replace("FORWARD", forward)
 
 
