@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from gradkit._migrate import reasons
 from gradkit._migrate.calls import LoopCall, LoopFunctions, loop_calls
+from gradkit._migrate.freezing import Freezing
 from gradkit._migrate.hazards import first_hazard
 from gradkit._migrate.optimizers import Optimizers
 from gradkit._migrate.program import Program, Scope
@@ -93,7 +94,12 @@ def _of_file(
     if hazard is not None:
         line, reason, by_hand = hazard
         return SkippedLoop(line, f"{reason} (line {line})", by_hand)
-    shared = _unbound(optimizers) or _step_alone(calls, steps) or _cleared_late(steps)
+    shared = (
+        _frozen(program, optimizers)
+        or _unbound(optimizers)
+        or _step_alone(calls, steps)
+        or _cleared_late(steps)
+    )
     if shared is not None:
         return shared
     clean = {step.backward for step in steps if not step.clears_before}
@@ -110,6 +116,16 @@ def _of_file(
             )
             return SkippedLoop(call.line, reason, "call zero_grad() before each backward()")
     return None
+
+
+def _frozen(program: Program, optimizers: Optimizers) -> SkippedLoop | None:
+    """Return that parameters are frozen later on, so that a loss may reach none of them."""
+    node = Freezing(program, optimizers.made()).first()
+    if node is None:
+        return None
+    line = getattr(node, "lineno", 0)
+    reason = f"`{reasons.shown(program.statement(node))}` (line {line}) may freeze all parameters"
+    return SkippedLoop(line, f"{reason} of an optimizer that steps", reasons.FROZEN)
 
 
 def _unbound(optimizers: Optimizers) -> SkippedLoop | None:

@@ -6,6 +6,9 @@ import ast
 import re
 from dataclasses import dataclass
 
+from gradkit._migrate.groups import GroupsCheck
+from gradkit._migrate.holders import Holder, Holders
+from gradkit._migrate.parts import PartsCheck
 from gradkit._migrate.program import Assignment, Program, Scope, dotted, last_name, parameters
 
 OPTIMIZER_NAME = re.compile(r"opt(im|imizers?|s)?(_|\d|$)|optimi[sz]er|solver", re.IGNORECASE)
@@ -36,10 +39,10 @@ class Optimizers:
         cleared = {dotted(m.value) for m in methods if m.attr == "zero_grad"} - {""}
         self._cleared = cleared - self.modules
         self.scalers = {dotted(m.value) for m in methods if m.attr in {"scale", "unscale_"}} - {""}
-        subscripts: list[ast.Subscript] = program.of_type(ast.Subscript)
-        self._groups_added = "add_param_group" in {m.attr for m in methods} or any(
-            isinstance(s.slice, ast.Constant) and s.slice.value == "params" for s in subscripts
-        )
+        self._holders = Holders(program)
+        self._parts = PartsCheck(program, self._holders)
+        self._groups = GroupsCheck(program, self._holders)
+        self._changes: dict[tuple[str, Scope], list[ast.AST]] = {}
 
     def is_optimizer(self, text: str) -> bool:
         """Return whether a name is that of an optimizer."""
@@ -98,7 +101,9 @@ class Optimizers:
         if text in parameters(scope):
             return self._origin_from_callers(text, scope)
         seen = self._program.bindings_seen_from(text, scope)
-        if len(seen) != 1 or self._groups_added or not self._is_made(seen[0].value):
+        if len(seen) != 1 or not self._is_made_by_torch(seen[0].value):
+            return None
+        if self.changes(text, scope) or not self._is_only(text, seen[0]):
             return None
         call = seen[0].value
         assert isinstance(call, ast.Call)
@@ -106,6 +111,25 @@ class Optimizers:
         if not given:
             return None
         return OptimizerOrigin(ast.unparse(given[0]), self._owner(given[0], seen[0], scope))
+
+    def changes(self, text: str, scope: Scope) -> list[ast.AST]:
+        """Return each place where an optimizer of a scope may get other parameters."""
+        if (text, scope) not in self._changes:
+            self._changes[text, scope] = self._groups.changes(text, scope)
+        return self._changes[text, scope]
+
+    def made(self) -> list[ast.AST]:
+        """Return each place where an optimizer is made."""
+        return [c for c in self._program.of_type(ast.Call) if self._is_made_by_torch(c)]
+
+    def _is_only(self, text: str, made: Assignment) -> bool:
+        """Return whether an attribute is set once: not by a subclass, nor from outside."""
+        if "." not in text:
+            return True
+        where = self._program.class_of(made.node)
+        one = Holder(text.rpartition(".")[2], where, is_attribute=True)
+        nodes = self._holders.nodes(one)
+        return [n for n in nodes if not isinstance(n.ctx, ast.Load)] == [made.node]
 
     def _origin_from_callers(self, text: str, scope: Scope) -> OptimizerOrigin | None:
         """Return how an argument was made, if each call in this file gives its owner, too."""
@@ -123,11 +147,7 @@ class Optimizers:
         if not owners or len(owners) != 1 or scope in bound:
             return None
         (owner,) = owners
-        return (
-            None
-            if self._has_parts_replaced(owner)
-            else OptimizerOrigin(f"{owner}.parameters()", owner, True)
-        )
+        return OptimizerOrigin(f"{owner}.parameters()", owner, True)
 
     def _owner(self, given: ast.expr, made: Assignment, scope: Scope) -> str:
         """Return the module `m` of `m.parameters()`, if the scope has it by a name, unchanged."""
@@ -141,7 +161,8 @@ class Optimizers:
         if any(position > made.position for position in bound):
             return ""  # it is another one afterwards
         for name in (owner, *self._aliases(owner, made, max(bound, default=(0, 0)))):
-            if name and self._is_same(name, made, scope) and not self._has_parts_replaced(name):
+            is_same = bool(name) and self._is_same(name, made, scope)
+            if is_same and self._parts.is_same({owner, name}, made, scope):
                 return name
         return ""
 
@@ -167,9 +188,6 @@ class Optimizers:
                 return False
             scope = self._program.scope(scope)
         return "." not in name and name not in self._program.shared_names
-
-    def _has_parts_replaced(self, name: str) -> bool:
-        return any(text.startswith(f"{name}.") for text in self._program.assignments)
 
     def _is_made(self, value: ast.expr | None) -> bool:
         """Return whether a value is a new optimizer of torch's."""

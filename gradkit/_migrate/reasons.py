@@ -36,6 +36,14 @@ ONE_OPTIMIZER = (
     "gradkit.step_(opt_a, opt_a, grads[0]) and gradkit.step_(opt_b, opt_b, grads[1])"
 )
 ZEROS = "unused='zeros' in gradkit.value_and_grads, where a parameter is not always reached"
+FROZEN = (
+    "value_and_grads raises UnreachedParamError where the loss reaches none of the parameters: "
+    "skip it and step_ in the phases in which all of them are frozen"
+)
+GROUPS = (
+    "add all groups before the loop; or call optimizer.zero_grad() before backward(), and change "
+    "groups before it"
+)
 MOVE_OUT = "move the statement before backward() or after step(), or the loop by hand"
 
 

@@ -14,6 +14,7 @@ from gradkit._migrate.clipping import check_clipping, clipped_params
 from gradkit._migrate.optimizers import Optimizers
 from gradkit._migrate.program import Program, dotted, last_name
 from gradkit._migrate.reasons import NotSureError, shown
+from gradkit._migrate.regrouping import check_groups
 from gradkit._migrate.scaling import check_scaling
 from gradkit._migrate.statements import GradNeutrality
 
@@ -88,6 +89,8 @@ class StepMatcher:
         check_scaling(self._program, backward, step, clip, unscale)
         zeros = [c for c in calls if c.kind == "zero" and c.receiver in trained]
         zeros = self._clearing.zeros(backward, step, zeros, calls)
+        changes = self._optimizers.changes(optimizer, backward.scope)
+        check_groups(self._program, changes, zeros, backward, step)
         self._check_names(zeros, backward, step, {optimizer, params})
         made_here = origin is not None or bool(self._program.assignments.get(optimizer))
         return TrainingStep(backward, step, zeros, clip, unscale, optimizer, params, made_here)

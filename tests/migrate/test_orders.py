@@ -17,13 +17,23 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
+def first_of(group):
+    return list(group.values())[0]
+
+def change(module):
+    module[0] = torch.nn.Linear(4, 6).to(device)
+
 def run():
-    model, log, i = new_model(), [], 0
+    model, log, i = new_model(), [], 1
+    extra = torch.ones(1, device=device, requires_grad=True)
     optimizer = torch.optim.{optimizer}
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    add, same = {add}, model
     x, y = batches[0]
     loss = model(x).sum()
+    {early}
     for i, (x, y) in enumerate(batches):
+        x.requires_grad_()  # the loss has a graph where all parameters are frozen
 """
 OPTIMIZERS = [
     "SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)",
@@ -43,19 +53,46 @@ OTHERS = [
     "loss = loss * 1",
     "optimizer.step()",
 ]
+# What changes the parts of the model, the groups of the optimizer, or what is trained.
+CHANGES = [
+    "pass",
+    "model.append(torch.nn.Linear(3, 3).to(device))",
+    "same.insert(0, torch.nn.Linear(4, 4).to(device))",
+    "model[0] = torch.nn.Linear(4, 6).to(device)",
+    "del model[2]",
+    "model.add_module('head', torch.nn.Linear(3, 3).to(device))",
+    "change(model)",
+    "(lambda module: change(module))(model)",
+    "setattr(model, '0', torch.nn.Linear(4, 6).to(device))",
+    "add({'params': [extra]})",
+    "first_of(optimizer.param_groups[0]).append(extra)",
+    "for p in model.parameters(): p.requires_grad_(i != 1)",
+    "model.requires_grad_(False)",
+]
 
 
 @st.composite
 def programs(draw: st.DrawFn) -> str:
     """Return a loop: forward, backward and step in this order, the other statements anywhere."""
-    body = ["loss = cross_entropy(model(x), y)", "loss.backward()", "optimizer.step()"]
+    body = ["loss = cross_entropy(model(x) * extra, y)", "loss.backward()", "optimizer.step()"]
     if draw(st.integers(0, 4)) == 0:
         body[2] = f"if i % 2: {body[2]}"
     zero = draw(st.sampled_from([ZEROS[0], *ZEROS]))
     others = draw(st.lists(st.sampled_from(OTHERS), max_size=2))
     for statement in [zero, *others]:
         body.insert(draw(st.integers(0, len(body))), statement)
-    head = HEAD.format(optimizer=draw(st.sampled_from(OPTIMIZERS)))
+    change = draw(st.sampled_from(CHANGES))
+    is_early = draw(st.booleans())
+    if not is_early and change != "pass":
+        lines = ["if i == 1:", f"    {change}"]
+        place = draw(st.integers(0, len(body)))
+        body[place:place] = lines
+    add = "optimizer.add_param_group" if "add(" in change else "None"
+    head = HEAD.format(
+        optimizer=draw(st.sampled_from(OPTIMIZERS)),
+        add=add,
+        early=change if is_early else "pass",
+    )
     return head + "".join(f"        {line}\n" for line in body) + "    return [model], log\n"
 
 
