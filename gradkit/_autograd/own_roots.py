@@ -21,10 +21,8 @@ from gradkit._state.grad_attribute import grads_put_back
 
 @contextmanager
 def own_roots(outputs: Sequence[Tensor], begin: Callable[[int], None]) -> Iterator[list[Tensor]]:
-    """Yield views of outputs; `begin` gets the number of a pass from them before all other hooks.
-
-    Other threads, and passes inside hooks, go through the same tensors at the same time.
-    """
+    """Yield views of outputs; `begin` gets the number of a pass from them, before other hooks."""
+    # Other threads, and passes inside hooks, go through the same tensors at the same time.
     with ExitStack() as stack:
         with torch.enable_grad():
             roots = [output.view_as(output) for output in outputs]
@@ -47,14 +45,11 @@ def numbered_roots(outputs: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Let safe_retain see none of the passes of rows in the block: no call returns their results.
-
-    Raises:
-        UnsupportedGraphError: A tensor that it is for was changed in place, as a pass raises.
-    """
+    """Hide the passes of rows in the block from safe_retain: no call returns their gradients."""
     if not may_be_recorded():
         yield
         return
+    # Raises as a pass that is recorded would, and leaves the `.grad` of these tensors alone.
     tensors = {id(t): t for t, _ in observed_tensors() if t.retains_grad and not t.is_leaf}
     with grads_put_back(list(tensors.values())), hidden_passes():
         yield

@@ -74,14 +74,7 @@ class Recorders:
         return self._by_arrival[arrival]
 
     def before_pass(self) -> list[tuple[Tensor, GradientEdge]]:
-        """Return the tensors and the edges where their gradients arrive, for gradkit's own passes.
-
-        Returns:
-            Pairs of a tensor and its edge.
-
-        Raises:
-            UnsupportedGraphError: A tensor's history was rebuilt since the call.
-        """
+        """Return the tensors and their edges, or raise if the history of one was rebuilt."""
         every = list(self._by_arrival.values())
         for recorder in every:
             recorder.require_same_history()
