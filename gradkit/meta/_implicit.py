@@ -23,8 +23,8 @@ from gradkit._core.leaf_arithmetic import same_values
 from gradkit._core.options import check_bool, check_option, is_positive_int
 from gradkit._core.ownership import without_inference
 from gradkit._core.pytree import PyTree
-from gradkit._core.user_code import functions_alive, user_functions
-from gradkit._state.rerun import RerunState
+from gradkit._core.user_code import hooks_made
+from gradkit._state.rerun import RerunState, recording_writes
 from gradkit.errors import (
     DetachedLossError,
     GradkitWarning,
@@ -37,6 +37,7 @@ from gradkit.errors import (
     level_of_the_caller,
     message,
 )
+from gradkit.meta._captured import refuse_captured, runs_user_code
 from gradkit.meta._tensor_lists import Tensors
 from gradkit.meta._trees import InnerParams, read_inner_params, read_loss
 
@@ -233,19 +234,32 @@ class _OptimalityCondition:
         if not torch.is_grad_enabled():
             return minimum
         self._state = RerunState([*minimum, *outer])
-        with torch.enable_grad(), self._state.first_run():
-            at, by = _as_leaves(minimum), _as_leaves(outer)
-            loss, below = self._loss(at, by)
-            if functions_alive().users and user_functions(below.kinds):
-                _slope(loss, at, below)  # raises now, and not in the backward pass
+        at, by = _as_leaves(minimum), _as_leaves(outer)
+        try:
+            with torch.enable_grad(), self._state.first_run():
+                loss = self._first_loss(at, by)
+        except UnsupportedGraphError:
+            self._state.undo()
+            raise
         self._state.record_outputs([loss])
         if not any(x.requires_grad for x in outer):
             return minimum
         return list(_AtMinimum.apply(self, len(minimum), *minimum, *outer))  # type: ignore[no-untyped-call]
 
+    def _first_loss(self, at: Tensors, by: Tensors) -> Tensor:
+        """Return the loss; raise now for what the backward pass could not differentiate."""
+        hooks = hooks_made()
+        loss, below = self._loss(at, by)
+        refuse_captured("inner_loss", below, [*at, *by], self._state.made)
+        if runs_user_code(below, hooks):  # which may use more than the loss does
+            slope = Subgraph(_slope(loss, at, below))
+            refuse_captured("inner_loss", slope, [*at, *by], self._state.made)
+        return loss
+
     def _loss(self, at: Tensors, by: Tensors) -> tuple[Tensor, Subgraph]:
-        loss, _ = read_loss(self.inner_loss(at, by), "inner_loss")
-        return loss, _check_graph(loss, at, by)
+        with recording_writes():
+            loss, _ = read_loss(self.inner_loss(at, by), "inner_loss")
+        return loss, _check_graph(loss, at)
 
     def outer_grads(
         self, at: Tensors, outer: Tensors, needed: Sequence[bool], cotangents: Tensors
@@ -292,25 +306,22 @@ def _slope(loss: Tensor, at: Tensors, below: Subgraph) -> Tensors:
     """Return the gradient with respect to the minimum, to be differentiated again."""
     one = InnerPass("inner_loss", "params, variable {}".format, at, below)
     run = partial(inner_grads, [loss], at, create_graph=True)
-    return _or_zeros(one.guarded(run, create_graph=True), at)
+    with recording_writes():
+        grads = one.guarded(run, create_graph=True)
+    return _or_zeros(grads, at)
 
 
 def _or_zeros(grads: Sequence[Tensor | None], at: Tensors) -> Tensors:
     return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, at, strict=True)]
 
 
-def _check_graph(loss: Tensor, at: Tensors, by: Tensors) -> Subgraph:
+def _check_graph(loss: Tensor, at: Tensors) -> Subgraph:
     below = Subgraph([loss] if loss.requires_grad else [])
     refuse_wrong_derivative(lambda: "inner_loss", at, below, by_formula=True)
-    reached = below.leaves.keys()
-    if reached.isdisjoint(map(id, at)):
+    if below.leaves.keys().isdisjoint(map(id, at)):
         expected, got = "a loss that depends on params", "one that does not depend on them"
         fix = "compute it from inner_loss's own arguments"
         raise UnreachedParamError(message("inner_loss", expected, got, fix))
-    if reached - set(map(id, [*at, *by])):
-        got = "one that uses a tensor from outside that requires grad: its gradient would be lost"
-        fix = 'pass it in outer, not inside a module: find(params, {"name": tensor})'
-        raise UnsupportedGraphError(message("inner_loss", "a function of its arguments", got, fix))
     return below
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import gradcheck
 
 import gradkit
@@ -375,6 +375,29 @@ def test_captured_tensors_that_require_grad_are_refused(device: torch.device, ho
     for outer in (r.outer(), {**r.outer(), "decay": r.decay.detach(), "weight": r.weight.detach()}):
         with unchanged(captured), pytest.raises(gradkit.UnsupportedGraphError, match="outer"):
             meta.implicit(r.closed, loss)(r.start, outer)
+
+
+def _norm() -> nn.Module:
+    return nn.BatchNorm1d(1, affine=False, dtype=D)
+
+
+def _spectral() -> nn.Module:
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(1, 1, bias=False, dtype=D))
+
+
+@pytest.mark.parametrize("make", [_norm, _spectral])
+def test_what_the_inner_loss_writes_on_is_written_once(device: torch.device, make: Any) -> None:
+    module, x = make().to(device).requires_grad_(False), torch.ones(3, 2).to(device, D).cumsum(0)
+    o = torch.tensor(0.5, dtype=D, device=device, requires_grad=True)
+
+    def inner(w: Tensor, o: Tensor) -> Tensor:
+        return (module(x @ w[:, None]) - o).square().sum() + w.square().sum()
+
+    w = meta.implicit(lambda w, o: w, inner, warn=False)(torch.ones(2, dtype=D, device=device), o)
+    buffers = [x.clone() for x in module.buffers()]
+    first, again = (torch.autograd.grad(w.sum(), o, retain_graph=keep)[0] for keep in (True, False))
+    assert torch.equal(first, again)
+    assert_same_bits(module.buffers(), buffers)
 
 
 def test_a_second_derivative_is_refused(device: torch.device) -> None:
