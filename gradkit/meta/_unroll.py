@@ -95,7 +95,7 @@ def unroll(
         params: The initial parameters: a tree of tensors; a module stands for its named
             parameters. A tensor in two places is one variable. An `nn.Parameter` that does not
             require grad stays as it is, and so does what the loss does not reach.
-        batches: The data of each step.
+        batches: The data of each step, trees. All are read before the first step.
         opt: The optimizer, `sgd(lr=0.1)` for one.
         outer: A tree of outer variables.
         state: The optimizer's state before the first step; None is `opt.init(params)`.
@@ -189,10 +189,11 @@ def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
         raise StructureError(message("batches", expected, describe(batches), fix))
     data, versions = [], []
     for batch in batches:
-        data.append(batch)
+        leaves, spec = pytree.flatten(batch)
+        data.append(pytree.unflatten(spec, leaves))  # the iterator may fill its container again
+        tensors = (x for x in leaves if isinstance(x, Tensor))
         # torch counts no in-place changes of what was made in inference mode.
-        counted = (x for x in pytree.tensors(batch) if not x.is_inference())
-        versions += [(x, x._version) for x in counted]
+        versions += [(x, x._version) for x in tensors if not x.is_inference()]
     if any(x._version != version for x, version in versions):
         expected = "data that stays as it is: all of it is read before the first step"
         got = "a tensor that the iterator overwrites with the data of several steps"

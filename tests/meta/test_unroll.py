@@ -737,6 +737,25 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     assert one.values.shape == (1,)
 
 
+@pytest.mark.parametrize("memory", ["store", "recompute", 2])
+def test_an_iterator_may_fill_one_container_again(device: torch.device, memory: Any) -> None:
+    w = random(device, 3, learned=True)
+    data = [random(device, 3) for _ in range(3)]
+
+    def batches(batch: Any, inner: Any) -> Any:
+        for inner["x"] in data:
+            yield batch
+
+    def loss(w: Tensor, _: Any, batch: Any) -> Tensor:
+        return (w - (batch["x"] if isinstance(batch, dict) else batch[0]["x"])).square().sum()
+
+    expected = meta.unroll(loss, w, [{"x": x} for x in data], meta.sgd(lr=0.1))
+    inner: dict[str, Any] = {}
+    for batch in (inner, [inner, 1]):
+        adapted = meta.unroll(loss, w, batches(batch, inner), meta.sgd(lr=0.1), memory=memory)
+        assert_same_bits([adapted.params], [expected.params])
+
+
 def test_dual_tensors_of_forward_ad_raise_before_anything_runs(device: torch.device) -> None:
     w = torch.ones(2, device=device)
     runs: list[Tensor] = []
