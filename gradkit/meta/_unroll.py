@@ -156,7 +156,7 @@ def unroll(
         if state is None:
             by_leaf = initial_state(opt, inner.leaves)
         else:
-            by_leaf = read_state(opt, state, inner.spec)
+            by_leaf = read_state(opt, state, inner.leaves, inner.spec)
         state_lists = {name: inner.per_variable(column) for name, column in by_leaf.items()}
         carry = Carry(without_inference(inner.variables), state_lists, buffers)
         inputs = StepInputs(outer, _read_hyper(opt, hyper, inner), data)
