@@ -14,6 +14,7 @@ from gradkit._compat.checkpoints import checkpointed
 from gradkit._core import pytree
 
 _LIBRARIES = {"builtins", "gradkit", "math", "numpy", "torch"}
+_MAKE_FUNCTIONAL = "gradkit.func._make_functional"
 _CONSTANTS = (Number, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 
 
@@ -43,9 +44,11 @@ def _is_constant(value: Any, known: set[int]) -> bool:
         return all(_is_constant(item, known) for item in value)
     if not isinstance(value, FunctionType):
         return False  # a module, a method, a tensor, a container: another one, or changed, later
-    if _is_of_library(value.__module__):
-        return True  # `call` of make_functional, too: it computes with what it is given
     known.add(id(value))
+    if value.__module__ == _MAKE_FUNCTIONAL:
+        return True  # `call`, which computes with the parameters that it is given
+    if _is_of_library(value.__module__):
+        return all(_is_constant(_content(cell), known) for cell in value.__closure__ or ())
     return all(_is_constant(part, known) for part in _read_by(value))
 
 

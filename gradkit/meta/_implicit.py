@@ -15,12 +15,13 @@ from torch import Tensor
 from gradkit import tree
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.inner_pass import InnerPass
+from gradkit._checks import eager_graph, nonreentrant_checkpoints
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import is_dual, transforms
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._core.leaf_arithmetic import same_values
-from gradkit._core.options import check_bool, check_option, is_positive_int
+from gradkit._core.options import check_bool, check_function, check_option, is_positive_int
 from gradkit._core.ownership import without_inference
 from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import hooks_made
@@ -37,6 +38,7 @@ from gradkit.errors import (
     level_of_the_caller,
     message,
 )
+from gradkit.func import _checkpoints as checkpoints
 from gradkit.meta._captured import refuse_captured, runs_user_code
 from gradkit.meta._tensor_lists import Tensors
 from gradkit.meta._trees import InnerParams, read_inner_params, read_loss
@@ -79,8 +81,8 @@ def implicit(
     Args:
         solver: `solver(params, outer)` returns params that minimize `inner_loss(params, outer)`, by
             any means; it is not differentiated. It gets copies of params, which require grad where
-            params do, and constants for outer. Where they do, a solver by torch.func that is to
-            keep no graph of its steps runs under `torch.no_grad()`.
+            params do, and constants for outer, on which it must not write. Where params do, a
+            solver by torch.func that is to keep no graph runs under `torch.no_grad()`.
         inner_loss: One real element, twice differentiable, computed from its arguments alone.
         solve: How `H u = v` is solved, H being the inner Hessian: `"cg"`, conjugate gradients, for
             a positive definite H; `"neumann"`, a Neumann series with a step of one over the largest
@@ -98,10 +100,11 @@ def implicit(
         it is.
 
     Raises:
-        OptionError: An option has no such value.
+        OptionError: An option has no such value, or an argument is no function.
         StructureError: Raised by `find` if the solver returns another tree.
         UnsupportedGraphError: Raised by `find` if the inner loss uses a tensor from outside that
-            requires grad, if the solver needs params that require grad, and inside torch.func; by a
+            requires grad, or a checkpoint that recomputes a module with its own parameters; if the
+            solver needs params that require grad, or writes on outer; and inside torch.func; by a
             backward pass with `create_graph=True`, since the gradient cannot be differentiated
             again.
 
@@ -110,6 +113,8 @@ def implicit(
         https://arxiv.org/abs/1909.04630; Lorraine et al. 2020, algorithms 2 and 3,
         https://arxiv.org/abs/1911.02590
     """
+    check_function(solver, "solver")
+    check_function(inner_loss, "inner_loss")
     _check_options(solve, maxiter, tol=tol, damping=damping)
     check_bool("warn", warn)
 
@@ -118,7 +123,10 @@ def implicit(
         outer_tensors, rebuild_outer = pytree.partition_tensors(outer)
         outer_tensors = without_inference(outer_tensors)
         _check_tensors(inner.variables, outer_tensors)
+        versions = _versions(outer_tensors)
         minimum = _minimize(solver, inner, rebuild_outer([x.detach() for x in outer_tensors]))
+        if _versions(outer_tensors) != versions:
+            raise UnsupportedGraphError(_WRITES_ON_OUTER)
         condition = _OptimalityCondition(
             lambda at, by: inner_loss(inner.tree(at), rebuild_outer(by)),
             _linear_solver(solve, inner, maxiter, tol),
@@ -129,6 +137,18 @@ def implicit(
         return inner.tree(condition.attach(minimum, outer_tensors))
 
     return find
+
+
+_WRITES_ON_OUTER = message(
+    "solver(params, outer)",
+    "a solver that leaves outer as it is",
+    "one that has written in place on a tensor of it, which is the caller's",
+    "write on a copy: outer = gradkit.tree.map(torch.clone, outer)",
+)
+
+
+def _versions(tensors: Tensors) -> list[int]:
+    return [x._version for x in tensors if not x.is_inference()]
 
 
 def _check_options(solve: object, maxiter: object, **numbers: object) -> None:
@@ -257,8 +277,10 @@ class _OptimalityCondition:
         return loss
 
     def _loss(self, at: Tensors, by: Tensors) -> tuple[Tensor, Subgraph]:
+        before = checkpoints.before([*at, *by])
         with recording_writes():
             loss, _ = read_loss(self.inner_loss(at, by), "inner_loss")
+        nonreentrant_checkpoints.refuse(loss, before, may_be_of_arguments=True)
         return loss, _check_graph(loss, at)
 
     def outer_grads(
@@ -317,6 +339,7 @@ def _or_zeros(grads: Sequence[Tensor | None], at: Tensors) -> Tensors:
 
 def _check_graph(loss: Tensor, at: Tensors) -> Subgraph:
     below = Subgraph([loss] if loss.requires_grad else [])
+    eager_graph.refuse_nodes(map(type, below.nodes), "inner_loss")
     refuse_wrong_derivative(lambda: "inner_loss", at, below, by_formula=True)
     if below.leaves.keys().isdisjoint(map(id, at)):
         expected, got = "a loss that depends on params", "one that does not depend on them"

@@ -150,7 +150,7 @@ class InnerStep:
         if all(grad is None for grad in grads):
             expected = "a loss computed from params"
             got = "one that does not depend on them: loss_fn uses a module, or tensors, from "
-            got += "outside"
+            got += "outside; or a checkpoint with use_reentrant=True cuts the path"
             fix = "compute it from loss_fn's own argument: call, params, buffers = "
             fix += "gradkit.func.make_functional(module)"
             raise UnreachedParamError(message("the inner loss", expected, got, fix))

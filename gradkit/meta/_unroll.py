@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradkit._compat.transforms import differentiated, in_jvp, is_dual, transforms
 from gradkit._core import pytree
-from gradkit._core.options import check_bool, is_positive_int
+from gradkit._core.options import check_bool, check_function, is_positive_int
 from gradkit._core.ownership import leave_inference_mode, without_inference
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
@@ -138,6 +138,7 @@ def unroll(
         https://arxiv.org/abs/1703.03400; Chen et al. 2016, "Training Deep Nets with Sublinear
         Memory Cost", https://arxiv.org/abs/1604.06174, for the recomputation.
     """
+    check_function(loss_fn, "loss_fn")
     flags = {"first_order": first_order, "trajectory": trajectory, "has_aux": has_aux}
     _check_options(memory, flags)
     require_optimizer(opt)

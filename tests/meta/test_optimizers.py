@@ -962,6 +962,14 @@ def test_no_imaginary_part_is_dropped(device: torch.device, make: Any) -> None:
             opt.step(p, p, opt.init(p))
 
 
+def test_a_wrapped_class_takes_no_complex_number(device: torch.device) -> None:
+    p, lr = torch.ones(2, device=device), torch.tensor(0.1j, device=device)
+    opt = meta.from_torch(optim.NAdam)
+    state = opt.init(p)
+    with pytest.raises(gradkit.LeafTypeError, match=r"^lr of NAdam: expected a real number"):
+        opt.step(p, p, state, lr=lr)
+
+
 def test_a_state_is_of_tensors(device: torch.device) -> None:
     for make in (meta.sgd, meta.adam, meta.rmsprop):
         with pytest.raises(gradkit.LeafTypeError, match=r"^params\['b'\]: expected a tensor"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable
 from types import MethodType
@@ -722,6 +723,12 @@ def test_memory_by_step(device: torch.device) -> None:
             assert by_step(memory, first_order=True) < 0.1 * of_params
 
 
+def _through_reentrant_checkpoint(w: Tensor, _: Any, x: Any) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that no input requires grad
+        return checkpoint(lambda x: (w * x).sum(), torch.ones_like(w), use_reentrant=True)
+
+
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     w = random(device, 3, learned=True)
     opt = meta.sgd(lr=0.1)
@@ -736,6 +743,8 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
             meta.unroll(fn, params, batches, by, **given)
 
     structure, option = gradkit.StructureError, gradkit.OptionError
+    for fn in (3, None, torch.ones(2)):
+        refused(option, r"^loss_fn: expected a function", fn)
     refused(structure, r"^batches: .*at least one", batches=[])
     refused(structure, r"^batches: .*at least one", batches=iter(()))
     for batches in (w.detach(), "data", 3, {"x": [1.0]}):
@@ -768,6 +777,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         refused(unreached, "does not depend", lambda w, _, x: (w.detach() ** 2).sum(), **options)
         other = torch.ones(3, dtype=D, device=device, requires_grad=True)
         refused(unreached, "does not depend", lambda w, _, x, o=other: (o**2).sum(), **options)
+        refused(unreached, "use_reentrant=True", _through_reentrant_checkpoint, **options)
     one = meta.unroll(lambda w, _, x: loss(w, _, x).reshape(1, 1), w, [1.0], opt)
     assert one.values.shape == (1,)
 
