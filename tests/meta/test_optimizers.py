@@ -889,7 +889,8 @@ def test_what_is_switched_off_for_a_step_is_as_in_torch(
 ) -> None:
     params = [torch.randn(3, dtype=D, device=device)]
     theirs = [params[0].clone().requires_grad_()]
-    reference, opt = cls(theirs, lr=0.1, **hyper), meta.from_torch(cls, lr=0.1, **hyper)
+    every = {"lr": 0.1, **hyper, **({"betas": (0.9, 0.5)} if "amsgrad" in hyper else {})}
+    reference, opt = cls(theirs, **every), meta.from_torch(cls, **every)
     off = {name: 0.0 if name == "momentum" else False for name in hyper}
     state = opt.init(params)
     for t, now in enumerate([hyper, off, hyper, off]):
