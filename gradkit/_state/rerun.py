@@ -6,11 +6,12 @@ reads what memory held before the first run wrote to it. Afterwards all of that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, TypeAlias, cast
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -51,6 +52,11 @@ class RerunState:
     def record_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Remember checksums of the first run's outputs."""
         self._checksums = checksums(outputs)
+        self._writes.made.clear()
+
+    def made(self, tensor: Tensor) -> bool:
+        """Return whether an operator of the first run made a tensor; until outputs are recorded."""
+        return self._writes.has_made(tensor)
 
     def undo(self) -> None:
         """Put back what the first run changed."""
@@ -109,6 +115,7 @@ class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.snapshots: Snapshots = []
+        self.made: dict[int, ref[Tensor]] = {}  # the results of operators, by id
         # Storages that need no copy: allocated inside, or copied already.
         self._known: set[int] = set()
 
@@ -120,14 +127,23 @@ class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        for tensor in written_tensors(func, args, kwargs):
+        written = written_tensors(func, args, kwargs)
+        for tensor in written:
             self._snapshot(tensor)
         out = func(*args, **kwargs)
-        if _allocates(func):
-            for result in out if isinstance(out, tuple | list) else (out,):
-                if isinstance(result, Tensor) and result.layout == torch.strided:
-                    self._known.add(storage_key(result))
+        allocates = _allocates(func)
+        for result in out if isinstance(out, tuple | list) else (out,):
+            if not isinstance(result, Tensor):
+                continue
+            if not written:  # what is written is returned, often
+                self.made[id(result)] = ref(result)
+            if allocates and result.layout == torch.strided:
+                self._known.add(storage_key(result))
         return out
+
+    def has_made(self, tensor: Tensor) -> bool:
+        made = self.made.get(id(tensor))
+        return made is not None and made() is tensor
 
     def _snapshot(self, tensor: Tensor) -> None:
         if tensor.layout == torch.strided:
@@ -138,6 +154,12 @@ class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _writes_of_run: ContextVar[_StorageWrites | None] = ContextVar("writes_of_run", default=None)
+
+
+def what_first_run_made() -> Callable[[Tensor], bool] | None:
+    """Return what tells which tensors operators of the first run around have made, if any is."""
+    writes = _writes_of_run.get()
+    return None if writes is None else writes.has_made
 
 
 @contextmanager

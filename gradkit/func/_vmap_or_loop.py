@@ -83,16 +83,16 @@ class AuxOfEach:
     """Checks, in a loop, that what a function returns as aux can be stacked."""
 
     def __init__(self) -> None:
-        self._is_loop = False
+        self.is_loop = False
         self._first: object = None
 
     def start_loop(self) -> None:
         """Expect the structure and the constants of the first sample of each of the others."""
-        self._is_loop, self._first = True, None
+        self.is_loop, self._first = True, None
 
     def check(self, tree: PyTree) -> None:
         """Raise if the aux of one cannot be stacked with those before it."""
-        if not self._is_loop:  # one call stands for all of a vmap
+        if not self.is_loop:  # one call stands for all of a vmap
             return
         leaves, spec = pytree.flatten(tree)
         kinds = [x.shape if isinstance(x, Tensor) else _comparable(x) for x in leaves]

@@ -208,6 +208,8 @@ def _adam(
     name: str, params: Tensors, grads: Tensors, state: StateLists, hyper: Settings
 ) -> Updated:
     _refuse_complex(name, params)
+    if hyper["amsgrad"] and "max_exp_avg_sq" not in state:
+        raise _no_state_for(name, "amsgrad")
     if name == "adamw":
         if not _tensor_lists.is_zero(hyper["weight_decay"]):
             shrinkage = _tensor_lists.product(hyper["lr"], hyper["weight_decay"])
@@ -223,6 +225,8 @@ def _adam(
     )
     new: StateLists = {"step": steps, "exp_avg": means, "exp_avg_sq": squares}
     if "max_exp_avg_sq" in state:
+        new["max_exp_avg_sq"] = state["max_exp_avg_sq"]
+    if hyper["amsgrad"]:
         squares = list(map(torch.maximum, state["max_exp_avg_sq"], squares))
         new["max_exp_avg_sq"] = squares
     first, second = _bias_correction(beta, steps), _bias_correction(beta_sq, steps)
@@ -294,6 +298,8 @@ def rmsprop(
 
 def _rmsprop(params: Tensors, grads: Tensors, state: StateLists, hyper: Settings) -> Updated:
     _refuse_complex("rmsprop", params)
+    if hyper["centered"] and any(mean is None for mean in state["grad_avg"]):
+        raise _no_state_for("rmsprop", "centered")
     grads = _tensor_lists.with_weight_decay(params, grads, hyper)
     alpha, momentum = hyper["alpha"], hyper["momentum"]
     squares = _tensor_lists.moving_average(
@@ -327,6 +333,13 @@ def _refuse_complex(name: str, params: Tensors) -> None:
         expected = f"real tensors, because {name} squares the gradients"
         fix = "torch.view_as_real(tensor), or sgd"
         raise LeafTypeError(message("params", expected, "a complex one", fix))
+
+
+def _no_state_for(name: str, flag: str) -> OptionError:
+    """Return the error for a flag that is switched on where the state has no entry for it."""
+    expected = "False, as when the state was made"
+    fix = f"opt = {name}({flag}=True), and its opt.init(params)"
+    return OptionError(message(flag, expected, "True for a step", fix))
 
 
 _RULES = (_sgd, _adam, _rmsprop)

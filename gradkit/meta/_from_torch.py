@@ -25,6 +25,7 @@ from gradkit._core.options import is_number
 from gradkit._state.grad_attribute import set_grad
 from gradkit.errors import (
     GradkitError,
+    LeafTypeError,
     OptionError,
     UnsupportedOptimizerError,
     describe,
@@ -276,7 +277,11 @@ def _check_hyper(name: str, hyper: Settings) -> None:
             expected, got = "one tuple for all leaves", "a tuple of trees"
             fix = "use adam or adamw, which take a tree for each of betas"
             raise UnsupportedOptimizerError(message(where, expected, got, fix))
-        learned = [x for x in pytree.flatten(value)[0] if _is_learned(x)]
+        leaves = pytree.flatten(value)[0]
+        for x in leaves:
+            if isinstance(x, Tensor) and x.is_complex():
+                raise LeafTypeError(message(where, "a real number", describe(x), f"{key}.real"))
+        learned = list(filter(_is_learned, leaves))
         if learned and key not in _DIFFERENTIABLE.get(name, ()):
             expected = "a number: torch drops the gradient of this hyper-parameter, or "
             expected += "gets it wrong"

@@ -15,16 +15,17 @@ from torch import Tensor
 from gradkit import tree
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.inner_pass import InnerPass
+from gradkit._checks import eager_graph, nonreentrant_checkpoints
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import is_dual, transforms
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._core.leaf_arithmetic import same_values
-from gradkit._core.options import check_bool, check_option, is_positive_int
+from gradkit._core.options import check_bool, check_function, check_option, is_positive_int
 from gradkit._core.ownership import without_inference
 from gradkit._core.pytree import PyTree
-from gradkit._core.user_code import functions_alive, user_functions
-from gradkit._state.rerun import RerunState
+from gradkit._core.user_code import hooks_made
+from gradkit._state.rerun import RerunState, recording_writes
 from gradkit.errors import (
     DetachedLossError,
     GradkitWarning,
@@ -37,6 +38,8 @@ from gradkit.errors import (
     level_of_the_caller,
     message,
 )
+from gradkit.func import _checkpoints as checkpoints
+from gradkit.meta._captured import refuse_captured, runs_user_code
 from gradkit.meta._tensor_lists import Tensors
 from gradkit.meta._trees import InnerParams, read_inner_params, read_loss
 
@@ -78,8 +81,8 @@ def implicit(
     Args:
         solver: `solver(params, outer)` returns params that minimize `inner_loss(params, outer)`, by
             any means; it is not differentiated. It gets copies of params, which require grad where
-            params do, and constants for outer. Where they do, a solver by torch.func that is to
-            keep no graph of its steps runs under `torch.no_grad()`.
+            params do, and constants for outer, on which it must not write. Where params do, a
+            solver by torch.func that is to keep no graph runs under `torch.no_grad()`.
         inner_loss: One real element, twice differentiable, computed from its arguments alone.
         solve: How `H u = v` is solved, H being the inner Hessian: `"cg"`, conjugate gradients, for
             a positive definite H; `"neumann"`, a Neumann series with a step of one over the largest
@@ -97,10 +100,11 @@ def implicit(
         it is.
 
     Raises:
-        OptionError: An option has no such value.
+        OptionError: An option has no such value, or an argument is no function.
         StructureError: Raised by `find` if the solver returns another tree.
         UnsupportedGraphError: Raised by `find` if the inner loss uses a tensor from outside that
-            requires grad, if the solver needs params that require grad, and inside torch.func; by a
+            requires grad, or a checkpoint that recomputes a module with its own parameters; if the
+            solver needs params that require grad, or writes on outer; and inside torch.func; by a
             backward pass with `create_graph=True`, since the gradient cannot be differentiated
             again.
 
@@ -109,6 +113,8 @@ def implicit(
         https://arxiv.org/abs/1909.04630; Lorraine et al. 2020, algorithms 2 and 3,
         https://arxiv.org/abs/1911.02590
     """
+    check_function(solver, "solver")
+    check_function(inner_loss, "inner_loss")
     _check_options(solve, maxiter, tol=tol, damping=damping)
     check_bool("warn", warn)
 
@@ -117,7 +123,10 @@ def implicit(
         outer_tensors, rebuild_outer = pytree.partition_tensors(outer)
         outer_tensors = without_inference(outer_tensors)
         _check_tensors(inner.variables, outer_tensors)
+        versions = _versions(outer_tensors)
         minimum = _minimize(solver, inner, rebuild_outer([x.detach() for x in outer_tensors]))
+        if _versions(outer_tensors) != versions:
+            raise UnsupportedGraphError(_WRITES_ON_OUTER)
         condition = _OptimalityCondition(
             lambda at, by: inner_loss(inner.tree(at), rebuild_outer(by)),
             _linear_solver(solve, inner, maxiter, tol),
@@ -128,6 +137,18 @@ def implicit(
         return inner.tree(condition.attach(minimum, outer_tensors))
 
     return find
+
+
+_WRITES_ON_OUTER = message(
+    "solver(params, outer)",
+    "a solver that leaves outer as it is",
+    "one that has written in place on a tensor of it, which is the caller's",
+    "write on a copy: outer = gradkit.tree.map(torch.clone, outer)",
+)
+
+
+def _versions(tensors: Tensors) -> list[int]:
+    return [x._version for x in tensors if not x.is_inference()]
 
 
 def _check_options(solve: object, maxiter: object, **numbers: object) -> None:
@@ -233,19 +254,34 @@ class _OptimalityCondition:
         if not torch.is_grad_enabled():
             return minimum
         self._state = RerunState([*minimum, *outer])
-        with torch.enable_grad(), self._state.first_run():
-            at, by = _as_leaves(minimum), _as_leaves(outer)
-            loss, below = self._loss(at, by)
-            if functions_alive().users and user_functions(below.kinds):
-                _slope(loss, at, below)  # raises now, and not in the backward pass
+        at, by = _as_leaves(minimum), _as_leaves(outer)
+        try:
+            with torch.enable_grad(), self._state.first_run():
+                loss = self._first_loss(at, by)
+        except UnsupportedGraphError:
+            self._state.undo()
+            raise
         self._state.record_outputs([loss])
         if not any(x.requires_grad for x in outer):
             return minimum
         return list(_AtMinimum.apply(self, len(minimum), *minimum, *outer))  # type: ignore[no-untyped-call]
 
+    def _first_loss(self, at: Tensors, by: Tensors) -> Tensor:
+        """Return the loss; raise now for what the backward pass could not differentiate."""
+        hooks = hooks_made()
+        loss, below = self._loss(at, by)
+        refuse_captured("inner_loss", below, [*at, *by], self._state.made)
+        if runs_user_code(below, hooks):  # which may use more than the loss does
+            slope = Subgraph(_slope(loss, at, below))
+            refuse_captured("inner_loss", slope, [*at, *by], self._state.made)
+        return loss
+
     def _loss(self, at: Tensors, by: Tensors) -> tuple[Tensor, Subgraph]:
-        loss, _ = read_loss(self.inner_loss(at, by), "inner_loss")
-        return loss, _check_graph(loss, at, by)
+        before = checkpoints.before([*at, *by])
+        with recording_writes():
+            loss, _ = read_loss(self.inner_loss(at, by), "inner_loss")
+        nonreentrant_checkpoints.refuse(loss, before, may_be_of_arguments=True)
+        return loss, _check_graph(loss, at)
 
     def outer_grads(
         self, at: Tensors, outer: Tensors, needed: Sequence[bool], cotangents: Tensors
@@ -292,25 +328,23 @@ def _slope(loss: Tensor, at: Tensors, below: Subgraph) -> Tensors:
     """Return the gradient with respect to the minimum, to be differentiated again."""
     one = InnerPass("inner_loss", "params, variable {}".format, at, below)
     run = partial(inner_grads, [loss], at, create_graph=True)
-    return _or_zeros(one.guarded(run, create_graph=True), at)
+    with recording_writes():
+        grads = one.guarded(run, create_graph=True)
+    return _or_zeros(grads, at)
 
 
 def _or_zeros(grads: Sequence[Tensor | None], at: Tensors) -> Tensors:
     return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, at, strict=True)]
 
 
-def _check_graph(loss: Tensor, at: Tensors, by: Tensors) -> Subgraph:
+def _check_graph(loss: Tensor, at: Tensors) -> Subgraph:
     below = Subgraph([loss] if loss.requires_grad else [])
+    eager_graph.refuse_nodes(map(type, below.nodes), "inner_loss")
     refuse_wrong_derivative(lambda: "inner_loss", at, below, by_formula=True)
-    reached = below.leaves.keys()
-    if reached.isdisjoint(map(id, at)):
+    if below.leaves.keys().isdisjoint(map(id, at)):
         expected, got = "a loss that depends on params", "one that does not depend on them"
         fix = "compute it from inner_loss's own arguments"
         raise UnreachedParamError(message("inner_loss", expected, got, fix))
-    if reached - set(map(id, [*at, *by])):
-        got = "one that uses a tensor from outside that requires grad: its gradient would be lost"
-        fix = 'pass it in outer, not inside a module: find(params, {"name": tensor})'
-        raise UnsupportedGraphError(message("inner_loss", "a function of its arguments", got, fix))
     return below
 
 

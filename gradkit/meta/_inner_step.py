@@ -23,12 +23,18 @@ from gradkit._core.losses import Losses
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._core.tensor_nodes import edge
-from gradkit._core.user_code import functions_alive, hooks_registered, user_functions
-from gradkit._state.rerun import recording_writes
+from gradkit._core.user_code import (
+    functions_alive,
+    hooks_made,
+    hooks_registered,
+    user_functions,
+)
+from gradkit._state.rerun import recording_writes, what_first_run_made
 from gradkit.errors import UnreachedParamError, message
 from gradkit.func import _checkpoints as checkpoints
 from gradkit.func._differentiate import LevelPasses, differentiate
 from gradkit.meta._builtin_optimizers import is_own_rule
+from gradkit.meta._captured import refuse_captured, runs_user_code
 from gradkit.meta._grad_transform import GradTransform
 from gradkit.meta._optimizer import Optimizer, StateLists, update
 from gradkit.meta._tensor_lists import Tensors
@@ -93,8 +99,12 @@ class InnerStep:
             returned = self.loss_fn(params, buffers, inputs.outer, batch)
             return read_loss_and_buffers(returned, carry.buffers, has_aux=self.has_aux)
 
-        differentiated = self._functional if transforms() else self._eager
-        loss, grads, aux = differentiated(loss_fn, carry.tensors, create_graph=create_graph)
+        if transforms():
+            out = self._functional(loss_fn, carry.tensors, create_graph=create_graph)
+        else:
+            constants = partial(pytree.tensors, (inputs.outer, batch, buffers))
+            out = self._eager(loss_fn, carry.tensors, constants, create_graph=create_graph)
+        loss, grads, aux = out
         if self.has_buffers:
             buffers, aux = aux
         if self.grad_transform is not None:
@@ -104,17 +114,24 @@ class InnerStep:
             new = update(self.opt, carry.tensors, grads, carry.state, inputs.hyper)
         return StepOutputs(Carry(*new, buffers), [loss], [aux], [])
 
-    def _eager(self, loss_fn: LossOfParams, tensors: Tensors, *, create_graph: bool) -> InnerGrads:
+    def _eager(
+        self,
+        loss_fn: LossOfParams,
+        tensors: Tensors,
+        constants: Callable[[], Tensors],
+        *,
+        create_graph: bool,
+    ) -> InnerGrads:
         twice = create_graph and not self.first_order  # whether the gradients get a graph, too
         with torch.enable_grad():
             # Views: what outer variables or batches share with params is not params.
             variables = [
                 t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors
             ]
-            before = checkpoints.before(variables)
+            before, hooks = checkpoints.before(variables), hooks_made()
             with recording_writes():
                 loss, aux = loss_fn(self.params.tree(variables))
-            nonreentrant_checkpoints.refuse((loss, aux), before)
+            nonreentrant_checkpoints.refuse((loss, aux), before, may_be_of_arguments=True)
             below = _check_graph(loss, variables, create_graph=twice)
             run = partial(
                 inner_grads, [loss], variables, create_graph=twice, retain_graph=create_graph
@@ -123,12 +140,17 @@ class InnerStep:
                 grads = run()
             else:
                 one = InnerPass("the inner loss", self.params.path, variables, below)
-                with recording_writes():
-                    grads = one.guarded(run, create_graph=twice)
+                made = None if twice or self.first_order else what_first_run_made()
+                if made is not None and runs_user_code(below, hooks):
+                    inputs = [*variables, *constants()]
+                    grads = _first_pass_of_two(one, loss, inputs, made)
+                else:
+                    with recording_writes():
+                        grads = one.guarded(run, create_graph=twice)
         if all(grad is None for grad in grads):
             expected = "a loss computed from params"
             got = "one that does not depend on them: loss_fn uses a module, or tensors, from "
-            got += "outside"
+            got += "outside; or a checkpoint with use_reentrant=True cuts the path"
             fix = "compute it from loss_fn's own argument: call, params, buffers = "
             fix += "gradkit.func.make_functional(module)"
             raise UnreachedParamError(message("the inner loss", expected, got, fix))
@@ -150,6 +172,19 @@ class InnerStep:
         elif out.refused is not None:
             grads = with_refused_derivatives(grads, out.values, out.refused)
         return out.values[0], grads, out.aux
+
+
+def _first_pass_of_two(
+    one: InnerPass, loss: Tensor, inputs: Tensors, made: Callable[[Tensor], bool]
+) -> Grads:
+    """Return constant gradients; raise if their graph, which the second run makes, ends outside."""
+    run = partial(inner_grads, [loss], one.variables, create_graph=True)
+    with recording_writes():
+        grads = one.guarded(run, create_graph=True)
+    stop = {edge(x).node for x in inputs if x.requires_grad}
+    below = Subgraph([grad for grad in grads if grad is not None], stop=stop)
+    refuse_captured("loss_fn", below, inputs, made)
+    return [grad if grad is None else grad.detach() for grad in grads]
 
 
 def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -> Subgraph | None:

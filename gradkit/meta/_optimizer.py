@@ -72,8 +72,15 @@ class Optimizer:
 
         Returns:
             For each entry (`"step"`, `"exp_avg"`, ...) a tree like `params`.
+
+        Raises:
+            LeafTypeError: A leaf is not a tensor.
         """
         leaves, spec = expand_params(params, "params")
+        for index, leaf in enumerate(leaves):
+            if leaf is not None and not isinstance(leaf, Tensor):
+                where, fix = pytree.path(spec, index, "params"), "pass a tree of tensors"
+                raise LeafTypeError(message(where, "a tensor or None", describe(leaf), fix))
         return _to_trees(spec, initial_state(self, leaves))
 
     def step(
@@ -87,6 +94,7 @@ class Optimizer:
                 torch's optimizers do.
             state: What `init` or the last step returned.
             hyper: Hyper-parameters for this step, in place of those that the optimizer has.
+                `amsgrad` and `centered` cannot be switched on: `init` has made no entry for them.
 
         Returns:
             New trees, which share no memory that could be written to with the old ones, and through
@@ -94,11 +102,11 @@ class Optimizer:
             gradient is the same tensor as before.
 
         Raises:
-            LeafTypeError: A leaf of params or grads is not a floating-point tensor, or a
-                hyper-parameter is not a number or a tensor.
+            LeafTypeError: A leaf of params or grads is not a floating-point tensor, or is complex
+                where params are real; or a hyper-parameter is not a number or a tensor.
             OptionError: There is no such hyper-parameter, a number is out of range, or a flag is
-                not a bool.
-            StructureError: The trees do not match.
+                not a bool, or not one that the state was made for.
+            StructureError: The trees, or the shapes in them, do not match.
         """
         check_names(self.name, hyper, self.hyper, "opt.step(params, grads, state, lr=lr)")
         if self.checks_ranges:
@@ -106,7 +114,7 @@ class Optimizer:
         leaves, spec = expand_params(params, "params")
         by_leaf = pytree.flatten_up_to(spec, "params", grads, "grads")
         check_grads(leaves, by_leaf, spec, "grads")
-        state_lists = read_state(self, state, spec)
+        state_lists = read_state(self, state, leaves, spec)
         moving = [index for index, grad in enumerate(by_leaf) if grad is not None]
         if not moving:
             return pytree.unflatten(spec, leaves), state
@@ -127,16 +135,42 @@ def initial_state(opt: Optimizer, leaves: Sequence[Any]) -> StateLists:
     }
 
 
-def read_state(opt: Optimizer, state: object, spec: Structure) -> StateLists:
+def read_state(opt: Optimizer, state: object, leaves: Sequence[Any], spec: Structure) -> StateLists:
     """Open and check a state."""
     if not isinstance(state, Mapping) or set(state) != set(opt.entries):
         expected = f"a state of {opt.name}, with {', '.join(opt.entries) or 'no entries'}"
         got = str(list(state)) if isinstance(state, Mapping) else describe(state)
         raise StructureError(message("state", expected, got, "state = opt.init(params)"))
-    return {
+    columns = {
         name: pytree.flatten_up_to(spec, "params", state[name], f"state[{name!r}]")
         for name in opt.entries
     }
+    if opt.checks_ranges:  # a written one: those of others have entries of any kind
+        _check_entries(opt, columns, leaves, spec)
+    return columns
+
+
+def _check_entries(
+    opt: Optimizer, columns: StateLists, leaves: Sequence[Any], spec: Structure
+) -> None:
+    """Raise for an entry that is no count, and no tensor of its leaf's shape."""
+    shapes = [getattr(leaf, "shape", None) for leaf in leaves]
+    for name, column in columns.items():
+        is_count = name == "step"
+        for index, (shape, entry) in enumerate(zip(shapes, column, strict=True)):
+            if shape is None:
+                continue
+            if isinstance(entry, Tensor):
+                fits = is_count or entry.shape == shape
+            elif is_count:
+                fits = is_number(entry)
+            else:
+                fits = entry is None and opt.entries[name] is not torch.zeros_like
+            if not fits:
+                where = pytree.path(spec, index, f"state[{name!r}]")
+                expected = "a count" if is_count else f"a tensor of shape {tuple(shape)}"
+                fix = "state = opt.init(params), of these params"
+                raise StructureError(message(where, expected, describe(entry), fix))
 
 
 _FLAGS = ("nesterov", "maximize", "amsgrad", "centered")
@@ -181,7 +215,12 @@ def _read_hyperparam(
             expected, fix = "a number or a tensor", f"{name}=0.1, or a tree like params"
             where = pytree.path(spec, index, where)
             raise LeafTypeError(message(where, expected, describe(number), fix))
-        if index in moving and number.numel() != 1 and number.shape != leaf.shape:
+        if index not in moving:
+            continue
+        if number.is_complex() and not leaf.is_complex():
+            where, expected = pytree.path(spec, index, where), "a real number: the leaf is real"
+            raise LeafTypeError(message(where, expected, describe(number), f"{name}.real"))
+        if number.numel() != 1 and number.shape != leaf.shape:
             expected = f"one number, or a tensor of shape {tuple(leaf.shape)}"
             where, fix = pytree.path(spec, index, where), "torch.full_like(leaf, 0.1)"
             raise StructureError(message(where, expected, describe(number), fix))
@@ -277,6 +316,9 @@ def check_grads(leaves: Sequence[Any], grads: Sequence[Any], spec: Structure, ro
         elif not leaf.is_floating_point() and not leaf.is_complex():
             name, got = "params", leaf
             expected, fix = "a floating-point tensor", "give None as grad"
+        elif grad.is_complex() and not leaf.is_complex():
+            name, got = root, grad
+            expected, fix = "a real tensor, like its parameter", "pass grad.real"
         elif grad.shape != leaf.shape:
             expected = f"a gradient of shape {tuple(leaf.shape)}"
             fix = "pass the gradient with respect to this parameter"

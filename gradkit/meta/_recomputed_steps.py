@@ -18,9 +18,9 @@ from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._core.tensor_nodes import edge
 from gradkit._state.rerun import RerunState
-from gradkit.errors import UnsupportedGraphError, message
+from gradkit.errors import UnsupportedGraphError
+from gradkit.meta._captured import refuse_captured
 from gradkit.meta._inner_step import Carry, StepInputs, StepOutputs, Steps
-from gradkit.meta._tensor_lists import Tensors
 
 
 def run_recomputed(run: Steps, carry: Carry, inputs: StepInputs) -> StepOutputs:
@@ -51,13 +51,13 @@ class _Segment:
 
     def values(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Run the steps for their values; return them, and those that have no gradient."""
-        with torch.enable_grad(), self.state.first_run():
-            inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
-            for variable in inputs[: self.variables]:
-                variable.requires_grad_()
-            outputs = self._flat_run(inputs, create_graph=False)
+        inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+        for variable in inputs[: self.variables]:
+            variable.requires_grad_()
         try:
-            _refuse_captured(outputs, inputs)
+            with torch.enable_grad(), self.state.first_run():
+                outputs = self._flat_run(inputs, create_graph=False)
+            refuse_captured("loss_fn", Subgraph(outputs), inputs, self.state.made)
         except UnsupportedGraphError:
             self.state.undo()
             raise
@@ -90,17 +90,6 @@ class _Segment:
             )
             reached = iter(one.guarded(run_pass, create_graph=create_graph))
         return [next(reached) if need else None for need in needed]
-
-
-def _refuse_captured(outputs: Tensors, inputs: Tensors) -> None:
-    """Raise if the steps used a tensor that requires grad and is not among their inputs."""
-    leaves = Subgraph(outputs).leaves
-    if {key for key in leaves if leaves[key].requires_grad} - set(map(id, inputs)):
-        expected = "a function of its arguments, where its steps are recomputed"
-        got = "one that uses a tensor from outside that requires grad: its gradient would be lost"
-        fix = 'pass it in outer, not inside a module: unroll(..., outer={"name": tensor}), which '
-        fix += 'grad_transform(grads, outer, state) gets, too; or memory="store"'
-        raise UnsupportedGraphError(message("loss_fn", expected, got, fix))
 
 
 class _RecomputedSteps(torch.autograd.Function):

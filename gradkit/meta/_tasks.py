@@ -6,27 +6,31 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
 from gradkit import tree
+from gradkit._compat.transforms import recording_levels
 from gradkit._core import pytree
 from gradkit._core.options import (
     check_bool,
+    check_function,
     check_option,
     check_optional_bool,
     is_positive_int,
 )
 from gradkit._core.pytree import PyTree
+from gradkit._core.results_without_graph import with_zero_derivatives
 from gradkit._state import rng
 from gradkit.distributed import all_reduce
 from gradkit.distributed._agreement import failures_reported, require_group
-from gradkit.errors import OptionError, StructureError, describe, message
+from gradkit.errors import DetachedLossError, OptionError, StructureError, describe, message
 from gradkit.func._arguments import read_arguments
 from gradkit.func._differentiate import differentiate, gradient_of_the_sum
+from gradkit.func._errors import independent
 from gradkit.func._vmap_or_loop import RANDOMNESS, Attempt, AuxOfEach, OneByOne, Randomness
 from gradkit.meta._trees import InnerParams, read_inner_params, read_loss
 
@@ -105,6 +109,7 @@ def mean_value_and_grads(
         Finn et al. 2017, "Model-Agnostic Meta-Learning", algorithm 1,
         https://arxiv.org/abs/1703.03400
     """
+    check_function(meta_loss_fn, "meta_loss_fn")
     check_bool("has_aux", has_aux)
     check_optional_bool("create_graph", create_graph)
     if tasks_at_once is not None and not is_positive_int(tasks_at_once):
@@ -147,10 +152,17 @@ def _sums(
     """Return the sums of values and gradients over the tasks, and aux stacked."""
     put_back: list[Callable[[list[Tensor]], PyTree]] = []  # of aux, from the last trace
     aux_of_each = AuxOfEach()
+    depend: list[bool] = []  # for each task of a loop, whether its loss depends on params
 
     def loss_and_aux(tensors: list[Tensor], task: PyTree) -> tuple[Tensor, PyTree]:
         returned = meta_loss_fn(outer.tree(tensors), task)
-        return read_loss(returned, "meta_loss_fn", has_aux=has_aux)
+        loss, aux = read_loss(returned, "meta_loss_fn", has_aux=has_aux)
+        if aux_of_each.is_loop:
+            level = max(recording_levels(tensors[0]))
+            depend.append(level in recording_levels(loss))
+            if not depend[-1]:
+                loss = cast("Tensor", with_zero_derivatives([loss], tensors)[0])
+        return loss, aux
 
     def of_task(*parts: Any) -> tuple[list[Tensor], list[Tensor]]:
         arguments = read_arguments((outer.variables, batch.rebuild(parts)), 0)
@@ -170,9 +182,16 @@ def _sums(
         return [*one.values, *grads], tensors_of_aux
 
     run = partial(batch.run, of_task, tasks_at_once, randomness)
+
+    def loop(one_by_one: OneByOne) -> tuple[list[Tensor], list[Tensor]]:
+        sums = run(one_by_one)
+        if not any(depend):
+            raise DetachedLossError(independent("losses"))
+        return sums
+
     tensors = [*outer.variables, *batch.parts]
     attempt = Attempt("mean_value_and_grads", meta_loss_fn, tensors, randomness)
-    totals, tensors_of_aux = attempt.run(run, run, aux_of_each)
+    totals, tensors_of_aux = attempt.run(run, loop, aux_of_each)
     return totals, put_back[0](tensors_of_aux)
 
 

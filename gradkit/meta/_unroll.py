@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradkit._compat.transforms import differentiated, in_jvp, is_dual, transforms
 from gradkit._core import pytree
-from gradkit._core.options import check_bool, is_positive_int
+from gradkit._core.options import check_bool, check_function, is_positive_int
 from gradkit._core.ownership import leave_inference_mode, without_inference
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
@@ -95,7 +95,7 @@ def unroll(
         params: The initial parameters: a tree of tensors; a module stands for its named
             parameters. A tensor in two places is one variable. An `nn.Parameter` that does not
             require grad stays as it is, and so does what the loss does not reach.
-        batches: The data of each step.
+        batches: The data of each step, trees. All are read before the first step.
         opt: The optimizer, `sgd(lr=0.1)` for one.
         outer: A tree of outer variables.
         state: The optimizer's state before the first step; None is `opt.init(params)`.
@@ -138,6 +138,7 @@ def unroll(
         https://arxiv.org/abs/1703.03400; Chen et al. 2016, "Training Deep Nets with Sublinear
         Memory Cost", https://arxiv.org/abs/1604.06174, for the recomputation.
     """
+    check_function(loss_fn, "loss_fn")
     flags = {"first_order": first_order, "trajectory": trajectory, "has_aux": has_aux}
     _check_options(memory, flags)
     require_optimizer(opt)
@@ -156,7 +157,7 @@ def unroll(
         if state is None:
             by_leaf = initial_state(opt, inner.leaves)
         else:
-            by_leaf = read_state(opt, state, inner.spec)
+            by_leaf = read_state(opt, state, inner.leaves, inner.spec)
         state_lists = {name: inner.per_variable(column) for name, column in by_leaf.items()}
         carry = Carry(without_inference(inner.variables), state_lists, buffers)
         inputs = StepInputs(outer, _read_hyper(opt, hyper, inner), data)
@@ -189,10 +190,11 @@ def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
         raise StructureError(message("batches", expected, describe(batches), fix))
     data, versions = [], []
     for batch in batches:
-        data.append(batch)
+        leaves, spec = pytree.flatten(batch)
+        data.append(pytree.unflatten(spec, leaves))  # the iterator may fill its container again
+        tensors = (x for x in leaves if isinstance(x, Tensor))
         # torch counts no in-place changes of what was made in inference mode.
-        counted = (x for x in pytree.tensors(batch) if not x.is_inference())
-        versions += [(x, x._version) for x in counted]
+        versions += [(x, x._version) for x in tensors if not x.is_inference()]
     if any(x._version != version for x, version in versions):
         expected = "data that stays as it is: all of it is read before the first step"
         got = "a tensor that the iterator overwrites with the data of several steps"

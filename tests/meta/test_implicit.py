@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 import warnings
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import gradcheck
+from torch.utils.checkpoint import checkpoint
 
 import gradkit
 from gradkit import meta
+from gradkit._compat.transforms import checkpoint_frame
 from tests.helpers import World, assert_same_bits, unchanged
 
 D = torch.float64
@@ -375,6 +378,87 @@ def test_captured_tensors_that_require_grad_are_refused(device: torch.device, ho
     for outer in (r.outer(), {**r.outer(), "decay": r.decay.detach(), "weight": r.weight.detach()}):
         with unchanged(captured), pytest.raises(gradkit.UnsupportedGraphError, match="outer"):
             meta.implicit(r.closed, loss)(r.start, outer)
+
+
+def _norm() -> nn.Module:
+    return nn.BatchNorm1d(2, affine=False, dtype=D)
+
+
+def _spectral() -> nn.Module:
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2, bias=False, dtype=D))
+
+
+@pytest.mark.parametrize("make", [_norm, _spectral])
+def test_what_the_inner_loss_writes_on_is_written_once(device: torch.device, make: Any) -> None:
+    module, x = make().to(device).requires_grad_(False), torch.ones(3, 2).to(device, D).cumsum(0)
+    o = torch.tensor(0.5, dtype=D, device=device, requires_grad=True)
+
+    def inner(w: Tensor, o: Tensor) -> Tensor:
+        return (module(x * w) - o).square().sum() + w.square().sum()
+
+    w = meta.implicit(lambda w, o: w, inner, warn=False)(torch.ones(2, dtype=D, device=device), o)
+    buffers = [x.clone() for x in module.buffers()]
+    first, again = (torch.autograd.grad(w.sum(), o, retain_graph=keep)[0] for keep in (True, False))
+    assert torch.equal(first, again)
+    assert_same_bits(module.buffers(), buffers)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2, bias=False, dtype=D)
+
+    def forward(self, x: Tensor, reentrant: bool) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=reentrant)
+
+
+def half(w: Tensor) -> Tensor:
+    return w / 2
+
+
+def test_checkpoints_are_right_or_refused(device: torch.device) -> None:
+    """A module's would be recomputed with the parameters that the module has by then."""
+    module, x = Checkpointed().to(device), torch.ones(3, 2, dtype=D, device=device)
+    o = torch.tensor(0.5, dtype=D, device=device, requires_grad=True)
+    start = {"layer.weight": torch.ones(2, 2, dtype=D, device=device)}
+
+    def of_module(reentrant: bool, w: Any, o: Tensor) -> Tensor:
+        given = x.detach().requires_grad_()
+        out: Tensor = torch.func.functional_call(module, w, (given, reentrant))
+        return (out - o).square().sum()
+
+    for reentrant in (False, True):
+        with pytest.raises(gradkit.UnsupportedGraphError, match="checkpoints"):
+            meta.implicit(lambda w, o: w, partial(of_module, reentrant))(start, o)
+    if not hasattr(checkpoint_frame(), "get_inputs"):
+        return  # this torch keeps the arguments elsewhere: it is refused
+    w = meta.implicit(
+        lambda w, o: 2 * o.expand(2),
+        lambda w, o: (checkpoint(half, w, use_reentrant=False) - o).square().sum(),
+    )(torch.zeros(2, dtype=D, device=device), o)
+    torch.testing.assert_close(torch.autograd.grad(w.sum(), o)[0], torch.full_like(o, 4.0))
+
+
+def test_a_solver_that_writes_on_outer_is_refused(device: torch.device) -> None:
+    r = Ridge(device)
+
+    def writes(w: Tensor, outer: Any) -> Tensor:
+        outer["decay"].add_(1.0)
+        return w
+
+    for decay in (r.decay, r.decay.detach()):
+        outer = {**r.outer(), "decay": decay}
+        with pytest.raises(gradkit.UnsupportedGraphError, match=r"^solver.*leaves outer as it is"):
+            meta.implicit(writes, r.loss)(r.start, outer)
+
+
+def test_arguments_that_are_no_functions(device: torch.device) -> None:
+    r = Ridge(device)
+    for name, given in (("solver", (3, r.loss)), ("inner_loss", (r.closed, 3))):
+        with pytest.raises(
+            gradkit.OptionError, match=rf"^{name}: expected a function, got the int"
+        ):
+            meta.implicit(*given)
 
 
 def test_a_second_derivative_is_refused(device: torch.device) -> None:

@@ -876,6 +876,107 @@ def test_trees_that_do_not_fit_are_refused(device: torch.device, make: Any) -> N
         refused(r"lr", params, grads, state, lr=lr["b"])
 
 
+SWITCHED = [
+    (optim.SGD, {"momentum": 0.9}), (optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (optim.Adam, {"amsgrad": True}), (optim.AdamW, {"amsgrad": True}),
+    (optim.RMSprop, {"centered": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cls", "hyper"), SWITCHED)
+def test_what_is_switched_off_for_a_step_is_as_in_torch(
+    device: torch.device, cls: Any, hyper: dict[str, Any]
+) -> None:
+    params = [torch.randn(3, dtype=D, device=device)]
+    theirs = [params[0].clone().requires_grad_()]
+    every = {"lr": 0.1, **hyper, **({"betas": (0.9, 0.5)} if "amsgrad" in hyper else {})}
+    reference, opt = cls(theirs, **every), meta.from_torch(cls, **every)
+    off = {name: 0.0 if name == "momentum" else False for name in hyper}
+    state = opt.init(params)
+    for t, now in enumerate([hyper, off, hyper, off]):
+        grads = [g / (t + 1) for g in slopes(params, t)]
+        params, state = opt.step(params, grads, state, **now)
+        reference.param_groups[0].update(now)
+        theirs[0].grad = grads[0].clone()
+        with exact_counts(cls):
+            reference.step()
+        assert_close(params, theirs)
+
+
+def test_momentum_is_switched_on_for_a_step_as_in_torch(device: torch.device) -> None:
+    params = [torch.randn(3, dtype=D, device=device)]
+    theirs = [params[0].clone().requires_grad_()]
+    reference, opt = optim.SGD(theirs, lr=0.1), meta.sgd(lr=0.1)
+    state = opt.init(params)
+    for t, momentum in enumerate([0.0, 0.9, 0.9]):
+        grads = slopes(params, t)
+        params, state = opt.step(params, grads, state, momentum=momentum)
+        reference.param_groups[0]["momentum"], theirs[0].grad = momentum, grads[0].clone()
+        reference.step()
+        assert_close(params, theirs)
+
+
+@pytest.mark.parametrize(("name", "flag"), [("adam", "amsgrad"), ("adamw", "amsgrad"),
+                                            ("rmsprop", "centered")])  # fmt: skip
+def test_a_flag_that_the_state_has_no_entry_for(device: torch.device, name: str, flag: str) -> None:
+    make, p = getattr(meta, name), torch.ones(2, device=device)
+    opt = make(lr=0.1)
+    text = rf"(?s)^{flag}: expected False, .* got True for a step.*{name}\({flag}=True\)"
+    with unchanged(p), pytest.raises(gradkit.OptionError, match=text):
+        opt.step(p, p, opt.init(p), **{flag: True})
+    some = {"a": p, "b": p}
+    with pytest.raises(gradkit.OptionError, match=text):
+        opt.step(some, {"a": p, "b": None}, opt.init(some), **{flag: True})
+
+
+@pytest.mark.parametrize("make", [meta.sgd, meta.adam, meta.adamw, meta.rmsprop])
+def test_a_state_that_does_not_fit_is_refused(device: torch.device, make: Any) -> None:
+    p = torch.ones(3, device=device)
+    opt, params = make(lr=0.1), {"a": p, "b": None}
+    entry = "square_avg" if make is meta.rmsprop else "exp_avg"
+    entry = "momentum_buffer" if make is meta.sgd else entry
+    for shape in ((1,), (4,), (), (1, 3)):
+        other = {**opt.init(params), entry: {"a": torch.zeros(shape, device=device), "b": None}}
+        text = rf"^state\['{entry}'\]\['a'\]: expected a tensor of shape \(3,\)"
+        with unchanged(p), pytest.raises(gradkit.StructureError, match=text):
+            opt.step(params, params, other)
+        never: Any = lambda *_: pytest.fail("the loss has run")  # noqa: E731
+        with unchanged(p), pytest.raises(gradkit.StructureError, match=text):
+            meta.unroll(never, params, [0], opt, state=other)
+    uncounted = {**opt.init(params), "step": {"a": None, "b": None}}
+    with pytest.raises(gradkit.StructureError, match=r"^state\['step'\]\['a'\]: expected a count"):
+        opt.step(params, params, uncounted)
+    if make is not meta.sgd:
+        empty = {**opt.init(params), entry: {"a": None, "b": None}}
+        with pytest.raises(gradkit.StructureError, match=rf"^state\['{entry}'\]\['a'\]"):
+            opt.step(params, params, empty)
+
+
+@pytest.mark.parametrize("make", [meta.sgd, meta.adam, meta.adamw, meta.rmsprop])
+def test_no_imaginary_part_is_dropped(device: torch.device, make: Any) -> None:
+    p, opt = torch.ones(3, device=device), make(lr=0.1)
+    imaginary = torch.full((3,), 1j, device=device)
+    with unchanged(p), pytest.raises(gradkit.LeafTypeError, match=r"^grads: expected a real"):
+        opt.step(p, imaginary, opt.init(p))
+    for opt in (make(lr=imaginary[0]), make(lr=imaginary)):
+        with unchanged(p), pytest.raises(gradkit.LeafTypeError, match=r"^lr of params: .*real"):
+            opt.step(p, p, opt.init(p))
+
+
+def test_a_wrapped_class_takes_no_complex_number(device: torch.device) -> None:
+    p, lr = torch.ones(2, device=device), torch.tensor(0.1j, device=device)
+    opt = meta.from_torch(optim.NAdam)
+    state = opt.init(p)
+    with pytest.raises(gradkit.LeafTypeError, match=r"^lr of NAdam: expected a real number"):
+        opt.step(p, p, state, lr=lr)
+
+
+def test_a_state_is_of_tensors(device: torch.device) -> None:
+    for make in (meta.sgd, meta.adam, meta.rmsprop):
+        with pytest.raises(gradkit.LeafTypeError, match=r"^params\['b'\]: expected a tensor"):
+            make().init({"a": torch.ones(2, device=device), "b": 1.0})
+
+
 def test_a_tree_of_rates_may_begin_that_of_params(device: torch.device) -> None:
     params = initial(device)
     full = {"w": 0.1, "more": [0.2, 0.2], "none": None}

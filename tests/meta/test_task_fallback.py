@@ -293,3 +293,29 @@ def test_randomness_is_checked(device: torch.device, randomness: Any) -> None:
     w, x = make(device)
     with pytest.raises(gradkit.OptionError, match=r"^randomness: "):
         meta.mean_value_and_grads(UNBATCHABLE["item"], w, x, randomness=randomness)
+
+
+@pytest.mark.parametrize("create_graph", [None, False])
+def test_a_task_whose_loss_is_constant_has_no_gradient(
+    device: torch.device, create_graph: bool | None
+) -> None:
+    w, x = make(device)
+    w.requires_grad_()
+
+    def by_item(w: Tensor, x: Tensor) -> Tensor:
+        return (w * x).square().sum() if x[0].item() > 0 else x.sum()
+
+    def by_where(w: Tensor, x: Tensor) -> Tensor:
+        return torch.where(x[0] > 0, (w * x).square().sum(), x.sum())
+
+    with pytest.warns(gradkit.GradkitWarning, match="to a loop"):
+        ours = meta.mean_value_and_grads(by_item, w, x, create_graph=create_graph)
+    expected = meta.mean_value_and_grads(by_where, w, x, create_graph=create_graph)
+    torch.testing.assert_close(ours, expected)
+    if create_graph is None:
+        again = [torch.autograd.grad(grad.sum() + value, w) for value, grad in (ours, expected)]
+        torch.testing.assert_close(*again)
+    with pytest.raises(gradkit.DetachedLossError, match="does not depend"):
+        meta.mean_value_and_grads(by_item, w, -x.abs())
+    with pytest.raises(gradkit.OptionError, match=r"^meta_loss_fn: expected a function"):
+        meta.mean_value_and_grads(3, w, x)

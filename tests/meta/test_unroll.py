@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import optree
@@ -20,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradkit
 from gradkit import meta
+from gradkit._compat.transforms import checkpoint_frame
 from tests.helpers import World, assert_same_bits, unchanged
 
 D = torch.float64
@@ -356,13 +359,35 @@ class Checkpointed(nn.Module):
 
 
 @each_way
-@pytest.mark.parametrize("how", ["functional_call", "make_functional", "arguments"])
-def test_a_checkpoint_inside_is_right_or_refused(
+@pytest.mark.parametrize("how", ["functional_call", "make_functional", "closure", "method"])
+def test_a_checkpoint_that_reads_more_than_its_arguments_is_refused(
     device: torch.device, memory: Any, how: str
 ) -> None:
     """torch recomputes with the module's own parameters, silently [I6]."""
+    with pytest.raises(gradkit.UnsupportedGraphError, match="checkpoints inside"):
+        _through_checkpoint(device, memory, how)
+
+
+@each_way
+@pytest.mark.parametrize("how", ["arguments", "call", "nested"])
+def test_a_checkpoint_of_a_function_of_its_arguments(
+    device: torch.device, memory: Any, how: str
+) -> None:
+    if not hasattr(checkpoint_frame(), "get_inputs"):
+        pytest.skip("this torch keeps the arguments elsewhere: it is refused")
+    got, again = _through_checkpoint(device, memory, how)
+    expected, expected_again = _through_checkpoint(device, "store", "none")
+    assert_close(got, expected)
+    assert_close(again, expected_again)
+
+
+def _through_checkpoint(device: torch.device, memory: Any, how: str) -> Any:
+    """Return the meta-gradients, and derivatives of them."""
+    torch.manual_seed(0)
     model = Checkpointed().double().to(device)
     call, _, buffers = gradkit.func.make_functional(model)
+    call_block, _, _ = gradkit.func.make_functional(model.block)
+    held: dict[str, Any] = {}
     params = {n: random(device, *t.shape, learned=True) for n, t in model.named_parameters()}
     batches = [random(device, 6, 3) for _ in range(STEPS)]
 
@@ -376,20 +401,31 @@ def test_a_checkpoint_inside_is_right_or_refused(
             out = call(params, buffers, x)[0]
         elif inside == "arguments":
             out = checkpoint(block, x, *params.values(), use_reentrant=False)
+        elif inside == "nested":
+            out = checkpoint(_checkpointed_block, x, [*params.values()], use_reentrant=False)
+        elif inside == "call":
+            named = {name.removeprefix("block."): p for name, p in params.items()}
+            out = checkpoint(call_block, named, {}, x, use_reentrant=False)[0]
+        elif inside in ("closure", "method"):
+            held.update(params)  # which the next step changes
+            by = {
+                "closure": lambda x: block(x, *held.values()),
+                "method": MethodType(lambda self, x: block(x, *self.values()), held),
+            }
+            out = checkpoint(by[inside], x, use_reentrant=False)
         else:
             out = block(x, *params.values())
         return out.sin().square().sum()
 
-    expected = gradients(
-        height(meta.unroll(loss, params, batches, meta.sgd(lr=0.1), outer="none")), params.values()
-    )
-    try:
-        adapted = meta.unroll(loss, params, batches, meta.sgd(lr=0.1), outer=how, memory=memory)
-        got = gradients(height(adapted), params.values())
-    except gradkit.UnsupportedGraphError:
-        return
-    assert how != "make_functional"
-    assert_close(got, expected)
+    adapted = meta.unroll(loss, params, batches, meta.sgd(lr=0.1), outer=how, memory=memory)
+    got = torch.autograd.grad(height(adapted), [*params.values()], create_graph=True)
+    return got, gradients(sum(g.square().sum() for g in got), params.values())
+
+
+def _checkpointed_block(x: Tensor, params: list[Tensor]) -> Tensor:
+    w, b, v, c = params
+    hidden = checkpoint(functional.linear, x, w, b, use_reentrant=False)
+    return functional.linear(hidden.tanh(), v, c)
 
 
 @recomputing
@@ -687,6 +723,12 @@ def test_memory_by_step(device: torch.device) -> None:
             assert by_step(memory, first_order=True) < 0.1 * of_params
 
 
+def _through_reentrant_checkpoint(w: Tensor, _: Any, x: Any) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that no input requires grad
+        return checkpoint(lambda x: (w * x).sum(), torch.ones_like(w), use_reentrant=True)
+
+
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     w = random(device, 3, learned=True)
     opt = meta.sgd(lr=0.1)
@@ -701,6 +743,8 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
             meta.unroll(fn, params, batches, by, **given)
 
     structure, option = gradkit.StructureError, gradkit.OptionError
+    for fn in (3, None, torch.ones(2)):
+        refused(option, r"^loss_fn: expected a function", fn)
     refused(structure, r"^batches: .*at least one", batches=[])
     refused(structure, r"^batches: .*at least one", batches=iter(()))
     for batches in (w.detach(), "data", 3, {"x": [1.0]}):
@@ -733,8 +777,28 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         refused(unreached, "does not depend", lambda w, _, x: (w.detach() ** 2).sum(), **options)
         other = torch.ones(3, dtype=D, device=device, requires_grad=True)
         refused(unreached, "does not depend", lambda w, _, x, o=other: (o**2).sum(), **options)
+        refused(unreached, "use_reentrant=True", _through_reentrant_checkpoint, **options)
     one = meta.unroll(lambda w, _, x: loss(w, _, x).reshape(1, 1), w, [1.0], opt)
     assert one.values.shape == (1,)
+
+
+@pytest.mark.parametrize("memory", ["store", "recompute", 2])
+def test_an_iterator_may_fill_one_container_again(device: torch.device, memory: Any) -> None:
+    w = random(device, 3, learned=True)
+    data = [random(device, 3) for _ in range(3)]
+
+    def batches(batch: Any, inner: Any) -> Any:
+        for inner["x"] in data:
+            yield batch
+
+    def loss(w: Tensor, _: Any, batch: Any) -> Tensor:
+        return (w - (batch["x"] if isinstance(batch, dict) else batch[0]["x"])).square().sum()
+
+    expected = meta.unroll(loss, w, [{"x": x} for x in data], meta.sgd(lr=0.1))
+    inner: dict[str, Any] = {}
+    for batch in (inner, [inner, 1]):
+        adapted = meta.unroll(loss, w, batches(batch, inner), meta.sgd(lr=0.1), memory=memory)
+        assert_same_bits([adapted.params], [expected.params])
 
 
 def test_dual_tensors_of_forward_ad_raise_before_anything_runs(device: torch.device) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import grad
+from torch.utils.checkpoint import checkpoint
 
 import gradkit
 from tests.helpers import OnceCubed
@@ -26,6 +27,40 @@ def value_changed_behind_autograd(device: torch.device) -> Case:
     w.data.add_(1)
     theirs = grad(loss, w, retain_graph=True)[0]
     return Case(theirs, right, lambda: gradkit.value_and_grads(loss, w)[1])
+
+
+def proximal_term_that_changed(device: torch.device) -> Case:
+    start = torch.ones(2, dtype=D, device=device)
+
+    strength = [1.0]
+
+    def distance(w: Tensor, *_: Any) -> Tensor:
+        return strength[0] * (w - start).square().sum()
+
+    def recomputed(w: Tensor) -> Tensor:
+        with torch.enable_grad():
+            (slope,) = grad(distance(w), w, create_graph=True)
+            return w - 0.1 * slope
+
+    def unrolled(w: Tensor, memory: Any) -> Tensor:
+        opt = gradkit.meta.sgd(lr=0.1)
+        return gradkit.meta.unroll(distance, w, [()], opt, memory=memory).params
+
+    ways: list[Callable[[Tensor], Tensor]] = [
+        lambda w: checkpoint(recomputed, w, use_reentrant=True),
+        lambda w: unrolled(w, "store"),
+        lambda w: unrolled(w, "recompute"),
+    ]
+    grads = []
+    for way in ways:
+        w = start.clone().requires_grad_()
+        strength[0] = 1.0
+        first = way(w).sum()
+        strength[0] = 3.0
+        (first + way(w).sum()).backward()
+        grads.append(w.grad)
+    theirs, right, ours = grads
+    return Case(theirs, right, lambda: ours)
 
 
 def by_input_of_as_strided_scatter(device: torch.device) -> Case:
@@ -199,6 +234,13 @@ ROWS = [
         [1.0], [3.0],
         f"`func.value_and_grads`: {REFUSED}; `value_and_grads`", by_source_of_as_strided_scatter,
         same=True,
+    ),
+    Row(
+        "checkpointed steps on `strength * (w - start)**2` at `w = start`, recomputed after "
+        "`strength` went from 1 to 3: with respect to `w`",
+        [0.8, 0.8], [1.2, 1.2],
+        "`meta.unroll`, `strength` in the batch: right; `memory=\"recompute\"`",
+        proximal_term_that_changed, same=True,
     ),
     Row(
         "`torch.compile` of `grad` of `grad` through `weight_norm`",

@@ -1,0 +1,46 @@
+"""Tensors from outside that require grad: a run that keeps no graph would lose their gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from gradkit._core.graph import Subgraph
+from gradkit._core.user_code import hooks_made, user_functions
+from gradkit.errors import UnsupportedGraphError, message
+
+
+def refuse_captured(
+    where: str, below: Subgraph, inputs: Iterable[Tensor], made: Callable[[Tensor], bool]
+) -> None:
+    """Raise if a graph ends at a leaf that is no input, and that no operator of the run made."""
+    ids = set(map(id, inputs))
+    if any(
+        leaf.requires_grad and key not in ids and not made(leaf)
+        for key, leaf in below.leaves.items()
+    ):
+        expected, fix = _ADVICE[where]
+        got = "one that uses a tensor from outside that requires grad: its gradient would be lost"
+        fix += (
+            "; if it makes the tensor itself, by x.detach().requires_grad_(), not nn.Parameter(x)"
+        )
+        raise UnsupportedGraphError(message(where, expected, got, fix))
+
+
+_ADVICE = {
+    "loss_fn": (
+        "a function of its arguments, where its steps are recomputed",
+        'pass it in outer, not inside a module: unroll(..., outer={"name": tensor}), which '
+        'grad_transform(grads, outer, state) gets, too; or memory="store"',
+    ),
+    "inner_loss": (
+        "a function of its arguments",
+        'pass it in outer, not inside a module: find(params, {"name": tensor})',
+    ),
+}
+
+
+def runs_user_code(below: Subgraph, hooks: int) -> bool:
+    """Return whether a pass may run a Function or hook; `hooks` were made before the run."""
+    return hooks_made() != hooks or bool(user_functions(below.kinds))
