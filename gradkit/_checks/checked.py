@@ -68,10 +68,10 @@ def checked() -> Iterator[None]:
 
 def is_checked() -> bool:
     """Return whether calls here hand each part of a pass memory of its own."""
-    return step_monitor() is not None
+    monitor = _monitor.get()
+    return monitor is not None and monitor.is_open
 
 
 def step_monitor() -> StepMonitor | None:
     """Return what notes which gradients were returned, inside `checked()`."""
-    monitor = _monitor.get()
-    return monitor if monitor is not None and monitor.is_open else None
+    return _monitor.get() if is_checked() else None

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 def lists_as_torch(kind: type[nn.Module]) -> bool:
     """Return whether modules of a class list their parameters as `torch.nn.Module` does."""
     # A scripted module keeps its parameters elsewhere.
-    return not issubclass(kind, torch.jit.ScriptModule) and (
+    return torch.jit.ScriptModule not in kind.__mro__ and (
         kind.named_parameters is nn.Module.named_parameters
         and kind.named_modules is nn.Module.named_modules
         and kind._named_members is nn.Module._named_members
