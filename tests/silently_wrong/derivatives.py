@@ -42,6 +42,18 @@ def derivative_of_jvp_of_logdet(device: torch.device) -> Case:
     return _derivative_of_jvp(torch.logdet, device)
 
 
+def forward_through_no_grad(device: torch.device) -> Case:
+    def loss(w: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = w.square()
+        return (target * w).sum()
+
+    w = torch.ones(1, dtype=D, device=device)
+    leaf = w.clone().requires_grad_()
+    right = torch.autograd.grad(loss(leaf), leaf)[0].sum()
+    return Case(jvp(loss, (w,), (w,))[1], right, lambda: func.jvp(loss, w, w)[1])
+
+
 def _forward_over_reverse(fn: Callable[[Tensor], Tensor], x: Tensor, along: Tensor) -> Case:
     def loss(x: Tensor) -> Tensor:
         return fn(x).square().sum()
@@ -284,6 +296,11 @@ ROWS = [
             ("batch_norm", third_of_batch_norm),
             ("instance_norm", third_of_instance_norm),
         )
+    ),
+    Row(
+        "`jvp(f, (w,), (w,))[1]`, where `f` is the sum of `target * w`, and `target` is `w**2`, "
+        "computed under `no_grad`",
+        3.0, 1.0, "`func.jvp`", forward_through_no_grad,
     ),
     Row(
         "a second derivative of `f(w) + w**2` at 1, with `torch.autograd.grad`, where `f` is a "
