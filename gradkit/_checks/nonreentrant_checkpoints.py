@@ -7,7 +7,6 @@ gives gradients at those, silently [F3].
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit._checks.checkpointed_functions import frame_of_arguments
 from gradkit._compat.nodes import saved_names
 from gradkit._compat.transforms import (
     checkpoint_frame,
@@ -48,20 +46,20 @@ def before(inputs: PyTree) -> StateBeforeCall | None:
     return StateBeforeCall(sys.getrefcount(checkpoint_frame()), nodes, default_unpack_hook())
 
 
-def refuse(
-    out: PyTree, snapshot: StateBeforeCall | None, *, may_be_of_arguments: bool = False
-) -> None:
-    """Raise if the graph of a call's result would be recomputed with other parameters.
-
-    With `may_be_of_arguments`, not for a checkpoint that computes from its arguments alone.
-    """
+def refuse(out: PyTree, snapshot: StateBeforeCall | None) -> None:
+    """Raise if the graph of a call's result would be recomputed with other parameters."""
     if snapshot is None:
         return
     # CPython counts each instance as a reference to its class.
     frames = sys.getrefcount(checkpoint_frame())
     if frames <= _references_of_idle_class():
         return  # there is no checkpoint anywhere, and no graph to walk
-    if _is_refused(out, snapshot, frames, may_be_of_arguments):
+    # One that was made meanwhile is seen wherever its output is. If another one went meanwhile,
+    # their number tells nothing, and the graph has to be looked at.
+    if frames > snapshot.frames or any(
+        _recomputes(node, snapshot.outer)
+        for node in graph_walk.nodes_below(_differentiable(out), snapshot.nodes)
+    ):
         got = (
             "one with torch.utils.checkpoint: its backward pass would recompute with the "
             "module's own parameters, not the ones of this call"
@@ -74,24 +72,6 @@ def refuse(
         raise UnsupportedGraphError(message("module", expected, got, fix))
 
 
-def _is_refused(
-    out: PyTree, snapshot: StateBeforeCall, frames: int, may_be_of_arguments: bool
-) -> bool:
-    # One that was made meanwhile is seen wherever its output is. If another one went meanwhile,
-    # their number tells nothing, and the graph has to be looked at.
-    if frames > snapshot.frames and not may_be_of_arguments:
-        return True
-    hooks = {
-        hook
-        for node in graph_walk.nodes_below(_differentiable(out), snapshot.nodes)
-        for hook in _hooks(node, snapshot.outer)
-    }
-    if hooks and not may_be_of_arguments:
-        return True
-    of_arguments = set(map(frame_of_arguments, hooks))
-    return None in of_arguments or frames - snapshot.frames > len(of_arguments)
-
-
 def _differentiable(tree: PyTree) -> list[Tensor]:
     """Return the tensors of a tree that require grad, without those that a transform wraps."""
     leaves, _ = pytree.flatten(tree)
@@ -99,15 +79,15 @@ def _differentiable(tree: PyTree) -> list[Tensor]:
     return [tensor for tensor in tensors if not is_transform_tensor(tensor)]
 
 
-def _hooks(node: Node, outer: object) -> Iterator[object]:
-    """Yield the hooks by which a node has its saved tensors recomputed."""
+def _recomputes(node: Node, outer: object) -> bool:
     module = checkpoint_frame().__module__
     for name in saved_names(type(node)):
         saved = getattr(node, name)
         for tensor in saved if isinstance(saved, tuple | list) else (saved,):
             hook = getattr(tensor, "unpack_hook", None)
             if hook is not outer and getattr(hook, "__module__", None) == module:
-                yield hook
+                return True
+    return False
 
 
 @cache

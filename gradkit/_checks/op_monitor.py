@@ -75,11 +75,12 @@ class OpMonitor(TorchFunctionMode):
         self._wrong_derivative: list[str] = []
         self._wrong_outside: list[str] = []
         self._tangents_from = 0  # the level of a jvp around the function; 0 for none
+        self._level = 0  # that of the innermost transform around it
 
     def __enter__(self) -> Self:
         """Note the operations from here on."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._tangents_from = jvp_level()
+            self._tangents_from, self._level = jvp_level(), len(transforms())
         if not torch.compiler.is_compiling():  # which would compile again for each count
             _active.count = active_monitors() + 1
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -120,21 +121,30 @@ class OpMonitor(TorchFunctionMode):
 
     def _run_on_constants(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an operation under no_grad on tensors without tangents: a jvp does not heed it."""
-        if getattr(func, "__name__", "") in {"__get__", "__set__"}:
+        name = getattr(func, "__name__", "")
+        if name in {"__set__", "register_hook"}:
             return func(*args, **kwargs)
+        if name == "__get__":  # x.T and x.real are views of x; others are no tensors, or its own
+            result = func(*args, **kwargs)
+            is_view = isinstance(result, Tensor) and result is not args[0]
+            return self._constant(result) if is_view else result
         given: dict[int, tuple[Tensor, Tensor]] = {}
 
         def constant(tensor: Tensor) -> Tensor:
-            if level_of(tensor) < self._tangents_from:
-                return tensor
-            cut = tensor.detach()
+            cut = self._constant(tensor)
             given[id(cut)] = cut, tensor
             return cut
 
         args, kwargs = pytree.map_tensors(constant, (args, kwargs))
         result = func(*args, **kwargs)
-        # An operation in place returns what it was given.
-        return given[id(result)][1] if id(result) in given else result
+        # An operation in place, and one that has nothing to do, returns what it was given.
+        return pytree.map_tensors(lambda x: given[id(x)][1] if id(x) in given else x, result)
+
+    def _constant(self, tensor: Tensor) -> Tensor:
+        """Return a tensor without the tangents of the transforms around the function."""
+        # Not of one that the function has entered, whose own tangents count.
+        is_around = self._tangents_from <= level_of(tensor) <= self._level
+        return tensor.detach() if is_around else tensor
 
     def _note(self, name: str, call: OpCall) -> None:
         bug = TRANSFORM_BUGS[name]

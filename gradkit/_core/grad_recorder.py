@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Collection, Set
 from typing import TypeAlias
 
 from torch import Tensor
@@ -84,6 +84,10 @@ class Recorders:
         """Multiply the gradients of passes with these numbers."""
         for recorder in list(self._by_arrival.values()):
             recorder.scale(passes, factor)
+
+    def arrives_in(self, nodes: Collection[Node]) -> bool:
+        """Return whether a gradient arrives at one of these nodes."""
+        return any(node in nodes for node, _ in list(self._by_arrival))
 
     def remove(self) -> None:
         """Record no more."""

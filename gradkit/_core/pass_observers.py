@@ -6,15 +6,16 @@ way to reach its tensors. A pass is hidden, or scaled afterwards, by its number 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Collection, Iterator, Set
 from contextlib import contextmanager
 from threading import local
 from typing import Protocol
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from gradkit._compat.autograd import current_pass
+from gradkit._core.graph import Subgraph
 
 
 class PassObserver(Protocol):
@@ -22,6 +23,9 @@ class PassObserver(Protocol):
 
     def before_pass(self) -> list[tuple[Tensor, GradientEdge]]:
         """Return the tensors and the edges where their gradients arrive, or raise."""
+
+    def arrives_in(self, nodes: Collection[Node]) -> bool:
+        """Return whether one of the gradients arrives at one of these nodes."""
 
     def scale(self, passes: Set[int], factor: Tensor) -> None:
         """Multiply what passes with these numbers have given."""
@@ -42,13 +46,14 @@ _hidden_passes: set[int] = set()
 @contextmanager
 def observing(observer: PassObserver) -> Iterator[None]:
     """Include the observer's tensors in every pass of this thread inside the block."""
-    _observers.active.append(observer)
+    active = _observers.active  # of this thread: a generator may end the block in another one
+    active.append(observer)
     _of_all_threads.append(observer)
     try:
         yield
     finally:
-        _observers.active.remove(observer)
         _of_all_threads.remove(observer)
+        active.remove(observer)
 
 
 def any_observers() -> bool:
@@ -64,6 +69,14 @@ def observed_tensors() -> list[tuple[Tensor, GradientEdge]]:
 def may_be_recorded() -> bool:
     """Return whether a pass that runs now can meet a recorder, of any thread."""
     return bool(_of_all_threads) and not _observers.hidden
+
+
+def records_in(below: Subgraph) -> bool:
+    """Return whether a pass of this thread through a graph would be recorded."""
+    # Passes of this thread go to whatever its own recorders are for.
+    if not may_be_recorded():
+        return False
+    return any_observers() or any(one.arrives_in(below.nodes) for one in list(_of_all_threads))
 
 
 def in_hidden_pass() -> bool:

@@ -377,7 +377,7 @@ def _refuse_changed(arguments: Arguments, point: Sequence[Tensor], versions: lis
         if after != before:
             expected = "the primal as it was when the function ran"
             fix = "call it again after the change, or pass it a copy"
-            got = "one that was changed in place since"
+            got = "one that was changed in place since, or a tensor that shares its memory was"
             raise UnsupportedGraphError(message(arguments.path(index), expected, got, fix))
 
 

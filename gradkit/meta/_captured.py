@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
+from functools import cache
 
+import torch
 from torch import Tensor
 
 from gradkit._core.graph import Subgraph
@@ -14,10 +17,12 @@ from gradkit.errors import UnsupportedGraphError, message
 def refuse_captured(
     where: str, below: Subgraph, inputs: Iterable[Tensor], made: Callable[[Tensor], bool]
 ) -> None:
-    """Raise if a graph ends at a leaf that is no input, and that no operator of the run made."""
-    ids = set(map(id, inputs))
+    """Raise if a graph ends at a leaf that is no input, and that outlives the run."""
+    # A leaf that an operator of the run has made, and that nothing but the graph refers to now.
+    ids, alone = set(map(id, inputs)), _references_of_lone_leaf()
+    references = _references(below)
     if any(
-        leaf.requires_grad and key not in ids and not made(leaf)
+        leaf.requires_grad and key not in ids and not (made(leaf) and references[key] <= alone)
         for key, leaf in below.leaves.items()
     ):
         expected, fix = _ADVICE[where]
@@ -26,6 +31,18 @@ def refuse_captured(
             "; if it makes the tensor itself, by x.detach().requires_grad_(), not nn.Parameter(x)"
         )
         raise UnsupportedGraphError(message(where, expected, got, fix))
+
+
+def _references(below: Subgraph) -> dict[int, int]:
+    return {key: sys.getrefcount(leaf) for key, leaf in below.leaves.items()}
+
+
+@cache
+def _references_of_lone_leaf() -> int:
+    """Return how many references there are to a leaf that only its graph holds."""
+    with torch.enable_grad():
+        (count,) = _references(Subgraph([torch.ones((), requires_grad=True) * 1])).values()
+    return count
 
 
 _ADVICE = {

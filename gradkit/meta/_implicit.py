@@ -280,7 +280,7 @@ class _OptimalityCondition:
         before = checkpoints.before([*at, *by])
         with recording_writes():
             loss, _ = read_loss(self.inner_loss(at, by), "inner_loss")
-        nonreentrant_checkpoints.refuse(loss, before, may_be_of_arguments=True)
+        nonreentrant_checkpoints.refuse(loss, before)
         return loss, _check_graph(loss, at)
 
     def outer_grads(

@@ -131,7 +131,7 @@ class InnerStep:
             before, hooks = checkpoints.before(variables), hooks_made()
             with recording_writes():
                 loss, aux = loss_fn(self.params.tree(variables))
-            nonreentrant_checkpoints.refuse((loss, aux), before, may_be_of_arguments=True)
+            nonreentrant_checkpoints.refuse((loss, aux), before)
             below = _check_graph(loss, variables, create_graph=twice)
             run = partial(
                 inner_grads, [loss], variables, create_graph=twice, retain_graph=create_graph

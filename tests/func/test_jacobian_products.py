@@ -386,3 +386,33 @@ def test_what_is_computed_under_no_grad_is_constant_in_forward_mode(
         else:
             torch.testing.assert_close(torch.func.grad(ours)(w), torch.func.grad(other)(w))
     assert torch.func.jvp(stopped, (w,), (along,))[1] != calls[0][0](w)
+
+
+def derived(w: Tensor) -> Tensor:
+    with torch.no_grad():
+        constant = torch.func.jacfwd(lambda x: x**3)(torch.ones_like(w).cumsum(0)).sum(0)
+    return w * constant
+
+
+def views(w: Tensor) -> Tensor:
+    y = w * w.unsqueeze(1)
+    with torch.no_grad():
+        transposed, (same,) = y.T, torch.broadcast_tensors(y)
+    return (y @ transposed).sum(0) + same.sum(0)
+
+
+@pytest.mark.parametrize("fn", [derived, views])
+def test_transforms_and_views_under_no_grad(
+    device: torch.device, fn: Callable[[Tensor], Tensor]
+) -> None:
+    w = torch.tensor([1.0, 2.0], dtype=torch.float64, device=device)
+    along = torch.tensor([1.0, 0.5], dtype=torch.float64, device=device)
+    values, products = func.jvp(fn, w, along)
+    torch.testing.assert_close(values, fn(w))
+    torch.testing.assert_close(products, func.linearize(fn, w)[1](along))
+
+    def loss(w: Tensor) -> Tensor:
+        return (fn(w) * w).sum()
+
+    forward = func.hvp(loss, w, along)
+    torch.testing.assert_close(forward, func.hvp(loss, w, along, mode="reverse-over-reverse"))

@@ -149,3 +149,22 @@ def test_a_leaf_that_the_inner_loss_makes(device: torch.device) -> None:
     find = meta.implicit(lambda w, s: torch.ones_like(w) / (1 + 2 * s), inner)
     w = find(torch.zeros(2, dtype=D, device=device), s)
     torch.testing.assert_close(torch.autograd.grad(w[0], s)[0], -2 / (1 + 2 * s.detach()) ** 2)
+
+
+@pytest.mark.parametrize("memory", ["recompute", 1])
+def test_a_leaf_that_is_made_once_and_kept_is_refused(device: torch.device, memory: Any) -> None:
+    """It is made during the first run, and a tensor from outside from then on."""
+    kept: dict[str, Tensor] = {}
+
+    def loss(w: Tensor, *_: Any) -> Tensor:
+        if "scale" not in kept:
+            kept["scale"] = torch.ones((), device=device, requires_grad=True)
+        return ((w - kept["scale"]) ** 2).sum()
+
+    w = torch.zeros(2, device=device, requires_grad=True)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="from outside"):
+        meta.unroll(loss, w, [0], meta.sgd(lr=0.1), memory=memory)
+    kept.clear()
+    outer = torch.ones((), device=device, requires_grad=True)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="from outside"):
+        meta.implicit(lambda w, o: w + o, loss)(w, outer)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import gradkit
+from gradkit._core import pass_observers
 from tests.helpers import Scribble, assert_owned, assert_same_bits, unchanged
 
 
@@ -366,3 +369,33 @@ def test_what_is_kept_may_be_older_than_the_params(
     for (of_y, _), result in zip(expected, results, strict=True):
         assert torch.equal(result, of_y)
     assert torch.equal(kept.grads, expected[0][1] + expected[1][1])
+
+
+def test_a_block_that_ends_in_another_thread(device: torch.device) -> None:
+    w = torch.ones(2, device=device, requires_grad=True)
+
+    def held() -> Generator[None]:
+        with gradkit.safe_retain(w * 2):
+            yield
+
+    block = held()
+    next(block)
+    assert pass_observers.any_observers()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(block.close).result()
+    assert not pass_observers.any_observers()
+    assert not pass_observers.may_be_recorded()
+
+
+def test_a_block_of_another_thread_leaves_other_graphs_batched(device: torch.device) -> None:
+    w, v = (torch.ones(3, device=device, requires_grad=True) for _ in range(2))
+    kept = w * 2
+
+    def batched(losses: Tensor, x: Tensor) -> list[str]:
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            gradkit.per_loss_grads(losses, x, strategy="batched", retain_graph=True)
+        return [str(each.message) for each in caught]
+
+    with gradkit.safe_retain(kept), ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(batched, v * v, v).result()
+        assert "safe_retain" in pool.submit(batched, kept * kept, w).result()[0]
