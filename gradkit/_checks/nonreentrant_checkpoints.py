@@ -66,7 +66,8 @@ def refuse(out: PyTree, snapshot: StateBeforeCall | None) -> None:
         )
         fix = (
             "switch it off in the module, and checkpoint the whole call: torch.utils."
-            "checkpoint.checkpoint(call, params, buffers, x, use_reentrant=False)"
+            "checkpoint.checkpoint(call, params, buffers, x, use_reentrant=False); in meta.unroll, "
+            'memory="recompute" does the same'
         )
         expected = "a module without checkpoints inside"
         raise UnsupportedGraphError(message("module", expected, got, fix))
