@@ -18,8 +18,14 @@ from tests.distributed.test_ddp import batch, losses_of, wrapped
 from tests.processes import PATIENCE, Ranks, forking, ranks
 
 pytestmark = pytest.mark.processes
+
 TIMEOUT = 10.0 * PATIENCE  # seconds, of the groups below: who waits so long counts as hanging
 SOON = timedelta(seconds=4)
+
+
+def slow(value: object) -> Any:
+    """Return one of several cases, each of which waits for seconds; `make test` runs another."""
+    return pytest.param(value, marks=pytest.mark.slow)
 
 
 class UserError(Exception):
@@ -61,7 +67,7 @@ def make(call: str, losses: Any, model: Any) -> None:
         getattr(gradkit.distributed, call)(losses, model)
 
 
-@pytest.mark.parametrize("call", ["all_reduce", "per_loss_grads", "add_grads_"])
+@pytest.mark.parametrize("call", ["all_reduce", *map(slow, ["per_loss_grads", "add_grads_"])])
 def test_a_rank_that_does_not_make_the_call(device: torch.device, call: str) -> None:
     with ranks(2, device, TIMEOUT, forking()) as two:
         outcomes = two.outcomes(raise_before, call)
@@ -113,7 +119,7 @@ def die(device: torch.device, inside: bool) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("inside", [slow(False), True])
 def test_a_rank_that_is_killed(device: torch.device, inside: bool) -> None:
     with ranks(4, device, TIMEOUT, forking()) as four:
         outcomes = four.outcomes(die, inside)
@@ -182,7 +188,9 @@ OVER_SHARDS = {
 }
 
 
-@pytest.mark.parametrize("fault", OVER_SHARDS)
+@pytest.mark.parametrize(
+    "fault", ["is killed", *map(slow, ["raises", "raises between the passes"])]
+)
 def test_a_rank_that_fails_over_shards(device: torch.device, fault: str) -> None:
     with ranks(2, device, TIMEOUT, forking()) as two:
         outcomes = two.outcomes(fail_over_shards, fault)
