@@ -62,9 +62,12 @@ def pytest_report_header() -> list[str]:
     return [HEADER + shown, f"devices: {', '.join(DEVICES)}; {', '.join(sorted(kinds))}"]
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests that share processes together in one shard."""
+    """Keep the tests that share processes together in one shard; those of four are slow."""
     for item in items:
+        if "four" in processes_of(item):
+            item.add_marker(pytest.mark.slow)
         for name in processes_of(item):
             # No group of pytest-xdist, each of whose workers starts processes of its own.
             item.add_marker(pytest.mark.processes(name))

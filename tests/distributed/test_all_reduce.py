@@ -82,7 +82,6 @@ def test_a_random_tree_is_summed(two: Ranks, device: torch.device, plan: Any, op
     two.run(check_random_tree, plan, op)
 
 
-@pytest.mark.slow
 @given(plan=st.lists(leaves, max_size=6), op=st.sampled_from(["mean", "sum"]))
 def test_a_random_tree_is_summed_by_four(
     four: Ranks, device: torch.device, plan: Any, op: str

@@ -512,7 +512,6 @@ def test_a_cell_of_the_table(
 SHARDED = [cell for cell in CELLS if cell.values[1] in ("FSDP2", "DTensor")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("row", "column", "cell"), SHARDED)
 def test_a_cell_of_the_table_where_a_rank_has_an_empty_shard(
     four: Ranks, device: torch.device, row: str, column: str, cell: str
