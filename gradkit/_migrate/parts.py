@@ -172,13 +172,7 @@ def last_statement(program: Program, scope: Scope) -> ast.stmt | None:
 
 def _names_of_steps(program: Program) -> set[str]:
     """Return the names of the functions that step an optimizer, or call one that does."""
-    names, size = {"step", "step_"}, 0
-    while len(names) > size:
-        size = len(names)
-        for call in program.of_type(ast.Call):
-            if last_name(call) in names:
-                names |= {getattr(p, "name", "") or "" for p, _ in program.ancestors(call)} - {""}
-    return names
+    return program.with_callers({"step", "step_"})
 
 
 def _first(function: ast.FunctionDef) -> str:

@@ -85,6 +85,20 @@ class Program:
                 return parent
         return self.tree
 
+    def names_around(self, node: ast.AST) -> set[str]:
+        """Return the names of the functions and classes in which some code is."""
+        return {getattr(parent, "name", "") or "" for parent, _ in self.ancestors(node)} - {""}
+
+    def with_callers(self, names: set[str]) -> set[str]:
+        """Return names of functions, and those of the functions that call one of them."""
+        size, calls = -1, self.of_type(ast.Call)
+        while len(names) > size:
+            size = len(names)
+            for call in calls:
+                if last_name(call) in names:
+                    names = names | self.names_around(call)
+        return names
+
     def class_of(self, node: ast.AST) -> ast.ClassDef | None:
         """Return the class in which a node stands, if it stands in one."""
         parents = (parent for parent, _ in self.ancestors(node))

@@ -85,14 +85,7 @@ def _runs_within(program: Program, node: ast.AST, zero: tuple[int, int], step: L
 
 def _names_of_callers(program: Program, node: ast.AST) -> set[str]:
     """Return the names of the functions in which some code is, and of those that call them."""
-    names = {getattr(p, "name", "") or "" for p, _ in program.ancestors(node)} - {""}
-    size = -1
-    while len(names) > size:
-        size = len(names)
-        for call in program.of_type(ast.Call):
-            if last_name(call) in names:
-                names |= {getattr(p, "name", "") or "" for p, _ in program.ancestors(call)} - {""}
-    return names
+    return program.with_callers(program.names_around(node))
 
 
 def _runs_before(program: Program, node: ast.AST, backward: LoopCall) -> bool:
