@@ -17,6 +17,7 @@ from gradkit._autograd.passes import (
     trees_by_loss,
     trees_by_player,
 )
+from gradkit._autograd.plain_pass import is_plain, plain_value_and_grads
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core.losses import read_losses
@@ -27,6 +28,7 @@ from gradkit._core.pytree import PyTree
 
 __all__ = ["per_loss_grads", "simultaneous_grads", "value_and_grads"]
 
+_NONE = "none"  # the default of `unused`: one object, as literals are
 K = TypeVar("K")
 L = TypeVar("L")
 Tensors: TypeAlias = Mapping[K, Tensor]
@@ -155,9 +157,17 @@ def value_and_grads(
         `torch.autograd.backward`, https://pytorch.org/docs/stable/autograd.html; the name and
         argument order follow `jax.value_and_grad`.
     """
+    flat_params = None
+    is_default = weights is None and unused is _NONE and create_graph is False
+    if is_default and retain_graph is None and is_plain(losses):
+        flat_params = read_params(params)
+        plain_result = plain_value_and_grads(losses, flat_params)
+        if plain_result is not None:
+            return plain_result
     check_pass_options(unused, create_graph, retain_graph)
     with leave_inference_mode():
-        flat_losses, flat_params = read_losses(losses, scalar=True), read_params(params)
+        flat_losses = read_losses(losses, scalar=True)
+        flat_params = flat_params or read_params(params)
         if weights is not None and callable(weights):
             weights = weights_from_gramian(flat_losses, flat_params, weights)
         result = run_jointly(

@@ -77,6 +77,20 @@ def run_grad(
     return _without_partial_sums(grads, inputs) if recomputed_tensor_sources else list(grads)
 
 
+def run_plainly(
+    loss: Tensor, variables: Sequence[Tensor], call: Callable[[], Call]
+) -> list[Tensor | None]:
+    """Return the gradients of a plain loss with respect to plain leaves, and free the graph."""
+    # `call` is what an error names.
+    try:
+        seed = torch.ones_like(loss)
+        options = (False, False, tuple(variables), True)
+        return list(run_engine((loss,), (seed,), *options, accumulate_grad=False))
+    except RuntimeError as error:
+        _raise_named(error, call())
+        raise
+
+
 def _without_partial_sums(
     grads: Sequence[Tensor | None], inputs: Sequence[Any]
 ) -> list[Tensor | None]:

@@ -13,6 +13,8 @@ from torch.utils.hooks import RemovableHandle
 from gradkit._core.user_code import register_own_hooks_around_steps
 from gradkit.errors import warn_fallback
 
+open_monitors: list[StepMonitor] = []  # of all threads
+
 
 class StepMonitor:
     """Warns once of an optimizer that steps without a gradient, though gradkit returned some."""
@@ -32,12 +34,15 @@ class StepMonitor:
     def enter_block(self) -> None:
         """Look at every step that an optimizer of this process takes, until the last block ends."""
         if not self._blocks:
+            open_monitors.append(self)
             self._handles = register_own_hooks_around_steps(self._before, self._after)
         self._blocks += 1
 
     def leave_block(self) -> None:
         """Stop, if this is the last block."""
         self._blocks -= 1
+        if not self._blocks:
+            open_monitors.remove(self)
         while not self._blocks and self._handles:
             self._handles.pop().remove()
 

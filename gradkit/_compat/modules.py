@@ -20,6 +20,14 @@ def lists_as_torch(kind: type[nn.Module]) -> bool:
     )
 
 
+# None of these reduces or shards gradients.
+OF_TORCH_NN = frozenset(
+    each
+    for each in vars(nn.modules).values()
+    if isinstance(each, type) and issubclass(each, nn.Module)
+)
+
+
 def own_parametrized_values() -> AbstractContextManager[None]:
     """Return what keeps a call's computed weights apart, inside of `parametrize.cached()`."""
     # The cache goes by module and name, whatever the tensors are that it was computed from.

@@ -10,19 +10,18 @@ from torch.optim import Optimizer, optimizer
 
 def has_step_hooks(instance: Optimizer) -> bool:
     """Return whether code of the user's runs before or after a step."""
-    tables = (
-        instance._optimizer_step_pre_hooks,
-        instance._optimizer_step_post_hooks,
-        optimizer._global_optimizer_pre_hooks,
-        optimizer._global_optimizer_post_hooks,
+    return bool(
+        instance._optimizer_step_pre_hooks
+        or instance._optimizer_step_post_hooks
+        or optimizer._global_optimizer_pre_hooks
+        or optimizer._global_optimizer_post_hooks
     )
-    return any(tables)
 
 
 def is_step_of_class(instance: Any) -> bool:
     """Return whether `step` is that of the class, or a scheduler's around it."""
-    own = vars(instance).get("step")
-    return own is None or getattr(own, "_wrapped_by_lr_sched", False)
+    own = vars(instance)
+    return "step" not in own or getattr(own["step"], "_wrapped_by_lr_sched", False)
 
 
 def is_unscaled(scaler: GradScaler, instance: Optimizer) -> bool:

@@ -36,6 +36,8 @@ def own(grads: list[Tensor], params: Sequence[Tensor], leading: tuple[int, ...] 
     # `grads` have no graph, and only this list may refer to them. The layout is that which
     # `AccumulateGrad` gives: the strides of a dense parameter, else contiguous ones; in a dimension
     # of size 1 any stride is right. `leading`: the shape in front of that of the parameters.
+    if _are_owned(grads, params, _UNSHARED):
+        return
     if leading and not all(map(_is_contiguous, params)):
         params = [_layout_of_rows(param, leading) for param in params]
         leading = ()
@@ -47,6 +49,9 @@ def own(grads: list[Tensor], params: Sequence[Tensor], leading: tuple[int, ...] 
 def owned(grads: list[Tensor | None], params: Sequence[Tensor]) -> list[Tensor | None]:
     """Return gradients without a graph, each in memory of its own; None stays None."""
     # Only the list, which is emptied if something has to be copied, may refer to them.
+    if type(None) not in set(map(type, grads)):
+        own(grads, params)  # type: ignore[arg-type]
+        return grads
     present = [grad for grad in grads if grad is not None]
     if _are_owned(present, params, _UNSHARED + 1):  # which both lists refer to
         return grads
@@ -59,8 +64,6 @@ def owned(grads: list[Tensor | None], params: Sequence[Tensor]) -> list[Tensor |
 
 
 def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
-    if _are_owned(grads, params, _UNSHARED):
-        return ()
     try:
         uses = list(map(storage_use_count, map(storage_address, grads)))
     except _WITHOUT_STORAGE:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradkit._compat import distributed
+from gradkit._compat.modules import OF_TORCH_NN
 from gradkit._core import modules, pytree
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.pytree import PyTree, Structure
@@ -107,14 +108,21 @@ def _clones(tensors: list[Tensor]) -> list[Tensor]:
 
 def read_params(tree: PyTree, root: str = "params", *, allow_distributed: bool = False) -> Params:
     """Expand and check a tree of params; every leaf that requires grad is a variable."""
-    leaves, spec = expand_params(tree, root, allow_distributed=allow_distributed)
+    is_module = isinstance(tree, nn.Module)
+    if is_module:
+        params, classes = modules.named_parameters(tree)
+        if not (allow_distributed or classes <= OF_TORCH_NN):
+            _refuse_distributed(classes, lambda: root)
+        leaves, spec = list(params.values()), pytree.spec_of_keys(tuple(params))
+    else:
+        leaves, spec = expand_params(tree, root, allow_distributed=allow_distributed)
     if not leaves:
         raise StructureError(message(root, "at least one tensor", *why_empty(tree)))
     kinds = set(map(type, leaves))
     if (
         kinds <= PLAIN_TYPES
         and all(map(_requires_grad, leaves))
-        and len(set(map(id, leaves))) == len(leaves)
+        and (is_module or len(set(map(id, leaves))) == len(leaves))  # a module's are distinct
     ):
         only_leaves = kinds == _PARAMETER or all(map(_is_leaf, leaves))
         return Params(leaves, spec, leaves, range(len(leaves)), root, True, only_leaves)

@@ -39,7 +39,7 @@ class _Observers(local):
 
 
 _observers = _Observers()
-_of_all_threads: list[PassObserver] = []
+all_observers: list[PassObserver] = []
 _hidden_passes: set[int] = set()
 
 
@@ -48,11 +48,11 @@ def observing(observer: PassObserver) -> Iterator[None]:
     """Include the observer's tensors in every pass of this thread inside the block."""
     active = _observers.active  # of this thread: a generator may end the block in another one
     active.append(observer)
-    _of_all_threads.append(observer)
+    all_observers.append(observer)
     try:
         yield
     finally:
-        _of_all_threads.remove(observer)
+        all_observers.remove(observer)
         active.remove(observer)
 
 
@@ -68,7 +68,7 @@ def observed_tensors() -> list[tuple[Tensor, GradientEdge]]:
 
 def may_be_recorded() -> bool:
     """Return whether a pass that runs now can meet a recorder, of any thread."""
-    return bool(_of_all_threads) and not _observers.hidden
+    return bool(all_observers) and not _observers.hidden
 
 
 def records_in(below: Subgraph) -> bool:
@@ -76,7 +76,7 @@ def records_in(below: Subgraph) -> bool:
     # Passes of this thread go to whatever its own recorders are for.
     if not may_be_recorded():
         return False
-    return any_observers() or any(one.arrives_in(below.nodes) for one in list(_of_all_threads))
+    return any_observers() or any(one.arrives_in(below.nodes) for one in list(all_observers))
 
 
 def in_hidden_pass() -> bool:
@@ -93,7 +93,7 @@ def begin_of_passes() -> Callable[[int], None] | None:
 def numbered_passes() -> Iterator[Set[int]]:
     """Yield the numbers of the passes of rows that this thread begins in the block."""
     numbers: set[int] = set()
-    with _beginning_with(numbers.add if _of_all_threads else None):
+    with _beginning_with(numbers.add if all_observers else None):
         yield numbers
 
 
@@ -130,5 +130,5 @@ def _beginning_with(begin: Callable[[int], None] | None) -> Iterator[None]:
 
 def scale_recorded(passes: Set[int], factor: Tensor) -> None:
     """Multiply what has been recorded in passes with these numbers."""
-    for observer in list(_of_all_threads) if passes else ():
+    for observer in list(all_observers) if passes else ():
         observer.scale(passes, factor)

@@ -48,7 +48,7 @@ def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
                 if kind is not dict:
                     return leaves, _spec_of_items(cast("Any", kind), len(leaves))
                 if _STRING.issuperset(map(type, tree)):
-                    return leaves, _spec_of_keys(tuple(tree))
+                    return leaves, spec_of_keys(tuple(tree))
     return optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
 
 
@@ -56,7 +56,7 @@ def flatten_tensors(tree: dict[str, torch.Tensor]) -> tuple[list[Any], optree.Py
     """Return the same for tensors by name, which are not looked at."""
     if torch.compiler.is_compiling():
         return flatten(tree)
-    return list(tree.values()), _spec_of_keys(tuple(tree))
+    return list(tree.values()), spec_of_keys(tuple(tree))
 
 
 def _spec(tree: PyTree) -> optree.PyTreeSpec:
@@ -69,7 +69,8 @@ _STRING = frozenset({str})
 
 
 @lru_cache(maxsize=64)
-def _spec_of_keys(keys: tuple[str, ...]) -> optree.PyTreeSpec:
+def spec_of_keys(keys: tuple[str, ...]) -> optree.PyTreeSpec:
+    """Return the structure of a dictionary with these keys; not inside of what is compiled."""
     return _spec(dict.fromkeys(keys, 0))
 
 
@@ -141,13 +142,14 @@ def labels(spec: optree.PyTreeSpec, lone: str) -> list[str]:
 def flatten_up_to(spec: optree.PyTreeSpec, spec_root: str, tree: PyTree, root: str) -> list[Any]:
     """Return the subtrees of `tree` at the leaves of `spec`, which must be a prefix of it."""
     try:
-        return cast("list[Any]", spec.flatten_up_to(tree))
+        subtrees: list[Any] = spec.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
         leaves, tree_spec = flatten(tree)
         expected, got = Subtree(spec_root, spec), Subtree(root, tree_spec, leaves)
         fallback = f"the structure of {spec_root}", str(error)
         fix = f"give {root} the containers and keys of {spec_root}"
         raise mismatch(expected, got, fallback, fix) from None
+    return subtrees
 
 
 def broadcast_prefix(prefix: PyTree, prefix_root: str, tree: PyTree, root: str) -> list[Any]:

@@ -197,25 +197,19 @@ def functions_alive() -> FunctionsAlive:
     if _free_threaded():
         return FunctionsAlive(True, True)  # references are not counted exactly there
     watched = _classes_to_watch(repr(_functions_made))
-    refused = _any_alive(watched.refused, watched.idle)
-    users = _any_alive(watched.users, watched.idle)
-    return FunctionsAlive(refused, users) if refused or users else _NONE_ALIVE
-
-
-_NONE_ALIVE = FunctionsAlive(False, False)
-
-
-def _any_alive(classes: list[ref[type]], idle: int) -> bool:
-    for each in classes:
+    alive = NONE_ALIVE
+    for each, refused, users in watched.classes:
         cls = each()
-        if cls is not None and sys.getrefcount(cls) > idle:
-            return True
-    return False
+        if cls is not None and sys.getrefcount(cls) > watched.idle:
+            alive = FunctionsAlive(alive.refused or refused, alive.users or users)
+    return alive
+
+
+NONE_ALIVE = FunctionsAlive(False, False)
 
 
 class _Watched(NamedTuple):
-    refused: list[ref[type]]
-    users: list[ref[type]]
+    classes: list[tuple[ref[type], bool, bool]]  # whether it is refused, and the user's
     idle: int  # the references that a class without instances has, counted as above
 
 
@@ -226,11 +220,14 @@ _functions_made = torch.autograd.function.AUTOGRAD_FUNCTION_COUNTER
 @lru_cache(maxsize=1)
 def _classes_to_watch(_: str) -> _Watched:
     every = [ref(cls) for cls in BackwardCFunction.__subclasses__()]
-    refused = [each for each in every if (cls := each()) and cls.__name__ in REFUSED]
-    users = [each for each in every if (cls := each()) and not _from_torch(cls)]
+    kinds = [
+        (each, cls.__name__ in REFUSED, not _from_torch(cls)) for each in every if (cls := each())
+    ]
     del cls
     # Most classes that torch brings have no instances.
-    return _Watched(refused, users, min(filter(None, map(_references, every))))
+    return _Watched(
+        [kind for kind in kinds if any(kind[1:])], min(filter(None, map(_references, every)))
+    )
 
 
 def _references(each: ref[type]) -> int:

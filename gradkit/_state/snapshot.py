@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradkit._state import rng
-from gradkit._state.grad_attribute import grad_dtypes_put_back, grads_put_back
+from gradkit._state.grad_attribute import GradsPutBack, grad_dtypes_put_back
 from gradkit._state.module_state import attributes_put_back
 
 
@@ -41,7 +41,7 @@ class Snapshot:
         own = [(generator, generator.get_state()) for generator in self._generators]
         try:
             with ExitStack() as stack:
-                stack.enter_context(grads_put_back(self.leaves))
+                stack.enter_context(GradsPutBack(self.leaves))
                 stack.enter_context(grad_dtypes_put_back(self.leaves))
                 stack.callback(self._restore_tensors)  # before `.grad`, which must fit
                 for module in self.modules:

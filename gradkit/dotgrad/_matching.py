@@ -29,17 +29,24 @@ Pairs: TypeAlias = list[tuple[Tensor, Tensor | None]]
 
 def read_leaves(params: PyTree) -> Params:
     """Open and check a tree of params whose `.grad` is read or written."""
-    refuse_state_dict(params, "params")
+    if isinstance(params, OrderedDict):
+        _refuse_state_dict(params, "params")
     opened = read_params(params, allow_distributed=True)
-    for index, leaf in enumerate(() if opened.only_leaves else opened.leaves):
-        if leaf is not None and not leaf.is_leaf:
-            where = pytree.path(opened.spec, index, "params")
-            got = f"{describe(leaf)} that was computed from others"
-            advice = "use value_and_grads or safe_retain for the gradients of intermediate values"
-            raise LeafTypeError(message(where, "a leaf tensor, which has a .grad", got, advice))
+    if not opened.only_leaves:
+        _refuse_computed(opened)
     if any_fully_sharded():
         refuse_gathered(opened)
     return opened
+
+
+def _refuse_computed(params: Params) -> None:
+    """Raise if a tensor was computed from others."""
+    for index, leaf in enumerate(params.leaves):
+        if leaf is not None and not leaf.is_leaf:
+            where = pytree.path(params.spec, index, "params")
+            got = f"{describe(leaf)} that was computed from others"
+            advice = "use value_and_grads or safe_retain for the gradients of intermediate values"
+            raise LeafTypeError(message(where, "a leaf tensor, which has a .grad", got, advice))
 
 
 def match(params: Params, grads: PyTree) -> Pairs:
@@ -52,7 +59,8 @@ def match(params: Params, grads: PyTree) -> Pairs:
 
 def read_grad_leaves(params: Params, grads: PyTree) -> list[Any]:
     """Return what stands in `grads` in the place of each leaf of the params, not looked at."""
-    refuse_state_dict(grads, "grads")
+    if isinstance(grads, OrderedDict):
+        _refuse_state_dict(grads, "grads")
     try:
         return pytree.flatten_up_to(params.spec, "params", grads, "grads")
     except GradkitError as error:
@@ -132,9 +140,9 @@ def unique(tensors: Iterable[Tensor | None]) -> list[Tensor]:
     return list({id(t): t for t in tensors if t is not None}.values())
 
 
-def refuse_state_dict(tree: PyTree, root: str) -> None:
+def _refuse_state_dict(tree: OrderedDict[Any, Any], root: str) -> None:
     """Raise if a tree is a module's state_dict, whose tensors are copies without `.grad`."""
-    if not isinstance(tree, OrderedDict) or not hasattr(tree, "_metadata"):
+    if not hasattr(tree, "_metadata"):
         return
     if any(isinstance(value, nn.Parameter) for value in tree.values()):
         return  # state_dict(keep_vars=True): the parameters themselves

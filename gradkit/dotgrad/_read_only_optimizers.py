@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from gradkit._compat.autograd import storage_address
 from gradkit._compat.optim import has_step_hooks, is_step_of_class
-from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._state.grad_attribute import set_grads
 from gradkit.errors import warn_fallback
 
@@ -22,7 +21,6 @@ _NAMES = (
     "RMSprop", "Rprop", "SGD", "SparseAdam",
 )  # fmt: skip
 READERS = frozenset(getattr(optim, name) for name in _NAMES if hasattr(optim, name))
-_version: Callable[[Tensor], int] = attrgetter("_version")
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 _is_contiguous: Callable[[Tensor], bool] = Tensor.is_contiguous
 _stride: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
@@ -48,23 +46,21 @@ def _writes(group: dict[str, Any]) -> bool:
     return bool(group.get("foreach")) or any(p.device.type != "cpu" for p in group["params"])
 
 
-def assign_without_copy(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> list[int] | None:
-    """Set each `.grad` to the gradient, and return their versions; None if one has to be copied."""
+def assign_without_copy(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    """Set each `.grad` to the gradient, a plain tensor; return False if one has to be copied."""
     # Not one that torch refuses for its leaf, nor one with another layout, a graph, or the memory
     # of a parameter, which changes while the step reads it.
     try:
         if (
-            PLAIN_TYPES.issuperset(map(type, grads))
-            and _have_one_layout(leaves, grads)
+            _have_one_layout(leaves, grads)
             and not any(map(_requires_grad, grads))
             and set(map(storage_address, grads)).isdisjoint(map(storage_address, leaves))
         ):
-            versions = list(map(_version, grads))
             set_grads(leaves, grads)
-            return versions
+            return True
     except (RuntimeError, TypeError):  # sparse, of another shape, made in inference mode
         pass
-    return None
+    return False
 
 
 def _have_one_layout(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
@@ -73,11 +69,10 @@ def _have_one_layout(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
     return list(map(_stride, grads)) == list(map(_stride, leaves))
 
 
-def warn_if_written(optimizer: Optimizer, assigned: Sequence[Tensor], versions: list[int]) -> None:
-    """Warn if a step has changed a gradient of the caller's."""
-    if list(map(_version, assigned)) != versions:
-        warn_fallback(
-            f"{type(optimizer).__name__} has changed the gradients that step_ was given, and "
-            "that gradkit takes for read-only. The step itself is right. Pass copies: "
-            "gradkit.tree.map(torch.clone, grads)"
-        )
+def warn_of_write(optimizer: Optimizer) -> None:
+    """Warn that a step has changed a gradient of the caller's."""
+    warn_fallback(
+        f"{type(optimizer).__name__} has changed the gradients that step_ was given, and that "
+        "gradkit takes for read-only. The step itself is right. Pass copies: "
+        "gradkit.tree.map(torch.clone, grads)"
+    )

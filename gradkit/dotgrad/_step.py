@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -17,19 +17,21 @@ from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.optim import is_step_of_class, is_unscaled
 from gradkit._core import pytree
 from gradkit._core.options import check_number
-from gradkit._core.ownership import leave_inference_mode
+from gradkit._core.ownership import PLAIN_TYPES, leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
-from gradkit._state.grad_attribute import grads_put_back, write_all
+from gradkit._state.grad_attribute import GradsPutBack, write_all
 from gradkit.dotgrad._matching import Pairs, match, read_grad_leaves, read_leaves, unique
 from gradkit.dotgrad._read_only_optimizers import (
     READERS,
     assign_without_copy,
     only_reads,
-    warn_if_written,
+    warn_of_write,
 )
 from gradkit.dotgrad._wrappers import check_wrapper
 from gradkit.errors import OptionError, StructureError, UnsupportedOptimizerError, describe, message
+
+_version = attrgetter("_version")
 
 
 @disable_compile
@@ -83,23 +85,22 @@ def step_(
             as that of LBFGS does; or it is a wrapper of Accelerate or Lightning whose step would be
             skipped, or would unscale the gradients once more.
     """
-    _check_arguments(optimizer, params, grads, scaler, max_norm)
-    if max_norm is not None:
-        check_number("max_norm", max_norm, "max_norm=1.0, or leave it out", nonnegative=True)
+    # A scaler unscales in place, and torch clips so.
+    may_lend = scaler is None and max_norm is None and only_reads(optimizer)
+    if not may_lend:
+        _check_arguments(optimizer, params, grads, scaler, max_norm)
     opened = read_leaves(params)
     by_leaf = read_grad_leaves(opened, grads)
     own_params = [p for group in optimizer.param_groups for p in group["params"]]
-    # A scaler unscales in place, and torch clips so.
-    only_steps = scaler is None and max_norm is None
-    without_copy = only_steps and only_reads(optimizer) and not torch.is_inference_mode_enabled()
-    if without_copy and _step_without_copies(optimizer, opened, by_leaf, own_params):
+    may_lend = may_lend and not torch.is_inference_mode_enabled()
+    if may_lend and _step_without_copies(optimizer, opened, by_leaf, own_params):
         return None
     pairs = match(opened, grads)
     _refuse_foreign(opened, pairs, own_params)
     if scaler is not None and all(grad is None for _, grad in pairs):
         fix = "skip the step, and scaler.update()"
         raise StructureError(message("grads", "a gradient to unscale", "None everywhere", fix))
-    with grads_put_back(unique(own_params)):
+    with GradsPutBack(unique(own_params)):
         with leave_inference_mode():
             write_all(pairs)
             if scaler is not None and max_norm is not None and not is_unscaled(scaler, optimizer):
@@ -117,22 +118,30 @@ def _step_without_copies(
 ) -> bool:
     """Step with the caller's own gradients; return False if they have to be copied, or refused."""
     leaves, grads = params.leaves, by_leaf
-    if type(None) in set(map(type, by_leaf)):
+    kinds = set(map(type, grads))
+    if type(None) in kinds:
+        kinds.discard(type(None))
         present = [i for i, grad in enumerate(by_leaf) if grad is not None]
         leaves, grads = [leaves[i] for i in present], [by_leaf[i] for i in present]
-    if not _are_trained(leaves, params, own_params):
+    if not (kinds <= PLAIN_TYPES and _are_trained(leaves, params, own_params)):
         return False
-    with grads_put_back(own_params):
-        versions = assign_without_copy(leaves, grads)
-        if versions is not None:
-            optimizer.step()
-            warn_if_written(optimizer, grads, versions)
-    return versions is not None
+    with GradsPutBack(own_params):
+        if not assign_without_copy(leaves, grads):
+            return False
+        versions = list(map(_version, grads))
+        optimizer.step()
+    if list(map(_version, grads)) != versions:
+        warn_of_write(optimizer)
+    return True
 
 
 def _are_trained(leaves: list[Any], params: Params, owned: list[Tensor]) -> bool:
     """Return whether each leaf is a variable, no other leaf, and a parameter of the optimizer."""
-    if len(leaves) == len(owned) and params.all_variables and all(map(is_, leaves, owned)):
+    if (
+        len(leaves) == len(owned)
+        and len(params.variables) == len(params.leaves)
+        and all(map(is_, leaves, owned))
+    ):
         return True
     trained = set(map(id, leaves))
     return (
@@ -143,7 +152,7 @@ def _are_trained(leaves: list[Any], params: Params, owned: list[Tensor]) -> bool
 
 
 def _check_arguments(
-    optimizer: Any, params: PyTree, grads: PyTree, scaler: object, max_norm: object
+    optimizer: Any, params: PyTree, grads: PyTree, scaler: object, max_norm: Any
 ) -> None:
     """Raise if the optimizer is not one that steps, or the scaler is not a GradScaler."""
     if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
@@ -157,6 +166,8 @@ def _check_arguments(
     if scaler is not None and not isinstance(scaler, GradScaler):
         expected, fix = "a torch.amp.GradScaler or None", "scaler=torch.amp.GradScaler()"
         raise OptionError(message("scaler", expected, describe(scaler), fix))
+    if max_norm is not None:
+        check_number("max_norm", max_norm, "max_norm=1.0, or leave it out", nonnegative=True)
     if type(optimizer) in READERS and is_step_of_class(optimizer):
         return
     check_wrapper(optimizer, unscales_or_clips=not (scaler is None and max_norm is None))

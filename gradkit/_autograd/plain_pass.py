@@ -1,0 +1,71 @@
+"""The common call, the shortest way: one ordinary loss, and params that are plain leaf tensors.
+
+A call costs as much as the Python functions that it runs through, most of all around a large pass,
+which leaves none of their code in the caches. So where nothing needs the checks of `PassRunner`,
+this does without. Results and errors are the same [tests/eager/test_plain_pass.py].
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, TypeGuard
+
+from torch import Tensor
+
+from gradkit._autograd.engine import run_plainly
+from gradkit._autograd.pass_runner import PassRunner
+from gradkit._checks.modified_gradients import grad_versions
+from gradkit._checks.reachability import require_reached
+from gradkit._checks.steps_without_grads import open_monitors
+from gradkit._compat.autograd import tensor_hooks
+from gradkit._compat.distributed import any_fully_sharded
+from gradkit._compat.transforms import is_ordinary
+from gradkit._core.call import Call, Pass
+from gradkit._core.losses import lone_loss
+from gradkit._core.ownership import owned
+from gradkit._core.params import Params
+from gradkit._core.pass_observers import all_observers
+from gradkit._core.pytree import PyTree
+from gradkit._core.user_code import (
+    NONE_ALIVE,
+    first_pre_hooked,
+    functions_alive,
+    hooks_registered,
+)
+from gradkit._state.recomputed_tensors import recomputed_tensor_sources
+
+
+def is_plain(loss: Any) -> TypeGuard[Tensor]:
+    """Return whether this is an ordinary loss, and nothing around the call sees to its pass."""
+    # A hook may have been registered: what that asks for is seen to below.
+    return (
+        type(loss) is Tensor
+        and loss.requires_grad
+        and loss.numel() == 1
+        and loss.dtype.is_floating_point
+        and not loss.retains_grad
+        and not (all_observers or open_monitors or recomputed_tensor_sources)
+        and is_ordinary(loss)
+        and functions_alive() is NONE_ALIVE
+        and not any_fully_sharded()
+    )
+
+
+def plain_value_and_grads(loss: Tensor, params: Params) -> tuple[Tensor, PyTree] | None:
+    """Return the value and gradients of a plain loss; None if the params are not as plain."""
+    variables = params.variables
+    if not params.no_subclasses or not params.only_leaves or len(variables) < len(params.leaves):
+        return None
+    hooked = hooks_registered()
+    if hooked and (any(map(tensor_hooks, variables)) or first_pre_hooked(variables) is not None):
+        return None
+    grads = run_plainly(loss, variables, partial(_call, loss, params))
+    if hooked and (versions := grad_versions(variables, grads, ())):
+        PassRunner(_call(loss, params)).refuse_modified([loss], variables, versions)
+    if type(None) in set(map(type, grads)):
+        require_reached(_call(loss, params), [grads])
+    return loss.detach().clone(), params.spec.unflatten(owned(grads, variables))
+
+
+def _call(loss: Tensor, params: Params) -> Call:
+    return Call(lone_loss(loss), [loss], [Pass([0], params)])

@@ -1,0 +1,295 @@
+"""The short way of the common call gives what the long way gives, which `retain_graph=False` takes.
+
+Both give what `.backward()` gives, and raise the same errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+import gradkit
+from gradkit import eager
+from gradkit._autograd import plain_pass
+from gradkit._core import user_code
+from tests.helpers import Halve, World, assert_owned, assert_same_bits
+from tests.strategies import HOOKLESS, OPS, WRITING, Graph, Program, build, programs
+
+dtypes = st.sampled_from([torch.float64, torch.float32])
+SHORT = plain_pass.plain_value_and_grads
+
+
+@contextmanager
+def noting_short_calls() -> Iterator[list[bool]]:
+    """Yield a list that gets, for each call that is tried the short way, whether it was taken."""
+    taken: list[bool] = []
+
+    def noted(*args: Any) -> Any:
+        result = SHORT(*args)
+        taken.append(result is not None)
+        return result
+
+    with patch.object(eager, "plain_value_and_grads", noted):
+        yield taken
+
+
+def no_hook_yet() -> Any:
+    """Let the process look as if no hook had been registered before."""
+    return patch.object(user_code._own_hooks, "count", RemovableHandle.next_id)
+
+
+@contextmanager
+def plain_process() -> Iterator[None]:
+    """Let the process look as if no other test had left Functions or sharded modules alive."""
+    with (
+        patch.object(plain_pass, "functions_alive", lambda: user_code.NONE_ALIVE),
+        patch.object(plain_pass, "any_fully_sharded", lambda: False),
+        patch.object(plain_pass, "recomputed_tensor_sources", {}),
+    ):
+        yield
+
+
+def total(graph: Graph) -> Tensor:
+    """Return one loss of all."""
+    return torch.stack([loss.sum() for loss in graph.losses]).sum()
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """Return what a call returns, or the class and the text of its error."""
+    try:
+        return call()
+    except gradkit.GradkitError as error:
+        return type(error), str(error)
+
+
+def assert_same_outcome(first: Any, second: Any) -> None:
+    if isinstance(first[0], type):
+        assert first == second
+        return
+    assert_same_bits([first[0]], [second[0]])
+    assert_same_bits(first[1], second[1])
+
+
+def of_backward(graph: Graph) -> list[Tensor | None]:
+    total(graph).backward()
+    return [leaf.grad for leaf in graph.leaves]
+
+
+@given(program=programs(ops=(*OPS, *WRITING)), dtype=dtypes)
+def test_among_hooks_and_functions(
+    device: torch.device, program: Program, dtype: torch.dtype
+) -> None:
+    short, long = build(program, device, dtype), build(program, device, dtype)
+    first = outcome(lambda: gradkit.value_and_grads(total(short), short.leaves))
+    second = outcome(lambda: gradkit.value_and_grads(total(long), long.leaves, retain_graph=False))
+    assert_same_outcome(first, second)
+    assert all(leaf.grad is None for leaf in short.leaves)
+
+
+@given(
+    program=programs(ops=tuple(op for op in HOOKLESS if op != "halve"), leaf_hooks=False),
+    dtype=dtypes,
+    fresh=st.booleans(),
+)
+def test_the_short_way_is_backward_bit_for_bit(
+    device: torch.device, program: Program, dtype: torch.dtype, fresh: bool
+) -> None:
+    ours, long = build(program, device, dtype), build(program, device, dtype)
+    expected = of_backward(build(program, device, dtype))
+    loss = total(ours)
+    with no_hook_yet() if fresh else nullcontext(), plain_process(), noting_short_calls() as n:
+        first = outcome(lambda: gradkit.value_and_grads(loss, ours.leaves))
+    second = outcome(lambda: gradkit.value_and_grads(total(long), long.leaves, retain_graph=False))
+    assert_same_outcome(first, second)
+    if all(grad is None for grad in expected):
+        assert first[0] is gradkit.UnreachedParamError
+        return
+    assert n == [True]
+    value, grads = first
+    assert_same_bits(grads, expected)
+    assert_same_bits([value], [loss])
+    assert_owned([*grads, value], [*ours.leaves, loss])
+    world = World(*ours.leaves, loss)
+    for grad, theirs in zip(grads, expected, strict=True):
+        if grad is not None and theirs is not None:
+            assert grad.stride() == theirs.stride()
+            grad.add_(1)
+    world.assert_unchanged()
+
+
+def losses_that_raise(device: torch.device) -> dict[str, tuple[Any, Any]]:
+    """Return (losses, params) by what is wrong with them, made anew."""
+    x, w = (torch.ones(2, device=device, requires_grad=True) for _ in range(2))
+    freed = (x * x).sum()
+    freed.backward()
+    x.grad = None
+    changed = torch.ones(2, device=device, requires_grad=True) * 1
+    square = (changed * changed).sum()
+    changed.add_(1)
+    hooked = torch.ones(2, device=device, requires_grad=True)
+    grouped = torch.ones(2, device=device, requires_grad=True)
+    torch.autograd.graph.register_multi_grad_hook([grouped], lambda _: None)
+    node = torch.autograd.graph.get_gradient_edge(hooked).node
+    node.register_prehook(lambda grads: None)
+    written = x * 1
+    written.register_hook(lambda grad: grad.mul_(2))
+    return {
+        "no tensor": (1.0, [x]),
+        "integers": (torch.ones((), device=device, dtype=torch.long), [x]),
+        "two elements": (x * 2, [x]),
+        "no graph": (torch.ones((), device=device), [x]),
+        "freed": (freed, [x]),
+        "unreached": ((x * x).sum(), [w]),
+        "frozen": ((x * x).sum(), [w.detach()]),
+        "no params": ((x * x).sum(), []),
+        "params of integers": ((x * x).sum(), [x, torch.ones(2, device=device).long()]),
+        "a string": ((x * x).sum(), [x, "w"]),
+        "changed": (square, [x, changed]),
+        "a pre-hook": ((hooked * 2).sum(), [hooked]),
+        "a hook of several": ((grouped * 2).sum(), [grouped]),
+        "a hook that writes": (((written + w) * torch.ones_like(w)).sum(), [x, w]),
+        "an exhausted iterator": ((x * x).sum(), iter(())),
+    }
+
+
+@pytest.mark.parametrize("wrong", losses_that_raise(torch.device("cpu")))
+def test_errors_are_the_same(device: torch.device, wrong: str) -> None:
+    losses, params = losses_that_raise(device)[wrong]
+    with pytest.raises(gradkit.GradkitError) as short:
+        gradkit.value_and_grads(losses, params)
+    losses, params = losses_that_raise(device)[wrong]
+    with pytest.raises(gradkit.GradkitError) as long:
+        gradkit.value_and_grads(losses, params, retain_graph=False)
+    assert type(short.value) is type(long.value)
+    assert str(short.value) == str(long.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [*product(["unused", "create_graph", "retain_graph"], [1, "all", ["none"]]), ("unused", None)],
+)
+def test_options_are_read_first(device: torch.device, option: str, value: Any) -> None:
+    with pytest.raises(gradkit.OptionError):
+        gradkit.value_and_grads(1.0, [], **{option: value})
+
+
+class Seeing(TorchFunctionMode):
+    """Sees what torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Own(Tensor):
+    """A subclass, as users have them."""
+
+
+def keep_grad_of_loss(loss: Tensor, params: list[Tensor]) -> None:
+    loss.retain_grad()
+
+
+def hook_on_leaf(loss: Tensor, params: list[Tensor]) -> None:
+    params[0].register_hook(lambda grad: grad * 3)
+
+
+def nothing(loss: Tensor, params: list[Tensor]) -> None:
+    pass
+
+
+SPECIAL: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Any]] = {
+    "inference mode": (torch.inference_mode, nothing),
+    "a function mode": (Seeing, nothing),
+    "forward mode": (forward_ad.dual_level, nothing),
+    "checked": (gradkit.checked, nothing),
+    "a loss that retains its gradient": (nullcontext, keep_grad_of_loss),
+    "a hook of a leaf": (nullcontext, hook_on_leaf),
+}
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+def test_what_needs_the_long_way_takes_it(device: torch.device, special: str) -> None:
+    def made() -> tuple[Tensor, list[Tensor]]:
+        params = [torch.full((2,), float(i + 2), device=device, requires_grad=True) for i in (0, 1)]
+        loss = (params[0] * params[1]).sum()
+        SPECIAL[special][1](loss, params)
+        return loss, params
+
+    theirs, leaves = made()
+    theirs.backward()
+    loss, params = made()
+    with SPECIAL[special][0](), noting_short_calls() as taken:
+        _, grads = gradkit.value_and_grads(loss, params)
+    assert taken in ([], [False])
+    assert_same_bits(grads, [leaf.grad for leaf in leaves])
+
+
+def test_living_functions_intermediate_values_and_subclasses_take_the_long_way(
+    device: torch.device,
+) -> None:
+    x, y = (torch.ones(2, 2, device=device, requires_grad=True) for _ in range(2))
+    alive = Halve.apply(x, y)
+    with noting_short_calls() as taken:
+        gradkit.value_and_grads((x * y).sum(), [x, y])
+    assert not taken
+    del alive
+    own = torch.ones(2, device=device).as_subclass(Own).requires_grad_()
+    middle = x * 2
+    frozen = torch.ones(2, device=device)
+    with plain_process(), noting_short_calls() as taken:
+        gradkit.value_and_grads((own * 2).as_subclass(Tensor).sum(), [own])
+        gradkit.value_and_grads((middle * y).sum(), [middle])
+        gradkit.value_and_grads((x * y).sum(), [x, frozen])
+        gradkit.value_and_grads((x * y).sum(), [x, None, x])
+    assert taken == [False] * 4
+
+
+def test_in_a_transform_the_call_raises_as_before(device: torch.device) -> None:
+    def of(x: Tensor) -> Tensor:
+        w = torch.ones(2, device=device, requires_grad=True)
+        return gradkit.value_and_grads((x * w).sum(), [w])[1][0].sum()
+
+    with pytest.raises(gradkit.UnsupportedGraphError, match=r"outside of torch\.func"):
+        torch.func.grad(of)(torch.ones(2, device=device))
+
+
+def test_what_safe_retain_keeps_is_kept(device: torch.device) -> None:
+    x = torch.ones(2, device=device, requires_grad=True)
+    middle = x * 2
+    with gradkit.safe_retain(middle) as kept, noting_short_calls() as taken:
+        gradkit.value_and_grads((middle * 3).sum(), [x])
+    assert kept.grads.tolist() == [3, 3]
+    assert not taken
+
+
+def test_params_that_can_be_read_once_are_read_once(device: torch.device) -> None:
+    model = nn.Linear(2, 1, device=device)
+    x = torch.ones(3, 2, device=device)
+    model.bias.register_hook(lambda grad: grad * 2)  # the short way ends after the params
+    _, grads = gradkit.value_and_grads(model(x).sum(), model.parameters())
+    assert [tuple(grad.shape) for grad in grads] == [(1, 2), (1,)]
+    assert grads[1].tolist() == [6]
+
+
+def test_the_graph_is_freed(device: torch.device) -> None:
+    x = torch.ones(2, device=device, requires_grad=True)
+    loss = (x * x).sum()
+    gradkit.value_and_grads(loss, [x])
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
