@@ -158,10 +158,10 @@ def value_and_grads(
         argument order follow `jax.value_and_grad`.
     """
     flat_params = None
-    is_default = weights is None and unused is _NONE and create_graph is False
-    if is_default and retain_graph is None and is_plain(losses):
+    is_default = weights is None and unused is _NONE and retain_graph is None
+    if is_default and (create_graph is False or create_graph is True) and is_plain(losses):
         flat_params = read_params(params)
-        plain_result = plain_value_and_grads(losses, flat_params)
+        plain_result = plain_value_and_grads(losses, flat_params, create_graph)
         if plain_result is not None:
             return plain_result
     check_pass_options(unused, create_graph, retain_graph)

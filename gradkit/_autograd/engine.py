@@ -78,13 +78,13 @@ def run_grad(
 
 
 def run_plainly(
-    loss: Tensor, variables: Sequence[Tensor], call: Callable[[], Call]
+    loss: Tensor, variables: Sequence[Tensor], create_graph: bool, call: Callable[[], Call]
 ) -> list[Tensor | None]:
-    """Return the gradients of a plain loss with respect to plain leaves, and free the graph."""
+    """Return the gradients of a plain loss, and free the graph unless they carry one."""
     # `call` is what an error names.
     try:
         seed = torch.ones_like(loss)
-        options = (False, False, tuple(variables), True)
+        options = (create_graph, create_graph, tuple(variables), True)
         return list(run_engine((loss,), (seed,), *options, accumulate_grad=False))
     except RuntimeError as error:
         _raise_named(error, call())

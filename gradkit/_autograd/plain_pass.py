@@ -8,12 +8,16 @@ this does without. Results and errors are the same [tests/eager/test_plain_pass.
 from __future__ import annotations
 
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeGuard
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from gradkit._autograd.engine import run_plainly
 from gradkit._autograd.pass_runner import PassRunner
+from gradkit._autograd.passes import grads_to_tree
+from gradkit._checks.higher_derivatives import may_be_wrong
 from gradkit._checks.modified_gradients import grad_versions
 from gradkit._checks.reachability import require_reached
 from gradkit._checks.steps_without_grads import open_monitors
@@ -21,6 +25,7 @@ from gradkit._compat.autograd import tensor_hooks
 from gradkit._compat.distributed import any_fully_sharded
 from gradkit._compat.transforms import is_ordinary
 from gradkit._core.call import Call, Pass
+from gradkit._core.graph_walk import kinds_in_short_pass
 from gradkit._core.losses import lone_loss
 from gradkit._core.ownership import owned
 from gradkit._core.params import Params
@@ -33,6 +38,9 @@ from gradkit._core.user_code import (
     hooks_registered,
 )
 from gradkit._state.recomputed_tensors import recomputed_tensor_sources
+
+_version, _retains_grad = attrgetter("_version"), attrgetter("retains_grad")
+_SHORT = 300  # nodes
 
 
 def is_plain(loss: Any) -> TypeGuard[Tensor]:
@@ -51,21 +59,51 @@ def is_plain(loss: Any) -> TypeGuard[Tensor]:
     )
 
 
-def plain_value_and_grads(loss: Tensor, params: Params) -> tuple[Tensor, PyTree] | None:
-    """Return the value and gradients of a plain loss; None if the params are not as plain."""
+def plain_value_and_grads(
+    loss: Tensor, params: Params, create_graph: bool
+) -> tuple[Tensor, PyTree] | None:
+    """Return the value and gradients of a plain loss; None if the rest is not as plain."""
     variables = params.variables
-    if not params.no_subclasses or not params.only_leaves or len(variables) < len(params.leaves):
+    if not params.no_subclasses or len(variables) < len(params.leaves):
         return None
     hooked = hooks_registered()
+    if not (params.only_leaves or (create_graph and _are_plain_values(variables))):
+        return None
     if hooked and (any(map(tensor_hooks, variables)) or first_pre_hooked(variables) is not None):
         return None
-    grads = run_plainly(loss, variables, partial(_call, loss, params))
+    if create_graph and not _is_differentiable(loss, params):
+        return None
+    grads = run_plainly(loss, variables, create_graph, partial(_call, loss, params, create_graph))
     if hooked and (versions := grad_versions(variables, grads, ())):
-        PassRunner(_call(loss, params)).refuse_modified([loss], variables, versions)
+        call = _call(loss, params, create_graph)
+        PassRunner(call).refuse_modified([loss], variables, versions)
     if type(None) in set(map(type, grads)):
-        require_reached(_call(loss, params), [grads])
+        require_reached(_call(loss, params, create_graph), [grads])
+    if create_graph:
+        return loss, grads_to_tree(grads, params, "none", create_graph)
     return loss.detach().clone(), params.spec.unflatten(owned(grads, variables))
 
 
-def _call(loss: Tensor, params: Params) -> Call:
-    return Call(lone_loss(loss), [loss], [Pass([0], params)])
+def _call(loss: Tensor, params: Params, create_graph: bool) -> Call:
+    return Call(lone_loss(loss), [loss], [Pass([0], params)], create_graph=create_graph)
+
+
+def _are_plain_values(variables: list[Tensor]) -> bool:
+    """Return whether intermediate values are no views, unchanged, and do not retain gradients."""
+    return not (
+        any(map(_version, variables))
+        or any(map(_retains_grad, variables))
+        or any(map(Tensor._is_view, variables))
+    )
+
+
+def _is_differentiable(loss: Tensor, params: Params) -> bool:
+    """Return whether torch is known to get the derivative of a pass right; False if not sure."""
+    # The pass of a step in a loop is short, and this look at it, too.
+    ends: set[Node] = set()
+    if not params.only_leaves:
+        ends = {variable.grad_fn for variable in params.variables if variable.grad_fn is not None}
+        if len(ends) < len(params.variables):
+            return False
+    kinds = kinds_in_short_pass(loss, ends, _SHORT)
+    return kinds is not None and not may_be_wrong(kinds)

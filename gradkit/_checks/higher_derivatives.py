@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -82,6 +82,11 @@ def refuse_wrong_derivatives(call: Call) -> None:
             refuse_wrong_derivative(partial(call.losses.path, index), params.variables, below)
 
 
+def may_be_wrong(kinds: Iterable[type]) -> bool:
+    """Return whether the derivative of a pass through torch's nodes of these types may be."""
+    return not _REFUSED.isdisjoint([kind.__name__ for kind in kinds])
+
+
 def _refuse_dtensors(params: Params) -> None:
     for index, variable in enumerate(params.variables):
         if is_dtensor(variable):
@@ -100,7 +105,7 @@ def refuse_wrong_derivative(
 ) -> None:
     """Raise if a pass executes a node whose derivative torch gets wrong, drops, or lacks."""
     once = set(filter(_is_once_differentiable, user_functions(below.kinds)))
-    if not once and _REFUSED.isdisjoint(kind.__name__ for kind in below.kinds):
+    if not once and not may_be_wrong(below.kinds):
         return
     nodes = {
         kind_of_node(node): type(node)

@@ -42,6 +42,36 @@ def nodes_below(roots: Iterable[Tensor], stop: Iterable[Node] = (), oldest: int 
     return set(nodes)
 
 
+def kinds_in_short_pass(root: Tensor, ends: Collection[Node], most: int) -> set[type] | None:
+    """Return the types of all nodes that a pass to these ends may execute; None if not sure."""
+    # That is, if there are more than `most`, or an end may be below another. The pass ends at
+    # leaves if there are no ends.
+    top = root.grad_fn
+    if top is None or top in ends:
+        return None
+    reached, nodes, missing = {top, *ends}, [top], set(ends)
+    for node in nodes:  # which grows meanwhile
+        for child, _ in node.next_functions:
+            if child in missing:
+                missing.remove(child)
+            elif child is not None and child not in reached:
+                reached.add(child)
+                nodes.append(child)
+        if len(nodes) > most:
+            return None
+    if missing:
+        return None
+    oldest, below = min(map(sequence_number, ends), default=0), list(ends)
+    for node in below:  # as far as it is as new as the ends, like `_Bounds`
+        for child, _ in node.next_functions:
+            if child in ends or len(below) > most:
+                return None
+            if child is not None and child not in reached and sequence_number(child) >= oldest:
+                reached.add(child)
+                below.append(child)
+    return set(map(type, nodes))
+
+
 def parts_below(
     roots: Iterable[Tensor], stop: Iterable[Node], ends: Collection[Node] = frozenset()
 ) -> list[Part]:

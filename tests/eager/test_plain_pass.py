@@ -129,6 +129,63 @@ def test_the_short_way_is_backward_bit_for_bit(
     world.assert_unchanged()
 
 
+def two_steps(graph: Graph, steps: Program, retain: bool | None) -> list[Any]:
+    """Return the gradients of two steps of an inner loop, and the weights behind them."""
+    device, dtype = graph.leaves[0].device, graph.leaves[0].dtype
+    options: dict[str, Any] = {"create_graph": True, "retain_graph": retain}
+    weights = [leaf * 0.5 for leaf in graph.leaves] if steps.seed % 2 else list(graph.leaves)
+    found: list[Any] = []
+    for _ in range(2):
+        loss = total(build(steps, device, dtype, weights))
+        value, grads = gradkit.value_and_grads(loss, weights, **options)
+        assert value is loss
+        found += grads
+        pairs = zip(weights, grads, strict=True)
+        weights = [w * 1 if grad is None else w - 0.1 * grad for w, grad in pairs]
+    return [*found, *weights]
+
+
+@given(program=programs(), steps=programs(ops=(*OPS, *WRITING)), dtype=dtypes)
+def test_inner_loops_are_the_same(
+    device: torch.device, program: Program, steps: Program, dtype: torch.dtype
+) -> None:
+    """With hooks and Functions, and with derivatives of what the steps give."""
+    short, long = build(program, device, dtype), build(program, device, dtype)
+    first = outcome(lambda: two_steps(short, steps, None))
+    second = outcome(lambda: two_steps(long, steps, True))
+    assert_same_steps(first, second, short, long)
+
+
+@given(
+    program=programs(ops=HOOKLESS, leaf_hooks=False),
+    steps=programs(ops=tuple(op for op in HOOKLESS if op != "halve"), leaf_hooks=False),
+    dtype=dtypes,
+    fresh=st.booleans(),
+)
+def test_inner_loops_take_the_short_way(
+    device: torch.device, program: Program, steps: Program, dtype: torch.dtype, fresh: bool
+) -> None:
+    short, long = build(program, device, dtype), build(program, device, dtype)
+    with no_hook_yet() if fresh else nullcontext(), plain_process(), noting_short_calls() as taken:
+        first = outcome(lambda: two_steps(short, steps, None))
+    second = outcome(lambda: two_steps(long, steps, True))
+    assert_same_steps(first, second, short, long)
+    if isinstance(first, list) and all(isinstance(grad, Tensor) for grad in first):
+        assert taken == [True, True]
+
+
+def assert_same_steps(first: Any, second: Any, short: Graph, long: Graph) -> None:
+    if not isinstance(first, list):
+        assert first == second
+        return
+    assert_same_bits(first, second)
+    outer = [
+        gradkit.value_and_grads(sum(x.square().sum() for x in found[-2:]), graph.leaves)[1]
+        for found, graph in ((first, short), (second, long))
+    ]
+    assert_same_bits(*outer)
+
+
 def losses_that_raise(device: torch.device) -> dict[str, tuple[Any, Any]]:
     """Return (losses, params) by what is wrong with them, made anew."""
     x, w = (torch.ones(2, device=device, requires_grad=True) for _ in range(2))
