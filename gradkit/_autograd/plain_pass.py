@@ -21,7 +21,7 @@ from gradkit._checks.higher_derivatives import may_be_wrong
 from gradkit._checks.modified_gradients import grad_versions
 from gradkit._checks.reachability import require_reached
 from gradkit._checks.steps_without_grads import open_monitors
-from gradkit._compat.autograd import tensor_hooks
+from gradkit._compat.autograd import is_view, tensor_hooks
 from gradkit._compat.distributed import any_fully_sharded
 from gradkit._compat.transforms import is_ordinary
 from gradkit._core.call import Call, Pass
@@ -93,7 +93,7 @@ def _are_plain_values(variables: list[Tensor]) -> bool:
     return not (
         any(map(_version, variables))
         or any(map(_retains_grad, variables))
-        or any(map(Tensor._is_view, variables))
+        or any(map(is_view, variables))
     )
 
 

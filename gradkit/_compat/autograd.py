@@ -96,6 +96,9 @@ def operator_schema(func: Any) -> Any:
     return func._schema
 
 
+# Whether a tensor is a view of another that autograd knows of.
+is_view: Callable[[Tensor], bool] = Tensor._is_view
+
 # Whether a tensor stands for zeros without memory of its own, as torch.func makes them.
 is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
 
