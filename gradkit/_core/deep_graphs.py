@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from threading import local
 
 from torch.autograd.graph import Node
 
+from gradkit._compat.autograd import sequence_number
 from gradkit._core.tensor_nodes import metadata
 
 # A node that Python has seen is freed through Python, each inside the one above it: a chain of some
@@ -30,6 +32,42 @@ def free_in_order(nodes: Sequence[Node]) -> None:
         if height and height % _HELD_BY_ONE == 0:
             band = _next_below(top, height - _HELD_BY_ONE, heights, held)
             metadata(top)[_FREED_IN_ORDER] = sorted(band, key=heights.__getitem__)
+
+
+class _Growing(local):
+    """What Python has seen in this thread of graphs that are looked at part by part."""
+
+    def __init__(self) -> None:
+        self.seen = 0  # nodes, since the last that were put in order
+        self.newest = 0  # the number of the newest of those
+
+
+_growing = _Growing()
+
+
+def keep_freeable(tops: Collection[Node], seen: int) -> None:
+    """Note that nodes above these have been seen, as in each step of a loop; order those below."""
+    # As `free_in_order`, but all nodes since the last time are in one list, which the tops share.
+    _growing.seen += seen
+    if _growing.seen < MOST_TO_FREE_AT_ONCE:
+        return
+    oldest = _growing.newest
+    _growing.seen, _growing.newest = 0, max(map(sequence_number, tops))
+    if _growing.newest < oldest:  # those of another thread
+        oldest = 0
+    reached = set(tops)
+    below: list[Node] = []
+    for nodes in (tops, below):
+        for node in nodes:  # the second grows meanwhile
+            for child, _ in node.next_functions:
+                if child in tops:
+                    return  # which would keep itself alive
+                if child is not None and child not in reached and sequence_number(child) >= oldest:
+                    reached.add(child)
+                    below.append(child)
+    below.sort(key=sequence_number)
+    for top in tops:
+        metadata(top)[_FREED_IN_ORDER] = below
 
 
 def _next_below(top: Node, least: int, heights: dict[Node, int], held: set[Node]) -> list[Node]:

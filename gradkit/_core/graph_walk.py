@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradkit._compat.autograd import sequence_number
-from gradkit._core.deep_graphs import MOST_TO_FREE_AT_ONCE, free_in_order
+from gradkit._core.deep_graphs import MOST_TO_FREE_AT_ONCE, free_in_order, keep_freeable
 from gradkit._core.tensor_nodes import edge, is_leaf_node, metadata
 
 
@@ -69,6 +69,8 @@ def kinds_in_short_pass(root: Tensor, ends: Collection[Node], most: int) -> set[
             if child is not None and child not in reached and sequence_number(child) >= oldest:
                 reached.add(child)
                 below.append(child)
+    if ends:
+        keep_freeable(ends, len(nodes) + len(below))
     return set(map(type, nodes))
 
 
@@ -88,6 +90,8 @@ def parts_below(
             return parts_below(roots, stop)
     if sum(len(part.nodes) for part in parts) > MOST_TO_FREE_AT_ONCE:
         free_in_order([node for part in parts for node in part.nodes])
+    elif ends or stop:
+        keep_freeable(set(ends or stop), sum(len(part.nodes) for part in parts))
     return parts[::-1]
 
 

@@ -134,3 +134,61 @@ def test_a_long_chain_is_walked_and_freed(
     code = CHAIN.format(step=step, call=call, last=last)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "alive", done.stderr[-500:]
+
+
+# A loop whose graph grows step by step, each of which Python looks at by itself.
+LOOP = """
+import threading, torch, gradkit
+threading.stack_size(1 << 20)
+
+def by_hand(steps):
+    w = [torch.ones(2, requires_grad=True) * 1 for _ in range(2)]
+    m = [torch.zeros(2) for _ in range(2)]
+    for _ in range(steps):
+        grads = gradkit.value_and_grads((w[0] * w[1]).sum(), w, create_graph=True)[1]
+        m = [0.9 * old + grad for old, grad in zip(m, grads)] if {momentum} else grads
+        w = [x - 1e-6 * y for x, y in zip(w, m)]
+    return w, m
+
+def unrolled(steps):
+    w = torch.ones(2, requires_grad=True)
+    opt = gradkit.meta.sgd(1e-6)
+    adapted = gradkit.meta.unroll(lambda w, _, x: (w * w).sum(), w, [0] * steps, opt)
+    return [adapted.params], []
+
+def run():
+    w, m = {loop}(8_000)
+    while w:
+        w.pop(0)
+    while m:
+        m.pop(0)
+    print("alive")
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("loop", "momentum"), [("by_hand", 0.0), ("by_hand", 0.9), ("unrolled", 0)]
+)
+def test_the_graph_of_a_long_loop_is_freed(device: torch.device, loop: str, momentum: bool) -> None:
+    code = LOOP.format(loop=loop, momentum=momentum)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "alive", done.stderr[-500:]
+
+
+def test_what_is_put_in_order_lives_no_longer(device: torch.device) -> None:
+    """Nor is it kept by itself."""
+    leaf = torch.ones(2, device=device, requires_grad=True)
+    Watched.alive.clear()
+    w = leaf * 1
+    for _ in range(1_000):
+        _, grads = gradkit.value_and_grads((w * w).sum(), [w], create_graph=True)
+        w = Watched.apply(w - 1e-6 * grads[0])
+        Watched.alive[:-1] = Watched.alive[:1]  # the first and the last
+    assert Watched.alive[0]() is not None
+    del w, grads, _
+    gc.collect()
+    assert not any(each() is not None for each in Watched.alive)
