@@ -8,7 +8,8 @@ version of the tensor, which is one number for all that share its memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
+from functools import partial
+from operator import attrgetter, is_not
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
@@ -24,6 +25,7 @@ from gradkit._core.tensor_nodes import edge, leaf_tensors
 from gradkit.errors import UnsupportedGraphError, describe, message
 
 _version = attrgetter("_version")
+_is_given = partial(is_not, None)
 
 
 def user_code_may_run_in(call: Call) -> bool:
@@ -93,7 +95,7 @@ def grad_versions(
     variables: Sequence[Tensor], grads: Sequence[Tensor | None], copied: Sequence[Tensor]
 ) -> dict[int, int]:
     """Return the version of each gradient, by the variable's number: if not 0, and no copy's."""
-    if not any(map(_version, [grad for grad in grads if grad is not None])):
+    if not any(map(_version, filter(_is_given, grads))):
         return {}
     safe = set(map(id, copied))
     return {
