@@ -91,6 +91,15 @@ def run_plainly(
         raise
 
 
+def run_backward_plainly(loss: Tensor, call: Callable[[], Call]) -> None:
+    """Accumulate the gradient of a plain loss into the `.grad` of all leaves; free the graph."""
+    try:
+        torch.autograd.backward(loss)
+    except RuntimeError as error:
+        _raise_named(error, call())
+        raise
+
+
 def _without_partial_sums(
     grads: Sequence[Tensor | None], inputs: Sequence[Any]
 ) -> list[Tensor | None]:

@@ -14,9 +14,10 @@ from typing import Any, TypeGuard
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit._autograd.engine import run_plainly
+from gradkit._autograd.engine import run_backward_plainly, run_plainly
 from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.passes import grads_to_tree
+from gradkit._checks.eager_graph import check_backward_to_leaves
 from gradkit._checks.higher_derivatives import may_be_wrong
 from gradkit._checks.modified_gradients import grad_versions
 from gradkit._checks.reachability import require_reached
@@ -28,9 +29,10 @@ from gradkit._core.call import Call, Pass
 from gradkit._core.graph_walk import kinds_in_short_pass
 from gradkit._core.losses import lone_loss
 from gradkit._core.ownership import owned
-from gradkit._core.params import Params
+from gradkit._core.params import NO_PARAMS, Params
 from gradkit._core.pass_observers import all_observers
 from gradkit._core.pytree import PyTree
+from gradkit._core.tensor_nodes import is_freed
 from gradkit._core.user_code import (
     NONE_ALIVE,
     first_pre_hooked,
@@ -82,6 +84,15 @@ def plain_value_and_grads(
     if create_graph:
         return loss, grads_to_tree(grads, params, "none", create_graph)
     return loss.detach().clone(), params.spec.unflatten(owned(grads, variables))
+
+
+def plain_backward(loss: Tensor) -> Tensor:
+    """Accumulate the gradients of a plain loss into `.grad`, and return its value."""
+    call = partial(_call, loss, NO_PARAMS, False)
+    if is_freed(loss):
+        check_backward_to_leaves(call())  # which raises
+    run_backward_plainly(loss, call)
+    return loss.detach().clone()
 
 
 def _call(loss: Tensor, params: Params, create_graph: bool) -> Call:

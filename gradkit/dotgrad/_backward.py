@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.passes import values_of, weighted_outputs
+from gradkit._autograd.plain_pass import is_plain, plain_backward
 from gradkit._checks.eager_graph import check_backward, check_backward_to_leaves, refuse_donated
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
@@ -71,6 +72,9 @@ def backward_(
     Source:
         `torch.autograd.backward`, https://pytorch.org/docs/stable/generated/torch.autograd.backward.html
     """
+    is_default = params is None and weights is None and retain_graph is None
+    if is_default and create_graph is False and is_plain(losses):
+        return plain_backward(losses)
     check_pass_options("none", create_graph, retain_graph)
     with leave_inference_mode():
         flat = read_losses(losses, scalar=True)

@@ -129,6 +129,11 @@ def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
     fix = "pass one factor; for one per leaf, gradkit.tree.map(torch.mul, tree, factors)"
     check_number("factor", factor, fix)
     (leaves,), spec = aligned_leaves({"tree": tree})
+    return pytree.unflatten(spec, scale_leaves(leaves, factor))
+
+
+def scale_leaves(leaves: Sequence[Leaf], factor: float | Tensor) -> list[Leaf]:
+    """Return every leaf times a factor, in the leaf's dtype."""
     scaled = list(leaves)
     for (device, dtype, layout, _), indices in group_alike(leaves).items():
         by = factor.reshape(()).to(device) if isinstance(factor, Tensor) else factor
@@ -139,16 +144,17 @@ def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
         products = torch._foreach_mul(group, by) if together else [leaf * by for leaf in group]
         for index, product in zip(indices, products, strict=True):
             scaled[index] = product if product.dtype == dtype else product.to(dtype)
-    return pytree.unflatten(spec, scaled)
+    return scaled
 
 
 def group_alike(leaves: Sequence[Leaf]) -> dict[Any, list[int]]:
     """Return the leaves of each device, dtype, layout and type, as `clip_grads_with_norm_` does."""
-    groups: dict[Any, list[int]] = {}
-    for index, x in enumerate(leaves):
-        if x is not None:
-            groups.setdefault((x.device, x.dtype, x.layout, type(x)), []).append(index)
-    return groups
+    kinds = [None if x is None else (x.device, x.dtype, x.layout, type(x)) for x in leaves]
+    return {
+        kind: [index for index, other in enumerate(kinds) if other == kind]
+        for kind in dict.fromkeys(kinds)
+        if kind is not None
+    }
 
 
 def dot(a: PyTree, b: PyTree) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
 from gradkit._core.leaf_arithmetic import largest, stored_values, to_common_dtype
 from gradkit._core.options import check_bool, check_number
+from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import DIFFERENTIABLE
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, OptionError, StructureError, describe, message
@@ -23,7 +26,10 @@ from gradkit.tree._arithmetic import (
     apply_with_zeros,
     dot,
     scale,
+    scale_leaves,
 )
+
+_layout, _is_nested, _requires_grad = map(attrgetter, ("layout", "is_nested", "requires_grad"))
 
 
 def global_norm(tree: PyTree, *, batch_dims: int = 0) -> Tensor:
@@ -57,14 +63,30 @@ def global_norm(tree: PyTree, *, batch_dims: int = 0) -> Tensor:
         expected, fix = "an int of at least 0", "batch_dims=1"
         raise OptionError(message("batch_dims", expected, repr(batch_dims), fix))
     (leaves,), spec = aligned_leaves({"tree": tree})
+    if not batch_dims:
+        return _norm_of_leaves(leaves)
+    _check_batch(leaves, spec, batch_dims)
+    dense = [full_tensor(leaf).to_dense() for leaf in leaves if leaf is not None]
+    return _checked_norm(dense, partial(_norms_of_samples, batch_dims=batch_dims))
+
+
+def _norm_of_leaves(leaves: Sequence[Leaf]) -> Tensor:
+    if leaves and _are_dense_constants(leaves):
+        return _checked_norm(leaves, torch.nn.utils.get_total_norm)
     present = [leaf for leaf in leaves if leaf is not None]
-    if batch_dims:
-        _check_batch(leaves, spec, batch_dims)
-        dense = [full_tensor(leaf).to_dense() for leaf in present]
-        return _checked_norm(dense, partial(_norms_of_samples, batch_dims=batch_dims))
-    if not present:
-        return torch.zeros(())
-    return _checked_norm([stored_values(leaf) for leaf in present], _norm)
+    return _checked_norm([*map(stored_values, present)], _norm) if present else torch.zeros(())
+
+
+def _are_dense_constants(leaves: Sequence[Leaf]) -> TypeGuard[list[Tensor]]:
+    """Return whether all leaves are plain dense tensors without a graph, outside of transforms."""
+    return (
+        not torch.compiler.is_compiling()  # which reads no attributes of many at a time
+        and PLAIN_TYPES.issuperset(map(type, leaves))
+        and set(map(_layout, leaves)) == {torch.strided}
+        and not any(map(_is_nested, leaves))
+        and not any(map(_requires_grad, leaves))
+        and not transforms()
+    )
 
 
 def _check_batch(leaves: Sequence[Leaf], spec: Structure, batch_dims: int) -> None:
@@ -146,8 +168,8 @@ def clip_by_global_norm(grads: PyTree, max_norm: float | Tensor) -> tuple[PyTree
     fix = "gradkit.tree.clip_by_global_norm(grads, 1.0), or leave the call out"
     check_number("max_norm", max_norm, fix, nonnegative=True)
     (leaves,), spec = aligned_leaves({"grads": grads})
-    norm = global_norm(leaves)
-    clipped = scale(leaves, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    norm = _norm_of_leaves(leaves)
+    clipped = scale_leaves(leaves, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return ClippedGrads(pytree.unflatten(spec, clipped), norm)
 
 
