@@ -98,7 +98,10 @@ def states_of(modules: Iterable[Any]) -> list[Any]:
 def any_fully_sharded() -> bool:
     """Return False only if this process has no `fully_shard` module."""
     composable = sys.modules.get("torch.distributed._composable_state")
-    return composable is not None and len(composable._module_state_mapping) > 0
+    if composable is None:
+        return False
+    states = composable._module_state_mapping  # with weak keys, the table of which is `data`
+    return bool(getattr(states, "data", states))
 
 
 def all_states() -> Iterator[Any]:

@@ -12,14 +12,17 @@ from torch.nn.utils import parametrize
 
 def lists_as_torch(kind: type[nn.Module]) -> bool:
     """Return whether modules of a class list their parameters as `torch.nn.Module` does."""
-    # A scripted module keeps its parameters elsewhere.
-    return torch.jit.ScriptModule not in kind.__mro__ and (
-        kind.named_parameters is nn.Module.named_parameters
-        and kind.named_modules is nn.Module.named_modules
-        and kind._named_members is nn.Module._named_members
+    return (
+        kind.named_parameters is _NAMED_PARAMETERS
+        and kind.named_modules is _NAMED_MODULES
+        and kind._named_members is _NAMED_MEMBERS
+        # A scripted module keeps its parameters elsewhere.
+        and (kind in OF_TORCH_NN or torch.jit.ScriptModule not in kind.__mro__)
     )
 
 
+_NAMED_PARAMETERS, _NAMED_MODULES = nn.Module.named_parameters, nn.Module.named_modules
+_NAMED_MEMBERS = nn.Module._named_members
 # None of these reduces or shards gradients.
 OF_TORCH_NN = frozenset(
     each

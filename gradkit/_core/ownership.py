@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import compress
 from operator import attrgetter
 
 import torch
@@ -36,8 +37,6 @@ def own(grads: list[Tensor], params: Sequence[Tensor], leading: tuple[int, ...] 
     # `grads` have no graph, and only this list may refer to them. The layout is that which
     # `AccumulateGrad` gives: the strides of a dense parameter, else contiguous ones; in a dimension
     # of size 1 any stride is right. `leading`: the shape in front of that of the parameters.
-    if _are_owned(grads, params, _UNSHARED):
-        return
     if leading and not all(map(_is_contiguous, params)):
         params = [_layout_of_rows(param, leading) for param in params]
         leading = ()
@@ -50,7 +49,8 @@ def owned(grads: list[Tensor | None], params: Sequence[Tensor]) -> list[Tensor |
     """Return gradients without a graph, each in memory of its own; None stays None."""
     # Only the list, which is emptied if something has to be copied, may refer to them.
     if type(None) not in set(map(type, grads)):
-        own(grads, params)  # type: ignore[arg-type]
+        if not _are_owned(grads, params, _UNSHARED):  # type: ignore[arg-type]
+            own(grads, params)  # type: ignore[arg-type]
         return grads
     present = [grad for grad in grads if grad is not None]
     if _are_owned(present, params, _UNSHARED + 1):  # which both lists refer to
@@ -64,6 +64,8 @@ def owned(grads: list[Tensor | None], params: Sequence[Tensor]) -> list[Tensor |
 
 
 def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
+    if _are_owned(grads, params, _UNSHARED):
+        return ()
     try:
         uses = list(map(storage_use_count, map(storage_address, grads)))
     except _WITHOUT_STORAGE:
@@ -118,13 +120,13 @@ def _is_dense(param: Tensor) -> bool:
 
 def _only_views_share(grads: list[Tensor], uses: list[int]) -> bool:
     """Return whether each storage has one tensor, or a view whose base nothing else refers to."""
-    if set(uses) == {_STORAGE_UNSHARED}:
+    counts = set(uses)
+    if counts == {_STORAGE_UNSHARED}:
         return True
-    if not set(uses) <= {_STORAGE_UNSHARED, _VIEW_UNSHARED}:
+    if not counts <= {_STORAGE_UNSHARED, _VIEW_UNSHARED}:
         return False
-    views = [grad for grad, count in zip(grads, uses, strict=True) if count == _VIEW_UNSHARED]
-    bases = list(map(_base, views))
-    if type(None) in set(map(type, bases)):
+    bases = list(map(_base, compress(grads, map(_VIEW_UNSHARED.__eq__, uses))))
+    if type(None) in map(type, bases):
         return False  # not a view, but a result of detach(), which shares memory, too
     return set(map(tensor_use_count, bases)) == {_BASE_UNSHARED} and set(
         map(sys.getrefcount, bases)
