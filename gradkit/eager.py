@@ -139,7 +139,8 @@ def value_and_grads(
         `(values, grads)`. `values`: a tree like `losses`, of their shapes and dtypes, detached
         copies (the losses themselves with `create_graph`). `grads`: a tree like `params`; each
         leaf has its parameter's shape, its strides if it is dense, and the dtype
-        `p.grad_dtype or p.dtype`, and shares no memory with anything (with `create_graph`, it may).
+        `p.grad_dtype or p.dtype`, and shares no memory with anything (with `create_graph`, it may,
+        and its strides are those that torch gave it).
         A tensor in several places has its full gradient in each. None: frozen, integer or unused.
 
     Raises:

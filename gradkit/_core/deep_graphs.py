@@ -8,7 +8,7 @@ from threading import local
 from torch.autograd.graph import Node
 
 from gradkit._compat.autograd import sequence_number
-from gradkit._core.tensor_nodes import metadata
+from gradkit._core.tensor_nodes import is_leaf_node, metadata
 
 # A node that Python has seen is freed through Python, each inside the one above it: a chain of some
 # 40,000 such nodes overflows the stack.
@@ -47,7 +47,8 @@ _growing = _Growing()
 
 def keep_freeable(tops: Collection[Node], seen: int) -> None:
     """Note that nodes above these have been seen, as in each step of a loop; order those below."""
-    # As `free_in_order`, but all nodes since the last time are in one list, which the tops share.
+    # As `free_in_order`, but all nodes since the last time are in a few lists: one for those that
+    # are below the same tops, which these share. So a top holds only what is below itself.
     _growing.seen += seen
     if _growing.seen < MOST_TO_FREE_AT_ONCE:
         return
@@ -55,19 +56,35 @@ def keep_freeable(tops: Collection[Node], seen: int) -> None:
     _growing.seen, _growing.newest = 0, max(map(sequence_number, tops))
     if _growing.newest < oldest:  # those of another thread
         oldest = 0
-    reached = set(tops)
-    below: list[Node] = []
-    for nodes in (tops, below):
-        for node in nodes:  # the second grows meanwhile
-            for child, _ in node.next_functions:
-                if child in tops:
-                    return  # which would keep itself alive
-                if child is not None and child not in reached and sequence_number(child) >= oldest:
-                    reached.add(child)
-                    below.append(child)
-    below.sort(key=sequence_number)
-    for top in tops:
-        metadata(top)[_FREED_IN_ORDER] = below
+    nodes = _reached(tops, oldest)
+    above = dict.fromkeys(nodes, 0)  # for each node the tops above it, as bits
+    for bit, top in enumerate(tops):
+        above[top] |= 1 << bit
+    for node in nodes:
+        for child, _ in node.next_functions:
+            if child in above:
+                above[child] |= above[node]
+    lists: dict[int, list[Node]] = {}
+    for node in reversed(nodes):  # the newest last, which goes first
+        if node not in tops:
+            lists.setdefault(above[node], []).append(node)
+    # What is below more tops is not above what is below fewer: it goes later.
+    every = sorted(lists.items(), key=lambda item: -item[0].bit_count())
+    for bit, top in enumerate(tops):
+        metadata(top)[_FREED_IN_ORDER] = [held for bits, held in every if bits >> bit & 1]
+
+
+def _reached(tops: Collection[Node], oldest: int) -> list[Node]:
+    """Return these nodes and those below them, the newest first; without older ones, and leaves."""
+    nodes = list(tops)
+    reached = set(nodes)
+    for node in nodes:  # which grows meanwhile
+        for child, _ in node.next_functions:
+            if child is not None and child not in reached and sequence_number(child) >= oldest:
+                reached.add(child)
+                if not is_leaf_node(child):
+                    nodes.append(child)
+    return sorted(nodes, key=sequence_number, reverse=True)
 
 
 def _next_below(top: Node, least: int, heights: dict[Node, int], held: set[Node]) -> list[Node]:

@@ -62,9 +62,11 @@ def kinds_in_short_pass(root: Tensor, ends: Collection[Node], most: int) -> set[
     if missing:
         return None
     oldest, below = min(map(sequence_number, ends), default=0), list(ends)
+    # An end, or what the pass executes: there, some end may be below another.
+    known = {*ends, *(node for node in nodes if not is_leaf_node(node))}
     for node in below:  # as far as it is as new as the ends, like `_Bounds`
         for child, _ in node.next_functions:
-            if child in ends or len(below) > most:
+            if child in known or len(below) > most:
                 return None
             if child is not None and child not in reached and sequence_number(child) >= oldest:
                 reached.add(child)

@@ -108,8 +108,7 @@ def _clones(tensors: list[Tensor]) -> list[Tensor]:
 
 def read_params(tree: PyTree, root: str = "params", *, allow_distributed: bool = False) -> Params:
     """Expand and check a tree of params; every leaf that requires grad is a variable."""
-    is_module = isinstance(tree, nn.Module)
-    if is_module:
+    if isinstance(tree, nn.Module):
         params, classes = modules.named_parameters(tree)
         if not (allow_distributed or classes <= OF_TORCH_NN):
             _refuse_distributed(classes, lambda: root)
@@ -122,7 +121,7 @@ def read_params(tree: PyTree, root: str = "params", *, allow_distributed: bool =
     if (
         kinds <= PLAIN_TYPES
         and all(map(_requires_grad, leaves))
-        and (is_module or len(set(map(id, leaves))) == len(leaves))  # a module's are distinct
+        and len(set(map(id, leaves))) == len(leaves)
     ):
         only_leaves = kinds == _PARAMETER or all(map(_is_leaf, leaves))
         return Params(leaves, spec, leaves, range(len(leaves)), root, True, only_leaves)

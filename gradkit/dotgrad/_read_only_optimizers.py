@@ -21,6 +21,7 @@ _NAMES = (
     "RMSprop", "Rprop", "SGD", "SparseAdam",
 )  # fmt: skip
 READERS = frozenset(getattr(optim, name) for name in _NAMES if hasattr(optim, name))
+_version: Callable[[Tensor], int] = attrgetter("_version")
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 _is_contiguous: Callable[[Tensor], bool] = Tensor.is_contiguous
 _stride: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
@@ -46,8 +47,8 @@ def _writes(group: dict[str, Any]) -> bool:
     return bool(group.get("foreach")) or any(p.device.type != "cpu" for p in group["params"])
 
 
-def assign_without_copy(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-    """Set each `.grad` to the gradient, a plain tensor; return False if one has to be copied."""
+def assign_without_copy(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> list[int] | None:
+    """Set each `.grad` to the gradient, and return their versions; None if one has to be copied."""
     # Not one that torch refuses for its leaf, nor one with another layout, a graph, or the memory
     # of a parameter, which changes while the step reads it.
     try:
@@ -56,11 +57,12 @@ def assign_without_copy(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> bo
             and not any(map(_requires_grad, grads))
             and set(map(storage_address, grads)).isdisjoint(map(storage_address, leaves))
         ):
+            versions = list(map(_version, grads))
             set_grads(leaves, grads)
-            return True
+            return versions
     except (RuntimeError, TypeError):  # sparse, of another shape, made in inference mode
         pass
-    return False
+    return None
 
 
 def _have_one_layout(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:

@@ -89,6 +89,8 @@ def step_(
     may_lend = scaler is None and max_norm is None and only_reads(optimizer)
     if not may_lend:
         _check_arguments(optimizer, params, grads, scaler, max_norm)
+        if max_norm is not None:
+            check_number("max_norm", max_norm, "max_norm=1.0, or leave it out", nonnegative=True)
     opened = read_leaves(params)
     by_leaf = read_grad_leaves(opened, grads)
     own_params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -126,12 +128,12 @@ def _step_without_copies(
     if not (kinds <= PLAIN_TYPES and _are_trained(leaves, params, own_params)):
         return False
     with GradsPutBack(own_params):
-        if not assign_without_copy(leaves, grads):
+        versions = assign_without_copy(leaves, grads)
+        if versions is None:
             return False
-        versions = list(map(_version, grads))
         optimizer.step()
-    if list(map(_version, grads)) != versions:
-        warn_of_write(optimizer)
+        if list(map(_version, grads)) != versions:
+            warn_of_write(optimizer)
     return True
 
 
@@ -152,7 +154,7 @@ def _are_trained(leaves: list[Any], params: Params, owned: list[Tensor]) -> bool
 
 
 def _check_arguments(
-    optimizer: Any, params: PyTree, grads: PyTree, scaler: object, max_norm: Any
+    optimizer: Any, params: PyTree, grads: PyTree, scaler: object, max_norm: object
 ) -> None:
     """Raise if the optimizer is not one that steps, or the scaler is not a GradScaler."""
     if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
@@ -166,8 +168,6 @@ def _check_arguments(
     if scaler is not None and not isinstance(scaler, GradScaler):
         expected, fix = "a torch.amp.GradScaler or None", "scaler=torch.amp.GradScaler()"
         raise OptionError(message("scaler", expected, describe(scaler), fix))
-    if max_norm is not None:
-        check_number("max_norm", max_norm, "max_norm=1.0, or leave it out", nonnegative=True)
     if type(optimizer) in READERS and is_step_of_class(optimizer):
         return
     check_wrapper(optimizer, unscales_or_clips=not (scaler is None and max_norm is None))

@@ -192,3 +192,43 @@ def test_what_is_put_in_order_lives_no_longer(device: torch.device) -> None:
     del w, grads, _
     gc.collect()
     assert not any(each() is not None for each in Watched.alive)
+
+
+def sines(x: Tensor, count: int) -> Tensor:
+    """Return the end of a chain of nodes."""
+    for _ in range(count):
+        x = x.sin()
+    return x
+
+
+def test_a_value_does_not_keep_what_is_below_another(device: torch.device) -> None:
+    kept = torch.ones(2, device=device, requires_grad=True) * 1
+    saved: list[weakref.ref[Tensor]] = []
+    for _ in range(40):
+        factor = torch.ones(2, device=device)
+        saved.append(weakref.ref(factor))
+        fresh = sines(torch.ones(2, device=device, requires_grad=True) * factor, 20)
+        loss = sines(kept * fresh, 100).sum()
+        gradkit.value_and_grads(loss, [kept, fresh], create_graph=True)
+        del factor, fresh, loss
+    gc.collect()
+    assert not any(each() is not None for each in saved)
+
+
+def test_a_value_below_another_is_freed_with_it(device: torch.device) -> None:
+    """By way of a node that is older than those that were put in order before."""
+    factor = torch.ones(2, device=device)
+    saved = weakref.ref(factor)
+    low = torch.ones(2, device=device, requires_grad=True) * 1
+    node = low * factor
+    del factor
+    for _ in range(11):
+        fresh = torch.ones(2, device=device, requires_grad=True) * 1
+        gradkit.value_and_grads(sines(fresh, 280).sum(), [fresh], create_graph=True)
+    for _ in range(20):
+        high = sines(node, 250)
+        total = (low * high).sum() + node.sum()
+        gradkit.value_and_grads(total, [low, high], create_graph=True)
+    del low, node, high, total, fresh
+    gc.collect()
+    assert saved() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -187,3 +188,42 @@ def test_a_gradient_with_a_graph_is_lent_without_it(device: torch.device) -> Non
     _, grads = gradkit.value_and_grads(loss, params, create_graph=True)
     gradkit.step_(optim.SGD(params, lr=0.1), params, grads)
     assert all(grad.requires_grad for grad in grads)
+
+
+def test_gradients_made_in_inference_mode_are_copied(device: torch.device) -> None:
+    param = nn.Parameter(torch.ones(3, device=device))
+    with torch.inference_mode():
+        grad = torch.ones(3, device=device)
+    gradkit.step_(optim.SGD([param], lr=0.5), [param], [grad])
+    assert param.tolist() == [0.5] * 3
+
+
+def test_putting_back_a_view_is_no_write_of_the_step(device: torch.device) -> None:
+    param = nn.Parameter(torch.ones(3, device=device))
+    param.grad = torch.ones(4, device=device)[1:]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradkit.step_(optim.SGD([param], lr=0.5), [param], [param.grad])
+    assert param.tolist() == [0.5] * 3
+
+
+class Twice(nn.Module):
+    """Lists its one parameter under two names."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(2, device=device))
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield "a", self.a
+        yield "b", self.a
+
+
+def test_a_parameter_that_a_module_lists_twice_counts_once(device: torch.device) -> None:
+    module, one = Twice(device), torch.ones(2, device=device)
+    gradkit.add_grads_(module, {"a": one, "b": one})
+    assert module.a.grad is not None
+    assert module.a.grad.tolist() == [1, 1]
+    with pytest.raises(gradkit.StructureError, match="in another place"):
+        gradkit.step_(optim.SGD([module.a], lr=1.0), module, {"a": one, "b": one * 5})
+    assert module.a.tolist() == [1, 1]

@@ -350,3 +350,17 @@ def test_the_graph_is_freed(device: torch.device) -> None:
     gradkit.value_and_grads(loss, [x])
     with pytest.raises(RuntimeError, match="a second time"):
         loss.backward()
+
+
+@pytest.mark.parametrize("retain", [None, True])
+def test_a_value_below_another_takes_the_nodes_between_into_account(
+    device: torch.device, retain: bool | None
+) -> None:
+    """Also by way of a node that the loss is computed from directly."""
+    v, g = (torch.randn(4, n, device=device, requires_grad=True) for n in (3, 1))
+    low = v * 1
+    between = low * 2
+    high = torch._weight_norm(between, g, 0)
+    loss = (high**3).sum() + between.sum()
+    with plain_process(), pytest.raises(gradkit.UnsupportedGraphError, match="weight_norm"):
+        gradkit.value_and_grads(loss, [low, high], create_graph=True, retain_graph=retain)
