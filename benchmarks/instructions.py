@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -102,6 +103,8 @@ def main() -> None:
     for side in every:
         for _ in range(_WARMUP):
             side.run(side.build())
+    gc.collect()
+    gc.freeze()  # a full collection in between would be counted as a call's own
     subprocess.run(["callgrind_control", "--instr=on", str(os.getpid())], check=True)
     for side in every:
         for call in range(_CALLS):

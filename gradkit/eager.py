@@ -18,9 +18,11 @@ from gradkit._autograd.passes import (
     trees_by_player,
 )
 from gradkit._autograd.plain_pass import is_plain, plain_value_and_grads
+from gradkit._autograd.plain_separate_passes import are_plain, plain_per_loss_grads
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.dynamo import disable_compile
-from gradkit._core.losses import read_losses
+from gradkit._core import pytree
+from gradkit._core.losses import Losses, read_losses
 from gradkit._core.options import Filled, Strategy, Unused, check_batching, check_pass_options
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import read_params
@@ -28,7 +30,7 @@ from gradkit._core.pytree import PyTree
 
 __all__ = ["per_loss_grads", "simultaneous_grads", "value_and_grads"]
 
-_NONE = "none"  # the default of `unused`: one object, as literals are
+_NONE, _SEQUENTIAL = "none", "sequential"  # defaults, which are compared as objects
 K = TypeVar("K")
 L = TypeVar("L")
 Tensors: TypeAlias = Mapping[K, Tensor]
@@ -288,13 +290,20 @@ def per_loss_grads(
         `torch.autograd.grad` and its `is_grads_batched`,
         https://pytorch.org/docs/stable/generated/torch.autograd.grad.html
     """
+    flat_params = None
+    is_default = strategy is _SEQUENTIAL and unused is _NONE and retain_graph is None
+    if is_default and create_graph is False and chunk_size is None:
+        flat_losses = Losses(*pytree.flatten(losses))
+        if are_plain(flat_losses.leaves):
+            flat_params = read_params(params)
+            plain_result = plain_per_loss_grads(flat_losses, flat_params)
+            if plain_result is not None:
+                return plain_result
     check_pass_options(unused, create_graph, retain_graph)
     check_batching(strategy, chunk_size)
     with leave_inference_mode():
-        flat_losses, flat_params = (
-            read_losses(losses, scalar=False, with_graph=True),
-            read_params(params),
-        )
+        flat_losses = read_losses(losses, scalar=False, with_graph=True)
+        flat_params = flat_params or read_params(params)
         result = run_separately(
             flat_losses,
             flat_params,

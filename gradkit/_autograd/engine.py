@@ -69,7 +69,6 @@ def run_grad(
                 call.create_graph,
                 tuple(inputs),
                 True,
-                accumulate_grad=False,
             )
     except RuntimeError as error:
         _raise_named(error, call)
@@ -78,14 +77,19 @@ def run_grad(
 
 
 def run_plainly(
-    loss: Tensor, variables: Sequence[Tensor], create_graph: bool, call: Callable[[], Call]
+    loss: Tensor,
+    variables: Sequence[Tensor],
+    retain_graph: bool,
+    create_graph: bool,
+    call: Callable[[], Call],
+    seed: Tensor | None = None,
 ) -> list[Tensor | None]:
-    """Return the gradients of a plain loss, and free the graph unless they carry one."""
-    # `call` is what an error names.
+    """Return the gradients of a plain loss."""
+    # `call` is what an error names; `seed` is ones like the loss.
     try:
-        seed = torch.ones_like(loss)
-        options = (create_graph, create_graph, tuple(variables), True)
-        return list(run_engine((loss,), (seed,), *options, accumulate_grad=False))
+        seed = _seed(loss, seed)
+        options = (retain_graph, create_graph, tuple(variables), True)
+        return list(run_engine((loss,), (seed,), *options))
     except RuntimeError as error:
         _raise_named(error, call())
         raise
@@ -118,7 +122,7 @@ def run_batch(
     # Not torch.autograd.grad, which a TorchFunctionMode would see: hooks could not be seen by one.
     options = (True, call.create_graph, tuple(inputs), True)
     try:
-        return list(run_engine(tuple(outputs), tuple(batches), *options, accumulate_grad=False))
+        return list(run_engine(tuple(outputs), tuple(batches), *options))
     except RuntimeError as error:
         _raise_named(error, call)
         raise

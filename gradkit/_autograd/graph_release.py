@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -59,20 +60,25 @@ def _plan_parts(parts: Sequence[Part], executed: set[Node]) -> list[ReleasePlan]
 
 def release(nodes: Iterable[Node]) -> None:
     """Drop the tensors that these nodes have saved, as the engine does without `retain_graph`."""
-    # Python cannot tell a node to release its tensors, but it can give each a pack hook, which
-    # replaces the tensor by what the hook returns. A tensor that has hooks already (a checkpoint's,
-    # or one kept on another device) cannot have others: it stays until its graph is freed.
     for node in nodes:
         for name in saved_names(type(node)):
             try:
                 saved = getattr(node, name)
             except RuntimeError:  # a custom Function that has lost its tensors
                 continue
-            for tensor in saved if isinstance(saved, tuple | list) else (saved,):
-                try:
-                    tensor.register_hooks(_drop, raise_freed)
-                except RuntimeError:  # it has hooks, is lost already, or is None
-                    continue
+            drop(saved if isinstance(saved, tuple | list) else (saved,))
+
+
+def drop(saved: Iterable[Any]) -> None:
+    """Drop tensors that nodes have saved, as torch wraps them."""
+    # Python cannot tell a node to release its tensors, but it can give each a pack hook, which
+    # replaces the tensor by what the hook returns. A tensor that has hooks already (a checkpoint's,
+    # or one kept on another device) cannot have others: it stays until its graph is freed.
+    for tensor in saved:
+        try:
+            tensor.register_hooks(_drop, raise_freed)
+        except RuntimeError:  # it has hooks, is lost already, or is None
+            continue
 
 
 def _drop(_: Tensor) -> None:

@@ -7,6 +7,7 @@ this does without. Results and errors are the same [tests/eager/test_plain_pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeGuard
@@ -71,16 +72,16 @@ def plain_value_and_grads(
     hooked = hooks_registered()
     if not (params.only_leaves or (create_graph and _are_plain_values(variables))):
         return None
-    if hooked and (any(map(tensor_hooks, variables)) or first_pre_hooked(variables) is not None):
+    if hooked and have_hooks(variables):
         return None
     if create_graph and not _is_differentiable(loss, params):
         return None
-    grads = run_plainly(loss, variables, create_graph, partial(_call, loss, params, create_graph))
+    call = partial(_call, loss, params, create_graph)
+    grads = run_plainly(loss, variables, create_graph, create_graph, call)
     if hooked and (versions := grad_versions(variables, grads, ())):
-        call = _call(loss, params, create_graph)
-        PassRunner(call).refuse_modified([loss], variables, versions)
+        PassRunner(call()).refuse_modified([loss], variables, versions)
     if type(None) in set(map(type, grads)):
-        require_reached(_call(loss, params, create_graph), [grads])
+        require_reached(call(), [grads])
     if create_graph:
         return loss, grads_to_tree(grads, params, "none", create_graph)
     return loss.detach().clone(), params.spec.unflatten(owned(grads, variables))
@@ -97,6 +98,11 @@ def plain_backward(loss: Tensor) -> Tensor:
 
 def _call(loss: Tensor, params: Params, create_graph: bool) -> Call:
     return Call(lone_loss(loss), [loss], [Pass([0], params)], create_graph=create_graph)
+
+
+def have_hooks(leaves: Sequence[Tensor]) -> bool:
+    """Return whether a leaf has a hook of its own, on its tensor or on its node."""
+    return any(map(tensor_hooks, leaves)) or first_pre_hooked(leaves) is not None
 
 
 def _are_plain_values(variables: list[Tensor]) -> bool:

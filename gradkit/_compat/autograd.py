@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from logging import DEBUG, getLogger
 from operator import attrgetter
 from typing import Any, cast
 
@@ -41,10 +43,25 @@ def forward_line(node: Node) -> str | None:
     return ": ".join(lines[:2]).removeprefix("File ") or None
 
 
-# What torch.autograd.grad calls once it has read its arguments, which takes it 13 us and 0.5 us an
-# input: (outputs, cotangents, retain_graph, create_graph, inputs, allow_unused,
-# accumulate_grad=False). Plain tensors only.
-run_engine: Callable[..., tuple[Tensor | None, ...]] = _engine_run_backward
+def run_engine(*arguments: Any) -> tuple[Tensor | None, ...]:
+    """Run the engine: outputs, cotangents, retain_graph, create_graph, inputs, allow_unused."""
+    # What torch.autograd.grad does once it has read its arguments, which takes it 13 us and 0.5 us
+    # an input. Plain tensors only. In between torch has a function that logs each node when asked,
+    # and passes context variables on to the threads of devices: 6 us where the caches are cold.
+    if _log.isEnabledFor(DEBUG) or _may_have_device_threads():
+        return _engine_run_backward(*arguments, accumulate_grad=False)
+    grads: tuple[Tensor | None, ...] = _engine.run_backward(*arguments, accumulate_grad=False)
+    return grads
+
+
+_log = getLogger(torch.autograd.graph.__name__)
+_engine: Any = torch.autograd.Variable._execution_engine
+
+
+@cache
+def _may_have_device_threads() -> bool:
+    return torch.accelerator.is_available()
+
 
 # Whether a TorchFunctionMode is active, which sees what torch.autograd.grad is called with.
 function_mode_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from functools import cache
 from math import prod
 from typing import Any, NoReturn, TypeAlias, cast
@@ -98,22 +98,37 @@ def has_released(node: Node) -> bool:
 
 def any_released(nodes: Iterable[Node], kinds: Iterable[type]) -> bool:
     """Return whether one of the nodes, which are of these types, has lost a tensor."""
-    names_of = {kind: names for kind in kinds if (names := saved_names(kind))}
-    return any(_is_released(node, name) for node in nodes for name in names_of.get(type(node), ()))
+    return all_saved(nodes, names_by_kind(kinds)) is None
 
 
-def _is_released(node: Node, name: str) -> bool:
+def names_by_kind(kinds: Iterable[type]) -> dict[type, tuple[str, ...]]:
+    """Return `saved_names` of each of these types of nodes, without those that save no tensor."""
+    return {kind: names for kind in kinds if (names := saved_names(kind))}
+
+
+def all_saved(nodes: Iterable[Node], names_of: Mapping[type, tuple[str, ...]]) -> list[Any] | None:
+    """Return the tensors that nodes have saved, as torch wraps them; None if one has been lost."""
+    # By `names_by_kind`. The wrappers must not outlive the nodes, whose memory they are in.
+    every: list[Any] = []
     try:
-        saved = getattr(node, name)
-        if getattr(saved, "data", saved) is None:
-            if saved.unpack_hook is None:
-                # Raises if it is released; an optional tensor that was never saved is None.
-                getattr(node, name.replace("_raw_saved_", "_saved_"))
-            # One with hooks is not unpacked: that could recompute a checkpoint.
-            return saved.unpack_hook is raise_freed
+        for node in nodes:
+            for name in names_of.get(type(node), ()):
+                saved = getattr(node, name)
+                if isinstance(saved, tuple):
+                    if any(one.unpack_hook is raise_freed for one in saved):
+                        return None
+                    every += saved
+                elif saved.data is not None:
+                    every.append(saved)
+                elif saved.unpack_hook is raise_freed:
+                    return None
+                elif saved.unpack_hook is None:
+                    # Raises if it is released; an optional tensor that was never saved is None.
+                    getattr(node, name.replace("_raw_saved_", "_saved_"))
+                # One with hooks is not unpacked: that could recompute a checkpoint.
     except RuntimeError:
-        return True
-    return False
+        return None
+    return every
 
 
 def raise_freed(_: object) -> NoReturn:

@@ -111,9 +111,8 @@ def is_transform_tensor(tensor: Tensor) -> bool:
     return _functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def is_differentiated_tensor(tensor: Tensor) -> bool:
-    """Return whether grad, vjp or jvp has wrapped this tensor."""
-    return _functorch.is_gradtrackingtensor(tensor)
+# Whether grad, vjp or jvp has wrapped a tensor.
+is_differentiated_tensor: Callable[[Tensor], bool] = _functorch.is_gradtrackingtensor
 
 
 def unbatched(tensor: Tensor) -> Tensor:

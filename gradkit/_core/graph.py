@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradkit._core.graph_walk import Part, parts_below
-from gradkit._core.tensor_nodes import edge, is_leaf_node, leaf_of, leaf_tensors
+from gradkit._core.tensor_nodes import edge, leaf_nodes, leaf_of, leaf_tensors
 
 
 class Subgraph:
@@ -89,11 +89,11 @@ class Subgraph:
     @cached_property
     def _inner(self) -> set[Node]:
         # Each node leads to a leaf.
-        return {node for node in self.nodes if not is_leaf_node(node)}
+        return self.nodes.difference(leaf_nodes(self.nodes))
 
     def _walk_up(self, variables: Sequence[Tensor], extra: Sequence[Node]) -> set[Node]:
         ids = set(map(id, variables))
-        stack = [node for node in self.nodes if is_leaf_node(node) and id(leaf_of(node)) in ids]
+        stack = [node for node in leaf_nodes(self.nodes) if id(leaf_of(node)) in ids]
         stack += [variable.grad_fn for variable in variables if variable.grad_fn is not None]
         stack += extra
         leading: set[Node] = set()

@@ -63,6 +63,17 @@ def owned(grads: list[Tensor | None], params: Sequence[Tensor]) -> list[Tensor |
     return [next(copies) if is_reached else None for is_reached in reached]
 
 
+def owned_of_each(
+    each: list[list[Tensor | None]], params: Sequence[Tensor]
+) -> list[list[Tensor | None]]:
+    """Return what `owned` does of the gradients of each of several passes, looked at together."""
+    present = [grad for grads in each for grad in grads if grad is not None]
+    if _are_owned(present, params, _UNSHARED + 1):  # one of the lists, and this one
+        return each
+    del present
+    return [owned(grads, params) for grads in each]
+
+
 def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
     if _are_owned(grads, params, _UNSHARED):
         return ()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -25,8 +26,13 @@ def edge(tensor: Tensor) -> GradientEdge:
 
 def leaf_tensors(nodes: Iterable[Node]) -> dict[int, Tensor]:
     """Return the leaf tensors whose gradients the nodes accumulate, by id."""
-    leaves = (leaf_of(node) for node in nodes if is_leaf_node(node))
+    leaves = map(leaf_of, leaf_nodes(nodes))
     return {id(leaf): leaf for leaf in leaves}
+
+
+def leaf_nodes(nodes: Iterable[Node]) -> list[Node]:
+    """Return those of the nodes that accumulate the gradients of leaf tensors."""
+    return [node for node in nodes if type(node) is AccumulateGrad]
 
 
 def is_leaf_node(node: Node) -> bool:
@@ -34,9 +40,8 @@ def is_leaf_node(node: Node) -> bool:
     return type(node) is AccumulateGrad
 
 
-def leaf_of(node: Any) -> Tensor:
-    """Return the leaf tensor whose gradient an AccumulateGrad node accumulates."""
-    return cast("Tensor", node.variable)
+# The leaf tensor whose gradient an AccumulateGrad node accumulates.
+leaf_of: Callable[[Node], Tensor] = attrgetter("variable")
 
 
 def has_rebuilt_history(view: Tensor) -> bool:

@@ -5,11 +5,11 @@ Both give what `.backward()` gives, and raise the same errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,60 +18,20 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 import gradkit
-from gradkit import eager
-from gradkit._autograd import plain_pass
-from gradkit._core import user_code
+from tests.eager import short_ways
+from tests.eager.short_ways import no_hook_yet, outcome, plain_process
 from tests.helpers import Halve, World, assert_owned, assert_same_bits
 from tests.strategies import HOOKLESS, OPS, WRITING, Graph, Program, build, programs
 
 dtypes = st.sampled_from([torch.float64, torch.float32])
-SHORT = plain_pass.plain_value_and_grads
-
-
-@contextmanager
-def noting_short_calls() -> Iterator[list[bool]]:
-    """Yield a list that gets, for each call that is tried the short way, whether it was taken."""
-    taken: list[bool] = []
-
-    def noted(*args: Any) -> Any:
-        result = SHORT(*args)
-        taken.append(result is not None)
-        return result
-
-    with patch.object(eager, "plain_value_and_grads", noted):
-        yield taken
-
-
-def no_hook_yet() -> Any:
-    """Let the process look as if no hook had been registered before."""
-    return patch.object(user_code._own_hooks, "count", RemovableHandle.next_id)
-
-
-@contextmanager
-def plain_process() -> Iterator[None]:
-    """Let the process look as if no other test had left Functions or sharded modules alive."""
-    with (
-        patch.object(plain_pass, "functions_alive", lambda: user_code.NONE_ALIVE),
-        patch.object(plain_pass, "any_fully_sharded", lambda: False),
-        patch.object(plain_pass, "recomputed_tensor_sources", {}),
-    ):
-        yield
+noting_short_calls = partial(short_ways.noting_short_calls, "plain_value_and_grads")
 
 
 def total(graph: Graph) -> Tensor:
     """Return one loss of all."""
     return torch.stack([loss.sum() for loss in graph.losses]).sum()
-
-
-def outcome(call: Callable[[], Any]) -> Any:
-    """Return what a call returns, or the class and the text of its error."""
-    try:
-        return call()
-    except gradkit.GradkitError as error:
-        return type(error), str(error)
 
 
 def assert_same_outcome(first: Any, second: Any) -> None:

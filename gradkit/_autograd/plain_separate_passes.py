@@ -1,0 +1,129 @@
+"""The gradients of each loss, the shortest way: ordinary 0-dim losses, and plain leaf tensors.
+
+As in `plain_pass`, results and errors are those of the long way, from fewer calls of Python
+functions. The graph is walked once, and what its nodes have saved is read once: to see that it is
+there before any pass runs, and to drop it after its last one
+[tests/eager/test_plain_separate_passes.py].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from gradkit._autograd.engine import run_plainly
+from gradkit._autograd.graph_release import drop
+from gradkit._autograd.pass_runner import PassRunner
+from gradkit._autograd.plain_pass import have_hooks, is_plain
+from gradkit._checks.modified_gradients import grad_versions
+from gradkit._checks.reachability import require_reached
+from gradkit._compat.dynamo import overwrites_saved_tensors
+from gradkit._compat.nodes import all_saved, names_by_kind
+from gradkit._compat.transforms import is_differentiated_tensor
+from gradkit._core.call import Call, Grads, Pass
+from gradkit._core.graph import Subgraph
+from gradkit._core.losses import Losses
+from gradkit._core.ownership import owned_of_each
+from gradkit._core.params import Params
+from gradkit._core.pytree import PyTree
+from gradkit._core.tensor_nodes import is_leaf_node, leaf_nodes, leaf_of
+from gradkit._core.user_code import hooks_registered
+
+_dtype, _device = attrgetter("dtype"), attrgetter("device")
+_requires_grad, _retains_grad = attrgetter("requires_grad"), attrgetter("retains_grad")
+_ORDINARY = {Tensor}
+
+
+def are_plain(losses: Sequence[Any]) -> bool:
+    """Return whether these are ordinary 0-dim losses, and nothing around sees to their passes."""
+    return (
+        bool(losses)
+        and is_plain(losses[0])
+        and set(map(type, losses)) == _ORDINARY
+        and not any(map(Tensor.dim, losses))
+        and all(map(_requires_grad, losses))
+        and not any(map(_retains_grad, losses))
+        and all(dtype.is_floating_point for dtype in set(map(_dtype, losses)))
+        and not any(map(is_differentiated_tensor, losses))
+    )
+
+
+def plain_per_loss_grads(losses: Losses, params: Params) -> PyTree | None:
+    """Return the tree of trees of gradients of plain losses; None if the rest is not as plain."""
+    variables = params.variables
+    if not (params.plain_leaves and len(variables) == len(params.leaves)):
+        return None
+    hooked = hooks_registered()
+    if hooked and have_hooks(variables):
+        return None
+    below = Subgraph(losses.leaves)
+    parts = _graph_parts(below, variables)
+    if parts is None:
+        return None
+    call = partial(_call, losses, params)
+    seed = None if hooked else _common_seed(losses.leaves)  # a hook may write on it
+    results: list[Grads] = []
+    for loss, part in zip(losses.leaves, parts, strict=True):
+        grads = run_plainly(loss, variables, part.retain, False, call, seed)
+        if hooked and (versions := grad_versions(variables, grads, ())):
+            PassRunner(call()).refuse_modified([loss], variables, versions)
+        results.append(grads)
+        if part.retain:
+            drop(part.saved)
+    if _any_missing(results):
+        require_reached(call(), results)
+    del grads  # which only the list of results may refer to
+    results = owned_of_each(results, variables)
+    return losses.spec.unflatten(map(params.spec.unflatten, results))
+
+
+class _GraphPart(NamedTuple):
+    """What the pass of one loss executes, and no later one does."""
+
+    retain: bool  # a later pass executes some of what is below
+    saved: list[Any]  # what its nodes have saved, as torch wraps it; no longer than they live
+
+
+def _graph_parts(below: Subgraph, variables: Sequence[Tensor]) -> list[_GraphPart] | None:
+    """Return the part of each loss; None if one is freed, or can run only once."""
+    executed: list[list[Node]] = [part.nodes for part in below.parts]
+    every = list(chain.from_iterable(executed))
+    if not set(map(id, map(leaf_of, leaf_nodes(every)))) <= set(map(id, variables)):
+        leading = below.leading_to(variables)
+        executed = [[node for node in nodes if node in leading] for nodes in executed]
+    names_of = names_by_kind(set(map(type, every)))
+    if any(map(overwrites_saved_tensors, names_of)):
+        return None
+    parts: list[_GraphPart] = []
+    for part, nodes in zip(below.parts, executed, strict=True):
+        saved = all_saved(nodes, names_of)
+        if saved is None:
+            return None
+        parts.append(_GraphPart(not all(map(is_leaf_node, part.shared)), saved))
+    return parts
+
+
+def _common_seed(losses: Sequence[Tensor]) -> Tensor | None:
+    """Return ones like each of 0-dim losses; None if they are of several kinds."""
+    is_common = len(set(map(_dtype, losses))) == len(set(map(_device, losses))) == 1
+    return torch.ones_like(losses[0]) if is_common else None
+
+
+def _any_missing(results: Sequence[Grads]) -> bool:
+    """Return whether some variable has a gradient of no loss."""
+    missing: Sequence[int] = range(len(results[0]))
+    for grads in results:
+        missing = [index for index in missing if grads[index] is None]
+    return bool(missing)
+
+
+def _call(losses: Losses, params: Params) -> Call:
+    passes = [Pass([index], params) for index in range(len(losses.leaves))]
+    return Call(losses, losses.leaves, passes)

@@ -1,0 +1,49 @@
+"""The engine is called as torch.autograd.grad calls it, wherever the difference can be seen."""
+
+from __future__ import annotations
+
+import logging
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradkit
+from gradkit._compat import autograd
+from tests.helpers import assert_same_bits
+
+
+def test_torch_logs_the_nodes_of_a_pass_when_asked(
+    device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.ones(2, device=device, requires_grad=True)
+    gradkit.value_and_grads((x * x).sum(), [x])
+    assert not caplog.records
+    with caplog.at_level(logging.DEBUG, "torch.autograd.graph"):
+        gradkit.value_and_grads((x * x).sum(), [x])
+        gradkit.per_loss_grads([(x * x).sum()], [x])
+    assert sum("MulBackward0" in record.getMessage() for record in caplog.records) == 2
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_threads_of_devices_get_the_context(device: torch.device, threads: bool) -> None:
+    """It carries the compiler's options to where a compiled backward pass runs."""
+    x = torch.ones(2, device=device, requires_grad=True)
+    seen: list[bool] = []
+
+    def see(grad: Tensor) -> None:
+        seen.append(torch._C._is_key_in_tls("context"))
+
+    def passes() -> list[Tensor]:
+        middle = x * x
+        middle.register_hook(see)
+        value, grads = gradkit.value_and_grads(middle.sum(), [x])
+        middle = x * x
+        middle.register_hook(see)
+        return [value, *grads, *gradkit.per_loss_grads(middle.sum(), [x])]
+
+    with patch.object(autograd, "_may_have_device_threads", lambda: threads):
+        results = passes()
+    assert seen == [threads, threads]
+    assert_same_bits(results, passes())

@@ -1,0 +1,54 @@
+"""What the tests of the short ways share: a process that looks new, and which way a call went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from torch.utils.hooks import RemovableHandle
+
+import gradkit
+from gradkit import eager
+from gradkit._autograd import plain_pass
+from gradkit._core import user_code
+
+
+@contextmanager
+def noting_short_calls(name: str) -> Iterator[list[bool]]:
+    """Yield a list that gets, for each call that is tried the short way, whether it was taken."""
+    taken: list[bool] = []
+    short = getattr(eager, name)
+
+    def noted(*args: Any) -> Any:
+        result = short(*args)
+        taken.append(result is not None)
+        return result
+
+    with patch.object(eager, name, noted):
+        yield taken
+
+
+def no_hook_yet() -> Any:
+    """Let the process look as if no hook had been registered before."""
+    return patch.object(user_code._own_hooks, "count", RemovableHandle.next_id)
+
+
+@contextmanager
+def plain_process() -> Iterator[None]:
+    """Let the process look as if no other test had left Functions or sharded modules alive."""
+    with (
+        patch.object(plain_pass, "functions_alive", lambda: user_code.NONE_ALIVE),
+        patch.object(plain_pass, "any_fully_sharded", lambda: False),
+        patch.object(plain_pass, "recomputed_tensor_sources", {}),
+    ):
+        yield
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """Return what a call returns, or the class and the text of its error."""
+    try:
+        return call()
+    except gradkit.GradkitError as error:
+        return type(error), str(error)
