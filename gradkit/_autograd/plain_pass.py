@@ -27,18 +27,18 @@ from gradkit._compat.autograd import is_view, tensor_hooks
 from gradkit._compat.distributed import any_fully_sharded
 from gradkit._compat.transforms import is_ordinary
 from gradkit._core.call import Call, Pass
-from gradkit._core.graph_walk import kinds_in_short_pass
+from gradkit._core.graph_walk import kinds_in_short_pass, nodes_of_types
 from gradkit._core.losses import lone_loss
 from gradkit._core.ownership import owned
 from gradkit._core.params import NO_PARAMS, Params
 from gradkit._core.pass_observers import all_observers
 from gradkit._core.pytree import PyTree
-from gradkit._core.tensor_nodes import is_freed
+from gradkit._core.tensor_nodes import is_freed, is_leaf_node
 from gradkit._core.user_code import (
-    NONE_ALIVE,
     first_pre_hooked,
     functions_alive,
     hooks_registered,
+    most_nodes_of_users,
 )
 from gradkit._state.recomputed_tensors import recomputed_tensor_sources
 
@@ -48,7 +48,7 @@ _SHORT = 300  # nodes
 
 def is_plain(loss: Any) -> TypeGuard[Tensor]:
     """Return whether this is an ordinary loss, and nothing around the call sees to its pass."""
-    # A hook may have been registered: what that asks for is seen to below.
+    # Hooks may have been registered, and Functions defined: what they ask for is seen to below.
     return (
         type(loss) is Tensor
         and loss.requires_grad
@@ -57,7 +57,6 @@ def is_plain(loss: Any) -> TypeGuard[Tensor]:
         and not loss.retains_grad
         and not (all_observers or open_monitors or recomputed_tensor_sources)
         and is_ordinary(loss)
-        and functions_alive() is NONE_ALIVE
         and not any_fully_sharded()
     )
 
@@ -69,7 +68,9 @@ def plain_value_and_grads(
     variables = params.variables
     if not params.no_subclasses or len(variables) < len(params.leaves):
         return None
-    hooked = hooks_registered()
+    hooked, functions = hooks_registered(), functions_alive()
+    if functions.refused or (functions.users and (create_graph or functions_take_leaves(loss))):
+        return None
     if not (params.only_leaves or (create_graph and _are_plain_values(variables))):
         return None
     if hooked and have_hooks(variables):
@@ -78,7 +79,7 @@ def plain_value_and_grads(
         return None
     call = partial(_call, loss, params, create_graph)
     grads = run_plainly(loss, variables, create_graph, create_graph, call)
-    if hooked and (versions := grad_versions(variables, grads, ())):
+    if (hooked or functions.users) and (versions := grad_versions(variables, grads, ())):
         PassRunner(call()).refuse_modified([loss], variables, versions)
     if type(None) in set(map(type, grads)):
         require_reached(call(), [grads])
@@ -103,6 +104,16 @@ def _call(loss: Tensor, params: Params, create_graph: bool) -> Call:
 def have_hooks(leaves: Sequence[Tensor]) -> bool:
     """Return whether a leaf has a hook of its own, on its tensor or on its node."""
     return any(map(tensor_hooks, leaves)) or first_pre_hooked(leaves) is not None
+
+
+def functions_take_leaves(loss: Tensor) -> bool:
+    """Return whether a custom Function in the graph makes the gradient of a leaf itself."""
+    functions = nodes_of_types(loss, most_nodes_of_users())
+    return any(
+        child is not None and is_leaf_node(child)
+        for node in functions
+        for child, _ in node.next_functions
+    )
 
 
 def _are_plain_values(variables: list[Tensor]) -> bool:

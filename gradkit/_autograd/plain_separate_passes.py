@@ -22,7 +22,7 @@ from gradkit._autograd.engine import run_plainly
 from gradkit._autograd.graph_release import drop
 from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.plain_pass import have_hooks, is_plain
-from gradkit._checks.modified_gradients import grad_versions
+from gradkit._checks.modified_gradients import grad_versions, inputs_of_functions
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.dynamo import overwrites_saved_tensors
 from gradkit._compat.nodes import all_saved, names_by_kind
@@ -34,7 +34,7 @@ from gradkit._core.ownership import owned_of_each
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit._core.tensor_nodes import is_leaf_node, leaf_nodes, leaf_of
-from gradkit._core.user_code import hooks_registered
+from gradkit._core.user_code import functions_alive, hooks_registered
 
 _dtype, _device = attrgetter("dtype"), attrgetter("device")
 _requires_grad, _retains_grad = attrgetter("requires_grad"), attrgetter("retains_grad")
@@ -60,19 +60,20 @@ def plain_per_loss_grads(losses: Losses, params: Params) -> PyTree | None:
     variables = params.variables
     if not (params.plain_leaves and len(variables) == len(params.leaves)):
         return None
-    hooked = hooks_registered()
-    if hooked and have_hooks(variables):
+    hooked, functions = hooks_registered(), functions_alive()
+    if functions.refused or (hooked and have_hooks(variables)):
         return None
     below = Subgraph(losses.leaves)
-    parts = _graph_parts(below, variables)
+    parts = _graph_parts(below, variables, users=functions.users)
     if parts is None:
         return None
+    may_write = hooked or functions.users
     call = partial(_call, losses, params)
-    seed = None if hooked else _common_seed(losses.leaves)  # a hook may write on it
+    seed = None if may_write else _common_seed(losses.leaves)
     results: list[Grads] = []
     for loss, part in zip(losses.leaves, parts, strict=True):
         grads = run_plainly(loss, variables, part.retain, False, call, seed)
-        if hooked and (versions := grad_versions(variables, grads, ())):
+        if may_write and (versions := grad_versions(variables, grads, ())):
             PassRunner(call()).refuse_modified([loss], variables, versions)
         results.append(grads)
         if part.retain:
@@ -91,15 +92,21 @@ class _GraphPart(NamedTuple):
     saved: list[Any]  # what its nodes have saved, as torch wraps it; no longer than they live
 
 
-def _graph_parts(below: Subgraph, variables: Sequence[Tensor]) -> list[_GraphPart] | None:
-    """Return the part of each loss; None if one is freed, or can run only once."""
+def _graph_parts(
+    below: Subgraph, variables: Sequence[Tensor], *, users: bool
+) -> list[_GraphPart] | None:
+    """Return the part of each loss; None if one is freed, or has nodes for the long way to see."""
+    # `users`: there may be custom Functions.
     executed: list[list[Node]] = [part.nodes for part in below.parts]
     every = list(chain.from_iterable(executed))
     if not set(map(id, map(leaf_of, leaf_nodes(every)))) <= set(map(id, variables)):
         leading = below.leading_to(variables)
         executed = [[node for node in nodes if node in leading] for nodes in executed]
-    names_of = names_by_kind(set(map(type, every)))
+    kinds = set(map(type, every))
+    names_of = names_by_kind(kinds)
     if any(map(overwrites_saved_tensors, names_of)):
+        return None
+    if users and any(map(is_leaf_node, inputs_of_functions(every, kinds))):
         return None
     parts: list[_GraphPart] = []
     for part, nodes in zip(below.parts, executed, strict=True):

@@ -7,7 +7,7 @@ version of the tensor, which is one number for all that share its memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, is_not
 
@@ -75,7 +75,8 @@ def variables_to_copy_inside(variables: Sequence[Tensor], below: Subgraph | None
     if is_checked():  # also one that a hook keeps, to write on it later
         return [variable for variable in variables if variable.is_leaf or tensor_hooks(variable)]
     hooks = user_code.hooks_registered()
-    nodes, leaves = _inputs_of_functions(below) if below is not None else (set(), {})
+    nodes = inputs_of_functions(below.nodes, below.kinds) if below is not None else set()
+    leaves = leaf_tensors(nodes)
     return [
         variable
         for variable in variables
@@ -83,12 +84,11 @@ def variables_to_copy_inside(variables: Sequence[Tensor], below: Subgraph | None
     ]
 
 
-def _inputs_of_functions(below: Subgraph) -> tuple[set[Node], dict[int, Tensor]]:
-    """Return the nodes whose gradients come from custom Functions, and the leaves of such."""
-    kinds = set(user_code.user_functions(below.kinds))
-    functions = [node for node in below.nodes if type(node) in kinds] if kinds else []
-    inputs = {child for node in functions for child, _ in node.next_functions if child is not None}
-    return inputs, leaf_tensors(inputs)
+def inputs_of_functions(nodes: Iterable[Node], kinds: Iterable[type]) -> set[Node]:
+    """Return the nodes whose gradients come from custom Functions, of nodes of these types."""
+    users = set(user_code.user_functions(kinds))
+    functions = [node for node in nodes if type(node) in users] if users else []
+    return {child for node in functions for child, _ in node.next_functions if child is not None}
 
 
 def grad_versions(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
@@ -33,13 +33,35 @@ def nodes_below(roots: Iterable[Tensor], stop: Iterable[Node] = (), oldest: int 
     reached.update(nodes)
     for node in nodes:  # which grows meanwhile
         for child, _ in node.next_functions:
-            if child is None or child in reached or (oldest and sequence_number(child) < oldest):
-                continue
-            reached.add(child)
-            nodes.append(child)
+            if child not in reached and child is not None:
+                if oldest and sequence_number(child) < oldest:
+                    continue
+                reached.add(child)
+                nodes.append(child)
     if len(nodes) > MOST_TO_FREE_AT_ONCE:
         free_in_order(nodes)
     return set(nodes)
+
+
+def nodes_of_types(root: Tensor, most: Mapping[type, int]) -> list[Node]:
+    """Return the nodes below a root of some types, of each of which there are no more than said."""
+    # So the walk ends where all have been seen, as those of a custom loss are at once.
+    missing = sum(most.values())
+    nodes = [root.grad_fn or edge(root).node]
+    reached, of_types = set(nodes), []
+    for node in nodes:  # which grows meanwhile
+        if type(node) in most:
+            of_types.append(node)
+            missing -= 1
+            if not missing and len(nodes) <= MOST_TO_FREE_AT_ONCE:
+                return of_types
+        for child, _ in node.next_functions:
+            if child not in reached and child is not None:
+                reached.add(child)
+                nodes.append(child)
+    if len(nodes) > MOST_TO_FREE_AT_ONCE:
+        free_in_order(nodes)
+    return of_types
 
 
 def kinds_in_short_pass(root: Tensor, ends: Collection[Node], most: int) -> set[type] | None:

@@ -210,6 +210,19 @@ def functions_alive() -> FunctionsAlive:
 NONE_ALIVE = FunctionsAlive(False, False)
 
 
+def most_nodes_of_users() -> dict[type, int]:
+    """Return the largest number of nodes that each of the user's living Functions may have."""
+    watched = _classes_to_watch(repr(_functions_made))
+    most: dict[type, int] = {}
+    for each, _, users in watched.classes:
+        cls = each()
+        if cls is not None and users:
+            alive = sys.maxsize if _free_threaded() else sys.getrefcount(cls) - watched.idle
+            if alive > 0:
+                most[cls] = alive
+    return most
+
+
 class _Watched(NamedTuple):
     classes: list[tuple[ref[type], bool, bool]]  # whether it is refused, and the user's
     idle: int  # the references that a class without instances has, counted as above

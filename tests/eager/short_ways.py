@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 import gradkit
 from gradkit import eager
-from gradkit._autograd import plain_pass
+from gradkit._autograd import plain_pass, plain_separate_passes
 from gradkit._core import user_code
 
 
@@ -36,10 +36,16 @@ def no_hook_yet() -> Any:
 
 
 @contextmanager
-def plain_process() -> Iterator[None]:
-    """Let the process look as if no other test had left Functions or sharded modules alive."""
+def plain_process(*, functions: bool = False) -> Iterator[None]:
+    """Let the process look as if no other test had left something alive, but for Functions."""
+
+    def alive() -> user_code.FunctionsAlive:
+        users = functions and user_code.functions_alive().users
+        return user_code.FunctionsAlive(refused=False, users=users)
+
     with (
-        patch.object(plain_pass, "functions_alive", lambda: user_code.NONE_ALIVE),
+        patch.object(plain_pass, "functions_alive", alive),
+        patch.object(plain_separate_passes, "functions_alive", alive),
         patch.object(plain_pass, "any_fully_sharded", lambda: False),
         patch.object(plain_pass, "recomputed_tensor_sources", {}),
     ):

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 import gradkit
 from tests.eager import short_ways
 from tests.eager.short_ways import no_hook_yet, outcome, plain_process
-from tests.helpers import Halve, World, assert_owned, assert_same_bits
+from tests.helpers import Halve, Scribble, World, assert_owned, assert_same_bits
 from tests.strategies import HOOKLESS, OPS, WRITING, Graph, Program, build, programs
 
 dtypes = st.sampled_from([torch.float64, torch.float32])
@@ -59,7 +59,7 @@ def test_among_hooks_and_functions(
 
 
 @given(
-    program=programs(ops=tuple(op for op in HOOKLESS if op != "halve"), leaf_hooks=False),
+    program=programs(ops=HOOKLESS, leaf_hooks=False),
     dtype=dtypes,
     fresh=st.booleans(),
 )
@@ -69,14 +69,16 @@ def test_the_short_way_is_backward_bit_for_bit(
     ours, long = build(program, device, dtype), build(program, device, dtype)
     expected = of_backward(build(program, device, dtype))
     loss = total(ours)
-    with no_hook_yet() if fresh else nullcontext(), plain_process(), noting_short_calls() as n:
+    functions = "halve" in [op for op, _, _ in program.ops]
+    process = plain_process(functions=functions)
+    with no_hook_yet() if fresh else nullcontext(), process, noting_short_calls() as n:
         first = outcome(lambda: gradkit.value_and_grads(loss, ours.leaves))
     second = outcome(lambda: gradkit.value_and_grads(total(long), long.leaves, retain_graph=False))
     assert_same_outcome(first, second)
     if all(grad is None for grad in expected):
         assert first[0] is gradkit.UnreachedParamError
         return
-    assert n == [True]
+    assert n == [True] or functions  # not where a leaf's gradient is a Function's own
     value, grads = first
     assert_same_bits(grads, expected)
     assert_same_bits([value], [loss])
@@ -257,15 +259,35 @@ def test_what_needs_the_long_way_takes_it(device: torch.device, special: str) ->
     assert_same_bits(grads, [leaf.grad for leaf in leaves])
 
 
-def test_living_functions_intermediate_values_and_subclasses_take_the_long_way(
-    device: torch.device,
+@pytest.mark.parametrize("fresh", [True, False])
+def test_functions_that_make_the_gradients_of_leaves_take_the_long_way(
+    device: torch.device, fresh: bool
 ) -> None:
     x, y = (torch.ones(2, 2, device=device, requires_grad=True) for _ in range(2))
-    alive = Halve.apply(x, y)
-    with noting_short_calls() as taken:
-        gradkit.value_and_grads((x * y).sum(), [x, y])
-    assert not taken
-    del alive
+    elsewhere = Halve.apply(x, y)
+    of_leaves, of_values = Halve.apply(x, y), Halve.apply(x * 1, y * 1)
+    process = plain_process(functions=True)
+    with no_hook_yet() if fresh else nullcontext(), process, noting_short_calls() as taken:
+        _, first = gradkit.value_and_grads(of_leaves.sum(), [x])
+        _, second = gradkit.value_and_grads(of_values.sum(), [x])
+        _, third = gradkit.value_and_grads((x * y).sum(), [x, y])
+        gradkit.value_and_grads((Halve.apply(x * 1, y * 1) * y).sum(), [y], create_graph=True)
+    assert taken == [False, True, True, False]
+    assert first[0].tolist() == second[0].tolist() == [[0.5, 0.5]] * 2
+    assert third[0].tolist() == [[1, 1]] * 2
+    del elsewhere
+
+
+def test_a_function_that_writes_on_its_cotangent_is_seen(device: torch.device) -> None:
+    x, y = (torch.ones(2, device=device, requires_grad=True) for _ in range(2))
+    loss = ((Scribble.apply(x * 1) + y) * torch.ones_like(x)).sum()
+    raises = pytest.raises(gradkit.UnsupportedGraphError, match="has written in place")
+    with no_hook_yet(), plain_process(functions=True), raises:
+        gradkit.value_and_grads(loss, [x, y])
+
+
+def test_intermediate_values_and_subclasses_take_the_long_way(device: torch.device) -> None:
+    x, y = (torch.ones(2, 2, device=device, requires_grad=True) for _ in range(2))
     own = torch.ones(2, device=device).as_subclass(Own).requires_grad_()
     middle = x * 2
     frozen = torch.ones(2, device=device)
