@@ -18,7 +18,7 @@ from gradkit._autograd.passes import (
     trees_by_player,
 )
 from gradkit._autograd.plain_pass import is_plain, plain_value_and_grads
-from gradkit._autograd.plain_separate_passes import are_plain, plain_per_loss_grads
+from gradkit._autograd.plain_separate_passes import are_plain, plain_separate_grads
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
@@ -296,9 +296,9 @@ def per_loss_grads(
         flat_losses = Losses(*pytree.flatten(losses))
         if are_plain(flat_losses.leaves):
             flat_params = read_params(params)
-            plain_result = plain_per_loss_grads(flat_losses, flat_params)
-            if plain_result is not None:
-                return plain_result
+            grads = plain_separate_grads(flat_losses, [flat_params] * len(flat_losses.leaves))
+            if grads is not None:
+                return flat_losses.spec.unflatten(map(flat_params.spec.unflatten, grads))
     check_pass_options(unused, create_graph, retain_graph)
     check_batching(strategy, chunk_size)
     with leave_inference_mode():
@@ -377,9 +377,21 @@ def simultaneous_grads(
         Balduzzi et al. 2018, "The Mechanics of n-Player Differentiable Games", equation (1),
         https://arxiv.org/abs/1802.05642
     """
+    players = None
+    if unused is _NONE and retain_graph is None and create_graph is False:
+        flat_losses = Losses(*pytree.flatten(losses))
+        if are_plain(flat_losses.leaves):
+            players = read_players(flat_losses, params)
+            grads = plain_separate_grads(flat_losses, players.params)
+            if grads is not None:
+                trees = [
+                    part.spec.unflatten(row)
+                    for part, row in zip(players.params, grads, strict=True)
+                ]
+                return flat_losses.spec.unflatten(trees)
     check_pass_options(unused, create_graph, retain_graph)
     with leave_inference_mode():
-        players = read_players(read_losses(losses, scalar=True), params)
+        players = players or read_players(read_losses(losses, scalar=True), params)
         result = run_players(players, unused, create_graph, retain_graph)
         require_reached(result.call, result.grads)
         return trees_by_player(result, players)

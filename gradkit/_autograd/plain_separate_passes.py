@@ -8,7 +8,7 @@ there before any pass runs, and to drop it after its last one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -32,7 +32,6 @@ from gradkit._core.graph import Subgraph
 from gradkit._core.losses import Losses
 from gradkit._core.ownership import owned_of_each
 from gradkit._core.params import Params
-from gradkit._core.pytree import PyTree
 from gradkit._core.tensor_nodes import is_leaf_node, leaf_nodes, leaf_of
 from gradkit._core.user_code import functions_alive, hooks_registered
 
@@ -55,65 +54,98 @@ def are_plain(losses: Sequence[Any]) -> bool:
     )
 
 
-def plain_per_loss_grads(losses: Losses, params: Params) -> PyTree | None:
-    """Return the tree of trees of gradients of plain losses; None if the rest is not as plain."""
-    variables = params.variables
-    if not (params.plain_leaves and len(variables) == len(params.leaves)):
+def plain_separate_grads(losses: Losses, each: Sequence[Params]) -> list[Grads] | None:
+    """Return the gradients of each loss with respect to its params; None if these are not plain."""
+    different = list(dict(zip(map(id, each), each, strict=True)).values())
+    variables = list(chain.from_iterable(params.variables for params in different))
+    if not all(params.plain_leaves and params.all_variables for params in different):
         return None
     hooked, functions = hooks_registered(), functions_alive()
     if functions.refused or (hooked and have_hooks(variables)):
         return None
-    below = Subgraph(losses.leaves)
-    parts = _graph_parts(below, variables, users=functions.users)
+    find = _parts_for_one if len(different) == 1 else _parts_for_each
+    parts = find(losses.leaves, each, users=functions.users)
     if parts is None:
         return None
     may_write = hooked or functions.users
-    call = partial(_call, losses, params)
+    call = partial(_call, losses, each)
     seed = None if may_write else _common_seed(losses.leaves)
     results: list[Grads] = []
-    for loss, part in zip(losses.leaves, parts, strict=True):
-        grads = run_plainly(loss, variables, part.retain, False, call, seed)
-        if may_write and (versions := grad_versions(variables, grads, ())):
-            PassRunner(call()).refuse_modified([loss], variables, versions)
+    for loss, params, part in zip(losses.leaves, each, parts, strict=True):
+        grads = run_plainly(loss, params.variables, part.retain, False, call, seed)
+        if may_write and (versions := grad_versions(params.variables, grads, ())):
+            PassRunner(call()).refuse_modified([loss], params.variables, versions)
         results.append(grads)
         if part.retain:
             drop(part.saved)
-    if _any_missing(results):
+    if len(different) > 1 or _any_missing(results):
         require_reached(call(), results)
     del grads  # which only the list of results may refer to
-    results = owned_of_each(results, variables)
-    return losses.spec.unflatten(map(params.spec.unflatten, results))
+    return owned_of_each(results, [params.variables for params in each])
 
 
 class _GraphPart(NamedTuple):
     """What the pass of one loss executes, and no later one does."""
 
-    retain: bool  # a later pass executes some of what is below
-    saved: list[Any]  # what its nodes have saved, as torch wraps it; no longer than they live
+    retain: bool  # a later pass executes some of the same nodes
+    saved: list[Any]  # what its nodes have saved, as torch wraps it
+    nodes: Collection[Node]  # in whose memory that is
 
 
-def _graph_parts(
-    below: Subgraph, variables: Sequence[Tensor], *, users: bool
+def _parts_for_one(
+    losses: Sequence[Tensor], each: Sequence[Params], *, users: bool
 ) -> list[_GraphPart] | None:
-    """Return the part of each loss; None if one is freed, or has nodes for the long way to see."""
+    """Return the part of each loss, all for the same params; None if the long way has to look."""
     # `users`: there may be custom Functions.
+    below = Subgraph(losses)
     executed: list[list[Node]] = [part.nodes for part in below.parts]
     every = list(chain.from_iterable(executed))
+    variables = each[0].variables
     if not set(map(id, map(leaf_of, leaf_nodes(every)))) <= set(map(id, variables)):
         leading = below.leading_to(variables)
         executed = [[node for node in nodes if node in leading] for nodes in executed]
+    retain = [not all(map(is_leaf_node, part.shared)) for part in below.parts]
+    return _with_what_is_saved(every, executed, retain, users=users)
+
+
+def _parts_for_each(
+    losses: Sequence[Tensor], each: Sequence[Params], *, users: bool
+) -> list[_GraphPart] | None:
+    """Return the part of each loss, for its own params; None if the long way has to look."""
+    below = [Subgraph([loss]) for loss in losses]
+    every = set(chain.from_iterable(one.nodes for one in below))
+    parts: list[Collection[Node]] = []
+    retain: list[bool] = []
+    later: set[Node] = set()  # what later passes execute
+    for one, params in zip(reversed(below), reversed(each), strict=True):
+        executed = one.leading_to(params.variables)
+        parts.append(executed - later)
+        retain.append(not executed.isdisjoint(later))
+        later |= executed
+    return _with_what_is_saved(every, parts[::-1], retain[::-1], users=users)
+
+
+def _with_what_is_saved(
+    every: Collection[Node],
+    executed: Sequence[Collection[Node]],
+    retain: Sequence[bool],
+    *,
+    users: bool,
+) -> list[_GraphPart] | None:
+    """Return the parts of these nodes; None if one is freed, can run only once, or is a user's."""
     kinds = set(map(type, every))
     names_of = names_by_kind(kinds)
     if any(map(overwrites_saved_tensors, names_of)):
         return None
+    # A Function that makes the gradient of a leaf itself may write on it later.
     if users and any(map(is_leaf_node, inputs_of_functions(every, kinds))):
         return None
     parts: list[_GraphPart] = []
-    for part, nodes in zip(below.parts, executed, strict=True):
+    for nodes, keep in zip(executed, retain, strict=True):
         saved = all_saved(nodes, names_of)
         if saved is None:
             return None
-        parts.append(_GraphPart(not all(map(is_leaf_node, part.shared)), saved))
+        parts.append(_GraphPart(keep, saved, nodes))
     return parts
 
 
@@ -131,6 +163,6 @@ def _any_missing(results: Sequence[Grads]) -> bool:
     return bool(missing)
 
 
-def _call(losses: Losses, params: Params) -> Call:
-    passes = [Pass([index], params) for index in range(len(losses.leaves))]
+def _call(losses: Losses, each: Sequence[Params]) -> Call:
+    passes = [Pass([index], params) for index, params in enumerate(each)]
     return Call(losses, losses.leaves, passes)

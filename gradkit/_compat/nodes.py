@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from math import prod
 from typing import Any, NoReturn, TypeAlias, cast
@@ -73,15 +73,15 @@ def sizes_of_gradients(nodes: Iterable[Node]) -> list[int]:
     return [prod(one.shape) for one in metadata]
 
 
-def saved_names(kind: type) -> tuple[str, ...]:
+def saved_names(kind: Any) -> tuple[str, ...]:
     """Return the attributes by which nodes of a type show the tensors they have saved."""
     if issubclass(kind, BackwardCFunction):
         return ("_raw_saved_tensors",)  # not through the cache, which would keep the class alive
-    return _saved_names(cast("Hashable", kind))
+    return _saved_names(kind)
 
 
 @cache
-def _saved_names(kind: Hashable) -> tuple[str, ...]:
+def _saved_names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 

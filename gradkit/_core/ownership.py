@@ -9,9 +9,9 @@ reads the use counts of storages, so that a gradient that is owned already is no
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import compress
+from itertools import chain, compress
 from operator import attrgetter
 
 import torch
@@ -64,14 +64,15 @@ def owned(grads: list[Tensor | None], params: Sequence[Tensor]) -> list[Tensor |
 
 
 def owned_of_each(
-    each: list[list[Tensor | None]], params: Sequence[Tensor]
+    each: list[list[Tensor | None]], params: Sequence[Sequence[Tensor]]
 ) -> list[list[Tensor | None]]:
     """Return what `owned` does of the gradients of each of several passes, looked at together."""
     present = [grad for grads in each for grad in grads if grad is not None]
-    if _are_owned(present, params, _UNSHARED + 1):  # one of the lists, and this one
+    every = chain.from_iterable(dict(zip(map(id, params), params, strict=True)).values())
+    if _are_owned(present, every, _UNSHARED + 1):  # one of the lists, and this one
         return each
     del present
-    return [owned(grads, params) for grads in each]
+    return [owned(grads, some) for grads, some in zip(each, params, strict=True)]
 
 
 def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
@@ -95,7 +96,7 @@ def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
 _WITHOUT_STORAGE = (RuntimeError, NotImplementedError, TypeError)
 
 
-def _are_owned(grads: list[Tensor], params: Sequence[Tensor], unshared: int) -> bool:
+def _are_owned(grads: list[Tensor], params: Iterable[Tensor], unshared: int) -> bool:
     """Return whether contiguous gradients of contiguous params share no memory."""
     # One attribute of all leaves at a time: a Python loop would double the time of a call.
     # What is contiguous was not expanded, but along dimensions of size 1, where it does not matter.

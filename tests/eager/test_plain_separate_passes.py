@@ -1,6 +1,7 @@
-"""The short way of `per_loss_grads` gives what the long way does, which `retain_graph=False` takes.
+"""The short way of separate passes gives what the long way does, which `retain_graph=False` takes.
 
-Both give what `torch.autograd.grad` gives for each loss, free the same nodes, and raise the same.
+Those of `per_loss_grads` and `simultaneous_grads`. Both ways give what `torch.autograd.grad` gives
+for each loss, free the same nodes, and raise the same.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -26,7 +28,7 @@ from tests.helpers import World, assert_owned, assert_same_bits
 from tests.strategies import HOOKLESS, OPS, WRITING, Graph, Program, build, programs
 
 dtypes = st.sampled_from([torch.float64, torch.float32])
-noting_short_calls = partial(short_ways.noting_short_calls, "plain_per_loss_grads")
+noting_short_calls = partial(short_ways.noting_short_calls, "plain_separate_grads")
 
 
 def scalars(graph: Graph) -> list[Tensor]:
@@ -109,6 +111,57 @@ def test_the_short_way_is_a_loop_bit_for_bit(
         if grad is not None:
             grad.add_(1)
     world.assert_unchanged()
+
+
+@given(
+    program=programs(ops=HOOKLESS, leaf_hooks=False),
+    fresh=st.booleans(),
+    chosen=st.lists(st.sets(st.integers(0, 3)), min_size=4, max_size=4),
+)
+def test_players_are_a_loop_bit_for_bit(
+    device: torch.device, program: Program, fresh: bool, chosen: list[set[int]]
+) -> None:
+    """Each loss with respect to some leaves of its own, which others may share."""
+    ours, long, theirs = (build(program, device, torch.float64) for _ in range(3))
+
+    def own(graph: Graph) -> list[list[Tensor]]:
+        pairs = zip(chosen, graph.losses, strict=False)
+        leaves = graph.leaves
+        return [[x for i, x in enumerate(leaves) if i in which] or leaves[:1] for which, _ in pairs]
+
+    losses, long_losses = scalars(ours), scalars(long)
+    expected = [
+        torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+        for loss, leaves in zip(scalars(theirs), own(theirs), strict=True)
+    ]
+    functions = "halve" in [op for op, _, _ in program.ops]
+    process = plain_process(functions=functions)
+    with no_hook_yet() if fresh else nullcontext(), process, noting_short_calls() as taken:
+        first = outcome(lambda: gradkit.simultaneous_grads(losses, own(ours)))
+    second = outcome(lambda: gradkit.simultaneous_grads(long_losses, own(long), retain_graph=False))
+    assert_same_outcome(first, second)
+    assert_freed_alike(losses, long_losses)
+    if isinstance(first, tuple):
+        assert first[0] is gradkit.UnreachedParamError
+        return
+    assert taken == [True] or functions
+    for grads, others, leaves in zip(first, expected, own(ours), strict=True):
+        assert_same_bits(grads, others)
+        assert_owned(grads, leaves)
+    world = World(*ours.leaves, *losses)
+    for grad in chain.from_iterable(first):
+        if grad is not None:
+            grad.add_(1)
+    world.assert_unchanged()
+
+
+def test_players_share_no_gradient(device: torch.device) -> None:
+    x, y = (torch.tensor(2.0, device=device, requires_grad=True) for _ in range(2))
+    with no_hook_yet(), plain_process(), noting_short_calls() as taken:
+        first, second = gradkit.simultaneous_grads([x + y, x + y + 1], [{"x": x}, {"x": x, "y": y}])
+    assert taken == [True]
+    first["x"].add_(1)
+    assert [first["x"].item(), second["x"].item(), second["y"].item()] == [2, 1, 1]
 
 
 @given(program=programs(ops=HOOKLESS, leaf_hooks=False), which=st.integers(0, 3))
