@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TypeAlias
 
 import torch
@@ -21,7 +22,7 @@ from gradkit._core.losses import Losses, params_of_each_loss, read_weights, requ
 from gradkit._core.ownership import zeros_for
 from gradkit._core.params import Params, read_params
 from gradkit._core.pass_observers import observed_tensors
-from gradkit._core.pytree import PyTree
+from gradkit._core.pytree import PyTree, Structure
 from gradkit._core.results_without_graph import with_zero_derivatives
 
 RunnerFactory: TypeAlias = Callable[..., PassRunner]
@@ -204,7 +205,12 @@ class Players:
 def read_players(losses: Losses, params: PyTree) -> Players:
     """Return the part of a tree of params that stands at the place of each loss."""
     parts = params_of_each_loss(losses, params)
-    return Players(losses, list(map(read_params, parts, pytree.paths(losses.spec, "params"))))
+    return Players(losses, list(map(read_params, parts, _roots(losses.spec))))
+
+
+@lru_cache(maxsize=64)
+def _roots(spec: Structure) -> list[str]:
+    return pytree.paths(spec, "params")
 
 
 def run_players(

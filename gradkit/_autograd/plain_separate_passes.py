@@ -29,6 +29,7 @@ from gradkit._compat.nodes import all_saved, names_by_kind
 from gradkit._compat.transforms import is_differentiated_tensor
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.graph import Subgraph
+from gradkit._core.graph_walk import nodes_executed
 from gradkit._core.losses import Losses
 from gradkit._core.ownership import owned_of_each
 from gradkit._core.params import Params
@@ -78,7 +79,7 @@ def plain_separate_grads(losses: Losses, each: Sequence[Params]) -> list[Grads] 
         results.append(grads)
         if part.retain:
             drop(part.saved)
-    if len(different) > 1 or _any_missing(results):
+    if _any_missing(results, common=len(different) == 1):
         require_reached(call(), results)
     del grads  # which only the list of results may refer to
     return owned_of_each(results, [params.variables for params in each])
@@ -112,13 +113,13 @@ def _parts_for_each(
     losses: Sequence[Tensor], each: Sequence[Params], *, users: bool
 ) -> list[_GraphPart] | None:
     """Return the part of each loss, for its own params; None if the long way has to look."""
-    below = [Subgraph([loss]) for loss in losses]
-    every = set(chain.from_iterable(one.nodes for one in below))
+    every: set[Node] = set()
     parts: list[Collection[Node]] = []
     retain: list[bool] = []
     later: set[Node] = set()  # what later passes execute
-    for one, params in zip(reversed(below), reversed(each), strict=True):
-        executed = one.leading_to(params.variables)
+    for loss, params in zip(reversed(losses), reversed(each), strict=True):
+        nodes, executed = nodes_executed(loss, set(map(id, params.variables)))
+        every.update(nodes)
         parts.append(executed - later)
         retain.append(not executed.isdisjoint(later))
         later |= executed
@@ -155,8 +156,10 @@ def _common_seed(losses: Sequence[Tensor]) -> Tensor | None:
     return torch.ones_like(losses[0]) if is_common else None
 
 
-def _any_missing(results: Sequence[Grads]) -> bool:
-    """Return whether some variable has a gradient of no loss."""
+def _any_missing(results: Sequence[Grads], *, common: bool) -> bool:
+    """Return whether some variable has a gradient of no loss; `common`: they are of all losses."""
+    if not common:
+        return type(None) in set(map(type, chain.from_iterable(results)))
     missing: Sequence[int] = range(len(results[0]))
     for grads in results:
         missing = [index for index in missing if grads[index] is None]

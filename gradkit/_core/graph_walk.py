@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 
 from gradkit._compat.autograd import sequence_number
 from gradkit._core.deep_graphs import MOST_TO_FREE_AT_ONCE, free_in_order, keep_freeable
-from gradkit._core.tensor_nodes import edge, is_leaf_node, metadata
+from gradkit._core.tensor_nodes import edge, is_leaf_node, leaf_of, metadata
 
 
 class Part(NamedTuple):
@@ -62,6 +62,34 @@ def nodes_of_types(root: Tensor, most: Mapping[type, int]) -> list[Node]:
     if len(nodes) > MOST_TO_FREE_AT_ONCE:
         free_in_order(nodes)
     return of_types
+
+
+def nodes_executed(root: Tensor, leaves: Collection[int]) -> tuple[list[Node], set[Node]]:
+    """Return the nodes below a root, and those that a pass for leaves with these ids executes."""
+    top = root.grad_fn or edge(root).node
+    parents: dict[Node, list[Node]] = {top: []}
+    nodes, leading = [top], []
+    for node in nodes:  # which grows meanwhile
+        if is_leaf_node(node):
+            if id(leaf_of(node)) in leaves:
+                leading.append(node)
+            continue
+        for child, _ in node.next_functions:
+            if child is None:
+                continue
+            if child in parents:
+                parents[child].append(node)
+            else:
+                parents[child] = [node]
+                nodes.append(child)
+    executed: set[Node] = set()
+    for node in leading:  # which grows, too
+        above = [parent for parent in parents[node] if parent not in executed]
+        executed.update(above)
+        leading += above
+    if len(nodes) > MOST_TO_FREE_AT_ONCE:
+        free_in_order(nodes)
+    return nodes, executed
 
 
 def kinds_in_short_pass(root: Tensor, ends: Collection[Node], most: int) -> set[type] | None:
