@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import fresh, heads
+from benchmarks import fresh, heads, players
 from benchmarks.harness import Timing, measure
 from benchmarks.heads import LOOP, TORCHJD, Peer, Size
 from benchmarks.models import Task
@@ -28,7 +28,7 @@ _LARGE = (Size(256, 6, 64, 8),)
 
 
 def rows(plan: Plan) -> Iterator[Row]:
-    """Yield two rows for each size, and TorchJD's once more where malloc is left to itself."""
+    """Yield two rows for each size, TorchJD's once more on the system's heap, and the players'."""
     for size in _QUICK if plan.quick else _SIZES:
         what, task = f"per_loss_grads, {size}", size.task(plan.device)
         both = measure(heads.sides(task), plan.device, plan.effort)
@@ -37,6 +37,7 @@ def rows(plan: Plan) -> Iterator[Row]:
         yield _against_torchjd(what, size, _with_torchjd(plan, task, peer), peer)
     if plan.device.type == "cpu":
         yield from _system_heap(plan)
+    yield from players.rows(plan)
 
 
 def _limit(size: Size) -> float:
