@@ -130,7 +130,7 @@ def _losses(op: Any, device: torch.device) -> Iterator[tuple[Tensor, list[Tensor
             out = torch.utils._pytree.tree_leaves(op(sample.input, *sample.args, **sample.kwargs))
             parts = [o for o in out if isinstance(o, Tensor) and o.requires_grad and o.numel()]
             loss = sum((o.abs() if o.is_complex() else o * torch.rand_like(o)).sum() for o in parts)
-        except (RuntimeError, NotImplementedError):
+        except (RuntimeError, NotImplementedError, TypeError):  # complex numbers only, say
             continue
         if leaves and isinstance(loss, Tensor) and loss.dtype.is_floating_point:
             yield loss, leaves
