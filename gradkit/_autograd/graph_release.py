@@ -6,9 +6,8 @@ leaves the heads of the other losses alive [E2, E4].
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -18,8 +17,7 @@ from gradkit._core.call import Call
 from gradkit._core.graph_walk import Part
 
 
-@dataclass(frozen=True, slots=True)
-class ReleasePlan:
+class ReleasePlan(NamedTuple):
     """What one of several passes does with the graph."""
 
     retain: bool  # a later pass executes some of the same nodes
@@ -35,7 +33,7 @@ def plan_release(call: Call, extra: Sequence[Node]) -> list[ReleasePlan]:
     )
     if same_params:
         below = call.graph.below(call.differentiated)
-        return _plan_parts(below.parts, below.leading_to(first.variables, extra))
+        return plan_parts(below.parts, below.leading_to(first.variables, extra))
     needed_later: set[Node] = set()
     plans: list[ReleasePlan] = []
     for group, params in reversed(call.passes):
@@ -47,7 +45,7 @@ def plan_release(call: Call, extra: Sequence[Node]) -> list[ReleasePlan]:
     return plans[::-1]
 
 
-def _plan_parts(parts: Sequence[Part], executed: set[Node]) -> list[ReleasePlan]:
+def plan_parts(parts: Sequence[Part], executed: set[Node]) -> list[ReleasePlan]:
     """Return the plans of passes that execute all of these nodes that are below their losses."""
     # So whatever is below a node that a later pass executes, that pass executes, too.
     return [
@@ -58,27 +56,24 @@ def _plan_parts(parts: Sequence[Part], executed: set[Node]) -> list[ReleasePlan]
     ]
 
 
-def release(nodes: Iterable[Node]) -> None:
+def release(nodes: Iterable[Node], names_of: Mapping[type, tuple[str, ...]] | None = None) -> None:
     """Drop the tensors that these nodes have saved, as the engine does without `retain_graph`."""
+    # `names_of`: by `names_by_kind`, where that is known. Python cannot tell a node to release its
+    # tensors, but it can give each a pack hook, which replaces the tensor by what the hook returns.
+    # A tensor that has hooks already (a checkpoint's, or one kept on another device) cannot have
+    # others: it stays until its graph is freed.
     for node in nodes:
-        for name in saved_names(type(node)):
+        kind = type(node)
+        for name in saved_names(kind) if names_of is None else names_of.get(kind, ()):
             try:
                 saved = getattr(node, name)
             except RuntimeError:  # a custom Function that has lost its tensors
                 continue
-            drop(saved if isinstance(saved, tuple | list) else (saved,))
-
-
-def drop(saved: Iterable[Any]) -> None:
-    """Drop tensors that nodes have saved, as torch wraps them."""
-    # Python cannot tell a node to release its tensors, but it can give each a pack hook, which
-    # replaces the tensor by what the hook returns. A tensor that has hooks already (a checkpoint's,
-    # or one kept on another device) cannot have others: it stays until its graph is freed.
-    for tensor in saved:
-        try:
-            tensor.register_hooks(_drop, raise_freed)
-        except RuntimeError:  # it has hooks, is lost already, or is None
-            continue
+            for tensor in saved if isinstance(saved, tuple) else (saved,):
+                try:
+                    tensor.register_hooks(_drop, raise_freed)
+                except RuntimeError:  # it has hooks, is lost already, or is None
+                    continue
 
 
 def _drop(_: Tensor) -> None:

@@ -1,31 +1,29 @@
 """The gradients of each loss, the shortest way: ordinary 0-dim losses, and plain leaf tensors.
 
 As in `plain_pass`, results and errors are those of the long way, from fewer calls of Python
-functions. The graph is walked once, and what its nodes have saved is read once: to see that it is
-there before any pass runs, and to drop it after its last one
-[tests/eager/test_plain_separate_passes.py].
+functions [tests/eager/test_plain_separate_passes.py].
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradkit._autograd.engine import run_plainly
-from gradkit._autograd.graph_release import drop
+from gradkit._autograd.graph_release import ReleasePlan, plan_parts, release
 from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.plain_pass import have_hooks, is_plain
 from gradkit._checks.modified_gradients import grad_versions, inputs_of_functions
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.dynamo import overwrites_saved_tensors
-from gradkit._compat.nodes import all_saved, names_by_kind
+from gradkit._compat.nodes import any_released, names_by_kind
 from gradkit._compat.transforms import is_differentiated_tensor
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.graph import Subgraph
@@ -36,9 +34,11 @@ from gradkit._core.params import Params
 from gradkit._core.tensor_nodes import is_leaf_node, leaf_nodes, leaf_of
 from gradkit._core.user_code import functions_alive, hooks_registered
 
-_dtype, _device = attrgetter("dtype"), attrgetter("device")
+_dtype, _device, _layout = map(attrgetter, ("dtype", "device", "layout"))
 _requires_grad, _retains_grad = attrgetter("requires_grad"), attrgetter("retains_grad")
 _ORDINARY = {Tensor}
+# Passes after which gradients are looked at together. What they may share lives until then.
+_TOGETHER = 4
 
 
 def are_plain(losses: Sequence[Any]) -> bool:
@@ -64,96 +64,83 @@ def plain_separate_grads(losses: Losses, each: Sequence[Params]) -> list[Grads] 
     hooked, functions = hooks_registered(), functions_alive()
     if functions.refused or (hooked and have_hooks(variables)):
         return None
-    find = _parts_for_one if len(different) == 1 else _parts_for_each
-    parts = find(losses.leaves, each, users=functions.users)
-    if parts is None:
+    common = len(different) == 1
+    find = _plans_for_one if common else _plans_for_each
+    nodes, plans = find(losses.leaves, each)
+    kinds = set(map(type, nodes))
+    names_of = names_by_kind(kinds)
+    if any(map(overwrites_saved_tensors, names_of)) or any_released(nodes, names_of):
+        return None
+    # A Function that makes the gradient of a leaf itself may write on it later.
+    if functions.users and any(map(is_leaf_node, inputs_of_functions(nodes, kinds))):
         return None
     may_write = hooked or functions.users
     call = partial(_call, losses, each)
     seed = None if may_write else _common_seed(losses.leaves)
+    # A hook of the next pass may write on what it has kept of this one.
+    together = 1 if may_write else _TOGETHER
     results: list[Grads] = []
-    for loss, params, part in zip(losses.leaves, each, parts, strict=True):
-        grads = run_plainly(loss, params.variables, part.retain, False, call, seed)
-        if may_write and (versions := grad_versions(params.variables, grads, ())):
-            PassRunner(call()).refuse_modified([loss], params.variables, versions)
-        results.append(grads)
-        if part.retain:
-            drop(part.saved)
-    if _any_missing(results, common=len(different) == 1):
+    passes = zip(losses.leaves, each, plans, strict=True)
+    while some := list(islice(passes, together)):
+        grads = [_pass(*one, names_of, may_write, seed, call) for one in some]
+        results += owned_of_each(grads, [params.variables for _, params, _ in some])
+    if _any_missing(results, common=common):
         require_reached(call(), results)
-    del grads  # which only the list of results may refer to
-    return owned_of_each(results, [params.variables for params in each])
+    return results
 
 
-class _GraphPart(NamedTuple):
-    """What the pass of one loss executes, and no later one does."""
+def _pass(
+    loss: Tensor,
+    params: Params,
+    plan: ReleasePlan,
+    names_of: Mapping[type, tuple[str, ...]],
+    may_write: bool,
+    seed: Tensor | None,
+    call: Callable[[], Call],
+) -> Grads:
+    """Return the gradients of one pass, which may share memory; release what no later one needs."""
+    grads = run_plainly(loss, params.variables, plan.retain, False, call, seed)
+    if may_write and (versions := grad_versions(params.variables, grads, ())):
+        PassRunner(call()).refuse_modified([loss], params.variables, versions)
+    if plan.retain:
+        release(plan.last_used, names_of)
+    return grads
 
-    retain: bool  # a later pass executes some of the same nodes
-    saved: list[Any]  # what its nodes have saved, as torch wraps it
-    nodes: Collection[Node]  # in whose memory that is
 
-
-def _parts_for_one(
-    losses: Sequence[Tensor], each: Sequence[Params], *, users: bool
-) -> list[_GraphPart] | None:
-    """Return the part of each loss, all for the same params; None if the long way has to look."""
-    # `users`: there may be custom Functions.
+def _plans_for_one(
+    losses: Sequence[Tensor], each: Sequence[Params]
+) -> tuple[Collection[Node], list[ReleasePlan]]:
+    """Return the nodes below losses, and a plan for the pass of each, all for the same params."""
     below = Subgraph(losses)
-    executed: list[list[Node]] = [part.nodes for part in below.parts]
-    every = list(chain.from_iterable(executed))
+    nodes = list(chain.from_iterable(part.nodes for part in below.parts))
     variables = each[0].variables
-    if not set(map(id, map(leaf_of, leaf_nodes(every)))) <= set(map(id, variables)):
-        leading = below.leading_to(variables)
-        executed = [[node for node in nodes if node in leading] for nodes in executed]
-    retain = [not all(map(is_leaf_node, part.shared)) for part in below.parts]
-    return _with_what_is_saved(every, executed, retain, users=users)
+    if set(map(id, map(leaf_of, leaf_nodes(nodes)))) <= set(map(id, variables)):
+        # Each node leads to one. A leaf's own is not executed, and has nothing to release.
+        return nodes, [
+            ReleasePlan(not all(map(is_leaf_node, part.shared)), part.nodes) for part in below.parts
+        ]
+    return nodes, plan_parts(below.parts, below.leading_to(variables))
 
 
-def _parts_for_each(
-    losses: Sequence[Tensor], each: Sequence[Params], *, users: bool
-) -> list[_GraphPart] | None:
-    """Return the part of each loss, for its own params; None if the long way has to look."""
+def _plans_for_each(
+    losses: Sequence[Tensor], each: Sequence[Params]
+) -> tuple[Collection[Node], list[ReleasePlan]]:
+    """Return the same, for the params of each loss."""
     every: set[Node] = set()
-    parts: list[Collection[Node]] = []
-    retain: list[bool] = []
+    plans: list[ReleasePlan] = []
     later: set[Node] = set()  # what later passes execute
     for loss, params in zip(reversed(losses), reversed(each), strict=True):
         nodes, executed = nodes_executed(loss, set(map(id, params.variables)))
         every.update(nodes)
-        parts.append(executed - later)
-        retain.append(not executed.isdisjoint(later))
+        plans.append(ReleasePlan(not executed.isdisjoint(later), executed - later))
         later |= executed
-    return _with_what_is_saved(every, parts[::-1], retain[::-1], users=users)
-
-
-def _with_what_is_saved(
-    every: Collection[Node],
-    executed: Sequence[Collection[Node]],
-    retain: Sequence[bool],
-    *,
-    users: bool,
-) -> list[_GraphPart] | None:
-    """Return the parts of these nodes; None if one is freed, can run only once, or is a user's."""
-    kinds = set(map(type, every))
-    names_of = names_by_kind(kinds)
-    if any(map(overwrites_saved_tensors, names_of)):
-        return None
-    # A Function that makes the gradient of a leaf itself may write on it later.
-    if users and any(map(is_leaf_node, inputs_of_functions(every, kinds))):
-        return None
-    parts: list[_GraphPart] = []
-    for nodes, keep in zip(executed, retain, strict=True):
-        saved = all_saved(nodes, names_of)
-        if saved is None:
-            return None
-        parts.append(_GraphPart(keep, saved, nodes))
-    return parts
+    return every, plans[::-1]
 
 
 def _common_seed(losses: Sequence[Tensor]) -> Tensor | None:
     """Return ones like each of 0-dim losses; None if they are of several kinds."""
-    is_common = len(set(map(_dtype, losses))) == len(set(map(_device, losses))) == 1
-    return torch.ones_like(losses[0]) if is_common else None
+    kinds = [set(map(read, losses)) for read in (_dtype, _device, _layout)]
+    return torch.ones_like(losses[0]) if all(len(kind) == 1 for kind in kinds) else None
 
 
 def _any_missing(results: Sequence[Grads], *, common: bool) -> bool:

@@ -8,7 +8,7 @@ from functools import partial
 from gradkit._checks import higher_derivatives, reachability
 from gradkit._compat import distributed
 from gradkit._compat.dynamo import overwrites_saved_tensors
-from gradkit._compat.nodes import any_released, has_released
+from gradkit._compat.nodes import any_released, has_released, names_by_kind
 from gradkit._core import tensor_nodes
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
@@ -108,7 +108,7 @@ DONATED = (
 def _any_freed(call: Call) -> bool:
     """Return whether a pass would execute a freed node, looking once at passes for one params."""
     below = call.graph.below(call.differentiated)
-    if not any_released(below.nodes, below.kinds):
+    if not any_released(below.nodes, names_by_kind(below.kinds)):
         return False
     groups: dict[int, tuple[Params, list[int]]] = {}
     for group, params in call.passes:
@@ -118,7 +118,7 @@ def _any_freed(call: Call) -> bool:
 
 
 def _executes_freed(below: Subgraph, params: Params) -> bool:
-    return any_released(below.leading_to(params.variables), below.kinds)
+    return any_released(below.leading_to(params.variables), names_by_kind(below.kinds))
 
 
 def refuse_freed_root(call: Call, index: int) -> None:

@@ -93,12 +93,7 @@ def has_saved_tensor_hooks(node: Node) -> bool:
 
 def has_released(node: Node) -> bool:
     """Return whether the node has lost a tensor that it saved, and so cannot run again."""
-    return any_released([node], [type(node)])
-
-
-def any_released(nodes: Iterable[Node], kinds: Iterable[type]) -> bool:
-    """Return whether one of the nodes, which are of these types, has lost a tensor."""
-    return all_saved(nodes, names_by_kind(kinds)) is None
+    return any_released([node], names_by_kind([type(node)]))
 
 
 def names_by_kind(kinds: Iterable[type]) -> dict[type, tuple[str, ...]]:
@@ -106,29 +101,25 @@ def names_by_kind(kinds: Iterable[type]) -> dict[type, tuple[str, ...]]:
     return {kind: names for kind in kinds if (names := saved_names(kind))}
 
 
-def all_saved(nodes: Iterable[Node], names_of: Mapping[type, tuple[str, ...]]) -> list[Any] | None:
-    """Return the tensors that nodes have saved, as torch wraps them; None if one has been lost."""
-    # By `names_by_kind`. The wrappers must not outlive the nodes, whose memory they are in.
-    every: list[Any] = []
+def any_released(nodes: Iterable[Node], names_of: Mapping[type, tuple[str, ...]]) -> bool:
+    """Return whether one of the nodes has lost a tensor that it saved; see `names_by_kind`."""
     try:
         for node in nodes:
             for name in names_of.get(type(node), ()):
                 saved = getattr(node, name)
                 if isinstance(saved, tuple):
                     if any(one.unpack_hook is raise_freed for one in saved):
-                        return None
-                    every += saved
-                elif saved.data is not None:
-                    every.append(saved)
-                elif saved.unpack_hook is raise_freed:
-                    return None
-                elif saved.unpack_hook is None:
-                    # Raises if it is released; an optional tensor that was never saved is None.
-                    getattr(node, name.replace("_raw_saved_", "_saved_"))
-                # One with hooks is not unpacked: that could recompute a checkpoint.
+                        return True
+                elif saved.data is None:
+                    if saved.unpack_hook is raise_freed:
+                        return True
+                    # One with hooks is not unpacked: that could recompute a checkpoint.
+                    if saved.unpack_hook is None:
+                        # Raises if it is released; an optional one that was never saved is None.
+                        getattr(node, name.replace("_raw_saved_", "_saved_"))
     except RuntimeError:
-        return None
-    return every
+        return True
+    return False
 
 
 def raise_freed(_: object) -> NoReturn:

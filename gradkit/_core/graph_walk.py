@@ -47,6 +47,8 @@ def nodes_of_types(root: Tensor, most: Mapping[type, int]) -> list[Node]:
     """Return the nodes below a root of some types, of each of which there are no more than said."""
     # So the walk ends where all have been seen, as those of a custom loss are at once.
     missing = sum(most.values())
+    if not missing:
+        return []
     nodes = [root.grad_fn or edge(root).node]
     reached, of_types = set(nodes), []
     for node in nodes:  # which grows meanwhile

@@ -6,21 +6,25 @@ for each loss, free the same nodes, and raise the same.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 
 import gradkit
+from gradkit._autograd import plain_separate_passes
 from gradkit._compat.nodes import has_released
 from tests.eager import short_ways
 from tests.eager.short_ways import no_hook_yet, outcome, plain_process
@@ -339,3 +343,166 @@ def test_in_a_transform_the_call_raises_as_before(device: torch.device) -> None:
 
     with pytest.raises(gradkit.UnsupportedGraphError, match=r"outside of torch\.func"):
         torch.func.grad(of)(torch.ones(2, device=device))
+
+
+def both_ways(call: Callable[..., Any]) -> tuple[Any, Any]:
+    """Return what a call gives the short way, and the long way."""
+    return outcome(call), outcome(partial(call, retain_graph=False))
+
+
+def test_a_hook_that_writes_on_what_it_has_kept_of_an_earlier_pass(device: torch.device) -> None:
+    """A common accumulator: `kept[0].add_(grad)`."""
+
+    def call(**options: Any) -> Any:
+        x, b = (torch.ones(2, device=device, requires_grad=True) for _ in range(2))
+        kept: list[Tensor] = []
+
+        def add(grad: Tensor) -> None:
+            if kept:
+                kept[0].add_(grad)
+            kept.append(grad)
+
+        h = x + b
+        h.register_hook(add)
+        return gradkit.per_loss_grads([(h * 2).sum(), (h * 3).sum()], [x, b], **options)
+
+    short, long = both_ways(call)
+    assert_same_outcome(short, long)
+    assert [grad.tolist() for grads in short for grad in grads] == [[2, 2]] * 2 + [[3, 3]] * 2
+
+
+class Workspace(torch.autograd.Function):
+    """Gives its gradients in a tensor that it uses again."""
+
+    space: Tensor
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.mul(grad, 1, out=Workspace.space)
+
+
+def test_a_function_that_uses_its_memory_again(device: torch.device) -> None:
+    def call(**options: Any) -> Any:
+        Workspace.space = torch.empty(2, device=device)
+        x, b = (torch.ones(2, device=device, requires_grad=True) for _ in range(2))
+        h = Workspace.apply(x + b)
+        return gradkit.per_loss_grads([(h * 2).sum(), (h * 3).sum()], [x, b], **options)
+
+    short, long = both_ways(call)
+    assert_same_outcome(short, long)
+
+
+class Cleared(torch.autograd.Function):
+    """Frees what it has saved as soon as its backward reads it, as torch lets it."""
+
+    clear_saved_tensors_on_access = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(*(x * i for i in range(1, 40)))
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        first, *_ = ctx.saved_tensors
+        return grad * 3 + 0 * first
+
+
+def test_what_a_node_has_let_go_in_a_pass_is_not_released_again(device: torch.device) -> None:
+    """A wrapper of what it had saved would write to freed memory."""
+
+    def call(**options: Any) -> Any:
+        x, b = (torch.ones(2, device=device, requires_grad=True) for _ in range(2))
+        trunk = torch.tanh(x * b)
+        losses = [Cleared.apply(trunk).sum(), (trunk * 3).sum()]
+        return gradkit.per_loss_grads(losses, [x, b], **options)
+
+    for _ in range(20):
+        assert_same_outcome(*both_ways(call))
+
+
+def test_a_graph_that_a_hook_frees_in_a_pass(device: torch.device) -> None:
+    def call(**options: Any) -> Any:
+        x, b = (torch.ones(4, device=device, requires_grad=True) for _ in range(2))
+        trunk = torch.tanh(x * b)
+        index = torch.tensor([0, 3], device=device)
+        top = torch.cat([trunk * 2, trunk])[(index,)]
+        total = top.sum()
+
+        def free(grad: Tensor) -> None:
+            if not freed:
+                freed.append(True)
+                torch.autograd.grad(total, trunk)
+
+        freed: list[bool] = []
+        value = top * 1.0
+        value.register_hook(free)
+        return gradkit.per_loss_grads([value.sum(), (trunk * 3).sum()], [x, b], **options)
+
+    for _ in range(20):
+        assert_same_outcome(*both_ways(call))
+
+
+def test_what_hooks_have_packed_is_freed_where_the_trunk_is_not_asked_for(
+    device: torch.device,
+) -> None:
+    class Box:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor
+
+    packed: list[weakref.ref[Box]] = []
+
+    def pack(tensor: Tensor) -> Box:
+        box = Box(tensor.detach())
+        packed.append(weakref.ref(box))
+        return box
+
+    trunk = nn.Linear(4, 4, device=device)
+    heads = [nn.Linear(4, 1, device=device) for _ in range(3)]
+    features = torch.tanh(trunk(torch.ones(2, 4, device=device)))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
+        losses = [torch.tanh(head(features)).square().mean() for head in heads]
+    with plain_process(), noting_short_calls() as taken:
+        gradkit.per_loss_grads(losses, heads)
+    assert taken == [True]
+    gc.collect()
+    assert packed
+    assert not any(box() for box in packed)
+
+
+def test_not_many_passes_hold_what_their_gradients_are_views_of(device: torch.device) -> None:
+    """Those of a concatenation are parts of one cotangent."""
+    x, y = (torch.ones(2, device=device, requires_grad=True) for _ in range(2))
+    sizes: list[int] = []
+    original = vars(plain_separate_passes)["owned_of_each"]
+
+    def noted(each: list[Any], params: Any) -> Any:
+        sizes.append(len(each))
+        return original(each, params)
+
+    losses = [(torch.cat([x, y]) * i).sum() for i in range(10)]
+    with (
+        no_hook_yet(),
+        plain_process(),
+        patch.object(plain_separate_passes, "owned_of_each", noted),
+    ):
+        each = gradkit.per_loss_grads(losses, [x, y])
+    assert sum(sizes) == 10
+    assert max(sizes) <= 4
+    assert_owned(chain.from_iterable(each), [x, y] * 10)
+
+
+def test_a_sparse_loss_beside_a_dense_one(device: torch.device) -> None:
+    def call(**options: Any) -> Any:
+        x = torch.tensor(2.0, device=device).to_sparse().requires_grad_()
+        try:
+            return gradkit.per_loss_grads([x.to_dense() * 3, x * 2], [x], **options)
+        except (RuntimeError, NotImplementedError) as error:  # torch's own
+            return type(error), str(error)
+
+    short, long = both_ways(call)
+    assert short == long
