@@ -178,8 +178,9 @@ def _is_function(kind: type) -> bool:
 # operations of torch's own test inputs, on torch 2.11 to 2.15.
 _WRITE_ON_THEIR_OWN = frozenset((
     "AminmaxBackward0", "AsStridedBackward0", "BinaryCrossEntropyBackward0",
-    "BinaryCrossEntropyWithLogitsBackward0", "CopysignBackward0", "CummaxBackward0",
-    "CumminBackward0", "FftC2RBackward0", "GatherBackward0", "IndexBackward0",
+    "BinaryCrossEntropyWithLogitsBackward0", "ClampBackward0", "ClampMaxBackward1",
+    "ClampMinBackward1", "CopysignBackward0", "CummaxBackward0", "CumminBackward0",
+    "FftC2RBackward0", "FmaxBackward0", "FminBackward0", "GatherBackward0", "IndexBackward0",
     "IndexSelectBackward0", "KthvalueBackward0", "LinalgHouseholderProductBackward0",
     "MaskedSelectBackward0", "MaxBackward0", "MaxBackward1", "MkldnnRnnLayerBackward0",
     "MaxPool2DWithIndicesBackwardBackward0", "MaximumBackward0", "MedianBackward0",
@@ -191,10 +192,10 @@ _WRITE_ON_THEIR_OWN = frozenset((
     "GeneratedBackwardFor_torch_nn__linear_cross_entropy_batch_chunked_no_reduction_defaultBackward",
 ))  # fmt: skip
 # The most common of those that make a new tensor, and never hand on the one that they were given.
-_MAKE_NEW = frozenset(
+_MAKE_NEW = {"ClampBackward1"} | {
     f"{name}Backward0"
     for name in (
-        "Abs", "AdaptiveAvgPool2D", "AvgPool2D", "Bmm", "Clamp", "Convolution", "Cos",
+        "Abs", "AdaptiveAvgPool2D", "AvgPool2D", "Bmm", "Convolution", "Cos",
         "CudnnBatchNorm", "Div", "Dot", "Elu", "Embedding", "Exp", "Flip", "Gelu", "LeakyRelu",
         "Log", "LogSoftmax", "MaskedFill", "MaxPool2DWithIndices", "Mean", "Mm", "MseLoss", "Mul",
         "Mv", "NativeBatchNorm", "NativeDropout", "NativeLayerNorm", "Neg", "NllLoss", "Pow",
@@ -203,4 +204,4 @@ _MAKE_NEW = frozenset(
         "Sigmoid", "Silu", "Sin", "Slice", "SmoothL1Loss", "Softmax", "Softplus", "Sqrt", "Tanh",
         "Tril", "Triu", "Where",
     )
-)  # fmt: skip
+}  # fmt: skip

@@ -159,6 +159,23 @@ def test_players_are_a_loop_bit_for_bit(
     world.assert_unchanged()
 
 
+@given(program=programs(ops=(*OPS, *WRITING)), chosen=st.sets(st.integers(0, 3)))
+def test_players_among_hooks_and_functions(
+    device: torch.device, program: Program, chosen: set[int]
+) -> None:
+    short, long = (build(program, device, torch.float64) for _ in range(2))
+
+    def own(graph: Graph) -> list[list[Tensor]]:
+        some = [leaf for index, leaf in enumerate(graph.leaves) if index in chosen]
+        return [(some or graph.leaves) if i % 2 else graph.leaves for i in range(len(graph.losses))]
+
+    losses, long_losses = scalars(short), scalars(long)
+    first = outcome(lambda: gradkit.simultaneous_grads(losses, own(short)))
+    second = outcome(lambda: gradkit.simultaneous_grads(long_losses, own(long), retain_graph=False))
+    assert_same_outcome(first, second)
+    assert all(leaf.grad is None for leaf in short.leaves)
+
+
 def test_players_share_no_gradient(device: torch.device) -> None:
     x, y = (torch.tensor(2.0, device=device, requires_grad=True) for _ in range(2))
     with no_hook_yet(), plain_process(), noting_short_calls() as taken:
