@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,45 +17,68 @@ from typing import IO, Any
 _ROOT = Path(__file__).parents[1]
 
 
-def python(*arguments: str, environment: Mapping[str, str] | None = None) -> Any:
+def python(
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    seconds: float | None = None,
+) -> Any:
     """Run Python in a process of its own, and return the JSON that it prints last.
 
     Args:
         arguments: Its command line.
         environment: Variables to set for it.
+        seconds: When to kill it, and the processes that it has started.
 
     Returns:
         What the JSON says.
 
     Raises:
         RuntimeError: The process failed.
+        subprocess.TimeoutExpired: It was killed.
     """
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, *arguments],
-        check=False,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         cwd=_ROOT,
         env=os.environ | dict(environment or {}),
+        # What it starts is in its session: all of that can be killed at once.
+        start_new_session=seconds is not None,
     )
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(arguments)} failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    try:
+        out, errors = process.communicate(timeout=seconds)
+    except BaseException:  # Ctrl-C, too, which another session does not get
+        if seconds is None:
+            process.kill()
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    if process.returncode != 0:
+        raise RuntimeError(f"{' '.join(arguments)} failed:\n{errors}")
+    return json.loads(out.splitlines()[-1])
 
 
-def call(function: str, environment: Mapping[str, str] | None = None, **arguments: Any) -> Any:
+def call(
+    function: str,
+    environment: Mapping[str, str] | None = None,
+    seconds: float | None = None,
+    **arguments: Any,
+) -> Any:
     """Return what a function returns in a process of its own.
 
     Args:
         function: Where it is, as "module:function".
         environment: Variables to set for the process.
+        seconds: As in `python`.
         arguments: Plain values, by name, for the function.
 
     Returns:
         Its result, which must be plain values, too.
     """
     command = ("-m", "benchmarks.fresh", function, json.dumps(arguments))
-    return python(*command, environment=environment)
+    return python(*command, environment=environment, seconds=seconds)
 
 
 def ranks(function: str, count: int, /, **arguments: Any) -> Any:

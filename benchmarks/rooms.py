@@ -6,6 +6,7 @@ later call of its process costs.
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -76,12 +77,18 @@ ROOMS: dict[str, Callable[[Plan], Iterator[Row]]] = {
 }
 
 
-def measured(name: str, plan: Plan) -> list[Row]:
-    """Return the rows of a room; if it fails, one that says why."""
+def measured(name: str, plan: Plan, seconds: float = 3600) -> list[Row]:
+    """Return the rows of a room; if it fails, or takes longer than this, one that says why."""
+    out_of_time = [Row(what=name, against="-", note=f"out of time; --only {name}")]
+    if seconds <= 0:
+        return out_of_time
     if plan.quick:
         return list(ROOMS[name](plan))
+    here, device = "benchmarks.rooms:rows_here", str(plan.device)
     try:
-        found = fresh.call("benchmarks.rooms:rows_here", name=name, device=str(plan.device))
+        found = fresh.call(here, seconds=seconds, name=name, device=device)
+    except subprocess.TimeoutExpired:
+        return out_of_time
     except RuntimeError as error:
         *_, last = str(error).splitlines()
         return [Row(what=name, against="-", note=last)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -170,6 +172,40 @@ def test_no_room_begins_when_time_is_out(device: torch.device) -> None:
     arguments = ["--quick", "--device", str(device), "--minutes", "-1"]
     (row,) = main([*arguments, "--only", "values"])
     assert row.verdict == "not run: out of time; --only values"
+
+
+@pytest.mark.processes
+def test_a_room_that_takes_too_long_is_left_out(device: torch.device) -> None:
+    (row,) = rooms.measured("values", Plan(device), seconds=0.2)
+    assert row.verdict == "not run: out of time; --only values"
+
+
+@pytest.mark.processes
+def test_what_is_killed_is_killed_with_what_it_has_started(
+    device: torch.device, tmp_path: Path
+) -> None:
+    number = tmp_path / "number"
+    inner = "import time; time.sleep(60)"
+    code = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {inner!r}]); "
+    code += f"open({str(number)!r}, 'w').write(str(p.pid)); p.wait()"
+    with pytest.raises(subprocess.TimeoutExpired):
+        fresh.python("-c", code, seconds=5)
+    started = int(number.read_text())
+    for _ in range(100):
+        if not is_running(started):
+            return
+        time.sleep(0.1)
+    raise AssertionError("it is still running")
+
+
+def is_running(number: int) -> bool:
+    """Return whether a process runs; one that has been killed may wait for its parent to see it."""
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{number}/stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.parametrize(
