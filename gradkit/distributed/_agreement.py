@@ -336,7 +336,10 @@ def _common_spec(group: Group, path: str, by_rank: Sequence[GradSpec | None]) ->
 def _raise_difference(group: Group, what: str, rank: int, expected: str, got: str) -> NoReturn:
     """Raise the error of all ranks for what differs on one of them."""
     where = f"{what} on rank {rank} of {group.size} in {group.call}"
-    fix = "give every rank the same trees; None stands for a gradient that a rank does not have"
+    fix = (
+        "give every rank the same trees, and freeze the same parameters on all; None stands for a "
+        "gradient that a rank does not have"
+    )
     if what == PASSES:
         fix = "take the same gradients in the same order on every rank: theirs are of no use"
     raise StructureError(message(where, expected, got, fix))

@@ -179,8 +179,9 @@ def add_to_replicas(params: PyTree, read_pairs: Callable[[], _Pairs]) -> _Pairs:
         leaves, grads = [leaf for leaf, _ in ours], [grad for _, grad in ours]
         _check_comm_hooks(hooked, [*grads, *(leaf.grad for leaf in leaves)])
         sums = [None if grad is None else add_leaves(leaf.grad, grad) for leaf, grad in ours]
-        invariants = (("the call", "add_grads_"), ("params", len(ours)))
-        return LocalGrads(sums, leaves, invariants, lambda index: f"grads, tensor {index}")
+        names = [replicated[id(leaf)] for leaf in leaves]
+        invariants = (("the call", "add_grads_"), ("the parameters", tuple(names)))
+        return LocalGrads(sums, leaves, invariants, lambda index: f"grads of {names[index]}")
 
     local, specs = agree_on_grads(group, totals)
     # A rank without a gradient adds its `.grad`; where no rank has one, `.grad` stays.
@@ -224,12 +225,12 @@ def _check_reducible(module: DistributedDataParallel) -> None:
     raise UnsupportedGraphError(message("the module", expected, got, fix))
 
 
-def _reduced_params(modules: _Replicas) -> set[int]:
-    """Return the ids of the trained parameters of modules, without those that DDP ignores."""
+def _reduced_params(modules: _Replicas) -> dict[int, str]:
+    """Return the names of the trained parameters of modules by id, without what DDP ignores."""
     # Names as DDP reads them: at the root they begin with a dot. DDP reduces a tied parameter
     # unless all of its names are ignored.
     return {
-        id(param)
+        id(param): f"module.{path}.{name}" if path else f"module.{name}"
         for module in modules
         for path, part in module.module.named_modules()
         for name, param in part.named_parameters(recurse=False)

@@ -46,7 +46,14 @@ class DistributedCall:
         shapes = tuple(tuple(loss.shape) for loss in losses.leaves)
         # The gradient of a sum has the same structure whatever the number of losses.
         by_loss = (("losses", losses.spec), ("the shapes of losses", shapes))
-        options = ("module", params.spec), ("create_graph", self.create_graph), ("part", self.part)
+        # Gradients are sent in the order of the variables, which says nothing of their names.
+        trained = "all" if params.all_variables else tuple(params.slots)
+        options = (
+            ("module", params.spec),
+            ("what is trained", trained),
+            ("create_graph", self.create_graph),
+            ("part", self.part),
+        )
         return (("the call", self.name), *(() if self.joint else by_loss), *options)
 
     def paths(self, losses: Losses, params: Params) -> list[str]:

@@ -154,7 +154,7 @@ def _read(
     for name, value in values.items():
         _check_value(name, value, mesh if name in params else None)
     paths = partial(map, _of_module, values)
-    invariants = (("the call", _NAME), ("the number of params", len(params)))
+    invariants = (("the call", _NAME), ("the names", (tuple(values), len(params))))
     specs = read_specs(list(values.values()), differentiable=True)
     return (values, list(params)), Description(invariants, specs, paths)
 

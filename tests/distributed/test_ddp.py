@@ -638,3 +638,34 @@ def check_frozen_tied_sparse(device: torch.device) -> None:
 
 def test_frozen_tied_and_sparse_parameters(several: Ranks, device: torch.device) -> None:
     several.run(check_frozen_tied_sparse)
+
+
+def check_frozen_differently(device: torch.device) -> None:
+    """Each rank trains as many parameters, of the same shapes: their sums would be of no use."""
+    layers = {"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)}
+    chain = nn.Sequential(*layers.values()).to(device)
+    model = DistributedDataParallel(chain, find_unused_parameters=True)
+    x = torch.ones(2, 3, device=device)
+    _, grads = gradkit.distributed.value_and_grads(model(x).sum(), model)
+    frozen = chain[dist.get_rank() % 2]
+    frozen.requires_grad_(False)
+    _, local = gradkit.value_and_grads(chain(x).sum(), chain)
+    armed = {f"module.{name}": grad for name, grad in local.items()}
+    calls: list[Any] = [
+        lambda loss: gradkit.distributed.value_and_grads(loss, model),
+        lambda loss: gradkit.distributed.per_loss_grads([loss, 2 * loss], model),
+        lambda loss: gradkit.distributed.gram([loss, 2 * loss], model),
+        lambda loss: gradkit.distributed.simultaneous_grads([loss], [model]),
+        lambda _: gradkit.add_grads_(model, armed, hooks=True),
+    ]
+    for call in calls:
+        with pytest.raises(gradkit.StructureError, match="freeze the same parameters"):
+            call(model(x).sum())
+        assert all(param.grad is None for param in model.parameters())
+    frozen.requires_grad_(True)
+    _, again = gradkit.distributed.value_and_grads(model(x).sum(), model)
+    assert gradkit.tree.allclose(again, grads, rtol=0, atol=0)
+
+
+def test_other_parameters_frozen_on_another_rank(two: Ranks, device: torch.device) -> None:
+    two.run(check_frozen_differently)

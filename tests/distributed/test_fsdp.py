@@ -365,6 +365,23 @@ def test_parameters_that_some_ranks_do_not_reach(several: Ranks, device: torch.d
     several.run(check_uneven)
 
 
+def check_frozen_differently(device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
+    fully_shard(model, mesh=init_device_mesh(device.type, (dist.get_world_size(),)))
+    model[dist.get_rank() % 2].requires_grad_(False)
+    for call in (gradkit.distributed.value_and_grads, gradkit.distributed.per_loss_grads):
+        refused(
+            partial(call, model(torch.ones(2, 4, device=device)).sum(), model),
+            gradkit.StructureError,
+            "freeze the same parameters",
+            model,
+        )
+
+
+def test_other_parameters_frozen_on_another_rank(two: Ranks, device: torch.device) -> None:
+    two.run(check_frozen_differently)
+
+
 def check_one_rank_fails(device: torch.device) -> None:
     model = sharded(device)
     loss: Any = model(batch(device))["a"].sum()

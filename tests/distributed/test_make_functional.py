@@ -441,6 +441,9 @@ def check_bad_modules(device: torch.device) -> None:
     raises(gradkit.LeafTypeError, "an nn.Module", lambda: make_functional(torch.ones(2), mesh))
     rows = nn.Linear(5, 3 + dist.get_rank(), device=device)
     raises(structure, r"module\.weight on rank 1", lambda: make_functional(rows, mesh))
+    order = ["a", "b"][:: 1 if dist.get_rank() == 0 else -1]
+    turned = nn.ModuleDict({name: nn.Linear(4, 4, device=device) for name in order})
+    raises(structure, "the names on rank 1", lambda: make_functional(turned, mesh))
 
 
 def check_other_meshes(device: torch.device) -> None:
