@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import cast
 
 from torch import Tensor
 
 from gradkit._autograd.arrival_copies import copied_on_arrival
 from gradkit._autograd.formula_double_backward import differentiated_by_formula
 from gradkit._autograd.undifferentiable_functions import refuse_undifferentiable
-from gradkit._autograd.unshared_memory import without_shared_memory
+from gradkit._autograd.unshared_memory import memory_address, without_shared_memory
 from gradkit._checks.checked import is_checked
 from gradkit._checks.modified_gradients import (
     grad_versions,
@@ -22,6 +24,8 @@ from gradkit._compat.transforms import unbatched
 from gradkit._core.graph import Subgraph
 from gradkit._core.user_code import functions_alive, hooks_registered
 
+_version = attrgetter("_version")
+
 
 @dataclass(frozen=True, slots=True)
 class InnerPass:
@@ -31,6 +35,7 @@ class InnerPass:
     path: Callable[[int], str]  # what they call a variable, by its number
     variables: Sequence[Tensor]  # what it differentiates with respect to
     below: Subgraph  # of its roots
+    cotangents: Sequence[Tensor | None] = ()  # of its roots, if the caller has made them
 
     def guarded(
         self, run: Callable[[], list[Tensor | None]], *, create_graph: bool
@@ -41,6 +46,7 @@ class InnerPass:
         if not (functions or hooks_registered()):
             with formulas:
                 return run()
+        before = _writes_before(self.cotangents)
         with ExitStack() as stack:
             stack.enter_context(formulas)
             if create_graph and functions:
@@ -52,5 +58,15 @@ class InnerPass:
             grads = run()
         arrived = [None if grad is None else unbatched(grad) for grad in grads]
         versions = grad_versions(self.variables, arrived, copied)
+        if before:  # a gradient may be a cotangent itself
+            for index in versions:
+                versions[index] -= before.get(memory_address(cast("Tensor", arrived[index])), 0)
         refuse_modified(lambda: self.where, self.path, self.variables, self.below, versions)
         return grads
+
+
+def _writes_before(cotangents: Iterable[Tensor | None]) -> dict[int, int]:
+    """Return how often each cotangent had been written on before the pass, by its memory."""
+    given = [unbatched(cotangent) for cotangent in cotangents if cotangent is not None]
+    written = sorted(filter(_version, given), key=_version)
+    return {memory_address(cotangent): cotangent._version for cotangent in written}

@@ -140,7 +140,7 @@ class LevelPasses:
         if self.level is None:
             return run(keep)
         below = Subgraph(roots)
-        inner = InnerPass("the loss", self.path, variables, below)
+        inner = InnerPass("the loss", self.path, variables, below, weights)
         if not keep and self._may_reach_outside(below):
             return inner.guarded(partial(run, True), create_graph=False)
         if keep:

@@ -84,7 +84,7 @@ class _Segment:
             below = Subgraph(outputs, stop={edge(variable).node for variable in variables})
             if create_graph:
                 refuse_wrong_derivative(lambda: "loss_fn", variables, below, by_formula=True)
-            one = InnerPass("loss_fn", "its input {}".format, variables, below)
+            one = InnerPass("loss_fn", "its input {}".format, variables, below, cotangents)
             run_pass = partial(
                 inner_grads, outputs, variables, cotangents, create_graph=create_graph
             )

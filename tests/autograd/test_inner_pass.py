@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gradkit
 from gradkit import func, meta
@@ -143,3 +143,39 @@ def test_an_intermediate_value_that_a_sibling_has_written_on(device: torch.devic
         (3 * (younger + younger_first)).sum(), [younger, b]
     )
     assert (of_younger.tolist(), of_b.tolist()) == ([3, 3], [21, 21])
+
+
+def pulled(fn: Apply, cotangent: Tensor) -> Tensor:
+    _, pull = func.vjp(fn, torch.zeros_like(cotangent))
+    result: Tensor = pull(cotangent)[0]
+    return result
+
+
+def test_a_cotangent_that_was_changed_before(device: torch.device) -> None:
+    """It may be a gradient itself: what was written on it before the pass is nobody's in it."""
+    nn.Linear(1, 1).register_forward_hook(lambda *_: None)  # now gradkit looks at versions
+    cotangent = torch.ones(2, device=device).mul_(2).add_(1)
+    assert pulled(lambda x: x + 0, cotangent).tolist() == [3, 3]
+    assert pulled(lambda x: (x + 0).view(2, 1), cotangent.view(2, 1)).tolist() == [[3], [3]]
+    with pytest.raises(gradkit.UnsupportedGraphError, match="has written in place"):
+        func.vjp(lambda x, y: hooked(x) + y, *torch.zeros(2, 2, device=device))[1](cotangent)
+
+
+@pytest.mark.parametrize("memory", ["recompute", 3])
+def test_steps_that_do_not_reach_all_params(device: torch.device, memory: Any) -> None:
+    """A cotangent that the outer pass has summed up in place goes through such a step as it is."""
+    nn.Linear(1, 1).register_forward_hook(lambda *_: None)
+    outer = torch.full((2,), 2.0, device=device, requires_grad=True)
+    leaves = {name: outer.detach().requires_grad_() for name in "wv"}
+
+    def inner(p: Tensors, outer: Tensor, step: int) -> Tensor:
+        fit = (outer * p["w"].square()).sum()
+        return fit + p["v"].square().sum() if step % 2 == 0 else fit
+
+    def grads(memory: Any) -> Any:
+        decay = meta.sgd(0.1, weight_decay=0.1)
+        after = meta.unroll(inner, leaves, range(5), decay, outer=outer, memory=memory).params
+        loss = after["w"].square().sum() + after["v"].square().sum()
+        return gradkit.value_and_grads(loss, {**leaves, "outer": outer})[1]
+
+    assert gradkit.tree.allclose(grads(memory), grads("store"))
