@@ -16,6 +16,7 @@ from torch.autograd import Function
 from torch.func import vjp
 
 from gradkit._checks.differentiable_formulas import NODE_FORMULAS, Formula, has_formula
+from gradkit._compat.transforms import without_default_hooks
 from gradkit._core.graph import Subgraph
 from gradkit._core.user_code import Cotangents, register_own_hooks_around_node
 
@@ -81,5 +82,7 @@ class _ByFormula(Function):
             every = vjp(ctx.formula, *inputs)[1](cotangent)
             return tuple(every[index] for index in ctx.indices)
 
-        pull = vjp(grads, *ctx.saved_tensors)[1]
-        return None, None, *pull(cotangents), *[None] * len(ctx.indices)
+        with without_default_hooks():
+            pull = vjp(grads, *ctx.saved_tensors)[1]
+            pulled = pull(cotangents)
+        return None, None, *pulled, *[None] * len(ctx.indices)

@@ -68,5 +68,6 @@ class InnerPass:
 def _writes_before(cotangents: Iterable[Tensor | None]) -> dict[int, int]:
     """Return how often each cotangent had been written on before the pass, by its memory."""
     given = [unbatched(cotangent) for cotangent in cotangents if cotangent is not None]
-    written = sorted(filter(_version, given), key=_version)
+    counted = [cotangent for cotangent in given if not cotangent.is_inference()]
+    written = sorted(filter(_version, counted), key=_version)
     return {memory_address(cotangent): cotangent._version for cotangent in written}

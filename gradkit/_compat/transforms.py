@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -234,6 +234,26 @@ def default_hooks() -> tuple[Any, Any] | None:
     """Return the pack and unpack hooks that saved tensors get at present, if any."""
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
+
+
+def without_default_hooks() -> AbstractContextManager[None]:
+    """Let tensors be saved as they are: torch.func's derivatives have no hooks for that."""
+    if torch.compiler.is_compiling() or default_hooks() is None:
+        return nullcontext()
+    return _default_hooks_set_aside()
+
+
+@contextmanager
+def _default_hooks_set_aside() -> Iterator[None]:
+    before: list[tuple[Any, Any]] = []
+    while (hooks := default_hooks()) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        before.append(hooks)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(before):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def default_unpack_hook() -> object:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -169,6 +170,16 @@ def test_the_second_derivative_of_fused_attention(device: torch.device, name: st
 @pytest.mark.parametrize("way", WAYS)
 def test_wherever_gradkit_runs_the_forward_pass(device: torch.device, way: str) -> None:
     assert_by_formula(WAYS[way], *problem(device, "mask"))
+
+
+EAGER = ("unroll", "unroll, recomputed", "unroll, nested recomputation", "implicit")
+
+
+@pytest.mark.parametrize("way", [*EAGER, "twice by recomputation"])
+def test_where_saved_tensors_have_hooks(device: torch.device, way: str) -> None:
+    """As in `save_on_cpu`: torch.func takes none."""
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        assert_by_formula(WAYS[way], *problem(device, "mask"))
 
 
 def test_a_mask_of_each_task(device: torch.device) -> None:
