@@ -26,4 +26,6 @@ def is_step_of_class(instance: Any) -> bool:
 
 def is_unscaled(scaler: GradScaler, instance: Optimizer) -> bool:
     """Return whether `scaler.unscale_` has been called in this step."""
+    if not scaler.is_enabled():  # it has no states, and unscales nothing
+        return False
     return bool(scaler._per_optimizer_states[id(instance)]["stage"] is OptState.UNSCALED)

@@ -112,6 +112,11 @@ def _are_owned(grads: list[Tensor], params: Iterable[Tensor], unshared: int) -> 
         return False
 
 
+def are_alone_in_memory(tensors: list[Tensor]) -> bool:
+    """Return whether no other tensor has the storage of one, but a base nothing else refers to."""
+    return _only_views_share(tensors, list(map(storage_use_count, map(storage_address, tensors))))
+
+
 def is_laid_out(grad: Tensor, param: Tensor) -> bool:
     """Return whether a dense gradient has the strides of a first accumulation into `.grad`."""
     if grad.is_nested:

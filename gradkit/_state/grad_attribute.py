@@ -12,8 +12,9 @@ from torch import Tensor
 
 from gradkit._compat.autograd import post_accumulate_hooks, storage_address
 from gradkit._compat.transforms import detach_keep_tangent
+from gradkit._core.memory_overlap import overlaps_itself
 from gradkit._core.ownership import PLAIN_TYPES, copy_for
-from gradkit.errors import UnsupportedGraphError, message
+from gradkit.errors import UnsupportedGraphError, describe, message
 
 _grad, _layout, _requires_grad = map(attrgetter, ("grad", "layout", "requires_grad"))
 _address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
@@ -119,14 +120,12 @@ class GradsPutBack:
         if set(map(type, before)) <= _NONE:
             return
         for leaf, grad in zip(leaves, before, strict=True):
-            # The engine can leave a dense `.grad` of a sparse leaf; no assignment can put it back.
-            if grad is not None and grad.layout == torch.strided != leaf.layout:
-                expected, got = "a .grad that can be put back", "a dense one of a sparse leaf"
-                fix = "leaf.grad = leaf.grad.to_sparse(), or leaf.grad = None"
-                raise UnsupportedGraphError(message("params", expected, got, fix))
+            if grad is not None:
+                _refuse_unassignable(leaf, grad)
         # A view of a buffer, as DistributedDataParallel makes them, can be overwritten through it.
         self._copies = [
-            None if grad is None or grad._base is None else grad.detach().clone() for grad in before
+            grad.detach().clone() if grad is not None and _is_part_of_buffer(grad) else None
+            for grad in before
         ]
         for leaf in leaves:
             leaf.grad = None
@@ -137,10 +136,28 @@ class GradsPutBack:
             for leaf in leaves:
                 leaf.grad = None
             return
-        for leaf, grad, copy in zip(leaves, before, self._copies, strict=True):
+        for leaf, grad in zip(leaves, before, strict=True):
             _put_back(leaf, grad)
+        for grad, copy in zip(before, self._copies, strict=True):
             if grad is not None and copy is not None:
                 grad.detach().copy_(copy)
+
+
+def _refuse_unassignable(leaf: Tensor, grad: Tensor) -> None:
+    """Raise if no assignment could put a `.grad` back that the leaf holds now."""
+    # The engine can leave a dense one of a sparse leaf; an assignment to `.data`, one of any kind.
+    got, fix = f"{describe(grad)} of {describe(leaf)}", "leaf.grad = None"
+    fits = leaf.is_nested or (grad.shape, grad.device) == (leaf.shape, leaf.device)
+    fits = fits and not (leaf.is_leaf and leaf.grad_dtype not in (None, grad.dtype))
+    if grad.layout == torch.strided != leaf.layout:
+        got, fix = "a dense one of a sparse leaf", f"leaf.grad = leaf.grad.to_sparse(), or {fix}"
+    elif fits:
+        return
+    raise UnsupportedGraphError(message("params", "a .grad that can be put back", got, fix))
+
+
+def _is_part_of_buffer(grad: Tensor) -> bool:
+    return grad._base is not None and not (grad.is_nested or overlaps_itself(grad))
 
 
 def _put_back(leaf: Tensor, grad: Tensor | None) -> None:
@@ -149,8 +166,8 @@ def _put_back(leaf: Tensor, grad: Tensor | None) -> None:
     except RuntimeError:
         # The block has changed the leaf's dtype or device, as `module.double()` does, which casts a
         # .grad, too. A leaf that has another shape by now cannot hold it.
-        if grad is not None and grad.shape == leaf.shape:
-            leaf.grad = grad.to(leaf)
+        can_be_cast = grad is not None and grad.shape == leaf.shape
+        leaf.grad = cast("Tensor", grad).to(leaf) if can_be_cast else None
 
 
 def replace_grad(leaf: Tensor, grad: Tensor) -> None:

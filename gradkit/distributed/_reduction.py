@@ -37,8 +37,14 @@ from gradkit.errors import LeafTypeError, UnsupportedGraphError, describe, messa
 BUCKET_BYTES = 25 * 2**20
 # Gradients that are sent together, each with its index.
 Bucket: TypeAlias = list[tuple[int, GradSpec]]
-_layout, _requires_grad = attrgetter("layout"), attrgetter("requires_grad")
+_layout, _dtype, _requires_grad = map(attrgetter, ("layout", "dtype", "requires_grad"))
 _is_floating_point = torch.Tensor.is_floating_point
+# The dtypes of eight bits and less: torch has no arithmetic of them.
+_NOT_SUMMED = frozenset(
+    each
+    for each in vars(torch).values()
+    if isinstance(each, torch.dtype) and each.is_floating_point and each.itemsize < 2
+)
 _SUMMED_IF_SPARSE = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -80,7 +86,8 @@ def all_reduce(
 
     Raises:
         CollectiveError: There is no group, or a rank has failed, is missing, or is too late.
-        LeafTypeError: A leaf is neither a floating-point or complex tensor nor None.
+        LeafTypeError: A leaf is neither a floating-point or complex tensor nor None, or of eight
+            bits or less, which torch cannot add.
         OptionError: An option has no such value.
         StructureError: Trees, shapes, dtypes or kinds of devices differ between ranks; or some
             ranks' gradients carry a graph, and others' do not.
@@ -117,6 +124,7 @@ def _are_plain(leaves: Sequence[Any]) -> bool:
         set(map(type, leaves)) <= PLAIN_TYPES
         and set(map(_layout, leaves)) <= {torch.strided}
         and all(map(_is_floating_point, leaves))
+        and _NOT_SUMMED.isdisjoint(map(_dtype, leaves))
         and not any(map(_requires_grad, leaves))
         and not transforms()
         and not any(map(is_dual, leaves))
@@ -130,6 +138,9 @@ def _check_leaf(leaf: object, path: Callable[[], str], differentiable: bool) -> 
         expected = "a floating-point or complex tensor, or None"
         fix = "leave it out: gradients are reduced here"
         raise LeafTypeError(message(path(), expected, describe(leaf), fix))
+    if leaf.dtype in _NOT_SUMMED:
+        fix = "reduce it as torch.float32: gradkit.tree.map(torch.Tensor.float, grads)"
+        raise LeafTypeError(message(path(), "a dtype that can be added", describe(leaf), fix))
     if is_dtensor(leaf):
         expected, got = "a tensor of this process", "a DTensor, which torch reduces itself"
         fix = "leave it out: the gradients of fully_shard are reduced already"

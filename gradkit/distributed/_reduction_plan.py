@@ -130,8 +130,8 @@ class PlannedReduction:
         reduced: list[Tensor | None] = [None] * len(local.grads)
         for bucket, (flat, _) in zip(self._plan.buckets, self._sent, strict=True):
             grads = own_grads(bucket, local)
-            if flat.shape == grads[0].shape and grads[0].is_contiguous():
-                grads = [flat]  # sent alone
+            if len(grads) == 1 and flat.shape == grads[0].shape and grads[0].is_contiguous():
+                grads = [flat]
             else:
                 write(grads, flat)
             for (index, _), grad in zip(bucket, grads, strict=True):

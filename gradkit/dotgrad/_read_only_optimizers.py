@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import Any
 
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from gradkit._compat.autograd import storage_address
 from gradkit._compat.optim import has_step_hooks, is_step_of_class
+from gradkit._core.ownership import are_alone_in_memory
 from gradkit._state.grad_attribute import set_grads
 from gradkit.errors import warn_fallback
 
@@ -21,6 +22,7 @@ _NAMES = (
     "RMSprop", "Rprop", "SGD", "SparseAdam",
 )  # fmt: skip
 READERS = frozenset(getattr(optim, name) for name in _NAMES if hasattr(optim, name))
+_values: Callable[[dict[str, Any]], Iterable[Any]] = methodcaller("values")
 _version: Callable[[Tensor], int] = attrgetter("_version")
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 _is_contiguous: Callable[[Tensor], bool] = Tensor.is_contiguous
@@ -47,15 +49,19 @@ def _writes(group: dict[str, Any]) -> bool:
     return bool(group.get("foreach")) or any(p.device.type != "cpu" for p in group["params"])
 
 
-def assign_without_copy(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> list[int] | None:
+def assign_without_copy(
+    optimizer: Optimizer, leaves: Sequence[Tensor], grads: list[Tensor]
+) -> list[int] | None:
     """Set each `.grad` to the gradient, and return their versions; None if one has to be copied."""
     # Not one that torch refuses for its leaf, nor one with another layout, a graph, or the memory
-    # of a parameter, which changes while the step reads it.
+    # of a parameter or of a state of the optimizer, which changes while the step reads it.
+    state = chain.from_iterable(map(_values, optimizer.state.values()))
     try:
         if (
             _have_one_layout(leaves, grads)
             and not any(map(_requires_grad, grads))
-            and set(map(storage_address, grads)).isdisjoint(map(storage_address, leaves))
+            and are_alone_in_memory(grads)
+            and set(map(id, grads)).isdisjoint(map(id, state))
         ):
             versions = list(map(_version, grads))
             set_grads(leaves, grads)

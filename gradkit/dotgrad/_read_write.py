@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, cast
 
 import torch
@@ -12,12 +13,15 @@ from gradkit._compat.autograd import tensor_hooks
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import detach_keep_tangent
 from gradkit._core import pytree
+from gradkit._core.memory_overlap import overlaps_itself
 from gradkit._core.options import UNUSED, check_bool, check_option
 from gradkit._core.ownership import leave_inference_mode, zeros_for
 from gradkit._core.pytree import PyTree
 from gradkit._state import grad_attribute
 from gradkit.dotgrad._matching import Pairs, match, read_leaves, unique
 from gradkit.errors import UnreachedParamError, UnsupportedGraphError, describe, message
+
+_is_contiguous = Tensor.is_contiguous
 
 
 @disable_compile
@@ -150,9 +154,24 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
             accumulate_through_engine(grad_attribute.apart_from_grads(pairs))
             return
         pairs = [pair for pair in match(read_leaves(params), grads) if pair[1] is not None]
+        _refuse_expanded(leaf.grad for leaf, _ in pairs)
         if not grad_attribute.accumulate_together(pairs):
             for leaf, grad in grad_attribute.apart_from_grads(pairs):
                 grad_attribute.accumulate(leaf, cast("Tensor", grad))
+
+
+def _refuse_expanded(totals: Iterable[Tensor | None]) -> None:
+    """Raise if a `.grad` cannot be added to in place."""
+    dense = [total for total in totals if total is not None and total.layout == torch.strided]
+    if all(map(_is_contiguous, dense)):
+        return
+    for total in dense:
+        if not total.is_nested and overlaps_itself(total):
+            got = f"an expanded one, {describe(total)}, whose elements share memory"
+            fix = "leaf.grad = leaf.grad.clone()"
+            raise UnsupportedGraphError(
+                message("params", "a .grad that can be added to in place", got, fix)
+            )
 
 
 def _refuse_tensor_hooks(pairs: Pairs) -> None:

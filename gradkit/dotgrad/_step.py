@@ -97,8 +97,7 @@ def step_(
     may_lend = may_lend and not torch.is_inference_mode_enabled()
     if may_lend and _step_without_copies(optimizer, opened, by_leaf, own_params):
         return None
-    pairs = match(opened, grads)
-    _refuse_foreign(opened, pairs, own_params)
+    pairs = _pairs_of_optimizer(opened, match(opened, grads), own_params)
     if scaler is not None and all(grad is None for _, grad in pairs):
         fix = "skip the step, and scaler.update()"
         raise StructureError(message("grads", "a gradient to unscale", "None everywhere", fix))
@@ -128,7 +127,7 @@ def _step_without_copies(
     if not (kinds <= PLAIN_TYPES and _are_trained(leaves, params, own_params)):
         return False
     with GradsPutBack(own_params):
-        versions = assign_without_copy(leaves, grads)
+        versions = assign_without_copy(optimizer, leaves, grads)
         if versions is None:
             return False
         optimizer.step()
@@ -179,7 +178,8 @@ def _check_arguments(
         raise UnsupportedOptimizerError(message("optimizer", expected, got, fix))
 
 
-def _refuse_foreign(params: Params, pairs: Pairs, own_params: Iterable[Tensor]) -> None:
+def _pairs_of_optimizer(params: Params, pairs: Pairs, own_params: Iterable[Tensor]) -> Pairs:
+    """Return the pairs of the optimizer's own params; raise if another one has a gradient."""
     own = {id(param) for param in own_params}
     for leaf, grad in pairs:
         if grad is not None and id(leaf) not in own:
@@ -191,3 +191,4 @@ def _refuse_foreign(params: Params, pairs: Pairs, own_params: Iterable[Tensor]) 
                 "_, grads = value_and_grads(losses, optimizer); step_(optimizer, optimizer, grads)"
             )
             raise StructureError(message(where, "a parameter of the optimizer", got, advice))
+    return [pair for pair in pairs if id(pair[0]) in own]

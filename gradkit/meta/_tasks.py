@@ -125,18 +125,23 @@ def mean_value_and_grads(
         )
     count: float | Tensor = batch.count
     if ranks is not None:
-        totals, count = _over_ranks(totals, batch.count, group)
+        names = list(map(outer.path, range(len(outer.variables))))
+        totals, count = _over_ranks(["value", *names], totals, batch.count, group)
     value, *grads = totals
     mean, mean_grads = value / count, outer.arguments.to_tree(tree.scale(grads, 1 / count))
     return ((mean, aux) if has_aux else mean), mean_grads
 
 
-def _over_ranks(totals: list[Tensor], count: int, group: Any) -> tuple[list[Tensor], Tensor]:
+def _over_ranks(
+    names: list[str], totals: list[Tensor], count: int, group: Any
+) -> tuple[list[Tensor], Tensor]:
     """Return the sums over all ranks, and the number of their tasks, from one reduction."""
+    # By name: of the params that some ranks have frozen, others of one shape may take the place.
     dtype = torch.promote_types(totals[0].dtype, torch.float32)  # half precision cannot count
     number = torch.tensor(float(count), dtype=dtype, device=totals[0].device)
     has_graph = any(total.requires_grad for total in totals)
-    *sums, number = all_reduce([*totals, number], group, "sum", differentiable=has_graph)
+    by_name = {**dict(zip(names, totals, strict=True)), "the number of tasks": number}
+    *sums, number = all_reduce(by_name, group, "sum", differentiable=has_graph).values()
     return sums, number
 
 

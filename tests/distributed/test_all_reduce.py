@@ -285,7 +285,7 @@ def check_refused(device: torch.device, case: str, error: str, words: list[str])
     rank = dist.get_rank()
     ours = {"w": torch.ones(2, device=device), "b": torch.zeros((), device=device)}
     options: dict[str, Any] = {}
-    if rank == 1 or case in ("integers", "a number", "a graph", "op"):
+    if rank == 1 or case in ("integers", "eight bits", "a number", "a graph", "op"):
         match case:
             case "another leaf":
                 ours["c"] = torch.ones(1, device=device)
@@ -303,6 +303,8 @@ def check_refused(device: torch.device, case: str, error: str, words: list[str])
                 ours = {"w": ours["w"], "b": [ours["b"]]}
             case "integers":
                 ours["w"] = torch.ones(2, device=device, dtype=torch.int64)
+            case "eight bits":
+                ours["w"] = ours["w"].to(torch.float8_e5m2)
             case "a number":
                 ours["b"] = 1.0  # type: ignore[assignment]
             case "a graph":
@@ -334,6 +336,7 @@ def check_refused(device: torch.device, case: str, error: str, words: list[str])
         ("another op", "StructureError", ["op on rank 1", "mean", "sum"]),
         ("another kind of container", "StructureError", ["grads['b'] on rank 1"]),
         ("integers", "LeafTypeError", ["grads['w']", "int64"]),
+        ("eight bits", "LeafTypeError", ["grads['w']", "float8_e5m2", "Tensor.float"]),
         ("a number", "LeafTypeError", ["grads['b']", "the float 1.0"]),
         ("a graph", "UnsupportedGraphError", ["grads['w']", "differentiable=True"]),
         ("op", "OptionError", ["'mean' or 'sum'", "'max'"]),

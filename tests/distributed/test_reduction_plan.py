@@ -249,5 +249,28 @@ def check_modules_of_one_structure(device: torch.device) -> None:
             assert not torch.equal(both["module.bias"], local["module.bias"])
 
 
+def check_parameters_without_elements(device: torch.device) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(5))
+            self.w = nn.Parameter(torch.ones(200, dtype=torch.float64))
+            self.nothing = nn.Parameter(torch.ones(0, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (self.scale.sum() * self.w.sum() + self.nothing.sum())
+
+    model = DistributedDataParallel(Model().to(device))
+    for _ in range(3):
+        x = torch.tensor(1.0 + dist.get_rank(), device=device)
+        _, grads = gradkit.distributed.value_and_grads(model(x), model)
+        assert grads["module.w"].tolist() == [7.5] * 200  # the mean of x, times the sum of scale
+        assert grads["module.nothing"].shape == (0,)
+
+
+def test_parameters_without_elements(two: Ranks, device: torch.device) -> None:
+    two.run(check_parameters_without_elements)
+
+
 def test_modules_of_one_structure(two: Ranks, device: torch.device) -> None:
     two.run(check_modules_of_one_structure)

@@ -414,10 +414,11 @@ def test_accumulation_clipping_and_a_scheduler(device: torch.device, set_to_none
         assert_same_bits(ours.parameters(), theirs.parameters())
 
 
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("scaler", ["none", "disabled", "enabled"])
 @pytest.mark.parametrize("max_norm", [0.0, 0.1, 1e6])
-def test_max_norm_is_clip_grad_norm_(device: torch.device, scaled: bool, max_norm: float) -> None:
+def test_max_norm_is_clip_grad_norm_(device: torch.device, scaler: str, max_norm: float) -> None:
     """The line before `optimizer.step()`, with what it returns; a scaler unscales before it."""
+    scaled = scaler == "enabled"
     (theirs, x), (ours, _) = twins("mlp", device)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (theirs, ours)]
     scalers = [torch.amp.GradScaler(device.type, init_scale=8.0, enabled=scaled) for _ in range(2)]
@@ -432,7 +433,7 @@ def test_max_norm_is_clip_grad_norm_(device: torch.device, scaled: bool, max_nor
         loss = scalers[1].scale(ours(x).square().sum() * scale)
         _, grads = gradkit.value_and_grads(loss, ours)
         before = gradkit.tree.map(torch.clone, grads)
-        options: Any = {"scaler": scalers[1]} if scaled else {}
+        options: Any = {} if scaler == "none" else {"scaler": scalers[1]}
         if step == 3:  # unscaled by the caller in this step
             gradkit.write_grads_(ours, grads)
             scalers[1].unscale_(optimizers[1])
@@ -915,3 +916,77 @@ def test_dotgrad_under_inference_mode_makes_no_inference_grads(device: torch.dev
             assert not gradkit.read_grads(w).is_inference()
         loss.backward(retain_graph=True)
         assert w.grad.tolist() == [4, 4]
+
+
+class OwnSGD(torch.optim.SGD):
+    """An optimizer that gradkit does not know, and gives copies."""
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}])
+@pytest.mark.parametrize("cls", [torch.optim.SGD, OwnSGD])
+def test_a_step_leaves_grad_of_what_the_optimizer_does_not_have(
+    device: torch.device, cls: Any, options: Any
+) -> None:
+    own, other = (torch.ones(2, device=device, requires_grad=True) for _ in range(2))
+    frozen = torch.ones(2, device=device)
+    total = torch.full((2,), 5.0, device=device)
+    other.grad, frozen.grad = total, total.clone()
+    _, grads = gradkit.value_and_grads(own.sum(), [own, other, frozen])
+    gradkit.step_(cls([own], lr=0.1), [own, other, frozen], grads, **options)
+    assert other.grad is total
+    assert frozen.grad is not None
+    assert frozen.grad.tolist() == [5, 5]
+
+
+STEPS: dict[str, Any] = {
+    "step_": lambda w, v: gradkit.step_(torch.optim.SGD([w, v], lr=0.1), [w, v], [w * 0, v * 0]),
+    "step_, clipped": lambda w, v: gradkit.step_(
+        torch.optim.SGD([w, v], lr=0.1), [w, v], [w * 0, v * 0], max_norm=1.0
+    ),
+    "capture_grads": lambda w, v: captured([w, v], lambda: (w.sum() + v.sum()).backward()),
+}
+
+
+def captured(params: Any, run: Callable[[], Any]) -> None:
+    with gradkit.capture_grads(params):
+        run()
+
+
+@pytest.mark.parametrize("call", STEPS.values(), ids=STEPS)
+def test_an_expanded_grad_is_put_back(device: torch.device, call: Any) -> None:
+    """Such as `torch.autograd.grad` returns; what comes after it is put back, too."""
+    w, v = (torch.ones(3, device=device, requires_grad=True) for _ in range(2))
+    w.grad, v.grad = torch.autograd.grad(w.sum(), w)[0], torch.full((3,), 7.0, device=device)
+    before = w.grad, v.grad
+    call(w, v)
+    assert (w.grad, v.grad) == before
+    assert (w.grad.stride(), w.grad.tolist(), v.grad.tolist()) == ((0,), [1] * 3, [7] * 3)
+
+
+@pytest.mark.parametrize("new", [(5,), (3,)], ids=["shape", "dtype"])
+@pytest.mark.parametrize("call", STEPS.values(), ids=STEPS)
+def test_a_grad_that_does_not_fit_any_more_is_refused(
+    device: torch.device, call: Any, new: tuple[int, ...]
+) -> None:
+    """An assignment to `.data` leaves it there; no assignment could put it back."""
+    w, v = (torch.ones(3, device=device, requires_grad=True) for _ in range(2))
+    w.grad = torch.full((3,), 7.0, device=device)
+    w.data = torch.ones(new, device=device, dtype=torch.float64 if new == (3,) else None)
+    stale = w.grad
+    with pytest.raises(gradkit.UnsupportedGraphError, match=r"put back.*\n.*leaf.grad = None"):
+        call(w, v)
+    assert w.grad is stale
+    assert v.grad is None
+    assert (w == 1).all()
+
+
+def test_nothing_is_added_to_an_expanded_grad(device: torch.device) -> None:
+    w, v = (torch.ones(3, device=device, requires_grad=True) for _ in range(2))
+    w.grad, v.grad = torch.autograd.grad(w.sum(), w)[0], torch.zeros(3, device=device)
+    one = torch.ones(3, device=device)
+    with pytest.raises(gradkit.UnsupportedGraphError, match=r"leaf.grad = leaf.grad.clone\(\)"):
+        gradkit.add_grads_([v, w], [one, one])
+    assert v.grad.tolist() == [0, 0, 0]
+    w.grad = w.grad.clone()
+    gradkit.add_grads_([v, w], [one, one])
+    assert (v.grad.tolist(), w.grad.tolist()) == ([1, 1, 1], [2, 2, 2])

@@ -227,3 +227,23 @@ def test_a_parameter_that_a_module_lists_twice_counts_once(device: torch.device)
     with pytest.raises(gradkit.StructureError, match="in another place"):
         gradkit.step_(optim.SGD([module.a], lr=1.0), module, {"a": one, "b": one * 5})
     assert module.a.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["momentum_buffer", "a view of it"])
+def test_a_gradient_inside_the_state_is_copied(device: torch.device, name: str) -> None:
+    """The step writes on its state while it reads the gradient."""
+    ours, theirs = (torch.ones(3, device=device, requires_grad=True) for _ in range(2))
+    both = [optim.SGD([p], lr=0.1, momentum=0.9) for p in (ours, theirs)]
+    for p, optimizer in zip((ours, theirs), both, strict=True):
+        p.grad = torch.arange(3.0, device=device)
+        optimizer.step()
+        p.grad = None
+    buffers = [
+        optimizer.state[p]["momentum_buffer"]
+        for optimizer, p in zip(both, (ours, theirs), strict=True)
+    ]
+    gradkit.step_(both[0], [ours], [buffers[0] if name == "momentum_buffer" else buffers[0][:]])
+    theirs.grad = buffers[1].clone()
+    both[1].step()
+    assert_same_bits(ours, theirs)
+    assert_same_bits(*buffers)

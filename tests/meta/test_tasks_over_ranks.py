@@ -61,6 +61,22 @@ def check_tasks(device: torch.device) -> None:
         run(meta_loss, params, bad, has_aux=True, group=world)
 
 
+def check_frozen_differently(device: torch.device) -> None:
+    params = nn.ParameterDict({name: nn.Parameter(torch.ones(2, device=device)) for name in "ab"})
+    params["ab"[dist.get_rank()]].requires_grad_(False)
+    with pytest.raises(gradkit.StructureError, match="freeze the same parameters"):
+        gradkit.meta.mean_value_and_grads(
+            lambda p, task: (task * (p["a"] + 2 * p["b"])).sum(),
+            params,
+            torch.ones(3, 2, device=device),
+            group=dist.group.WORLD,
+        )
+
+
+def test_other_parameters_frozen_on_another_rank(two: Ranks, device: torch.device) -> None:
+    two.run(check_frozen_differently)
+
+
 def test_the_mean_is_over_the_tasks_of_all_ranks(several: Ranks, device: torch.device) -> None:
     several.run(check_tasks)
 
