@@ -15,7 +15,12 @@ from torch.autograd import Function
 from torch.autograd.graph import Node
 
 from gradkit._compat.autograd import node_type
-from gradkit._compat.transforms import is_of_ended_transform, recording_levels, transforms
+from gradkit._compat.transforms import (
+    differentiated,
+    is_of_ended_transform,
+    recording_levels,
+    transforms,
+)
 from gradkit._core.graph import Subgraph
 from gradkit.errors import UnsupportedGraphError
 
@@ -93,7 +98,8 @@ class _Constant(Function):
 
 
 def _refuse(reason: str | None) -> None:
-    if reason is not None and not transforms():
+    # The rule for vmap runs this inside of one; a transform that differentiates has asked before.
+    if reason is not None and not differentiated():
         raise UnsupportedGraphError(reason)
 
 

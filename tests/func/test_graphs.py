@@ -444,3 +444,40 @@ def test_without_a_graph_around_no_result_has_one(device: torch.device, norm: st
         torch.testing.assert_close(result, products[0])
     w = x.clone().requires_grad_()
     assert func.hvp(loss, w, v, mode="reverse-over-reverse")[1].requires_grad
+
+
+CALLS_IN_VMAP: dict[str, Callable[..., Any]] = {
+    "value_and_grads": lambda loss, w: func.value_and_grads(loss)(w)[1],
+    "per_loss_grads": lambda loss, w: func.per_loss_grads(loss)(w),
+    "vjp": lambda loss, w: func.vjp(loss, w)[1](torch.ones_like(loss(w)))[0],
+    "jvp": lambda loss, w: func.jvp(loss, (w,), (torch.ones_like(w),))[1],
+    "hvp": lambda loss, w: func.hvp(loss, w, torch.ones_like(w))[1],
+}
+
+
+@pytest.mark.parametrize("normalization", [functional.layer_norm, functional.rms_norm])
+@pytest.mark.parametrize("call", CALLS_IN_VMAP.values(), ids=CALLS_IN_VMAP)
+def test_a_derivative_of_gradients_of_a_vmap(
+    device: torch.device, call: Callable[..., Any], normalization: Any
+) -> None:
+    """Eager code differentiates what a call inside of `torch.vmap` returned."""
+    torch.manual_seed(0)
+    w = torch.rand(3, device=device, dtype=torch.float64).requires_grad_()
+    batch = torch.randn(4, 5, 3, device=device, dtype=torch.float64)
+
+    def sums(w: Tensor) -> Tensor:
+        def grads(x: Tensor) -> Tensor:
+            result: Tensor = call(lambda w: normalization(x * w, (3,), w).sin().square().mean(), w)
+            return result
+
+        return torch.vmap(grads)(batch).square().sum()
+
+    if normalization is functional.layer_norm:  # which torch gets wrong
+        with pytest.raises(gradkit.UnsupportedGraphError, match=r"layer_norm|NativeLayerNorm"):
+            gradkit.value_and_grads(sums(w), w)
+        return
+    epsilon = 1e-6
+    with torch.no_grad():
+        slope = (sums(w + epsilon) - sums(w - epsilon)) / (2 * epsilon)
+    _, grad = gradkit.value_and_grads(sums(w), w)
+    torch.testing.assert_close(grad.sum(), slope, rtol=1e-5, atol=1e-7)

@@ -344,3 +344,26 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         meta.mean_value_and_grads(meta_loss, {"w": "w"}, {"x": x})
     with pytest.raises(gradkit.UnreachedParamError):
         meta.mean_value_and_grads(meta_loss, [None], {"x": x})
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["direct", "through an inner loop"])
+@pytest.mark.parametrize("tasks_at_once", [None, 1])
+def test_a_later_derivative_that_torch_gets_wrong_raises(
+    device: torch.device, inner: bool, tasks_at_once: int | None
+) -> None:
+    """It was zero, or that of a graph that is wrong under vmap."""
+    w = torch.rand(3, device=device, dtype=torch.float64, requires_grad=True)
+    tasks = torch.randn(2, 5, 3, device=device, dtype=torch.float64)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return functional.layer_norm(x * w, (3,), w).sin().square().mean()
+
+    def meta_loss(w: Tensor, x: Tensor) -> Tensor:
+        if not inner:
+            return loss(w, x)
+        adapted = meta.unroll(lambda p, _, x: loss(p, x), w, [x], meta.sgd(0.5)).params
+        return loss(adapted, x)
+
+    _, grad = meta.mean_value_and_grads(meta_loss, w, tasks, tasks_at_once=tasks_at_once)
+    with pytest.raises(gradkit.UnsupportedGraphError, match=r"layer_norm|NativeLayerNorm"):
+        gradkit.value_and_grads(grad.square().sum(), w)
