@@ -131,6 +131,8 @@ def describe(value: object) -> str:
     """
     if isinstance(value, torch.Tensor):
         kind = str(value.dtype).removeprefix("torch.")
+        if value.is_nested and value.layout == torch.strided:  # it has no shape
+            return f"a nested {kind} tensor on {value.device}"
         return f"{with_article(kind)} tensor of shape {tuple(value.shape)} on {value.device}"
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
         return with_article(type(value).__name__)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradkit._compat.autograd import current_pass
 from gradkit._compat.dynamo import disable_compile
+from gradkit._compat.transforms import default_hooks
 from gradkit._core import pytree
 from gradkit._core.grad_recorder import (
     GradRecorder,
@@ -150,7 +151,7 @@ def safe_retain(
         UnsupportedGraphError: A tensor has no graph, is inside a `torch.func` transform, or is a
             view whose memory was changed in place inside the block (raised before gradkit's next
             pass, or else at the end of the block); or none of the modules ran, or code that was
-            compiled before the block ran in their place.
+            compiled before the block ran in their place, or a reentrant checkpoint ran them.
 
     Source:
         `torch.Tensor.retain_grad`, whose value this is wherever that one is right.
@@ -201,10 +202,11 @@ def _watch_modules(
     parts = dict(module.named_modules())
     chosen = choose_modules(parts, names)
     required = [name for name, is_exact in chosen.items() if is_exact]
-    see_output = _recorder_of_runs(retained, list(chosen), "output", required)
+    recomputed: set[str] = set()
+    see_output = _recorder_of_runs(retained, list(chosen), "output", required, recomputed)
     see_input = None
     if retained._inputs is not None:  # an input may well be a constant: the data
-        see_input = _recorder_of_runs(retained._inputs, list(chosen), "input", ())
+        see_input = _recorder_of_runs(retained._inputs, list(chosen), "input", (), recomputed)
     for name in chosen:
         see = None if see_input is None else partial(_see_arguments, see_input, name)
         stack.enter_context(watching_runs(parts[name], partial(see_output, name), see))
@@ -215,6 +217,8 @@ def _watch_modules(
         stack.enter_context(watching_runs(parts[name], note))
 
     def require_runs() -> None:
+        if recomputed:
+            _refuse_reentrant(sorted(recomputed))
         ran = retained._collect(lambda _: True, False)
         for name, inside in compiled:
             if name in compiled_runs and not any(ran[part] for part in inside):
@@ -240,6 +244,13 @@ def _refuse_compiled(names: list[str]) -> NoReturn:
     raise UnsupportedGraphError(message("safe_retain", expected, got, fix))
 
 
+def _refuse_reentrant(names: list[str]) -> NoReturn:
+    expected = f"a forward pass through {', '.join(names)} with a graph"
+    got = "one in a checkpoint with use_reentrant=True: its graph is made in the backward pass"
+    fix = "checkpoint(..., use_reentrant=False), or leave these modules out of names"
+    raise UnsupportedGraphError(message("safe_retain", expected, got, fix))
+
+
 def _see_arguments(see: _SeeRun, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if kwargs:
         see(name, (*args, kwargs) if args else kwargs)
@@ -248,20 +259,30 @@ def _see_arguments(see: _SeeRun, name: str, args: tuple[Any, ...], kwargs: dict[
 
 
 def _recorder_of_runs(
-    retained: RetainedGrads, names: list[str], role: str, required: Collection[str]
+    retained: RetainedGrads,
+    names: list[str],
+    role: str,
+    required: Collection[str],
+    recomputed: set[str],
 ) -> _SeeRun:
     """Return what is to be called with the inputs, or the outputs, of each run of a module."""
-    # Of those that are required, a run has to have a tensor with a graph.
+    # Of those that are required, a run has to have a tensor with a graph. `recomputed` gets the
+    # names of those that have one in a recomputation alone.
     runs: dict[str, list[_KeptTree]] = {name: [] for name in names}
     retained._collect = lambda read, missing: {
         name: _one_or_all(list(map(read, kept)), missing) for name, kept in runs.items()
     }
 
     def see(name: str, tree: PyTree) -> None:
-        if current_pass() != -1:
-            return  # a checkpoint's recomputation, inside a backward pass: the graph exists already
         leaves, spec = pytree.flatten(tree)
         with_graph = {id(x) for x in leaves if isinstance(x, Tensor) and x.requires_grad}
+        if current_pass() != -1:
+            # A checkpoint's recomputation, inside a backward pass: the graph exists already, but
+            # for a reentrant one, which is without the hooks of the other kind.
+            has_graph = [id(leaf) in with_graph for leaf in leaves]
+            if default_hooks() is None and _is_any_unrecorded(runs[name], has_graph):
+                recomputed.add(name)
+            return
         is_required = name in required and not with_graph
         recorders: list[GradRecorder | None] = []
         for index, leaf in enumerate(leaves):
@@ -275,6 +296,12 @@ def _recorder_of_runs(
         runs[name].append(_KeptTree(leaves, spec, recorders))
 
     return see
+
+
+def _is_any_unrecorded(runs: list[_KeptTree], has_graph: list[bool]) -> bool:
+    """Return whether what has a graph now had none in a run."""
+    pairs = [pair for kept in runs for pair in zip(kept.recorders, has_graph, strict=False)]
+    return any(has and recorder is None for recorder, has in pairs)
 
 
 def _one_or_all(runs: list[PyTree], missing: Any) -> PyTree:

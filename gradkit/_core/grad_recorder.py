@@ -112,6 +112,7 @@ def require_graph(tensor: object, where: Callable[[], str]) -> Tensor:
     refuse_transforms(tensor, where)
     if not tensor.requires_grad:
         got = f"{describe(tensor)} without a graph: a constant, detached, or made under no_grad"
+        got += " (as in a checkpoint with use_reentrant=True)"
         fix = "keep it where it is part of the graph, or call requires_grad_() before its use"
         raise UnsupportedGraphError(message(where(), "a tensor that requires grad", got, fix))
     return tensor

@@ -88,15 +88,19 @@ def _matched(params: Params, by_leaf: list[Any]) -> Pairs:
 def _plainly_match(params: Params, grads: list[Any]) -> bool:
     """Return whether every leaf is an ordinary variable, different from the others, and matches."""
     leaves = params.variables
-    return (
-        len(leaves) == len(grads)
-        and params.plain_leaves
-        and set(map(type, grads)) <= PLAIN_TYPES
-        and list(map(_shape, leaves)) == list(map(_shape, grads))
-        and list(map(_grad_dtype, leaves)) == list(map(_dtype, grads))
-        and list(map(_device, leaves)) == list(map(_device, grads))
-        and {*map(_layout, leaves), *map(_layout, grads)} == {torch.strided}
-    )
+    if not (
+        len(leaves) == len(grads) and params.plain_leaves and set(map(type, grads)) <= PLAIN_TYPES
+    ):
+        return False
+    try:
+        return (
+            list(map(_shape, leaves)) == list(map(_shape, grads))
+            and list(map(_grad_dtype, leaves)) == list(map(_dtype, grads))
+            and list(map(_device, leaves)) == list(map(_device, grads))
+            and {*map(_layout, leaves), *map(_layout, grads)} == {torch.strided}
+        )
+    except RuntimeError:  # a nested tensor that is strided has no shape
+        return False
 
 
 _THESE = "pass the gradients of these very params"
@@ -111,6 +115,9 @@ def _mismatch(leaf: Tensor | None, grad: object) -> tuple[str, str, str] | None:
     if leaf is None or not leaf.requires_grad:
         why = "None" if leaf is None else "frozen; requires_grad_() would train it"
         return f"None, as the param is {why}", describe(grad), _THESE
+    if (leaf.is_nested and leaf.layout == torch.strided) or grad.is_nested != leaf.is_nested:
+        fix = "nested tensors of layout torch.jagged, or loss.backward()"
+        return "a gradient that .grad can be set to", f"{describe(grad)} of {describe(leaf)}", fix
     dtype = leaf.grad_dtype
     alike = (
         grad.shape == leaf.shape

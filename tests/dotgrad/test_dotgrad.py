@@ -990,3 +990,27 @@ def test_nothing_is_added_to_an_expanded_grad(device: torch.device) -> None:
     w.grad = w.grad.clone()
     gradkit.add_grads_([v, w], [one, one])
     assert (v.grad.tolist(), w.grad.tolist()) == ([1, 1, 1], [2, 2, 2])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_strided_nested_parameters_are_refused(device: torch.device) -> None:
+    """They have no shape, and torch lets nobody set their `.grad`."""
+
+    def nested(*sizes: int) -> Tensor:
+        return torch.nested.nested_tensor([torch.ones(n, device=device) for n in sizes])
+
+    w = nested(2, 3).requires_grad_()
+    loss = 3 * torch.stack([part.sum() for part in w.unbind()]).sum()
+    _, grads = gradkit.value_and_grads(loss, [w])
+    optimizer = torch.optim.SGD([w], lr=0.5, foreach=False)
+    calls: list[Callable[[Any], Any]] = [
+        lambda grads: gradkit.step_(optimizer, [w], grads),
+        lambda grads: gradkit.write_grads_([w], grads),
+        lambda grads: gradkit.add_grads_([w], grads),
+    ]
+    for call in calls:
+        for one in (grads, [torch.ones(2, 3, device=device)]):
+            with pytest.raises(gradkit.StructureError, match=r"grads\[0\].*\n.*torch.jagged"):
+                call(one)
+    assert w.grad is None
+    assert [part.tolist() for part in w.detach().unbind()] == [[1] * 2, [1] * 3]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gradkit
 from gradkit._core import user_code
@@ -264,3 +265,40 @@ def test_a_compiled_model_that_did_not_run(device: torch.device) -> None:
         gradkit.safe_retain(model, ["a._orig_mod", "b"]),
     ):
         pass
+
+
+class Checkpointed(nn.Module):
+    """Two layers, the second in a checkpoint, and a frozen one under no_grad."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.body, self.frozen = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            shift = self.frozen(x)
+        out: Tensor = checkpoint(self.body, self.first(x), use_reentrant=self.reentrant)
+        return out + shift
+
+
+def test_modules_in_a_reentrant_checkpoint(device: torch.device) -> None:
+    """Their gradient exists, but no graph that leads to it, before the backward pass."""
+    x = torch.ones(2, 3, device=device)
+    words = r"through body with a graph.*\n.*use_reentrant=False"
+    model = Checkpointed(reentrant=True).to(device)
+    for names, inputs in (("*", False), (["bod?"], True)):
+        with (
+            pytest.raises(gradkit.UnsupportedGraphError, match=words),
+            gradkit.safe_retain(model, names, inputs=inputs),
+        ):
+            model(x).sum().backward()
+    with gradkit.safe_retain(model, ["f*"]) as kept:
+        model(x).sum().backward()
+    assert kept.grads["frozen"] is None
+    assert kept.grads["first"].shape == (2, 3)
+    model.reentrant = False
+    with gradkit.safe_retain(model, "*") as kept:
+        model(x).sum().backward()
+    assert kept.grads["body"].tolist() == [[1] * 3] * 2
+    assert kept.grads["frozen"] is None
