@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -127,6 +128,36 @@ def parameter_of_inference_mode(device: torch.device) -> Case:
         w = torch.nn.Parameter(torch.ones(1, 1, device=device))
     right = gradkit.func.value_and_grads(loss)(torch.ones(1, 1, device=device))[1]
     return Case(grad(loss(w), w)[0], right, lambda: gradkit.value_and_grads(loss(w), w)[1])
+
+
+class InWorkspace(torch.autograd.Function):
+    """The identity; its backward returns the memory of one array of numpy in every pass."""
+
+    array = numpy.zeros(1)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        InWorkspace.array[:] = cotangents[0].numpy()
+        return torch.from_numpy(InWorkspace.array)
+
+
+def gradient_in_a_workspace(_: torch.device) -> Case:
+    w = torch.ones(1, dtype=D, requires_grad=True)
+
+    def first_of_two(call: Callable[[Tensor], Tensor]) -> Tensor:
+        first, _ = (call((factor * InWorkspace.apply(w + 0)).sum()) for factor in (1, 5))
+        return first
+
+    def ours(loss: Tensor) -> Tensor:
+        result: Tensor = gradkit.value_and_grads(loss, w)[1]
+        return result
+
+    theirs = first_of_two(lambda loss: grad(loss, w)[0])
+    return Case(theirs, grad((1 * w).sum(), w)[0], lambda: first_of_two(ours))
 
 
 REFUSED = "`UnsupportedGraphError`"
@@ -280,6 +311,12 @@ ROWS = [
     Row(
         "`grad(y + y, (a, b))` with that hook, where `y = a + z`: with respect to `a`",
         [20.0], [2.0], f"{CHECKED}; `value_and_grads`", hook_that_writes_below_a_sum, same=True,
+    ),
+    Row(
+        "`grad(f(w + 0), w)`, where the backward of `f` returns one array of numpy in every pass: "
+        "after a pass with five times the loss",
+        [5.0], [1.0], "`value_and_grads(f(w), w)`: right; `value_and_grads(f(w + 0), w)`",
+        gradient_in_a_workspace, same=True,
     ),
     Row(
         "a second derivative of `f(w) + w**2` at 1, where `f` is a cube whose backward is "
