@@ -130,7 +130,8 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
         LeafTypeError: As in `write_grads_`.
         OptionError: `hooks` is not a bool.
         StructureError: As in `write_grads_`.
-        UnsupportedGraphError: `hooks=True`, and a tensor has tensor hooks, which have been applied
+        UnsupportedGraphError: A `.grad` is expanded, so that nothing can be added to it in place.
+            Or `hooks=True`, and a tensor has tensor hooks, which have been applied
             to the gradient already and would be applied again; or a DistributedDataParallel module
             is in no_sync() or join(), or has static_graph or mixed_precision. Or as in
             `read_grads`.
@@ -144,6 +145,7 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
     def read_pairs() -> Pairs:
         pairs = match(read_leaves(params), grads)
         _refuse_tensor_hooks(pairs)
+        _refuse_expanded(leaf.grad for leaf, grad in pairs if grad is not None)
         return pairs
 
     with leave_inference_mode(), torch.no_grad():

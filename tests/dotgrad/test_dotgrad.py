@@ -980,15 +980,16 @@ def test_a_grad_that_does_not_fit_any_more_is_refused(
     assert (w == 1).all()
 
 
-def test_nothing_is_added_to_an_expanded_grad(device: torch.device) -> None:
+@pytest.mark.parametrize("hooks", [False, True])
+def test_nothing_is_added_to_an_expanded_grad(device: torch.device, hooks: bool) -> None:
     w, v = (torch.ones(3, device=device, requires_grad=True) for _ in range(2))
     w.grad, v.grad = torch.autograd.grad(w.sum(), w)[0], torch.zeros(3, device=device)
     one = torch.ones(3, device=device)
     with pytest.raises(gradkit.UnsupportedGraphError, match=r"leaf.grad = leaf.grad.clone\(\)"):
-        gradkit.add_grads_([v, w], [one, one])
+        gradkit.add_grads_([v, w], [one, one], hooks=hooks)
     assert v.grad.tolist() == [0, 0, 0]
     w.grad = w.grad.clone()
-    gradkit.add_grads_([v, w], [one, one])
+    gradkit.add_grads_([v, w], [one, one], hooks=hooks)
     assert (v.grad.tolist(), w.grad.tolist()) == ([1, 1, 1], [2, 2, 2])
 
 
