@@ -87,7 +87,8 @@ def gram(
 ) -> Tensor:
     """Return the inner products of the losses' gradients, which are never all in memory.
 
-    Equals `gradkit.tree.gram(gradkit.per_loss_grads(losses, params), losses=losses)` to rounding.
+    Equals `gradkit.tree.gram(gradkit.per_loss_grads(losses, params), losses=losses)` to rounding,
+    but that a tensor in several places of `params` counts once: there it has a gradient in each.
     One vmapped pass multiplies the K gradients of a parameter as they arrive, and frees them.
 
     Example:
@@ -137,8 +138,9 @@ def per_loss_norms(
 ) -> Tensor:
     """Return the norm of each loss's gradient, without a set of gradients in memory.
 
-    Equals `gradkit.tree.global_norm` of each of the `per_loss_grads`, to rounding, and the square
-    root of the diagonal of `gradkit.gram`.
+    Equals `gradkit.tree.global_norm` of each of the `per_loss_grads`, to rounding, but that a
+    tensor in several places of `params` counts once; and the square root of the diagonal of
+    `gradkit.gram`.
 
     Example:
         >>> import torch, gradkit

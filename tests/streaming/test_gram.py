@@ -121,6 +121,19 @@ def test_norms_of_all_kinds(device: torch.device, passes: list[int]) -> None:
                 gradkit.per_loss_norms(loss, model)
 
 
+def test_a_tensor_in_several_places_counts_once(device: torch.device) -> None:
+    w = torch.tensor([1.0, 2.0], device=device, requires_grad=True)
+    losses, twice = [w.sum(), w.square().sum()], {"encoder": w, "decoder": w}
+    grams, norms = [
+        [fn(losses, params, retain_graph=True) for params in (twice, [w])]
+        for fn in (gradkit.gram, gradkit.per_loss_norms)
+    ]
+    torch.testing.assert_close(*grams)
+    torch.testing.assert_close(*norms)
+    # Trees of gradients have it in each place.
+    torch.testing.assert_close(expected_gram(losses, twice), 2 * grams[0])
+
+
 def test_an_infinite_loss_does_not_reach_the_others(device: torch.device) -> None:
     w = torch.tensor([0.0, 2.0], device=device, requires_grad=True)
     h = w * 1.0
