@@ -149,6 +149,19 @@ def is_private(component: str) -> bool:
     return component.startswith("_") and not public
 
 
+def test_what_modes_run_is_left_uncompiled(device: torch.device) -> None:
+    """tests/func/test_compile.py has what torch.compile would make of it."""
+    broken = [
+        at(path, node, node.name)
+        for path, tree in SOURCES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and node.name in {"__torch_function__", "__torch_dispatch__"}
+        and "leave_uncompiled" not in map(ast.unparse, node.decorator_list)
+    ]
+    assert not broken, listed(broken)
+
+
 def test_private_names_of_torch_are_used_in_one_room(device: torch.device) -> None:
     broken = [
         at(path, node, name)

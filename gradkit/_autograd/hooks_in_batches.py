@@ -9,6 +9,7 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from gradkit._compat.autograd import is_batch
+from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._core import pytree, user_code
 
 
@@ -39,6 +40,7 @@ class _HookGuard(TorchFunctionMode):
         super().__init__()
         self.has_met = False
 
+    @leave_uncompiled
     def __torch_function__(
         self,
         func: Callable[..., Any],

@@ -12,6 +12,7 @@ from torch.utils.hooks import BackwardHook
 
 from gradkit._autograd.unshared_memory import memory_address
 from gradkit._compat.autograd import TorchDispatchMode
+from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._core.params import Params
 from gradkit._core.written_tensors import written_tensors
 from gradkit.errors import warn_fallback
@@ -28,6 +29,7 @@ class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Copies, by their storage, of what torch would have shared; they are kept until the end.
         self._copied: dict[int, tuple[Tensor, Tensor]] = {}
 
+    @leave_uncompiled
     def __torch_dispatch__(
         self,
         func: Any,

@@ -20,6 +20,7 @@ from gradkit._checks.transform_bugs import (
     OpCall,
     differentiated_around,
 )
+from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.transforms import (
     BATCH,
     DERIVATIVES,
@@ -92,6 +93,7 @@ class OpMonitor(TorchFunctionMode):
             _active.count -= 1
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
+    @leave_uncompiled
     def __torch_function__(
         self,
         func: Callable[..., Any],

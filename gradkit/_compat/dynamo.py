@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -31,6 +31,14 @@ def disable_compile(function: F) -> F:
     code: CodeType = getattr(function, "__wrapped__", function).__code__
     _dynamo.set_code_exec_strategy(code, _LEAVE)
     return function
+
+
+def leave_uncompiled(method: F) -> F:
+    """Keep the method by which a mode sees operations out of what torch.compile compiles."""
+    # Inside of a mode, compiled code breaks at each operation, and torch compiles the frame of this
+    # method with the operation as a constant: the next one would silently compute the first one.
+    _dynamo.set_code_exec_strategy(cast("Any", method).__code__, _LEAVE)
+    return method
 
 
 def is_compiled_module(module: nn.Module) -> bool:

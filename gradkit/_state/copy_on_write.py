@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.transforms import (
     batched_like,
     is_writable,
@@ -134,6 +135,7 @@ class CopyOnWriteMode(TorchFunctionMode):
         super().__init__()
         self.writes = writes
 
+    @leave_uncompiled
     def __torch_function__(
         self,
         func: Callable[..., Any],

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gradkit._compat.autograd import TorchDispatchMode, operator_schema, storage_key
+from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._core.written_tensors import written_tensors
 from gradkit._state import rng
 from gradkit._state.rerun_check import (
@@ -119,6 +120,7 @@ class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Storages that need no copy: allocated inside, or copied already.
         self._known: set[int] = set()
 
+    @leave_uncompiled
     def __torch_dispatch__(
         self,
         func: Any,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._state.snapshot import Snapshot
@@ -57,6 +58,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.ops: dict[str, Op] = {}
 
+    @leave_uncompiled
     def __torch_function__(
         self,
         func: Callable[..., Any],

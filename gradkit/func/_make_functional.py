@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradkit._checks import nonreentrant_checkpoints
 from gradkit._compat.autograd import storage_key
+from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.modules import own_parametrized_values
 from gradkit._compat.transforms import BATCH, memory_of, transforms
 from gradkit._core.ownership import PLAIN_TYPES
@@ -227,6 +228,7 @@ class ReadOnly(TorchFunctionMode):
         self._ids = set(map(id, self._tensors))
         self._memory: dict[torch.layout, set[int]] = {}
 
+    @leave_uncompiled
     def __torch_function__(
         self,
         func: Callable[..., Any],

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.transforms import (
     differentiated,
     in_jvp,
@@ -302,6 +303,7 @@ def _is_learned(value: object) -> bool:
 class _SafeSqrt(TorchFunctionMode):
     """Takes the derivative of a square root at 0 as 0, where torch's is infinite [T5]."""
 
+    @leave_uncompiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.sqrt, Tensor.sqrt) and len(args) == 1 and not kwargs:
             return safe_sqrt(args[0])

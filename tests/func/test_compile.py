@@ -829,3 +829,44 @@ def test_several_passes_after_a_lone_one(device: torch.device, row: str) -> None
     with torch._functorch.config.patch(donated_buffer=False):
         got = run(ROWS[row], "outside, again", s)
     assert_alike(got, ROWS[row](uncompiled), exact=False)
+
+
+class Wave(nn.Module):
+    """Two operations of one argument: the code of the first would fit the second, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin().exp()
+
+
+@pytest.mark.parametrize("backend", ["eager", *BACKENDS])
+@pytest.mark.parametrize("call", ["make_functional", "check_grads", "unroll"])
+def test_a_compiled_part_computes_what_it_computes(
+    device: torch.device, call: str, backend: str
+) -> None:
+    """Inside of a mode, torch compiles the method that sees an operation for the first one."""
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 4), Wave(), nn.Linear(4, 1)
+    plain = nn.Sequential(*layers).to(device, F64)
+    part: Any = torch.compile(layers[1], backend=backend)
+    model = nn.Sequential(layers[0], part, layers[2])
+    x = torch.randn(6, 4, device=device, dtype=F64)
+
+    def result(module: nn.Module) -> Any:
+        run, params, buffers = func.make_functional(module)
+
+        def loss(params: Any, *_: Any) -> Tensor:
+            out: Tensor = run(params, buffers, x)[0]
+            return out.square().mean()
+
+        if call == "check_grads":
+            func.check_grads(loss, params)
+            return None
+        if call == "unroll":
+            adapted = gradkit.meta.unroll(loss, params, [None] * 2, gradkit.meta.sgd(lr=0.1))
+            params = adapted.params
+        return gradkit.value_and_grads(loss(params), list(params.values()))
+
+    torch._dynamo.reset()
+    got, expected = result(model), result(plain)
+    for a, b in zip(tensors(got), tensors(expected), strict=True):
+        torch.testing.assert_close(a, b)
