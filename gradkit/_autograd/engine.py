@@ -205,6 +205,9 @@ def _raise_named(error: RuntimeError, call: Call) -> None:
     if without is not None:
         fix = "compute it by other operations"
         raise UnsupportedGraphError(missing_message(_paths(call), without[1], fix)) from error
+    without = re.search(r"through (\S+) but no autograd formula was registered", str(error))
+    if without is not None:
+        raise UnsupportedGraphError(_no_formula(_paths(call), without[1])) from error
     if "non-empty donated buffers" in str(error):
         raise UnsupportedGraphError(message(_paths(call), *DONATED)) from error
     if "modified by an inplace operation" in str(error):
@@ -217,6 +220,16 @@ _MULTI_GRAD_HOOK = message(
     "one that has it: torch runs such hooks of leaves in backward() only",
     "remove the hook for this call, register it on non-leaf tensors, or use backward_",
 )
+
+
+def _no_formula(where: str, operator: str) -> str:
+    return message(
+        where,
+        "a graph of operators that have a backward formula",
+        f"one with torch.ops.{operator}, which has none",
+        "torch.library.register_autograd; or, if its result is meant as a constant, give it "
+        "x.detach()",
+    )
 
 
 def _no_third_derivative(call: Call) -> str:

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from gradkit._checks.differentiable_formulas import FORMULAS
+from gradkit._checks.foreign_operators import OPERATOR, OVERLOAD, is_foreign, refuse_dropped
 from gradkit._checks.ops_from_graph import ops_of
 from gradkit._checks.transform_bugs import (
     ALIASES,
@@ -48,9 +49,6 @@ _NAMES: dict[Any, str] = {
     if hasattr(owner, alias)
 } | {torch.autograd.grad: _BACKWARD_PASS, autograd_grad: _BACKWARD_PASS}
 _FUNCTIONAL = {functional.batch_norm, functional.instance_norm}
-# An operator called as torch.ops.aten.add, or with its overload.
-_OPERATOR, _OVERLOAD = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
-
 
 _active = threading.local()
 
@@ -103,7 +101,7 @@ class OpMonitor(TorchFunctionMode):
     ) -> Any:
         """Run the operation, unless it has a known bug here."""
         name = _NAMES.get(func)
-        if name is None and isinstance(func, (_OVERLOAD, _OPERATOR)):
+        if name is None and isinstance(func, (OVERLOAD, OPERATOR)):
             name = _name_of_operator(func)
         if name == _BACKWARD_PASS:
             self.check()
@@ -113,13 +111,18 @@ class OpMonitor(TorchFunctionMode):
                 given = self._writes.current(given)
             call = OpCall(*given, is_functional, transforms(), self._outer)
             if name in BY_FORMULA:
-                return _run(name, func, call)
+                return _run_by_formula(name, func, call)
             self._note(name, call)
+        constants = self._tangents_from and not torch.is_grad_enabled()
         if self._writes is not None:
-            return self._writes.run(func, args, kwargs or {})
-        if self._tangents_from and not torch.is_grad_enabled():
+            result = self._writes.run(func, args, kwargs or {})
+        elif constants:
             return self._run_on_constants(func, args, kwargs or {})
-        return func(*args, **kwargs) if kwargs else func(*args)
+        else:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        if is_foreign(func) and not (constants or torch.compiler.is_compiling()):
+            refuse_dropped(func, (args, kwargs), result)
+        return result
 
     def _run_on_constants(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an operation under no_grad on tensors without tangents: a jvp does not heed it."""
@@ -208,12 +211,12 @@ class OpMonitor(TorchFunctionMode):
 
 def _name_of_operator(func: Any) -> str | None:
     """Return the name of a buggy operator that was called as torch.ops.aten.name."""
-    packet = func.overloadpacket if isinstance(func, _OVERLOAD) else func
+    packet = func.overloadpacket if isinstance(func, OVERLOAD) else func
     name = ALIASES.get(packet.__name__, packet.__name__)
     return name if name in TRANSFORM_BUGS or name in BY_FORMULA else None
 
 
-def _run(name: str, func: Callable[..., Any], call: OpCall) -> Any:
+def _run_by_formula(name: str, func: Callable[..., Any], call: OpCall) -> Any:
     """Run an operation, by its formula where a derivative of it would be wrong."""
     bug = BY_FORMULA[name]
     wrong = bug.wrong_now(call)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._functorch.eager_transforms import _autograd_grad
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks
 
@@ -128,6 +129,18 @@ def layers(tensor: Tensor) -> Iterator[Tensor]:
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
         yield tensor
+
+
+def carries_tangent(tensor: Tensor) -> bool:
+    """Return whether a tensor carries a tangent, of this level or of one around it."""
+    # A tangent is shown at its own level alone.
+    with ExitStack() as left:
+        for layer in layers(tensor):
+            while len(transforms()) > max(0, level_of(layer)):
+                left.enter_context(temporarily_pop_interpreter_stack())
+            if not _functorch.is_batchedtensor(layer) and is_dual(layer):
+                return True
+    return False
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:

@@ -161,7 +161,8 @@ _KNOWN = {
     ),
     "setup_context": (
         _DIFFERENTIABLE,
-        "an autograd.Function whose forward takes ctx, or a full backward hook of a module",
+        "an autograd.Function whose forward takes ctx, an operator of torch.library that has one, "
+        "or a full backward hook of a module",
         f"give the Function a setup_context staticmethod; or {_EAGERLY}",
     ),
     RANDOM: _NOT_RANDOM,

@@ -54,6 +54,41 @@ def forward_through_no_grad(device: torch.device) -> Case:
     return Case(jvp(loss, (w,), (w,))[1], right, lambda: func.jvp(loss, w, w)[1])
 
 
+@torch.library.custom_op("gradkit_rows::square", mutates_args=())
+def _square(x: Tensor) -> Tensor:
+    return x * x
+
+
+@_square.register_fake
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _square_backward(ctx: Any, cotangent: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    return 2 * x * cotangent
+
+
+_square.register_autograd(
+    _square_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0])
+)
+
+
+def jvp_of_custom_op(device: torch.device) -> Case:
+    def loss(w: Tensor) -> Tensor:
+        return _square(w).sum() + w.sum()
+
+    w = torch.ones(1, dtype=D, device=device)
+    leaf = w.clone().requires_grad_()
+
+    def instead() -> Tensor:
+        slope: Tensor = gradkit.value_and_grads(loss(leaf), leaf)[1]
+        return slope @ w
+
+    right = torch.autograd.grad(loss(leaf), leaf)[0] @ w
+    return Case(jvp(loss, (w,), (w,))[1], right, lambda: func.jvp(loss, w, w)[1], instead)
+
+
 def _forward_over_reverse(fn: Callable[[Tensor], Tensor], x: Tensor, along: Tensor) -> Case:
     def loss(x: Tensor) -> Tensor:
         return fn(x).square().sum()
@@ -301,6 +336,11 @@ ROWS = [
         "`jvp(f, (w,), (w,))[1]`, where `f` is the sum of `target * w`, and `target` is `w**2`, "
         "computed under `no_grad`",
         3.0, 1.0, "`func.jvp`", forward_through_no_grad,
+    ),
+    Row(
+        "`jvp(f, (w,), (w,))[1]` at 1, where `f` is the sum of `square(w) + w`, and `square` a "
+        "`torch.library.custom_op` with `register_autograd`",
+        1.0, 3.0, "`func.jvp`", jvp_of_custom_op, REFUSED, "the product with the gradient",
     ),
     Row(
         "a second derivative of `f(w) + w**2` at 1, with `torch.autograd.grad`, where `f` is a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -160,6 +161,28 @@ def gradient_in_a_workspace(_: torch.device) -> Case:
     return Case(theirs, grad((1 * w).sum(), w)[0], lambda: first_of_two(ours))
 
 
+_LIBRARY = torch.library.Library("gradkit_rows", "FRAGMENT")
+_LIBRARY.define("cube(Tensor x) -> Tensor")
+for _kernel in ("CPU", "CUDA"):
+    _LIBRARY.impl("cube", lambda x: torch.empty_like(x).copy_(x.detach() ** 3), _kernel)
+
+
+def operator_without_autograd(device: torch.device) -> Case:
+    w = torch.ones(1, dtype=D, device=device, requires_grad=True)
+
+    def loss() -> Tensor:
+        cube: Tensor = torch.ops.gradkit_rows.cube(w)
+        return (cube + w).sum()
+
+    def quietly(call: Callable[[], Tensor]) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own
+            return call()
+
+    theirs, right = quietly(lambda: grad(loss(), w)[0]), grad((w**3 + w).sum(), w)[0]
+    return Case(theirs, right, lambda: quietly(lambda: gradkit.value_and_grads(loss(), w)[1]))
+
+
 REFUSED = "`UnsupportedGraphError`"
 
 
@@ -272,6 +295,12 @@ ROWS = [
         [0.8, 0.8], [1.2, 1.2],
         "`meta.unroll`, `strength` in the batch: right; `memory=\"recompute\"`",
         proximal_term_that_changed, same=True,
+    ),
+    Row(
+        "`grad((cube(w) + w).sum(), w)` at 1, where `cube` is an operator of a library without an "
+        "autograd kernel, as of a C++ extension; torch warns once",
+        [1.0], [4.0], f"`func.value_and_grads`: {REFUSED}; `value_and_grads`",
+        operator_without_autograd, same=True,
     ),
     Row(
         "`torch.compile` of `grad` of `grad` through `weight_norm`",
