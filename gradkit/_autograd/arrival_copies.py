@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradkit._autograd.write_finder import WriteFinder
-from gradkit._compat.autograd import current_pass, tensor_hooks
+from gradkit._compat.autograd import current_pass, is_batch, tensor_hooks
 from gradkit._compat.transforms import detach_keep_tangent
 from gradkit._core import user_code
 from gradkit._core.ownership import copy_for
@@ -76,11 +76,12 @@ class ArrivalCapture:
 
     def _store(self, index: int, variable: Tensor, grad: Tensor | None) -> None:
         if grad is not None:
-            if self._finder is not None:
+            if self._finder is not None and not is_batch(grad):
                 self._finder.arrive(index, grad)
             copy = copy_for(grad if self._create_graph else detach_keep_tangent(grad), variable)
             self._arrived[index][current_pass()] = copy
-            if grad._version and id(variable) not in self._hooked:
+            # Where the finder has separated them, only its own hooks have written on it.
+            if self._finder is None and grad._version and id(variable) not in self._hooked:
                 self.versions[index] = grad._version
 
     def replace(self, grads: list[Tensor | None]) -> list[Tensor | None]:
@@ -113,6 +114,6 @@ def _copied(grad: Tensor | None) -> Tensor | None:
 
 
 def _noted_and_copied(finder: WriteFinder, index: int, grad: Tensor | None) -> Tensor | None:
-    if grad is not None:
+    if grad is not None and not is_batch(grad):  # that of another thread's pass
         finder.arrive(index, grad)
     return _copied(grad)

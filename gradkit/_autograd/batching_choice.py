@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradkit._checks.checked import is_checked
 from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_may_run_in
+from gradkit._compat.dynamo import COMPILED
 from gradkit._compat.nodes import any_sparse_gradients, sizes_of_gradients
 from gradkit._core import user_code
 from gradkit._core.call import Call
@@ -19,7 +20,7 @@ from gradkit.errors import warn_fallback
 # What the engine's batched mode gets wrong, or cannot do [G1, G6].
 _UNBATCHABLE = {
     "AsStridedScatterBackward0": "torch computes a batched as_strided_scatter wrongly",
-    "CompiledFunctionBackward": "a backward compiled by torch.compile takes no batch",
+    COMPILED: "a backward compiled by torch.compile takes no batch",
 }
 
 # A batched pass saves the overhead of an operation, not its work: it pays where there are several

@@ -210,10 +210,17 @@ def _raise_named(error: RuntimeError, call: Call) -> None:
         raise UnsupportedGraphError(_no_formula(_paths(call), without[1])) from error
     if "non-empty donated buffers" in str(error):
         raise UnsupportedGraphError(message(_paths(call), *DONATED)) from error
+    if "under selective activation checkpoint" in str(error):
+        raise UnsupportedGraphError(message(_paths(call), *_SELECTIVE)) from error
     if "modified by an inplace operation" in str(error):
         raise UnsupportedGraphError(modified_message(error, call)) from error
 
 
+_SELECTIVE = (
+    "a graph that more than one pass can go through",
+    "a selective checkpoint (one with a context_fn), which keeps its results for one pass",
+    "checkpoint without context_fn; or take one pass: gradkit.value_and_grads, for the sum",
+)
 _MULTI_GRAD_HOOK = message(
     "params",
     "leaf tensors without register_multi_grad_hook",

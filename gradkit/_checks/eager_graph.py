@@ -32,6 +32,7 @@ def check_call(call: Call, allowed: Collection[str] = ()) -> None:
         _refuse_nodes_by_loss(call, allowed)
     if not call.plain_leaves:
         reachability.refuse_unreached_views_and_subclasses(call)
+        reachability.refuse_compiled_together(call)
     if call.unused == "error":
         reachability.refuse_unreached(call)
     if len(call.outputs) > 1:

@@ -14,6 +14,7 @@ from gradkit._checks.differentiable_formulas import has_formula
 from gradkit._checks.wrong_derivatives_table import NODES, SWEPT
 from gradkit._compat.autograd import forward_class
 from gradkit._compat.distributed import is_dtensor
+from gradkit._compat.dynamo import COMPILED
 from gradkit._compat.nodes import IN_EVAL_MODE, kind_of_node
 from gradkit._compat.transforms import is_differentiated_tensor
 from gradkit._compat.versions import is_mended, is_seen
@@ -30,9 +31,6 @@ _WRONG: dict[str, str] = {
     for order, seen in by_order.items()
     if is_seen(seen, SWEPT)
 }
-# The derivative of torch.compile's backward pass is a node that raises. It has no path to what the
-# function was computed from where that is not saved, and is left out then.
-_COMPILED = "CompiledFunctionBackward"
 # The kinds whose second derivative torch does not have, or did not: the operation, and what to do.
 # torch itself raises, but only once the derivative is taken.
 _ATTENTION = (
@@ -68,7 +66,9 @@ _EVER_MISSING: dict[str, tuple[str, str]] = {
 }
 _MISSING = {kind: text for kind, text in _EVER_MISSING.items() if not is_mended(kind)}
 # The names of types: a part of what `kind_of_node` has.
-_REFUSED = {kind.removesuffix(IN_EVAL_MODE) for kind in _WRONG} | {_COMPILED} | _MISSING.keys()
+# The derivative of torch.compile's backward pass is a node that raises. It has no path to what the
+# function was computed from where that is not saved, and is left out then.
+_REFUSED = {kind.removesuffix(IN_EVAL_MODE) for kind in _WRONG} | {COMPILED} | _MISSING.keys()
 _DTENSORS_ARE_WRONG = not is_mended("DTensor")
 
 
@@ -119,7 +119,7 @@ def refuse_wrong_derivative(
             raise UnsupportedGraphError(_wrong(where(), name))
         if name in _MISSING:
             raise UnsupportedGraphError(missing_message(where(), *_MISSING[name]))
-        if name == _COMPILED and not user_functions([kind]):
+        if name == COMPILED and not user_functions([kind]):
             raise UnsupportedGraphError(_compiled(where()))
 
 
@@ -193,6 +193,11 @@ _SECOND = {
         "weight_norm",
         "take all derivatives by gradkit.func, which differentiates its formula; or write that: "
         "g * v / torch.norm_except_dim(v, 2, dim)",
+    ),
+    "LogcumsumexpBackward0": (
+        "logcumsumexp, where a cotangent is zero,",
+        "take all derivatives by gradkit.func, which differentiates its formula; or write that: "
+        "torch.stack([x[: i + 1].logsumexp(0) for i in range(len(x))])",
     ),
     "SparseCooTensorWithDimsAndTensorsBackward0": (
         "the values of a sparse tensor",

@@ -7,6 +7,7 @@ version of the tensor, which is one number for all that share its memory.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, is_not
@@ -135,7 +136,7 @@ class _WriteCounter:
     """How often torch itself may have written on each gradient that arrives in a pass."""
 
     def __init__(self, below: Subgraph) -> None:
-        self._roots = {edge(root)[:2] for root in below.roots}
+        self._roots = Counter(edge(root)[:2] for root in below.roots)
         # For each node its outputs in the forward pass, and the nodes that they are inputs of.
         self._users: dict[Node, dict[int, list[Node]]] = {}
         for node in below.nodes:
@@ -152,7 +153,7 @@ class _WriteCounter:
         while stack:
             output, users = stack.pop()
             # Each part of a sum but the first may be added in place.
-            most += max(0, len(users) + (output in self._roots) - 1)
+            most += max(0, len(users) + self._roots[output] - 1)
             for user in users:
                 name = user.name()
                 if name in _WRITE_ON_THEIR_OWN or name.count("Backward") > 1:

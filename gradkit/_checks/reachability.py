@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradkit._compat import distributed
 from gradkit._compat.distributed import is_dtensor
+from gradkit._compat.dynamo import compiled_together, is_compiled_node
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.graph import Subgraph
 from gradkit._core.losses import Losses
@@ -16,7 +17,12 @@ from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import Params
 from gradkit._core.results_without_graph import ZERO_DERIVATIVE_NODE
 from gradkit._core.tensor_nodes import edge, has_rebuilt_history, was_used_before_change
-from gradkit.errors import UnreachedParamError, UnsupportedGraphError, describe, message
+from gradkit.errors import (
+    UnreachedParamError,
+    UnsupportedGraphError,
+    describe,
+    message,
+)
 
 _CUT = (
     "none: the loss was not computed from it, or the path is cut (detach(), .data, .item(), "
@@ -71,6 +77,18 @@ def refuse_unreached_views_and_subclasses(call: Call) -> None:
         if was_used_before_change(variable, below.nodes):
             raise UnreachedParamError(_replaced(params, index, "a later value of one"))
         refuse_unreached_shard(params, index)
+
+
+def refuse_compiled_together(call: Call) -> None:
+    """Raise if a value has left a compiled function together with what was made of it."""
+    for losses, params in () if call.only_leaves else call.passes:
+        for index, variable in enumerate(params.variables):
+            if not is_compiled_node(variable.grad_fn):
+                continue
+            below = call.graph.below(losses)
+            if variable.grad_fn in below.nodes and not below.reaches(variable):
+                where, what = params.path(index), _names(call.losses, [Pass(losses, params)])
+                raise UnsupportedGraphError(message(where, *compiled_together(what)))
 
 
 def _is_view_of_reached(variable: Tensor, below: Subgraph, listed: set[int]) -> bool:

@@ -17,6 +17,7 @@ _REASON = (
     "is compiled, or leave out fullgraph=True; gradkit.func is compiled in one graph"
 )
 
+COMPILED = "CompiledFunctionBackward"  # the type of the node of what torch.compile has compiled
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -47,11 +48,27 @@ def is_compiled_module(module: nn.Module) -> bool:
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
+def is_compiled_node(node: Any) -> bool:
+    """Return whether a node is the backward pass of a compiled function. Run on torch 2.13."""
+    return type(node).__name__ == COMPILED
+
+
+def compiled_together(losses: str) -> tuple[str, str, str]:
+    """Return what a message says of a value that was compiled together with what is made of it."""
+    return (
+        f"a value with a path from {losses}",
+        "one that a compiled function has returned along with what it made of it: its graph does "
+        "not show whether, and how, the one depends on the other",
+        "return the value alone, and compute the rest outside of what is compiled; or do not "
+        "compile this part",
+    )
+
+
 def overwrites_saved_tensors(kind: Any) -> bool:
     """Return whether the compiled backward pass of a kind of node can run only once."""
     # The first pass through a compiled graph decides: one that frees the graph lets it write its
     # results where saved tensors were ("donated buffers"). Run on torch 2.13.
-    if kind.__name__ != "CompiledFunctionBackward":
+    if kind.__name__ != COMPILED:
         return False
     compiled = kind._forward_cls
     donated = getattr(getattr(compiled, "metadata", None), "bw_donated_idxs", None)

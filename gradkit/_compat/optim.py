@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.amp.grad_scaler import GradScaler, OptState
@@ -29,3 +31,19 @@ def is_unscaled(scaler: GradScaler, instance: Optimizer) -> bool:
     if not scaler.is_enabled():  # it has no states, and unscales nothing
         return False
     return bool(scaler._per_optimizer_states[id(instance)]["stage"] is OptState.UNSCALED)
+
+
+@contextmanager
+def scaler_put_back_on_error(scaler: GradScaler, instance: Optimizer) -> Iterator[None]:
+    """Let a scaler forget, if the block raises, that it has unscaled an optimizer's gradients."""
+    states, key = scaler._per_optimizer_states, id(instance)
+    before = dict(states[key]) if key in states else None
+    found = dict(before["found_inf_per_device"]) if before is not None else {}
+    try:
+        yield
+    except BaseException:
+        if before is None:
+            states.pop(key, None)
+        else:
+            states[key] = {**before, "found_inf_per_device": found}
+        raise

@@ -9,11 +9,17 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from gradkit._compat.autograd import current_pass
+from gradkit._compat.dynamo import compiled_together, is_compiled_node
 from gradkit._compat.transforms import is_transform_tensor, transforms
 from gradkit._core import tensor_nodes, user_code
 from gradkit._core.ownership import copy_for
 from gradkit._core.pass_observers import in_hidden_pass
-from gradkit.errors import LeafTypeError, UnsupportedGraphError, describe, message
+from gradkit.errors import (
+    LeafTypeError,
+    UnsupportedGraphError,
+    describe,
+    message,
+)
 
 # Where gradients arrive: a node and the number of its output. An in-place operation gives the same
 # tensor another one.
@@ -27,6 +33,7 @@ class GradRecorder:
         self.tensor, self.edge = tensor, edge
         self.passes: list[Tensor] = []
         self._numbers: list[int] = []  # of these passes
+        self._is_compiled, self._may_be_hidden = is_compiled_node(edge.node), False
         self._where = where
         self._version = tensor._version
         # The hook stays on the node of this version when the tensor is changed in place [L1].
@@ -37,6 +44,8 @@ class GradRecorder:
             # A copy, because the node below may write on its cotangent [L3].
             self.passes.append(copy_for(grad, self.tensor))
             self._numbers.append(current_pass())
+        elif self._is_compiled and grad is None:
+            self._may_be_hidden = True  # the pass went through what has made the tensor
 
     def scale(self, passes: Set[int], factor: Tensor) -> None:
         """Multiply the gradients of passes with these numbers."""
@@ -53,6 +62,11 @@ class GradRecorder:
             got += "rebuilds its history, so that gradients no longer arrive at the former value"
             fix = f"pass a clone, h = h.clone(), instead of {where}; or change a copy"
             raise UnsupportedGraphError(message(where, expected, got, fix))
+
+    def require_shown(self) -> None:
+        """Raise if the graph does not show whether a pass depends on the tensor."""
+        if self._may_be_hidden:
+            raise UnsupportedGraphError(message(self._where(), *compiled_together("the losses")))
 
     def remove(self) -> None:
         """Record no more."""
@@ -78,6 +92,7 @@ class Recorders:
         every = list(self._by_arrival.values())
         for recorder in every:
             recorder.require_same_history()
+            recorder.require_shown()
         return [(recorder.tensor, recorder.edge) for recorder in every]
 
     def scale(self, passes: Set[int], factor: Tensor) -> None:

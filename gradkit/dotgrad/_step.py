@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from contextlib import nullcontext
 from operator import attrgetter, is_
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from gradkit._compat.dynamo import disable_compile
-from gradkit._compat.optim import is_step_of_class, is_unscaled
+from gradkit._compat.optim import is_step_of_class, is_unscaled, scaler_put_back_on_error
 from gradkit._core import pytree
 from gradkit._core.options import check_number
 from gradkit._core.ownership import PLAIN_TYPES, leave_inference_mode
@@ -29,7 +30,14 @@ from gradkit.dotgrad._read_only_optimizers import (
     warn_of_write,
 )
 from gradkit.dotgrad._wrappers import check_wrapper
-from gradkit.errors import OptionError, StructureError, UnsupportedOptimizerError, describe, message
+from gradkit.errors import (
+    LeafTypeError,
+    OptionError,
+    StructureError,
+    UnsupportedOptimizerError,
+    describe,
+    message,
+)
 
 _version = attrgetter("_version")
 
@@ -76,7 +84,7 @@ def step_(
         `max_norm`.
 
     Raises:
-        LeafTypeError: As in `write_grads_`.
+        LeafTypeError: As in `write_grads_`; or a gradient is sparse and there is a `max_norm`.
         OptionError: `scaler` is not a GradScaler, or `max_norm` not a number of at least 0.
         StructureError: As in `write_grads_`; or the optimizer does not have one of the parameters
             that have a gradient; or all gradients are None and there is a scaler, which needs one.
@@ -101,7 +109,10 @@ def step_(
     if scaler is not None and all(grad is None for _, grad in pairs):
         fix = "skip the step, and scaler.update()"
         raise StructureError(message("grads", "a gradient to unscale", "None everywhere", fix))
-    with GradsPutBack(unique(own_params)):
+    if max_norm is not None:
+        _refuse_sparse(opened, pairs)
+    put_back = nullcontext() if scaler is None else scaler_put_back_on_error(scaler, optimizer)
+    with GradsPutBack(unique(own_params)), put_back:
         with leave_inference_mode():
             write_all(pairs)
             if scaler is not None and max_norm is not None and not is_unscaled(scaler, optimizer):
@@ -183,8 +194,7 @@ def _pairs_of_optimizer(params: Params, pairs: Pairs, own_params: Iterable[Tenso
     own = {id(param) for param in own_params}
     for leaf, grad in pairs:
         if grad is not None and id(leaf) not in own:
-            index = next(i for i, x in enumerate(params.leaves) if x is leaf)
-            where = pytree.path(params.spec, index, "params")
+            where = _path(params, leaf)
             got = f"{describe(leaf)} that it does not have: its gradient would be dropped"
             advice = (
                 "pass the part of params and grads that this optimizer steps; or "
@@ -192,3 +202,18 @@ def _pairs_of_optimizer(params: Params, pairs: Pairs, own_params: Iterable[Tenso
             )
             raise StructureError(message(where, "a parameter of the optimizer", got, advice))
     return [pair for pair in pairs if id(pair[0]) in own]
+
+
+def _refuse_sparse(params: Params, pairs: Pairs) -> None:
+    """Raise if a gradient has no norm that torch can clip."""
+    for leaf, grad in pairs:
+        if grad is not None and grad.layout != torch.strided:
+            fix = "clipped, _ = gradkit.tree.clip_by_global_norm(grads, max_norm), and no max_norm"
+            expected, where = "dense gradients, which torch clips", _path(params, leaf)
+            got = f"{describe(grad)}, {grad.layout}"
+            raise LeafTypeError(message(where, expected, got, fix))
+
+
+def _path(params: Params, leaf: Tensor) -> str:
+    index = next(i for i, x in enumerate(params.leaves) if x is leaf)
+    return pytree.path(params.spec, index, "params")

@@ -264,3 +264,38 @@ def test_a_block_that_ends_in_another_thread(device: torch.device) -> None:
     other.join()
     assert not is_checked()
     assert len(optimizer._global_optimizer_post_hooks) == hooks
+
+
+@pytest.mark.parametrize("of", ["a sum", "a view"])
+def test_a_gradient_that_a_hook_above_has_written_on(device: torch.device, of: str) -> None:
+    """With respect to an intermediate value, too: what torch hands on is a copy there."""
+    w = torch.ones(3, device=device, requires_grad=True)
+    h = w * 1
+    above = h.sum() if of == "a sum" else h.view(3, 1)
+    above.register_hook(lambda grad: grad.mul_(2))
+    with gradkit.checked(), pytest.warns(gradkit.GradkitWarning, match=r"params\['h'\]"):
+        _, grads = gradkit.value_and_grads((above * 3).sum(), {"h": h, "w": w})
+    assert_same_bits(grads.values(), [torch.full_like(w, 6)] * 2)
+
+
+def test_a_batched_pass_of_another_thread(device: torch.device) -> None:
+    """Its gradients are batches, which arrive at the same parameters."""
+    w = torch.ones(3, device=device, requires_grad=True)
+    z = w * 1
+    others: list[Tensor] = []
+
+    def another() -> None:
+        with warnings.catch_warnings():  # of the fallback, as its hook cannot take a batch
+            warnings.simplefilter("ignore", gradkit.GradkitWarning)
+            others.append(gradkit.gram([(w * w).sum(), w.sum()], [w]))
+
+    def start_another(_: Tensor) -> None:
+        thread = Thread(target=another)
+        thread.start()
+        thread.join()
+
+    z.register_hook(start_another)
+    with gradkit.checked():
+        _, (grad,) = gradkit.value_and_grads(z.sum(), [w])
+    assert torch.equal(grad, torch.ones_like(w))
+    assert len(others) == 1

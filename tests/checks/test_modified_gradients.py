@@ -145,3 +145,12 @@ def test_no_layer_of_torch_is_taken_for_a_writer(
     expected = torch.autograd.grad(loss, list(layer.parameters()), create_graph=True)
     _, grads = gradkit.value_and_grads(loss, list(layer.parameters()), create_graph=True)
     assert_same_bits(grads, list(expected))
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_a_loss_that_is_listed_several_times_is_no_writer(device: torch.device, count: int) -> None:
+    """The engine adds its seeds in place."""
+    w = torch.ones(3, device=device, requires_grad=True)
+    loss = (w + 1.0).sum()
+    _, grad = gradkit.value_and_grads([loss] * count, w)
+    assert torch.equal(grad, torch.full_like(w, count))

@@ -165,3 +165,46 @@ def test_the_gradients_of_a_tuple_of_two_losses_are_no_pair(device: torch.device
         pytest.raises(gradkit.StructureError, match="got those of several losses"),
     ):
         gradkit.step_(optimizer, model, grads)
+
+
+@pytest.mark.parametrize("max_norm", [None, 10.0])
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_step_with_a_scaler_that_raises_can_be_tried_again(
+    device: torch.device, max_norm: float | None, unscaled: bool
+) -> None:
+    """The scaler, too, is as it was: it would step with gradients that are not unscaled."""
+
+    def weight_after(failures: int) -> Tensor:
+        w = torch.ones(2, device=device, requires_grad=True)
+        optimizer = torch.optim.SGD([w], lr=1.0)
+        scaler = torch.amp.GradScaler(device.type, init_scale=65536.0)
+        _, grads = gradkit.value_and_grads(scaler.scale((2 * w).sum()), [w])
+        if unscaled:
+            gradkit.write_grads_([w], grads)
+            scaler.unscale_(optimizer)
+            grads = gradkit.read_grads([w])
+        handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+        for _ in range(failures):
+            with pytest.raises(ZeroDivisionError):
+                gradkit.step_(optimizer, [w], grads, scaler=scaler, max_norm=max_norm)
+        handle.remove()
+        gradkit.step_(optimizer, [w], grads, scaler=scaler, max_norm=max_norm)
+        return w
+
+    assert torch.equal(weight_after(2), weight_after(0))
+    assert torch.equal(weight_after(0), torch.full((2,), -1.0, device=device))
+
+
+def test_sparse_gradients_and_max_norm(device: torch.device) -> None:
+    """torch's clip_grad_norm_ has no norm of them."""
+    table = nn.Embedding(4, 2, sparse=True, device=device)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    loss = table(torch.tensor([1, 2], device=device)).sum()
+    _, grads = gradkit.value_and_grads(loss, table)
+    match = r"params\['weight'\]: .*sparse_coo(?s:.*)clip_by_global_norm"
+    with unchanged(table.weight), pytest.raises(gradkit.LeafTypeError, match=match):
+        gradkit.step_(optimizer, table, grads, max_norm=1.0)
+    before = table.weight.detach().clone()
+    clipped, _ = gradkit.tree.clip_by_global_norm(grads, 1.0)
+    gradkit.step_(optimizer, table, clipped)
+    assert torch.allclose(torch.linalg.norm(before - table.weight), torch.ones((), device=device))

@@ -822,6 +822,43 @@ def test_a_compiled_graph_that_is_overwritten_is_named(device: torch.device, cal
     gradkit.value_and_grads(model[1](trunk(x)).sum(), model[1], retain_graph=True)
 
 
+TOGETHER: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "value_and_grads": lambda loss, h, w: gradkit.value_and_grads(loss, {"w": w, "h": h}),
+    "zeros": lambda loss, h, w: gradkit.value_and_grads(loss, {"w": w, "h": h}, unused="zeros"),
+    "per_loss_grads": lambda loss, h, w: gradkit.per_loss_grads([loss, h.sum()], {"w": w, "h": h}),
+    "per_loss_norms": lambda loss, h, w: gradkit.per_loss_norms([loss, h.sum()], {"w": w, "h": h}),
+    "gram": lambda loss, h, w: gradkit.gram([loss, h.sum()], {"w": w, "h": h}),
+    "safe_retain": lambda loss, h, w: retained_in_a_pass(loss, h, w),
+}
+
+
+def retained_in_a_pass(loss: Tensor, h: Tensor, w: Tensor) -> Any:
+    with gradkit.safe_retain({"h": h}) as kept:
+        gradkit.value_and_grads(loss, [w])
+    return kept.grads
+
+
+@pytest.mark.parametrize("call", TOGETHER)
+def test_a_value_that_was_compiled_with_the_loss(device: torch.device, call: str) -> None:
+    """The graph has no path from one output of a compiled function to another: None is wrong."""
+
+    def forward(w: Tensor) -> tuple[Tensor, Tensor]:
+        h = w * w
+        return (3 * h).sum(), h
+
+    w = torch.tensor([1.0, 2.0], device=device, requires_grad=True)
+    TOGETHER[call](*forward(w), w)
+    loss, h = torch.compile(forward, backend="aot_eager")(w)
+    match = r"\['h'\]: .*returned along with what it made of it(?s:.*)return the value alone"
+    # Two losses of one compiled function would be refused for what the first pass overwrites.
+    kept = torch._functorch.config.patch(donated_buffer=False)
+    with kept, unchanged(w), pytest.raises(gradkit.UnsupportedGraphError, match=match):
+        TOGETHER[call](loss, h, w)
+    (h,) = torch.compile(lambda w: (w * w,), backend="aot_eager")(w)
+    _, grads = gradkit.value_and_grads((3 * h).sum(), {"w": w, "h": h})
+    torch.testing.assert_close(grads["h"], torch.full_like(w, 3.0))
+
+
 @pytest.mark.parametrize("row", ["`per_loss_grads`", "`simultaneous_grads`"])
 def test_several_passes_after_a_lone_one(device: torch.device, row: str) -> None:
     """Right if no pass may write over what the forward pass has saved."""
