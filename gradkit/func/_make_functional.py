@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -17,6 +18,7 @@ from gradkit._compat.autograd import storage_key
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.modules import own_parametrized_values
 from gradkit._compat.transforms import BATCH, memory_of, transforms
+from gradkit._core import pytree
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import refuse_distributed, require_tensor
 from gradkit._state.copy_on_write import CopyOnWrite, CopyOnWriteMode, is_in_place
@@ -28,6 +30,7 @@ from gradkit.func import _checkpoints as checkpoints
 Named: TypeAlias = dict[str, Tensor]
 _REFUSED_BY_TORCH = (nn.DataParallel, torch.jit.ScriptModule)
 _READS_ONLY = "a module that reads its parameters"
+_READS_GIVEN = "a module that computes with the parameters that the call was given"
 
 
 def make_functional(
@@ -90,7 +93,7 @@ def functional(
     for name, tensor in {**params, **own_buffers}.items():
         require_tensor(tensor, partial("module.{}".format, name))
     _refuse_writing(module)
-    names, buffer_names = list(params), list(own_buffers)
+    own, names, buffer_names = list(params.values()), list(params), list(own_buffers)
     first_name = {id(buffer): name for name, buffer in reversed(own_buffers.items())}
     # A buffer that stands in the module under several names is given, and looked for, under all.
     every_name = {
@@ -111,8 +114,12 @@ def functional(
         # Copies: what the forward pass writes on is new.
         new = {name: t.clone() for name, t in read_named(buffers, buffer_names, "buffers").items()}
         snapshot = checkpoints.before([*given.values(), *new.values()], (args, kwargs))
-        run = _traced_call if torch.compiler.is_compiling() else _call
-        out, after = run(module, given, new, every_name, args, kwargs)
+        if torch.compiler.is_compiling():
+            out, after = _traced_call(module, given, new, every_name, args, kwargs)
+        else:
+            replaced = [t for t, g in zip(own, given.values(), strict=True) if t is not g]
+            guard = ReadOnly(given.values(), replaced)
+            out, after = _call(module, given, new, every_name, args, kwargs, guard)
         nonreentrant_checkpoints.refuse(out, snapshot)
         _refuse_different_buffers(after, second_names)
         # A buffer that was assigned, and not written on, is in the dictionary.
@@ -128,11 +135,12 @@ def _call(
     every_name: Mapping[str, str],
     args: Any,
     kwargs: Any,
+    guard: ReadOnly,
 ) -> tuple[Any, Named]:
     """Return what a module returns for these tensors, and its buffers after it."""
     snapshot = ModuleSnapshot(module)
     try:
-        with ReadOnly(given.values()), _own_buffers(new) as own, own_parametrized_values():
+        with guard, _own_buffers(new) as own, own_parametrized_values():
             slots = TensorSlots(snapshot.parts)
             is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
             is_refused = is_tracing or isinstance(module, _REFUSED_BY_TORCH)
@@ -220,11 +228,16 @@ _SET_DATA = cast("Any", torch.Tensor).data.__set__
 
 
 class ReadOnly(TorchFunctionMode):
-    """Raises at operations that write on some tensors, also through views, `.data` and detach()."""
+    """Raises at operations that write on some tensors, also through views, `.data` and detach().
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    And at those that read parameters in whose place the module has others: a list of the module's
+    holds them, say, and would silently make constants of them.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], replaced: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._tensors = list(tensors)
+        self._replaced = set(map(id, replaced))
         self._ids = set(map(id, self._tensors))
         self._memory: dict[torch.layout, set[int]] = {}
 
@@ -245,7 +258,17 @@ class ReadOnly(TorchFunctionMode):
             got = f"one that writes on them in its forward pass, with {name}"
             fix = "compute a new tensor from the parameter, or write outside of the module"
             raise UnsupportedGraphError(message("module", _READS_ONLY, got, fix))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if self._replaced and self._reads_replaced(args, kwargs) and pytree.tensors(result):
+            got = f"one that reads its own in {name}, held in a list or a closure, and not by name"
+            fix = "read them as attributes: self.layer.weight; or use a torch.nn.ParameterList"
+            raise UnsupportedGraphError(message("module", _READS_GIVEN, got, fix))
+        return result
+
+    def _reads_replaced(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+        given = (*args, *kwargs.values()) if kwargs else args
+        lists = chain.from_iterable(x for x in given if isinstance(x, list | tuple))
+        return not self._replaced.isdisjoint(map(id, chain(given, lists)))
 
     def _is_protected(self, tensor: Tensor) -> bool:
         if id(tensor) in self._ids or transforms():  # a transform's tensors show no memory

@@ -608,3 +608,58 @@ def test_a_buffer_under_two_names_of_one_module(device: torch.device, name: str)
     call, params, buffers = make_functional(TwoNames(name, in_place=False).to(device))
     with pytest.raises(gradkit.UnsupportedGraphError, match="under both its names, 'a' and 'b'"):
         call(params, buffers, x)
+
+
+class Listed(nn.Module):
+    """Holds its weights in a list, too, and computes with what stands there."""
+
+    def __init__(self, *, of: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 2)])
+        self.weights = [layer.weight for layer in self.layers]
+        self.of = of
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.of == "values":
+            for weight in self.weights:
+                x = nn.functional.linear(x, weight).tanh()
+        elif self.of == "a list of values":
+            x = x @ torch.cat(self.weights).sum(0)[:, None]
+        else:  # nothing of which a derivative could be taken
+            x = x.to(self.weights[0].device, self.weights[0].dtype).reshape(-1, *x.shape[1:])
+            x = x[:, : self.weights[0].size(1)] * self.weights[0].dim()
+            for layer in self.layers:
+                x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("of", ["values", "a list of values"])
+def test_parameters_in_a_list_are_not_those_of_the_call(device: torch.device, of: str) -> None:
+    """Their gradients would be zeros, and the value that of the module's own."""
+    module, x = Listed(of=of).to(device), torch.randn(4, 3, device=device)
+    call, params, buffers = make_functional(module)
+
+    def loss(params: Any) -> Tensor:
+        out: Tensor = call(params, buffers, x)[0]
+        return out.square().mean()
+
+    assert torch.equal(call(params, buffers, x)[0], module(x))  # they are the same here
+    match = r"module: .*reads its own in (linear|cat), held in a list"
+    with unchanged(*module.parameters()):
+        for compute in (
+            lambda: loss(other_params(params)),
+            lambda: gradkit.func.value_and_grads(loss)(params),
+            lambda: gradkit.meta.unroll(
+                lambda p, *_: loss(p), params, [None] * 2, gradkit.meta.sgd(lr=0.1)
+            ),
+        ):
+            with pytest.raises(gradkit.UnsupportedGraphError, match=match):
+                compute()
+
+
+def test_shapes_of_parameters_in_a_list_are_read(device: torch.device) -> None:
+    module, x = Listed(of="shapes").to(device), torch.randn(4, 3, device=device)
+    call, params, buffers = make_functional(module)
+    others = other_params(params)
+    expected = torch.func.functional_call(module, others, (x,))
+    assert torch.equal(call(others, buffers, x)[0], expected)

@@ -226,6 +226,22 @@ def hook_that_writes_below_a_sum(device: torch.device) -> Case:
     return _by_hook(_times_ten, twice, device)
 
 
+def hook_that_writes_beside_another_operation(device: torch.device) -> Case:
+    a, b = (torch.ones(1, device=device, requires_grad=True) for _ in range(2))
+
+    def loss(hook: Callable[[Tensor], Tensor | None]) -> Tensor:
+        y = 2 * a  # made before z, so that its backward runs after the hook
+        z = b * 1
+        z.register_hook(hook)
+        return (z + y).sum()
+
+    (right,) = grad(loss(lambda g: g * 10), a)
+    with gradkit.checked():
+        assert torch.equal(gradkit.value_and_grads(loss(_times_ten), [a, b])[1][0], right)
+    theirs = grad(loss(_times_ten), a)[0]
+    return Case(theirs, right, lambda: gradkit.value_and_grads(loss(_times_ten), [a, b])[1][0])
+
+
 def _by_hook(
     hook: Callable[[Tensor], None], fn: Callable[[Tensor, Tensor], Tensor], device: torch.device
 ) -> Case:
@@ -340,6 +356,12 @@ ROWS = [
     Row(
         "`grad(y + y, (a, b))` with that hook, where `y = a + z`: with respect to `a`",
         [20.0], [2.0], f"{CHECKED}; `value_and_grads`", hook_that_writes_below_a_sum, same=True,
+    ),
+    Row(
+        "`grad(z + y, (a, b))`, where `y = 2 * a`, and `z = b * 1` has a hook that calls "
+        "`g.mul_(10)`: with respect to `a`",
+        [20.0], [2.0], f"{CHECKED}; `value_and_grads`", hook_that_writes_beside_another_operation,
+        same=True,
     ),
     Row(
         "`grad(f(w + 0), w)`, where the backward of `f` returns one array of numpy in every pass: "
