@@ -275,7 +275,8 @@ def per_loss_grads(
             be a batch. `"auto"` picks by device and size. A batched pass leaves a tensor that the
             user called `retain_grad()` on with an unusable `.grad`. If the graph is to be freed,
             the last element has a separate pass.
-        chunk_size: The largest number of elements in one batched pass; None is all of them.
+        chunk_size: The largest number of elements in one batched pass; None is all of them. The
+            passes of `"sequential"` have one each.
 
     Returns:
         A tree like `losses`, each leaf replaced by a tree like `params`. A loss of shape S gives

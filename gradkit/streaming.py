@@ -287,6 +287,8 @@ def _read_samples(losses: Tensor) -> Losses:
     flat = read_losses(losses, scalar=False, with_graph=True)
     if len(flat.leaves) != 1 or flat.leaves[0].dim() != 1:
         fix = "reduction='none' in the loss function; gradkit.per_loss_norms for a tree of losses"
+        if len(flat.leaves) == 1 and flat.leaves[0].dim() > 1:
+            fix = "losses.flatten(1).sum(1), if the samples are its first dimension"
         got = describe(flat.leaves[0]) if len(flat.leaves) == 1 else f"{len(flat.leaves)} losses"
         raise NotScalarLossError(message("losses", "a vector, one loss for each sample", got, fix))
     return flat

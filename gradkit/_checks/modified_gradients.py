@@ -128,7 +128,8 @@ def _modified(where: str, path: str, variable: Tensor) -> str:
         f"that of {describe(variable)}, on which a tensor's hook, a module's, or "
         "the backward of a custom Function has written in place",
         "return a new tensor there: lambda grad: grad.clamp(-1, 1), and not grad.clamp_(-1, 1); "
-        "`with gradkit.checked():` around an eager call names the place",
+        "`with gradkit.checked():` around an eager call, for losses that are computed anew, names "
+        "the place",
     )
 
 

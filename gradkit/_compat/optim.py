@@ -38,12 +38,12 @@ def scaler_put_back_on_error(scaler: GradScaler, instance: Optimizer) -> Iterato
     """Let a scaler forget, if the block raises, that it has unscaled an optimizer's gradients."""
     states, key = scaler._per_optimizer_states, id(instance)
     before = dict(states[key]) if key in states else None
-    found = dict(before["found_inf_per_device"]) if before is not None else {}
+    infs = dict(before["found_inf_per_device"]) if before is not None else {}
     try:
         yield
     except BaseException:
         if before is None:
             states.pop(key, None)
         else:
-            states[key] = {**before, "found_inf_per_device": found}
+            states[key] = {**before, "found_inf_per_device": infs}
         raise

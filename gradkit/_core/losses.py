@@ -107,7 +107,7 @@ def _defect(loss: Any, scalar: bool, returned: bool) -> Defect | None:
 
 def _advice_for_no_tensor(loss: object, returned: bool) -> str:
     if isinstance(loss, Real):
-        return "pass the tensor itself, before .item() or float()"
+        return "pass the tensor itself, before .item() or float(); a constant as torch.tensor(0.0)"
     if _has_params(loss):
         if returned:
             return "return the loss, computed with it"

@@ -44,5 +44,6 @@ def _read_names(
 
 def _expected(modules: Mapping[str, nn.Module], got: str) -> tuple[str, str, str]:
     """Return what `names` has to be, what it is, and what it could be."""
-    fix = f"one of {', '.join(map(repr, list(modules)[:12]))}"
+    listed = ", ".join(map(repr, [name for name in modules if name][:12]))
+    fix = 'names="*" for all of them' + (f", or a list of some: {listed}" if listed else "")
     return "names of submodules or globs, each of which fits one", got, fix

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from numbers import Real
 from sys import float_info
 from typing import Any, Literal, TypeAlias
@@ -26,7 +27,9 @@ def check_option(name: str, value: object, allowed: Sequence[object]) -> None:
         if type(value) is type(one) and value == one:
             return
     values = " or ".join(map(repr, allowed))
-    raise OptionError(message(name, values, repr(value), f"{name}={allowed[0]!r}"))
+    texts = [one for one in allowed if isinstance(one, str)]
+    meant = get_close_matches(value, texts, 1) if isinstance(value, str) else []
+    raise OptionError(message(name, values, repr(value), f"{name}={[*meant, allowed[0]][0]!r}"))
 
 
 def check_bool(name: str, value: object) -> None:
@@ -64,7 +67,8 @@ def check_batching(strategy: object, chunk_size: object) -> None:
 def check_chunk_size(value: object, name: str = "chunk_size") -> None:
     """Raise if a chunk size is neither a positive int nor None, which is everything at once."""
     if value is not None and not is_positive_int(value):
-        raise OptionError(message(name, "a positive int or None", repr(value), f"{name}=None"))
+        fix = f"{name}=None, for all at once; {name}=1 takes the least memory"
+        raise OptionError(message(name, "a positive int or None", repr(value), fix))
 
 
 def is_number(value: object) -> bool:
@@ -86,10 +90,18 @@ def is_real_number(value: object) -> bool:
     return is_number(value)
 
 
-def check_number(name: str, value: Any, fix: str, *, nonnegative: bool = False) -> None:
-    """Raise if this is no real number or real tensor of one element; the latter's sign is free."""
+def number_for_torch(value: Any) -> float | Tensor:
+    """Return a number as one that torch takes: not an int of more than 64 bits, or a fraction."""
+    is_taken = isinstance(value, Tensor) or (isinstance(value, int) and abs(value) < 1 << 63)
+    result: float | Tensor = value if is_taken else float(value)
+    return result
+
+
+def check_number(name: str, value: Any, fix: str, *, nonnegative: bool = False) -> Any:
+    """Return a number for torch; raise if it is none, and no tensor of one, whose sign is free."""
     if not is_real_number(value):
         kind = "a real number, or a real tensor of one element"
         raise OptionError(message(name, kind, describe(value), fix))
     if nonnegative and not isinstance(value, Tensor) and not value >= 0:
         raise OptionError(message(name, "a number of at least 0", repr(value), fix))
+    return number_for_torch(value)

@@ -191,7 +191,7 @@ def _is_variable(leaf: object, where: Callable[[], str]) -> bool:
 
 
 _ADVICE: tuple[tuple[Any, str], ...] = (
-    (str, "dict(model.named_parameters()), not its pairs"),
+    (str, "the tensor itself, and not its name; dict(model.named_parameters()), not its pairs"),
     (set | frozenset, "list(params): a set has no order"),
     (Callable, "call it: model.parameters(), not model.parameters"),
     (Number, "torch.tensor(value), or leave it out"),

@@ -35,7 +35,7 @@ from gradkit.distributed._gramian import (
 )
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 
-_WRAPPED = "a module wrapped in DistributedDataParallel, or by fully_shard, as the others"
+_WRAPPED = "a module wrapped in DistributedDataParallel, or by fully_shard"
 _WRAP_OR_REDUCE = (
     "pass the wrapped module; for parts of it or your own wrapping, call "
     "gradkit.distributed.all_reduce(grads) on what gradkit.value_and_grads returns"

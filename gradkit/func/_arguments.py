@@ -238,7 +238,7 @@ def _why_none(given: tuple[Any, ...]) -> tuple[str, str]:
     if len(given) == 1 and (isinstance(first, Iterator) or is_empty_module):
         return why_empty(first)
     return (
-        "none (an empty tree, None, or frozen parameters)",
+        "none (an empty tree, None, integers, or frozen parameters)",
         "name the arguments with argnums, and leave one parameter unfrozen",
     )
 
@@ -246,10 +246,10 @@ def _why_none(given: tuple[Any, ...]) -> tuple[str, str]:
 def _positions(argnums: object, count: int) -> tuple[int, ...]:
     if type(argnums) is int and 0 <= argnums < count:
         return (argnums,)
-    numbers = argnums if isinstance(argnums, tuple) else (argnums,)
-    if not numbers or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
-        expected = "an int or a tuple of ints"
-        raise OptionError(message("argnums", expected, describe(argnums), "argnums=0"))
+    if count == 0:
+        expected, fix = "positional arguments of the call", "pass the params by position"
+        raise OptionError(message("argnums", expected, "none in it", fix))
+    numbers = _check_argnums(argnums)
     positions = tuple(n + count if n < 0 else n for n in numbers)
     in_range = all(0 <= position < count for position in positions)
     if not in_range or len(set(positions)) < len(positions):
@@ -257,6 +257,15 @@ def _positions(argnums: object, count: int) -> tuple[int, ...]:
         fix = "pass what is differentiated by position, and name each position once"
         raise OptionError(message("argnums", expected, repr(argnums), fix))
     return positions
+
+
+def _check_argnums(argnums: object) -> tuple[int, ...]:
+    numbers = argnums if isinstance(argnums, tuple) else (argnums,)
+    if numbers and all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
+        return numbers
+    expected = "an int or a tuple of ints"
+    fix = "argnums=0; the params go to the function that the call returns: value_and_grads(fn)(w)"
+    raise OptionError(message("argnums", expected, describe(argnums), fix))
 
 
 def _path(index: int, spec: Structure, positions: tuple[int, ...], root: str | None) -> str:
@@ -281,9 +290,12 @@ def _grad_dtype(tensor: Tensor) -> torch.dtype:
     return tensor.dtype if torch.compiler.is_compiling() else grad_dtype(tensor)
 
 
-def check_options(fn: object, has_aux: object, unused: object, create_graph: object) -> None:
+def check_options(
+    fn: object, argnums: object, has_aux: object, unused: object, create_graph: object
+) -> None:
     """Raise if what all functions of functions take is no function, or has no such value."""
     check_function(fn)
+    _check_argnums(argnums)
     check_bool("has_aux", has_aux)
     check_option("unused", unused, UNUSED)
     check_optional_bool("create_graph", create_graph)

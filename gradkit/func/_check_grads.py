@@ -15,7 +15,7 @@ from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
 from gradkit._core.closure_contents import captured_by
 from gradkit._core.graph import Subgraph
-from gradkit._core.options import check_function, check_option, is_positive_int
+from gradkit._core.options import check_function, is_positive_int
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._state.snapshot import Snapshot
 from gradkit.errors import (
@@ -71,8 +71,8 @@ def check_grads(
         argnums: As in `value_and_grads`: which arguments to differentiate with respect to. A leaf
             that is no floating-point or complex tensor is a constant.
         order: The highest derivative.
-        modes: `"reverse"`, `"forward"`, or both. A mode that torch has no formula for, which it
-            says so of by itself, is left out, unless nothing is left of an order.
+        modes: A tuple of `"reverse"`, `"forward"`, or both. A mode in which torch itself raises, as
+            it has no formula, is left out; if no mode of an order is left, the call raises.
         atol: The largest absolute error of a derivative along a random direction, beside `rtol`
             and rounding. Scale a function of small derivatives up.
         rtol: The largest relative error.
@@ -128,11 +128,9 @@ def _check_options(
 ) -> Tolerance:
     if not is_positive_int(order):
         raise OptionError(message("order", "a positive int", repr(order), "order=2"))
-    if isinstance(modes, str) or not modes:
+    if isinstance(modes, str) or not modes or not set(modes) <= {REVERSE, FORWARD}:
         fix = 'modes=("reverse", "forward")'
         raise OptionError(message("modes", "a tuple of 'reverse', 'forward'", repr(modes), fix))
-    for mode in modes:
-        check_option("modes", mode, (REVERSE, FORWARD))
     for name, value in (("atol", atol), ("rtol", rtol), ("eps", eps)):
         if not isinstance(value, int | float) or not value > 0:
             raise OptionError(message(name, "a positive number", repr(value), f"{name}=1e-6"))

@@ -87,7 +87,7 @@ def value_and_grads(
         `torch.func.grad_and_value`, https://pytorch.org/docs/stable/func.api.html; names and
         argument order follow `jax.value_and_grad`, `values` first.
     """
-    check_options(fn, has_aux, unused, create_graph)
+    check_options(fn, argnums, has_aux, unused, create_graph)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = read_arguments(args, argnums, unused=unused)
@@ -151,7 +151,7 @@ def per_loss_grads(
     Source:
         `torch.func.jacrev`, https://pytorch.org/docs/stable/func.api.html
     """
-    check_options(fn, has_aux, unused, create_graph)
+    check_options(fn, argnums, has_aux, unused, create_graph)
     check_option("strategy", strategy, (*STRATEGIES, None))
     check_chunk_size(chunk_size)
 

@@ -207,6 +207,7 @@ def read_named(tensors: object, names: list[str], root: str) -> Named:
         got = _listed(list(tensors)) if isinstance(tensors, Mapping) else describe(tensors)
         expected = f"the {root} of make_functional, by name: {_listed(names)}"
         fix = f"pass a tensor for each name, and a tied one once: {{**{root}, name: tensor}}"
+        fix = fix if names else f"pass an empty dict as {root}: call(params, {{}}, x)"
         raise StructureError(message(root, expected, got, fix))
     for name in names:
         if not isinstance(tensors[name], Tensor):

@@ -101,7 +101,7 @@ def per_sample_grads(
         `torch.func.vmap` over `torch.func.grad`,
         https://pytorch.org/tutorials/intermediate/per_sample_grads.html
     """
-    check_options(fn, has_aux, unused, create_graph)
+    check_options(fn, argnums, has_aux, unused, create_graph)
     check_chunk_size(chunk_size)
     check_option("randomness", randomness, RANDOMNESS)
 

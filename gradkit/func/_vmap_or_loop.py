@@ -39,8 +39,10 @@ class Attempt:
         """Return what `batched` does; if torch.vmap fails, `loop(one_by_one=...)`, and warn."""
         if torch.compiler.is_compiling() or is_capturing():
             return batched()
-        states = rng.states(self.tensors)
-        modules = list(filter(_has_attributes, captured_by(self.fn)))
+        captured = captured_by(self.fn)
+        modules = list(filter(_has_attributes, captured))
+        own = rng.states_of(_generators(captured))
+        states = rng.states(self.tensors) + own
         with _modules_put_back(modules):
             try:
                 return batched()
@@ -51,7 +53,8 @@ class Attempt:
                     raise
         rng.restore(states)
         aux.start_loop()
-        result = loop(one_by_one=OneByOne(modules))
+        repeated = own if self.randomness == "same" else []
+        result = loop(one_by_one=OneByOne(modules, repeated))
         if self.randomness == "error" and rng.differ(states):
             raise refused_random()
         warn_fallback(f"{self.name} fell back from torch.vmap to a loop: {reason}.")
@@ -63,6 +66,7 @@ class OneByOne:
     """Gives what vmap gives, for batches of one; modules start anew for each."""
 
     modules: list[nn.Module]  # those that the function refers to
+    repeated: rng.States  # of the generators that the function refers to, to be put back for each
 
     def __call__(
         self, fn: Callable[..., Any], dims: Sequence[int | None]
@@ -71,6 +75,7 @@ class OneByOne:
 
         def call(*tensors: Any) -> tuple[list[Any], list[Tensor]]:
             pairs = zip(tensors, dims, strict=True)
+            rng.restore(self.repeated)
             with _modules_put_back(self.modules):
                 grads, others = fn(*(x if dim is None else x.select(dim, 0) for x, dim in pairs))
             stacked = [None if grad is None else grad.unsqueeze(0) for grad in grads]
@@ -110,6 +115,16 @@ def _comparable(leaf: object) -> object:
 
 def _has_attributes(captured: object) -> TypeGuard[nn.Module]:
     return isinstance(captured, nn.Module) and not isinstance(captured, torch.jit.ScriptModule)
+
+
+def _generators(captured: Iterable[object]) -> Iterator[torch.Generator]:
+    """Yield the generators of random numbers among some objects, and those that modules have."""
+    for one in captured:
+        if isinstance(one, torch.Generator):
+            yield one
+        elif isinstance(one, nn.Module):
+            parts = (vars(part).values() for part in one.modules())
+            yield from (x for values in parts for x in values if isinstance(x, torch.Generator))
 
 
 @contextmanager

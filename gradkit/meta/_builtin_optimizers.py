@@ -62,8 +62,9 @@ def sgd(
         many steps each leaf has taken.
 
     Raises:
-        OptionError: There is no such hyper-parameter, a number is negative (`dampening` may be), a
-            beta is not below 1, or a flag is not a bool.
+        OptionError: There is no such hyper-parameter, a number is negative (`dampening` may be), or
+            a flag is not a bool; from the first step, `nesterov` without a momentum, or with
+            dampening.
 
     Source:
         `torch.optim.SGD`, https://pytorch.org/docs/stable/generated/torch.optim.SGD.html. Its own
@@ -144,8 +145,8 @@ def adam(
         `differentiable=True` gives nan.
 
     Raises:
-        OptionError: There is no such hyper-parameter, a number is negative (`dampening` may be), a
-            beta is not below 1, or a flag is not a bool.
+        OptionError: There is no such hyper-parameter, a number is negative, a beta is not below 1,
+            or a flag is not a bool.
 
     Source:
         Kingma and Ba 2015, "Adam: A Method for Stochastic Optimization", algorithm 1,
@@ -186,8 +187,8 @@ def adamw(
         An `Optimizer` whose values are those of `torch.optim.AdamW`; derivatives as in `adam`.
 
     Raises:
-        OptionError: There is no such hyper-parameter, a number is negative (`dampening` may be), a
-            beta is not below 1, or a flag is not a bool.
+        OptionError: There is no such hyper-parameter, a number is negative, a beta is not below 1,
+            or a flag is not a bool.
 
     Source:
         Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2,
@@ -278,8 +279,8 @@ def rmsprop(
         An `Optimizer` whose values are those of `torch.optim.RMSprop`; derivatives as in `adam`.
 
     Raises:
-        OptionError: There is no such hyper-parameter, a number is negative (`dampening` may be), a
-            beta is not below 1, or a flag is not a bool.
+        OptionError: There is no such hyper-parameter, a number is negative, or a flag is not a
+            bool.
 
     Source:
         Tieleman and Hinton 2012, "Lecture 6.5: rmsprop"; Graves 2013 for `centered`,

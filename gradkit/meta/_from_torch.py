@@ -267,7 +267,9 @@ def _check_class(optimizer: object) -> None:
     if not is_class or name in _REFUSED:
         expected = "a class of torch.optim that is a function of gradients"
         got = f"{name}: {_REFUSED[name]}" if is_class else describe(optimizer)
-        fix = "torch.optim.Adam, say: the class, not an instance"
+        fix = "another class, such as torch.optim.Adam"
+        if isinstance(optimizer, torch.optim.Optimizer):
+            fix = f"the class itself: from_torch(torch.optim.{type(optimizer).__name__}, lr=0.1)"
         raise UnsupportedOptimizerError(message("optimizer", expected, got, fix))
 
 

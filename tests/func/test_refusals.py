@@ -521,3 +521,22 @@ def test_a_parameter_made_of_an_argument_cuts_the_path(device: torch.device) -> 
     _, grads = func.value_and_grads(lambda p: loss(p) + p["bias"].sum())(params)
     assert not grads["weight"].any()  # some argument is reached, and this one has no part in it
     assert grads["bias"] == 1
+
+
+def test_params_in_the_place_of_argnums(device: torch.device) -> None:
+    """They belong to the function that the call returns: it raises, and not the unpacking of it."""
+    w = torch.ones(2, device=device)
+    for call in (func.value_and_grads, func.per_loss_grads, func.per_sample_grads):
+        with pytest.raises(
+            gradkit.OptionError, match=r"argnums: .*(?s:.*)value_and_grads\(fn\)\(w\)"
+        ):
+            call(lambda w: w.sum(), {"w": w})
+    with pytest.raises(gradkit.OptionError, match="argnums: .*none in it"):
+        func.value_and_grads(lambda w: w.sum())(w=w)
+
+
+@pytest.mark.parametrize("modes", ["reverse", (), ("rev",), ("reverse", "back")])
+def test_modes_of_check_grads(device: torch.device, modes: Any) -> None:
+    match = r'What to do: modes=\("reverse", "forward"\)'
+    with pytest.raises(gradkit.OptionError, match=match):
+        func.check_grads(lambda w: w.sum(), torch.ones(2, device=device), modes=modes)

@@ -433,3 +433,13 @@ def test_the_text_has_a_row_for_each_module(device: torch.device) -> None:
     assert [row[0] for row in rows] == ["trunk", "head"]
     assert "-1" in text
     assert "a and b" in next(line for line in text.splitlines() if line.startswith("trunk"))
+
+
+def test_losses_are_no_gradients(device: torch.device) -> None:
+    w = torch.tensor([1.0, 2.0], device=device, requires_grad=True)
+    losses = {"a": w.sum(), "b": -w.sum()}
+    with pytest.raises(gradkit.LeafTypeError, match=r"per_loss: .*losses(?s:.*)per_loss_grads"):
+        conflicts(losses)
+    assert len(conflicts(gradkit.per_loss_grads(losses, [w])).conflicting) == 1
+    number = torch.tensor(1.0, device=device, requires_grad=True)
+    conflicts(gradkit.per_loss_grads({"a": number * 2, "b": -number}, number))

@@ -16,10 +16,11 @@ from gradkit._core import pytree
 from gradkit._core.leaf_arithmetic import largest
 from gradkit._core.options import check_option
 from gradkit._core.pytree import PyTree
+from gradkit.errors import LeafTypeError, message
 from gradkit.report._view.charts import cosine_text, draw_cosines
 from gradkit.report._view.rendering import Block, Report, Styled, Table, listed, plural, prefixes
 from gradkit.tree._per_loss import gram
-from gradkit.tree._per_loss_rows import read_per_loss_rows
+from gradkit.tree._per_loss_rows import PerLossRows, read_per_loss_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -142,7 +143,7 @@ def conflicts(
         Norms, cosines and conflicting pairs.
 
     Raises:
-        LeafTypeError: A gradient is no tensor.
+        LeafTypeError: A gradient is no tensor, or a loss.
         OptionError: `by` has no such value.
         StructureError: There are no losses, or their gradients do not match.
 
@@ -152,6 +153,7 @@ def conflicts(
     """
     check_option("by", by, (None, "module"))
     rows = read_per_loss_rows(per_loss, losses)
+    _refuse_losses(rows)
     names = _names(per_loss, losses)
     leaves = [leaf for leaf in rows.leaves if rows.example(leaf) is not None]
     _, spec = pytree.flatten(rows.unflatten(rows.rows[0]))
@@ -172,6 +174,17 @@ def conflicts(
         for name, inside in zip(filter(None, parts), of_modules, strict=True)
     }
     return replace(total, params=params, modules=modules)
+
+
+def _refuse_losses(rows: PerLossRows) -> None:
+    """Raise for losses in the place of their gradients: numbers, each with a graph."""
+    leaves = [leaf for row in rows.rows for leaf in row]
+    if len(leaves) == len(rows.rows) and all(
+        leaf is not None and leaf.dim() == 0 and leaf.requires_grad for leaf in leaves
+    ):
+        expected, got = "the gradients of several losses", "losses: numbers that carry a graph"
+        fix = "conflicts(gradkit.per_loss_grads(losses, params)); detach() what are gradients"
+        raise LeafTypeError(message("per_loss", expected, got, fix))
 
 
 def _names(per_loss: PyTree, losses: PyTree) -> tuple[str, ...]:
