@@ -1,10 +1,11 @@
-"""The doctor: `python -m gradkit` shows what is installed, and runs twelve common confusions.
+"""`python -m gradkit` shows what is installed, and runs common mistakes about gradients.
 
-`python -m gradkit migrate` moves training loops; see `python -m gradkit migrate --help`.
+`python -m gradkit migrate` rewrites training loops; see `python -m gradkit migrate --help`.
 
-Each confusion of docs/confusions.md runs on every device here: what torch does, what gradkit
-gives, and whether both are as expected. So does each derivative of torch for which gradkit raises,
-since it is silently wrong: whether it still is.
+The twelve mistakes of docs/confusions.md run on every device here: the output shows what torch
+does, what gradkit returns, and whether both are as expected. Where torch computes a derivative
+wrongly without an error, gradkit raises; whether the torch that is installed is still wrong there
+is tried as well.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from gradkit._migrate.command import main as migrate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the doctor, and return the exit status: 0 if everything is as expected, 1 if not."""
+    """Run the command, and return the exit status: 0 if everything is as expected, 1 if not."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["migrate"]:
         return migrate(given[1:])
@@ -44,7 +45,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m gradkit",
         description=__doc__,
-        epilog="exit status: 0 if everything is as expected, 1 if not",
+        epilog="exit status: 0 if everything is as expected, 1 if not, 2 if misused",
     )
     parser.add_argument(
         "--device",
@@ -59,10 +60,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _device(name: str) -> torch.device:
+    """Return a device that holds numbers here."""
     try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise argparse.ArgumentTypeError(str(error).split("\n", 1)[0]) from None
+        device = torch.device(name)
+        torch.zeros((), device=device).item()
+    except Exception:  # what torch raises depends on the kind of device
+        allowed = " or ".join(map(str, available_devices()))
+        raise argparse.ArgumentTypeError(f"{name} is not available, use {allowed}") from None
+    return device
 
 
 if __name__ == "__main__":

@@ -81,6 +81,17 @@ def _kinds(
             yield "step", receiver, ""
 
 
+def clip_values(call: ast.Call) -> tuple[ast.expr, ast.expr] | None:
+    """Return what is clipped, and to which norm; None if there are other options."""
+    given = dict(zip(("parameters", "max_norm", "norm_type"), call.args, strict=False))
+    given |= {keyword.arg or "**": keyword.value for keyword in call.keywords}
+    norm_type = given.pop("norm_type", ast.Constant(2))
+    is_two_norm = isinstance(norm_type, ast.Constant) and norm_type.value == 2
+    if set(given) != {"parameters", "max_norm"} or not is_two_norm or len(call.args) > 3:
+        return None
+    return given["parameters"], given["max_norm"]
+
+
 class LoopFunctions:
     """The functions of a program in which such calls are, or that call one of these."""
 

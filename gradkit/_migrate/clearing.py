@@ -6,16 +6,19 @@ import ast
 from collections.abc import Sequence
 
 from gradkit._migrate import reasons
+from gradkit._migrate.advice import Advice
 from gradkit._migrate.calls import LoopCall, LoopFunctions
-from gradkit._migrate.program import FUNCTIONS, LOOPS, Program, last_name
+from gradkit._migrate.optimizers import Optimizers
+from gradkit._migrate.program import FUNCTIONS, LOOPS, Program, Scope, last_name
 from gradkit._migrate.reasons import NotSureError, shown
 
 
 class ClearingCheck:
     """Checks that a step begins without gradients, and has those of one backward call."""
 
-    def __init__(self, program: Program, functions: LoopFunctions) -> None:
+    def __init__(self, program: Program, optimizers: Optimizers, functions: LoopFunctions) -> None:
         self._program = program
+        self._optimizers = optimizers
         self._functions = functions
 
     def zeros(
@@ -42,6 +45,47 @@ class ClearingCheck:
         if first is None:
             self._check_repeats(step, after[0])
         return [*before, *after]
+
+    def check_kept(self, advice: Advice, calls: Sequence[LoopCall]) -> None:
+        """Raise if gradients are cleared between backward and step: they may be of an input."""
+        for zero in self._clearing(advice, calls):
+            after = zero.position > advice.backward.position
+            if after and self._always_before(zero, advice.step):
+                reason = (
+                    f"`{shown(zero.call)}` (line {zero.line}) stands between this backward() and "
+                )
+                raise NotSureError(advice.backward.line, f"{reason}step()", advice.for_inputs())
+
+    def in_another_block(self, advice: Advice, calls: Sequence[LoopCall]) -> NotSureError:
+        """Return the error for a step that may run without its backward call, or not at all."""
+        backward, step = advice.backward, advice.step
+        of_backward, of_step = (self._around(call, backward.scope) for call in (backward, step))
+        inner = [p for p in of_step if p not in of_backward]
+        what, outer = ("step()", inner[-1]) if inner else ("backward()", of_backward[0])
+        reason = f"{what} is in another block, `{shown(outer)}` (line {outer.lineno})"
+        zeros = self._clearing(advice, calls)
+        if not any(self._always_before(zero, backward) for zero in zeros):
+            reason += ": gradients may accumulate"
+            return NotSureError(backward.line, reason, reasons.ACCUMULATE)
+        if not isinstance(outer, ast.With | ast.AsyncWith):
+            reason += ", and may not run each time"
+        by_hand = advice.step_where_it_is(calls) if inner else advice.otherwise()
+        return NotSureError(backward.line, reason, by_hand)
+
+    def _around(self, call: LoopCall, scope: Scope) -> list[ast.stmt]:
+        """Return the statements of its scope in which a call is, from the inside out."""
+        around = [p for p, _ in self._program.ancestors(call.statement)]
+        within = [p for p in around if self._program.scope(p) is scope and p is not scope]
+        return [p for p in within if isinstance(p, ast.stmt)]
+
+    def _clearing(self, advice: Advice, calls: Sequence[LoopCall]) -> list[LoopCall]:
+        """Return the calls that clear what a step has, or may do so: of a module."""
+        zeros = [c for c in calls if c.kind == "zero"]
+        is_optimizer = self._optimizers.is_optimizer
+        return [
+            c for c in zeros
+            if c.receiver == advice.optimizer or not is_optimizer(c.receiver)
+        ]  # fmt: skip
 
     def _always_before(self, zero: LoopCall, backward: LoopCall) -> bool:
         """Return whether a call runs before each backward call, in the same turn of a loop."""

@@ -39,10 +39,18 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     files = [file for path in options.paths for file in _files(path)]
     results = [_migrate_file(file, write=options.write) for file in dict.fromkeys(files)]
-    moved, skipped = (sum(counts) for counts in zip((0, 0), *results, strict=False))
+    unread = results.count(None)
+    moved, skipped = (sum(n) for n in zip((0, 0), *filter(None, results), strict=True))
     done = "moved" if options.write else "to move"
-    print(f"{len(results)} files: {moved} loops {done}, {skipped} left", file=sys.stderr)
-    return int(skipped > 0)
+    counts = f"{_count(moved, 'training step')} {done}, {skipped} left"
+    if unread:
+        counts += f", {_count(unread, 'file')} not read"
+    _say(f"{_count(len(results), 'file')}: {counts}")
+    return int(skipped + unread > 0)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -77,17 +85,17 @@ def _files(path: Path) -> Iterator[Path]:
             yield from _files(inner)
 
 
-def _migrate_file(file: Path, *, write: bool) -> tuple[int, int]:
-    """Show or write what is moved in one file; return how many loops are moved, and left."""
+def _migrate_file(file: Path, *, write: bool) -> tuple[int, int] | None:
+    """Show or write what is moved in one file; return how many steps are moved, and left."""
     try:
         source = file.read_bytes()
         result = migrate(source)
     except SyntaxError as error:
         _say(f"{file}:{error.lineno or 1}: does not parse: {error.msg}")
-        return 0, 1
+        return None
     except (OSError, ValueError, RecursionError) as error:
         _say(f"{file}:1: left: {error}")
-        return 0, 1
+        return None
     for part in result.skipped:
         _say(f"{file}:{part.line}: left: {part.reason}\n    by hand: {part.by_hand}")
     for line in result.unseen:

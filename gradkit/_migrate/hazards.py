@@ -13,6 +13,10 @@ SEVERAL = "the model is wrapped for several processes or devices"
 BY_HAND_HOOKS = "see 'Which hooks run' in docs/moving_a_loop.md; gradkit.backward_(loss) runs all"
 BY_HAND_GRAD = "gradkit.write_grads_(model, grads) before the code that reads .grad"
 BY_HAND_SEVERAL = "gradkit.distributed.value_and_grads(loss, model)"
+BY_HAND_WRAPPED = (
+    "docs/with_accelerate.md and docs/with_lightning.md have such loops; in several processes "
+    "gradkit.distributed.value_and_grads(loss, model)"
+)
 BY_HAND_CHECKPOINT = "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
 BY_HAND_GRAPHS = "move the loop without the captured graph first"
 BY_HAND_NAME = "rename it, so that `import gradkit` can be added"
@@ -25,10 +29,12 @@ HOOK_NAMES = {
 }  # fmt: skip
 SEVERAL_NAMES = {
     "DistributedDataParallel", "DDP", "FullyShardedDataParallel", "FSDP", "fully_shard",
-    "DataParallel", "no_sync", "ZeroRedundancyOptimizer", "DistributedOptimizer", "Accelerator",
-    "Fabric", "deepspeed", "horovod", "hvd", "torch_xla", "parallelize_module",
-    "distribute_tensor", "distribute_module", "ShardedGradScaler",
+    "DataParallel", "no_sync", "ZeroRedundancyOptimizer", "DistributedOptimizer", "deepspeed",
+    "horovod", "hvd", "torch_xla", "parallelize_module", "distribute_tensor", "distribute_module",
+    "ShardedGradScaler",
 }  # fmt: skip
+# Classes that wrap nothing as long as they are imported alone, and the methods that wrap.
+WRAPPERS = {"Accelerator": "prepare", "Fabric": "setup"}
 # Of a script that is started in several processes, whatever wraps its model.
 PROCESSES = re.compile(
     r"distributed|(^|_)(ddp|fsdp|world_size|(local|global|get)_rank|all_reduce|reduce_dict|nccl)"
@@ -62,6 +68,7 @@ def _hazards(program: Program) -> Iterator[Hazard]:
             yield from _of_name(program, node, line)
         elif isinstance(node, ast.alias):
             yield from _of_words({*node.name.split("."), node.asname or ""}, line)
+            yield from _of_wrapper(program, node, line)
         elif isinstance(node, ast.arg):
             yield from _of_words({node.arg}, line)
         elif isinstance(node, ast.Constant) and node.value == "grad":
@@ -80,6 +87,17 @@ def _of_name(program: Program, node: ast.Attribute | ast.Name, line: int) -> Ite
     if isinstance(node, ast.Attribute) and name == "grad" and not is_function:
         yield line, f"{ast.unparse(node)[:40]} is used", BY_HAND_GRAD
     yield from _of_words({name}, line)
+    wrapper = program.qualified(node).rpartition(".")[2]
+    if isinstance(node.ctx, ast.Load) and {name, wrapper} & WRAPPERS.keys():
+        yield line, f"{name} may wrap the model and the optimizer", BY_HAND_WRAPPED
+
+
+def _of_wrapper(program: Program, node: ast.alias, line: int) -> Iterator[Hazard]:
+    """Yield an imported class that wraps models, if one of its methods is called, too."""
+    method = WRAPPERS.get(node.name.rpartition(".")[2])
+    calls: list[ast.Call] = program.of_type(ast.Call) if method else []
+    if method and any(last_name(call).startswith(method) for call in calls):
+        yield line, f"{node.name} may wrap the model and the optimizer", BY_HAND_WRAPPED
 
 
 def _of_words(words: set[str], line: int) -> Iterator[Hazard]:

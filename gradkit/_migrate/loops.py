@@ -120,7 +120,7 @@ def _of_file(
 
 def _frozen(program: Program, optimizers: Optimizers) -> SkippedLoop | None:
     """Return that parameters are frozen later on, so that a loss may reach none of them."""
-    node = Freezing(program, optimizers.made()).first()
+    node = Freezing(program, optimizers.origins.made()).first()
     if node is None:
         return None
     line = getattr(node, "lineno", 0)

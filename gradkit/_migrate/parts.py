@@ -37,12 +37,11 @@ NOT_FOLLOWED = {"globals", "locals", "exec", "eval", "vars"}
 class PartsCheck(Uses):
     """Follows a module from where its optimizer was made."""
 
-    def is_same(self, names: set[str], made: Assignment, scope: Scope) -> bool:
-        """Return whether nothing in the file may change the parts of a module that is trained."""
+    def changes(self, names: set[str], made: Assignment, scope: Scope) -> list[ast.AST]:
+        """Return each place that may change the parts of a module that is trained."""
         program = self._program
         used: list[ast.Name] = program.of_type(ast.Name)
-        if any(node.id in NOT_FOLLOWED for node in used):
-            return False
+        unseen: list[ast.AST] = [node for node in used if node.id in NOT_FOLLOWED]
         since = program.statement(made.node)
         until = last_statement(program, scope) if made.scope is scope else None
         start = []
@@ -53,28 +52,31 @@ class PartsCheck(Uses):
                 one = Holder(name, where, since=since, until=until, is_own=True, is_source=True)
             elif name == f"self.{attribute}":
                 own = program.class_of(made.node)
-                if own is None or not self._is_kept(own):
-                    return False
+                unseen += [made.node] if own is None else self._uses_as_a_whole(own)
                 one = Holder(
                     attribute, own, is_attribute=True, since=since, is_own=True, is_source=True
                 )
             else:
-                return False
+                return [made.node]
             start.append(one)
-        return not self.unsafe(start)
+        return unseen or self.unsafe(start)
 
-    def _is_kept(self, owner: ast.ClassDef) -> bool:
-        """Return whether an object is used by its attributes alone, in all of the file."""
+    def _uses_as_a_whole(self, owner: ast.ClassDef) -> list[ast.AST]:
+        """Return where, in all of the file, an object is used other than by its attributes."""
         family = self._holders.family(owner)
         names = {c.name for c in family}
         bases = [base for c in family for base in c.bases if dotted(base) not in names]
-        if any(not self._program.qualified(base).startswith(KNOWN_BASES) for base in bases):
-            return False  # whose methods are in another file
+        # The methods of other bases are in another file.
+        others = [b for b in bases if not self._program.qualified(b).startswith(KNOWN_BASES)]
         nodes: list[ast.Name] = self._program.of_type(ast.Name)
-        return all(
-            self._is_by_attribute(node) for node in nodes
-            if isinstance(node.ctx, ast.Load) and self._is_one_of(node, family, names)
-        )  # fmt: skip
+        return [
+            *others,
+            *(
+                node for node in nodes
+                if isinstance(node.ctx, ast.Load) and self._is_one_of(node, family, names)
+                if not self._is_by_attribute(node)
+            ),
+        ]  # fmt: skip
 
     def _is_one_of(self, node: ast.Name, family: set[ast.ClassDef], names: set[str]) -> bool:
         if node.id == "self":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
+from gradkit._migrate.program import Program
+
 ACCUMULATE = (
     "add the gradients as values, grads = gradkit.tree.add(grads, new), then one gradkit.step_; "
     "see 'Accumulation over micro-batches' in docs/moving_a_loop.md"
@@ -17,18 +19,17 @@ CLOSURE = (
     "compute the gradients in the closure, gradkit.write_grads_(model, grads), and call "
     "optimizer.step(closure) in gradkit.capture_grads(model)"
 )
-SAME_PARAMETERS = (
-    "if the optimizer has exactly the parameters of the model: "
-    "_, grads = gradkit.value_and_grads(loss, model), then "
-    "gradkit.step_(optimizer, model, grads, max_norm=...)"
-)
 STEP = (
     "_, grads = gradkit.value_and_grads(loss, model), then gradkit.step_(optimizer, model, grads)"
 )
 OTHER_LIBRARY = "keep that library's loop, or gradkit.capture_grads(model) around it"
 TOGETHER = "move the loops of this file together"
-CLIPPED = "clip in the step, gradkit.step_(..., max_norm=...), or gradkit.tree.clip_by_global_norm"
+CLIPPED = "gradkit.step_(..., max_norm=...) clips all that it steps to a 2-norm"
 SCALED = "gradkit.step_(..., scaler=scaler, max_norm=...) unscales, then clips; see docs"
+SCALED_CLIP = (
+    "clip what is unscaled, as is usual, which trains otherwise than this loop: "
+    "gradkit.step_(..., scaler=scaler, max_norm=...)"
+)
 CREATE_GRAPH = "gradkit.value_and_grads(loss, model, create_graph=True)"
 WEIGHTED = "gradkit.value_and_grads(loss, model, weights=...), or sum the loss first"
 ONE_OPTIMIZER = (
@@ -44,7 +45,6 @@ GROUPS = (
     "add all groups before the loop; or call optimizer.zero_grad() before backward(), and change "
     "groups before it"
 )
-MOVE_OUT = "move the statement before backward() or after step(), or the loop by hand"
 
 
 @dataclass(frozen=True, order=True)
@@ -68,3 +68,11 @@ def shown(node: ast.AST) -> str:
     """Return the first line of some code, shortened."""
     text = ast.unparse(node).partition("\n")[0]
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def at(program: Program, node: ast.AST) -> str:
+    """Return where some code stands, and its statement."""
+    line = getattr(node, "lineno", 1)
+    return f"line {line}" + (
+        "" if isinstance(node, ast.Module) else f": `{shown(program.statement(node))}`"
+    )

@@ -12,7 +12,8 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
-from gradkit._migrate.clipping import clip_values, norm_name
+from gradkit._migrate.calls import clip_values
+from gradkit._migrate.clipping import norm_name
 from gradkit._migrate.imports import imported_as, line_of_last_import
 from gradkit._migrate.program import Program
 from gradkit._migrate.training_step import TrainingStep

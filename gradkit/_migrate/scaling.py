@@ -35,7 +35,7 @@ def check_scaling(
         raise NotSureError(backward.line, reason, reasons.SCALED)
     if clip is not None and unscale is None:
         reason = "scaled gradients are clipped, without unscale_"
-        raise NotSureError(clip.line, reason, reasons.SCALED)
+        raise NotSureError(clip.line, reason, reasons.SCALED_CLIP)
 
 
 def _is_scaler(program: Program, scaler: str) -> bool:

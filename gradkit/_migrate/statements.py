@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
+from gradkit._migrate.hazards import GRADIENT, HARMLESS_GRAD_NAMES
 from gradkit._migrate.optimizers import Optimizers
 from gradkit._migrate.program import Program, dotted, last_name
 
@@ -50,6 +51,15 @@ class GradNeutrality:
     def expression(self, expression: ast.expr) -> bool:
         """Return whether an expression leaves gradients alone."""
         return all(map(self._node, ast.walk(expression)))
+
+    def mentions(self, statement: ast.stmt) -> bool:
+        """Return whether a statement names gradients, or what has them."""
+        words = {getattr(n, "attr", getattr(n, "id", "")) for n in ast.walk(statement)}
+        texts = {dotted(node) for node in ast.walk(statement)}
+        names_gradients = any(map(GRADIENT.search, words - HARMLESS_GRAD_NAMES))
+        return names_gradients or any(
+            text in self._trained or self._optimizers.is_optimizer(text) for text in texts
+        )
 
     def _node(self, node: ast.AST) -> bool:
         if isinstance(node, NOT_EVALUATED):

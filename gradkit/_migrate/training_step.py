@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradkit._migrate import reasons
+from gradkit._migrate.advice import Advice
 from gradkit._migrate.calls import LoopCall, LoopFunctions
 from gradkit._migrate.clearing import ClearingCheck, several
 from gradkit._migrate.clipping import check_clipping, clipped_params
@@ -63,7 +64,7 @@ class StepMatcher:
     ) -> None:
         self._program = program
         self._optimizers = optimizers
-        self._clearing = ClearingCheck(program, functions)
+        self._clearing = ClearingCheck(program, optimizers, functions)
         self._closures = {
             name for call in calls if call.kind == "closure" for name in _closures(call)
         }
@@ -76,23 +77,25 @@ class StepMatcher:
         """Return the step that a backward call belongs to."""
         self._check_backward(backward)
         step = self._step_after(backward, calls)
+        advice = Advice(self._program, backward, step)
         optimizer = step.argument or step.receiver
         self._check_optimizer(backward, optimizer)
-        origin = self._optimizers.origin(optimizer, backward.scope)
+        origins = self._optimizers.origins
+        origin = origins.origin(optimizer, backward.scope)
         owner = origin.owner if origin is not None else ""
         trained = {optimizer, owner} - {""}
-        clip, unscale = self._check_between(backward, step, calls, trained)
-        params = owner if origin is not None and not origin.by_callers else ""
+        clip, unscale = self._check_between(advice, calls, trained)
+        params = owner if origin is not None and origin.made is not None else ""
         params = params or optimizer
         if clip is not None:
-            params = clipped_params(self._program, clip, origin, optimizer)
+            params = clipped_params(advice, clip, origins)
         check_scaling(self._program, backward, step, clip, unscale)
         zeros = [c for c in calls if c.kind == "zero" and c.receiver in trained]
         zeros = self._clearing.zeros(backward, step, zeros, calls)
-        changes = self._optimizers.changes(optimizer, backward.scope)
+        changes = origins.changes(optimizer, backward.scope)
         check_groups(self._program, changes, zeros, backward, step)
         self._check_names(zeros, backward, step, {optimizer, params})
-        made_here = origin is not None or bool(self._program.assignments.get(optimizer))
+        made_here = origin is not None or origins.is_made_here(optimizer, backward.scope)
         return TrainingStep(backward, step, zeros, clip, unscale, optimizer, params, made_here)
 
     def _check_backward(self, backward: LoopCall) -> None:
@@ -124,14 +127,17 @@ class StepMatcher:
             if call.is_statement and self._program.block(call.statement)[0] == block:
                 self._check_only_step(backward, later, calls)
                 return call
-        if any(self._program.loop(c.call) is not self._program.loop(backward.call) for c in later):
-            reason = "backward() runs several times for one step(): gradients accumulate"
-            raise NotSureError(backward.line, reason, reasons.ACCUMULATE)
-        if later:
-            reason = f"step() is in another block (line {later[0].line}): gradients may accumulate"
-            raise NotSureError(backward.line, reason, reasons.ACCUMULATE)
-        reason = "no optimizer's step() after it in this function"
-        raise NotSureError(backward.line, reason, reasons.STEP)
+        if not later:
+            reason = "no optimizer's step() after it in this function"
+            raise NotSureError(backward.line, reason, reasons.STEP)
+        loop = self._program.loop(backward.call)
+        in_loop = [c for c in later if self._program.loop(c.call) is loop]
+        advice = Advice(self._program, backward, next(iter(in_loop), later[0]))
+        self._clearing.check_kept(advice, calls)
+        if in_loop:
+            raise self._clearing.in_another_block(advice, calls)
+        reason = "backward() runs several times for one step(): gradients accumulate"
+        raise NotSureError(backward.line, reason, reasons.ACCUMULATE)
 
     def _check_only_step(
         self, backward: LoopCall, later: Sequence[LoopCall], calls: Sequence[LoopCall]
@@ -152,15 +158,17 @@ class StepMatcher:
             raise NotSureError(backward.line, reason, reasons.STEP)
 
     def _check_between(
-        self, backward: LoopCall, step: LoopCall, calls: Sequence[LoopCall], trained: set[str]
+        self, advice: Advice, calls: Sequence[LoopCall], trained: set[str]
     ) -> tuple[LoopCall | None, LoopCall | None]:
         """Return the clip and the unscale_ between; raise if something else may touch `.grad`."""
+        backward, step = advice.backward, advice.step
         (parent, field), first = self._program.block(backward.statement)
         last = self._program.block(step.statement)[1]
         neutral = GradNeutrality(self._program, self._optimizers, trained)
         between = getattr(parent, field)[first + 1 : last]
         known: dict[str, LoopCall] = {}
         if any(c.kind == "backward" and c.statement in between for c in calls):
+            self._clearing.check_kept(advice, calls)
             raise several(backward, step, calls)
         for statement in between:
             own = [c for c in calls if c.statement is statement and c.kind in {"clip", "unscale"}]
@@ -168,19 +176,12 @@ class StepMatcher:
                 known[own[0].kind] = own[0]
             elif not neutral.statement(statement):
                 reason = f"`{shown(statement)}` (line {statement.lineno}) between backward and step"
-                raise NotSureError(backward.line, reason, self._advice(calls, statement))
+                by_hand = advice.for_statement(statement, calls, neutral.mentions(statement))
+                raise NotSureError(backward.line, reason, by_hand)
         clip = known.get("clip")
         if clip is not None:
-            check_clipping(self._program, clip, neutral, between)
+            check_clipping(advice, clip, neutral, between)
         return clip, known.get("unscale")
-
-    def _advice(self, calls: Sequence[LoopCall], statement: ast.stmt) -> str:
-        kinds = {c.kind for c in calls if c.call in set(ast.walk(statement))}
-        if "zero" in kinds:
-            return reasons.SEVERAL_BACKWARD
-        if "clip" in kinds:
-            return reasons.CLIPPED
-        return reasons.ONE_OPTIMIZER if "step" in kinds else reasons.MOVE_OUT
 
     def _check_names(
         self, zeros: list[LoopCall], backward: LoopCall, step: LoopCall, names: set[str]

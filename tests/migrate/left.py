@@ -295,11 +295,11 @@ def train(optimizer: "Engine"):
     ),
     "step under a condition": (
         instead_of("optimizer.step()", "if torch.isfinite(loss): optimizer.step()"),
-        r"another block",
+        r"step\(\) is in another block, `if torch\.isfinite\(loss\):` \(line 14\), and may not run",
     ),
     "in a with": (
         instead_of("loss.backward()", "with record_function('b'): loss.backward()"),
-        r"another block",
+        r"backward\(\) is in another block, `with record_function\('b'\):` \(line 13\)$",
     ),
     "clipped by value": (
         between("nn.utils.clip_grad_value_(model.parameters(), 1.0)"),
@@ -315,7 +315,7 @@ def train(optimizer: "Engine"):
     ),
     "clipped by another library": (
         between("fabric.clip_grad_norm_(model.parameters(), 1.0)"),
-        r"has options, or is not torch's",
+        r"is not torch's",
     ),
     "more is clipped than stepped": (
         "optimizer = torch.optim.SGD(model.weight, lr=0.1)\n" + between(CLIP),
@@ -436,6 +436,18 @@ for x, y in loader:
         "def main(local_rank):\n    pass\n" + LOOP,
         r"several processes \(local_rank\)",
     ),
+    "an Accelerator": (
+        "from accelerate import Accelerator\naccelerator = Accelerator()\n" + LOOP,
+        r"Accelerator may wrap the model and the optimizer \(line 10\)",
+    ),
+    "an Accelerator by another name": (
+        "import accelerate\nfrom accelerate import Accelerator as Acc\nacc = Acc()\n" + LOOP,
+        r"Acc may wrap the model and the optimizer \(line 11\)",
+    ),
+    "an Accelerator that comes from elsewhere": (
+        "from accelerate import Accelerator\nmodel = theirs.prepare(model)\n" + LOOP,
+        r"Accelerator may wrap the model and the optimizer \(line 9\)",
+    ),
     "suppressed exceptions": (
         """
 for x, y in loader:
@@ -500,7 +512,7 @@ for x, y in loader:
     clip_grad_norm_(params, 1.0)
     by_list.step()
 """,
-        "may not be exactly what by_list has",
+        r"may not be exactly what by_list has, because of line 12: `params\.extend",
     ),
     "two optimizers that are cleared after their steps": (
         """

@@ -51,7 +51,7 @@ def test_a_diff_is_shown_and_nothing_is_written(
     assert file.read_text(encoding="utf-8") == LOOP
     assert "-    optimizer.zero_grad()\n" in out
     assert "+    gradkit.step_(optimizer, model, grads)\n" in out
-    assert "1 files: 1 loops to move, 0 left" in err
+    assert "1 file: 1 training step to move, 0 left\n" in err
     (tmp_path / "change.diff").write_text(out, encoding="utf-8")
     depth = len(tmp_path.parts)
     patch = ["git", "apply", "--unsafe-paths", f"-p{depth}", "change.diff"]
@@ -75,7 +75,7 @@ def test_it_writes_where_it_is_told_to(
     assert out == f"wrote {files[0]}\n"
     assert f"{files[1]}:10: left: loss.backward(create_graph=True) has options\n" in err
     assert "by hand: gradkit.value_and_grads(loss, model, create_graph=True)" in err
-    assert "3 files: 1 loops moved, 1 left" in err
+    assert "3 files: 1 training step moved, 1 left\n" in err
     assert main(["migrate", "--write", str(files[0])]) == 0
     assert files[0].read_text(encoding="utf-8") == MOVED
 
@@ -91,6 +91,7 @@ def test_a_file_that_does_not_parse_is_named_and_the_others_are_read(
     assert f"{tmp_path / 'a.py'}:2: does not parse" in err
     assert f"{tmp_path / 'b.py'}:1: does not parse" in err
     assert "gradkit.step_" in out
+    assert "3 files: 1 training step to move, 0 left, 2 files not read\n" in err
 
 
 def test_folders_of_others_are_skipped(
@@ -103,7 +104,7 @@ def test_folders_of_others_are_skipped(
     (tmp_path / "inner" / "notes.txt").write_text(LEFT, encoding="utf-8")
     assert main(["migrate", str(tmp_path)]) == 1
     _, err = capsys.readouterr()
-    assert "1 files: 0 loops to move, 1 left" in err
+    assert "1 file: 0 training steps to move, 1 left\n" in err
     assert str(Path("inner", "train.py")) in err
 
 
@@ -205,3 +206,54 @@ def test_a_step_with_an_optimizer_from_elsewhere_has_a_note(
     file.write_text("def step(opt, loss):\n    " + "\n    ".join(lines) + "\n", encoding="utf-8")
     assert main(["migrate", str(file)]) == 0
     assert f"{file}:4: note: the optimizer comes from elsewhere" in capsys.readouterr().err
+
+
+FIT = """import torch
+
+def fit(model, data):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in data:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+def train(model, data, optimizer):
+    for x in data:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+"""
+TRAINER = """import torch
+
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    def fit(self, data):
+        for x in data:
+            self.optimizer.zero_grad()
+            self.model(x).sum().backward()
+            self.optimizer.step()
+"""
+MADE = "\ndef make(model):\n    groups = [{'params': model.parameters()}]\n"
+MADE += "    sgd = torch.optim.SGD(groups, lr=0.1)\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        (FIT, [14]),
+        (f"{FIT}{MADE}    train(model, [], sgd)\n", []),
+        (f"{FIT}{MADE}    train(model, [], sgd)\n\ndef other(opt):\n    train(1, [], opt)\n", [14]),
+        (f"{FIT}    train(model, data, optimizer)\n", [14]),
+        (TRAINER, [11]),
+        (f"{TRAINER}{MADE}    Trainer(model, sgd)\n", []),
+        (f"{TRAINER}{MADE}    Trainer(model, theirs(sgd))\n", [11]),
+    ],
+)  # fmt: skip
+def test_an_optimizer_is_the_one_of_its_scope(
+    device: torch.device, source: str, lines: list[int]
+) -> None:
+    result = migrate(source.encode())
+    assert result.skipped == []
+    assert result.unseen == lines

@@ -30,3 +30,16 @@ def test_the_loop_that_they_vary_is_moved(device: torch.device) -> None:
     pytest.importorskip("libcst")
     result = migrate((SETUP + LOOP).encode())
     assert (result.moved, result.skipped) == (1, [])
+
+
+def test_a_class_that_is_only_imported_wraps_nothing(device: torch.device) -> None:
+    pytest.importorskip("libcst")
+    optional = """
+try:
+    from accelerate import Accelerator
+    from lightning.fabric import Fabric as LightningFabric
+except ImportError:
+    Accelerator = None
+"""
+    result = migrate((optional + SETUP + LOOP).encode())
+    assert (result.moved, result.skipped) == (1, [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -210,7 +212,12 @@ def test_clipping_of_a_model_that_may_change_is_left(device: torch.device, name:
     )
     result = migrate(source.encode())
     assert (result.source, result.moved) == (source.encode(), 0)
-    assert "may not be exactly what optimizer has" in result.skipped[0].reason
+    doubt = re.search(
+        r"may not be exactly what optimizer has, because of line (\d+): `(.{5})",
+        result.skipped[0].reason,
+    )
+    assert doubt is not None
+    assert doubt[2] in source.splitlines()[int(doubt[1]) - 1]
 
 
 TRAINER = """
@@ -265,3 +272,20 @@ def test_a_model_of_an_object(device: torch.device, name: str) -> None:
     params = b"self.net" if is_kept else b"self.opt"
     assert b"gradkit.step_(self.opt, %s, grads)" % params in result.source
     assert_same(source, result.source, device)
+
+
+def test_the_line_that_makes_the_parameters_unsure_is_named(device: torch.device) -> None:
+    grown = "both = nn.ModuleList([trainer.net, extra])"
+    clip = "nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)"
+    source = TRAINER.replace("SUBCLASS", "pass").replace("OUTSIDE", grown)
+    source = source.replace("self.opt.step()", f"{clip}; self.opt.step()")
+    (left,) = migrate(source.encode()).skipped
+    line = source.splitlines().index(f"    {grown}") + 1
+    assert left.reason == (
+        "self.net.parameters() is clipped, and may not be exactly what self.opt has, because of "
+        f"line {line}: `{grown}`"
+    )
+    assert left.by_hand == (
+        "if self.opt has exactly self.net.parameters(): _, grads = gradkit.value_and_grads(loss, "
+        "self.net); gradkit.step_(self.opt, self.net, grads, max_norm=1.0)"
+    )
