@@ -141,8 +141,8 @@ def value_and_grads(
         `(values, grads)`. `values`: a tree like `losses`, of their shapes and dtypes, detached
         copies (the losses themselves with `create_graph`). `grads`: a tree like `params`; each
         leaf has its parameter's shape, its strides if it is dense, and the dtype
-        `p.grad_dtype or p.dtype`, and shares no memory with anything (with `create_graph`, it may,
-        and its strides are those that torch gave it).
+        `p.grad_dtype or p.dtype`, and shares no memory with anything. With `create_graph` it may
+        share memory, and has the strides that torch gave it.
         A tensor in several places has its full gradient in each. None: frozen, integer or unused.
 
     Raises:
@@ -359,8 +359,8 @@ def simultaneous_grads(
         {'min': tensor(2.), 'max': tensor(-1.)}
 
     Args:
-        losses: A tree of real floating-point tensors of one element each, whose structure begins
-            that of `params`.
+        losses: A tree of real floating-point tensors of one element each, whose structure is a prefix of that
+            of `params`.
         params: As in `value_and_grads`, with one part for each loss, often a module: what that loss
             is differentiated with respect to.
         unused: As in `value_and_grads`, for each loss and its own part.

@@ -154,7 +154,7 @@ def safe_retain(
             compiled before the block ran in their place, or a reentrant checkpoint ran them.
 
     Source:
-        `torch.Tensor.retain_grad`, whose value this is wherever that one is right.
+        `torch.Tensor.retain_grad`, equal to this wherever that is right.
     """
     check_bool("inputs", inputs)
     retained = RetainedGrads(RetainedGrads() if inputs else None)

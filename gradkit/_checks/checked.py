@@ -17,7 +17,7 @@ if _of_process is not None:
 
 @contextmanager
 def checked() -> Iterator[None]:
-    """Find what writes on gradients in place, and steps without any; slow.
+    """Find what changes gradients in place, and optimizer steps without gradients; slow.
 
     A hook, or the backward of a custom Function, that writes on the gradient it is given may spoil
     that of another tensor, which torch hands the same memory. gradkit's eager calls refuse such a

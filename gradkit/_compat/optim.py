@@ -36,6 +36,9 @@ def is_unscaled(scaler: GradScaler, instance: Optimizer) -> bool:
 @contextmanager
 def scaler_put_back_on_error(scaler: GradScaler, instance: Optimizer) -> Iterator[None]:
     """Let a scaler forget, if the block raises, that it has unscaled an optimizer's gradients."""
+    if not scaler.is_enabled():
+        yield
+        return
     states, key = scaler._per_optimizer_states, id(instance)
     before = dict(states[key]) if key in states else None
     infs = dict(before["found_inf_per_device"]) if before is not None else {}

@@ -90,7 +90,7 @@ def value_and_grads(
         CollectiveError: A rank has failed, is missing, or is too late.
         LeafTypeError: `module` is not a wrapped module.
         StructureError: Trees, or the parameters that are frozen, differ between ranks.
-        UnsupportedGraphError: static_graph [M4], join(), mixed precision of
+        UnsupportedGraphError: static_graph, join(), mixed precision of
             DistributedDataParallel, FullyShardedDataParallel, fully_shard without gradient
             synchronization or with `create_graph`.
         GradkitError: As in `gradkit.value_and_grads`.

@@ -77,7 +77,7 @@ def staged_value_and_grads(
         has_aux: Whether `loss` returns something beside the losses.
         weights: As in `value_and_grads`.
         create_graph: None: a derivative of the results raises `UnsupportedGraphError` when it is
-            taken. False: the results are constants, and take no copy to mark.
+            taken. False: the results are constants, and take one copy less.
 
     Returns:
         A function of `(params, batch)` that returns `(values, grads)`, or `((values, aux), grads)`,

@@ -53,8 +53,8 @@ def mean_value_and_grads(
     inside the vmap: the other order is silently wrong in torch for normalizations with a weight.
     Every task starts from the modules as they are, whose buffers (the statistics of batch norm, the
     vectors of spectral norm) and other attributes are afterwards as before. What torch.vmap cannot
-    batch, such as `.item()`, is a loop, with a `GradkitWarning` that says why; not in
-    torch.compile.
+    batch, such as `.item()`, is a loop, with a `GradkitWarning` that says why. torch.compile
+    does not compile this call.
 
     Example:
         >>> import torch, gradkit

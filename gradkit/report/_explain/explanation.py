@@ -41,7 +41,7 @@ class LossGraph:
 
     Attributes:
         nodes: The number of its nodes. Those that accumulate into leaf tensors are not counted.
-        own: How many of them no other loss's graph has.
+        own: The number of nodes that belong to this loss's graph alone.
         part: The index, in `parts`, of the part that it starts in; None for a constant.
         ends: Where its graph ends, if it reaches none of the params; else empty.
         notes: What prevents its differentiation, a sentence each.
