@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradkit._compat.nodes import saved, saved_or
+from gradkit._compat.nodes import saved, saved_ints, saved_or
 
 Operation = Callable[..., Any]
 
@@ -40,9 +40,47 @@ def of_symmetric(operation: Operation, a: Tensor, *args: Any, **kwargs: Any) -> 
     return operation(a.detach() + (half - half.detach()), *args, **kwargs)
 
 
+def logcumsumexp(operation: Operation | None, input: Tensor, dim: int) -> Tensor:
+    """Return what torch.logcumsumexp does."""
+    # Its gradient takes the logarithm of the cotangent, whose derivative at zero is lost.
+    if not input.dim():
+        return input.clone()
+    least = torch.finfo(input.dtype).min  # of -inf beside -inf the difference would be nan
+    sums, count = input.masked_fill(input == -torch.inf, least).movedim(dim, -1), 1
+    while count < sums.shape[-1]:  # each is the sum over so many elements, or over all before
+        pairs = torch.stack([sums[..., count:], sums[..., :-count]])
+        sums, count = torch.cat([sums[..., :count], pairs.logsumexp(0)], -1), 2 * count
+    return sums.masked_fill(sums == least, -torch.inf).movedim(-1, dim)
+
+
+def embedding(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
+    """Return what it does; the rows of padding are constants in forward mode, too."""
+    rows: Tensor = operation(*args, **kwargs)
+    read = _padding if operation is functional.embedding else _padding_of_operator
+    indices, padding_idx = read(*args, **kwargs)
+    if padding_idx is None or padding_idx < 0:
+        return rows
+    return torch.where((indices == padding_idx)[..., None], rows.detach(), rows)
+
+
+def _padding(
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any
+) -> tuple[Tensor, int | None]:
+    # Counted from the end, if it is negative.
+    return input, None if padding_idx is None else padding_idx % len(weight)
+
+
+def _padding_of_operator(
+    _: Tensor, indices: Tensor, padding_idx: int = -1, *__: Any, **___: Any
+) -> tuple[Tensor, int]:
+    return indices, padding_idx
+
+
 FORMULAS: dict[str, Callable[..., Any]] = {
     "weight_norm": weight_norm,
     "prelu": prelu,
+    "logcumsumexp": logcumsumexp,
+    "embedding": embedding,
     "linear_cross_entropy": linear_cross_entropy,
     **dict.fromkeys(("cholesky", "cholesky_ex", "eigh", "eigvalsh"), of_symmetric),
 }
@@ -81,6 +119,11 @@ def _weight_norm_of(node: Any) -> OfNode:
     return partial(weight_norm, None, dim=saved(node, "dim")), [saved(node, "v"), saved(node, "g")]
 
 
+def _logcumsumexp_of(node: Any) -> OfNode:
+    (dim,) = saved_ints(node, "dim")
+    return partial(logcumsumexp, None, dim=dim), [saved(node, "self")]
+
+
 def _hardsigmoid_of(node: Any) -> OfNode:
     return lambda x: functional.relu6(x + 3) / 6, [saved(node, "self")]
 
@@ -93,6 +136,7 @@ _FUSED_ATTENTION = (
 NODE_FORMULAS: dict[str, Callable[[Any], OfNode]] = {
     **{f"ScaledDotProduct{kernel}Backward0": _attention_of for kernel in _FUSED_ATTENTION},
     "WeightNormInterfaceBackward0": _weight_norm_of,
+    "LogcumsumexpBackward0": _logcumsumexp_of,
     "HardsigmoidBackward0": _hardsigmoid_of,
 }
 

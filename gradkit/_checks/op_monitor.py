@@ -103,6 +103,7 @@ class OpMonitor(TorchFunctionMode):
         name = _NAMES.get(func)
         if name is None and isinstance(func, (OVERLOAD, OPERATOR)):
             name = _name_of_operator(func)
+        constants = self._tangents_from and not torch.is_grad_enabled()
         if name == _BACKWARD_PASS:
             self.check()
         elif name is not None:
@@ -110,10 +111,10 @@ class OpMonitor(TorchFunctionMode):
             if self._writes is not None and name in BY_FORMULA:
                 given = self._writes.current(given)
             call = OpCall(*given, is_functional, transforms(), self._outer)
-            if name in BY_FORMULA:
+            if name not in BY_FORMULA:
+                self._note(name, call)
+            elif not constants:
                 return _run_by_formula(name, func, call)
-            self._note(name, call)
-        constants = self._tangents_from and not torch.is_grad_enabled()
         if self._writes is not None:
             result = self._writes.run(func, args, kwargs or {})
         elif constants:

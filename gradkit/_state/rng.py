@@ -6,23 +6,25 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
-States: TypeAlias = list[tuple[torch.device, Tensor]]
+States: TypeAlias = list[tuple[torch.device | Generator, Tensor]]
 
 
 def states(tensors: Iterable[object]) -> States:
     """Return the states of the CPU generator and of the CUDA generators of some tensors."""
     devices = {x.device for x in tensors if isinstance(x, Tensor) and x.device.type == "cuda"}
-    return [
-        (torch.device("cpu"), torch.get_rng_state()),
-        *((device, torch.cuda.get_rng_state(device)) for device in devices),
-    ]
+    return states_of([torch.device("cpu"), *devices])
+
+
+def states_of(generators: Iterable[torch.device | Generator]) -> States:
+    """Return the states of some generators, or of the default ones of devices."""
+    return [(one, _state(one)) for one in generators]
 
 
 def current(saved: States) -> States:
     """Return the states that the same generators have now."""
-    return states([torch.empty(0, device=device) for device, _ in saved if device.type != "cpu"])
+    return states_of(one for one, _ in saved)
 
 
 def differ(saved: States) -> bool:
@@ -33,8 +35,16 @@ def differ(saved: States) -> bool:
 
 def restore(saved: States) -> None:
     """Put the generators into these states."""
-    for device, state in saved:
-        if device.type == "cpu":
+    for one, state in saved:
+        if isinstance(one, Generator):
+            one.set_state(state)
+        elif one.type == "cpu":
             torch.set_rng_state(state)
         else:
-            torch.cuda.set_rng_state(state, device)
+            torch.cuda.set_rng_state(state, one)
+
+
+def _state(one: torch.device | Generator) -> Tensor:
+    if isinstance(one, Generator):
+        return one.get_state()
+    return torch.get_rng_state() if one.type == "cpu" else torch.cuda.get_rng_state(one)

@@ -84,7 +84,8 @@ def per_sample_grads(
 
     Returns:
         A function of the arguments that returns what `grads` is in `value_and_grads`, or a pair of
-        that and aux: of B samples, gradients of shape `(B,) + tensor.shape`; B may be 0: then `fn` is called once on an empty batch, or not at all. If the variables themselves are batched,
+        that and aux: of B samples, gradients of shape `(B,) + tensor.shape`. B may be 0: then `fn`
+        is called once on an empty batch, or not at all. If the variables themselves are batched,
         `tensor.shape` is without that dimension. Tensors are passed by position; keyword arguments
         go to every sample as they are, and may not hold any.
 

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations
 
 import gradkit
 from gradkit import func
+from gradkit._checks.differentiable_formulas import FORMULAS
 from gradkit._compat.versions import is_mended, release
 from tests.sweep.extra import extra
 from tests.sweep.programs import (
@@ -76,6 +77,11 @@ def unrolled(fn: Callable[..., Tensor], x: Point, along: Sequence[Point]) -> Ten
     return dot(along[0], along[1]) - dot(grads, along[1])
 
 
+def linearized(fn: Callable[..., Tensor], x: Point, along: Sequence[Point]) -> Tensor:
+    of_slope: Tensor = func.linearize(lambda *x: jvp(fn, x, along[0])[1], *x)[1](*along[1])
+    return of_slope
+
+
 def func_then_eager(fn: Callable[..., Tensor], x: Point, along: Sequence[Point]) -> Tensor:
     leaves = [tensor.clone().requires_grad_() for tensor in x]
     _, grads = gradkit.value_and_grads(slope(fn, along[0])(*leaves), leaves, unused="zeros")
@@ -88,6 +94,7 @@ SECOND = {
     "forward over reverse": partial(product, "forward-over-reverse"),
     "reverse over reverse": partial(product, "reverse-over-reverse"),
     "reverse over forward": of_jvp,
+    "linearize over forward": linearized,
     "eager": eager,
     "unroll": unrolled,
 }
@@ -145,6 +152,7 @@ THIRD = {"nested": nested, "eager": eager}
             "eigvals",
             "weight_norm",
             "prelu",
+            "logcumsumexp",
         }
     ],
 )
@@ -419,3 +427,171 @@ def test_a_constant_sparse_tensor_is_not_refused(device: torch.device) -> None:
     _, first = gradkit.value_and_grads(loss(leaf), leaf, create_graph=True)
     torch.testing.assert_close(first, torch.func.grad(dense)(x))
     assert func.hvp(dense, x, along)[1].shape == x.shape
+
+
+# --- logcumsumexp, where a cotangent is zero
+
+
+def written_sums(x: Tensor) -> Tensor:
+    return torch.stack([x[: i + 1].logsumexp(0) for i in range(len(x))])
+
+
+def of_events(sums: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A loss as that of Cox, squared: only where there is an event the sums have a cotangent."""
+    events = torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=D, device=x.device)
+    return (events * (sums(x) - x)).sum().square()
+
+
+def test_a_loss_of_events_has_the_second_derivatives_of_its_formula(device: torch.device) -> None:
+    x = torch.tensor([-0.3, 0.4, 1.2, -0.9], dtype=D, device=device)
+    point, along = (x,), [(torch.arange(1.0, 5, dtype=D, device=device),)] * 2
+    loss = partial(of_events, partial(torch.logcumsumexp, dim=0))
+    right = product("reverse-over-reverse", partial(of_events, written_sums), point, along)
+    for name in ("nested", "func, then eager", "unroll", "reverse over reverse"):
+        torch.testing.assert_close(SECOND[name](loss, point, along), right)
+    torch.testing.assert_close(SECOND["forward over reverse"](loss, point, along), right)
+
+    def slopes(sums: Callable[[Tensor], Tensor]) -> Tensor:
+        each = func.per_loss_grads(lambda x: sums(x).sin())
+        return func.value_and_grads(lambda x: each(x).sum())(x)[1]
+
+    torch.testing.assert_close(slopes(partial(torch.logcumsumexp, dim=0)), slopes(written_sums))
+
+
+def test_what_the_refusal_of_logcumsumexp_names_is_right(device: torch.device) -> None:
+    x = torch.tensor([-0.3, 0.4, 1.2, -0.9], dtype=D, device=device, requires_grad=True)
+    loss = of_events(partial(torch.logcumsumexp, dim=0), x)
+    with pytest.raises(gradkit.UnsupportedGraphError, match=r"(?s)logcumsumexp.*zero.*logsumexp"):
+        gradkit.value_and_grads(loss, x, create_graph=True)
+    # The first derivative is right, and not refused.
+    _, right = gradkit.value_and_grads(of_events(written_sums, x), x, create_graph=True)
+    torch.testing.assert_close(gradkit.value_and_grads(loss, x)[1], right.detach())
+    assert gradkit.value_and_grads(right.sum(), x)[1].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.0, -torch.inf, -torch.inf, 2.0],
+        [-torch.inf, -torch.inf, 1.0, 2.0],
+        [1.0, 2000.0, -5.0, 3.0],
+        [0.5],
+    ],
+)
+def test_the_formula_of_logcumsumexp_is_stable(device: torch.device, values: list[float]) -> None:
+    x = torch.tensor(values, dtype=D, device=device)
+    along = torch.linspace(0.5, 1.5, len(x), dtype=D, device=device)
+
+    def loss(sums: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return (sums(x) * along)[-2:].sin().sum()
+
+    right = func.hvp(partial(loss, written_sums), x.clamp(min=-1e4), along)  # whose exp is zero
+    for mode in ("forward-over-reverse", "reverse-over-reverse"):
+        got = func.hvp(partial(loss, partial(torch.logcumsumexp, dim=0)), x, along, mode=mode)
+        torch.testing.assert_close(got, right)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_the_formula_of_logcumsumexp_has_its_dimensions(device: torch.device, dim: int) -> None:
+    x = torch.randn(3, 5, dtype=D, device=device)
+    formula = FORMULAS["logcumsumexp"]
+    torch.testing.assert_close(formula(None, x, dim), torch.logcumsumexp(x, dim))
+    assert formula(None, x[0, 0], 0) == x[0, 0]
+    z = torch.complex(x, x.sin())
+    torch.testing.assert_close(formula(None, z, dim), torch.logcumsumexp(z, dim))
+
+
+# --- embedding, whose row of padding is a constant
+
+
+TOKENS = [1, 2, 0, 0]
+EMBEDDINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "nn.Embedding": lambda words, w: functional_call(
+        nn.Embedding(4, 2, padding_idx=0, _weight=torch.zeros_like(w)), {"weight": w}, (words,)
+    ),
+    "functional": lambda words, w: functional.embedding(words, w, 0),
+    "counted from the end": lambda words, w: functional.embedding(words, w, padding_idx=-4),
+    "torch": lambda words, w: torch.embedding(w, words, padding_idx=0),
+    "aten": lambda words, w: torch.ops.aten.embedding(w, words, 0),
+}
+every_embedding = pytest.mark.parametrize("name", EMBEDDINGS)
+
+
+def of_rows(name: str, words: Tensor, w: Tensor) -> Tensor:
+    """A loss that couples the rows."""
+    return EMBEDDINGS[name](words, w).sum(-2).sin().sum()
+
+
+def padded(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    words = torch.tensor(TOKENS, device=device)
+    w = torch.randn(4, 2, dtype=D, generator=torch.Generator().manual_seed(0)).to(device)
+    return words, w, torch.ones_like(w)
+
+
+@every_embedding
+def test_the_modes_agree_on_padding(device: torch.device, name: str) -> None:
+    words, w, along = padded(device)
+    loss = partial(of_rows, name, words)
+    _, grad = func.value_and_grads(loss)(w)
+    assert not grad[0].any()
+    assert grad[1].all()
+    torch.testing.assert_close(func.jvp(loss, w, along)[1], dot([grad], [along]))
+    torch.testing.assert_close(func.linearize(loss, w)[1](along), dot([grad], [along]))
+    _, right = func.hvp(loss, w, along, mode="reverse-over-reverse")
+    torch.testing.assert_close(func.hvp(loss, w, along)[1], right)
+    of_slope = func.value_and_grads(lambda w: func.jvp(loss, w, along)[1])
+    torch.testing.assert_close(of_slope(w)[1], right)
+    twice = func.jvp(lambda w: func.jvp(loss, w, along)[1], w, along)[1]
+    torch.testing.assert_close(twice, dot([right], [along]))
+
+
+@every_embedding
+def test_the_modes_agree_on_padding_in_a_batch(device: torch.device, name: str) -> None:
+    words, w, along = padded(device)
+    batch = torch.stack([words, words.flip(0) + 1, words % 3])
+    got = vmap(lambda words: func.jvp(partial(of_rows, name, words), w, along)[1])(batch % 4)
+    grads = func.per_sample_grads(lambda w, words: of_rows(name, words, w))(w, batch % 4)
+    torch.testing.assert_close(got, (grads * along).sum((1, 2)))
+
+
+@pytest.mark.parametrize(
+    "embed", [functional.embedding, lambda words, w: torch.embedding(w, words)]
+)
+def test_without_padding_every_row_has_a_tangent(
+    device: torch.device, embed: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    words, w, along = padded(device)
+    got = func.jvp(lambda w: embed(words, w), w, along)[1]
+    assert torch.equal(got, torch.ones_like(got))
+
+
+# --- the nan of a derivative of a jvp, which reverse mode twice loses
+
+
+LOST = [n for n in CASES if n.partition(":")[0] in {"eigvals", "eig", "prod", "cumprod"}]
+
+
+@pytest.mark.parametrize("inner", ["Grad", "Jvp"])
+@pytest.mark.parametrize("name", LOST)
+def test_linearize_of_a_jvp_is_right_or_refused(
+    device: torch.device, name: str, inner: str
+) -> None:
+    case = CASES[name]
+    fn, along = scalar(case.outputs), directions(case.point, 3)
+
+    def first(*x: Tensor) -> Tensor:
+        if inner == "Grad":
+            return slope(fn, along[0])(*x)
+        return jvp(fn, x, along[0])[1]
+
+    def run(below: Callable[..., Tensor], direction: Point) -> Tensor:
+        return func.linearize(below, *case.point)[1](*direction)
+
+    right = second(case, along)
+    right_or_refused(lambda: run(first, along[1]), right)
+    right = difference_of(lambda *x: second(Case("", case.outputs, x), along), case.point, along[2])
+    try:
+        got = run(lambda *x: jvp(first, x, along[1])[1], along[2])
+    except Exception:  # gradkit's error, or torch's own
+        return
+    assert close(got, right, 1e-3)

@@ -264,3 +264,27 @@ def test_a_named_tuple_is_one_tree(device: torch.device) -> None:
 class Pair(NamedTuple):
     a: Tensor
     b: Tensor | None
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        torch.square,
+        lambda w: functional.prelu(w, w[0]),
+        lambda w: functional.embedding(torch.tensor([0, 1], device=w.device), w, padding_idx=0),
+        lambda w: torch.logcumsumexp(w, 0),
+    ],
+    ids=["square", "prelu", "embedding", "logcumsumexp"],
+)
+def test_what_is_computed_under_no_grad_is_a_constant(device: torch.device, op: Any) -> None:
+    """Of a jvp, too, also where the operation runs by a formula."""
+
+    def loss(w: Tensor) -> Tensor:
+        with torch.no_grad():
+            factor = op(w)
+        total: Tensor = (factor * w[: len(factor)]).sum()
+        return total
+
+    w = torch.rand(3, 2, device=device, dtype=torch.float64) + 1
+    _, grad = func.value_and_grads(loss)(w)
+    torch.testing.assert_close(func.jvp(loss, w, w)[1], (grad * w).sum())

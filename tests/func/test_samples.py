@@ -739,3 +739,50 @@ def test_what_does_not_fit_is_refused_before_anything_runs(
     with pytest.raises(error, match=words):
         per_sample_grads(lambda *args: calls.append(args), **options)(*here, **keywords)
     assert not calls
+
+
+class Noise(nn.Module):
+    """Adds noise that a generator of its own draws."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.generator = torch.Generator(device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn(x.shape, generator=self.generator, device=x.device, dtype=x.dtype)
+
+
+@pytest.mark.filterwarnings("ignore:.*fell back from torch.vmap:gradkit.GradkitWarning")
+@pytest.mark.parametrize("of_module", [False, True])
+@pytest.mark.parametrize("randomness", ["same", "different", "error"])
+def test_a_generator_of_the_caller_in_a_loop(
+    device: torch.device, randomness: Any, of_module: bool
+) -> None:
+    noise = Noise(device)
+    generator = noise.generator
+    w, scales = torch.ones(2, device=device), torch.ones(3, device=device)
+
+    def drawn(w: Tensor) -> Tensor:
+        if of_module:
+            return noise(0 * w)
+        return torch.randn(w.shape, generator=generator, device=w.device)
+
+    def loss(w: Tensor, scale: Tensor, *, is_loop: bool = False) -> Tensor:
+        first = drawn(w)  # the attempt to batch it draws, too
+        if is_loop:
+            scale.item()
+        return (w * first).sum() * scale
+
+    grads: dict[bool, Tensor] = {}
+    for is_loop in (False, True):
+        generator.manual_seed(0)
+        call = per_sample_grads(partial(loss, is_loop=is_loop), randomness=randomness)
+        if randomness == "error":
+            with pytest.raises(gradkit.UnsupportedGraphError, match='randomness="different"'):
+                call(w, scales)
+        else:
+            grads[is_loop] = call(w, scales)
+            count = 1 if randomness == "same" else 3
+            assert len(grads[is_loop].unique(dim=0)) == count
+    if randomness == "same":
+        assert torch.equal(grads[False], grads[True])

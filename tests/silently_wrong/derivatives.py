@@ -251,6 +251,109 @@ def jvp_of_cholesky(device: torch.device) -> Case:
     )
 
 
+def _sums(x: Tensor) -> Tensor:
+    return torch.logcumsumexp(x, 0)
+
+
+def _written_sums(x: Tensor) -> Tensor:
+    return torch.stack([x[: i + 1].logsumexp(0) for i in range(len(x))])
+
+
+def _of_event(sums: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return (sums(x) * x.new_tensor([0.0, 1.0, 0.0])).sum().square()
+
+
+def second_of_logcumsumexp(device: torch.device) -> Case:
+    start = torch.tensor([0.0, 1.0, -1.0], dtype=D, device=device)
+
+    def theirs(sums: Callable[[Tensor], Tensor]) -> Tensor:
+        x = start.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(_of_event(sums, x), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), x)[0]
+
+    def ours(sums: Callable[[Tensor], Tensor]) -> Tensor:
+        x = start.clone().requires_grad_()
+        _, slope = gradkit.value_and_grads(_of_event(sums, x), x, create_graph=True)
+        return gradkit.value_and_grads(slope.square().sum(), x)[1]
+
+    return Case(
+        theirs(_sums), theirs(_written_sums), lambda: ours(_sums), lambda: ours(_written_sums)
+    )
+
+
+def second_of_logcumsumexp_in_func(device: torch.device) -> Case:
+    x = torch.tensor([0.0, 1.0, -1.0], dtype=D, device=device)
+
+    def theirs(sums: Callable[[Tensor], Tensor]) -> Tensor:
+        slope = torch.func.grad(lambda x: _of_event(sums, x))
+        return torch.func.grad(lambda x: slope(x).square().sum())(x)
+
+    def ours() -> Tensor:
+        slope = func.value_and_grads(lambda x: _of_event(_sums, x))
+        return func.value_and_grads(lambda x: slope(x)[1].square().sum())(x)[1]
+
+    return Case(theirs(_sums), theirs(_written_sums), ours)
+
+
+def forward_over_logcumsumexp(device: torch.device) -> Case:
+    x = torch.tensor([0.0, 1.0, -1.0], dtype=D, device=device)
+    sums, along = _sums(x), torch.ones_like(x)
+
+    def loss(of: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: (of(x) - sums).square().sum()
+
+    theirs, right = (
+        jvp(torch.func.grad(loss(of)), (x,), (along,))[1] for of in (_sums, _written_sums)
+    )
+    return Case(theirs, right, lambda: func.hvp(loss(_sums), x, along)[1])
+
+
+def forward_through_padding(device: torch.device) -> Case:
+    w = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=D, device=device)
+    words = torch.tensor([0, 1], device=device)
+
+    def loss(w: Tensor) -> Tensor:
+        return torch.nn.functional.embedding(words, w, padding_idx=0).square().sum()
+
+    return Case(
+        jvp(loss, (w,), (w,))[1],
+        (torch.func.grad(loss)(w) * w).sum(),
+        lambda: func.jvp(loss, w, w)[1],
+    )
+
+
+def _linearized(fn: Callable[[Tensor], Tensor], x: Tensor, along: Tensor, *, order: int) -> Case:
+    """The derivative of a jvp, along a direction, by two pullbacks, as `func.linearize` has it."""
+
+    def slope(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: (torch.func.grad(fn)(x) * along).sum()
+
+    below = fn if order == 2 else slope(fn)
+
+    def of_jvp(x: Tensor) -> Tensor:
+        return jvp(below, (x,), (along,))[1]
+
+    value, pull = torch.func.vjp(of_jvp, x)[:2]
+    theirs = torch.func.vjp(pull, torch.ones_like(value))[1]((along,))[0]
+    return Case(
+        theirs,
+        slope(slope(below))(x),
+        lambda: func.linearize(of_jvp, x)[1](along),
+        lambda: func.linearize(slope(below), x)[1](along),
+    )
+
+
+def linearized_jvp_of_cumprod(device: torch.device) -> Case:
+    x, along = torch.tensor([[2.0, 0.0, 3.0], [1.0, 1.0, 1.0]], dtype=D, device=device)
+    return _linearized(lambda x: torch.cumprod(x, 0).exp().sum(), x, along, order=2)
+
+
+def linearized_jvp_of_eigvals(device: torch.device) -> Case:
+    matrices = [[[2.0, 1.0], [0.0, 1.0]], [[1.0, 2.0], [3.0, 4.0]]]
+    a, along = torch.tensor(matrices, dtype=D, device=device)
+    return _linearized(lambda a: torch.linalg.eigvals(a).real.sin().sum(), a, along, order=3)
+
+
 Show = Callable[[torch.device], Case]
 REFUSED = gradkit.UnsupportedGraphError
 
@@ -370,5 +473,40 @@ ROWS = [
         "symmetric; the gradient is that of a function of symmetric matrices",
         -0.07538, 0.1746, "`func.check_grads`", jvp_of_cholesky, gradkit.GradientCheckError,
         "of `(a + a.mT) / 2`",
+    ),
+    Row(
+        "a second derivative of `(events * torch.logcumsumexp(x, 0)).sum().square()`, with "
+        "`torch.autograd.grad`, where `events` is a mask of zeros and ones",
+        [0.9979, 7.3739, 0.0], [0.4609, 5.9140, 0.0],
+        "`value_and_grads(..., create_graph=True)`", second_of_logcumsumexp, REFUSED,
+        "with a `logsumexp` for each element",
+    ),
+    Row(
+        "`grad` of `grad` of the same",
+        [0.9979, 7.3739, 0.0], [0.4609, 5.9140, 0.0],
+        "`func.value_and_grads`, nested", second_of_logcumsumexp_in_func,
+    ),
+    Row(
+        "`jvp(grad(f), (x,), (v,))[1]`, where `f` is the sum of squares of "
+        "`torch.logcumsumexp(x, 0) - y`, which are zero",
+        [0.0, 0.0, 0.0], [3.0273, 2.7926, 0.1801], "`func.hvp`", forward_over_logcumsumexp,
+    ),
+    Row(
+        "`jvp(f, (w,), (w,))[1]`, where `f` has a `torch.nn.functional.embedding(words, w, "
+        "padding_idx=0)`; the gradient takes that row for a constant",
+        60.0, 50.0, "`func.jvp`", forward_through_padding,
+    ),
+    Row(
+        "`vjp` of the `vjp` of `lambda x: jvp(f, (x,), (v,))[1]`, where `f` is the sum of "
+        "exponentials of `torch.cumprod(x, 0)`, and `x` has a zero",
+        53.39, 59.39, "`func.linearize`", linearized_jvp_of_cumprod, REFUSED,
+        "of the gradient, times `v`",
+    ),
+    Row(
+        "the same, where `f` is `(grad(g)(a) * v).sum()`, and `g` the sum of sines of "
+        "`torch.linalg.eigvals(a)`",
+        -25.98, 28.74, "`func.linearize`", linearized_jvp_of_eigvals, REFUSED,
+        "of the gradient, times `v`",
+        mended=MENDED["eigvals"],
     ),
 ]  # fmt: skip

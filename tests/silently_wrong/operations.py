@@ -359,11 +359,12 @@ ROWS = [
         *NORMALIZED, _NESTED, second_of_weight_norm_in_func,
     ),
     Row(
-        "a second derivative by the values of a `sparse_coo_tensor`, with `torch.autograd.grad`",
+        "a second derivative with respect to the values of a `sparse_coo_tensor`, "
+        "with `torch.autograd.grad`",
         *ENTRIES, _EAGER, second_of_sparse_values, REFUSED, "with a dense tensor",
     ),
     Row(
-        "`grad` of `grad` by the values of a `sparse_coo_tensor`",
+        "`grad` of `grad` with respect to the values of a `sparse_coo_tensor`",
         *ENTRIES, _NESTED, second_of_sparse_values_in_func, REFUSED, "with a dense tensor",
     ),
     Row(

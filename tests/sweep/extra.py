@@ -275,3 +275,19 @@ def others() -> Calls:
         yield "linear_cross_entropy: chunked", lambda x, w: functional.linear_cross_entropy(
             x, w, torch.tensor([0, 1, 2]), options=options
         ), (normal(3, 2), normal(4, 2))  # fmt: skip
+    point, events = normal(4), torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=D)
+    sums = torch.logcumsumexp(point, 0)
+    yield "logcumsumexp: all", lambda x: torch.logcumsumexp(x, 0), (point,)
+    yield "logcumsumexp: masked", lambda x: (torch.logcumsumexp(x, 0) * events).sum().square(), (
+        point,
+    )  # fmt: skip
+    yield "logcumsumexp: fitted", lambda x: (torch.logcumsumexp(x, 0) - sums + events).square(), (
+        point,
+    )  # fmt: skip
+    words, table = torch.tensor([0, 2, 0, 1]), normal(3, 2)
+    yield (
+        "embedding: padding",
+        lambda w: functional.embedding(words, w, padding_idx=-3),
+        (table,),
+        lambda w: functional.embedding(words, torch.cat([table[:1], w[1:]])),
+    )
