@@ -359,8 +359,8 @@ def simultaneous_grads(
         {'min': tensor(2.), 'max': tensor(-1.)}
 
     Args:
-        losses: A tree of real floating-point tensors of one element each, whose structure is a prefix of that
-            of `params`.
+        losses: A tree of real floating-point tensors of one element each, whose structure is a
+            prefix of that of `params`.
         params: As in `value_and_grads`, with one part for each loss, often a module: what that loss
             is differentiated with respect to.
         unused: As in `value_and_grads`, for each loss and its own part.

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,24 @@ from gradkit._checks.checked import is_checked
 from gradkit._checks.sample_independence import Use, uses_shared_by_samples
 from gradkit._compat.autograd import current_pass
 from gradkit._core import user_code
-from gradkit._core.leaf_arithmetic import norms_of_rows
+from gradkit._core.leaf_arithmetic import norms_of_rows, without_autocast
 from gradkit.errors import GradkitError
+
+# A sum of T products of norm a_t each has a squared norm S that is computed as the sum of T * T
+# terms. The term of t and u is of size a_t * a_u at most, and its rounding error a few eps times
+# that: the error of S is a few eps * A * A at most, where A is the sum of the a_t. Where
+# S > 1000 * eps * A * A, the error of the norm is a few thousandths of it at most, and mostly far
+# less. Positions whose gradients are orthogonal have S = A * A / T: in float32 they may be 8000.
+_CANCELLED = 1000
+
+
+class _SquaredNorms(NamedTuple):
+    """For each sample, of one variable."""
+
+    squares: Tensor
+    # The square of the sum of the norms of what was added up, if by products; else there is no
+    # such loss of digits.
+    summed: Tensor | None = None
 
 
 def ghost_norms(rows: JacobianRows, index: int) -> Tensor | None:
@@ -38,18 +54,55 @@ def ghost_norms(rows: JacobianRows, index: int) -> Tensor | None:
         return None
     try:
         uses = uses_shared_by_samples(loss, below, variables, RULES)
-        squares = _GhostPass(uses, variables).run(rows, index)
+        squares = _squared_norms(rows, index, uses)
     except NotProvedError:
         return None
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # TypeError: Apple's GPUs have no float64
         if isinstance(error, GradkitError):
             raise
         return None  # such as out of memory; the batched pass has its own ways
+    if squares is None:
+        return None
     rows.note([ARRIVED if number in squares else None for number in range(len(variables))])
+    return _sum(rows, loss, [square.squares for square in squares.values()]).sqrt_()
+
+
+def _squared_norms(
+    rows: JacobianRows, index: int, uses: Sequence[Use]
+) -> dict[int, _SquaredNorms] | None:
+    """Return squared norms of which some digits are right; None if float64 has not enough."""
+    variables = rows.params.variables
+    if not _products_are_rounded(variables[0].device):
+        squares = _GhostPass(uses, variables, None).run(rows, index)
+        if not _have_cancelled(rows, rows.call.outputs[index], squares):
+            return squares
+        if any(variable.dtype == torch.float64 for variable in variables):
+            return None
+    return _GhostPass(uses, variables, torch.float64).run(rows, index)
+
+
+def _products_are_rounded(device: torch.device) -> bool:
+    """Return whether the user lets products of float32 have fewer digits, such as TF32's."""
+    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    return backend.matmul.fp32_precision not in ("none", "ieee")
+
+
+def _have_cancelled(rows: JacobianRows, loss: Tensor, squares: dict[int, _SquaredNorms]) -> bool:
+    """Return whether the norm of a sample is but a rounding error of what was added up."""
+    summed = [square.summed for square in squares.values() if square.summed is not None]
+    if not summed:
+        return False
+    total = _sum(rows, loss, [square.squares for square in squares.values()])
+    eps = max(torch.finfo(variable.dtype).eps for variable in rows.params.variables)
+    least = _CANCELLED * eps * _sum(rows, loss, summed)
+    return not total.is_meta and bool((total < least).any())  # the host has to wait for it
+
+
+def _sum(rows: JacobianRows, loss: Tensor, parts: Sequence[Tensor]) -> Tensor:
     total = rows.zeros(loss.numel())
-    for square in squares.values():
-        total += square.to(total)
-    return total.sqrt_()
+    for part in parts:
+        total += part.to(total)
+    return total
 
 
 def _may_run(rows: JacobianRows, loss: Tensor) -> bool:
@@ -68,18 +121,24 @@ def _may_run(rows: JacobianRows, loss: Tensor) -> bool:
 class _GhostPass:
     """A pass that makes the squared norms of a variable as soon as its last use is reached."""
 
-    def __init__(self, uses: Sequence[Use], variables: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        uses: Sequence[Use],
+        variables: Sequence[Tensor],
+        dtype: torch.dtype | None,  # of the products; None is that of their factors
+    ) -> None:
         self._variables = variables
+        self._dtype = dtype
         self._by_node: dict[Node, list[Use]] = defaultdict(list)
         self._left: dict[int, int] = defaultdict(int)  # how many uses of a variable are to come
         for use in uses:
             self._by_node[use.node].append(use)
             self._left[use.variable] += 1
         self._parts: dict[int, list[PerSampleGrads]] = defaultdict(list)
-        self._squares: dict[int, Tensor] = {}
+        self._squares: dict[int, _SquaredNorms] = {}
         self._own_passes: set[int] = set()
 
-    def run(self, rows: JacobianRows, index: int) -> dict[int, Tensor]:
+    def run(self, rows: JacobianRows, index: int) -> dict[int, _SquaredNorms]:
         """Return the squared norms by the number of the variable, of those that are reached."""
         below, loss = rows.call.graph.below([index]), rows.call.outputs[index]
         if not self._by_node:
@@ -112,26 +171,37 @@ class _GhostPass:
         for use in self._by_node[node]:
             self._left[use.variable] -= 1
             if cotangent is not None:
-                with torch.no_grad(), torch.autocast(cotangent.device.type, enabled=False):
+                with torch.no_grad(), without_autocast(cotangent.device):
                     part = per_sample_gradients(use, cotangent, self._variables[use.variable])
                     self._parts[use.variable].append(part)
                     if not self._left[use.variable]:
                         self._finish(use.variable)
 
     def _finish(self, number: int) -> None:
-        self._squares[number] = _squares(self._parts.pop(number), self._variables[number])
+        parts, variable = self._parts.pop(number), self._variables[number]
+        self._squares[number] = _squares(parts, variable, self._dtype)
 
 
-def _squares(parts: list[PerSampleGrads], variable: Tensor) -> Tensor:
+def _squares(
+    parts: list[PerSampleGrads], variable: Tensor, dtype: torch.dtype | None
+) -> _SquaredNorms:
     """Return the squared norm of the sum of the parts, for each sample."""
     factors = [part for part in parts if isinstance(part, Factors)]
     if len(factors) == len(parts) and _products_are_less(factors, variable.numel()):
-        return _squares_of_products(factors)
+        return _squares_of_products([_cast(part, dtype) for part in factors])
     dense = (_dense(part, variable) for part in parts)
     total = next(dense)
     for part in dense:
         total = total + part
-    return norms_of_rows(total).square_()
+    return _SquaredNorms(norms_of_rows(total).square_())
+
+
+def _cast(part: Factors, dtype: torch.dtype | None) -> Factors:
+    """Return factors in a dtype; positions stay integers."""
+    if dtype is None:
+        return part
+    left, right = part
+    return Factors(left if left.dim() == 2 else left.to(dtype), right.to(dtype))
 
 
 def _products_are_less(factors: list[Factors], size: int) -> bool:
@@ -140,18 +210,23 @@ def _products_are_less(factors: list[Factors], size: int) -> bool:
     return count * (size // width + width) <= size or 8 * count * count <= size
 
 
-def _squares_of_products(factors: list[Factors]) -> Tensor:
+def _squares_of_products(factors: list[Factors]) -> _SquaredNorms:
     """Return the squared norms of sums of products: `<left left^T, right right^T>`."""
     if len(factors) == 1 and factors[0].right.shape[1] == 1:
-        return _squares_of_outer_products(*factors[0])
+        return _SquaredNorms(_squares_of_outer_products(*factors[0]))
     # A variable of several uses has the cross terms of each two of them.
-    total: Tensor | None = None
+    total = summed = torch.zeros_like(factors[0].right[:, 0, 0])
     for i, (left, right) in enumerate(factors):
         for other_left, other_right in factors[i:]:
             lefts, rights = _products(left, other_left), right @ other_right.mT
-            term = (lefts * rights).sum((1, 2)) * (1 if other_left is left else 2)
-            total = term if total is None else total + term
-    return cast("Tensor", total).clamp_(min=0)
+            terms = lefts * rights
+            if other_left is left:
+                total = total + terms.sum((1, 2))
+                squares = terms.diagonal(dim1=1, dim2=2)
+                summed = summed + squares.clamp(min=0).sqrt().sum(1)
+            else:
+                total = total + 2 * terms.sum((1, 2))
+    return _SquaredNorms(total.clamp_(min=0), summed.square())
 
 
 def _squares_of_outer_products(left: Tensor, right: Tensor) -> Tensor:

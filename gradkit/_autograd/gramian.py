@@ -19,7 +19,7 @@ from gradkit._core.leaf_arithmetic import dot_leaves, products_of_rows
 from gradkit._core.losses import Losses
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
-from gradkit.errors import StructureError, describe, message
+from gradkit.errors import LeafTypeError, StructureError, describe, message
 
 
 def gramian(losses: Losses, params: Params, *, chunk_size: int | None, retain: bool) -> Tensor:
@@ -84,7 +84,14 @@ def _products(rows: JacobianRows, parts: Sequence[slice]) -> Tensor:
 def _sum(by_leaf: dict[int, Tensor], total: Tensor) -> Tensor:
     """Add what the variables gave, in their order and not in that of arrival."""
     for index in sorted(by_leaf):
-        total += by_leaf[index].to(total)
+        product = by_leaf[index]
+        if hasattr(type(product), "__tensor_flatten__"):
+            # Its data are several tensors, and torch would add each of them.
+            expected = "gradients whose inner products are plain tensors"
+            got = f"a {type(product).__name__}, which is made of several tensors"
+            fix = "gradkit.tree.gram(gradkit.per_loss_grads(losses, params))"
+            raise LeafTypeError(message("params", expected, got, fix))
+        total += product.to(total)
     return total
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from itertools import accumulate
 
 import torch
@@ -20,6 +19,7 @@ from gradkit._checks.eager_graph import check_call
 from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_may_run_in
 from gradkit._checks.reachability import require_reached
 from gradkit._core.call import Call, Grads, Pass
+from gradkit._core.leaf_arithmetic import common_dtype
 from gradkit._core.losses import Losses, require_graph
 from gradkit._core.ownership import grad_dtype
 from gradkit._core.params import Params
@@ -91,8 +91,7 @@ class JacobianRows:
         """Return zeros in the common dtype of the gradients, real and float32 at least."""
         variables = self.params.variables
         dtypes = (grad_dtype(variable).to_real() for variable in variables)
-        dtype = reduce(torch.promote_types, dtypes, torch.float32)
-        return torch.zeros(shape, dtype=dtype, device=variables[0].device)
+        return torch.zeros(shape, dtype=common_dtype(*dtypes), device=variables[0].device)
 
     def why_not_batched(self, losses: Sequence[int]) -> str | None:
         """Return why batched passes for some losses are known to be wrong, or not to run."""
@@ -114,7 +113,7 @@ class JacobianRows:
                 reason = f"the batched pass failed ({type(error).__name__}: {first_line(error)})"
             else:
                 # The host has to wait for it. One loss's cotangents are zeros in another's graph.
-                if len(losses) == 1 or bool(torch.isfinite(result).all()):
+                if len(losses) == 1 or result.is_meta or bool(torch.isfinite(result).all()):
                     return result
                 reason = "a gradient is not finite, and 0 * inf is nan for all losses of a batch"
         warn_sequential(reason)

@@ -15,9 +15,11 @@ from gradkit._compat.distributed import full_tensor
 from gradkit._core.call import Grads
 from gradkit._core.leaf_arithmetic import add_leaves, norms_of_rows, stored_values
 from gradkit._core.losses import Losses
+from gradkit._core.options import number_for_torch
 from gradkit._core.params import Params
 from gradkit._core.pass_observers import any_observers, numbered_passes, scale_recorded
 from gradkit._core.pytree import PyTree
+from gradkit.errors import OptionError, describe, message
 
 
 def clipped_sum(
@@ -30,6 +32,7 @@ def clipped_sum(
 ) -> PyTree:
     """Return the sum of the gradients of the elements of one loss, each of at most some norm."""
     rows = read_jacobian_rows(losses, params)
+    max_norm = _max_norm(max_norm, params)
     (loss,) = losses.leaves
     if any_observers():
         _ = rows.call.graph  # as far as the second pass goes, which is recorded
@@ -48,6 +51,14 @@ def clipped_sum(
         rows.note(grads)
     rows.require_reached()
     return grads_to_tree(grads, params, "none", create_graph=False)
+
+
+def _max_norm(max_norm: float | Tensor, params: Params) -> float | Tensor:
+    """Return the largest norm as torch takes it; raise if it has no value."""
+    if isinstance(max_norm, Tensor) and max_norm.is_meta and not params.variables[0].is_meta:
+        expected = "a number, or a tensor that has a value"
+        raise OptionError(message("max_norm", expected, describe(max_norm), "max_norm=1.0"))
+    return number_for_torch(max_norm)
 
 
 def _clipped_one_by_one(rows: JacobianRows, max_norm: float | Tensor, *, retain: bool) -> Grads:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 
 import torch
@@ -16,10 +17,42 @@ from gradkit._compat.distributed import (
     sharded_like,
     sharding,
 )
-from gradkit.errors import LeafTypeError, message
+from gradkit.errors import LeafTypeError, first_line, message
 
 # Sparse tensors of which one dimension is compressed: most operations do not take them.
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+# The dtypes that torch's arithmetic takes in place; of float8 and complex32 it has but some.
+ARITHMETIC_DTYPES = frozenset({
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+})
+
+
+def why_it_fails(operation: Callable[[], object]) -> str | None:
+    """Return what torch says if it cannot run an operation, which is on copies; None if it can."""
+    try:
+        operation()
+    except (RuntimeError, IndexError) as error:  # IndexError: a block matrix plus another
+        return first_line(error)
+    return None
+
+
+def common_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """Return the dtype of a sum, float32 at least."""
+    # torch promotes no float8.
+    wider = (torch.float32 if dtype.itemsize == 1 else dtype for dtype in dtypes)
+    return reduce(torch.promote_types, wider, torch.float32)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Leave autocast, which would compute products in half precision."""
+    if not torch.amp.is_autocast_available(device.type):  # meta
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def uncompressed(tensor: Tensor) -> Tensor:
@@ -63,9 +96,12 @@ def dot_leaves(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
+    if a.is_complex() != b.is_complex():  # of the real one, all imaginary parts are zero
+        both = common_dtype(a.dtype, b.dtype)
+        a, b = a.to(both), b.to(both)
     left, right = real_vector(a), real_vector(b)
     dtype = torch.promote_types(left.dtype, right.dtype)
-    with torch.autocast(left.device.type, enabled=False):  # it would compute in half precision
+    with without_autocast(left.device):
         return torch.dot(left.to(dtype), right.to(dtype))
 
 
@@ -76,10 +112,10 @@ _COLUMNS_AT_A_TIME = 1 << 18
 def products_of_rows(rows: Tensor) -> Tensor:
     """Return the real inner products of the gradients in a stack `[K, *shape]`, as `[K, K]`."""
     matrix = _as_matrix(rows)
-    dtype = torch.promote_types(matrix.dtype, torch.float32)
+    dtype = common_dtype(matrix.dtype)
     parts = [matrix] if dtype == matrix.dtype else torch.split(matrix, _COLUMNS_AT_A_TIME, 1)
     product = torch.zeros(len(rows), len(rows), dtype=dtype, device=rows.device)
-    with torch.autocast(rows.device.type, enabled=False):
+    with without_autocast(rows.device):
         for part in parts:
             columns = part.to(dtype)
             product.addmm_(columns, columns.T)
@@ -89,7 +125,9 @@ def products_of_rows(rows: Tensor) -> Tensor:
 def norms_of_rows(rows: Tensor) -> Tensor:
     """Return the Euclidean norms of the gradients in a stack `[K, *shape]`, as `[K]`."""
     matrix = _as_matrix(rows)
-    dtype = torch.promote_types(matrix.dtype, torch.float32)
+    dtype = common_dtype(matrix.dtype)
+    if matrix.dtype.itemsize == 1:  # float8, of which torch has no norm
+        matrix = matrix.to(dtype)
     norms: Tensor = torch.linalg.vector_norm(matrix, dim=1, dtype=dtype)
     return norms
 
@@ -109,7 +147,7 @@ def real_vector(leaf: Tensor) -> Tensor:
     flat = _dense(leaf).reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
-    return flat.to(torch.promote_types(flat.dtype, torch.float32))
+    return flat.to(common_dtype(flat.dtype))
 
 
 def stored_values(leaf: Tensor) -> Tensor:
@@ -129,18 +167,15 @@ def _dense(leaf: Tensor) -> Tensor:
 
 
 def largest(leaves: Sequence[Tensor | None]) -> Tensor:
-    """Return the largest magnitude of an entry, as a constant; 0-dim, in float32 at least."""
+    """Return the largest magnitude of an entry, as a constant; 0-dim, in the common dtype."""
     entries = (stored_values(full_tensor(x.detach())) for x in leaves if x is not None)
     maxima = [x.abs().max() for x in entries if x.numel()]
-    if not maxima:
-        return torch.zeros(())
-    maximum = torch.stack([x.to(maxima[0].device, torch.float64) for x in maxima]).max()
-    return maximum.to(torch.promote_types(maxima[0].dtype, torch.float32))
+    return torch.stack(to_common_dtype(maxima)).max() if maxima else torch.zeros(())
 
 
 def to_common_dtype(parts: Sequence[Tensor]) -> list[Tensor]:
     """Return the parts on the device of the first, in their common dtype: float32 at least."""
-    dtype = reduce(torch.promote_types, (part.dtype for part in parts), torch.float32)
+    dtype = common_dtype(*(part.dtype for part in parts))
     return [part.to(parts[0].device, dtype) for part in parts]
 
 

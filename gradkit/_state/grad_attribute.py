@@ -12,12 +12,18 @@ from torch import Tensor
 
 from gradkit._compat.autograd import post_accumulate_hooks, storage_address
 from gradkit._compat.transforms import detach_keep_tangent
+from gradkit._core.leaf_arithmetic import ARITHMETIC_DTYPES
 from gradkit._core.memory_overlap import overlaps_itself
 from gradkit._core.ownership import PLAIN_TYPES, copy_for
 from gradkit.errors import UnsupportedGraphError, describe, message
 
-_grad, _layout, _requires_grad = map(attrgetter, ("grad", "layout", "requires_grad"))
-_address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
+_grad, _requires_grad = map(attrgetter, ("grad", "requires_grad"))
+_shape, _dtype, _device, _layout = map(attrgetter, ("shape", "dtype", "device", "layout"))
+_address, _is_contiguous, _is_inference = (
+    Tensor.data_ptr,
+    Tensor.is_contiguous,
+    Tensor.is_inference,
+)
 _PLAIN = frozenset({Tensor})
 _NONE = frozenset({type(None)})
 
@@ -52,10 +58,16 @@ def accumulate(leaf: Tensor, grad: Tensor) -> None:
     """Add a gradient to `.grad` as `.backward()` does, but without hooks."""
     if leaf.grad is None:
         write(leaf, grad)
-    elif leaf.grad.is_sparse and not grad.is_sparse:
-        leaf.grad = grad + leaf.grad  # the sum is dense: another object, as in torch
     else:
-        leaf.grad += detach_keep_tangent(grad)
+        leaf.grad = add_to(leaf.grad, grad)
+
+
+def add_to(total: Tensor, grad: Tensor) -> Tensor:
+    """Return the sum of a `.grad` and a gradient, in the memory of the former."""
+    if total.is_sparse and not grad.is_sparse:
+        return grad + total  # dense: another object, as in torch
+    total += detach_keep_tangent(grad)
+    return total
 
 
 def accumulate_together(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> bool:
@@ -64,7 +76,7 @@ def accumulate_together(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> bool:
     totals = cast("list[Tensor]", [leaf.grad for leaf, _ in pairs])
     if not {*map(type, totals), *map(type, added)} <= _PLAIN:
         return False
-    if {*map(_layout, totals), *map(_layout, added)} != {torch.strided}:
+    if not are_addable(totals, added):
         return False
     if len(set(map(_address, totals))) < len(totals):
         return False
@@ -73,6 +85,21 @@ def accumulate_together(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> bool:
     # One kernel for all takes a third of the time of one for each, and gives the same bits.
     torch._foreach_add_(totals, added)
     return True
+
+
+def are_addable(totals: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    """Return whether these are dense, and torch can add each gradient to its `.grad` in place."""
+    dtypes, added = list(map(_dtype, totals)), list(map(_dtype, grads))
+    return (
+        {*map(_layout, totals), *map(_layout, grads)} == {torch.strided}
+        and dtypes == added
+        and ARITHMETIC_DTYPES.issuperset(dtypes)
+        # Another `.data` may have another shape or device than the `.grad`.
+        and list(map(_shape, totals)) == list(map(_shape, grads))
+        and list(map(_device, totals)) == list(map(_device, grads))
+        and not any(map(_is_inference, totals))
+        and (all(map(_is_contiguous, totals)) or not any(map(overlaps_itself, totals)))
+    )
 
 
 def apart_from_grads(

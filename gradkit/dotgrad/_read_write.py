@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal, cast
 
 import torch
@@ -13,15 +12,15 @@ from gradkit._compat.autograd import tensor_hooks
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import detach_keep_tangent
 from gradkit._core import pytree
+from gradkit._core.leaf_arithmetic import ARITHMETIC_DTYPES, why_it_fails
 from gradkit._core.memory_overlap import overlaps_itself
 from gradkit._core.options import UNUSED, check_bool, check_option
 from gradkit._core.ownership import leave_inference_mode, zeros_for
+from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit._state import grad_attribute
 from gradkit.dotgrad._matching import Pairs, match, read_leaves, unique
 from gradkit.errors import UnreachedParamError, UnsupportedGraphError, describe, message
-
-_is_contiguous = Tensor.is_contiguous
 
 
 @disable_compile
@@ -130,11 +129,11 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
         LeafTypeError: As in `write_grads_`.
         OptionError: `hooks` is not a bool.
         StructureError: As in `write_grads_`.
-        UnsupportedGraphError: A `.grad` is expanded, so that nothing can be added to it in place.
-            Or `hooks=True`, and a tensor has tensor hooks, which have been applied
-            to the gradient already and would be applied again; or a DistributedDataParallel module
-            is in no_sync() or join(), or has static_graph or mixed_precision. Or as in
-            `read_grads`.
+        UnsupportedGraphError: torch cannot add the gradient to a `.grad` in place: it is expanded,
+            of inference mode, of float8, or sparse in another way. Or `hooks=True`, and a tensor
+            has tensor hooks, which have been applied to the gradient already and would be applied
+            again; or a DistributedDataParallel module is in no_sync() or join(), or has
+            static_graph or mixed_precision. Or as in `read_grads`.
         CollectiveError: `hooks=True`, and a rank has failed, is missing, or is too late.
 
     Source:
@@ -143,9 +142,10 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
     check_bool("hooks", hooks)
 
     def read_pairs() -> Pairs:
-        pairs = match(read_leaves(params), grads)
+        opened = read_leaves(params)
+        pairs = match(opened, grads)
         _refuse_tensor_hooks(pairs)
-        _refuse_expanded(leaf.grad for leaf, grad in pairs if grad is not None)
+        _refuse_unaddable(opened, pairs)
         return pairs
 
     with leave_inference_mode(), torch.no_grad():
@@ -155,25 +155,54 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
             pairs = add_to_replicas(params, read_pairs)
             accumulate_through_engine(grad_attribute.apart_from_grads(pairs))
             return
-        pairs = [pair for pair in match(read_leaves(params), grads) if pair[1] is not None]
-        _refuse_expanded(leaf.grad for leaf, _ in pairs)
-        if not grad_attribute.accumulate_together(pairs):
-            for leaf, grad in grad_attribute.apart_from_grads(pairs):
-                grad_attribute.accumulate(leaf, cast("Tensor", grad))
+        opened = read_leaves(params)
+        pairs = [pair for pair in match(opened, grads) if pair[1] is not None]
+        if grad_attribute.accumulate_together(pairs):
+            return
+        _refuse_unaddable(opened, pairs)
+        for leaf, grad in grad_attribute.apart_from_grads(pairs):
+            grad_attribute.accumulate(leaf, cast("Tensor", grad))
 
 
-def _refuse_expanded(totals: Iterable[Tensor | None]) -> None:
-    """Raise if a `.grad` cannot be added to in place."""
-    dense = [total for total in totals if total is not None and total.layout == torch.strided]
-    if all(map(_is_contiguous, dense)):
+def _refuse_unaddable(params: Params, pairs: Pairs) -> None:
+    """Raise if a gradient cannot be added to a `.grad` in place."""
+    every = [(leaf, leaf.grad, grad) for leaf, grad in pairs]
+    sums = [(leaf, a, b) for leaf, a, b in every if a is not None and b is not None]
+    if grad_attribute.are_addable([total for _, total, _ in sums], [grad for *_, grad in sums]):
         return
-    for total in dense:
-        if not total.is_nested and overlaps_itself(total):
-            got = f"an expanded one, {describe(total)}, whose elements share memory"
-            fix = "leaf.grad = leaf.grad.clone()"
-            raise UnsupportedGraphError(
-                message("params", "a .grad that can be added to in place", got, fix)
-            )
+    for leaf, total, grad in sums:
+        defect = _defect(leaf, total, grad)
+        if defect is not None:
+            places = [index for index, other in enumerate(params.leaves) if other is leaf]
+            where = pytree.path(params.spec, places[0], "params")
+            expected = "a .grad that can be added to in place"
+            raise UnsupportedGraphError(message(where, expected, *defect))
+
+
+def _defect(leaf: Tensor, total: Tensor, grad: Tensor) -> tuple[str, str] | None:
+    """Return why a gradient cannot be added to a `.grad`, and what to do."""
+    if total.is_inference():
+        return f"{describe(total)} made in inference mode", "leaf.grad = leaf.grad.clone()"
+    if (total.shape, total.device) != (grad.shape, grad.device):
+        return f"{describe(total)} from before .data was set", "leaf.grad = None"
+    if grad_attribute.are_addable([total], [grad]):
+        return None
+    if total.layout == torch.strided and overlaps_itself(total):
+        got = f"an expanded one, {describe(total)}, whose elements share memory"
+        return got, "leaf.grad = leaf.grad.clone()"
+    reason = why_it_fails(lambda: grad_attribute.add_to(total.clone(), grad))
+    got = f"{describe(total)} of layout {total.layout}, of which torch says: {reason}"
+    return None if reason is None else (got, _how_to_add(leaf, total, grad))
+
+
+def _how_to_add(leaf: Tensor, total: Tensor, grad: Tensor) -> str:
+    if not ARITHMETIC_DTYPES.issuperset({total.dtype, grad.dtype}):
+        return "leaf.grad, leaf.grad_dtype = None, torch.float32 before the gradients are computed"
+    if total.dtype != grad.dtype:
+        return "leaf.grad = leaf.grad.to(grad.dtype)"
+    if leaf.layout == torch.strided:
+        return "leaf.grad = leaf.grad.to_dense()"
+    return "leaf.grad = leaf.grad.to_dense().to_sparse(), and add grad.to_dense().to_sparse()"
 
 
 def _refuse_tensor_hooks(pairs: Pairs) -> None:

@@ -127,7 +127,7 @@ def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
         OptionError: `factor` is not one real number.
     """
     fix = "pass one factor; for one per leaf, gradkit.tree.map(torch.mul, tree, factors)"
-    check_number("factor", factor, fix)
+    factor = check_number("factor", factor, fix)
     (leaves,), spec = aligned_leaves({"tree": tree})
     return pytree.unflatten(spec, scale_leaves(leaves, factor))
 

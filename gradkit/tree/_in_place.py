@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, TypeAlias, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from gradkit._compat.distributed import is_dtensor
-from gradkit._compat.transforms import transforms
-from gradkit._core import pytree
-from gradkit._core.memory_overlap import overlaps_itself, shared_by
-from gradkit._core.options import is_number
-from gradkit._core.ownership import PLAIN_TYPES
-from gradkit._core.params import DIFFERENTIABLE
-from gradkit._core.pytree import PyTree, Structure
-from gradkit.errors import (
-    GradkitError,
-    LeafTypeError,
-    OptionError,
-    StructureError,
-    UnsupportedGraphError,
-    describe,
-    message,
-)
-from gradkit.tree._arithmetic import Leaf, aligned_leaves, group_alike
-
-# Of tensors of one device, dtype and layout, and as many others.
-_Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor]], object]
-_dtype, _layout, _device, _requires_grad = map(
-    attrgetter, ("dtype", "layout", "device", "requires_grad")
-)
-# A list or dict of the caller's, the index or key in it, and the leaf of the second tree.
-_Entry: TypeAlias = tuple[Any, Any, Tensor]
-_Defect: TypeAlias = tuple[type[GradkitError], str, str, str, str]
+from gradkit._core.options import is_number, number_for_torch
+from gradkit._core.pytree import PyTree
+from gradkit.errors import OptionError, describe, message
+from gradkit.tree._in_place_leaves import InPlaceOperation, run_in_place
 
 
 def add_(tree: PyTree, other: PyTree, *, alpha: float = 1) -> PyTree:
@@ -61,25 +35,25 @@ def add_(tree: PyTree, other: PyTree, *, alpha: float = 1) -> PyTree:
         LeafTypeError: A leaf is no floating-point or complex tensor.
         OptionError: `alpha` is no number.
         StructureError: The trees do not match; leaves of `tree` share memory with each other, or
-            with other leaves of `other`; or a None stands where nothing can be set, as in a tuple.
+            with other leaves of `other`; a None stands where nothing can be set, as in a tuple; or
+            torch has no such operation for the dtype or layout of a leaf, as for float8.
         UnsupportedGraphError: A leaf requires grad, outside of `torch.no_grad()`; or the call is
             inside a transform of torch.func.
 
     Source:
         `torch.Tensor.add_`
     """
-    _check_number("alpha", alpha)
+    by = _number("alpha", alpha)
 
     def add(xs: list[Tensor], ys: list[Tensor]) -> None:
         if {(y.dtype, y.layout) for y in ys} == {(xs[0].dtype, torch.strided)}:
-            torch._foreach_add_(xs, ys, alpha=alpha)
+            torch._foreach_add_(xs, ys, alpha=by)
         else:
             for x, y in zip(xs, ys, strict=True):
-                x.add_(y, alpha=alpha)
+                x.add_(y, alpha=by)
 
-    leaves = _read(tree, other, "other", may_be_sparse=True)
-    leaves.change(add)
-    leaves.fill(lambda y: y * alpha)
+    operation = InPlaceOperation(add, lambda x: x, lambda y: y * by, by, may_be_sparse=True)
+    run_in_place(operation, tree, other, "other")
     return tree
 
 
@@ -108,149 +82,21 @@ def lerp_(tree: PyTree, end: PyTree, weight: float) -> PyTree:
     Source:
         `torch.lerp`; `torch.optim.swa_utils.get_ema_multi_avg_fn`
     """
-    _check_number("weight", weight)
+    by = _number("weight", weight)
 
     def lerp(xs: list[Tensor], ys: list[Tensor]) -> None:
-        torch._foreach_lerp_(xs, [y.to_dense().to(xs[0].dtype) for y in ys], weight)
+        torch._foreach_lerp_(xs, [y.to_dense().to(xs[0].dtype) for y in ys], by)
 
-    leaves = _read(tree, end, "end", may_be_sparse=False)
-    leaves.change(lerp)
-    for x in leaves.alone:
-        x.mul_(1 - weight)
-    leaves.fill(lambda y: y * weight)
+    operation = InPlaceOperation(
+        lerp, lambda x: x.mul_(1 - by), lambda y: y * by, by, may_be_sparse=False
+    )
+    run_in_place(operation, tree, end, "end")
     return tree
 
 
-def _check_number(name: str, value: object) -> None:
+def _number(name: str, value: object) -> float:
+    """Return a number for torch; raise if this is none."""
     if not is_number(value):
         fix = f"{name}=0.5; or {name}=float({name}), of a tensor"
         raise OptionError(message(name, "a real number", describe(value), fix))
-
-
-@dataclass(frozen=True)
-class _Leaves:
-    """The leaves of two trees, all checked: nothing that is done with them raises."""
-
-    pairs: list[tuple[Tensor, Tensor]]  # where both trees have a tensor
-    alone: list[Tensor]  # of the first tree, where the second has None
-    entries: list[_Entry]  # where the first is None, and the second has a tensor
-
-    def change(self, kernel: _Kernel) -> None:
-        """Run an operation for several leaves on all pairs, those of a kind together."""
-        for indices in group_alike([x for x, _ in self.pairs]).values():
-            group = [self.pairs[index] for index in indices]
-            kernel([x for x, _ in group], [y for _, y in group])
-
-    def fill(self, make: Callable[[Tensor], Tensor]) -> None:
-        """Set the entries of the first tree that are None."""
-        for container, key, leaf in self.entries:
-            container[key] = make(leaf)
-
-
-def _read(tree: PyTree, other: PyTree, name: str, *, may_be_sparse: bool) -> _Leaves:
-    """Open and check both trees."""
-    if transforms():
-        expected = "a call outside of torch.func's transforms"
-        fix = "gradkit.tree.add, which is pure"
-        raise UnsupportedGraphError(message("tree", expected, "one inside", fix))
-    leaves, spec = aligned_leaves({"tree": tree, name: other})
-    rows = list(zip(*leaves, strict=True))
-    for index, (x, y) in enumerate(() if _plainly_fit(leaves) else rows):
-        defect = _defect(x, y, may_be_sparse)
-        if defect is not None:
-            error, root, expected, got, fix = defect
-            raise error(message(pytree.path(spec, index, root or name), expected, got, fix))
-    entries = _entries(tree, rows, spec)
-    _refuse_shared_memory(rows, spec, name)
-    pairs = [(x, y) for x, y in rows if x is not None and y is not None]
-    return _Leaves(pairs, [x for x, y in rows if x is not None and y is None], entries)
-
-
-def _plainly_fit(by_tree: Sequence[list[Any]]) -> bool:
-    """Return whether all leaves are ordinary tensors of one kind that no graph records."""
-    leaves = [leaf for column in by_tree for leaf in column]
-    if torch.compiler.is_compiling() or not PLAIN_TYPES.issuperset(map(type, leaves)):
-        return False
-    dtypes, layouts = set(map(_dtype, leaves)), set(map(_layout, leaves))
-    return (
-        (len(dtypes), len(set(map(_device, leaves))), layouts) == (1, 1, {torch.strided})
-        and all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
-        and not (torch.is_grad_enabled() and any(map(_requires_grad, leaves)))
-        and not any(map(Tensor.is_inference, by_tree[0]))
-    )
-
-
-def _defect(x: Leaf, y: Leaf, may_be_sparse: bool) -> _Defect | None:
-    """Return why a leaf cannot be changed by another one: error, tree, expected, got, fix."""
-    for root, leaf in (("tree", x), ("", y)):
-        if leaf is None:
-            continue
-        if not leaf.is_floating_point() and not leaf.is_complex():
-            fix = "leave integers out: gradients are none"
-            return LeafTypeError, root, DIFFERENTIABLE, describe(leaf), fix
-        if leaf.requires_grad and torch.is_grad_enabled():
-            expected = "a tensor that does not require grad, as a change in place is not recorded"
-            fix = "with torch.no_grad(): around the call; or gradkit.tree.add, which is recorded"
-            return UnsupportedGraphError, root, expected, "one that does", fix
-    if x is None:
-        return None
-    if torch.compiler.is_compiling():
-        pass  # which cannot tell
-    elif x.is_inference() and not torch.is_inference_mode_enabled():
-        got, fix = "one made in inference mode", "clone it"
-        return StructureError, "tree", "a tensor that can be changed in place", got, fix
-    if y is not None:
-        alike = x.device == y.device and is_dtensor(x) == is_dtensor(y)
-        if not alike or torch.promote_types(x.dtype, y.dtype) != x.dtype:
-            fix = "gradkit.tree.map(lambda x: x.to(device, dtype), other)"
-            return StructureError, "", f"what can be added to {describe(x)}", describe(y), fix
-    if x.layout != torch.strided and not (may_be_sparse and (y is None or y.layout == x.layout)):
-        fix = "gradkit.tree.add; or gradkit.tree.map(torch.Tensor.to_dense, tree)"
-        return StructureError, "tree", "a dense tensor", f"one of layout {x.layout}", fix
-    return None
-
-
-def _entries(tree: PyTree, rows: Sequence[Sequence[Leaf]], spec: Structure) -> list[_Entry]:
-    """Return where the first tree has None, and the second a tensor, which is to be set there."""
-    entries: dict[tuple[int, object], _Entry] = {}
-    for index, (x, y) in enumerate(rows):
-        if x is not None or y is None:
-            continue
-        container, key = pytree.mutable_entry(tree, spec, index) or (None, None)
-        if container is None or (id(container), key) in entries:
-            where = pytree.path(spec, index, "tree")
-            expected = "a tensor, or None in a list or dict of its own"
-            fix = (
-                "gradkit.tree.add, which returns a new tree; or start with gradkit.tree.zeros_like"
-            )
-            raise StructureError(message(where, expected, "None, which cannot be set here", fix))
-        entries[id(container), key] = container, key, y
-    return list(entries.values())
-
-
-def _refuse_shared_memory(rows: Sequence[Sequence[Leaf]], spec: Structure, name: str) -> None:
-    """Raise if a change of one leaf would change another one, which is still to be read."""
-    if torch.compiler.is_compiling():  # which knows no addresses
-        return
-    indices = [index for index, (x, _) in enumerate(rows) if _has_address(x)]
-    written = [cast("Tensor", rows[index][0]) for index in indices]
-    read = [rows[index][1] for index in indices]
-    for index, x in zip(indices, written, strict=True):
-        if overlaps_itself(x):
-            got, fix = "an expanded one, whose entries share theirs", "pass a clone of it"
-            raise StructureError(message(pytree.path(spec, index, "tree"), _OWN, got, fix))
-    shared = shared_by(written, [y if _has_address(y) else None for y in read])
-    if shared is not None:
-        first, second = shared
-        root = "tree" if second < len(written) else name
-        got = f"one in the memory of {pytree.path(spec, indices[second % len(written)], root)}"
-        where, fix = pytree.path(spec, indices[first], "tree"), "pass clones; a tied tensor once"
-        raise StructureError(message(where, _OWN, got, fix))
-
-
-_OWN = "a tensor with memory of its own"
-
-
-def _has_address(leaf: Leaf) -> bool:
-    # A subclass may have several storages, or none; of what is not dense nobody has a view.
-    return type(leaf) in PLAIN_TYPES and cast("Tensor", leaf).layout == torch.strided
+    return cast("float", number_for_torch(value))

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gradkit._core.leaf_arithmetic import to_common_dtype
+from gradkit._core.leaf_arithmetic import to_common_dtype, without_autocast
 
 # The number of columns of the matrix that `gram` has in memory at a time.
 _COLUMNS_AT_A_TIME = 1 << 18
@@ -20,7 +20,7 @@ def products(vectors: list[Tensor]) -> Tensor:
     total: Tensor | None = None
     for columns in blocks:
         block = torch.stack(to_common_dtype(columns))
-        with torch.autocast(block.device.type, enabled=False):  # it would use half precision
+        with without_autocast(block.device):
             part = block @ block.T
         total = part if total is None else total + part
     return cast("Tensor", total)

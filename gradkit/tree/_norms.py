@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -25,7 +26,6 @@ from gradkit.tree._arithmetic import (
     aligned_leaves,
     apply_with_zeros,
     dot,
-    scale,
     scale_leaves,
 )
 
@@ -115,14 +115,19 @@ def _norms_of_samples(dense: list[Tensor], batch_dims: int) -> Tensor:
 
 
 def _checked_norm(dense: list[Tensor], norm: Callable[[list[Tensor]], Tensor]) -> Tensor:
-    """Return the norm of leaves; raise for integers, of which torch has none."""
+    """Return the norm of leaves; raise for integers and float8, of which torch has none."""
     try:
         return norm(dense)
     except RuntimeError as error:
         for leaf in dense:
+            expected, fix = DIFFERENTIABLE, "gradkit.tree.map(torch.Tensor.float, tree)"
             if not leaf.is_floating_point() and not leaf.is_complex():
-                fix = "gradients are no integers; gradkit.tree.map(torch.Tensor.float, tree)"
-                raise LeafTypeError(message("tree", DIFFERENTIABLE, describe(leaf), fix)) from error
+                fix = f"gradients are no integers; {fix}"
+            elif leaf.dtype.itemsize == 1:
+                expected = "tensors of a dtype that has norms"
+            else:
+                continue
+            raise LeafTypeError(message("tree", expected, describe(leaf), fix)) from error
         raise
 
 
@@ -166,7 +171,7 @@ def clip_by_global_norm(grads: PyTree, max_norm: float | Tensor) -> tuple[PyTree
         recurrent neural networks", algorithm 1, https://arxiv.org/abs/1211.5063
     """
     fix = "gradkit.tree.clip_by_global_norm(grads, 1.0), or leave the call out"
-    check_number("max_norm", max_norm, fix, nonnegative=True)
+    max_norm = check_number("max_norm", max_norm, fix, nonnegative=True)
     (leaves,), spec = aligned_leaves({"grads": grads})
     norm = _norm_of_leaves(leaves)
     clipped = scale_leaves(leaves, (max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -195,17 +200,24 @@ def cosine(a: PyTree, b: PyTree) -> Tensor:
     leaves, _ = aligned_leaves({"a": a, "b": b})
     maxima = [largest(column) for column in leaves]
     is_zero = (maxima[0] == 0) | (maxima[1] == 0)
-    # Divided by the largest entry, since squares of gradients leave the range of float32.
-    a, b = (
-        scale(column, 1 / torch.where(is_zero, 1.0, maximum))
-        for column, maximum in zip(leaves, maxima, strict=True)
-    )
+    ones = [torch.where(is_zero, 1.0, maximum) for maximum in maxima]
+    a, b = (_about_one(column, one) for column, one in zip(leaves, ones, strict=True))
     product = dot(a, b)
     # The square root of zero has no derivative: it must not be in the graph at all.
     one = torch.ones_like(product)  # a number would make the tangents of jvp float64
     squares = [torch.where(is_zero, one, dot(x, x)) for x in (a, b)]
     cosine = (product / squares[0].sqrt() / squares[1].sqrt()).clamp(-1, 1)
     return torch.where(is_zero & ~product.isnan(), torch.zeros_like(cosine), cosine)
+
+
+def _about_one(leaves: Sequence[Leaf], maximum: Tensor) -> list[Leaf]:
+    """Return leaves divided by a number near the largest entry: their squares stay in range."""
+    if maximum.dtype == torch.float64:  # out of whose range the number may be for other leaves
+        leaves = [
+            None if x is None else x.to(torch.promote_types(x.dtype, torch.float64)) for x in leaves
+        ]
+    limit = math.log2(1 / torch.finfo(maximum.dtype).tiny)  # a subnormal number has no reciprocal
+    return scale_leaves(leaves, torch.exp2(-maximum.log2().ceil().clamp(-limit, limit)))
 
 
 def allclose(
@@ -236,8 +248,8 @@ def allclose(
     Source:
         `torch.allclose`.
     """
-    check_number("rtol", rtol, "rtol=1e-05", nonnegative=True)
-    check_number("atol", atol, "atol=1e-08", nonnegative=True)
+    rtol = check_number("rtol", rtol, "rtol=1e-05", nonnegative=True)
+    atol = check_number("atol", atol, "atol=1e-08", nonnegative=True)
     check_bool("equal_nan", equal_nan)
 
     def close(x: Tensor, y: Tensor) -> bool:

@@ -17,7 +17,7 @@ from gradkit._core.leaf_arithmetic import (
     to_common_dtype,
     width,
 )
-from gradkit._core.options import is_real_number
+from gradkit._core.options import is_real_number, number_for_torch
 from gradkit._core.pytree import PyTree
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 from gradkit.tree._arithmetic import Leaf
@@ -252,9 +252,9 @@ def _weight(weight: Any) -> _Weight:
     """Return the weight of one row: a real number, or a 0-dim tensor of one."""
     if not is_real_number(weight):
         expected = "a real number or a real tensor of one element for each loss"
-        fix = "weights=dict(zip(losses, weights)) for a tensor of several"
+        fix = "one for each loss: a tree like the losses, or a tensor of one dimension"
         raise LeafTypeError(message("weights", expected, describe(weight), fix))
-    return weight.reshape(()) if isinstance(weight, Tensor) else cast("float", weight)
+    return weight.reshape(()) if isinstance(weight, Tensor) else number_for_torch(weight)
 
 
 def _times(leaf: Tensor, weight: _Weight | None) -> Tensor:

@@ -119,6 +119,10 @@ def _check_column(
         if not isinstance(leaf, Tensor):
             fix = "pass what per_loss_grads returned"
             raise LeafTypeError(message(path(loss), "a tensor or None", describe(leaf), fix))
+        if leaf.is_nested and leaf.layout == torch.strided:  # it has no shape
+            expected, got = "a dense or a sparse tensor", "a nested tensor of layout torch.strided"
+            fix = "gradkit.tree.map(lambda x: torch.nested.to_padded_tensor(x, 0.0), per_loss)"
+            raise LeafTypeError(message(path(loss), expected, got, fix))
         if like is None:
             like = tuple(leaf.shape[len(shapes[loss]) :])
         if leaf.shape != (*shapes[loss], *like):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import gradkit
 from tests.helpers import same_bits, unchanged
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support is in beta")
 
 LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "contiguous": lambda: torch.randn(3, 4),
@@ -101,3 +101,61 @@ def test_a_grad_that_cannot_be_put_back_is_left_alone(device: torch.device) -> N
     assert sparse.grad is not None
     sparse.grad = sparse.grad.to_sparse()
     gradkit.step_(optimizer, [other], [torch.ones_like(other)])
+
+
+def in_inference_mode(device: torch.device) -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(2, 2, device=device)
+
+
+Sum = tuple[Tensor, Tensor, Tensor]  # a leaf, its gradient, and its .grad
+# What torch cannot add in place, and what the message says is to be done.
+NOT_ADDED: dict[str, tuple[Callable[[Tensor], Sum], str]] = {
+    "inference mode": (
+        lambda e: (e.clone(), e, in_inference_mode(e.device)), "leaf.grad = leaf.grad.clone()",
+    ),
+    "other sparse dimensions": (
+        lambda e: (e.clone(), e.to_sparse(), e.to_sparse(1)), "leaf.grad = leaf.grad.to_dense()",
+    ),
+    "compressed columns": (
+        lambda e: (e.to_sparse_csc(), e.to_sparse_csc(), e.to_sparse_csc()),
+        "leaf.grad = leaf.grad.to_dense().to_sparse()",
+    ),
+    "rows and coordinates": (
+        lambda e: (e.to_sparse_csr(), e.to_sparse_csr(), e.to_sparse()),
+        "leaf.grad = leaf.grad.to_dense().to_sparse()",
+    ),
+    "float8": (
+        lambda e: (e.to(torch.float8_e5m2),) * 3,
+        "leaf.grad, leaf.grad_dtype = None, torch.float32",
+    ),
+    "another shape": (lambda e: (e[:, :1], e[:, :1], e), "leaf.grad = None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+@pytest.mark.parametrize("name", NOT_ADDED)
+def test_what_cannot_be_added_in_place_is_refused_first(
+    device: torch.device, name: str, hooks: bool
+) -> None:
+    make, fix = NOT_ADDED[name]
+    value, grad, total = make(torch.eye(2, device=device))
+    leaf = nn.Parameter(value if value.shape == total.shape else total.clone())
+    leaf.grad = total
+    if value.shape != total.shape:
+        leaf.data = value  # which leaves the former .grad
+    leaves, grads = with_a_plain_one(leaf, grad)
+    leaves[0].grad = torch.ones(2, device=device)
+    expected = r"params\[1\]: expected a .grad that can be added to in place, got a "
+    with unchanged(*leaves), pytest.raises(gradkit.UnsupportedGraphError, match=expected) as raised:
+        gradkit.add_grads_(leaves, grads, hooks=hooks)
+    assert f"What to do: {fix}" in str(raised.value)
+    exec(fix, {"leaf": leaf, "torch": torch})
+    before = 0 if leaf.grad is None else leaf.grad.to_dense().clone()
+    grads[1] = grad.float() if name == "float8" else grad.to_dense()
+    if leaf.layout != torch.strided:
+        grads[1] = grads[1].to_sparse()
+    gradkit.add_grads_(leaves, grads, hooks=hooks)
+    assert leaves[0].grad.tolist() == [2, 2]
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad.to_dense(), before + grads[1].to_dense())

@@ -448,6 +448,79 @@ def test_the_norm_of_each_sample_alone_overflows(device: torch.device) -> None:
     assert norms.isfinite().tolist() == [True, False, True, True, True]
 
 
+@settings(max_examples=settings.default.max_examples // 2)
+@given(
+    seed=st.integers(0, 1000),
+    length=st.integers(2, 9),
+    uses=st.integers(1, 2),
+    digits=st.integers(0, 8),
+    centred=st.booleans(),
+    precision=st.sampled_from(["highest", "high"]),
+)
+def test_the_digits_that_are_left_where_positions_cancel(
+    device: torch.device,
+    seed: int,
+    length: int,
+    uses: int,
+    digits: int,
+    centred: bool,
+    precision: str,
+) -> None:
+    """Of inputs that vary little, with a loss that is centred, the sum of products has none."""
+    source = torch.Generator().manual_seed(seed)
+    layer = nn.Linear(64, 64, bias=False).to(device)
+    losses: list[Tensor] = []
+    terms: list[Tensor] = []
+    for _ in range(uses):
+        inputs, factors = torch.randn(2, 3, length, 64, generator=source).to(device)
+        inputs = 10 + inputs * 10.0**-digits
+        factors = factors - factors.mean(1, keepdim=True) if centred else factors
+        losses.append((layer(inputs) * factors).sum((1, 2)))
+        terms.append(factors.double().unsqueeze(3) * inputs.double().unsqueeze(2))
+    torch.set_float32_matmul_precision(precision)
+    try:
+        with watched() as proved:
+            norms = gradkit.per_sample_norms(sum(losses), layer)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert proved == [True]
+    every = torch.cat(terms, 1).flatten(2)
+    expected = every.sum(1).norm(dim=1)
+    rounding = 1e-7 * every.norm(dim=2).sum(1)  # of the gradient itself, in float32
+    assert ((norms - expected).abs() <= 1e-3 * expected + rounding).all()
+
+
+def test_no_sample_exceeds_the_norm_where_positions_cancel(device: torch.device) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 64, bias=False).to(device)
+    inputs = 10 + 3e-4 * torch.randn(4, 16, 64, device=device)
+
+    def losses() -> Tensor:
+        hidden = layer(inputs)
+        return 1e6 * (hidden - hidden.mean(1, keepdim=True)).square().sum((1, 2))
+
+    each = gradkit.tree.to_matrix([gradkit.per_loss_grads(losses(), layer)], losses=[losses()])[0]
+    norms = each.norm(dim=1)
+    with watched() as proved:
+        total = gradkit.clipped_sum(losses(), layer, norms.min() / 5)
+    assert proved == [True]
+    expected = (norms.min() / 5 / norms) @ each
+    torch.testing.assert_close(total["weight"].flatten(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_in_float64_a_sum_of_nothing_but_rounding_errors_takes_the_batched_pass(
+    device: torch.device,
+) -> None:
+    layer = nn.Linear(64, 64, bias=False).to(device, torch.float64)
+    inputs = torch.randn(3, 1, 64, device=device, dtype=torch.float64).expand(3, 4, 64)
+    factors = torch.tensor([1.0, -1, 0.1, -0.1], device=device, dtype=torch.float64)
+    loss = (layer(inputs) * factors.view(4, 1)).sum((1, 2))
+    with watched() as proved:
+        norms = gradkit.per_sample_norms(loss, layer)
+    assert proved == [False]
+    assert (norms < 1e-12).all()
+
+
 def test_several_vectors(device: torch.device) -> None:
     model, x = mlp(device)
     y = model(x)

@@ -231,6 +231,39 @@ def test_sparse_half_and_complex(device: torch.device) -> None:
     close(gradkit.gram(losses, [z]), expected)
 
 
+def test_float8(device: torch.device) -> None:
+    w = torch.ones(2, device=device).to(torch.float8_e5m2).requires_grad_()
+    losses = [w.float().square().sum(), w.float().sum()]
+    expected = torch.tensor([[8.0, 4.0], [4.0, 2.0]], device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", gradkit.GradkitWarning)  # of the batched pass
+        close(gradkit.gram(losses, [w], retain_graph=True), expected)
+        close(gradkit.per_loss_norms(losses, [w]), expected.diagonal().sqrt())
+
+
+def test_of_tensors_without_values_there_is_the_shape(device: torch.device) -> None:
+    w = torch.ones(3, 2, device="meta", requires_grad=True)
+    losses = [w.sum(), w.square().sum()]
+    product = gradkit.gram(losses, w, retain_graph=True)
+    assert (product.shape, product.is_meta) == ((2, 2), True)
+    assert gradkit.tree.gram(gradkit.per_loss_grads(losses, w, retain_graph=True)).is_meta
+    assert gradkit.per_loss_norms(losses, w, retain_graph=True).is_meta
+    _, grad = gradkit.value_and_grads(losses, w, weights=lambda _: [1.0, 2.0])
+    assert grad.is_meta
+
+
+def test_a_tensor_that_is_made_of_several_is_refused(device: torch.device) -> None:
+    """Its product added to a plain tensor would add the products of all of them."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    w = TwoTensor(torch.ones(3, device=device), torch.ones(3, device=device)).requires_grad_()
+    losses = [(w * w).sum(), w.sum()]
+    with pytest.raises(gradkit.LeafTypeError, match=r"(?s)TwoTensor.*tree\.gram"):
+        gradkit.gram(losses, [w], chunk_size=1)
+    product: Any = gradkit.tree.gram(gradkit.per_loss_grads(losses, [w]))
+    assert product.a.tolist() == [[12, 6], [6, 3]]
+
+
 def test_the_shared_representation_of_the_losses(device: torch.device) -> None:
     losses, model = multitask(device)
     h = model[0](torch.ones(4, 5, device=device, dtype=torch.float64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -78,10 +79,18 @@ def test_what_is_refused(device: torch.device) -> None:
                 gradkit.per_sample_norms(bad, model)
             with pytest.raises(gradkit.NotScalarLossError, match="one loss for each sample"):
                 gradkit.clipped_sum(bad, model, 1.0)
-        for max_norm in (-1.0, "1", None):
+        for max_norm in (-1.0, "1", None, torch.ones((), device="meta")):
             with pytest.raises(gradkit.OptionError, match="max_norm"):
                 gradkit.clipped_sum(loss, model, max_norm)
     gradkit.per_sample_norms(loss, model)  # nothing had run
+
+
+@pytest.mark.parametrize("max_norm", [10**30, Fraction(1, 3)])
+def test_any_number_is_a_largest_norm(device: torch.device, max_norm: Any) -> None:
+    loss, model = losses_of("tied", device)
+    ours = gradkit.clipped_sum(loss, model, max_norm, retain_graph=True)
+    expected = gradkit.clipped_sum(loss, model, float(max_norm))
+    assert all(torch.equal(ours[name], grad) for name, grad in expected.items())
 
 
 def clipped(loss: Tensor, param: Tensor, max_norm: float) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import pytest
@@ -142,6 +143,9 @@ class Pair(NamedTuple):
     b: Any
 
 
+FLOAT8 = torch.float8_e4m3fn
+
+
 def ones(*shape: int, **options: Any) -> Tensor:
     return torch.ones(shape, **options)
 
@@ -199,12 +203,31 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Any]], type[Exception], str]] =
     "other entries of it": (
         lambda: ([(x := ones(6))[:4]], [x[2:]]), ValueError, r"tree\[0\].*\[0\]",
     ),
+    "float8": (
+        lambda: ([ones(2), ones(2).to(FLOAT8)], [ones(2), ones(2).to(FLOAT8)]), ValueError,
+        r"tree\[1\].*Float8.*\n.*float\(\)",
+    ),
+    "float8 alone": (
+        lambda: ([ones(2), None], [ones(2), ones(2).to(FLOAT8)]), ValueError, r"\[1\].*Float8",
+    ),
+    "float8 into float32": (
+        lambda: ([ones(2)], [ones(2).to(FLOAT8)]), ValueError, r"\[0\].*float8",
+    ),
+    "other sparse dimensions": (
+        lambda: ([ones(2), ones(2, 2).to_sparse(1)], [ones(2), ones(2, 2).to_sparse(2)]),
+        ValueError, r"tree\[1\].*sparse_coo",
+    ),
+    "compressed columns": (
+        lambda: ([ones(2), ones(2, 2).to_sparse_csc()], [ones(2), ones(2, 2).to_sparse_csc()]),
+        ValueError, r"tree\[1\].*sparse_csc",
+    ),
     "another leaf of it": (
         lambda: ([(x := ones(6))[:3], x[3:]], [x[3:], ones(3)]), ValueError, r"tree\[1\]",
     ),
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSC tensor support is in beta")
 @pytest.mark.parametrize(
     "call", [tree.add_, lambda a, b: tree.lerp_(a, b, 0.5)], ids=["add_", "lerp_"]
 )
@@ -251,6 +274,19 @@ def test_options_and_transforms(device: torch.device) -> None:
                 call()
         with pytest.raises(gradkit.UnsupportedGraphError, match=r"torch\.func"):
             torch.vmap(lambda v: tree.add_(v, v))(x)
+
+
+@pytest.mark.parametrize("number", [10**30, Fraction(1, 3), -(2.0**40)])
+def test_any_number(device: torch.device, number: Any) -> None:
+    """torch takes no ints of more than 64 bits, and no fractions."""
+    x, y = (torch.tensor([2.0], device=device) for _ in range(2))
+    assert same_bits(tree.add_(x.clone(), y, alpha=number), x.clone().add_(y, alpha=float(number)))
+    assert same_bits(tree.lerp_(x.clone(), y, number), x.clone().lerp_(y, float(number)))
+    assert same_bits(tree.add_([None], [y], alpha=number)[0], y * float(number))
+    half = [x.clone(), x.half()]
+    if abs(number) > 1:
+        with unchanged(*half), pytest.raises(gradkit.StructureError, match=r"tree\[1\].*overflow"):
+            tree.add_(half, half, alpha=number)
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -377,7 +378,7 @@ def test_gram_is_symmetric_to_the_bit(device: torch.device) -> None:
     assert torch.equal(gram, gram.T)
 
 
-@pytest.mark.parametrize("size", [1e-25, 1e-12, 1.0, 1e20, 1e30])
+@pytest.mark.parametrize("size", [1e-40, 1e-25, 1e-12, 1.0, 1e20, 1e30, 3e38])
 def test_the_cosine_at_any_scale(device: torch.device, size: float) -> None:
     x = torch.full((3,), size, device=device)
     torch.testing.assert_close(tree.cosine(x, x), torch.ones((), device=device))
@@ -385,6 +386,53 @@ def test_the_cosine_at_any_scale(device: torch.device, size: float) -> None:
     assert tree.cosine(x, torch.zeros_like(x)) == 0
     assert tree.cosine(torch.zeros_like(x), x * float("nan")).isnan()
     assert tree.cosine(x, x * float("nan")).isnan()
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e-40, 1e40, 1e300])
+def test_the_cosine_of_leaves_of_two_dtypes(device: torch.device, size: float) -> None:
+    one = torch.ones(1, device=device)
+    wide = torch.full((1,), size, device=device, dtype=torch.float64)
+    for pair in ([one, wide], [wide, one], [one * 0, wide]):
+        close = torch.ones((), device=device, dtype=torch.float64)
+        torch.testing.assert_close(tree.cosine(pair, pair), close)
+        torch.testing.assert_close(tree.cosine(pair, tree.scale(pair, -0.5)), -close)
+
+
+def test_the_product_of_a_complex_and_a_real_leaf(device: torch.device) -> None:
+    z, x = torch.randn(4, device=device, dtype=torch.complex64), torch.randn(4, device=device)
+    for a, b in ((z, x), (x, z), (z, x.to_sparse())):
+        torch.testing.assert_close(tree.dot([a], [b]), z.real @ x)
+        torch.testing.assert_close(tree.cosine([a], [b]), z.real @ x / z.norm() / x.norm())
+
+
+@pytest.mark.parametrize("number", [10**30, Fraction(1, 3)])
+def test_numbers_that_torch_does_not_take(device: torch.device, number: Any) -> None:
+    x = torch.full((2,), 3.0, device=device)
+    assert same_bits(tree.scale(x, number), x * float(number))
+    assert same_bits(tree.weighted_sum([x, x], [number, 1]), x * float(number) + x)
+    clipped, _ = tree.clip_by_global_norm(x, number)
+    assert same_bits(clipped, tree.clip_by_global_norm(x, float(number))[0])
+    assert tree.allclose(x, x + 0.1, atol=number)
+
+
+def test_float8(device: torch.device) -> None:
+    x = torch.full((2,), 3.0, device=device).to(torch.float8_e5m2)
+    assert tree.dot(x, x) == 18
+    assert tree.gram([x, x]).tolist() == [[18, 18], [18, 18]]
+    with pytest.raises(gradkit.LeafTypeError, match=r"(?s)dtype that has norms.*Tensor.float"):
+        tree.global_norm(x)
+    assert tree.global_norm(tree.map(Tensor.float, x)) == 18**0.5
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_strided_nested_tensors_are_no_rows(device: torch.device) -> None:
+    parts = torch.nested.nested_tensor([torch.ones(n, 3, device=device) for n in (2, 4)])
+    grads = [[parts], [parts]]
+    for call in (tree.gram, tree.to_matrix, tree.weighted_sum):
+        with pytest.raises(gradkit.LeafTypeError, match=r"per_loss\[0\]\[0\].*nested"):
+            call(grads)
+    padded = tree.map(lambda x: torch.nested.to_padded_tensor(x, 0.0), grads)
+    assert tree.gram(padded).tolist() == [[18, 18], [18, 18]]
 
 
 def test_leaves_of_two_dtypes_are_compared_in_the_larger(device: torch.device) -> None:
