@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeAlias, TypeGuard, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -150,6 +151,12 @@ def params_of_each_loss(losses: Losses, params: PyTree) -> list[PyTree]:
     return pytree.flatten_up_to(losses.spec, "losses", params, "params")
 
 
+def _is_weight(weight: Tensor, loss: Tensor) -> bool:
+    if weight.layout != torch.strided or weight.dtype.is_complex:
+        return False
+    return weight.numel() == 1 and (loss.is_meta or not weight.is_meta)
+
+
 def read_weights(weights: PyTree, losses: Losses) -> list[float | Tensor] | None:
     """Return one weight for each loss, or None for ones."""
     if weights is None:
@@ -163,7 +170,11 @@ def read_weights(weights: PyTree, losses: Losses) -> list[float | Tensor] | None
             fix = "weights=list(weights) for a tensor of several"
             if losses.spec.type is dict:
                 fix = "weights=dict(zip(losses, weights)) for a tensor of several"
-            fits = weight.numel() == 1 and not weight.dtype.is_complex
+            if weight.layout != torch.strided:
+                fix = "pass weight.to_dense()"
+            elif weight.is_meta:
+                fix = "pass a weight that has a value"
+            fits = _is_weight(weight, losses.leaves[index])
         if not fits:
             where = f"the weight of {losses.path(index)}"
             expected = "a real number that fits in a float, or a real tensor of one element"

@@ -275,6 +275,8 @@ def test_weights_do_not_alias_the_result(device: torch.device) -> None:
         ({"a": 1.0, "b": None}, gradkit.LeafTypeError),
         ({"a": 1.0, "b": torch.ones(2)}, gradkit.LeafTypeError),
         ({"a": 1.0, "b": 1j}, gradkit.LeafTypeError),
+        ({"a": 1.0, "b": torch.ones((), device="meta")}, gradkit.LeafTypeError),
+        ({"a": 1.0, "b": torch.ones(1).to_sparse()}, gradkit.LeafTypeError),
         ({"a": 1.0, "b": True}, gradkit.LeafTypeError),
     ],
 )
