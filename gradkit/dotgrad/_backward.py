@@ -137,6 +137,9 @@ def capture_grads(params: PyTree) -> Iterator[Captured]:
         StructureError: There are no leaves.
         UnsupportedGraphError: A leaf is a parameter that `fully_shard` has gathered: enter the
             block before the forward pass.
+
+    Source:
+        `torch.Tensor.grad`, as `torch.autograd.backward` accumulates it.
     """
     opened = read_leaves(params)
     leaves = unique(opened.leaves)

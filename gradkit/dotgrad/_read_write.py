@@ -49,6 +49,9 @@ def read_grads(params: PyTree, *, unused: Literal["none", "zeros", "error"] = "n
         StructureError: There are no leaves.
         UnreachedParamError: A trainable tensor has no `.grad`, under `unused="error"`.
         UnsupportedGraphError: A leaf is a parameter that `fully_shard` has gathered.
+
+    Source:
+        `torch.Tensor.grad`
     """
     check_option("unused", unused, UNUSED)
     opened = read_leaves(params)

@@ -92,6 +92,10 @@ def step_(
         UnsupportedOptimizerError: `optimizer` is not an optimizer, or its `step` needs a closure,
             as that of LBFGS does; or it is a wrapper of Accelerate or Lightning whose step would be
             skipped, or would unscale the gradients once more.
+
+    Source:
+        `torch.optim.Optimizer.step`; `torch.amp.GradScaler.step`;
+        `torch.nn.utils.clip_grad_norm_`
     """
     # A scaler unscales in place, and torch clips so.
     may_lend = scaler is None and max_norm is None and only_reads(optimizer)

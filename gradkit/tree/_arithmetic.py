@@ -52,6 +52,9 @@ def map(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
         LeafTypeError: A leaf is not a tensor.
         OptionError: `fn` is not callable.
         StructureError: The trees do not match.
+
+    Source:
+        `jax.tree.map`, which also takes None for the absence of a leaf.
     """
     function: object = fn
     if not callable(function):
@@ -80,6 +83,9 @@ def add(a: PyTree, b: PyTree, *rest: PyTree) -> PyTree:
     Raises:
         LeafTypeError: A leaf is not a tensor.
         StructureError: The trees do not match.
+
+    Source:
+        `torch.add`, leaf by leaf.
     """
     others = {f"rest[{index}]": other for index, other in enumerate(rest)}
     return _map_rows(add_leaves, {"a": a, "b": b, **others})
@@ -103,6 +109,9 @@ def sub(a: PyTree, b: PyTree) -> PyTree:
     Raises:
         LeafTypeError: A leaf is not a tensor.
         StructureError: The trees do not match.
+
+    Source:
+        `torch.sub`, leaf by leaf.
     """
     return _map_rows(lambda x, y: add_leaves(x, None if y is None else -y), {"a": a, "b": b})
 
@@ -125,6 +134,9 @@ def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
     Raises:
         LeafTypeError: A leaf is not a tensor.
         OptionError: `factor` is not one real number.
+
+    Source:
+        `torch.mul`, leaf by leaf.
     """
     fix = "pass one factor; for one per leaf, gradkit.tree.map(torch.mul, tree, factors)"
     factor = check_number("factor", factor, fix)
@@ -175,6 +187,9 @@ def dot(a: PyTree, b: PyTree) -> Tensor:
     Raises:
         LeafTypeError: A leaf is not a tensor.
         StructureError: The trees do not match.
+
+    Source:
+        `torch.dot`, summed over the leaves; of complex leaves the real part of `torch.vdot`.
     """
     leaves, _ = aligned_leaves({"a": a, "b": b})
     products = [dot_leaves(x, y) for x, y in zip(*leaves, strict=True)]
@@ -201,6 +216,9 @@ def stack(trees: Iterable[PyTree]) -> PyTree:
     Raises:
         LeafTypeError: A leaf is not a tensor.
         StructureError: There are no trees, or they do not match.
+
+    Source:
+        `torch.stack` at dimension 0, leaf by leaf.
     """
     is_list = isinstance(trees, Iterable) and not isinstance(trees, Mapping | Tensor)
     named = {f"trees[{i}]": tree for i, tree in enumerate(trees)} if is_list else {}
@@ -231,6 +249,9 @@ def unstack(tree: PyTree) -> list[PyTree]:
     Raises:
         LeafTypeError: A leaf is not a tensor.
         StructureError: The leaves are not of one length K, or all are None.
+
+    Source:
+        `torch.unbind` at dimension 0, leaf by leaf.
     """
     (leaves,), spec = aligned_leaves({"tree": tree})
     shapes = {tuple(leaf.shape) for leaf in leaves if leaf is not None}

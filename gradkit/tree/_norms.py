@@ -196,6 +196,9 @@ def cosine(a: PyTree, b: PyTree) -> Tensor:
     Raises:
         LeafTypeError: A leaf is not a tensor.
         StructureError: The trees do not match.
+
+    Source:
+        `torch.nn.functional.cosine_similarity` of the trees as vectors, without its `eps`.
     """
     leaves, _ = aligned_leaves({"a": a, "b": b})
     maxima = [largest(column) for column in leaves]

@@ -55,6 +55,9 @@ def to_matrix(
     Raises:
         LeafTypeError: A gradient is not a tensor.
         StructureError: There are no losses, or their gradients do not match.
+
+    Source:
+        `jax.flatten_util.ravel_pytree`, for each loss.
     """
     rows = read_per_loss_rows(per_loss, losses)
     examples = [(leaf, rows.example(leaf)) for leaf in rows.leaves]
@@ -109,6 +112,10 @@ def gram(per_loss: PyTree, *, losses: PyTree | None = None) -> Tensor:
     Raises:
         LeafTypeError: A gradient is not a tensor.
         StructureError: There are no losses, or their gradients do not match.
+
+    Source:
+        Section 6 of Quinton and Rey 2024, "Jacobian Descent for Multi-Objective Optimization",
+        https://arxiv.org/abs/2406.16232
     """
     rows = read_per_loss_rows(per_loss, losses)
     groups = rows.groups()
@@ -197,6 +204,9 @@ def weighted_sum(
     Raises:
         LeafTypeError: A gradient is not a tensor, or a weight is not a real number.
         StructureError: There are no losses, or trees do not match.
+
+    Source:
+        `torch.tensordot` of the weights and the stacked gradients, leaf by leaf.
     """
     rows = read_per_loss_rows(per_loss, losses)
     by_row = _row_weights(weights, rows)
