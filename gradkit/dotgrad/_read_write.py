@@ -19,7 +19,15 @@ from gradkit._core.ownership import leave_inference_mode, zeros_for
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit._state import grad_attribute
-from gradkit.dotgrad._matching import Pairs, match, read_leaves, unique
+from gradkit.dotgrad._matching import (
+    Pairs,
+    match,
+    match_leaves,
+    plainly_match,
+    read_grad_leaves,
+    read_leaves,
+    unique,
+)
 from gradkit.errors import UnreachedParamError, UnsupportedGraphError, describe, message
 
 
@@ -159,9 +167,11 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
             accumulate_through_engine(grad_attribute.apart_from_grads(pairs))
             return
         opened = read_leaves(params)
-        pairs = [pair for pair in match(opened, grads) if pair[1] is not None]
-        if grad_attribute.accumulate_together(pairs):
+        by_leaf = read_grad_leaves(opened, grads)
+        totals = [leaf.grad for leaf in opened.variables]
+        if plainly_match(opened, by_leaf, totals) and grad_attribute.add_together(totals, by_leaf):
             return
+        pairs = [pair for pair in match_leaves(opened, grads, by_leaf) if pair[1] is not None]
         _refuse_unaddable(opened, pairs)
         for leaf, grad in grad_attribute.apart_from_grads(pairs):
             grad_attribute.accumulate(leaf, cast("Tensor", grad))
