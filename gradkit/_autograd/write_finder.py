@@ -21,6 +21,8 @@ from gradkit.errors import warn_fallback
 class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes which gradients arrive in a pass, and what is written by Python code in it."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._writes: list[tuple[int, str]] = []  # the storage, and where the code is

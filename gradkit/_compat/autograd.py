@@ -109,8 +109,8 @@ def node_type(function: Any) -> type:
 
 
 def operator_schema(func: Any) -> Any:
-    """Return what an operator declares of its arguments and results."""
-    return func._schema
+    """Return what an operator declares of its arguments and results; None for torch.cond's kind."""
+    return getattr(func, "_schema", None)
 
 
 # Whether a tensor is a view of another that autograd knows of.

@@ -24,11 +24,14 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 @cache
 def _written_arguments(func: Any) -> list[tuple[int, str]]:
     """Return the position and name of each argument that an operator writes to."""
+    schema = operator_schema(func)
+    if schema is None:  # of a higher-order operator, such as torch.cond: torch lets none write
+        return []
     if func.overloadpacket.__name__ in _MISSING_FROM_SCHEMA:
         return _MISSING_FROM_SCHEMA[func.overloadpacket.__name__]
     return [
         (index, argument.name)
-        for index, argument in enumerate(operator_schema(func).arguments)
+        for index, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
 

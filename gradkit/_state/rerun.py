@@ -27,6 +27,7 @@ from gradkit._state.rerun_check import (
     checksums,
     innermost_second_run,
 )
+from gradkit.errors import UnsupportedGraphError, message
 
 
 class RerunState:
@@ -113,6 +114,8 @@ Snapshots: TypeAlias = list[tuple[torch.UntypedStorage, torch.UntypedStorage]]
 class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Copies each storage from outside before an operator first writes to it."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.snapshots: Snapshots = []
@@ -129,6 +132,8 @@ class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if operator_schema(func) is None:
+            raise UnsupportedGraphError(_not_recorded(func))
         written = written_tensors(func, args, kwargs)
         for tensor in written:
             self._snapshot(tensor)
@@ -153,6 +158,14 @@ class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key not in self._known:
                 self._known.add(key)
                 self.snapshots.append((storage, _copy(storage)))
+
+
+def _not_recorded(func: Any) -> str:
+    """Return the message for a higher-order operator."""
+    expected = "operations that can run a second time"
+    got = f"torch.{func}, which runs functions whose operations torch does not show"
+    fix = 'torch.where, or an if or a loop of Python; or memory="store" in unroll'
+    return message("a step that is computed again", expected, got, fix)
 
 
 _writes_of_run: ContextVar[_StorageWrites | None] = ContextVar("writes_of_run", default=None)
@@ -199,4 +212,5 @@ def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 @cache
 def _allocates(func: Any) -> bool:
     """Return whether the results of an operator are new, and no views of its arguments."""
-    return all(result.alias_info is None for result in operator_schema(func).returns)
+    schema = operator_schema(func)
+    return schema is not None and all(result.alias_info is None for result in schema.returns)

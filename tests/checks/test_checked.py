@@ -299,3 +299,13 @@ def test_a_batched_pass_of_another_thread(device: torch.device) -> None:
         _, (grad,) = gradkit.value_and_grads(z.sum(), [w])
     assert torch.equal(grad, torch.ones_like(w))
     assert len(others) == 1
+
+
+@pytest.mark.long
+def test_control_flow_of_torch_inside_the_block(device: torch.device) -> None:
+    w = torch.tensor([1.0, 2.0], device=device, requires_grad=True)
+    loss = torch.cond(w.sum() > 0, torch.sin, torch.cos, (w,)).sum()
+    with gradkit.checked():
+        _, grad = gradkit.value_and_grads(loss, w)
+    torch.testing.assert_close(grad, w.detach().cos())
+    torch._dynamo.reset()

@@ -274,3 +274,21 @@ def test_a_node_that_is_called_by_hand(device: torch.device) -> None:
     loop.factor = 1.5
     with refused:
         run(*cotangents)
+
+
+@pytest.mark.parametrize("memory", ["recompute", 2])
+def test_control_flow_of_torch_is_refused(device: torch.device, memory: Any) -> None:
+    """Its writes could not be undone."""
+    loop = Loop(device, memory)
+
+    def branch(w: Tensor, scale: Tensor, x: Tensor) -> Tensor:
+        return torch.cond(w.sum() > 0, torch.mul, torch.sub, (w, scale)).sum()
+
+    expected = r"torch\.cond.*\n.*torch\.where"
+    with (
+        unchanged(loop.w, loop.scale),
+        pytest.raises(gradkit.UnsupportedGraphError, match=expected),
+    ):
+        loop.adapted(branch)
+    torch._dynamo.reset()
+    assert loop.height().isfinite()
