@@ -108,21 +108,19 @@ def _clones(tensors: list[Tensor]) -> list[Tensor]:
 
 def read_params(tree: PyTree, root: str = "params", *, allow_distributed: bool = False) -> Params:
     """Expand and check a tree of params; every leaf that requires grad is a variable."""
-    if isinstance(tree, nn.Module):
-        params, classes = modules.named_parameters(tree)
+    listed = modules.list_distinct(tree) if isinstance(tree, nn.Module) else None
+    if listed is not None:
+        leaves, spec, classes = listed
         if not (allow_distributed or classes <= OF_TORCH_NN):
             _refuse_distributed(classes, lambda: root)
-        leaves, spec = list(params.values()), pytree.spec_of_keys(tuple(params))
+        are_distinct = True
     else:
         leaves, spec = expand_params(tree, root, allow_distributed=allow_distributed)
+        are_distinct = len(set(map(id, leaves))) == len(leaves)
     if not leaves:
         raise StructureError(message(root, "at least one tensor", *why_empty(tree)))
     kinds = set(map(type, leaves))
-    if (
-        kinds <= PLAIN_TYPES
-        and all(map(_requires_grad, leaves))
-        and len(set(map(id, leaves))) == len(leaves)
-    ):
+    if are_distinct and kinds <= PLAIN_TYPES and all(map(_requires_grad, leaves)):
         only_leaves = kinds == _PARAMETER or all(map(_is_leaf, leaves))
         return Params(leaves, spec, leaves, range(len(leaves)), root, True, only_leaves)
     return with_variables(leaves, spec, root, partial(pytree.path, spec, root=root), _is_variable)

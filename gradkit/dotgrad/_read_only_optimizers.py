@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, methodcaller
+from sys import getrefcount
 from typing import Any
 
+import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from gradkit._compat.optim import has_step_hooks, is_step_of_class
-from gradkit._core.ownership import are_alone_in_memory
-from gradkit._state.grad_attribute import set_grads
+from gradkit._core.ownership import have_memory_alone
+from gradkit._core.pytree import PyTree
 from gradkit.errors import warn_fallback
 
 # tests/dotgrad/test_read_only_optimizers.py runs each with the options for which nothing is copied.
@@ -23,7 +25,6 @@ _NAMES = (
 )  # fmt: skip
 READERS = frozenset(getattr(optim, name) for name in _NAMES if hasattr(optim, name))
 _values: Callable[[dict[str, Any]], Iterable[Any]] = methodcaller("values")
-_version: Callable[[Tensor], int] = attrgetter("_version")
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 _is_contiguous: Callable[[Tensor], bool] = Tensor.is_contiguous
 _stride: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
@@ -49,32 +50,40 @@ def _writes(group: dict[str, Any]) -> bool:
     return bool(group.get("foreach")) or any(p.device.type != "cpu" for p in group["params"])
 
 
-def assign_without_copy(
-    optimizer: Optimizer, leaves: Sequence[Tensor], grads: list[Tensor]
-) -> list[int] | None:
-    """Set each `.grad` to the gradient, and return their versions; None if one has to be copied."""
-    # Not one that torch refuses for its leaf, nor one with another layout, a graph, or the memory
-    # of a parameter or of a state of the optimizer, which changes while the step reads it.
-    state = chain.from_iterable(map(_values, optimizer.state.values()))
+def are_laid_out(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    """Return whether gradients have no graph, and each has the strides of its leaf."""
     try:
-        if (
-            _have_one_layout(leaves, grads)
-            and not any(map(_requires_grad, grads))
-            and are_alone_in_memory(grads)
-            and set(map(id, grads)).isdisjoint(map(id, state))
-        ):
-            versions = list(map(_version, grads))
-            set_grads(leaves, grads)
-            return versions
-    except (RuntimeError, TypeError):  # sparse, of another shape, made in inference mode
-        pass
-    return None
+        if any(map(_requires_grad, grads)):
+            return False
+        if all(map(_is_contiguous, grads)) and all(map(_is_contiguous, leaves)):
+            return True
+        return list(map(_stride, grads)) == list(map(_stride, leaves))
+    except (RuntimeError, TypeError):  # sparse, say
+        return False
 
 
-def _have_one_layout(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-    if all(map(_is_contiguous, grads)) and all(map(_is_contiguous, leaves)):
+def are_apart_from_state(
+    grads: list[Tensor], optimizer: Optimizer, tree: PyTree, *, alone: bool
+) -> bool:
+    """Return whether no gradient shares memory with what a step of the optimizer writes on."""
+    # `alone`: this list is the only one that holds them, beside the caller's tree.
+    try:
+        if not have_memory_alone(grads):
+            return False  # it may be that of a parameter
+    except (RuntimeError, TypeError):
+        return False
+    # A state of the optimizer, which changes while the step reads it, is in its dictionary, too.
+    if alone and type(tree) in _HOLDS_ITS_LEAVES and {_TWICE}.issuperset(map(getrefcount, grads)):
         return True
-    return list(map(_stride, grads)) == list(map(_stride, leaves))
+    state = chain.from_iterable(map(_values, optimizer.state.values()))
+    return set(map(id, grads)).isdisjoint(map(id, state))
+
+
+_HOLDS_ITS_LEAVES = frozenset({dict, list, tuple})
+_one = [torch.empty(0)]
+_another = list(_one)
+_TWICE = next(map(getrefcount, _one))  # the count of a tensor that two lists refer to
+del _one, _another
 
 
 def warn_of_write(optimizer: Optimizer) -> None:

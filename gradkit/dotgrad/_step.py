@@ -21,11 +21,12 @@ from gradkit._core.options import check_number
 from gradkit._core.ownership import PLAIN_TYPES, leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
-from gradkit._state.grad_attribute import GradsPutBack, write_all
+from gradkit._state.grad_attribute import GradsPutBack, set_grads, write_all
 from gradkit.dotgrad._matching import Pairs, match, read_grad_leaves, read_leaves, unique
 from gradkit.dotgrad._read_only_optimizers import (
     READERS,
-    assign_without_copy,
+    are_apart_from_state,
+    are_laid_out,
     only_reads,
     warn_of_write,
 )
@@ -107,7 +108,7 @@ def step_(
     by_leaf = read_grad_leaves(opened, grads)
     own_params = [p for group in optimizer.param_groups for p in group["params"]]
     may_lend = may_lend and not torch.is_inference_mode_enabled()
-    if may_lend and _step_without_copies(optimizer, opened, by_leaf, own_params):
+    if may_lend and _step_without_copies(optimizer, opened, grads, by_leaf, own_params):
         return None
     pairs = _pairs_of_optimizer(opened, match(opened, grads), own_params)
     if scaler is not None and all(grad is None for _, grad in pairs):
@@ -130,20 +131,27 @@ def step_(
 
 
 def _step_without_copies(
-    optimizer: Optimizer, params: Params, by_leaf: list[Any], own_params: list[Tensor]
+    optimizer: Optimizer, params: Params, tree: PyTree, by_leaf: list[Any], own_params: list[Tensor]
 ) -> bool:
     """Step with the caller's own gradients; return False if they have to be copied, or refused."""
     leaves, grads = params.leaves, by_leaf
-    kinds = set(map(type, grads))
+    kinds = set(map(type, by_leaf))
     if type(None) in kinds:
         kinds.discard(type(None))
         present = [i for i, grad in enumerate(by_leaf) if grad is not None]
         leaves, grads = [leaves[i] for i in present], [by_leaf[i] for i in present]
-    if not (kinds <= PLAIN_TYPES and _are_trained(leaves, params, own_params)):
+    if not (
+        kinds <= PLAIN_TYPES
+        and _are_trained(leaves, params, own_params)
+        and are_laid_out(leaves, grads)
+        and are_apart_from_state(grads, optimizer, tree, alone=grads is by_leaf)
+    ):
         return False
     with GradsPutBack(own_params):
-        versions = assign_without_copy(optimizer, leaves, grads)
-        if versions is None:
+        try:
+            versions = list(map(_version, grads))
+            set_grads(leaves, grads)
+        except (RuntimeError, TypeError):  # of another shape, made in inference mode
             return False
         optimizer.step()
         if list(map(_version, grads)) != versions:
