@@ -299,7 +299,8 @@ def per_loss_grads(
             flat_params = read_params(params)
             grads = plain_separate_grads(flat_losses, [flat_params] * len(flat_losses.leaves))
             if grads is not None:
-                return flat_losses.spec.unflatten(map(flat_params.spec.unflatten, grads))
+                each = [pytree.unflatten(flat_params.spec, of_loss) for of_loss in grads]
+                return pytree.unflatten(flat_losses.spec, each)
     check_pass_options(unused, create_graph, retain_graph)
     check_batching(strategy, chunk_size)
     with leave_inference_mode():
@@ -386,10 +387,10 @@ def simultaneous_grads(
             grads = plain_separate_grads(flat_losses, players.params)
             if grads is not None:
                 trees = [
-                    part.spec.unflatten(row)
+                    pytree.unflatten(part.spec, row)
                     for part, row in zip(players.params, grads, strict=True)
                 ]
-                return flat_losses.spec.unflatten(trees)
+                return pytree.unflatten(flat_losses.spec, trees)
     check_pass_options(unused, create_graph, retain_graph)
     with leave_inference_mode():
         players = players or read_players(read_losses(losses, scalar=True), params)

@@ -32,7 +32,7 @@ from gradkit._core.losses import lone_loss
 from gradkit._core.ownership import owned
 from gradkit._core.params import NO_PARAMS, Params
 from gradkit._core.pass_observers import all_observers
-from gradkit._core.pytree import PyTree
+from gradkit._core.pytree import PyTree, unflatten
 from gradkit._core.tensor_nodes import is_freed, is_leaf_node
 from gradkit._core.user_code import (
     first_pre_hooked,
@@ -85,7 +85,7 @@ def plain_value_and_grads(
         require_reached(call(), [grads])
     if create_graph:
         return loss, grads_to_tree(grads, params, "none", create_graph)
-    return loss.detach().clone(), params.spec.unflatten(owned(grads, variables))
+    return loss.detach().clone(), unflatten(params.spec, owned(grads, variables))
 
 
 def plain_backward(loss: Tensor) -> Tensor:

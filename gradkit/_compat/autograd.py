@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -76,6 +77,9 @@ def at_end_of_pass(callback: Callable[[], None]) -> None:
 # The address of a tensor's storage, and how many owners the storage at an address has.
 storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+
+# How many owners a tensor has, torch's own among them; before 2.12, only Python's are counted.
+tensor_use_count: Callable[[Any], int] = getattr(Tensor, "_use_count", sys.getrefcount)
 
 # The hooks of a tensor by their handles, in their order, or None: those of its gradient, and those
 # that run once `.grad` has it.

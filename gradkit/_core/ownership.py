@@ -9,20 +9,27 @@ reads the use counts of storages, so that a gradient that is owned already is no
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import islice
+from itertools import chain, compress
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from gradkit._compat.autograd import is_zero_tensor, storage_address, storage_use_count
+from gradkit._compat.autograd import (
+    is_zero_tensor,
+    storage_address,
+    storage_use_count,
+    tensor_use_count,
+)
 from gradkit._compat.transforms import detach_keep_tangent
 
 # A tensor of these types is one storage; a subclass may have several, or none.
 PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
-_is_contiguous, _address = torch.Tensor.is_contiguous, torch.Tensor.data_ptr
+_base = attrgetter("_base")
+_address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
 
 
 def own(grads: list[Tensor], params: Sequence[Tensor], leading: tuple[int, ...] = ()) -> None:
@@ -40,41 +47,48 @@ def own(grads: list[Tensor], params: Sequence[Tensor], leading: tuple[int, ...] 
 
 def owned(grads: list[Tensor | None], params: Sequence[Tensor]) -> list[Tensor | None]:
     """Return gradients without a graph, each in memory of its own; None stays None."""
-    # Only the list, which is emptied if one is None, may refer to them.
+    # Only the list, which is emptied if something has to be copied, may refer to them.
     if type(None) not in set(map(type, grads)):
-        own(grads, params)  # type: ignore[arg-type]
+        if not _are_owned(grads, params, _UNSHARED):  # type: ignore[arg-type]
+            own(grads, params)  # type: ignore[arg-type]
         return grads
     present = [grad for grad in grads if grad is not None]
+    if _are_owned(present, params, _UNSHARED + 1):  # which both lists refer to
+        return grads
     owners = [param for grad, param in zip(grads, params, strict=True) if grad is not None]
     reached = [grad is not None for grad in grads]
     grads.clear()
     own(present, owners)
-    each = iter(present)
-    return [next(each) if is_reached else None for is_reached in reached]
+    copies = iter(present)
+    return [next(copies) if is_reached else None for is_reached in reached]
 
 
 def owned_of_each(
     each: list[list[Tensor | None]], params: Sequence[Sequence[Tensor]]
 ) -> list[list[Tensor | None]]:
     """Return what `owned` does of the gradients of each of several passes, looked at together."""
-    flat = [grad for grads in each for grad in grads]
-    lengths = list(map(len, each))
-    each.clear()
-    rest = iter(owned(flat, [param for of_pass in params for param in of_pass]))
-    return [list(islice(rest, length)) for length in lengths]
+    present = [grad for grads in each for grad in grads if grad is not None]
+    every = chain.from_iterable(dict(zip(map(id, params), params, strict=True)).values())
+    if _are_owned(present, every, _UNSHARED + 1):  # one of the lists, and this one
+        return each
+    del present
+    return [owned(grads, some) for grads, some in zip(each, params, strict=True)]
 
 
 def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
+    if _are_owned(grads, params, _UNSHARED):
+        return ()
     try:
-        shared = sharing(grads)
+        uses = list(map(storage_use_count, map(storage_address, grads)))
     except _WITHOUT_STORAGE:
         return range(len(grads))  # always copied
-    if not shared and _are_contiguous(grads, params):
-        return ()
+    references = list(map(sys.getrefcount, grads))
     return [
         index
         for index, grad in enumerate(grads)
-        if index in shared or not is_laid_out(grad, params[index])
+        if references[index] != _UNSHARED
+        or not _only_views_share([grad], [uses[index]])
+        or not is_laid_out(grad, params[index])
     ]
 
 
@@ -82,47 +96,25 @@ def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
 _WITHOUT_STORAGE = (RuntimeError, NotImplementedError, TypeError)
 
 
-def _are_contiguous(grads: list[Tensor], params: Sequence[Tensor]) -> bool:
-    """Return whether all are contiguous; so these gradients have the layouts of the params."""
-    # One attribute of all tensors at a time: a Python loop would double the time of a call.
+def _are_owned(grads: list[Tensor], params: Iterable[Tensor], unshared: int) -> bool:
+    """Return whether contiguous gradients of contiguous params share no memory."""
+    # One attribute of all leaves at a time: a Python loop would double the time of a call.
     # What is contiguous was not expanded, but along dimensions of size 1, where it does not matter.
     try:
         return (
             all(map(_is_contiguous, grads))
             and all(map(_is_contiguous, params))
             and not (0 in map(_address, grads) and any(map(is_zero_tensor, grads)))
+            and set(map(sys.getrefcount, grads)) <= {unshared}  # only the caller's lists hold them
+            and _only_views_share(grads, list(map(storage_use_count, map(storage_address, grads))))
         )
     except _WITHOUT_STORAGE:
         return False
 
 
-def sharing(grads: list[Tensor]) -> Collection[int]:
-    """Return the indices of gradients that share memory, or that more than this list refers to."""
-    # A view of what nothing else refers to, as the gradient of a linear layer's weight is one, is
-    # replaced in the list: without the base, its memory is its own.
-    references = list(map(sys.getrefcount, grads))
-    uses = list(map(storage_use_count, map(storage_address, grads)))
-    if not {_STORAGE_UNSHARED}.issuperset(uses):
-        views = [
-            index
-            for index, count in enumerate(uses)
-            if count == _VIEW_UNSHARED and references[index] == _UNSHARED
-        ]
-        for index in views:
-            grads[index] = detach_keep_tangent(grads[index])
-        left = map(storage_use_count, map(storage_address, map(grads.__getitem__, views)))
-        for index, count in zip(views, left, strict=True):
-            uses[index] = count
-    if {_STORAGE_UNSHARED}.issuperset(uses) and {_UNSHARED}.issuperset(references):
-        return ()
-    pairs = enumerate(zip(references, uses, strict=True))
-    return {index for index, pair in pairs if pair != (_UNSHARED, _STORAGE_UNSHARED)}
-
-
-def have_memory_alone(tensors: Iterable[Tensor]) -> bool:
-    """Return whether no other tensor has the storage of one; views have their bases'."""
-    uses = map(storage_use_count, map(storage_address, tensors))
-    return {_STORAGE_UNSHARED}.issuperset(uses)
+def are_alone_in_memory(tensors: list[Tensor]) -> bool:
+    """Return whether no other tensor has the storage of one, but a base nothing else refers to."""
+    return _only_views_share(tensors, list(map(storage_use_count, map(storage_address, tensors))))
 
 
 def is_laid_out(grad: Tensor, param: Tensor) -> bool:
@@ -141,6 +133,21 @@ def is_laid_out(grad: Tensor, param: Tensor) -> bool:
 def _is_dense(param: Tensor) -> bool:
     # empty_like keeps the strides of a tensor exactly when it is dense and does not overlap.
     return torch.empty_like(param, device="meta").stride() == param.stride()
+
+
+def _only_views_share(grads: list[Tensor], uses: list[int]) -> bool:
+    """Return whether each storage has one tensor, or a view whose base nothing else refers to."""
+    counts = set(uses)
+    if counts == {_STORAGE_UNSHARED}:
+        return True
+    if not counts <= {_STORAGE_UNSHARED, _VIEW_UNSHARED}:
+        return False
+    bases = list(map(_base, compress(grads, map(_VIEW_UNSHARED.__eq__, uses))))
+    if type(None) in map(type, bases):
+        return False  # not a view, but a result of detach(), which shares memory, too
+    return set(map(tensor_use_count, bases)) == {_BASE_UNSHARED} and set(
+        map(sys.getrefcount, bases)
+    ) == {_BASE_UNREFERENCED}
 
 
 def copy_for(grad: Tensor, param: Tensor) -> Tensor:
@@ -198,7 +205,10 @@ _lone, _view = [torch.empty(2)], [torch.empty(2)[:1]]
 _UNSHARED = next(map(sys.getrefcount, _lone))
 _STORAGE_UNSHARED = next(map(storage_use_count, map(storage_address, _lone)))
 _VIEW_UNSHARED = next(map(storage_use_count, map(storage_address, _view)))
-del _lone, _view
+_bases = list(map(_base, _view))
+_BASE_UNSHARED = next(map(tensor_use_count, _bases))
+_BASE_UNREFERENCED = next(map(sys.getrefcount, _bases))
+del _lone, _view, _bases
 
 
 def leave_inference_mode(*, record: bool = False) -> AbstractContextManager[object]:

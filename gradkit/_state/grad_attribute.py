@@ -139,7 +139,7 @@ class GradsPutBack:
 
     # A class, as a generator takes a few microseconds more: as much as the step of a small model.
     __slots__ = "_before", "_copies", "_leaves"
-    _before: list[Tensor | None]
+    _before: list[Tensor | None]  # nothing, if every one was None
     _copies: list[Tensor | None]
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
@@ -149,6 +149,7 @@ class GradsPutBack:
         leaves = self._leaves
         self._before = before = list(map(_grad, leaves))
         if set(map(type, before)) <= _NONE:
+            self._before = []
             return
         for leaf, grad in zip(leaves, before, strict=True):
             if grad is not None:
@@ -163,7 +164,7 @@ class GradsPutBack:
 
     def __exit__(self, *_: object) -> None:
         leaves, before = self._leaves, self._before
-        if set(map(type, before)) <= _NONE:
+        if not before:
             for leaf in leaves:
                 leaf.grad = None
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from operator import attrgetter, methodcaller
+from operator import methodcaller
 from sys import getrefcount
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from gradkit._compat.optim import has_step_hooks, is_step_of_class
-from gradkit._core.ownership import have_memory_alone
+from gradkit._core.ownership import are_alone_in_memory
 from gradkit._core.pytree import PyTree
 from gradkit.errors import warn_fallback
 
@@ -25,7 +25,6 @@ _NAMES = (
 )  # fmt: skip
 READERS = frozenset(getattr(optim, name) for name in _NAMES if hasattr(optim, name))
 _values: Callable[[dict[str, Any]], Iterable[Any]] = methodcaller("values")
-_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 _is_contiguous: Callable[[Tensor], bool] = Tensor.is_contiguous
 _stride: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
 
@@ -51,10 +50,8 @@ def _writes(group: dict[str, Any]) -> bool:
 
 
 def are_laid_out(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-    """Return whether gradients have no graph, and each has the strides of its leaf."""
+    """Return whether each gradient has the strides of its leaf."""
     try:
-        if any(map(_requires_grad, grads)):
-            return False
         if all(map(_is_contiguous, grads)) and all(map(_is_contiguous, leaves)):
             return True
         return list(map(_stride, grads)) == list(map(_stride, leaves))
@@ -68,7 +65,7 @@ def are_apart_from_state(
     """Return whether no gradient shares memory with what a step of the optimizer writes on."""
     # `alone`: this list is the only one that holds them, beside the caller's tree.
     try:
-        if not have_memory_alone(grads):
+        if not are_alone_in_memory(grads):
             return False  # it may be that of a parameter
     except (RuntimeError, TypeError):
         return False
