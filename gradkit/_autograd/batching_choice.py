@@ -25,13 +25,12 @@ _UNBATCHABLE = {
 
 # A batched pass saves the overhead of an operation, not its work: it pays where there are several
 # elements, and tensors that are small. On the CPU these bounds, on the elements of all gradients
-# that a pass makes, and on those of the largest for each element of the loss, take 1.004 of the
-# better strategy in the mean, 1.18 at most: `python -m benchmarks.choosing` derives them. On CUDA
-# nothing was measured: the bound is where a pass should take about a millisecond.
+# that a pass makes, and on those of the largest, take 1.001 of the better strategy in the mean, 1.07
+# at most: `python -m benchmarks.choosing` derives them. On CUDA nothing was measured: the bound is
+# where a pass should take about a millisecond.
 _FEW = 4
 _MOST_IN_ALL = 1 << 22
-_LARGEST_BY_COUNT = 1 << 14
-_LARGEST_ON_CUDA = 1 << 20
+_LARGEST = {"cpu": 1 << 17, "cuda": 1 << 20}
 
 _NO_LEAF = "the gradient of a tensor that is no leaf is taken where it arrives, one at a time"
 _NOTHING_TO_BATCH = (
@@ -95,12 +94,12 @@ def _worth_batching(loss: Tensor, below: Callable[[Tensor], Subgraph]) -> bool:
         return False
     if torch.compiler.is_compiling():
         return True
+    device = loss.device.type
+    if device not in _LARGEST:
+        return False
     sizes = sizes_of_gradients(below(loss).nodes)
-    if loss.device.type == "cuda":
-        return max(sizes, default=0) <= _LARGEST_ON_CUDA
-    most = _LARGEST_BY_COUNT * loss.numel()
-    is_small = sum(sizes) <= _MOST_IN_ALL and max(sizes, default=0) <= most
-    return is_small and loss.device.type == "cpu"
+    is_small = max(sizes, default=0) <= _LARGEST[device]
+    return is_small and (device != "cpu" or sum(sizes) <= _MOST_IN_ALL)
 
 
 def why_not_batched(below: Subgraph, allowed: Collection[str] = ()) -> str | None:

@@ -50,40 +50,46 @@ class JacobianBuffer:
         self._by_element: list[Tensor | None] = [None] * len(variables)
         self._filled = [0] * len(variables)
         self._parts: list[list[tuple[int, Tensor]]] = [[] for _ in variables]
+        self._are_plain = list(map(_is_plain, variables))
+        self._columns = torch.arange(loss.numel(), device=loss.device)
 
     def run_one(self, passes: Passes, element: int, *, retain: bool) -> None:
         """Run the pass of one element."""
-        seed = one_hot(self._loss, element, element + 1)[0]
+        seed = (self._columns == element).to(self._loss.dtype).view(self._loss.shape)
         grads = passes.grads([self._loss], [seed], self._variables, retain=retain)
-        rows = [None if grad is None else uncompressed(grad).unsqueeze(0) for grad in grads]
-        self._put(element, element + 1, rows, in_place=not passes.create_graph)
-
-    def run_batch(self, passes: Passes, start: int, stop: int) -> None:
-        """Run the vmapped pass of the elements from `start` to `stop`, and keep the graph."""
-        rows = passes.batched_grads(self._loss, one_hot(self._loss, start, stop), self._variables)
-        self._put(start, stop, rows, in_place=not passes.create_graph)
-
-    def _put(
-        self, start: int, stop: int, grads: Sequence[Tensor | None], *, in_place: bool
-    ) -> None:
+        in_place = not passes.create_graph
         for index, grad in enumerate(grads):
             if grad is None:
                 continue  # a structural zero, or an element that a custom Function left out
-            if in_place and _is_plain(grad) and _is_plain(self._variables[index]):
-                elements = self._elements(index, grad.dtype)
-                elements[self._filled[index] : start].zero_()  # those left out
-                elements[start:stop].copy_(grad)
+            if in_place and self._are_plain[index] and _is_plain(grad):
+                self._next(index, element, grad.dtype)[element].copy_(grad)
+                self._filled[index] = element + 1
+            else:
+                self._parts[index].append((element, uncompressed(grad).unsqueeze(0)))
+
+    def run_batch(self, passes: Passes, start: int, stop: int) -> None:
+        """Run the vmapped pass of the elements from `start` to `stop`, and keep the graph."""
+        grads = passes.batched_grads(self._loss, one_hot(self._loss, start, stop), self._variables)
+        in_place = not passes.create_graph
+        for index, grad in enumerate(grads):
+            if grad is None:
+                continue
+            if in_place and self._are_plain[index] and _is_plain(grad):
+                self._next(index, start, grad.dtype)[start:stop].copy_(grad)
                 self._filled[index] = stop
             else:
                 self._parts[index].append((start, grad))
 
-    def _elements(self, index: int, dtype: torch.dtype) -> Tensor:
+    def _next(self, index: int, start: int, dtype: torch.dtype) -> Tensor:
+        """Return the elements of a variable, those before the one at `start` filled."""
         elements = self._by_element[index]
         if elements is None:
             variable = self._variables[index]
             buffer = empty_for(variable, dtype, tuple(self._loss.shape))
             elements = buffer.view(self._loss.numel(), *variable.shape)
             self._buffers[index], self._by_element[index] = buffer, elements
+        if self._filled[index] < start:  # there are some that no gradient has come for
+            elements[self._filled[index] : start].zero_()
         return elements
 
     def result(self) -> list[Tensor | None]:

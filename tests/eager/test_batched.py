@@ -230,7 +230,7 @@ def test_a_warning_that_is_an_error_comes_before_anything_ran(device: torch.devi
     gradkit.per_loss_grads(loss, w)
 
 
-@pytest.mark.parametrize(("width", "batch"), [(4, True), (20_000, False)])
+@pytest.mark.parametrize(("width", "batch"), [(4, True), (40_000, False)])
 def test_auto_batches_small_work(
     device: torch.device, passes: list[int], width: int, batch: bool
 ) -> None:
