@@ -120,13 +120,19 @@ is_view: Callable[[Tensor], bool] = Tensor._is_view
 is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
 
 
-__all__ = ["TorchDispatchMode", "flatten_dense", "without_torch_function"]
+__all__ = ["TorchDispatchMode", "flatten_dense", "unflatten_dense", "without_torch_function"]
 
 
 def flatten_dense(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a new vector of the entries of dense tensors of one dtype."""
+    """Return a vector of the entries of dense tensors of one dtype; of a lone one, a view."""
     flat = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
     return cast("Tensor", flat)
+
+
+def unflatten_dense(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return views of a vector, one after the other, in the shapes of some tensors."""
+    parts = torch._utils._unflatten_dense_tensors(flat, like)  # type: ignore[no-untyped-call]
+    return cast("Sequence[Tensor]", parts)
 
 
 def without_torch_function() -> AbstractContextManager[object]:

@@ -28,14 +28,13 @@ def sink_is_static(node: Node) -> bool:
 
 def modules_in(module: nn.Module) -> list[Any]:
     """Return a module and all inside of it, several times as fast as `modules()`."""
-    seen: dict[nn.Module, None] = {}
-    stack: list[nn.Module | None] = [module]
-    while stack:
-        part = stack.pop()
-        if part is not None and part not in seen:
-            seen[part] = None
-            stack.extend(part._modules.values())
-    return list(seen)
+    parts, parents = [module], set()
+    for part in parts:  # which grows meanwhile
+        children = part._modules
+        if children and id(part) not in parents:
+            parents.add(id(part))
+            parts += [child for child in children.values() if child is not None]
+    return list(dict.fromkeys(parts))
 
 
 def is_joining(module: DistributedDataParallel) -> bool:

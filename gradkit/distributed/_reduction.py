@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradkit._compat.autograd import flatten_dense, unflatten_dense
 from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import is_dual, transforms
@@ -263,7 +264,7 @@ def _sum_dense(
     group: Group, bucket: Bucket, local: LocalGrads, scale: float | None, *, in_place: bool
 ) -> list[Tensor]:
     grads = in_layout(bucket, local.grads)
-    flat = _sum_(group, torch.cat(as_vectors(grads)), scale)
+    flat = _sum_(group, flat_copy(grads), scale)
     grads = own_grads(bucket, local) if in_place else new_grads(bucket, local)
     write(grads, flat)
     return grads
@@ -278,10 +279,10 @@ def in_layout(bucket: Bucket, grads: Sequence[Tensor | None]) -> list[Tensor]:
     ]
 
 
-def as_vectors(grads: Iterable[Tensor]) -> list[Tensor]:
-    """Return the entries of each gradient as a vector: a view of one that is contiguous."""
-    with torch.no_grad():
-        return list(map(torch.ravel, grads))
+@torch.no_grad()
+def flat_copy(grads: Sequence[Tensor]) -> Tensor:
+    """Return the entries of dense gradients as a new vector."""
+    return flatten_dense(grads) if len(grads) > 1 else torch.cat([grads[0].ravel()])
 
 
 def own_grads(bucket: Bucket, local: LocalGrads) -> list[Tensor]:
@@ -318,13 +319,12 @@ def _empty_grad(spec: GradSpec, grad: Tensor | None, like: Tensor | None) -> Ten
 @torch.no_grad()
 def write(grads: list[Tensor], flat: Tensor) -> None:
     """Write the first entries of a flat tensor to gradients, one after the other."""
-    sizes = [*map(Tensor.numel, grads)]
-    *parts, _ = torch.split(flat.view(-1), [*sizes, flat.numel() - sum(sizes)])
+    parts = unflatten_dense(flat.view(-1), grads)
     if all(map(Tensor.is_contiguous, grads)):
-        torch._foreach_copy_(as_vectors(grads), parts)
+        torch._foreach_copy_(grads, parts)
         return
     for grad, part in zip(grads, parts, strict=True):
-        grad.copy_(part.view(grad.shape))
+        grad.copy_(part)
 
 
 @torch.enable_grad()  # also where the caller has disabled it: the graph would be cut

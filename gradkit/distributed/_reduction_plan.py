@@ -33,8 +33,8 @@ from gradkit.distributed._agreement import (
 from gradkit.distributed._reduction import (
     Bucket,
     LocalGrads,
-    as_vectors,
     buckets,
+    flat_copy,
     in_layout,
     own_grads,
     start_sum_,
@@ -178,10 +178,10 @@ class PlannedReduction:
         """Send the buckets that are left, zeros for None, and wait for all."""
         buckets_left = self._plan.buckets[len(self._sent) :]
         for bucket in buckets_left:
-            vectors = as_vectors(in_layout(bucket, grads or [None] * len(self._plan.own)))
+            tensors = in_layout(bucket, grads or [None] * len(self._plan.own))
             if bucket is buckets_left[-1]:
-                vectors.append(vectors[0].new_full((1,), grads is None))
-            self._send(torch.cat(vectors).mul_(self._scale))
+                tensors.append(tensors[0].new_full((1,), grads is None))
+            self._send(flat_copy(tensors).mul_(self._scale))
         errors: list[CollectiveError] = []
         for _, wait in self._sent:
             try:
