@@ -129,10 +129,10 @@ def flatten_dense(tensors: Sequence[Tensor]) -> Tensor:
     return cast("Tensor", flat)
 
 
-def unflatten_dense(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+def unflatten_dense(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return views of a vector, one after the other, in the shapes of some tensors."""
     parts = torch._utils._unflatten_dense_tensors(flat, like)  # type: ignore[no-untyped-call]
-    return cast("Sequence[Tensor]", parts)
+    return cast("tuple[Tensor, ...]", parts)
 
 
 def without_torch_function() -> AbstractContextManager[object]:

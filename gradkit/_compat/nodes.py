@@ -117,6 +117,8 @@ def any_released(nodes: Iterable[Node], names_of: Mapping[type, tuple[str, ...]]
                     if saved.unpack_hook is None:
                         # Raises if it is released; an optional one that was never saved is None.
                         getattr(node, name.replace("_raw_saved_", "_saved_"))
+                elif saved.unpack_hook is None:
+                    break  # a node loses all that have no hooks at once
     except RuntimeError:
         return True
     return False

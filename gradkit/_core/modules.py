@@ -58,11 +58,11 @@ def _read(module: nn.Module) -> tuple[list[Tensor], Keys, set[type]] | None:
     stack: list[nn.Module | None] = [module]
     while stack:
         part = stack.pop()
+        if part is None:  # a part that may be missing, and is
+            keys.append(0)
+            continue
         kind = type(part)
         if kind not in classes:
-            if part is None:  # a part that may be missing, and is
-                keys.append(0)
-                continue
             if not lists_as_torch(kind):
                 return None
             classes.add(kind)
