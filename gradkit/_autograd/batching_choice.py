@@ -26,8 +26,8 @@ _UNBATCHABLE = {
 # A batched pass saves the overhead of an operation, not its work: it pays where there are several
 # elements, and tensors that are small. On the CPU these bounds, on the elements of all gradients
 # that a pass makes, and on those of the largest, take 1.001 of the better strategy in the mean, and
-# 1.07 at most: `python -m benchmarks.choosing` derives them. On CUDA nothing was measured: the bound
-# is where a pass should take about a millisecond.
+# 1.07 at most: `python -m benchmarks.choosing` derives them. On CUDA nothing was measured: there,
+# the bound is where a pass should take about a millisecond.
 _FEW = 4
 _MOST_IN_ALL = 1 << 22
 _LARGEST = {"cpu": 1 << 17, "cuda": 1 << 20}

@@ -89,10 +89,10 @@ def _spec_of_items(kind: Any, count: int) -> optree.PyTreeSpec:
 
 def unflatten(spec: optree.PyTreeSpec, leaves: Iterable[Any]) -> PyTree:
     """Return the tree of structure `spec` with these leaves."""
-    known = _keys_of_spec.get(id(spec))
-    if known is not None:  # in half the time
-        return dict(zip(known[1], leaves, strict=True))
-    return spec.unflatten(leaves)
+    known = None if torch.compiler.is_compiling() else _keys_of_spec.get(id(spec))
+    if known is None:
+        return spec.unflatten(leaves)
+    return dict(zip(known[1], leaves, strict=True))  # in half the time
 
 
 def tensors(tree: PyTree) -> list[torch.Tensor]:

@@ -319,8 +319,9 @@ def _empty_grad(spec: GradSpec, grad: Tensor | None, like: Tensor | None) -> Ten
 @torch.no_grad()
 def write(grads: list[Tensor], flat: Tensor) -> None:
     """Write the first entries of a flat tensor to gradients, one after the other."""
+    grads = [grad for grad in grads if grad.numel()]
     parts = unflatten_dense(flat.view(-1), grads)
-    if all(map(Tensor.is_contiguous, grads)):
+    if grads and all(map(Tensor.is_contiguous, grads)):
         torch._foreach_copy_(grads, parts)
         return
     for grad, part in zip(grads, parts, strict=True):

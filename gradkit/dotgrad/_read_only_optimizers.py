@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from gradkit._compat.optim import has_step_hooks, is_step_of_class
 from gradkit._core.ownership import are_alone_in_memory
-from gradkit._core.pytree import PyTree
 from gradkit.errors import warn_fallback
 
 # tests/dotgrad/test_read_only_optimizers.py runs each with the options for which nothing is copied.
@@ -59,24 +58,21 @@ def are_laid_out(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
         return False
 
 
-def are_apart_from_state(
-    grads: list[Tensor], optimizer: Optimizer, tree: PyTree, *, alone: bool
-) -> bool:
+def are_apart_from_state(grads: list[Tensor], optimizer: Optimizer, *, in_flat_tree: bool) -> bool:
     """Return whether no gradient shares memory with what a step of the optimizer writes on."""
-    # `alone`: this list is the only one that holds them, beside the caller's tree.
+    # `in_flat_tree`: beside this list, a list, tuple or dictionary of the caller's holds each.
     try:
         if not are_alone_in_memory(grads):
             return False  # it may be that of a parameter
     except (RuntimeError, TypeError):
         return False
-    # A state of the optimizer, which changes while the step reads it, is in its dictionary, too.
-    if alone and type(tree) in _HOLDS_ITS_LEAVES and {_TWICE}.issuperset(map(getrefcount, grads)):
+    # What is a state of the optimizer, too, is in its dictionary: a third that holds it.
+    if in_flat_tree and {_TWICE}.issuperset(map(getrefcount, grads)):
         return True
     state = chain.from_iterable(map(_values, optimizer.state.values()))
     return set(map(id, grads)).isdisjoint(map(id, state))
 
 
-_HOLDS_ITS_LEAVES = frozenset({dict, list, tuple})
 _one = [torch.empty(0)]
 _another = list(_one)
 _TWICE = next(map(getrefcount, _one))  # the count of a tensor that two lists refer to

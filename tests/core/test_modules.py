@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradkit._core.modules import named_parameters
+from gradkit._core import pytree
+from gradkit._core.modules import list_distinct, named_parameters
 
 
 class Container(nn.Module):
@@ -53,7 +54,14 @@ def same(module: nn.Module) -> bool:
     """Whether both list the same: names in their order, the very tensors, the classes."""
     (ours, classes), (theirs, their_classes) = named_parameters(module), as_torch(module)
     order = list(ours) == list(theirs)
-    return order and all(ours[n] is theirs[n] for n in theirs) and classes == their_classes
+    alike = order and all(ours[n] is theirs[n] for n in theirs) and classes == their_classes
+    distinct = list_distinct(module)
+    if distinct is None:
+        return alike
+    tensors, spec, of_distinct = distinct
+    tree = pytree.unflatten(spec, tensors)
+    in_order = list(tree.items()) == list(theirs.items())
+    return alike and in_order and spec == pytree.flatten(theirs)[1] and of_distinct == classes
 
 
 @st.composite
@@ -82,6 +90,22 @@ def trees(draw: st.DrawFn) -> nn.Module:
 @given(module=trees())
 def test_parameters_are_listed_as_torch_does(device: torch.device, module: nn.Module) -> None:
     assert same(module)
+
+
+def test_names_follow_the_module(device: torch.device) -> None:
+    module = nn.Sequential(Container(), nn.Sequential(nn.Linear(1, 1)))
+    assert list_distinct(module) is not None
+    for change in (
+        lambda: module[0].register_parameter("bias", module[0].weight),  # tied
+        lambda: module[0].register_parameter("bias", nn.Parameter(torch.ones(()))),
+        lambda: module[0].register_parameter("bias", None),
+        lambda: module[1].append(module[0]),  # the same part in two places
+        lambda: setattr(module, "1", nn.Linear(1, 1, bias=False)),
+        lambda: module.add_module("0", None),
+        lambda: module.append(nn.Sequential(nn.Sequential(), Container())),
+    ):
+        change()
+        assert same(module)
 
 
 @pytest.mark.parametrize("name", ["named_parameters", "named_modules"])

@@ -251,3 +251,27 @@ def test_a_gradient_inside_the_state_is_copied(device: torch.device, name: str) 
     both[1].step()
     assert_same_bits(ours, theirs)
     assert_same_bits(*buffers)
+
+
+@pytest.mark.parametrize("tree", [list, tuple, lambda x: dict(enumerate(x)), lambda x: {"a": x}])
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_state_is_copied_whatever_tree_holds_it(
+    device: torch.device, tree: Any, kept: bool
+) -> None:
+    """Of those that nothing else refers to, the counts of references tell a state."""
+    ours, theirs = net(device), net(device)
+    both = [optim.SGD(params, lr=0.1, momentum=0.9) for params in (ours, theirs)]
+    for params, optimizer in zip((ours, theirs), both, strict=True):
+        gradkit.step_(optimizer, params, grads_of(params, 0))
+    buffers = [
+        [optimizer.state[p]["momentum_buffer"] for p in params]
+        for optimizer, params in zip(both, (ours, theirs), strict=True)
+    ]
+    for param, buffer in zip(theirs, buffers[1], strict=True):
+        param.grad = buffer.clone()
+    both[1].step()
+    grads = tree(buffers[0][:])
+    if not kept:
+        buffers.clear()
+    gradkit.step_(both[0], tree(ours), grads)
+    assert_same_bits(list(ours), list(theirs))
