@@ -13,6 +13,8 @@ from gradkit._core.pytree import Structure, spec_of_keys
 
 # For each part in order: the names of its parameters, the number of its parts, and their names.
 Keys: TypeAlias = list[str | int]
+_NO_PARTS = (0,)
+_NONE = frozenset({type(None)})
 
 
 def list_distinct(module: nn.Module) -> tuple[list[Tensor], Structure, set[type]] | None:
@@ -21,10 +23,17 @@ def list_distinct(module: nn.Module) -> tuple[list[Tensor], Structure, set[type]
     None if some are tied, or a part lists them in a way of its own.
     """
     parts = _read(module)
-    if parts is None or _any_tied(parts[0]):
+    if parts is None:
         return None
-    tensors, keys, classes = parts
-    return tensors, _spec(tuple(keys)), classes
+    every, keys, classes = parts
+    missing: tuple[int, ...] = ()
+    tensors = every
+    if not _NONE.isdisjoint(map(type, every)):  # as the bias of a layer without one
+        missing = tuple(index for index, param in enumerate(every) if param is None)
+        tensors = [param for param in every if param is not None]
+    if len(set(map(id, tensors))) < len(tensors):
+        return None
+    return tensors, _spec(tuple(keys), missing), classes  # type: ignore[return-value]
 
 
 def named_parameters(module: nn.Module) -> tuple[dict[str, Tensor], set[type]]:
@@ -32,17 +41,15 @@ def named_parameters(module: nn.Module) -> tuple[dict[str, Tensor], set[type]]:
     parts = _read(module)
     if parts is None:
         return dict(module.named_parameters()), set(map(type, module.modules()))
-    tensors, keys, classes = parts
-    named = list(zip(_names(keys), tensors, strict=True))
-    if _any_tied(tensors):
-        first: dict[int, tuple[str, Tensor]] = {}  # of its names, a tied parameter has the first
-        for name, param in named:
+    every, keys, classes = parts
+    first: dict[int, tuple[str, Tensor]] = {}  # of its names, a tied parameter has the first
+    for name, param in zip(_names(keys), every, strict=True):
+        if param is not None:
             first.setdefault(id(param), (name, param))
-        named = list(first.values())
-    return dict(named), classes
+    return dict(first.values()), classes
 
 
-def _read(module: nn.Module) -> tuple[list[Tensor], Keys, set[type]] | None:
+def _read(module: nn.Module) -> tuple[list[Tensor | None], Keys, set[type]] | None:
     """Return the parameters, what their names are made of, and the classes; None if torch has to.
 
     That is, where a part lists in a way of its own, or one with parts is in several places.
@@ -51,7 +58,7 @@ def _read(module: nn.Module) -> tuple[list[Tensor], Keys, set[type]] | None:
     # would spend a tenth of its time on it. Names are put together once for all calls.
     if "named_parameters" in module.__dict__:
         return None
-    tensors: list[Tensor] = []
+    params: list[Tensor | None] = []
     keys: Keys = []
     parents: set[int] = set()  # a part without parts cannot be inside of itself
     classes: set[type] = set()
@@ -59,7 +66,7 @@ def _read(module: nn.Module) -> tuple[list[Tensor], Keys, set[type]] | None:
     while stack:
         part = stack.pop()
         if part is None:  # a part that may be missing, and is
-            keys.append(0)
+            keys += _NO_PARTS
             continue
         kind = type(part)
         if kind not in classes:
@@ -69,23 +76,20 @@ def _read(module: nn.Module) -> tuple[list[Tensor], Keys, set[type]] | None:
         attributes = part.__dict__
         if "named_modules" in attributes:
             return None
-        for name, param in attributes["_parameters"].items():
-            if param is not None:
-                keys.append(name)
-                tensors.append(param)
+        own = attributes["_parameters"]
+        if own:
+            keys += own
+            params += own.values()
         parts = attributes["_modules"]
-        keys.append(len(parts))
-        if parts:
-            if id(part) in parents:
-                return None
-            parents.add(id(part))
-            keys += parts
-            stack += reversed(parts.values())
-    return tensors, keys, classes
-
-
-def _any_tied(tensors: list[Tensor]) -> bool:
-    return len(set(map(id, tensors))) < len(tensors)
+        if not parts:
+            keys += _NO_PARTS
+            continue
+        if id(part) in parents:
+            return None
+        parents.add(id(part))
+        keys += (len(parts), *parts)
+        stack += reversed(parts.values())
+    return params, keys, classes
 
 
 def _names(keys: Iterable[str | int]) -> list[str]:
@@ -104,5 +108,8 @@ def _names(keys: Iterable[str | int]) -> list[str]:
 
 
 @lru_cache(maxsize=64)
-def _spec(keys: tuple[str | int, ...]) -> Structure:
-    return spec_of_keys(tuple(_names(keys)))
+def _spec(keys: tuple[str | int, ...], missing: tuple[int, ...]) -> Structure:
+    names = _names(keys)
+    for index in reversed(missing):
+        del names[index]
+    return spec_of_keys(tuple(names))
