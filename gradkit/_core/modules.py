@@ -33,7 +33,10 @@ def list_distinct(module: nn.Module) -> tuple[list[Tensor], Structure, set[type]
         tensors = [param for param in every if param is not None]
     if len(set(map(id, tensors))) < len(tensors):
         return None
-    return tensors, _spec(tuple(keys), missing), classes  # type: ignore[return-value]
+    spec = _spec(tuple(keys), missing)
+    if spec.num_leaves < len(tensors):  # two have one name: torch takes one with a dot, set so
+        return None
+    return tensors, spec, classes  # type: ignore[return-value]
 
 
 def named_parameters(module: nn.Module) -> tuple[dict[str, Tensor], set[type]]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from gradkit._compat.optim import has_step_hooks, is_step_of_class
 from gradkit._core.ownership import are_alone_in_memory
+from gradkit._core.pytree import PyTree
 from gradkit.errors import warn_fallback
 
 # tests/dotgrad/test_read_only_optimizers.py runs each with the options for which nothing is copied.
@@ -58,19 +59,27 @@ def are_laid_out(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
         return False
 
 
-def are_apart_from_state(grads: list[Tensor], optimizer: Optimizer, *, in_flat_tree: bool) -> bool:
+def are_apart_from_state(
+    grads: list[Tensor], optimizer: Optimizer, own_params: Sequence[Tensor], tree: PyTree | None
+) -> bool:
     """Return whether no gradient shares memory with what a step of the optimizer writes on."""
-    # `in_flat_tree`: beside this list, a list, tuple or dictionary of the caller's holds each.
+    # `tree`: the list, tuple or dictionary that alone, beside this list, holds each; or None.
     try:
         if not are_alone_in_memory(grads):
-            return False  # it may be that of a parameter
+            return False  # it may be a view of a parameter
     except (RuntimeError, TypeError):
         return False
-    # What is a state of the optimizer, too, is in its dictionary: a third that holds it.
-    if in_flat_tree and {_TWICE}.issuperset(map(getrefcount, grads)):
+    states = optimizer.state.values()
+    # What is a state of the optimizer, too, is in its dictionary, a parameter in its group: another
+    # that holds it, but where that dictionary is the tree.
+    if (
+        tree is not None
+        and {_TWICE}.issuperset(map(getrefcount, grads))
+        and id(tree) not in map(id, states)
+    ):
         return True
-    state = chain.from_iterable(map(_values, optimizer.state.values()))
-    return set(map(id, grads)).isdisjoint(map(id, state))
+    written = chain(own_params, chain.from_iterable(map(_values, states)))
+    return set(map(id, grads)).isdisjoint(map(id, written))
 
 
 _one = [torch.empty(0)]

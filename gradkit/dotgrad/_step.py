@@ -136,18 +136,18 @@ def _step_without_copies(
 ) -> bool:
     """Step with the caller's own gradients; return False if they have to be copied, or refused."""
     leaves, grads = params.leaves, by_leaf
-    in_flat_tree = type(tree) in _CONTAINERS and params.spec.num_nodes == len(leaves) + 1
+    is_flat = type(tree) in _CONTAINERS and params.spec.num_nodes == len(leaves) + 1
     kinds = set(map(type, by_leaf))
     if type(None) in kinds:
         kinds.discard(type(None))
-        in_flat_tree = False  # another list holds them, too
+        is_flat = False  # another list holds them, too
         present = [i for i, grad in enumerate(by_leaf) if grad is not None]
         leaves, grads = [leaves[i] for i in present], [by_leaf[i] for i in present]
     if not (
         kinds <= PLAIN_TYPES
         and _are_trained(leaves, params, own_params)
         and are_laid_out(leaves, grads)
-        and are_apart_from_state(grads, optimizer, in_flat_tree=in_flat_tree)
+        and are_apart_from_state(grads, optimizer, own_params, tree if is_flat else None)
     ):
         return False
     with GradsPutBack(own_params):

@@ -122,3 +122,10 @@ def test_a_class_that_is_patched_later_is_asked(
     assert same(module)
     monkeypatch.setattr(nn.Sequential, "named_parameters", lambda *_, **__: iter(()))
     assert named_parameters(module)[0] == {}
+
+
+def test_of_two_parameters_of_one_name_the_last_is_listed(device: torch.device) -> None:
+    module = nn.Sequential(nn.Sequential(nn.Linear(1, 1)))
+    setattr(module, "0.0", nn.Linear(1, 1))
+    assert same(module)
+    assert list_distinct(module) is None

@@ -275,3 +275,30 @@ def test_a_state_is_copied_whatever_tree_holds_it(
         buffers.clear()
     gradkit.step_(both[0], tree(ours), grads)
     assert_same_bits(list(ours), list(theirs))
+
+
+@pytest.mark.parametrize("tree", [list, tuple, lambda x: dict(enumerate(x)), lambda x: {"a": x}])
+def test_a_parameter_is_copied_where_it_is_a_gradient(device: torch.device, tree: Any) -> None:
+    ours, theirs = (
+        [nn.Parameter(torch.full((2,), value, device=device)) for value in (1.0, 3.0)]
+        for _ in range(2)
+    )
+    both = [optim.SGD(params, lr=0.1) for params in (ours, theirs)]
+    gradkit.step_(both[0], tree(ours), tree(ours[::-1]))
+    for param, other in zip(theirs, theirs[::-1], strict=True):
+        param.grad = other.detach().clone()
+    both[1].step()
+    assert_same_bits(ours, theirs)
+
+
+def test_the_states_of_a_parameter_are_copied_as_a_tree_of_gradients(device: torch.device) -> None:
+    ours, theirs = (nn.Parameter(torch.ones(3, device=device)) for _ in range(2))
+    both = [optim.SGD([param], lr=0.1, momentum=0.9) for param in (ours, theirs)]
+    for param, optimizer in zip((ours, theirs), both, strict=True):
+        gradkit.step_(optimizer, [param], [torch.ones_like(param)])
+    gradkit.step_(both[0], {"momentum_buffer": ours}, both[0].state[ours])
+    theirs.grad = both[1].state[theirs]["momentum_buffer"].clone()
+    both[1].step()
+    assert_same_bits(ours, theirs)
+    states = [optimizer.state[p] for optimizer, p in zip(both, (ours, theirs), strict=True)]
+    assert_same_bits(*(state["momentum_buffer"] for state in states))
