@@ -72,13 +72,15 @@ _STRING = frozenset({str})
 def spec_of_keys(keys: tuple[str, ...]) -> optree.PyTreeSpec:
     """Return the structure of a dictionary with these keys; not inside of what is compiled."""
     spec = _spec(dict.fromkeys(keys, 0))
-    if len(_keys_of_spec) >= 64:
+    if len(_keys_of_spec) >= _MOST_SPECS:
         _keys_of_spec.clear()
     _keys_of_spec[id(spec)] = spec, keys
     return spec
 
 
-# By the id of a structure from there, which stays its own as long as the structure stands here.
+# By the id of a structure from there, which stays its own as long as the structure stands here. One
+# that has been dropped is still right, and takes longer.
+_MOST_SPECS = 1024
 _keys_of_spec: dict[int, tuple[optree.PyTreeSpec, tuple[str, ...]]] = {}
 
 
