@@ -138,12 +138,14 @@ class GradsPutBack:
     """Starts a block with every `.grad` None, and restores the former `.grad` after it."""
 
     # A class, as a generator takes a few microseconds more: as much as the step of a small model.
-    __slots__ = "_before", "_copies", "_leaves"
+    __slots__ = "_before", "_copies", "_leaves", "_may_overwrite"
     _before: list[Tensor | None]  # nothing, if every one was None
-    _copies: list[Tensor | None]
+    _copies: list[tuple[Tensor, Tensor]]  # each former .grad that may be overwritten, and its copy
 
-    def __init__(self, leaves: Sequence[Tensor]) -> None:
+    def __init__(self, leaves: Sequence[Tensor], *, may_overwrite: bool = True) -> None:
+        # `may_overwrite`: whether the block may write on the memory of a former .grad.
         self._leaves = leaves
+        self._may_overwrite = may_overwrite
 
     def __enter__(self) -> None:
         leaves = self._leaves
@@ -151,13 +153,12 @@ class GradsPutBack:
         if set(map(type, before)) <= _NONE:
             self._before = []
             return
-        for leaf, grad in zip(leaves, before, strict=True):
-            if grad is not None:
-                _refuse_unassignable(leaf, grad)
+        _refuse_unassignable(leaves, before)
         # A view of a buffer, as DistributedDataParallel makes them, can be overwritten through it.
         self._copies = [
-            grad.detach().clone() if grad is not None and _is_part_of_buffer(grad) else None
-            for grad in before
+            (grad, grad.detach().clone())
+            for grad in (before if self._may_overwrite else ())
+            if grad is not None and _is_part_of_buffer(grad)
         ]
         for leaf in leaves:
             leaf.grad = None
@@ -168,16 +169,29 @@ class GradsPutBack:
             for leaf in leaves:
                 leaf.grad = None
             return
-        for leaf, grad in zip(leaves, before, strict=True):
-            _put_back(leaf, grad)
-        for grad, copy in zip(before, self._copies, strict=True):
-            if grad is not None and copy is not None:
-                grad.detach().copy_(copy)
+        try:
+            for leaf, grad in zip(leaves, before, strict=True):
+                leaf.grad = grad
+        except RuntimeError:
+            for leaf, grad in zip(leaves, before, strict=True):
+                _put_back(leaf, grad)
+        for grad, copy in self._copies:
+            grad.detach().copy_(copy)
 
 
-def _refuse_unassignable(leaf: Tensor, grad: Tensor) -> None:
-    """Raise if no assignment could put a `.grad` back that the leaf holds now."""
+def _refuse_unassignable(leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    """Raise if no assignment could put a `.grad` back that a leaf holds now."""
     # The engine can leave a dense one of a sparse leaf; an assignment to `.data`, one of any kind.
+    try:
+        for leaf, grad in zip(leaves, grads, strict=True):
+            leaf.grad = grad  # which it is: torch only looks at both
+    except RuntimeError:
+        for leaf, grad in zip(leaves, grads, strict=True):
+            if grad is not None:
+                _refuse_if_unassignable(leaf, grad)
+
+
+def _refuse_if_unassignable(leaf: Tensor, grad: Tensor) -> None:
     got, fix = f"{describe(grad)} of {describe(leaf)}", "leaf.grad = None"
     fits = leaf.is_nested or (grad.shape, grad.device) == (leaf.shape, leaf.device)
     fits = fits and not (leaf.is_leaf and leaf.grad_dtype not in (None, grad.dtype))

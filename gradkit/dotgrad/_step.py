@@ -150,7 +150,7 @@ def _step_without_copies(
         and are_apart_from_state(grads, optimizer, own_params, tree if is_flat else None)
     ):
         return False
-    with GradsPutBack(own_params):
+    with GradsPutBack(own_params, may_overwrite=False):
         try:
             versions = list(map(_version, grads))
             set_grads(leaves, grads)
