@@ -75,7 +75,7 @@ def is_number(value: object) -> bool:
     """Return whether a value is a real number that fits in a float; a bool is no number."""
     if isinstance(value, int):
         return not isinstance(value, bool) and -float_info.max <= value <= float_info.max
-    return isinstance(value, Real)
+    return isinstance(value, float | Real)  # a float at once: Real is an abstract class
 
 
 def is_positive_int(value: object) -> bool:

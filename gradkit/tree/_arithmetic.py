@@ -161,12 +161,11 @@ def scale_leaves(leaves: Sequence[Leaf], factor: float | Tensor) -> list[Leaf]:
 
 def group_alike(leaves: Sequence[Leaf]) -> dict[Any, list[int]]:
     """Return the leaves of each device, dtype, layout and type, as `clip_grads_with_norm_` does."""
-    kinds = [None if x is None else (x.device, x.dtype, x.layout, type(x)) for x in leaves]
-    return {
-        kind: [index for index, other in enumerate(kinds) if other == kind]
-        for kind in dict.fromkeys(kinds)
-        if kind is not None
-    }
+    groups: dict[Any, list[int]] = {}
+    for index, x in enumerate(leaves):
+        if x is not None:
+            groups.setdefault((x.device, x.dtype, x.layout, type(x)), []).append(index)
+    return groups
 
 
 def dot(a: PyTree, b: PyTree) -> Tensor:

@@ -215,6 +215,16 @@ def test_combine_with_torchjd(device: torch.device) -> None:
         torch.testing.assert_close(combined["w"], aggregator(matrix))
 
 
+def test_a_max_norm_with_a_graph_has_a_gradient(device: torch.device) -> None:
+    """Of dense leaves of one dtype, too, which are scaled by one kernel otherwise."""
+    grads = {name: torch.full((2,), value, device=device) for name, value in (("w", 3.0), ("b", 4.0))}
+    most = torch.ones((), device=device, requires_grad=True)
+    clipped, norm = tree.clip_by_global_norm(grads, most)
+    (slope,) = torch.autograd.grad(tree.dot(clipped, clipped), most)
+    torch.testing.assert_close(slope, 2 * most.detach())  # the squared norm is that of `most`
+    assert not norm.requires_grad
+
+
 def test_clip_by_global_norm_is_clip_grad_norm_(device: torch.device) -> None:
     for dtypes in ([torch.float32] * 3, [torch.bfloat16] * 3, [torch.float32, torch.bfloat16] * 2):
         params = [
