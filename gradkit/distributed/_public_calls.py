@@ -326,5 +326,5 @@ def _wrapped_in(tree: PyTree) -> tuple[list[DistributedDataParallel], list[nn.Mo
 
 
 def _instances(parts: list[nn.Module], classes: tuple[type, ...]) -> list[Any]:
-    kinds = tuple(kind for kind in set(map(type, parts)) if issubclass(kind, classes))
-    return [part for part in parts if isinstance(part, kinds)] if kinds else []
+    kinds = {kind for kind in set(map(type, parts)) if issubclass(kind, classes)}
+    return [part for part in parts if type(part) in kinds] if kinds else []

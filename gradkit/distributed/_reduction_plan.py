@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import takewhile
 from threading import RLock
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from gradkit.distributed._agreement import (
     read_specs,
     report_failure,
 )
+from gradkit.distributed._kept_bucket import KeptBucket
 from gradkit.distributed._reduction import (
     Bucket,
     LocalGrads,
@@ -56,6 +58,23 @@ class ReductionPlan:
     own: Specs  # of this rank
     digest: Digest  # of the specs over all ranks
     buckets: list[Bucket]  # in the order in which they are sent
+    keeps_last: bool  # whether a vector is kept for the last of them
+    idle: list[KeptBucket] = field(default_factory=list)  # one at most; none while a call uses it
+
+    def take(self, grads: Sequence[Tensor | None]) -> KeptBucket | None:
+        """Return a vector for the last bucket of these gradients; None if none is kept for it."""
+        if not self.keeps_last:
+            return None
+        last = self.buckets[-1]
+        like = cast("Tensor", grads[last[0][0]])
+        with suppress(IndexError):  # another thread may be faster
+            if (kept := self.idle.pop()).flat.device == like.device:
+                return kept
+        return KeptBucket(last, like)
+
+    def give_back(self, kept: KeptBucket) -> None:
+        """Let a later call have a vector that no collective uses any more."""
+        self.idle[:] = [kept]
 
 
 # None for a key whose gradients have not been the same twice.
@@ -79,10 +98,17 @@ def keep_plan(
         # The last entry is read: on another device than small messages are sent from, that would
         # take longer than another agreement.
         if all(kind.layout == torch.strided and kind.device == group.device.type for kind in kinds):
-            plan = ReductionPlan(read_specs(grads), digest_of(common), to_send)
+            plan = _plan(read_specs(grads), digest_of(common), to_send)
     _plans[key] = plan
     if len(_plans) > _MOST_PLANS:
         _plans.popitem(last=False)
+
+
+def _plan(own: Specs, digest: Digest, to_send: list[Bucket]) -> ReductionPlan:
+    last = to_send[-1]
+    is_small = _nbytes(last) <= LARGE  # it stays in memory
+    has_all = all(own[index] == spec for index, spec in last)
+    return ReductionPlan(own, digest, to_send, keeps_last=is_small and has_all)
 
 
 def _sent_early(specs: Specs) -> list[Bucket]:
@@ -109,6 +135,7 @@ class PlannedReduction:
         self._arrivals: Counter[int] = Counter()
         self._lock = RLock()  # a pass has a thread for each device
         self._sent: list[tuple[Tensor, Callable[[], None]]] = []  # flat buckets, and their waits
+        self._kept: KeptBucket | None = None  # which is the last of these
 
     @property
     def runner(self) -> Callable[..., PassRunner]:
@@ -125,10 +152,20 @@ class PlannedReduction:
                 report_failure(self._group)
             raise
         self._send_rest(local.grads if self._is_as_planned(local.grads) else None)
-        if self._sent[-1][0][-1] != 0:
-            return None
+        reduced = self._received(local) if self._sent[-1][0][-1] == 0 else None
+        if self._kept is not None:
+            self._plan.give_back(self._kept)
+        return reduced
+
+    def _received(self, local: LocalGrads) -> list[Tensor | None]:
+        """Return the sums, where the memory of a rank's own gradients is, if it has them."""
         reduced: list[Tensor | None] = [None] * len(local.grads)
         for bucket, (flat, _) in zip(self._plan.buckets, self._sent, strict=True):
+            if self._kept is not None and flat is self._kept.flat:
+                self._kept.write(local.grads)
+                for index, _ in bucket:
+                    reduced[index] = local.grads[index]
+                continue
             grads = own_grads(bucket, local)
             if len(grads) == 1 and flat.shape == grads[0].shape and grads[0].is_contiguous():
                 grads = [flat]
@@ -177,11 +214,17 @@ class PlannedReduction:
     def _send_rest(self, grads: Sequence[Tensor | None] | None) -> None:
         """Send the buckets that are left, zeros for None, and wait for all."""
         buckets_left = self._plan.buckets[len(self._sent) :]
+        kept = self._kept = None if grads is None else self._plan.take(grads)
+        if kept is not None:
+            buckets_left.pop()
         for bucket in buckets_left:
             tensors = in_layout(bucket, grads or [None] * len(self._plan.own))
-            if bucket is buckets_left[-1]:
+            if bucket is self._plan.buckets[-1]:
                 tensors.append(tensors[0].new_full((1,), grads is None))
             self._send(flat_copy(tensors).mul_(self._scale))
+        if grads is not None and kept is not None:
+            kept.fill(grads)
+            self._send(kept.flat.mul_(self._scale))
         errors: list[CollectiveError] = []
         for _, wait in self._sent:
             try:

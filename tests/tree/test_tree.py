@@ -217,7 +217,9 @@ def test_combine_with_torchjd(device: torch.device) -> None:
 
 def test_a_max_norm_with_a_graph_has_a_gradient(device: torch.device) -> None:
     """Of dense leaves of one dtype, too, which are scaled by one kernel otherwise."""
-    grads = {name: torch.full((2,), value, device=device) for name, value in (("w", 3.0), ("b", 4.0))}
+    grads = {
+        name: torch.full((2,), value, device=device) for name, value in (("w", 3.0), ("b", 4.0))
+    }
     most = torch.ones((), device=device, requires_grad=True)
     clipped, norm = tree.clip_by_global_norm(grads, most)
     (slope,) = torch.autograd.grad(tree.dot(clipped, clipped), most)
