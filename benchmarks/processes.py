@@ -23,6 +23,7 @@ _OTHERS = (replicas.PASSES, replicas.LOOP)
 # As in `stepping`: two hundred small tensors, and twenty megabytes of large ones.
 _STEPS = {"200 params, 16 wide": (16, 100, 16), "20 MB of params, 1024 wide": (1024, 5, 64)}
 _SIZES = (Size(256, 6, 64, 2), Size(256, 6, 64, 8))
+_LIMITS = dict(zip(_STEPS, (1.3, 1.1), strict=True))  # the targets
 _QUICK_STEPS = {"8 params, 4 wide": (4, 4, 2)}
 _QUICK_SIZES = (Size(4, 2, 3, 2),)
 
@@ -45,7 +46,7 @@ def rows(plan: Plan) -> Iterator[Row]:
     )
     for name, samples in zip(steps, found["steps"], strict=True):
         what = f"distributed.value_and_grads and step_, {_processes(plan)}, {name}"
-        yield _timed(what, replicas.DDP, samples)
+        yield _timed(what, replicas.DDP, samples, _LIMITS.get(name))
     for size, of_size in zip(sizes, found["losses"], strict=True):
         yield from _per_loss(plan, size, of_size)
 
@@ -83,9 +84,11 @@ def _processes(plan: Plan) -> str:
     return "1 process" if plan.quick else f"{_RANKS} processes"
 
 
-def _timed(what: str, against: str, samples: Mapping[str, list[int]]) -> Row:
+def _timed(
+    what: str, against: str, samples: Mapping[str, list[int]], limit: float | None = None
+) -> Row:
     timings = {name: Timing(tuple(taken)) for name, taken in samples.items()}
-    return timed(what, against, timings, theirs=against, limit=None)
+    return timed(what, against, timings, theirs=against, limit=limit)
 
 
 def _on_ranks(plan: Plan, function: str, **arguments: Any) -> Any:

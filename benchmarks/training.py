@@ -21,22 +21,33 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, lr=1e-9, momentum=0.9),
     "Adam": partial(torch.optim.Adam, lr=1e-9),
 }
+_SMALL = 3  # networks whose step is short enough to show what a call costs
 
 
 def rows(plan: Plan) -> Iterator[Row]:
-    """Yield a row for each network and optimizer."""
+    """Yield a row for each network and optimizer, and for steps beside former .grads."""
     for name in list(NETS)[:1] if plan.quick else NETS:
         for optimizer in OPTIMIZERS:
             both = sides(NETS[name], optimizer, plan.device)
             timings = measure(both, plan.device, plan.effort)
             what = f"training step with {optimizer}, {name}"
             yield timed(what, LOOP, timings, theirs="raw", limit=NETS[name].limit)
+    for name in list(NETS)[: 1 if plan.quick else _SMALL]:
+        timings = measure(
+            sides(NETS[name], "SGD", plan.device, former=True), plan.device, plan.effort
+        )
+        what = f"training step with SGD beside former .grads, {name}"
+        yield timed(what, LOOP, timings, theirs="raw", limit=NETS[name].limit)
 
 
-def sides(net: Net, optimizer: str, device: torch.device) -> dict[str, Side]:
+def sides(
+    net: Net, optimizer: str, device: torch.device, *, former: bool = False
+) -> dict[str, Side]:
     """Return the ways to take a step, each with a network and an optimizer of its own."""
+    # `former`: each parameter of gradkit's has a .grad, as where another loop trains it, too. That
+    # of the loop always has one, which it clears.
     return {
-        "gradkit": _side(net, optimizer, device, _ours),
+        "gradkit": _side(net, optimizer, device, _ours, former=former),
         "raw": _side(net, optimizer, device, _raw),
     }
 
@@ -44,8 +55,13 @@ def sides(net: Net, optimizer: str, device: torch.device) -> dict[str, Side]:
 Step = Callable[[nn.Module, Any, Callable[[], Tensor]], None]
 
 
-def _side(net: Net, optimizer: str, device: torch.device, step: Step) -> Side:
+def _side(
+    net: Net, optimizer: str, device: torch.device, step: Step, *, former: bool = False
+) -> Side:
     model = net.make().to(device)
+    if former:
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
     steps = OPTIMIZERS[optimizer](model.parameters())
 
     def run(batch: Tensor) -> None:
