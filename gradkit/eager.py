@@ -299,7 +299,7 @@ def per_loss_grads(
             flat_params = read_params(params)
             grads = plain_separate_grads(flat_losses, [flat_params] * len(flat_losses.leaves))
             if grads is not None:
-                each = [pytree.unflatten(flat_params.spec, of_loss) for of_loss in grads]
+                each = [flat_params.unflatten(of_loss, copy_ties=False) for of_loss in grads]
                 return pytree.unflatten(flat_losses.spec, each)
     check_pass_options(unused, create_graph, retain_graph)
     check_batching(strategy, chunk_size)
@@ -387,7 +387,7 @@ def simultaneous_grads(
             grads = plain_separate_grads(flat_losses, players.params)
             if grads is not None:
                 trees = [
-                    pytree.unflatten(part.spec, row)
+                    part.unflatten(row, copy_ties=False)
                     for part, row in zip(players.params, grads, strict=True)
                 ]
                 return pytree.unflatten(flat_losses.spec, trees)

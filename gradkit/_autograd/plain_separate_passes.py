@@ -59,7 +59,7 @@ def plain_separate_grads(losses: Losses, each: Sequence[Params]) -> list[Grads] 
     """Return the gradients of each loss with respect to its params; None if these are not plain."""
     different = list(dict(zip(map(id, each), each, strict=True)).values())
     variables = list(chain.from_iterable(params.variables for params in different))
-    if not all(params.plain_leaves and params.all_variables for params in different):
+    if not all(one.variables and one.plain_leaves and one.no_ties for one in different):
         return None
     hooked, functions = hooks_registered(), functions_alive()
     if functions.refused or (hooked and have_hooks(variables)):

@@ -8,6 +8,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from gradkit._compat import distributed
+from gradkit._compat.autograd import may_have_node
 from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.dynamo import compiled_together, is_compiled_node
 from gradkit._core.call import Call, Grads, Pass
@@ -126,14 +127,11 @@ def require_reached(call: Call, results: Sequence[Grads], unused: str | None = N
                 raise UnreachedParamError(unreached_message(call.losses, [one], unfilled[0]))
     if len(results) == 1 and type(None) not in set(map(type, results[0])):
         return  # as below, and faster
-    is_reached = any(grad is not None for grads in results for grad in grads)
-    missing = _without_gradient(call, results)
-    if is_reached and not missing:
+    _refuse_replaced(_without_gradient(call, results), call)
+    if any(grad is not None for grads in results for grad in grads):
         return
-    below = call.graph.below(call.differentiated)
-    _refuse_replaced(missing, below)
     # Not for a gradient that is a constant, of a linear function, say: its derivative is zero.
-    if not is_reached and ZERO_DERIVATIVE_NODE not in below.kinds:
+    if ZERO_DERIVATIVE_NODE not in call.graph.below(call.differentiated).kinds:
         refuse_nothing_reached(call)
 
 
@@ -142,8 +140,7 @@ _ONLY_NONE = {type(None)}
 
 def refuse_cast_since_forward(call: Call, results: Sequence[Grads]) -> None:
     """Raise if a leaf has no gradient since it was moved or cast after the losses were computed."""
-    if missing := _without_gradient(call, results):
-        _refuse_replaced(missing, call.graph.below(call.differentiated))
+    _refuse_replaced(_without_gradient(call, results), call)
 
 
 def _without_gradient(call: Call, results: Sequence[Grads]) -> list[tuple[Params, int]]:
@@ -163,7 +160,7 @@ def _without_gradient(call: Call, results: Sequence[Grads]) -> list[tuple[Params
     return [missing[key] for key in missing.keys() - arrived]
 
 
-def _refuse_replaced(missing: Sequence[tuple[Params, int]], below: Subgraph) -> None:
+def _refuse_replaced(missing: Sequence[tuple[Params, int]], call: Call) -> None:
     """Raise if torch has another leaf than this in the graph, or has left this one out of it."""
     # Left out are some uses of one of inference mode. One that was moved or cast since, its `.data`
     # replaced, has another node for gradients to arrive at, apart from the graph:
@@ -176,6 +173,9 @@ def _refuse_replaced(missing: Sequence[tuple[Params, int]], below: Subgraph) -> 
             fix += "enter that around the forward pass"
             expected = "a parameter made outside of inference mode"
             raise UnsupportedGraphError(message(params.path(index), expected, got, fix))
+        if not may_have_node(variable):  # it is in no graph: that of the call need not be walked
+            continue
+        below = call.graph.below(call.differentiated)
         if id(variable) in below.leaves and edge(variable).node not in below.nodes:
             raise UnreachedParamError(
                 message(

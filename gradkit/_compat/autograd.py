@@ -81,6 +81,13 @@ storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 # How many owners a tensor has, torch's own among them; before 2.12, only Python's are counted.
 tensor_use_count: Callable[[Any], int] = getattr(Tensor, "_use_count", sys.getrefcount)
 
+
+def may_have_node(leaf: Tensor) -> bool:
+    """Return False only if no graph in this process has a node for a leaf's gradient."""
+    # Such a node refers to its leaf. What else of torch's refers to it causes a look not needed.
+    return not hasattr(Tensor, "_use_count") or tensor_use_count(leaf) > 1
+
+
 # The hooks of a tensor by their handles, in their order, or None: those of its gradient, and those
 # that run once `.grad` has it.
 tensor_hooks: Callable[[Tensor], dict[object, Callable[..., Any]] | None] = attrgetter(

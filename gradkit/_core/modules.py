@@ -20,20 +20,21 @@ _NONE = frozenset({type(None)})
 def list_distinct(module: nn.Module) -> tuple[list[Tensor], Structure, set[type]] | None:
     """Return the values of `dict(module.named_parameters())`, its structure, and the classes.
 
-    None if some are tied, or a part lists them in a way of its own.
+    None if a part lists them in a way of its own.
     """
     parts = _read(module)
     if parts is None:
         return None
     every, keys, classes = parts
-    missing: tuple[int, ...] = ()
+    kept: tuple[int, ...] | None = None  # all
     tensors = every
-    if not _NONE.isdisjoint(map(type, every)):  # as the bias of a layer without one
-        missing = tuple(index for index, param in enumerate(every) if param is None)
-        tensors = [param for param in every if param is not None]
-    if len(set(map(id, tensors))) < len(tensors):
-        return None
-    spec = _spec(tuple(keys), missing)
+    if len(set(map(id, every))) < len(every) or not _NONE.isdisjoint(map(type, every)):
+        # Without None, as the bias of a layer that has none; a tied parameter has its first name.
+        first = dict(zip(map(id, reversed(every)), reversed(range(len(every))), strict=True))
+        first.pop(id(None), None)
+        kept = tuple(sorted(first.values()))
+        tensors = [every[index] for index in kept]
+    spec = _spec(tuple(keys), kept)
     if spec.num_leaves < len(tensors):  # two have one name: torch takes one with a dot, set so
         return None
     return tensors, spec, classes  # type: ignore[return-value]
@@ -111,8 +112,6 @@ def _names(keys: Iterable[str | int]) -> list[str]:
 
 
 @lru_cache(maxsize=64)
-def _spec(keys: tuple[str | int, ...], missing: tuple[int, ...]) -> Structure:
+def _spec(keys: tuple[str | int, ...], kept: tuple[int, ...] | None) -> Structure:
     names = _names(keys)
-    for index in reversed(missing):
-        del names[index]
-    return spec_of_keys(tuple(names))
+    return spec_of_keys(tuple(names if kept is None else [names[index] for index in kept]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from numbers import Number
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -56,6 +57,12 @@ class Params:
         """Whether each leaf is a variable, and no other leaf's."""
         # Not whether they are one list: torch.compile in torch 2.11 does not trace that.
         return len(self.variables) == len(self.leaves)
+
+    @property
+    def no_ties(self) -> bool:
+        """Whether no variable is in two leaves; another leaf is frozen, or None."""
+        others = len(self.leaves) - len(self.variables)
+        return not others or others == self.slots.count(None)
 
     @property
     def first_leaf_of_variable(self) -> list[int]:
@@ -123,6 +130,11 @@ def read_params(tree: PyTree, root: str = "params", *, allow_distributed: bool =
     if are_distinct and kinds <= PLAIN_TYPES and all(map(_requires_grad, leaves)):
         only_leaves = kinds == _PARAMETER or all(map(_is_leaf, leaves))
         return Params(leaves, spec, leaves, range(len(leaves)), root, True, only_leaves)
+    if are_distinct and kinds == _PARAMETER:  # of which some are frozen
+        trained, numbers = list(map(_requires_grad, leaves)), count()
+        variables = [leaf for leaf, is_trained in zip(leaves, trained, strict=True) if is_trained]
+        slots = [next(numbers) if is_trained else None for is_trained in trained]
+        return Params(leaves, spec, variables, slots, root, True, True)
     return with_variables(leaves, spec, root, partial(pytree.path, spec, root=root), _is_variable)
 
 

@@ -60,10 +60,16 @@ def are_laid_out(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
 
 
 def are_apart_from_state(
-    grads: list[Tensor], optimizer: Optimizer, own_params: Sequence[Tensor], tree: PyTree | None
+    grads: list[Tensor],
+    optimizer: Optimizer,
+    own_params: Sequence[Tensor],
+    tree: PyTree | None,
+    *,
+    lists: int,
 ) -> bool:
     """Return whether no gradient shares memory with what a step of the optimizer writes on."""
-    # `tree`: the list, tuple or dictionary that alone, beside this list, holds each; or None.
+    # `tree`: the list, tuple or dictionary that alone, beside so many `lists`, this one among them,
+    # holds each; or None.
     try:
         if not are_alone_in_memory(grads):
             return False  # it may be a view of a parameter
@@ -74,7 +80,7 @@ def are_apart_from_state(
     # that holds it, but where that dictionary is the tree.
     if (
         tree is not None
-        and {_TWICE}.issuperset(map(getrefcount, grads))
+        and {_IN_TREE + lists}.issuperset(map(getrefcount, grads))
         and id(tree) not in map(id, states)
     ):
         return True
@@ -83,9 +89,8 @@ def are_apart_from_state(
 
 
 _one = [torch.empty(0)]
-_another = list(_one)
-_TWICE = next(map(getrefcount, _one))  # the count of a tensor that two lists refer to
-del _one, _another
+_IN_TREE = next(map(getrefcount, _one))  # the count of a tensor that one container refers to
+del _one
 
 
 def warn_of_write(optimizer: Optimizer) -> None:

@@ -169,6 +169,9 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
         opened = read_leaves(params)
         by_leaf = read_grad_leaves(opened, grads)
         totals = [leaf.grad for leaf in opened.variables]
+        if set(map(type, totals)) == {type(None)}:
+            grad_attribute.write_all(match_leaves(opened, grads, by_leaf))
+            return
         if plainly_match(opened, by_leaf, totals) and grad_attribute.add_together(totals, by_leaf):
             return
         pairs = [pair for pair in match_leaves(opened, grads, by_leaf) if pair[1] is not None]

@@ -138,16 +138,22 @@ def _step_without_copies(
     leaves, grads = params.leaves, by_leaf
     is_flat = type(tree) in _CONTAINERS and params.spec.num_nodes == len(leaves) + 1
     kinds = set(map(type, by_leaf))
-    if type(None) in kinds:
+    some_missing = type(None) in kinds  # frozen parameters, or unused ones
+    if some_missing:
         kinds.discard(type(None))
-        is_flat = False  # another list holds them, too
         present = [i for i, grad in enumerate(by_leaf) if grad is not None]
         leaves, grads = [leaves[i] for i in present], [by_leaf[i] for i in present]
     if not (
         kinds <= PLAIN_TYPES
         and _are_trained(leaves, params, own_params)
         and are_laid_out(leaves, grads)
-        and are_apart_from_state(grads, optimizer, own_params, tree if is_flat else None)
+        and are_apart_from_state(
+            grads,
+            optimizer,
+            own_params,
+            tree if is_flat else None,
+            lists=2 if some_missing else 1,  # by_leaf holds them, too
+        )
     ):
         return False
     with GradsPutBack(own_params, may_overwrite=False):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -13,14 +14,21 @@ from torch import Tensor
 
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
-from gradkit._core.leaf_arithmetic import add_leaves, dot_leaves, to_common_dtype
+from gradkit._core.leaf_arithmetic import (
+    add_leaves,
+    dot_leaves,
+    to_common_dtype,
+    without_autocast,
+)
 from gradkit._core.options import check_number
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, OptionError, StructureError, describe, message
+from gradkit.tree._alike_leaves import are_dense, are_of_one_kind, take_one_kernel
 
 _shape = attrgetter("shape")
+_WIDE = (torch.float32, torch.float64)  # in which products are computed anyway
 Leaf: TypeAlias = Tensor | None
 
 
@@ -88,7 +96,11 @@ def add(a: PyTree, b: PyTree, *rest: PyTree) -> PyTree:
         `torch.add`, leaf by leaf.
     """
     others = {f"rest[{index}]": other for index, other in enumerate(rest)}
-    return _map_rows(add_leaves, {"a": a, "b": b, **others})
+    trees, spec = aligned_leaves({"a": a, "b": b, **others})
+    if take_one_kernel([*chain.from_iterable(trees)]):
+        add_two: Any = torch._foreach_add
+        return pytree.unflatten(spec, reduce(add_two, trees))
+    return _unflatten_rows(add_leaves, trees, spec)
 
 
 def sub(a: PyTree, b: PyTree) -> PyTree:
@@ -113,7 +125,14 @@ def sub(a: PyTree, b: PyTree) -> PyTree:
     Source:
         `torch.sub`, leaf by leaf.
     """
-    return _map_rows(lambda x, y: add_leaves(x, None if y is None else -y), {"a": a, "b": b})
+    trees, spec = aligned_leaves({"a": a, "b": b})
+    if take_one_kernel([*trees[0], *trees[1]]):
+        return pytree.unflatten(spec, torch._foreach_sub(*cast("Any", trees)))
+    return _unflatten_rows(_sub_leaves, trees, spec)
+
+
+def _sub_leaves(a: Leaf, b: Leaf) -> Leaf:
+    return add_leaves(a, None if b is None else -b)
 
 
 def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
@@ -191,9 +210,18 @@ def dot(a: PyTree, b: PyTree) -> Tensor:
         `torch.dot`, summed over the leaves; of complex leaves the real part of `torch.vdot`.
     """
     leaves, _ = aligned_leaves({"a": a, "b": b})
+    both = [*leaves[0], *leaves[1]]
+    if are_dense(both) and are_of_one_kind(both, _WIDE):
+        return torch.stack(_plain_products(*cast("Any", leaves))).sum()
     products = [dot_leaves(x, y) for x, y in zip(*leaves, strict=True)]
     parts = [product for product in products if product is not None]
     return torch.stack(to_common_dtype(parts)).sum() if parts else torch.zeros(())
+
+
+def _plain_products(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
+    # What `dot_leaves` gives, in a third of its time.
+    with without_autocast(a[0].device):
+        return [torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(a, b, strict=True)]
 
 
 def stack(trees: Iterable[PyTree]) -> PyTree:
@@ -326,8 +354,13 @@ def _check_row(row: Sequence[Any], names: Sequence[str], spec: Structure, index:
 
 def _map_rows(fn: Callable[..., Any], trees: Mapping[str, PyTree]) -> PyTree:
     """Return a tree like the first, of `fn` of one leaf of each tree."""
-    leaves, spec = aligned_leaves(trees)
-    return pytree.unflatten(spec, [fn(*row) for row in zip(*leaves, strict=True)])
+    return _unflatten_rows(fn, *aligned_leaves(trees))
+
+
+def _unflatten_rows(
+    fn: Callable[..., Any], trees: Sequence[Sequence[Leaf]], spec: Structure
+) -> PyTree:
+    return pytree.unflatten(spec, [fn(*row) for row in zip(*trees, strict=True)])
 
 
 def apply_with_zeros(fn: Callable[..., Any], *row: Leaf) -> Any:

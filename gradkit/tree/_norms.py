@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,10 +14,10 @@ from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
 from gradkit._core.leaf_arithmetic import largest, stored_values, to_common_dtype
 from gradkit._core.options import check_bool, check_number
-from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import DIFFERENTIABLE
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, OptionError, StructureError, describe, message
+from gradkit.tree._alike_leaves import are_dense_constants, take_one_kernel
 from gradkit.tree._arithmetic import (
     ClippedGrads,
     Leaf,
@@ -28,10 +26,6 @@ from gradkit.tree._arithmetic import (
     dot,
     scale_leaves,
 )
-
-_layout, _is_nested, _requires_grad = map(attrgetter, ("layout", "is_nested", "requires_grad"))
-_dtype, _device = map(attrgetter, ("dtype", "device"))
-_FOREACH = ("cpu", "cuda")  # devices whose kernels torch runs for a list of tensors
 
 
 def global_norm(tree: PyTree, *, batch_dims: int = 0) -> Tensor:
@@ -73,9 +67,9 @@ def global_norm(tree: PyTree, *, batch_dims: int = 0) -> Tensor:
 
 
 def _norm_of_leaves(leaves: Sequence[Leaf]) -> Tensor:
-    if _are_alike(leaves):
+    if take_one_kernel(leaves):
         return _checked_norm(leaves, _norm_of_alike)
-    if _are_dense_constants(leaves):
+    if are_dense_constants(leaves):
         return _checked_norm(leaves, torch.nn.utils.get_total_norm)
     present = [leaf for leaf in leaves if leaf is not None]
     return _checked_norm([*map(stored_values, present)], _norm) if present else torch.zeros(())
@@ -85,29 +79,6 @@ def _norm_of_alike(leaves: list[Tensor]) -> Tensor:
     # What get_total_norm computes, without a look at the device of each norm: a fifth of its time.
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(leaves)))
     return norm
-
-
-def _are_alike(leaves: Sequence[Leaf]) -> TypeGuard[list[Tensor]]:
-    """Return whether one kernel takes all leaves: dense constants of one dtype, on one device."""
-    return (
-        _are_dense_constants(leaves)
-        and len(set(map(_dtype, leaves))) == 1
-        and len(devices := set(map(_device, leaves))) == 1
-        and devices.pop().type in _FOREACH
-    )
-
-
-def _are_dense_constants(leaves: Sequence[Leaf]) -> TypeGuard[list[Tensor]]:
-    """Return whether all leaves are plain dense tensors without a graph, outside of transforms."""
-    return (
-        not torch.compiler.is_compiling()  # which reads no attributes of many at a time
-        and bool(leaves)
-        and PLAIN_TYPES.issuperset(map(type, leaves))
-        and set(map(_layout, leaves)) == {torch.strided}
-        and not any(map(_is_nested, leaves))
-        and not any(map(_requires_grad, leaves))
-        and not transforms()
-    )
 
 
 def _check_batch(leaves: Sequence[Leaf], spec: Structure, batch_dims: int) -> None:
@@ -194,7 +165,7 @@ def clip_by_global_norm(grads: PyTree, max_norm: float | Tensor) -> tuple[PyTree
     fix = "gradkit.tree.clip_by_global_norm(grads, 1.0), or leave the call out"
     max_norm = check_number("max_norm", max_norm, fix, nonnegative=True)
     (leaves,), spec = aligned_leaves({"grads": grads})
-    alike = leaves if _are_alike(leaves) else None
+    alike = leaves if take_one_kernel(leaves) else None
     norm = _norm_of_leaves(leaves) if alike is None else _checked_norm(alike, _norm_of_alike)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if alike is None or factor.requires_grad:

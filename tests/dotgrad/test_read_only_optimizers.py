@@ -166,6 +166,36 @@ def test_lent_means_not_copied(device: torch.device, monkeypatch: pytest.MonkeyP
     assert not copied
 
 
+@pytest.mark.parametrize("former", [False, True])
+def test_the_gradients_of_a_part_are_lent(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, former: bool
+) -> None:
+    """Where some parameters are frozen or unused, and beside what another loop has left."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))).to(device)
+    model[0].requires_grad_(False)
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    before = [torch.ones_like(p) if former else None for p in model.parameters()]
+    for param, grad in zip(model.parameters(), before, strict=True):
+        param.grad = grad
+    seen: list[Tensor | None] = []
+    take_step = optimizer.step
+
+    def noted_step() -> None:
+        seen.extend(p.grad for p in model.parameters())
+        take_step()
+
+    monkeypatch.setattr(optimizer, "step", noted_step)
+    monkeypatch.setattr(_step, "write_all", lambda _: pytest.fail("copied"))
+    monkeypatch.setattr(_read_only_optimizers, "is_step_of_class", lambda _: True)
+    _, grads = gradkit.value_and_grads(model[:3](torch.ones(2, device=device)).sum(), model)
+    gradkit.step_(optimizer, model, grads)
+    assert [id(grad) for grad in seen] == [id(grad) for grad in grads.values()]
+    assert [grad is None for grad in seen] == [True, True, *[False] * 4, True, True]
+    for param, grad in zip(model.parameters(), before, strict=True):
+        assert param.grad is grad
+        assert grad is None or grad.eq(1).all()
+
+
 def test_a_gradient_that_was_written_on_is_told(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,8 +285,9 @@ def test_a_gradient_inside_the_state_is_copied(device: torch.device, name: str) 
 
 @pytest.mark.parametrize("tree", [list, tuple, lambda x: dict(enumerate(x)), lambda x: {"a": x}])
 @pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("others", [[], [None]], ids=["all", "some missing"])
 def test_a_state_is_copied_whatever_tree_holds_it(
-    device: torch.device, tree: Any, kept: bool
+    device: torch.device, tree: Any, kept: bool, others: list[None]
 ) -> None:
     """Of those that nothing else refers to, the counts of references tell a state."""
     ours, theirs = net(device), net(device)
@@ -270,10 +301,10 @@ def test_a_state_is_copied_whatever_tree_holds_it(
     for param, buffer in zip(theirs, buffers[1], strict=True):
         param.grad = buffer.clone()
     both[1].step()
-    grads = tree(buffers[0][:])
+    grads = tree([*others, *buffers[0]])
     if not kept:
         buffers.clear()
-    gradkit.step_(both[0], tree(ours), grads)
+    gradkit.step_(both[0], tree([*others, *ours]), grads)
     assert_same_bits(list(ours), list(theirs))
 
 

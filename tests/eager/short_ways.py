@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 import gradkit
@@ -58,3 +60,11 @@ def outcome(call: Callable[[], Any]) -> Any:
         return call()
     except gradkit.GradkitError as error:
         return type(error), str(error)
+
+
+def with_others(leaves: list[Tensor], places: set[int]) -> list[Tensor | None]:
+    """Return leaves among which some are frozen, or None."""
+    params: list[Tensor | None] = list(leaves)
+    for place in sorted(places):
+        params.insert(place, None if place % 2 else torch.ones(2, device=leaves[0].device))
+    return params

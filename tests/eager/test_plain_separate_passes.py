@@ -27,7 +27,7 @@ import gradkit
 from gradkit._autograd import plain_separate_passes
 from gradkit._compat.nodes import has_released
 from tests.eager import short_ways
-from tests.eager.short_ways import no_hook_yet, outcome, plain_process
+from tests.eager.short_ways import no_hook_yet, outcome, plain_process, with_others
 from tests.helpers import World, assert_owned, assert_same_bits
 from tests.strategies import HOOKLESS, OPS, WRITING, Graph, Program, build, programs
 
@@ -157,6 +157,37 @@ def test_players_are_a_loop_bit_for_bit(
         if grad is not None:
             grad.add_(1)
     world.assert_unchanged()
+
+
+@given(
+    program=programs(ops=HOOKLESS, leaf_hooks=False),
+    places=st.sets(st.integers(0, 4), min_size=1),
+    by_player=st.booleans(),
+)
+def test_leaves_among_frozen_ones(
+    device: torch.device, program: Program, places: set[int], by_player: bool
+) -> None:
+    short, long = (build(program, device, torch.float64) for _ in range(2))
+    functions = "halve" in [op for op, _, _ in program.ops]
+
+    def call(graph: Graph, **options: Any) -> Any:
+        losses, params = scalars(graph), with_others(graph.leaves, places)
+        if by_player:
+            return gradkit.simultaneous_grads(losses, [params for _ in losses], **options)
+        return gradkit.per_loss_grads(losses, params, **options)
+
+    with plain_process(functions=functions), noting_short_calls() as taken:
+        first = outcome(lambda: call(short))
+        second = outcome(lambda: call(long, retain_graph=False))
+    assert_same_outcome(first, second)
+    if isinstance(first, list):
+        assert taken == [True] or functions
+        params = with_others(short.leaves, places)
+        assert all(
+            (grad is None) or (leaf is not None and leaf.requires_grad)
+            for grads in first
+            for leaf, grad in zip(params, grads, strict=True)
+        )
 
 
 @given(program=programs(ops=(*OPS, *WRITING)), chosen=st.sets(st.integers(0, 3)))
