@@ -904,6 +904,11 @@ def test_a_compiled_part_computes_what_it_computes(
         return gradkit.value_and_grads(loss(params), list(params.values()))
 
     torch._dynamo.reset()
+    if call == "unroll" and backend != "eager" and release(torch.__version__) >= (2, 15):
+        # torch.compile compiles inside of a mode, too, and a step is differentiated twice.
+        with pytest.raises(gradkit.UnsupportedGraphError, match=r"torch\.compile has compiled"):
+            result(model)
+        return
     got, expected = result(model), result(plain)
     for a, b in zip(tensors(got), tensors(expected), strict=True):
         torch.testing.assert_close(a, b)
