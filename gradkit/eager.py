@@ -299,8 +299,7 @@ def per_loss_grads(
             flat_params = read_params(params)
             grads = plain_separate_grads(flat_losses, [flat_params] * len(flat_losses.leaves))
             if grads is not None:
-                each = [flat_params.unflatten(of_loss, copy_ties=False) for of_loss in grads]
-                return pytree.unflatten(flat_losses.spec, each)
+                return pytree.unflatten(flat_losses.spec, flat_params.unflatten_each(grads))
     check_pass_options(unused, create_graph, retain_graph)
     check_batching(strategy, chunk_size)
     with leave_inference_mode():

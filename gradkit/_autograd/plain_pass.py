@@ -32,7 +32,7 @@ from gradkit._core.losses import lone_loss
 from gradkit._core.ownership import owned
 from gradkit._core.params import NO_PARAMS, Params
 from gradkit._core.pass_observers import all_observers
-from gradkit._core.pytree import PyTree
+from gradkit._core.pytree import PyTree, unflatten
 from gradkit._core.tensor_nodes import is_freed, is_leaf_node
 from gradkit._core.user_code import (
     first_pre_hooked,
@@ -66,7 +66,8 @@ def plain_value_and_grads(
 ) -> tuple[Tensor, PyTree] | None:
     """Return the value and gradients of a plain loss; None if the rest is not as plain."""
     variables = params.variables
-    if not (variables and params.no_subclasses and params.no_ties):
+    has_all = len(variables) == len(params.leaves)
+    if not (variables and params.no_subclasses and (has_all or params.no_ties)):
         return None
     hooked, functions = hooks_registered(), functions_alive()
     if functions.refused or (functions.users and (create_graph or functions_take_leaves(loss))):
@@ -85,7 +86,9 @@ def plain_value_and_grads(
         require_reached(call(), [grads])
     if create_graph:
         return loss, grads_to_tree(grads, params, "none", create_graph)
-    return loss.detach().clone(), params.unflatten(owned(grads, variables), copy_ties=False)
+    grads = owned(grads, variables)
+    by_leaf = grads if has_all else params.per_leaf(grads)
+    return loss.detach().clone(), unflatten(params.spec, by_leaf)
 
 
 def plain_backward(loss: Tensor) -> Tensor:

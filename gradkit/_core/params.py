@@ -98,6 +98,12 @@ class Params:
             return pytree.unflatten(self.spec, grads)
         return pytree.unflatten(self.spec, self.per_leaf(grads, _clones if copy_ties else None))
 
+    def unflatten_each(self, rows: Sequence[Sequence[Tensor | None]]) -> list[PyTree]:
+        """Return the tree for each row of gradients, which are not copied."""
+        if not self.all_variables:
+            rows = list(map(self.per_leaf, rows))
+        return [pytree.unflatten(self.spec, row) for row in rows]
+
     def path(self, variable: int) -> str:
         """Return the path of the first leaf that is this variable."""
         return pytree.path(self.spec, list(self.slots).index(variable), self.root)

@@ -39,10 +39,10 @@ def are_of_one_kind(
     leaves: Iterable[Tensor], dtypes: Collection[torch.dtype] = ARITHMETIC_DTYPES
 ) -> bool:
     """Return whether tensors are of one of these dtypes, on one device with kernels for lists."""
-    found, devices = set(map(_dtype, leaves)), set(map(_device, leaves))
+    own_dtypes, devices = set(map(_dtype, leaves)), set(map(_device, leaves))
     return (
-        len(found) == len(devices) == 1
-        and found.issubset(dtypes)
+        len(own_dtypes) == len(devices) == 1
+        and own_dtypes.issubset(dtypes)
         and devices.pop().type in _FOREACH
     )
 
