@@ -21,47 +21,69 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, lr=1e-9, momentum=0.9),
     "Adam": partial(torch.optim.Adam, lr=1e-9),
 }
-_SMALL = 3  # networks whose step is short enough to show what a call costs
+# Networks of several layers, whose step is short enough to show what a call costs.
+_SMALL = list(NETS)[1:3]
 
 
 def rows(plan: Plan) -> Iterator[Row]:
-    """Yield a row for each network and optimizer, and for steps beside former .grads."""
+    """Yield a row for each network and optimizer, and for steps in some situations."""
     for name in list(NETS)[:1] if plan.quick else NETS:
         for optimizer in OPTIMIZERS:
             both = sides(NETS[name], optimizer, plan.device)
             timings = measure(both, plan.device, plan.effort)
             what = f"training step with {optimizer}, {name}"
             yield timed(what, LOOP, timings, theirs="raw", limit=NETS[name].limit)
-    for name in list(NETS)[: 1 if plan.quick else _SMALL]:
-        timings = measure(
-            sides(NETS[name], "SGD", plan.device, former=True), plan.device, plan.effort
-        )
-        what = f"training step with SGD beside former .grads, {name}"
-        yield timed(what, LOOP, timings, theirs="raw", limit=NETS[name].limit)
+    for name in list(NETS)[:1] if plan.quick else _SMALL:
+        for situation, arrange in SITUATIONS.items():
+            both = sides(NETS[name], "SGD", plan.device, arrange)
+            timings = measure(both, plan.device, plan.effort)
+            what = f"training step with SGD, {situation}, {name}"
+            yield timed(what, LOOP, timings, theirs="raw", limit=NETS[name].limit)
 
 
 def sides(
-    net: Net, optimizer: str, device: torch.device, *, former: bool = False
+    net: Net,
+    optimizer: str,
+    device: torch.device,
+    arrange: Callable[[nn.Module], None] = lambda _: None,
 ) -> dict[str, Side]:
     """Return the ways to take a step, each with a network and an optimizer of its own."""
-    # `former`: each parameter of gradkit's has a .grad, as where another loop trains it, too. That
-    # of the loop always has one, which it clears.
     return {
-        "gradkit": _side(net, optimizer, device, _ours, former=former),
-        "raw": _side(net, optimizer, device, _raw),
+        "gradkit": _side(net, optimizer, device, arrange, _ours),
+        "raw": _side(net, optimizer, device, arrange, _raw),
     }
+
+
+def _set_grads(model: nn.Module) -> None:
+    """Give each parameter a .grad, as another loop does, whose parameters these are, too."""
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+
+
+def _freeze_half(model: nn.Module) -> None:
+    params = list(model.parameters())
+    for param in params[: len(params) // 2]:
+        param.requires_grad_(False)
+
+
+SITUATIONS: Mapping[str, Callable[[nn.Module], None]] = {
+    "beside former .grads": _set_grads,
+    "half of it frozen": _freeze_half,
+}
 
 
 Step = Callable[[nn.Module, Any, Callable[[], Tensor]], None]
 
 
 def _side(
-    net: Net, optimizer: str, device: torch.device, step: Step, *, former: bool = False
+    net: Net,
+    optimizer: str,
+    device: torch.device,
+    arrange: Callable[[nn.Module], None],
+    step: Step,
 ) -> Side:
     model = net.make().to(device)
-    if former:
-        for param in model.parameters():
-            param.grad = torch.zeros_like(param)
+    arrange(model)
     steps = OPTIMIZERS[optimizer](model.parameters())
 
     def run(batch: Tensor) -> None:
