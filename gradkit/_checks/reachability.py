@@ -157,7 +157,7 @@ def _without_gradient(call: Call, results: Sequence[Grads]) -> list[tuple[Params
                 arrived.add(id(variable))
             elif variable.grad_fn is None:
                 missing.setdefault(id(variable), (params, index))
-    return [missing[key] for key in missing.keys() - arrived]
+    return [pair for key, pair in missing.items() if key not in arrived]
 
 
 def _refuse_replaced(missing: Sequence[tuple[Params, int]], call: Call) -> None:

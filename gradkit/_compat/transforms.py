@@ -77,6 +77,11 @@ def carries_graph(tensor: Tensor) -> bool:
     return tensor.requires_grad or bool(recording_levels(tensor))
 
 
+def in_dual_level() -> bool:
+    """Return whether a tensor may carry a tangent of forward mode."""
+    return forward_ad._current_level >= 0
+
+
 def is_dual(tensor: Tensor) -> bool:
     """Return whether a tensor carries a tangent of forward mode."""
     if forward_ad._current_level < 0:

@@ -155,11 +155,7 @@ class GradsPutBack:
             return
         _refuse_unassignable(leaves, before)
         # A view of a buffer, as DistributedDataParallel makes them, can be overwritten through it.
-        self._copies = [
-            (grad, grad.detach().clone())
-            for grad in (before if self._may_overwrite else ())
-            if grad is not None and _is_part_of_buffer(grad)
-        ]
+        self._copies = _copies_of_views(leaves, before) if self._may_overwrite else []
         for leaf in leaves:
             leaf.grad = None
 
@@ -181,25 +177,30 @@ class GradsPutBack:
 
 def _refuse_unassignable(leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
     """Raise if no assignment could put a `.grad` back that a leaf holds now."""
-    # The engine can leave a dense one of a sparse leaf; an assignment to `.data`, one of any kind.
-    try:
-        for leaf, grad in zip(leaves, grads, strict=True):
+    # The engine can leave a dense one of a sparse leaf, or one of a strided nested leaf, of which
+    # torch sets none; an assignment to `.data`, one of any kind.
+    for leaf, grad in zip(leaves, grads, strict=True):
+        try:
             leaf.grad = grad  # which it is: torch only looks at both
-    except RuntimeError:
-        for leaf, grad in zip(leaves, grads, strict=True):
-            if grad is not None:
-                _refuse_if_unassignable(leaf, grad)
+        except RuntimeError as error:
+            got, fix = f"{describe(grad)} of {describe(leaf)}", "leaf.grad = None"
+            if grad is not None and grad.layout == torch.strided != leaf.layout:
+                got = "a dense one of a sparse leaf"
+                fix = f"leaf.grad = leaf.grad.to_sparse(), or {fix}"
+            expected = "a .grad that can be put back"
+            raise UnsupportedGraphError(message("params", expected, got, fix)) from error
 
 
-def _refuse_if_unassignable(leaf: Tensor, grad: Tensor) -> None:
-    got, fix = f"{describe(grad)} of {describe(leaf)}", "leaf.grad = None"
-    fits = leaf.is_nested or (grad.shape, grad.device) == (leaf.shape, leaf.device)
-    fits = fits and not (leaf.is_leaf and leaf.grad_dtype not in (None, grad.dtype))
-    if grad.layout == torch.strided != leaf.layout:
-        got, fix = "a dense one of a sparse leaf", f"leaf.grad = leaf.grad.to_sparse(), or {fix}"
-    elif fits:
-        return
-    raise UnsupportedGraphError(message("params", "a .grad that can be put back", got, fix))
+def _copies_of_views(
+    leaves: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return each `.grad` that may be overwritten through a buffer that it is part of, and a copy.
+
+    Not one that is part of a leaf itself, which the block is to change.
+    """
+    views = [grad for grad in grads if grad is not None and _is_part_of_buffer(grad)]
+    of_leaves = set(map(_memory, leaves)) if views else set()
+    return [(grad, grad.detach().clone()) for grad in views if _memory(grad) not in of_leaves]
 
 
 def _is_part_of_buffer(grad: Tensor) -> bool:

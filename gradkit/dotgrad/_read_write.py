@@ -170,7 +170,8 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
         by_leaf = read_grad_leaves(opened, grads)
         totals = [leaf.grad for leaf in opened.variables]
         if set(map(type, totals)) == {type(None)}:
-            grad_attribute.write_all(match_leaves(opened, grads, by_leaf))
+            pairs = match_leaves(opened, grads, by_leaf)
+            grad_attribute.write_all([pair for pair in pairs if pair[1] is not None])
             return
         if plainly_match(opened, by_leaf, totals) and grad_attribute.add_together(totals, by_leaf):
             return

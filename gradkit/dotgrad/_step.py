@@ -140,6 +140,8 @@ def _step_without_copies(
     kinds = set(map(type, by_leaf))
     some_missing = type(None) in kinds  # frozen parameters, or unused ones
     if some_missing:
+        if not params.no_ties:  # the same tensor may have a gradient in another place
+            return False
         kinds.discard(type(None))
         present = [i for i, grad in enumerate(by_leaf) if grad is not None]
         leaves, grads = [leaves[i] for i in present], [by_leaf[i] for i in present]

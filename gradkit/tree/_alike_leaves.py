@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from gradkit._compat.transforms import transforms
+from gradkit._compat.transforms import in_dual_level, transforms
 from gradkit._core.leaf_arithmetic import ARITHMETIC_DTYPES
 from gradkit._core.ownership import PLAIN_TYPES
 
@@ -31,8 +31,13 @@ def are_dense(leaves: Collection[Any]) -> TypeGuard[list[Tensor]]:
 
 
 def are_dense_constants(leaves: Collection[Any]) -> TypeGuard[list[Tensor]]:
-    """Return whether they are that, without a graph, and outside of transforms."""
-    return are_dense(leaves) and not any(map(_requires_grad, leaves)) and not transforms()
+    """Return whether they are that, without a graph or tangents, and outside of transforms."""
+    return (
+        are_dense(leaves)
+        and not any(map(_requires_grad, leaves))
+        and not transforms()
+        and not in_dual_level()
+    )
 
 
 def are_of_one_kind(

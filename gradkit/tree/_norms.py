@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradkit._compat.distributed import full_tensor, is_dtensor
-from gradkit._compat.transforms import transforms
+from gradkit._compat.transforms import in_dual_level, transforms
 from gradkit._core import pytree
 from gradkit._core.leaf_arithmetic import largest, stored_values, to_common_dtype
 from gradkit._core.options import check_bool, check_number
@@ -127,7 +127,8 @@ def _norm(dense: list[Tensor]) -> Tensor:
     # get_total_norm runs under no_grad, which would make the norm a constant; and it does not mix
     # DTensors with other tensors.
     mixed = len(set(map(is_dtensor, dense))) > 1
-    if not mixed and not transforms() and not any(leaf.requires_grad for leaf in dense):
+    is_constant = not (transforms() or in_dual_level() or any(x.requires_grad for x in dense))
+    if is_constant and not mixed:
         return full_tensor(torch.nn.utils.get_total_norm(dense))
     norms = [full_tensor(torch.linalg.vector_norm(leaf)).to(dense[0].device) for leaf in dense]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
@@ -168,7 +169,7 @@ def clip_by_global_norm(grads: PyTree, max_norm: float | Tensor) -> tuple[PyTree
     alike = leaves if take_one_kernel(leaves) else None
     norm = _norm_of_leaves(leaves) if alike is None else _checked_norm(alike, _norm_of_alike)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if alike is None or factor.requires_grad:
+    if alike is None or isinstance(max_norm, Tensor):  # of another dtype, say, or with a graph
         clipped = scale_leaves(leaves, factor)
     else:
         clipped = list(torch._foreach_mul(alike, factor))

@@ -980,6 +980,72 @@ def test_a_grad_that_does_not_fit_any_more_is_refused(
     assert (w == 1).all()
 
 
+def test_nothing_is_added_to_frozen_parameters(device: torch.device) -> None:
+    """Nor where no parameter that is trained has a `.grad` yet."""
+    w, v, frozen = (torch.ones(2, device=device, requires_grad=True) for _ in range(3))
+    frozen.requires_grad_(False)
+    frozen.grad = former = torch.full((2,), 7.0, device=device)
+    for grads in ([torch.ones(2, device=device), None, None], [None] * 3):
+        gradkit.add_grads_([w, v, frozen], grads)
+        assert frozen.grad is former
+        assert former.tolist() == [7, 7]
+        assert v.grad is None
+        assert w.grad is not None
+        assert w.grad.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("tree", [list, lambda x: dict(zip("abc", x, strict=False))])
+def test_a_tied_tensor_with_a_gradient_in_one_place_alone(device: torch.device, tree: Any) -> None:
+    w = torch.ones(2, device=device, requires_grad=True)
+    grads = tree([torch.ones(2, device=device), None])
+    optimizer = torch.optim.SGD([w], lr=1.0)
+    calls: list[Callable[[], Any]] = [
+        lambda: gradkit.step_(optimizer, tree([w, w]), grads),
+        lambda: gradkit.step_(optimizer, tree([w, w]), grads, max_norm=9.0),
+        lambda: gradkit.add_grads_(tree([w, w]), grads),
+        lambda: gradkit.write_grads_(tree([w, w]), grads),
+    ]
+    for call in calls:
+        with pytest.raises(gradkit.StructureError, match="in another place"):
+            call()
+        assert w.tolist() == [1, 1]
+        assert w.grad is None
+
+
+@pytest.mark.parametrize("max_norm", [None, 9.0])
+def test_a_step_stays_where_a_grad_is_part_of_a_parameter(
+    device: torch.device, max_norm: float | None
+) -> None:
+    w, v = (torch.ones(2, device=device, requires_grad=True) for _ in range(2))
+    w.grad, v.grad = w.detach()[:], w.detach()[:]
+    before = w.grad, v.grad
+    grads = [torch.ones(2, device=device) for _ in range(2)]
+    gradkit.step_(torch.optim.SGD([w, v], lr=0.5), [w, v], grads, max_norm=max_norm)
+    assert (w.tolist(), v.tolist()) == ([0.5, 0.5], [0.5, 0.5])
+    assert (w.grad, v.grad) == before
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("max_norm", [None, 9.0])
+def test_the_grad_of_a_strided_nested_parameter_is_refused_first(
+    device: torch.device, max_norm: float | None
+) -> None:
+    """The engine has set it, and no assignment could put it back."""
+    parts = [torch.ones(n, device=device) for n in (2, 3)]
+    nested = torch.nested.nested_tensor(parts).requires_grad_()
+    w = torch.ones(2, device=device, requires_grad=True)
+    torch.nested.to_padded_tensor(nested * 2, 0.0).sum().backward()
+    w.grad = torch.full((2,), 7.0, device=device)
+    before = nested.grad, w.grad
+    optimizer = torch.optim.SGD([nested, w], lr=0.5)
+    grads = [None, torch.ones(2, device=device)]
+    with pytest.raises(gradkit.UnsupportedGraphError, match=r"put back(?s:.*)leaf.grad = None"):
+        gradkit.step_(optimizer, [nested, w], grads, max_norm=max_norm)
+    assert w.tolist() == [1, 1]
+    assert nested.grad is before[0]
+    assert w.grad is before[1]
+
+
 @pytest.mark.parametrize("hooks", [False, True])
 def test_nothing_is_added_to_an_expanded_grad(device: torch.device, hooks: bool) -> None:
     w, v = (torch.ones(3, device=device, requires_grad=True) for _ in range(2))

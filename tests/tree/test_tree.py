@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import gradkit
 from gradkit import tree
@@ -213,6 +214,36 @@ def test_combine_with_torchjd(device: torch.device) -> None:
     for aggregator in (aggregation.Mean(), aggregation.UPGrad()):
         combined = gradkit.combine(per_loss, aggregator)
         torch.testing.assert_close(combined["w"], aggregator(matrix))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_a_max_norm_may_be_a_tensor_of_one_element(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    grads = [torch.full(shape, value, dtype=dtype, device=device) for value in (3.0, 4.0)]
+    expected, norm = tree.clip_by_global_norm(grads, 0.5)
+    for most in (torch.tensor(0.5), torch.tensor([0.5]), torch.tensor([[0.5]]).double()):
+        clipped, same = tree.clip_by_global_norm(grads, most.to(device))
+        assert [x.dtype for x in clipped] == [dtype] * 2
+        assert [x.shape for x in clipped] == [shape] * 2
+        torch.testing.assert_close(clipped, expected)
+        assert same_bits(same, norm)
+
+
+def test_tangents_of_norms_and_clipped_trees(device: torch.device) -> None:
+    w, along = torch.tensor([3.0, 4.0], device=device), torch.tensor([1.0, 2.0], device=device)
+    constant = torch.ones(2, device=device)
+
+    def both(w: Tensor) -> tuple[Tensor, Tensor]:
+        grads = {"w": w, "b": constant}
+        clipped, _ = tree.clip_by_global_norm(grads, 1.0)
+        return tree.global_norm(grads), clipped["w"]
+
+    expected = torch.func.jvp(both, (w,), (along,))[1]
+    with forward_ad.dual_level():
+        got = [forward_ad.unpack_dual(x).tangent for x in both(forward_ad.make_dual(w, along))]
+    torch.testing.assert_close(got, list(expected))
 
 
 def test_a_max_norm_with_a_graph_has_a_gradient(device: torch.device) -> None:
