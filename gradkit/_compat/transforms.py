@@ -84,7 +84,7 @@ def in_dual_level() -> bool:
 
 def is_dual(tensor: Tensor) -> bool:
     """Return whether a tensor carries a tangent of forward mode."""
-    if forward_ad._current_level < 0:
+    if not in_dual_level():
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
@@ -101,7 +101,7 @@ def is_ordinary(tensor: Tensor) -> bool:
 
 def detach_keep_tangent(tensor: Tensor) -> Tensor:
     """Return what `detach` does, or a copy that keeps the tangent of forward mode."""
-    if forward_ad._current_level < 0:
+    if not in_dual_level():
         return tensor.detach()
     with torch.no_grad():  # detach() drops the tangent; vmap has no rule for unpack_dual
         return tensor.clone()
