@@ -17,6 +17,7 @@ from gradkit._checks.ops_from_graph import ops_of
 from gradkit._checks.transform_bugs import (
     ALIASES,
     BY_FORMULA,
+    EAGER,
     TRANSFORM_BUGS,
     OpCall,
     differentiated_around,
@@ -26,6 +27,8 @@ from gradkit._compat.transforms import (
     BATCH,
     DERIVATIVES,
     autograd_grad,
+    carries_graph,
+    differentiated,
     jvp_level,
     level_of,
     recording_levels,
@@ -100,9 +103,7 @@ class OpMonitor(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation, unless it has a known bug here."""
-        name = _NAMES.get(func)
-        if name is None and isinstance(func, (OVERLOAD, OPERATOR)):
-            name = _name_of_operator(func)
+        name = name_of(func)
         constants = self._tangents_from and not torch.is_grad_enabled()
         if name == _BACKWARD_PASS:
             self.check()
@@ -210,6 +211,35 @@ class OpMonitor(TorchFunctionMode):
         )
 
 
+def name_of(func: Callable[..., Any]) -> str | None:
+    """Return the name of an operation with a bug, however it is called."""
+    name = _NAMES.get(func)
+    if name is None and isinstance(func, (OVERLOAD, OPERATOR)):
+        return _name_of_operator(func)
+    return name
+
+
+def run_by_eager_code(
+    name: str | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run what eager code calls, by its formula where a first derivative of it would be wrong."""
+    if name is not None and name != _BACKWARD_PASS and _may_be_differentiated((args, kwargs)):
+        stack = transforms()
+        if DERIVATIVES.isdisjoint(stack):
+            stack = (EAGER, *stack)
+        call = OpCall(args, kwargs, func in _FUNCTIONAL, stack, ())
+        if name in TRANSFORM_BUGS and TRANSFORM_BUGS[name].wrong_now(call):
+            _raise(name)
+        if name in BY_FORMULA and BY_FORMULA[name].wrong_now(call):
+            return FORMULAS[name](func, *args, **kwargs)
+    return func(*args, **kwargs)
+
+
+def _may_be_differentiated(given: Any) -> bool:
+    """Return whether one of the tensors that an operation is given has a graph."""
+    return any(map(carries_graph, pytree.tensors(given))) or differentiated()
+
+
 def _name_of_operator(func: Any) -> str | None:
     """Return the name of a buggy operator that was called as torch.ops.aten.name."""
     packet = func.overloadpacket if isinstance(func, OVERLOAD) else func
@@ -233,5 +263,5 @@ def _run_by_formula(name: str, func: Callable[..., Any], call: OpCall) -> Any:
 
 def _raise(name: str) -> NoReturn:
     bug = TRANSFORM_BUGS[name]
-    expected = "an operation whose derivative torch.func gets right here"
+    expected = "an operation whose derivative torch gets right here"
     raise UnsupportedGraphError(message(f"torch.{name}", expected, f"{name}: {bug.what}", bug.fix))
