@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradkit._checks.special_functions import SPECIAL_FUNCTIONS
 from gradkit._compat.nodes import saved, saved_ints, saved_or
 
 Operation = Callable[..., Any]
@@ -83,6 +84,7 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "embedding": embedding,
     "linear_cross_entropy": linear_cross_entropy,
     **dict.fromkeys(("cholesky", "cholesky_ex", "eigh", "eigvalsh"), of_symmetric),
+    **SPECIAL_FUNCTIONS,
 }
 
 

@@ -48,7 +48,7 @@ _NAMES: dict[Any, str] = {
         *((name, name) for name in (*TRANSFORM_BUGS, *BY_FORMULA)),
         *ALIASES.items(),
     ]
-    for owner in (torch, Tensor, torch.linalg, functional)
+    for owner in (torch, Tensor, torch.linalg, torch.special, functional)
     if hasattr(owner, alias)
 } | {torch.autograd.grad: _BACKWARD_PASS, autograd_grad: _BACKWARD_PASS}
 _FUNCTIONAL = {functional.batch_norm, functional.instance_norm}

@@ -142,6 +142,17 @@ def detach_keep_tangent(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
+def without_tangent(tensor: Tensor) -> Tensor:
+    """Return a tensor without the tangent of the innermost transform that differentiates it."""
+    # Those of transforms around that one, which `detach` would drop, are inside. Run on torch 2.13.
+    if _functorch.is_batchedtensor(tensor):
+        dim, level = _functorch.maybe_get_bdim(tensor), _functorch.maybe_get_level(tensor)
+        return _functorch._add_batch_dim(without_tangent(unwrapped(tensor)), dim, level)
+    if is_differentiated_tensor(tensor):
+        return unwrapped(tensor)
+    return forward_ad.unpack_dual(tensor).primal  # type: ignore[no-untyped-call, no-any-return]
+
+
 def level_of(tensor: Tensor) -> int:
     """Return the transform level that a tensor belongs to, -1 for none."""
     return _functorch.maybe_get_level(tensor)
@@ -154,6 +165,7 @@ def is_transform_tensor(tensor: Tensor) -> bool:
 
 # Whether grad, vjp or jvp has wrapped a tensor.
 is_differentiated_tensor: Callable[[Tensor], bool] = _functorch.is_gradtrackingtensor
+unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
 
 
 def unbatched(tensor: Tensor) -> Tensor:
