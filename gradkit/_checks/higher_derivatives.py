@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from gradkit._checks.differentiable_formulas import has_formula
+from gradkit._checks.special_points import KINDS, refuse_special_points
 from gradkit._checks.wrong_derivatives_table import NODES, SWEPT
 from gradkit._compat.autograd import forward_class
 from gradkit._compat.distributed import is_dtensor
@@ -69,6 +70,7 @@ _MISSING = {kind: text for kind, text in _EVER_MISSING.items() if not is_mended(
 # The derivative of torch.compile's backward pass is a node that raises. It has no path to what the
 # function was computed from where that is not saved, and is left out then.
 _REFUSED = {kind.removesuffix(IN_EVAL_MODE) for kind in _WRONG} | {COMPILED} | _MISSING.keys()
+_REFUSED |= {kind.__name__ for kind in KINDS}  # for what they have saved
 _DTENSORS_ARE_WRONG = not is_mended("DTensor")
 
 
@@ -107,9 +109,11 @@ def refuse_wrong_derivative(
     once = set(filter(_is_once_differentiable, user_functions(below.kinds)))
     if not once and not may_be_wrong(below.kinds):
         return
+    leading = below.leading_to(variables)
+    refuse_special_points(where, leading, create_graph=True)
     nodes = {
         kind_of_node(node): type(node)
-        for node in below.leading_to(variables)
+        for node in leading
         if not (by_formula and has_formula(node))  # by which `InnerPass` differentiates
     }
     for name, kind in sorted(nodes.items()):

@@ -36,7 +36,7 @@ from gradkit._compat.transforms import (
 )
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
-from gradkit._state.copy_on_write import CopyOnWrite
+from gradkit._state.copy_on_write import CopyOnWrite, is_in_place
 from gradkit.errors import UnsupportedGraphError, message
 
 __all__ = ["TRANSFORM_BUGS", "OpMonitor"]
@@ -114,8 +114,10 @@ class OpMonitor(TorchFunctionMode):
             call = OpCall(*given, is_functional, transforms(), self._outer)
             if name not in BY_FORMULA:
                 self._note(name, call)
-            elif not constants:
-                return _run_by_formula(name, func, call)
+            elif not constants and _needs_formula(name, call):
+                if not writes_in_place(func):
+                    return FORMULAS[name](func, *call.args, **call.kwargs)
+                func, args, kwargs = Tensor.copy_, (args[0], _value_in_place(name, call)), {}
         if self._writes is not None:
             result = self._writes.run(func, args, kwargs or {})
         elif constants:
@@ -228,10 +230,13 @@ def run_by_eager_code(
         if DERIVATIVES.isdisjoint(stack):
             stack = (EAGER, *stack)
         call = OpCall(args, kwargs, func in _FUNCTIONAL, stack, ())
-        if name in TRANSFORM_BUGS and TRANSFORM_BUGS[name].wrong_now(call):
+        if name in BY_FORMULA:
+            if BY_FORMULA[name].wrong_now(call):
+                if writes_in_place(func):
+                    return args[0].copy_(_value_in_place(name, call))
+                return FORMULAS[name](func, *args, **kwargs)
+        elif TRANSFORM_BUGS[name].wrong_now(call):
             _raise(name)
-        if name in BY_FORMULA and BY_FORMULA[name].wrong_now(call):
-            return FORMULAS[name](func, *args, **kwargs)
     return func(*args, **kwargs)
 
 
@@ -247,18 +252,30 @@ def _name_of_operator(func: Any) -> str | None:
     return name if name in TRANSFORM_BUGS or name in BY_FORMULA else None
 
 
-def _run_by_formula(name: str, func: Callable[..., Any], call: OpCall) -> Any:
-    """Run an operation, by its formula where a derivative of it would be wrong."""
+def _needs_formula(name: str, call: OpCall) -> bool:
+    """Return whether a derivative of an operation would be wrong without its formula."""
     bug = BY_FORMULA[name]
-    wrong = bug.wrong_now(call)
-    if not wrong and bug.wrong_now(call.differentiated_by_eager_code()):
-        # Wrong if eager code differentiates what the transforms give.
-        tensors = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
-        # torch.compile cannot tell.
-        wrong = torch.compiler.is_compiling() or any(0 in recording_levels(x) for x in tensors)
-    if wrong:
-        return FORMULAS[name](func, *call.args, **call.kwargs)
-    return func(*call.args, **call.kwargs)
+    if call.kwargs.get("out") is not None:  # which torch does not differentiate
+        return False
+    if bug.wrong_now(call):
+        return True
+    if not bug.wrong_now(call.differentiated_by_eager_code()):
+        return False
+    # Wrong if eager code differentiates what the transforms give; torch.compile cannot tell.
+    tensors = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
+    return torch.compiler.is_compiling() or any(0 in recording_levels(x) for x in tensors)
+
+
+def writes_in_place(func: Callable[..., Any]) -> bool:
+    """Return whether an operation writes on its first argument."""
+    return is_in_place(getattr(func, "overloadpacket", func).__name__)
+
+
+def _value_in_place(name: str, call: OpCall) -> Tensor:
+    """Return what an operation in place is to write, by its formula."""
+    written, *others = call.args
+    value: Tensor = FORMULAS[name](getattr(Tensor, name), written.clone(), *others, **call.kwargs)
+    return value
 
 
 def _raise(name: str) -> NoReturn:

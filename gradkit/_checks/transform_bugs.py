@@ -157,6 +157,14 @@ def _has_values_to_differentiate(call: OpCall, _: Stack) -> bool:
     return isinstance(values, Tensor) and (values.requires_grad or "Jvp" in call.stack)
 
 
+def _reduces_wrongly(call: OpCall, stack: Stack) -> bool:
+    """Return whether the rule of scatter_reduce, or index_reduce, is wrong for some values."""
+    reduce = call.argument(4, "reduce")
+    if reduce == "prod":
+        return stack != ("Grad",)
+    return reduce in {"amax", "amin"} and call.kwargs.get("include_self") is False
+
+
 def _may_vary(call: OpCall, _: Stack) -> bool:
     """Return whether an operation is given what has a graph, or a tangent."""
     if torch.compiler.is_compiling():  # which cannot tell
@@ -201,13 +209,12 @@ _BY_HAND: dict[str, TransformBug] = {
         concerns=_has_values_to_differentiate,
     ),
     "lu_solve": TransformBug("torch.linalg.solve(a, b)"),
+    # This and scatter_reduce, where only the graph tells of a call. Others run by formulas.
     "det": TransformBug(f"{_OVER_JVP}; a third derivative by gradkit.value_and_grads, eagerly"),
-    **dict.fromkeys(
-        ("slogdet", "logdet", "householder_product", "cumprod"), TransformBug(_OVER_JVP)
-    ),
+    **dict.fromkeys(("slogdet", "logdet", "householder_product"), TransformBug(_OVER_JVP)),
     **dict.fromkeys(("solve", "solve_ex", "tensorsolve"), TransformBug(_SOLVED)),
     **dict.fromkeys(
-        ("cholesky_inverse", "triangular_solve", "eig", "eigvals", "prod"), TransformBug(_FORWARD)
+        ("cholesky_inverse", "triangular_solve", "eig", "eigvals"), TransformBug(_FORWARD)
     ),
     "scatter_reduce": TransformBug(
         _FORWARD, concerns=lambda call, _: call.argument(4, "reduce") == "prod"
@@ -222,6 +229,13 @@ _BY_HAND: dict[str, TransformBug] = {
 # points: the transforms under which these are wrong elsewhere.
 FIRST: tuple[Stack, ...] = (("Grad",), ("Jvp",))
 NOT_SWEPT: dict[str, tuple[Stack, ...]] = dict.fromkeys(DROPPED, FIRST)
+# Those where a formula is right and torch is wrong, or may be: at singular matrices and equal
+# singular values, at ties, at zeros, at entries far apart.
+AT_SOME_VALUES: dict[str, tuple[Stack, ...]] = {
+    **dict.fromkeys(("det", "sinc"), FIRST),
+    **dict.fromkeys(("scatter_reduce", "index_reduce"), (*FIRST, ("Grad", "Grad"))),
+    **dict.fromkeys(("logcumsumexp", "weight_norm"), (("Jvp",),)),
+}
 
 
 def stacks_of(name: str) -> tuple[Stack, ...]:
@@ -233,8 +247,17 @@ def stacks_of(name: str) -> tuple[Stack, ...]:
 EVERY_TRANSFORM_BUG = {name: replace(bug, stacks=stacks_of(name)) for name, bug in _BY_HAND.items()}
 TRANSFORM_BUGS = {name: bug for name, bug in EVERY_TRANSFORM_BUG.items() if bug.stacks}
 # Operations that run by a formula where torch's own rules are wrong.
-BY_FORMULA = {name: TransformBug("", stacks_of(name)) for name in FORMULAS if stacks_of(name)}
-BY_FORMULA |= {name: replace(BY_FORMULA[name], concerns=_may_vary) for name in SPECIAL_FUNCTIONS}
+_CONCERNS: dict[str, Condition] = {
+    **dict.fromkeys(SPECIAL_FUNCTIONS, _may_vary),
+    "scatter_reduce": _reduces_wrongly,
+    # Of forward mode it has none.
+    "index_reduce": lambda call, stack: stack == ("Jvp",) or _reduces_wrongly(call, stack),
+}
+BY_FORMULA = {
+    name: TransformBug("", stacks, _CONCERNS.get(name, TransformBug.concerns))
+    for name in FORMULAS
+    if (stacks := (*stacks_of(name), *AT_SOME_VALUES.get(name, ())))
+}
 # The same under other names, and torch's operators beneath them.
 _EVERY_ALIAS = {
     "native_layer_norm": "layer_norm",
@@ -242,7 +265,7 @@ _EVERY_ALIAS = {
     "_native_batch_norm_legit": "batch_norm",
     "_batch_norm_with_update": "batch_norm",
     "_cdist_forward": "cdist",
-    "scatter_reduce_": "scatter_reduce",
+    **{f"{name}_": name for name in ("scatter_reduce", "index_reduce", "sinc", "cumprod")},
     "index_fill_": "index_fill",
     "_weight_norm_interface": "weight_norm",
     "orgqr": "householder_product",
