@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -14,7 +14,10 @@ from gradkit._compat.transforms import function_modes, remove_function_mode, sli
 
 
 class ForwardMonitor(TorchFunctionMode):
-    """Gives the operations whose first derivative torch gets wrong a formula, or refuses them."""
+    """Gives the operations whose first derivative torch gets wrong a formula, or refuses them.
+
+    `with ForwardMonitor():` is for code that gradkit calls; blocks of `checked()` may overlap.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,9 +32,16 @@ class ForwardMonitor(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation; inside a call of gradkit.func, its own monitor sees to that."""
-        if not (self._blocks and torch.is_grad_enabled()) or active_monitors():
+        name = name_of(func)
+        if name is None or not (self._blocks and torch.is_grad_enabled()) or active_monitors():
             return func(*args, **kwargs) if kwargs else func(*args)
-        return run_by_eager_code(name_of(func), func, args, kwargs or {})
+        return run_by_eager_code(name, func, args, kwargs or {})
+
+    def __enter__(self) -> Self:
+        """Watch until the end of the block."""
+        self._blocks += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def enter_block(self) -> None:
         """Watch until the last of some blocks that overlap has ended."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from gradkit._checks.differentiable_formulas import has_formula
+from gradkit._checks.missing_derivatives import without_second
 from gradkit._checks.special_points import KINDS, refuse_special_points
 from gradkit._checks.wrong_derivatives_table import NODES, SWEPT
 from gradkit._compat.autograd import forward_class
@@ -122,7 +123,7 @@ def refuse_wrong_derivative(
         if name in _WRONG:
             raise UnsupportedGraphError(_wrong(where(), name))
         if name in _MISSING:
-            raise UnsupportedGraphError(missing_message(where(), *_MISSING[name]))
+            raise UnsupportedGraphError(message(where(), *without_second(*_MISSING[name])))
         if name == COMPILED and not user_functions([kind]):
             raise UnsupportedGraphError(_compiled(where()))
 
@@ -161,16 +162,6 @@ def _compiled(where: str) -> str:
         "a graph that torch.compile has compiled, whose derivative cannot be",
         "leave out create_graph=True; call the module that is not compiled; or compile the "
         "function that takes all derivatives",
-    )
-
-
-def missing_message(where: str, operation: str, fix: str) -> str:
-    """Return the message for an operation whose second derivative torch does not have."""
-    return message(
-        where,
-        "a graph whose derivative can be differentiated",
-        f"{operation}, whose second derivative torch does not have",
-        f"leave out create_graph=True; take unroll(..., first_order=True); or {fix}",
     )
 
 
