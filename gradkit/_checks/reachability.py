@@ -29,7 +29,7 @@ from gradkit.errors import (
 _CUT = (
     "none: the loss was not computed from it, or the path is cut (detach(), .data, .item(), "
     "no_grad, another copy of the model, an in-place change after its use, a custom Function that "
-    "returns None)"
+    "returns None, a checkpoint with use_reentrant=True none of whose inputs requires grad)"
 )
 
 
