@@ -124,7 +124,8 @@ def check_sums_and_counts(device: torch.device, sizes: list[list[int]]) -> None:
     x = torch.randn(total, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     parts = x.to(device).split([size for own in sizes for size in own])
     first = sum(map(len, sizes[:rank]))
-    local, count = gradkit.tree.zeros_like(model), torch.zeros((), device=device)
+    count = torch.zeros((), device=device, dtype=torch.float64)
+    local = gradkit.tree.zeros_like(model)
     for part in parts[first : first + len(sizes[rank])]:
         _, grads = gradkit.value_and_grads(model(part).square().sum(), model)
         gradkit.tree.add_(local, grads)
