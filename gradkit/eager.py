@@ -303,7 +303,7 @@ def per_loss_grads(
     check_pass_options(unused, create_graph, retain_graph)
     check_batching(strategy, chunk_size)
     with leave_inference_mode():
-        flat_losses = read_losses(losses, scalar=False, with_graph=True)
+        flat_losses = read_losses(losses, scalar=False)
         flat_params = flat_params or read_params(params)
         result = run_separately(
             flat_losses,

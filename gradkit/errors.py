@@ -101,7 +101,7 @@ class GradientCheckError(GradkitError, AssertionError):
 
 
 class GradkitWarning(UserWarning):
-    """A fallback that costs time, a solve that has not converged, or a find of `checked()`."""
+    """A fallback that costs time, a solve that has not converged, or a mistake in your code."""
 
 
 def message(where: str, expected: str, got: str, do: str) -> str:
@@ -161,10 +161,13 @@ def warn_fallback(text: str) -> None:
     warnings.warn(text, GradkitWarning, stacklevel=level_of_the_caller())
 
 
+_NOT_THE_CALLER = {"gradkit", "torch", "contextlib"}  # the last ends a block of ours
+
+
 def level_of_the_caller() -> int:
     """Return the stack level, seen from the function that warns, of the code that called us."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_globals.get("__name__", "").partition(".")[0] in {"gradkit", "torch"}:
+    while frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_CALLER:
         if frame.f_back is None:
             break
         level, frame = level + 1, frame.f_back

@@ -25,7 +25,13 @@ from gradkit._core.module_names import choose_modules
 from gradkit._core.options import check_bool
 from gradkit._core.pass_observers import observing
 from gradkit._core.pytree import PyTree
-from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, message
+from gradkit.errors import (
+    OptionError,
+    StructureError,
+    UnsupportedGraphError,
+    message,
+    warn_fallback,
+)
 
 __all__ = ["RetainedGrads", "safe_retain"]
 
@@ -116,7 +122,8 @@ def safe_retain(
     the tensors; `torch.autograd.grad`, `.backward()` or `backward_` for some params only, and
     passes of other threads reach those that lie on a path to their params, and are recorded as by
     `retain_grad()`. Passes whose gradients a call does not return, such as those of `gram`, of
-    norms, and of the Gramian behind `value_and_grads(weights=function)`, are not recorded.
+    norms, and of the Gramian behind `value_and_grads(weights=function)`, are not recorded. A block
+    that no pass has reached, and that ends without an error, warns (`GradkitWarning`).
 
     Example:
         >>> import torch, gradkit
@@ -178,9 +185,18 @@ def safe_retain(
                 passes.enter_context(observing(one._recorders))
             yield retained
         for one in every:
-            one._recorders.before_pass()
+            one._recorders.check()
         if require_runs is not None:
             require_runs()
+        reached = [reached for one in every for reached in one._recorders.reached()]
+        if reached and not any(reached):
+            warn_fallback(_NO_PASS)
+
+
+_NO_PASS = (
+    "safe_retain: no backward pass inside the block reached any of its tensors, so that all "
+    "gradients are None. Run the pass inside the with block, not before or after it."
+)
 
 
 def _watch_tensors(retained: RetainedGrads, tensors: PyTree) -> None:

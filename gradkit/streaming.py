@@ -124,7 +124,7 @@ def gram(
     check_optional_bool("retain_graph", retain_graph)
     check_chunk_size(chunk_size)
     with leave_inference_mode():
-        flat = read_losses(losses, scalar=False, with_graph=True), read_params(params)
+        flat = read_losses(losses, scalar=False), read_params(params)
         return gramian(*flat, chunk_size=chunk_size, retain=bool(retain_graph))
 
 
@@ -170,7 +170,7 @@ def per_loss_norms(
     check_optional_bool("retain_graph", retain_graph)
     check_chunk_size(chunk_size)
     with leave_inference_mode():
-        flat = read_losses(losses, scalar=False, with_graph=True), read_params(params)
+        flat = read_losses(losses, scalar=False), read_params(params)
         return norms.norms(*flat, chunk_size=chunk_size, retain=bool(retain_graph))
 
 
@@ -284,7 +284,7 @@ def clipped_sum(
 
 
 def _read_samples(losses: Tensor) -> Losses:
-    flat = read_losses(losses, scalar=False, with_graph=True)
+    flat = read_losses(losses, scalar=False)
     if len(flat.leaves) != 1 or flat.leaves[0].dim() != 1:
         fix = "reduction='none' in the loss function; gradkit.per_loss_norms for a tree of losses"
         if len(flat.leaves) == 1 and flat.leaves[0].dim() > 1:

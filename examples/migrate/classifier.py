@@ -38,7 +38,7 @@ def legacy(model: nn.Module, batches: Sequence[Batch]) -> float:
         optimizer.zero_grad()
         total = 0.0
         for x, y in zip(images.chunk(PARTS), digits.chunk(PARTS), strict=True):
-            loss = cross_entropy(model(x), y) / PARTS
+            loss = cross_entropy(model(x), y, reduction="sum") / len(digits)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         clip_grad_norm_(model.parameters(), MAX_NORM)
@@ -55,7 +55,7 @@ def functional(model: nn.Module, batches: Sequence[Batch]) -> float:
         grads = None
         total = 0.0
         for x, y in zip(images.chunk(PARTS), digits.chunk(PARTS), strict=True):
-            loss = cross_entropy(model(x), y) / PARTS
+            loss = cross_entropy(model(x), y, reduction="sum") / len(digits)
             value, new = gradkit.value_and_grads(loss, model)
             grads = new if grads is None else gradkit.tree.add(grads, new)
             total += value.item()

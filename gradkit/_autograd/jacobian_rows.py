@@ -134,7 +134,7 @@ def read_jacobian_rows(
     losses: Losses, params: Params, allowed: Collection[str] = ()
 ) -> JacobianRows:
     """Check a call whose gradients are to be consumed."""
-    group = require_graph(losses, losses.leaves)
+    group = require_graph(losses, losses.leaves, [params])
     call = Call(losses, losses.leaves, [Pass([index], params) for index in group])
     check_call(call, allowed)
     if user_code_may_run_in(call):

@@ -63,7 +63,7 @@ def run_jointly(
     """Run one pass for the weighted sum of the losses."""
     by_loss = read_weights(weights, losses)
     outputs, seeds = weighted_outputs(losses, by_loss)
-    group = require_graph(losses, outputs)
+    group = require_graph(losses, outputs, [params])
     call = Call(losses, outputs, [Pass(group, params)], unused, create_graph)
     check_call(call, allowed)
     retain = create_graph if retain_graph is None else retain_graph
@@ -124,7 +124,7 @@ def run_separately(
     runner: RunnerFactory = PassRunner,
 ) -> PassResult:
     """Run the passes for every loss that carries a graph, by itself."""
-    group = [index for index, loss in enumerate(losses.leaves) if loss.requires_grad]
+    group = require_graph(losses, losses.leaves, [params])
     passes = [Pass([index], params) for index in group]
     call = Call(losses, losses.leaves, passes, unused, create_graph)
     if unused == "error":
@@ -223,7 +223,7 @@ def run_players(
 ) -> PassResult:
     """Run a pass for each loss that carries a graph."""
     losses = players.losses
-    group = require_graph(losses, losses.leaves)
+    group = require_graph(losses, losses.leaves, players.params)
     passes = [Pass([index], players.params[index]) for index in group]
     call = Call(losses, losses.leaves, passes, unused, create_graph)
     check_call(call, allowed)

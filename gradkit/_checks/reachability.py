@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn
 
 from torch import Tensor
@@ -28,7 +29,7 @@ from gradkit.errors import (
 _CUT = (
     "none: the loss was not computed from it, or the path is cut (detach(), .data, .item(), "
     "no_grad, another copy of the model, an in-place change after its use, a custom Function that "
-    "returns None)"
+    "returns None, a checkpoint with use_reentrant=True none of whose inputs requires grad)"
 )
 
 
@@ -130,9 +131,15 @@ def require_reached(call: Call, results: Sequence[Grads], unused: str | None = N
     _refuse_replaced(_without_gradient(call, results), call)
     if any(grad is not None for grads in results for grad in grads):
         return
-    # Not for a gradient that is a constant, of a linear function, say: its derivative is zero.
-    if ZERO_DERIVATIVE_NODE not in call.graph.below(call.differentiated).kinds:
+    if not any(map(partial(_has_zero_derivative, call), call.passes)):
         refuse_nothing_reached(call)
+
+
+def _has_zero_derivative(call: Call, one: Pass) -> bool:
+    """Return whether a pass leads from a constant gradient to what that was computed from."""
+    # That of a linear function, say: it has no derivative, and None is right.
+    executed = call.graph.below(one.losses).leading_to(one.params.variables)
+    return ZERO_DERIVATIVE_NODE in set(map(type, executed))
 
 
 _ONLY_NONE = {type(None)}

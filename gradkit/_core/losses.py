@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from gradkit._core import pytree
 from gradkit._core.options import is_number
 from gradkit._core.ownership import PLAIN_TYPES
-from gradkit._core.params import expand_params
+from gradkit._core.params import Params, expand_params
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import (
     DetachedLossError,
@@ -57,7 +57,6 @@ def read_losses(
     tree: PyTree,
     *,
     scalar: bool,
-    with_graph: bool = False,
     returned: bool = False,
     may_be_aux: bool = False,
 ) -> Losses:
@@ -77,8 +76,6 @@ def read_losses(
             if may_be_aux and type(tree) is tuple and len(tree) == 2:
                 fix += "; if this is aux, pass has_aux=True"
             raise error(message(losses.path(index), expected, describe(loss), fix))
-    if with_graph and not any(loss.requires_grad for loss in leaves):
-        raise DetachedLossError(message(losses.first_paths(), *_NO_GRAPH))
     return losses
 
 
@@ -121,21 +118,41 @@ def _advice_for_no_tensor(loss: object, returned: bool) -> str:
     return "call it, and pass the loss; or gradkit.func.value_and_grads(fn)(params)"
 
 
-_NO_GRAPH = (
-    "a loss that carries a graph",
-    "only constants: made under no_grad or inference_mode, detached, or from inputs none of which "
-    "requires grad",
-    "compute the loss from the parameters with gradients enabled; gradkit returns detached values: "
-    "pass the loss itself, or get them with create_graph=True",
+_CONSTANTS = (
+    "only constants: made under no_grad or inference_mode, detached, from inputs none of which "
+    "requires grad, or by a checkpoint with use_reentrant=True of such inputs"
+)
+_WITH_GRAPH = (
+    "compute the loss from the parameters with gradients enabled, and checkpoint with "
+    "use_reentrant=False; gradkit returns detached values: pass the loss itself, or get them with "
+    "create_graph=True"
 )
 
 
-def require_graph(losses: Losses, outputs: Sequence[Tensor]) -> list[int]:
+def require_graph(
+    losses: Losses, outputs: Sequence[Tensor], params: Sequence[Params] = ()
+) -> list[int]:
     """Return the indices of the outputs, one for each loss, that carry a graph; raise if none."""
     differentiable = [index for index, output in enumerate(outputs) if output.requires_grad]
     if not differentiable:
-        raise DetachedLossError(message(losses.first_paths(), *_NO_GRAPH))
+        raise DetachedLossError(_why_constant(losses, params))
     return differentiable
+
+
+def _why_constant(losses: Losses, params: Sequence[Params]) -> str:
+    """Return the message for losses without a graph, which names the params that are frozen."""
+    frozen = [leaf for one in params for leaf in one.frozen_leaves()]
+    if not frozen:
+        return message(losses.first_paths(), "a loss that carries a graph", _CONSTANTS, _WITH_GRAPH)
+    paths = ", ".join(frozen[:3]) + (", ..." if len(frozen) > 3 else "")
+    call = f"call {frozen[0]}.requires_grad_() before the forward pass"
+    if not any(one.variables for one in params):
+        got = f"none that does, and so no loss that carries a graph: {losses.first_paths()}"
+        fix = f"{call}; state_dict() and .data are detached, so pass the module"
+        return message(paths, "parameters that require grad", got, fix)
+    got = f"{_CONSTANTS}; without requires_grad is {paths}"
+    fix = f"{_WITH_GRAPH}; or {call}"
+    return message(losses.first_paths(), "a loss that carries a graph", got, fix)
 
 
 def params_of_each_loss(losses: Losses, params: PyTree) -> list[PyTree]:

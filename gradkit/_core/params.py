@@ -104,6 +104,15 @@ class Params:
             rows = list(map(self.per_leaf, rows))
         return [pytree.unflatten(self.spec, row) for row in rows]
 
+    def frozen_leaves(self) -> list[str]:
+        """Return the paths of the leaves that could be variables if they required grad."""
+        return [
+            pytree.path(self.spec, index, self.root)
+            for index, (leaf, slot) in enumerate(zip(self.leaves, self.slots, strict=True))
+            if slot is None and leaf is not None
+            if leaf.dtype.is_floating_point or leaf.dtype.is_complex
+        ]
+
     def path(self, variable: int) -> str:
         """Return the path of the first leaf that is this variable."""
         return pytree.path(self.spec, list(self.slots).index(variable), self.root)

@@ -37,10 +37,13 @@ class Origins:
         self._lists = ListCheck(program, holders)
         self._changes: dict[tuple[str, Scope], list[ast.AST]] = {}
 
-    def origin(self, text: str, scope: Scope) -> OptimizerOrigin | None:
+    def origin(
+        self, text: str, scope: Scope, inside: frozenset[Scope] = frozenset()
+    ) -> OptimizerOrigin | None:
         """Return how the optimizer that a scope calls by this name was made, if that is sure."""
+        # `inside` are functions whose callers are being asked: one that calls itself is not sure.
         if text in parameters(scope):
-            return self._origin_from_callers(text, scope)
+            return self._origin_from_callers(text, scope, inside | {scope})
         if self._doubt(text, scope) is not None:
             return None
         (made,) = self._program.bindings_seen_from(text, scope)
@@ -143,13 +146,15 @@ class Origins:
         nodes = self._holders.nodes(one)
         return [n for n in nodes if not isinstance(n.ctx, ast.Load) and n is not made.node]
 
-    def _origin_from_callers(self, text: str, scope: Scope) -> OptimizerOrigin | None:
+    def _origin_from_callers(
+        self, text: str, scope: Scope, inside: frozenset[Scope]
+    ) -> OptimizerOrigin | None:
         """Return how an argument was made, if each call in this file gives its owner, too."""
         owners: set[str] | None = None
         for caller, given in self._program.calls_of(scope):
             passed = dotted(given.get(text, ast.Pass()))
-            is_seen = passed and "." not in passed and caller is not scope
-            origin = self.origin(passed, caller) if is_seen else None
+            is_seen = passed and "." not in passed and caller not in inside
+            origin = self.origin(passed, caller, inside) if is_seen else None
             if origin is None or not origin.owner:
                 return None
             same = {name for name, value in given.items() if dotted(value) == origin.owner}

@@ -216,15 +216,29 @@ class Uses:
 
     def is_made_here(self, node: ast.expr) -> bool:
         """Return whether a value is of a class of this file."""
-        if isinstance(node, ast.Call):
-            if dotted(node.func) in self._program.classes:
-                return True
-            return isinstance(node.func, ast.Attribute) and self.is_made_here(node.func.value)
-        text = dotted(node)
-        made = self._program.assignments.get(text, [])
-        if text == "self" and not made:
-            return True
-        return bool(made) and all(a.value and self.is_made_here(a.value) for a in made)
+        sources = list(self._sources(node))
+        return bool(sources) and all(map(self._is_instance_of_own_class, sources))
+
+    def _sources(self, node: ast.expr) -> Iterator[ast.expr | None]:
+        """Yield the values that one may come from by assignments and methods."""
+        pending: list[ast.expr | None] = [node]
+        seen = set[str]()
+        while pending:
+            value = pending.pop()
+            text = "" if value is None else dotted(value)
+            made = self._program.assignments.get(text, [])
+            if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+                pending.append(value.func.value)
+            elif not made:
+                yield value
+            elif text not in seen:  # out = out.view(-1): what it was made from tells, not this
+                seen.add(text)
+                pending += [assignment.value for assignment in made]
+
+    def _is_instance_of_own_class(self, value: ast.expr | None) -> bool:
+        if isinstance(value, ast.Call):
+            return dotted(value.func) in self._program.classes
+        return value is not None and dotted(value) == "self"
 
     def _from_calls(self, node: ast.Return, holder: Holder) -> Iterator[Holder]:
         """Yield the holders of what a function returns, where it is called."""

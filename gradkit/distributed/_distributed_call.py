@@ -32,7 +32,7 @@ class DistributedCall:
         losses = read_losses(self.losses, scalar=self.joint)
         read_weights(self.weights, losses)
         params = read_params(self.module, allow_distributed=True)
-        require_graph(losses, losses.leaves)
+        require_graph(losses, losses.leaves, [params])
         return losses, params
 
     def run(self, losses: Losses, params: Params, **options: Any) -> PassResult:

@@ -79,8 +79,8 @@ def backward_(
     with leave_inference_mode():
         flat = read_losses(losses, scalar=True)
         outputs, seeds = weighted_outputs(flat, read_weights(weights, flat))
-        group = require_graph(flat, outputs)
         opened = NO_PARAMS if params is None else read_params(params)
+        group = require_graph(flat, outputs, [opened])
         call = Call(flat, outputs, [Pass(group, opened)], create_graph=create_graph)
         if params is None:
             check_backward_to_leaves(call)

@@ -215,16 +215,24 @@ def _check_arguments(
 def _pairs_of_optimizer(params: Params, pairs: Pairs, own_params: Iterable[Tensor]) -> Pairs:
     """Return the pairs of the optimizer's own params; raise if another one has a gradient."""
     own = {id(param) for param in own_params}
-    for leaf, grad in pairs:
-        if grad is not None and id(leaf) not in own:
-            where = _path(params, leaf)
-            got = f"{describe(leaf)} that it does not have: its gradient would be dropped"
-            advice = (
-                "pass the part of params and grads that this optimizer steps; or "
-                "_, grads = value_and_grads(losses, optimizer); step_(optimizer, optimizer, grads)"
-            )
-            raise StructureError(message(where, "a parameter of the optimizer", got, advice))
+    with_grad = [leaf for leaf, grad in pairs if grad is not None]
+    others = [leaf for leaf in with_grad if id(leaf) not in own]
+    if others:
+        got = f"{describe(others[0])} that it does not have: its gradient would be dropped"
+        fix = _OF_OTHER_PARAMS if len(others) == len(with_grad) else _OF_SOME_PARAMS
+        where = _path(params, others[0])
+        raise StructureError(message(where, "a parameter of the optimizer", got, fix))
     return [pair for pair in pairs if id(pair[0]) in own]
+
+
+_OF_SOME_PARAMS = (
+    "pass the part of params and grads that this optimizer steps; or "
+    "_, grads = value_and_grads(losses, optimizer); step_(optimizer, optimizer, grads)"
+)
+_OF_OTHER_PARAMS = (
+    "make an optimizer of these parameters, torch.optim.SGD(model.parameters(), lr=0.1): this one "
+    "has none of those with a gradient, as one of another model or of a copy"
+)
 
 
 def _refuse_sparse(params: Params, pairs: Pairs) -> None:

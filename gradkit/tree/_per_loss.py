@@ -54,7 +54,8 @@ def to_matrix(
 
     Raises:
         LeafTypeError: A gradient is not a tensor.
-        StructureError: There are no losses, or their gradients do not match.
+        StructureError: There are no losses, their gradients do not match, or `per_loss` is the
+            gradient of one call of `value_and_grads`, as the names of its parameters show.
 
     Source:
         `jax.flatten_util.ravel_pytree`, for each loss.
@@ -111,7 +112,8 @@ def gram(per_loss: PyTree, *, losses: PyTree | None = None) -> Tensor:
 
     Raises:
         LeafTypeError: A gradient is not a tensor.
-        StructureError: There are no losses, or their gradients do not match.
+        StructureError: There are no losses, their gradients do not match, or `per_loss` is the
+            gradient of one call of `value_and_grads`, as the names of its parameters show.
 
     Source:
         Section 6 of Quinton and Rey 2024, "Jacobian Descent for Multi-Objective Optimization",
@@ -166,8 +168,8 @@ def combine(
 
     Raises:
         LeafTypeError: A gradient is not a tensor, or a weight is not a real number.
-        StructureError: There are no losses, trees do not match, or the aggregator returns another
-            shape than `[n]`.
+        StructureError: There are no losses, trees do not match, `per_loss` is the gradient of one
+            call of `value_and_grads`, or the aggregator returns another shape than `[n]`.
 
     Source:
         Aggregators: Quinton and Rey 2024, "Jacobian Descent for Multi-Objective Optimization",
@@ -203,7 +205,8 @@ def weighted_sum(
 
     Raises:
         LeafTypeError: A gradient is not a tensor, or a weight is not a real number.
-        StructureError: There are no losses, or trees do not match.
+        StructureError: There are no losses, trees do not match, or `per_loss` is the gradient of
+            one call of `value_and_grads`.
 
     Source:
         `torch.tensordot` of the weights and the stacked gradients, leaf by leaf.

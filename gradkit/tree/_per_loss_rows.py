@@ -90,6 +90,8 @@ def read_per_loss_rows(per_loss: PyTree, losses: PyTree | None) -> PerLossRows:
         expected = "the gradients of at least one loss, with the losses as its top level"
         fix = "pass what per_loss_grads returned; for a lone loss, also losses=, the loss itself"
         raise StructureError(message("per_loss", expected, "none", fix))
+    if losses is None and isinstance(per_loss, dict):
+        _refuse_gradient_of_module(dict(zip(per_loss, trees, strict=False)))
 
     def path(loss: int) -> str:
         return pytree.path(level, loss, "per_loss")
@@ -97,7 +99,10 @@ def read_per_loss_rows(per_loss: PyTree, losses: PyTree | None) -> PerLossRows:
     def leaf_path(leaf: int, loss: int) -> str:
         return pytree.path(spec, leaf, path(loss))
 
-    by_loss, spec = flatten_aligned(trees, path)
+    try:
+        by_loss, spec = flatten_aligned(trees, path)
+    except StructureError as error:
+        raise StructureError(f"{error}; or {_OF_EACH_LOSS}") from None
     for leaf, column in enumerate(zip(*by_loss, strict=True)):
         _check_column(column, shapes, partial(leaf_path, leaf))
     pairs = zip(by_loss, shapes, strict=True)
@@ -106,6 +111,36 @@ def read_per_loss_rows(per_loss: PyTree, losses: PyTree | None) -> PerLossRows:
         fix = "leave out losses without elements"
         raise StructureError(message("losses", "at least one element", "none", fix))
     return PerLossRows(rows, list(map(prod, shapes)), level, spec.unflatten)
+
+
+_OF_EACH_LOSS = (
+    "pass what gradkit.per_loss_grads(losses, params) returned, whose top level is the losses, and "
+    "not the gradient of one call of value_and_grads"
+)
+
+
+def _refuse_gradient_of_module(by_name: dict[Any, Any]) -> None:
+    """Raise if these are the parameters of a module, which would be taken for losses."""
+    # Other names tell nothing: per_loss_grads(losses, w) of one tensor returns such a dict, too.
+    if not all(isinstance(leaf, Tensor | None) for leaf in by_name.values()):
+        return
+    known = [name for name in by_name if isinstance(name, str) and _is_of_parameter(name)]
+    if len(known) == len(by_name) or any("." in name for name in known):
+        expected = "the gradients of several losses, with the losses as its top level"
+        got = f"the gradient of one sum of losses: {known[0]!r} is the name of a parameter"
+        fix = f"{_OF_EACH_LOSS}; if these are the names of losses, also give losses=, the losses"
+        raise StructureError(message("per_loss", expected, got, fix))
+
+
+def _is_of_parameter(name: str) -> bool:
+    """Return whether torch's modules have parameters of such names, and losses hardly do."""
+    last = name.rpartition(".")[2]
+    return (
+        last in {"weight", "bias"}
+        or last.endswith(("_weight", "_bias"))
+        or last.startswith(("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+        or "parametrizations." in name
+    )
 
 
 def _check_column(
@@ -117,7 +152,7 @@ def _check_column(
         if leaf is None:
             continue
         if not isinstance(leaf, Tensor):
-            fix = "pass what per_loss_grads returned"
+            fix = _OF_EACH_LOSS
             raise LeafTypeError(message(path(loss), "a tensor or None", describe(leaf), fix))
         if leaf.is_nested and leaf.layout == torch.strided:  # it has no shape
             expected, got = "a dense or a sparse tensor", "a nested tensor of layout torch.strided"
@@ -127,7 +162,7 @@ def _check_column(
             like = tuple(leaf.shape[len(shapes[loss]) :])
         if leaf.shape != (*shapes[loss], *like):
             expected = f"one shape for all losses, here {(*shapes[loss], *like)}"
-            fix = "give losses=, the losses themselves, if one of them is not a scalar"
+            fix = f"{_OF_EACH_LOSS}; or give losses=, the losses, if one of them is not a scalar"
             raise StructureError(message(path(loss), expected, f"{tuple(leaf.shape)}", fix))
 
 

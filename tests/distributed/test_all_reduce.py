@@ -117,6 +117,35 @@ def test_the_mean_is_what_ddp_leaves_in_grad(several: Ranks, device: torch.devic
     several.run(check_mean_is_what_ddp_leaves)
 
 
+def check_sums_and_counts(device: torch.device, sizes: list[list[int]]) -> None:
+    """The mean over all targets, however they are split into micro-batches and ranks."""
+    model, rank = mlp(device, torch.float64), dist.get_rank()
+    total = sum(map(sum, sizes))
+    x = torch.randn(total, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    parts = x.to(device).split([size for own in sizes for size in own])
+    first = sum(map(len, sizes[:rank]))
+    count = torch.zeros((), device=device, dtype=torch.float64)
+    local = gradkit.tree.zeros_like(model)
+    for part in parts[first : first + len(sizes[rank])]:
+        _, grads = gradkit.value_and_grads(model(part).square().sum(), model)
+        gradkit.tree.add_(local, grads)
+        count += len(part)
+    reduced = gradkit.distributed.all_reduce({"grads": local, "count": count}, op="sum")
+    mean = gradkit.tree.scale(reduced["grads"], 1 / reduced["count"])
+    _, whole = gradkit.value_and_grads(model(torch.cat(parts)).square().sum() / total, model)
+    assert gradkit.tree.allclose(mean, whole, rtol=1e-10, atol=1e-12)
+
+
+sizes = st.lists(st.integers(1, 7), max_size=4)
+
+
+@given(sizes=st.lists(sizes, min_size=2, max_size=2).filter(any))
+def test_sums_and_counts_give_the_mean_over_all_targets(
+    two: Ranks, device: torch.device, sizes: list[list[int]]
+) -> None:
+    two.run(check_sums_and_counts, sizes)
+
+
 def check_tied_empty_and_nested(device: torch.device) -> None:
     w = torch.full((2,), float(dist.get_rank()), device=device)
     mean = (dist.get_world_size() - 1) / 2

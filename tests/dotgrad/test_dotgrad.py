@@ -367,6 +367,34 @@ def test_the_gradients_of_a_whole_model_are_too_many_for_a_part(device: torch.de
         gradkit.step_(other, optimizer, list(grads.values())[:2])
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_the_optimizer_of_another_model_is_to_be_made_anew(
+    device: torch.device, kind: Any, max_norm: float | None
+) -> None:
+    model, other = (nn.Linear(3, 1).to(device) for _ in range(2))
+    x = torch.randn(4, 3, device=device)
+    loss = model(x).square().sum()
+    _, grads = gradkit.value_and_grads(loss, model, retain_graph=True)
+    for wrong in (kind(other.parameters(), lr=0.1), kind(deepcopy(model).parameters(), lr=1)):
+        with (
+            unchanged(*model.parameters(), *other.parameters()),
+            pytest.raises(gradkit.StructureError, match="make an optimizer of these") as caught,
+        ):
+            gradkit.step_(wrong, model, grads, max_norm=max_norm)
+        # Nor is advised what fails here.
+        assert "value_and_grads(losses, optimizer)" not in str(caught.value)
+        with pytest.raises(gradkit.UnreachedParamError):
+            gradkit.value_and_grads(loss, wrong, retain_graph=True)
+    gradkit.step_(kind(model.parameters(), lr=0.1), model, grads, max_norm=max_norm)  # as it says
+    # One that has parameters of the model, which the loss does not reach, does not help either.
+    both = {"model": model, "other": other}
+    _, grads = gradkit.value_and_grads(model(x).square().sum(), both)
+    with pytest.raises(gradkit.StructureError, match="make an optimizer of these"):
+        gradkit.step_(kind(other.parameters(), lr=0.1), both, grads, max_norm=max_norm)
+    gradkit.step_(kind([*model.parameters(), *other.parameters()]), both, grads, max_norm=max_norm)
+
+
 def test_lbfgs_is_refused_and_runs_through_capture_grads(device: torch.device) -> None:
     w, v = (torch.ones(3, device=device, requires_grad=True) for _ in range(2))
     opt_w, opt_v = torch.optim.LBFGS([w], max_iter=5), torch.optim.LBFGS([v], max_iter=5)

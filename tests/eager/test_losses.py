@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gradkit
 from gradkit._core.losses import params_of_each_loss, read_losses
@@ -67,6 +69,57 @@ def test_only_constants_are_refused(device: torch.device) -> None:
         for call in (gradkit.value_and_grads, gradkit.per_loss_grads):
             with unchanged(w), pytest.raises(gradkit.DetachedLossError, match="losses"):
                 call(losses, w)
+
+
+CALLS: list[Callable[[Tensor, Any], Any]] = [
+    gradkit.value_and_grads,
+    gradkit.per_loss_grads,
+    gradkit.backward_,
+    gradkit.gram,
+    gradkit.per_loss_norms,
+    lambda loss, params: gradkit.simultaneous_grads({"a": loss}, {"a": params}),
+    lambda loss, params: gradkit.value_and_grads([loss], params, weights=[2.0], unused="error"),
+    lambda loss, params: gradkit.value_and_reduced_grads(loss, params, torch.Tensor.norm),
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_parameters_that_do_not_require_grad_are_named(
+    device: torch.device, call: Callable[..., Any]
+) -> None:
+    w, b = torch.randn(3, device=device), torch.randn(3, device=device)
+    x, whole = torch.randn(4, 3, device=device), torch.ones(2, dtype=torch.int64, device=device)
+
+    def loss() -> Tensor:
+        return (x @ w + b.sum()).square().sum()
+
+    with pytest.raises(
+        gradkit.DetachedLossError,
+        match=r"\['w'\], .*\['b'\]: expected parameters that require grad",
+    ) as caught:
+        call(loss(), {"w": w, "b": b, "none": None})
+    assert "['w'].requires_grad_()" in str(caught.value)
+    aside = nn.Parameter(torch.ones(2, device=device))
+    count = nn.Parameter(whole, requires_grad=False)  # which cannot be trained: it is not named
+    with pytest.raises(gradkit.DetachedLossError, match=r"without requires_grad is [^,]*\['w'\]\."):
+        call(loss(), {"w": w, "aside": aside, "count": count})
+    w.requires_grad_()  # too late for that loss, and right for the next
+    constant = (x @ w.detach()).sum()
+    with pytest.raises(gradkit.DetachedLossError, match=r"losses.* a loss that carries a graph"):
+        call(constant, {"w": w})
+    call(loss(), {"w": w, "b": b})
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_a_reentrant_checkpoint_of_constants_is_named(
+    device: torch.device, call: Callable[..., Any]
+) -> None:
+    block, x = nn.Linear(3, 3).to(device), torch.randn(4, 3, device=device)
+    loss = checkpoint(block, x, use_reentrant=True).square().sum()
+    with pytest.raises(gradkit.DetachedLossError, match="by a checkpoint with use_reentrant=True"):
+        call(loss, block)
+    call(checkpoint(block, x, use_reentrant=False).square().sum(), block)  # as it says
 
 
 @pytest.mark.parametrize(

@@ -289,3 +289,76 @@ def test_the_line_that_makes_the_parameters_unsure_is_named(device: torch.device
         "if self.opt has exactly self.net.parameters(): _, grads = gradkit.value_and_grads(loss, "
         "self.net); gradkit.step_(self.opt, self.net, grads, max_norm=1.0)"
     )
+
+
+REPEATED = """
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.n, self.dtype, self.tail = 3, torch.float32, nn.Linear(4, 3)
+
+    def grown(self, part):
+        return self
+
+    def forward(self, x):
+        out = self.tail(x)
+        LINE
+        return out
+
+
+def fit(model, optimizer, times):
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+    again(model, optimizer, times)
+
+
+def again(model, optimizer, times):
+    if times:
+        fit(model, optimizer, times - 1)
+
+
+def run():
+    model = Net().to(device)
+    MODEL
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fit(model, optimizer, 2)
+    return [model], []
+"""
+# In `forward`: names that are given what their own methods make of attributes of `self`.
+ANEW = (
+    "out = out.view(out.shape[0], self.n)",
+    "out = out.view(-1, self.n).view(-1, self.n)",
+    "out += out.view(-1, self.n)",
+    "a = out; out = a.view(-1, self.n); a = out.view(-1, self.n)",
+    "a, b = out, x; a, b = b.to(self.dtype), a.view(-1, self.n); out = b",
+    "out = torch.stack([out.view(-1, self.n) for out in out.split(1)]).flatten(0, 1)",
+    "(out := out.view(-1, self.n))",
+    "for out in [out.view(-1, self.n)]: out = out.view(-1, self.n)",
+    "del x; out = out.view_as(out.view(-1, self.n))",
+)
+# And of the model itself, before its optimizer is made.
+OF_MODEL = (
+    "model = model.grown(model.tail)",
+    "model = model.to(model.dtype)",
+    "other = model; model = other.grown(other.tail); other = model.grown(model.tail)",
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "model"), [*((line, "") for line in ANEW), *(("", line) for line in OF_MODEL)]
+)
+def test_names_that_are_given_anew_by_their_own_methods(
+    device: torch.device, line: str, model: str
+) -> None:
+    source = REPEATED.replace("LINE", line).replace("MODEL", model)
+    result = migrate(source.encode())
+    assert (result.moved, result.skipped) == (1, [])
+    assert_same(source, result.source, device)

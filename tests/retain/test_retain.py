@@ -66,7 +66,7 @@ def test_gradkit_s_passes_reach_what_is_kept_whatever_they_are_for(device: torch
         loss = model(x).sum()
         gradkit.value_and_grads(loss, model[2], retain_graph=True)
     assert_same_bits([kept.grads], torch.autograd.grad(loss, x, retain_graph=True))
-    with gradkit.safe_retain(x) as kept:
+    with pytest.warns(gradkit.GradkitWarning, match="reached any"), gradkit.safe_retain(x) as kept:
         torch.autograd.grad(loss, model[2].weight)  # torch leaves out what it was not asked for
     assert kept.grads is None
     assert kept.passes == ()
@@ -81,6 +81,47 @@ def test_kept_tensors_share_the_graph_with_several_passes(device: torch.device) 
     with gradkit.safe_retain(x) as kept:
         gradkit.per_loss_grads(losses, w)
     assert_same_bits(kept.passes, expected)
+
+
+def test_a_block_that_no_pass_has_reached_warns(device: torch.device) -> None:
+    w = leaf(device, 1.0, 2.0)
+    h = w * w
+    loss = h.exp().sum()
+    gradkit.value_and_grads(loss, w, retain_graph=True)  # too early
+    with (
+        pytest.warns(gradkit.GradkitWarning, match="no backward pass inside the block") as caught,
+        gradkit.safe_retain({"h": h}) as kept,
+    ):
+        h.sum()
+    assert kept.grads == {"h": None}
+    assert caught[0].filename == __file__
+    model = nn.Linear(2, 1).to(device)
+    with (
+        pytest.warns(gradkit.GradkitWarning, match="no backward pass"),
+        gradkit.safe_retain(model, [""]),
+    ):
+        loss = model(w.detach()).sum()
+    loss.backward()  # too late
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda loss, other, w: gradkit.value_and_grads(other.exp().sum(), other),  # not of h
+        lambda loss, other, w: gradkit.gram([loss, 2 * loss], w),  # which is not recorded
+        lambda loss, other, w: loss.backward(),
+        lambda loss, other, w: torch.autograd.grad(loss, w),
+        lambda loss, other, w: gradkit.backward_(loss, w),
+    ],
+)
+def test_a_block_with_a_pass_does_not_warn(device: torch.device, run: Callable[..., Any]) -> None:
+    """Warnings are errors in these tests. Nor does one that raises, whose error is enough."""
+    w, other = leaf(device, 1.0, 2.0), leaf(device, 1.0)
+    h = w * w
+    with gradkit.safe_retain({"h": h}):
+        run(h.exp().sum(), other, w)
+    with pytest.raises(ValueError, match="of the user"), gradkit.safe_retain({"h": h}):
+        raise ValueError("of the user")
 
 
 def test_the_value_at_the_call_after_an_in_place_change(device: torch.device) -> None:

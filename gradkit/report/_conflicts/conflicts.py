@@ -145,7 +145,8 @@ def conflicts(
     Raises:
         LeafTypeError: A gradient is no tensor, or a loss.
         OptionError: `by` has no such value.
-        StructureError: There are no losses, or their gradients do not match.
+        StructureError: There are no losses, their gradients do not match, or `per_loss` is the
+            gradient of one call of `value_and_grads`, as the names of its parameters show.
 
     Source:
         Conflicting gradients: Yu et al. 2020, "Gradient Surgery for Multi-Task Learning",

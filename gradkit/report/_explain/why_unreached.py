@@ -26,8 +26,8 @@ _FROZEN_SINCE = Verdict("frozen", "requires_grad has been set to False since the
 _INTEGER = Verdict("frozen", "its dtype is not floating-point, and has no gradient")
 _CONSTANT = Verdict(
     "constant loss",
-    "the loss carries no graph: made under no_grad or inference_mode, detached, or from inputs "
-    "none of which requires grad",
+    "the loss carries no graph: made under no_grad or inference_mode, detached, from inputs none "
+    "of which requires grad, or by a checkpoint with use_reentrant=True of such inputs",
 )
 _SHARDED = Verdict("sharded", "the parameters of a module sharded by FSDP are not in the graph")
 _INSIDE = Verdict(
@@ -54,7 +54,8 @@ _SAME_MEMORY = Verdict(
 _NOT_THERE = Verdict(
     "not in the graph",
     "the loss was not computed from it, or the path is cut (detach(), .data, .item(), no_grad, "
-    "another copy of the model, requires_grad set only since), which leaves no trace",
+    "another copy of the model, requires_grad set only since, a checkpoint with use_reentrant=True "
+    "none of whose inputs requires grad), which leaves no trace",
 )
 _PERHAPS_INSIDE = Verdict(
     "not in the graph",
