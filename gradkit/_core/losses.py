@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
+from operator import attrgetter
 from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
@@ -16,6 +17,7 @@ from gradkit._core.options import is_number
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree, Structure
+from gradkit._core.tensor_nodes import refuse_lost_history
 from gradkit.errors import (
     DetachedLossError,
     GradkitError,
@@ -29,6 +31,7 @@ from gradkit.errors import (
 
 # The error, what was expected, and what to do.
 Defect: TypeAlias = tuple[type[GradkitError], str, str]
+_grad_fn = attrgetter("grad_fn")
 _LOSSES_FIRST = "the arguments are (losses, params), in this order: pass the loss first"
 
 
@@ -77,6 +80,11 @@ def read_losses(
             if may_be_aux and type(tree) is tuple and len(tree) == 2:
                 fix += "; if this is aux, pass has_aux=True"
             raise error(message(losses.path(index), expected, describe(loss), fix))
+    try:
+        _ = returned or list(map(_grad_fn, leaves))
+    except RuntimeError:
+        refuse_lost_history(leaves, losses.path)
+        raise
     if with_graph and not any(loss.requires_grad for loss in leaves):
         raise DetachedLossError(message(losses.first_paths(), *_NO_GRAPH))
     return losses
