@@ -173,6 +173,8 @@ def read_weights(weights: PyTree, losses: Losses) -> list[float | Tensor] | None
     by_loss = pytree.broadcast_prefix(weights, "weights", tree, "losses")
     for index, weight in enumerate(by_loss):
         fix = "pass a number"
+        if callable(weight) and not isinstance(weight, Tensor):
+            fix = "weights=weighting, for all losses, in gradkit.value_and_grads(losses, params)"
         fits = is_number(weight)
         if isinstance(weight, Tensor):
             fix = "weights=list(weights) for a tensor of several"

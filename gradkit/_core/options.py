@@ -51,6 +51,33 @@ def check_function(value: object, name: str = "fn") -> None:
         raise OptionError(message(name, "a function", describe(value), fix))
 
 
+_WEIGHTING, _AGGREGATOR = "from [K, K] to K weights", "from [K, n] to a gradient [n]"
+
+
+def check_weighting(weights: object) -> None:
+    """Raise if what is to weigh losses by their Gramian is an aggregator of TorchJD, or a class."""
+    fix = "gradkit.combine(gradkit.per_loss_grads(losses, params), aggregator)"
+    _check_function_of_losses("weights", weights, "Aggregator", _WEIGHTING, _AGGREGATOR, fix)
+
+
+def check_aggregator(aggregator: object) -> None:
+    """Raise if what is to make one gradient of several is a weighting of TorchJD, or a class."""
+    fix = "gradkit.value_and_grads(losses, params, weights=weighting), or an aggregator: UPGrad()"
+    _check_function_of_losses("aggregator", aggregator, "Weighting", _AGGREGATOR, _WEIGHTING, fix)
+
+
+def _check_function_of_losses(
+    name: str, value: object, refused: str, expected: str, got: str, fix: str
+) -> None:
+    if isinstance(value, type):
+        got, fix = f"the class {value.__name__}", f"pass an instance: {value.__name__}()"
+    elif any(b.__name__ == refused and b.__module__[:8] == "torchjd." for b in type(value).__mro__):
+        got = f"{describe(value)}, {got}"  # which would be right for no sizes, and run for some
+    else:
+        return
+    raise OptionError(message(name, f"a function {expected}", got, fix))
+
+
 def check_pass_options(unused: object, create_graph: object, retain_graph: object) -> None:
     """Raise if an option that all calls with engine passes have has no such value."""
     check_option("unused", unused, UNUSED)
