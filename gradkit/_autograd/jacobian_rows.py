@@ -18,6 +18,7 @@ from gradkit._autograd.pass_runner import PassRunner
 from gradkit._checks.eager_graph import check_call
 from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_may_run_in
 from gradkit._checks.reachability import require_reached
+from gradkit._compat.transforms import BATCH_FAILURES
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.leaf_arithmetic import common_dtype
 from gradkit._core.losses import Losses, require_graph
@@ -107,7 +108,7 @@ class JacobianRows:
         if reason is None:
             try:
                 result = run()
-            except RuntimeError as error:
+            except BATCH_FAILURES as error:
                 if isinstance(error, GradkitError):
                     raise
                 reason = f"the batched pass failed ({type(error).__name__}: {first_line(error)})"

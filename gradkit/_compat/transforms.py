@@ -28,6 +28,9 @@ _KINDS = {int(kind): kind.name for kind in _TYPES.__members__.values()}
 # The transforms whose value is a derivative.
 DERIVATIVES = frozenset({"Grad", "Jvp"})
 BATCH, FORWARD = "Vmap", "Jvp"
+# What torch raises where it cannot batch a pass. Batched, the mean of mse_loss and of huber_loss is
+# divided by the number of elements in Python, which may be 0.
+BATCH_FAILURES = (RuntimeError, ZeroDivisionError)
 
 # What torch.func's own grad and vjp call; torch.compile traces it as one operation, where it does
 # not trace torch.autograd.grad. Zeros for what is not reached.
