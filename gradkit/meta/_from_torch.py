@@ -22,7 +22,7 @@ from gradkit._compat.transforms import (
     transforms,
 )
 from gradkit._core import pytree
-from gradkit._core.options import is_number
+from gradkit._core.options import check_bool, is_number
 from gradkit._state.grad_attribute import set_grad
 from gradkit.errors import (
     GradkitError,
@@ -94,6 +94,8 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
     hyper = {key: value for key, value in hyper.items() if key not in _IMPLEMENTATION}
     defaults = {key: value for key, value in rule.arguments.items() if key not in _IMPLEMENTATION}
     check_names(name, hyper, defaults, f"from_torch(torch.optim.{name}, lr=0.1)")
+    for key, value in hyper.items():
+        _check_kind(optimizer, key, value, defaults[key])
     if optimizer is torch.optim.Adam and hyper.pop("decoupled_weight_decay", False):
         optimizer = torch.optim.AdamW
         hyper = {"weight_decay": 0.0, **hyper}  # Adam's default; AdamW's differs
@@ -271,6 +273,34 @@ def _check_class(optimizer: object) -> None:
         if isinstance(optimizer, torch.optim.Optimizer):
             fix = f"the class itself: from_torch(torch.optim.{type(optimizer).__name__}, lr=0.1)"
         raise UnsupportedOptimizerError(message("optimizer", expected, got, fix))
+
+
+def _check_kind(optimizer: type, key: str, value: Any, default: object) -> None:
+    """Raise if a hyper-parameter of one of torch's classes is not of the kind of its default."""
+    if isinstance(default, bool):
+        check_bool(key, value)
+    elif optimizer in _REIMPLEMENTED or not optimizer.__module__.startswith("torch.optim."):
+        return  # which read theirs themselves
+    elif isinstance(default, tuple | float | int):
+        parts, numbers = [value], "a number"
+        if isinstance(value, Mapping | list):
+            parts = pytree.flatten(value)[0]
+        if isinstance(default, tuple):
+            numbers = f"a tuple of {len(default)} numbers"
+            parts = [*value] if isinstance(value, tuple) and len(value) == len(default) else [""]
+        each = default if isinstance(default, tuple) else [default] * len(parts)
+        if not all(map(_is_like, parts, each)):
+            where, expected = (
+                f"{key} of {optimizer.__name__}",
+                f"{numbers}, or tensors of one element",
+            )
+            raise OptionError(message(where, expected, describe(value), f"{key}={default!r}"))
+
+
+def _is_like(value: object, default: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.layout == torch.strided and not value.is_meta
+    return is_number(value) or (value is None and default is None)
 
 
 def _check_hyper(name: str, hyper: Settings) -> None:
