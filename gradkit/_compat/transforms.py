@@ -244,10 +244,13 @@ def _require_grad(tensors: Iterable[Tensor]) -> None:
         _functorch.set_inplace_requires_grad_allowed(allowed)
 
 
+COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
+
+
 def compiled_autograd_disabled() -> AbstractContextManager[Any]:
-    """Leave compiled autograd, which cannot run inside a transform."""
+    """Leave compiled autograd, which can run neither a transform nor hooks that keep something."""
     # Looked up, not imported: a process that has not imported it has not enabled it.
-    module: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    module: Any = sys.modules.get(COMPILED_AUTOGRAD)
     return nullcontext() if module is None else module._disable()
 
 

@@ -14,8 +14,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.distributed import mesh_of
+from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.optim import is_step_of_class, is_unscaled, scaler_put_back_on_error
 from gradkit._core import pytree
 from gradkit._core.options import check_number

@@ -94,14 +94,17 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
     hyper = {key: value for key, value in hyper.items() if key not in _IMPLEMENTATION}
     defaults = {key: value for key, value in rule.arguments.items() if key not in _IMPLEMENTATION}
     check_names(name, hyper, defaults, f"from_torch(torch.optim.{name}, lr=0.1)")
-    for key, value in hyper.items():
-        _check_kind(optimizer, key, value, defaults[key])
+    is_of_torch = optimizer.__module__.startswith("torch.optim.")  # others may take anything
+    for key in (key for key in hyper if is_of_torch and isinstance(defaults[key], bool)):
+        check_bool(key, hyper[key])
     if optimizer is torch.optim.Adam and hyper.pop("decoupled_weight_decay", False):
         optimizer = torch.optim.AdamW
         hyper = {"weight_decay": 0.0, **hyper}  # Adam's default; AdamW's differs
     if optimizer in _REIMPLEMENTED:
         return _REIMPLEMENTED[optimizer](**hyper)
     _check_hyper(name, hyper)
+    for key in hyper if is_of_torch else ():
+        _check_numbers(f"{key} of {name}", key, hyper[key], defaults[key])
     settings = {**defaults, **hyper}
     rule.check(settings)
     return Optimizer(name, settings, {"torch": lambda leaf: {}}, rule, scalar_hyperparams=True)
@@ -275,29 +278,24 @@ def _check_class(optimizer: object) -> None:
         raise UnsupportedOptimizerError(message("optimizer", expected, got, fix))
 
 
-def _check_kind(optimizer: type, key: str, value: Any, default: object) -> None:
-    """Raise if a hyper-parameter of one of torch's classes is not of the kind of its default."""
-    if isinstance(default, bool):
-        check_bool(key, value)
-    elif optimizer in _REIMPLEMENTED or not optimizer.__module__.startswith("torch.optim."):
-        return  # which read theirs themselves
-    elif isinstance(default, tuple | float | int):
-        parts, numbers = [value], "a number"
-        if isinstance(value, Mapping | list):
-            parts = pytree.flatten(value)[0]
-        if isinstance(default, tuple):
-            numbers = f"a tuple of {len(default)} numbers"
-            parts = [*value] if isinstance(value, tuple) and len(value) == len(default) else [""]
-        each = default if isinstance(default, tuple) else [default] * len(parts)
-        if not all(map(_is_like, parts, each)):
-            where, expected = (
-                f"{key} of {optimizer.__name__}",
-                f"{numbers}, or tensors of one element",
-            )
-            raise OptionError(message(where, expected, describe(value), f"{key}={default!r}"))
+def _check_numbers(where: str, key: str, value: Any, default: object) -> None:
+    """Raise unless a hyper-parameter is a number, a tree of some, or as many as its default is."""
+    expected = "a number, or a tensor of one element"
+    if isinstance(default, tuple):
+        expected = f"a tuple of {len(default)} numbers, or of tensors of one element"
+        fits = isinstance(value, tuple) and len(value) == len(default)
+        fits = fits and all(map(_is_like, value, default))
+    elif isinstance(default, float | int):
+        parts = pytree.flatten(value)[0] if isinstance(value, Mapping | list) else [value]
+        fits = all(_is_like(part, default) for part in parts)
+    else:
+        return
+    if not fits:
+        raise OptionError(message(where, expected, describe(value), f"{key}={default!r}"))
 
 
 def _is_like(value: object, default: object) -> bool:
+    """Return whether this is one number for torch, or the None that stands in its place."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and value.layout == torch.strided and not value.is_meta
     return is_number(value) or (value is None and default is None)

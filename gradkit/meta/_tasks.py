@@ -39,7 +39,6 @@ from gradkit.meta._trees import (
     read_loss,
 )
 
-
 _STACK = "tasks=gradkit.tree.stack(tasks); or a loop over tasks that differ in size"
 _STACKED = "one tree, of tensors that have the tasks as a dimension"
 

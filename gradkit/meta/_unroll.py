@@ -198,10 +198,10 @@ def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
     if isinstance(batches, Tensor | str | Mapping) or not isinstance(batches, Iterable):
         fix = "list(batches.unbind()), or [batch] * steps"
         raise StructureError(message("batches", _DATA, describe(batches), fix))
-    if type(batches) is tuple and len({(x.dtype, x.dim()) for x in pytree.tensors(batches)}) > 1:
-        if all(isinstance(x, Tensor) for x in batches):
-            got = f"a tuple of {' and '.join(map(describe, batches[:2]))}, as one batch is"
-            raise StructureError(message("batches", _DATA, got, _ONE_BATCH))
+    of_tensors = type(batches) is tuple and all(isinstance(x, Tensor) for x in batches)
+    if of_tensors and len({(x.dtype, x.dim()) for x in pytree.tensors(batches)}) > 1:
+        got = f"a tuple of {' and '.join(map(describe, pytree.tensors(batches)))}, as a batch is"
+        raise StructureError(message("batches", _DATA, got, _ONE_BATCH))
     data, versions = [], []
     for batch in batches:
         leaves, spec = pytree.flatten(batch)
