@@ -25,7 +25,7 @@ from gradkit._core.losses import Losses, require_graph
 from gradkit._core.ownership import grad_dtype
 from gradkit._core.params import Params
 from gradkit._core.pass_observers import hidden_passes
-from gradkit.errors import GradkitError, first_line, warn_fallback
+from gradkit.errors import GradkitError, LeafTypeError, first_line, message, warn_fallback
 
 ARRIVED = torch.empty(0)  # stands for a gradient that has arrived and is gone
 
@@ -135,6 +135,10 @@ def read_jacobian_rows(
     losses: Losses, params: Params, allowed: Collection[str] = ()
 ) -> JacobianRows:
     """Check a call whose gradients are to be consumed."""
+    for index, loss in enumerate(losses.leaves):
+        if loss.layout != torch.strided:
+            got, fix = f"one of {loss.layout}", "loss.to_dense(); or gradkit.per_loss_grads"
+            raise LeafTypeError(message(losses.path(index), "a dense loss", got, fix))
     group = require_graph(losses, losses.leaves)
     call = Call(losses, losses.leaves, [Pass([index], params) for index in group])
     check_call(call, allowed)

@@ -103,6 +103,9 @@ def _defect(loss: Any, scalar: bool, returned: bool) -> Defect | None:
         if loss.dtype.is_complex:
             fix = "make it real: loss.real, or loss.abs().square()"
         return LeafTypeError, "a real floating-point loss", fix
+    if not scalar and loss.is_nested:
+        fix = "a loss for each part: list(loss.unbind())"
+        return LeafTypeError, "a tensor whose elements can be counted", fix
     if scalar and loss.numel() != 1:
         fix = (
             "loss.sum() or loss.mean(); with a weight for each element, (weights * loss).sum(), or "

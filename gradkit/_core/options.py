@@ -8,7 +8,7 @@ from numbers import Real
 from sys import float_info
 from typing import Any, Literal, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradkit.errors import OptionError, describe, message
 
@@ -46,6 +46,9 @@ def check_optional_bool(name: str, value: object) -> None:
 
 def check_function(value: object, name: str = "fn") -> None:
     """Raise if what is to be differentiated is not a function."""
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        expected, fix = f"a function, such as an instance of {value.__name__}", "make one"
+        raise OptionError(message(name, expected, f"the class {value.__name__}", fix))
     if not callable(value):
         fix = "pass a function; for losses that exist: gradkit.value_and_grads(losses, params)"
         raise OptionError(message(name, "a function", describe(value), fix))

@@ -136,7 +136,7 @@ def step_(
 def _clip(params: list[Tensor], max_norm: float | Tensor) -> Tensor:
     """Clip the gradients of the params, and return their norm before."""
     try:
-        return clip_grad_norm_(params, max_norm)
+        return clip_grad_norm_(params, max_norm)  # type: ignore[arg-type]
     except RuntimeError:  # before anything was written
         present = [param for param in params if param.grad is not None]
         if len({mesh_of(param.grad) for param in present}) < 2:

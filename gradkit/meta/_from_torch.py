@@ -285,8 +285,9 @@ def _check_numbers(where: str, key: str, value: Any, default: object) -> None:
         expected = f"a tuple of {len(default)} numbers, or of tensors of one element"
         fits = isinstance(value, tuple) and len(value) == len(default)
         fits = fits and all(map(_is_like, value, default))
-    elif isinstance(default, float | int):
-        parts = pytree.flatten(value)[0] if isinstance(value, Mapping | list) else [value]
+    elif isinstance(default, float | int) and not isinstance(default, bool):
+        is_tree = isinstance(value, Mapping | list)  # with None for a leaf that is None
+        parts = [x for x in pytree.flatten(value)[0] if x is not None] if is_tree else [value]
         fits = all(_is_like(part, default) for part in parts)
     else:
         return

@@ -27,7 +27,14 @@ from gradkit._core.results_without_graph import with_zero_derivatives
 from gradkit._state import rng
 from gradkit.distributed import all_reduce
 from gradkit.distributed._agreement import failures_reported, require_group
-from gradkit.errors import DetachedLossError, OptionError, StructureError, describe, message
+from gradkit.errors import (
+    DetachedLossError,
+    LeafTypeError,
+    OptionError,
+    StructureError,
+    describe,
+    message,
+)
 from gradkit.func._arguments import read_arguments
 from gradkit.func._differentiate import differentiate, gradient_of_the_sum
 from gradkit.func._errors import independent
@@ -276,6 +283,9 @@ def _read_tasks(tasks: PyTree, in_dims: PyTree) -> _Tasks:
             expected = f"a tensor with the task dimension {dim!r}"
             fix = "give in_dims, with None for tensors that all tasks share"
             raise OptionError(message(where, expected, describe(part), fix))
+        if part.layout != torch.strided or part.is_nested:
+            fix = "pass x.to_dense(), or a padded tensor"
+            raise LeafTypeError(message(where, "a dense batch", f"one of {part.layout}", fix))
         sizes.setdefault(part.shape[dim], where)
     if len(sizes) != 1 or 0 in sizes:
         expected = "tensors with one number of tasks, at least one"

@@ -54,11 +54,11 @@ def raised_where_it_would_take(error: Exception, fn: Callable[..., Any], *args: 
     # It is run with them, and everything is as before. Not for what gradkit has said by name.
     if isinstance(error, GradkitError) or transforms():
         return False
-    with Snapshot(captured_by(fn), pytree.tensors(args)).restored():
-        try:
+    try:
+        with Snapshot(captured_by(fn), pytree.tensors(args)).restored():
             fn(*args)
-        except Exception:
-            return False
+    except Exception:
+        return False
     return True
 
 

@@ -186,7 +186,8 @@ def unroll(
 
 
 def _check_options(memory: object, flags: Mapping[str, object]) -> None:
-    if memory not in ("store", "recompute") and not is_positive_int(memory):
+    is_named = isinstance(memory, str) and memory in ("store", "recompute")
+    if not is_named and not is_positive_int(memory):
         expected = "'store', 'recompute' or a positive int"
         raise OptionError(message("memory", expected, repr(memory), "memory='store'"))
     for name, flag in flags.items():

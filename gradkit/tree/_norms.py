@@ -249,8 +249,8 @@ def allclose(
     Source:
         `torch.allclose`.
     """
-    rtol = check_number("rtol", rtol, "rtol=1e-05", nonnegative=True)
-    atol = check_number("atol", atol, "atol=1e-08", nonnegative=True)
+    rtol = float(check_number("rtol", rtol, "rtol=1e-05", nonnegative=True))
+    atol = float(check_number("atol", atol, "atol=1e-08", nonnegative=True))
     check_bool("equal_nan", equal_nan)
 
     def close(x: Tensor, y: Tensor) -> bool:
