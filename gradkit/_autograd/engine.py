@@ -18,6 +18,7 @@ from gradkit._checks.missing_derivatives import missing_derivative
 from gradkit._checks.modified_saved_tensors import modified_message
 from gradkit._compat.autograd import function_mode_enabled, run_engine
 from gradkit._compat.distributed import full_tensor, is_dtensor
+from gradkit._compat.nodes import CHANGED
 from gradkit._compat.transforms import autograd_grad, compiled_autograd_disabled
 from gradkit._core.call import Call
 from gradkit._core.ownership import PLAIN_TYPES
@@ -211,7 +212,7 @@ def _raise_named(error: RuntimeError, call: Call) -> None:
         raise UnsupportedGraphError(message(_paths(call), *DONATED)) from error
     if "under selective activation checkpoint" in str(error):
         raise UnsupportedGraphError(message(_paths(call), *_SELECTIVE)) from error
-    if "modified by an inplace operation" in str(error):
+    if any(text in str(error) for text in CHANGED):
         raise UnsupportedGraphError(modified_message(error, call)) from error
 
 

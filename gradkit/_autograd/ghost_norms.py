@@ -31,10 +31,11 @@ from gradkit.errors import GradkitError
 
 # A sum of T products of norm a_t each has a squared norm S that is computed as the sum of T * T
 # terms. The term of t and u is of size a_t * a_u at most, and its rounding error a few eps times
-# that: the error of S is a few eps * A * A at most, where A is the sum of the a_t. Where
-# S > 1000 * eps * A * A, the error of the norm is a few thousandths of it at most, and mostly far
-# less. Positions whose gradients are orthogonal have S = A * A / T: in float32 they may be 8000.
-_CANCELLED = 1000
+# that: the error of S is a few eps * A * A at most, where A is the sum of the a_t. Where S is more
+# than these shares of A * A, the error of the norm is a few thousandths of it at most in float32,
+# and mostly far less; in float64, where a norm may be differenced or compared, 1e-10. Positions
+# whose gradients are orthogonal have S = A * A / T: they may be 8000, or 50,000.
+_CANCELLED = {torch.float32: 1e-4, torch.float64: 2e-5}
 
 
 class _SquaredNorms(NamedTuple):
@@ -93,8 +94,8 @@ def _have_cancelled(rows: JacobianRows, loss: Tensor, squares: dict[int, _Square
     if not summed:
         return False
     total = _sum(rows, loss, [square.squares for square in squares.values()])
-    eps = max(torch.finfo(variable.dtype).eps for variable in rows.params.variables)
-    least = _CANCELLED * eps * _sum(rows, loss, summed)
+    share = max(_CANCELLED[variable.dtype] for variable in rows.params.variables)
+    least = share * _sum(rows, loss, summed)
     return not total.is_meta and bool((total < least).any())  # the host has to wait for it
 
 

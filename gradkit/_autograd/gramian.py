@@ -17,6 +17,7 @@ from gradkit._core import pytree
 from gradkit._core.call import Grads
 from gradkit._core.leaf_arithmetic import dot_leaves, products_of_rows
 from gradkit._core.losses import Losses
+from gradkit._core.options import check_weighting
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit.errors import LeafTypeError, StructureError, describe, message
@@ -133,6 +134,7 @@ def weights_from_gramian(
     losses: Losses, params: Params, weighting: Callable[[Tensor], Sequence[Any] | Tensor]
 ) -> PyTree:
     """Return the weights that a function gives to losses by the products of their gradients."""
+    check_weighting(weighting)
     product = gramian(losses, params, chunk_size=None, retain=True)
     return pytree.unflatten(losses.spec, weights_of(product, weighting))
 

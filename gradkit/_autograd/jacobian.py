@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradkit._autograd.batching_choice import warn_not_batched
+from gradkit._compat.transforms import BATCH_FAILURES
 from gradkit._core.graph import Subgraph
 from gradkit._core.leaf_arithmetic import uncompressed
 from gradkit._core.ownership import PLAIN_TYPES, empty_for, zeros_for
@@ -166,7 +167,7 @@ def batched(
     try:
         for start in range(0, last, chunk_size or last):
             buffer.run_batch(passes, start, min(start + (chunk_size or last), last))
-    except RuntimeError as error:
+    except BATCH_FAILURES as error:
         if torch.compiler.is_compiling() or isinstance(error, GradkitError):
             raise
         warn_not_batched(f"the batched pass failed ({type(error).__name__}: {first_line(error)})")

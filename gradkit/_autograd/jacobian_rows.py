@@ -18,13 +18,14 @@ from gradkit._autograd.pass_runner import PassRunner
 from gradkit._checks.eager_graph import check_call
 from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_may_run_in
 from gradkit._checks.reachability import require_reached
+from gradkit._compat.transforms import BATCH_FAILURES
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.leaf_arithmetic import common_dtype
 from gradkit._core.losses import Losses, require_graph
 from gradkit._core.ownership import grad_dtype
 from gradkit._core.params import Params
 from gradkit._core.pass_observers import hidden_passes
-from gradkit.errors import GradkitError, first_line, warn_fallback
+from gradkit.errors import GradkitError, LeafTypeError, first_line, message, warn_fallback
 
 ARRIVED = torch.empty(0)  # stands for a gradient that has arrived and is gone
 
@@ -107,7 +108,7 @@ class JacobianRows:
         if reason is None:
             try:
                 result = run()
-            except RuntimeError as error:
+            except BATCH_FAILURES as error:
                 if isinstance(error, GradkitError):
                     raise
                 reason = f"the batched pass failed ({type(error).__name__}: {first_line(error)})"
@@ -134,6 +135,10 @@ def read_jacobian_rows(
     losses: Losses, params: Params, allowed: Collection[str] = ()
 ) -> JacobianRows:
     """Check a call whose gradients are to be consumed."""
+    for index, loss in enumerate(losses.leaves):
+        if loss.layout != torch.strided:
+            got, fix = f"one of {loss.layout}", "loss.to_dense(); or gradkit.per_loss_grads"
+            raise LeafTypeError(message(losses.path(index), "a dense loss", got, fix))
     group = require_graph(losses, losses.leaves, [params])
     call = Call(losses, losses.leaves, [Pass([index], params) for index in group])
     check_call(call, allowed)

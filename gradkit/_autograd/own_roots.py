@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradkit._compat.autograd import current_pass
+from gradkit._compat.transforms import COMPILED_AUTOGRAD, compiled_autograd_disabled
 from gradkit._core import user_code
 from gradkit._core.pass_observers import (
     begin_of_passes,
@@ -29,6 +31,8 @@ def own_roots(outputs: Sequence[Tensor], begin: Callable[[int], None]) -> Iterat
         for root in roots:
             handle = user_code.register_own_hook(root, lambda _: begin(current_pass()))
             stack.callback(handle.remove)
+        if COMPILED_AUTOGRAD in sys.modules:  # which would trace the hooks, to run at another time
+            stack.enter_context(compiled_autograd_disabled())
         yield roots
 
 

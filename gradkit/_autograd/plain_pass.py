@@ -58,6 +58,7 @@ def is_plain(loss: Any) -> TypeGuard[Tensor]:
         and not (all_observers or open_monitors or recomputed_tensor_sources)
         and is_ordinary(loss)
         and not any_fully_sharded()
+        and not (loss._version and is_view(loss))  # it may have lost its history
     )
 
 

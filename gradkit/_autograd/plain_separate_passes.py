@@ -67,7 +67,10 @@ def plain_separate_grads(losses: Losses, each: Sequence[Params]) -> list[Grads] 
         return None
     common = len(different) == 1
     find = _plans_for_one if common else _plans_for_each
-    nodes, plans = find(losses.leaves, each)
+    try:
+        nodes, plans = find(losses.leaves, each)
+    except RuntimeError:  # of a loss that has lost its history: the long way names it
+        return None
     kinds = set(map(type, nodes))
     if kinds & KINDS:  # the long way looks at their values
         return None

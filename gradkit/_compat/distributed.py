@@ -180,6 +180,11 @@ def is_dtensor(leaf: object) -> bool:
     return module is not None and isinstance(leaf, module.DTensor)
 
 
+def mesh_of(leaf: Any) -> object:
+    """Return the mesh of a DTensor; None for any other tensor."""
+    return leaf.device_mesh if is_dtensor(leaf) else None
+
+
 def full_tensor(leaf: Tensor) -> Tensor:
     """Return the whole tensor of a DTensor, which is a collective; any other tensor as it is."""
     # To `item()` and `bool()`, a DTensor that is still to be summed over its ranks is this rank's

@@ -15,6 +15,11 @@ from gradkit.errors import FreedGraphError, message
 
 Shape: TypeAlias = tuple[int, ...]
 
+# What torch says of a view that was one of several, of unbind, split or chunk, or of a Function.
+WRITTEN_VIEW = "is a view and its base or another view of its base has been modified inplace"
+# What it says of saved tensors that were changed in place since.
+CHANGED = ("modified by an inplace operation", WRITTEN_VIEW)
+
 
 def output_shape(node: Node, number: int) -> Shape:
     """Return the shape of an output of a node's operation. Run on torch 2.13."""
@@ -154,6 +159,6 @@ def changed_since_saved(node: Node) -> tuple[str, str] | None:
                 is_custom = isinstance(node, BackwardCFunction)
                 getattr(node, name.removeprefix("_raw_" if is_custom else "_raw"))
         except RuntimeError as error:  # of one that a pass has freed, it is another
-            if "modified by an inplace operation" in str(error):
+            if any(text in str(error) for text in CHANGED):
                 return name.removeprefix("_raw_saved_"), str(error)
     return None

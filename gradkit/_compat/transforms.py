@@ -30,6 +30,9 @@ _KINDS = {int(kind): kind.name for kind in _TYPES.__members__.values()}
 # The transforms whose value is a derivative.
 DERIVATIVES = frozenset({"Grad", "Jvp"})
 BATCH, FORWARD = "Vmap", "Jvp"
+# What torch raises where it cannot batch a pass. Batched, the mean of mse_loss and of huber_loss is
+# divided by the number of elements in Python, which may be 0.
+BATCH_FAILURES = (RuntimeError, ZeroDivisionError)
 
 # What torch.func's own grad and vjp call; torch.compile traces it as one operation, where it does
 # not trace torch.autograd.grad. Zeros for what is not reached.
@@ -288,10 +291,13 @@ def _require_grad(tensors: Iterable[Tensor]) -> None:
         _functorch.set_inplace_requires_grad_allowed(allowed)
 
 
+COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
+
+
 def compiled_autograd_disabled() -> AbstractContextManager[Any]:
-    """Leave compiled autograd, which cannot run inside a transform."""
+    """Leave compiled autograd, which can run neither a transform nor hooks that keep something."""
     # Looked up, not imported: a process that has not imported it has not enabled it.
-    module: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    module: Any = sys.modules.get(COMPILED_AUTOGRAD)
     return nullcontext() if module is None else module._disable()
 
 

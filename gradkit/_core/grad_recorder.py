@@ -84,6 +84,7 @@ class Recorders:
 
     def of(self, tensor: Tensor, where: Callable[[], str]) -> GradRecorder:
         """Return the recorder of the value that a tensor has now."""
+        tensor_nodes.refuse_lost_history([tensor], lambda _: where())
         edge = tensor_nodes.edge(tensor)
         arrival = edge.node, edge.output_nr
         if arrival not in self._by_arrival:

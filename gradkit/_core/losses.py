@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
+from operator import attrgetter
 from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
@@ -16,6 +17,7 @@ from gradkit._core.options import is_number
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import Params, expand_params
 from gradkit._core.pytree import PyTree, Structure
+from gradkit._core.tensor_nodes import refuse_lost_history
 from gradkit.errors import (
     DetachedLossError,
     GradkitError,
@@ -29,6 +31,7 @@ from gradkit.errors import (
 
 # The error, what was expected, and what to do.
 Defect: TypeAlias = tuple[type[GradkitError], str, str]
+_grad_fn = attrgetter("grad_fn")
 _LOSSES_FIRST = "the arguments are (losses, params), in this order: pass the loss first"
 
 
@@ -76,6 +79,11 @@ def read_losses(
             if may_be_aux and type(tree) is tuple and len(tree) == 2:
                 fix += "; if this is aux, pass has_aux=True"
             raise error(message(losses.path(index), expected, describe(loss), fix))
+    try:
+        _ = returned or list(map(_grad_fn, leaves))
+    except RuntimeError:
+        refuse_lost_history(leaves, losses.path)
+        raise
     return losses
 
 
@@ -92,6 +100,9 @@ def _defect(loss: Any, scalar: bool, returned: bool) -> Defect | None:
         if loss.dtype.is_complex:
             fix = "make it real: loss.real, or loss.abs().square()"
         return LeafTypeError, "a real floating-point loss", fix
+    if not scalar and loss.is_nested:
+        fix = "a loss for each part: list(loss.unbind())"
+        return LeafTypeError, "a tensor whose elements can be counted", fix
     if scalar and loss.numel() != 1:
         fix = (
             "loss.sum() or loss.mean(); with a weight for each element, (weights * loss).sum(), or "
@@ -182,6 +193,8 @@ def read_weights(weights: PyTree, losses: Losses) -> list[float | Tensor] | None
     by_loss = pytree.broadcast_prefix(weights, "weights", tree, "losses")
     for index, weight in enumerate(by_loss):
         fix = "pass a number"
+        if callable(weight) and not isinstance(weight, Tensor):
+            fix = "weights=weighting, for all losses, in gradkit.value_and_grads(losses, params)"
         fits = is_number(weight)
         if isinstance(weight, Tensor):
             fix = "weights=list(weights) for a tensor of several"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from gradkit.errors import OptionError, StructureError, describe, message
 
@@ -32,7 +32,7 @@ def _read_names(
         return [names]
     if names is None:
         raise StructureError(message("names", *_expected(modules, "None")))
-    is_list = isinstance(names, Iterable) and not isinstance(names, nn.Module)
+    is_list = isinstance(names, Iterable) and not isinstance(names, nn.Module | Tensor)
     patterns: list[Any] = list(names) if is_list else [names]
     wrong = [pattern for pattern in patterns if not isinstance(pattern, str)]
     if wrong:

@@ -8,7 +8,7 @@ from numbers import Real
 from sys import float_info
 from typing import Any, Literal, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradkit.errors import OptionError, describe, message
 
@@ -46,9 +46,39 @@ def check_optional_bool(name: str, value: object) -> None:
 
 def check_function(value: object, name: str = "fn") -> None:
     """Raise if what is to be differentiated is not a function."""
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        expected, fix = f"a function, such as an instance of {value.__name__}", "make one"
+        raise OptionError(message(name, expected, f"the class {value.__name__}", fix))
     if not callable(value):
         fix = "pass a function; for losses that exist: gradkit.value_and_grads(losses, params)"
         raise OptionError(message(name, "a function", describe(value), fix))
+
+
+_WEIGHTING, _AGGREGATOR = "from [K, K] to K weights", "from [K, n] to a gradient [n]"
+
+
+def check_weighting(weights: object) -> None:
+    """Raise if what is to weigh losses by their Gramian is an aggregator of TorchJD, or a class."""
+    fix = "gradkit.combine(gradkit.per_loss_grads(losses, params), aggregator)"
+    _check_function_of_losses("weights", weights, "Aggregator", _WEIGHTING, _AGGREGATOR, fix)
+
+
+def check_aggregator(aggregator: object) -> None:
+    """Raise if what is to make one gradient of several is a weighting of TorchJD, or a class."""
+    fix = "gradkit.value_and_grads(losses, params, weights=weighting), or an aggregator: UPGrad()"
+    _check_function_of_losses("aggregator", aggregator, "Weighting", _AGGREGATOR, _WEIGHTING, fix)
+
+
+def _check_function_of_losses(
+    name: str, value: object, refused: str, expected: str, got: str, fix: str
+) -> None:
+    if isinstance(value, type):
+        got, fix = f"the class {value.__name__}", f"pass an instance: {value.__name__}()"
+    elif any(b.__name__ == refused and b.__module__[:8] == "torchjd." for b in type(value).__mro__):
+        got = f"{describe(value)}, {got}"  # which would be right for no sizes, and run for some
+    else:
+        return
+    raise OptionError(message(name, f"a function {expected}", got, fix))
 
 
 def check_pass_options(unused: object, create_graph: object, retain_graph: object) -> None:

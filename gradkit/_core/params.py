@@ -20,6 +20,7 @@ from gradkit._compat.modules import OF_TORCH_NN
 from gradkit._core import modules, pytree
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.pytree import PyTree, Structure
+from gradkit._core.tensor_nodes import refuse_lost_history
 from gradkit.errors import (
     LeafTypeError,
     StructureError,
@@ -143,7 +144,11 @@ def read_params(tree: PyTree, root: str = "params", *, allow_distributed: bool =
         raise StructureError(message(root, "at least one tensor", *why_empty(tree)))
     kinds = set(map(type, leaves))
     if are_distinct and kinds <= PLAIN_TYPES and all(map(_requires_grad, leaves)):
-        only_leaves = kinds == _PARAMETER or all(map(_is_leaf, leaves))
+        try:
+            only_leaves = kinds == _PARAMETER or all(map(_is_leaf, leaves))
+        except RuntimeError:
+            refuse_lost_history(leaves, partial(pytree.path, spec, root=root))
+            raise
         return Params(leaves, spec, leaves, range(len(leaves)), root, True, only_leaves)
     if are_distinct and kinds == _PARAMETER:  # of which some are frozen
         trained, numbers = list(map(_requires_grad, leaves)), count()
@@ -175,7 +180,11 @@ def with_variables(
     no_subclasses = only_leaves = False
     if not torch.compiler.is_compiling():
         no_subclasses = set(map(type, variables)) <= PLAIN_TYPES
-        only_leaves = all(map(_is_leaf, variables))
+        try:
+            only_leaves = all(map(_is_leaf, variables))
+        except RuntimeError:
+            refuse_lost_history(variables, lambda slot: path(slots.index(slot)))
+            raise
     return Params(leaves, spec, variables, slots, root, no_subclasses, only_leaves)
 
 

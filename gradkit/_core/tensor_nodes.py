@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gradkit._compat.autograd import AccumulateGrad
 from gradkit._compat.nodes import has_released, saved_names
+from gradkit.errors import UnsupportedGraphError, message
 
 
 def edge(tensor: Tensor) -> GradientEdge:
@@ -48,6 +49,24 @@ def has_rebuilt_history(view: Tensor) -> bool:
     """Return whether torch has rebuilt the history of a view, as after a change of its base."""
     node = view.grad_fn
     return view._version > 0 and node is not None and node.name() == "AsStridedBackward0"
+
+
+def refuse_lost_history(tensors: Sequence[Tensor], path: Callable[[int], str]) -> None:
+    """Raise if one of some tensors is a view of whose history torch raises, when asked for it."""
+    for index, tensor in enumerate(tensors):
+        try:
+            _ = tensor.grad_fn
+        except RuntimeError as error:
+            raise UnsupportedGraphError(message(path(index), *_LOST_HISTORY)) from error
+
+
+_LOST_HISTORY = (
+    "a value as it was computed",
+    "one of several views of a tensor (by iteration, unbind, split or chunk) that was changed in "
+    "place since: torch has lost its history",
+    "take the gradients before the write, which an optimizer's step is, too; or take views of a "
+    "copy, on which nothing writes: a, b = w.clone()",
+)
 
 
 def was_used_before_change(variable: Tensor, nodes: set[Node]) -> bool:

@@ -83,7 +83,7 @@ def _kind(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _has_changed(tensor: Tensor, version: int, numbers: Tensor) -> bool:
-    if tensor.layout != torch.strided:
+    if tensor.layout != torch.strided or tensor.is_meta:
         return _version(tensor) != version
     return not torch.equal(tensor.detach(), numbers)
 

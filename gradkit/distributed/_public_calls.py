@@ -21,6 +21,7 @@ from gradkit._core.options import (
     check_chunk_size,
     check_optional_bool,
     check_pass_options,
+    check_weighting,
 )
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params
@@ -102,6 +103,7 @@ def value_and_grads(
     name = "gradkit.distributed.value_and_grads"
     with leave_inference_mode():
         if weights is not None and callable(weights):
+            check_weighting(weights)
             weights = _weights_from_gram(name, losses, module, weights)
         run = partial(passes.run_jointly, weights=weights)
         call = DistributedCall(name, losses, module, run, True, create_graph, retain_graph, weights)

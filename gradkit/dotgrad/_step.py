@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
+from gradkit._compat.distributed import mesh_of
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.optim import is_step_of_class, is_unscaled, scaler_put_back_on_error
 from gradkit._core import pytree
@@ -39,6 +40,7 @@ from gradkit.errors import (
     describe,
     message,
 )
+from gradkit.tree._norms import clip_by_global_norm
 
 _version = attrgetter("_version")
 _CONTAINERS = frozenset({dict, list, tuple})
@@ -123,12 +125,26 @@ def step_(
             write_all(pairs)
             if scaler is not None and max_norm is not None and not is_unscaled(scaler, optimizer):
                 scaler.unscale_(optimizer)
-            norm = None if max_norm is None else clip_grad_norm_([p for p, _ in pairs], max_norm)
+            norm = None if max_norm is None else _clip([p for p, _ in pairs], max_norm)
         if scaler is None:
             optimizer.step()
         else:
             scaler.step(optimizer)
     return norm
+
+
+def _clip(params: list[Tensor], max_norm: float | Tensor) -> Tensor:
+    """Clip the gradients of the params, and return their norm before."""
+    try:
+        return clip_grad_norm_(params, max_norm)  # type: ignore[arg-type]
+    except RuntimeError:  # before anything was written
+        present = [param for param in params if param.grad is not None]
+        if len({mesh_of(param.grad) for param in present}) < 2:
+            raise
+        # torch does not mix DTensors of two meshes, or with other tensors.
+        clipped, norm = clip_by_global_norm([param.grad for param in present], max_norm)
+        set_grads(present, clipped)
+        return norm
 
 
 def _step_without_copies(

@@ -37,6 +37,7 @@ from gradkit._core.results_without_graph import (
     with_zero_derivatives,
     without_ended_graph,
 )
+from gradkit._core.tensor_nodes import refuse_lost_history
 from gradkit.errors import (
     LeafTypeError,
     OptionError,
@@ -167,12 +168,16 @@ def read_arguments(
         expanded = tuple(pytree.unflatten(part_spec, part) for part, part_spec in flat)
         args = _replaced(args, positions, expanded)
         leaves, spec = pytree.flatten(expanded)
+    path = partial(_path, spec=spec, positions=positions, root=root)
     if _are_plain_variables(leaves):
-        only_leaves = all(map(_is_leaf, leaves))
+        try:
+            only_leaves = all(map(_is_leaf, leaves))
+        except RuntimeError:
+            refuse_lost_history(leaves, path)
+            raise
         slots = range(len(leaves))
         params = Params(leaves, spec, leaves, slots, root or "args", True, only_leaves)
     else:
-        path = partial(_path, spec=spec, positions=positions, root=root)
         params = with_variables(leaves, spec, root or "args", path, is_variable or _is_variable)
     if not params.variables:
         where = root or ", ".join(f"args[{position}]" for position in positions)

@@ -128,7 +128,8 @@ def _check_options(
 ) -> Tolerance:
     if not is_positive_int(order):
         raise OptionError(message("order", "a positive int", repr(order), "order=2"))
-    if isinstance(modes, str) or not modes or not set(modes) <= {REVERSE, FORWARD}:
+    is_list = isinstance(modes, tuple | list | set | frozenset) and len(modes) > 0
+    if not is_list or any(mode not in (REVERSE, FORWARD) for mode in modes):
         fix = 'modes=("reverse", "forward")'
         raise OptionError(message("modes", "a tuple of 'reverse', 'forward'", repr(modes), fix))
     for name, value in (("atol", atol), ("rtol", rtol), ("eps", eps)):

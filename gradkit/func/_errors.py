@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from gradkit._checks.missing_derivatives import missing_derivative
-from gradkit._compat.transforms import BATCH, transforms
+from gradkit._compat.transforms import BATCH, BATCH_FAILURES, transforms
 from gradkit.errors import GradkitError, UnsupportedGraphError, message
 
 R = TypeVar("R")
@@ -32,7 +32,7 @@ def named_errors(run: Callable[[], R], *, nested: bool = False) -> R:
             got = f"torch's {name}, which torch.func cannot enter"
             fix = f"use {_IN_ITS_PLACE[name]}; or {_EAGERLY}"
             raise UnsupportedGraphError(message("fn", _DIFFERENTIABLE, got, fix)) from error
-        if not isinstance(error, RuntimeError):
+        if not isinstance(error, BATCH_FAILURES):
             raise
         hook = _hook_that_requires_grad(error)
         if hook is not None:
@@ -69,7 +69,7 @@ def _control_flow(error: Exception) -> str | None:
     return next((name for name in names if name in _IN_ITS_PLACE), None)
 
 
-def _hook_that_requires_grad(error: RuntimeError) -> str | None:
+def _hook_that_requires_grad(error: Exception) -> str | None:
     """Return, in words, a hook of a module that has called requires_grad_(), if one raised."""
     if not str(error).startswith("You are attempting to call Tensor.requires_grad_()"):
         return None
@@ -84,12 +84,12 @@ def _hook_that_requires_grad(error: RuntimeError) -> str | None:
     return None
 
 
-def _raised_by_torch(error: RuntimeError) -> bool:
+def _raised_by_torch(error: Exception) -> bool:
     """Return whether an operator of torch raised an error, not the caller's own code."""
     # torch's own are of these two classes, and subclasses that say what they are (out of memory).
     # An operator fails in the frame of OpMonitor, of a pass, or of torch's code that called it;
     # the last frame of what the caller's code raises is the caller's.
-    if type(error) not in (RuntimeError, NotImplementedError) or error.__traceback__ is None:
+    if type(error) not in (*BATCH_FAILURES, NotImplementedError) or error.__traceback__ is None:
         return False
     *_, (frame, _) = walk_tb(error.__traceback__)
     return _module_of(frame).partition(".")[0] in {"gradkit", "torch"}

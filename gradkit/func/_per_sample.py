@@ -18,6 +18,7 @@ from gradkit._core.ownership import empty_for, leave_inference_mode
 from gradkit._core.pytree import PyTree, Structure
 from gradkit._state import rng
 from gradkit.errors import (
+    LeafTypeError,
     StructureError,
     UnsupportedGraphError,
     describe,
@@ -313,6 +314,9 @@ def _size_of_batch(leaves: list[Any], dims: list[int | None], spec: Structure) -
                 expected, got = "an int or None in in_dims, and no bool", f"the dimension {dim!r}"
             fix = "give in_dims, with None for what is not batched: in_dims=(None, 0, None)"
             raise StructureError(message(where, expected, got, fix))
+        if leaf.layout != torch.strided or leaf.is_nested:
+            where, fix = pytree.path(spec, index, "args"), "pass x.to_dense(), or a padded tensor"
+            raise LeafTypeError(message(where, "a dense batch", f"one of {leaf.layout}", fix))
         sizes.setdefault(leaf.shape[dim], index)
     if not sizes:
         fix = "pass the samples as an argument, or name their dimension in in_dims"

@@ -22,7 +22,7 @@ from gradkit._compat.transforms import (
     transforms,
 )
 from gradkit._core import pytree
-from gradkit._core.options import is_number
+from gradkit._core.options import check_bool, is_number
 from gradkit._state.grad_attribute import set_grad
 from gradkit.errors import (
     GradkitError,
@@ -94,12 +94,17 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
     hyper = {key: value for key, value in hyper.items() if key not in _IMPLEMENTATION}
     defaults = {key: value for key, value in rule.arguments.items() if key not in _IMPLEMENTATION}
     check_names(name, hyper, defaults, f"from_torch(torch.optim.{name}, lr=0.1)")
+    is_of_torch = optimizer.__module__.startswith("torch.optim.")  # others may take anything
+    for key in (key for key in hyper if is_of_torch and isinstance(defaults[key], bool)):
+        check_bool(key, hyper[key])
     if optimizer is torch.optim.Adam and hyper.pop("decoupled_weight_decay", False):
         optimizer = torch.optim.AdamW
         hyper = {"weight_decay": 0.0, **hyper}  # Adam's default; AdamW's differs
     if optimizer in _REIMPLEMENTED:
         return _REIMPLEMENTED[optimizer](**hyper)
     _check_hyper(name, hyper)
+    for key in hyper if is_of_torch else ():
+        _check_numbers(f"{key} of {name}", key, hyper[key], defaults[key])
     settings = {**defaults, **hyper}
     rule.check(settings)
     return Optimizer(name, settings, {"torch": lambda leaf: {}}, rule, scalar_hyperparams=True)
@@ -271,6 +276,30 @@ def _check_class(optimizer: object) -> None:
         if isinstance(optimizer, torch.optim.Optimizer):
             fix = f"the class itself: from_torch(torch.optim.{type(optimizer).__name__}, lr=0.1)"
         raise UnsupportedOptimizerError(message("optimizer", expected, got, fix))
+
+
+def _check_numbers(where: str, key: str, value: Any, default: object) -> None:
+    """Raise unless a hyper-parameter is a number, a tree of some, or as many as its default is."""
+    expected = "a number, or a tensor of one element"
+    if isinstance(default, tuple):
+        expected = f"a tuple of {len(default)} numbers, or of tensors of one element"
+        fits = isinstance(value, tuple) and len(value) == len(default)
+        fits = fits and all(map(_is_like, value, default))
+    elif isinstance(default, float | int) and not isinstance(default, bool):
+        is_tree = isinstance(value, Mapping | list)  # with None for a leaf that is None
+        parts = [x for x in pytree.flatten(value)[0] if x is not None] if is_tree else [value]
+        fits = all(_is_like(part, default) for part in parts)
+    else:
+        return
+    if not fits:
+        raise OptionError(message(where, expected, describe(value), f"{key}={default!r}"))
+
+
+def _is_like(value: object, default: object) -> bool:
+    """Return whether this is one number for torch, or the None that stands in its place."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.layout == torch.strided and not value.is_meta
+    return is_number(value) or (value is None and default is None)
 
 
 def _check_hyper(name: str, hyper: Settings) -> None:

@@ -220,8 +220,9 @@ def _read_hyperparam(
         if number.is_complex() and not leaf.is_complex():
             where, expected = pytree.path(spec, index, where), "a real number: the leaf is real"
             raise LeafTypeError(message(where, expected, describe(number), f"{name}.real"))
-        if number.numel() != 1 and number.shape != leaf.shape:
-            expected = f"one number, or a tensor of shape {tuple(leaf.shape)}"
+        is_plain = number.layout == torch.strided and (leaf.is_meta or not number.is_meta)
+        if not is_plain or (number.numel() != 1 and number.shape != leaf.shape):
+            expected = f"one number, or a dense tensor of shape {tuple(leaf.shape)} with values"
             where, fix = pytree.path(spec, index, where), "torch.full_like(leaf, 0.1)"
             raise StructureError(message(where, expected, describe(number), fix))
     return values
@@ -340,9 +341,9 @@ def as_factor(value: Any) -> Any:
     """Return a setting whose tensors of one element do not change the shape of what they scale."""
     if isinstance(value, tuple):
         return tuple(map(as_factor, value))
-    if not isinstance(value, list):
-        return value
-    return [x.reshape(()) if isinstance(x, Tensor) and x.numel() == 1 else x for x in value]
+    if isinstance(value, list):
+        return list(map(as_factor, value))
+    return value.reshape(()) if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def check_names(owner: str, hyper: Iterable[str], known: Iterable[str], fix: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,12 +27,27 @@ from gradkit._core.results_without_graph import with_zero_derivatives
 from gradkit._state import rng
 from gradkit.distributed import all_reduce
 from gradkit.distributed._agreement import failures_reported, require_group
-from gradkit.errors import DetachedLossError, OptionError, StructureError, describe, message
+from gradkit.errors import (
+    DetachedLossError,
+    LeafTypeError,
+    OptionError,
+    StructureError,
+    describe,
+    message,
+)
 from gradkit.func._arguments import read_arguments
 from gradkit.func._differentiate import differentiate, gradient_of_the_sum
 from gradkit.func._errors import independent
 from gradkit.func._vmap_or_loop import RANDOMNESS, Attempt, AuxOfEach, OneByOne, Randomness
-from gradkit.meta._trees import InnerParams, read_inner_params, read_loss
+from gradkit.meta._trees import (
+    InnerParams,
+    raised_where_it_would_take,
+    read_inner_params,
+    read_loss,
+)
+
+_STACK = "tasks=gradkit.tree.stack(tasks); or a loop over tasks that differ in size"
+_STACKED = "one tree, of tensors that have the tasks as a dimension"
 
 
 def mean_value_and_grads(
@@ -120,9 +135,17 @@ def mean_value_and_grads(
     with nullcontext() if ranks is None else failures_reported(ranks):
         outer = read_inner_params(params)
         batch = _read_tasks(tasks, in_dims)
-        totals, aux = _sums(
-            meta_loss_fn, has_aux, randomness, create_graph, outer, batch, tasks_at_once
-        )
+        try:
+            totals, aux = _sums(
+                meta_loss_fn, has_aux, randomness, create_graph, outer, batch, tasks_at_once
+            )
+        except Exception as error:
+            if type(tasks) is list and raised_where_it_would_take(
+                error, meta_loss_fn, outer.tree(outer.variables), tasks[0]
+            ):
+                got = f"a list of {len(tasks)}, of which meta_loss_fn takes each as a task"
+                raise StructureError(message("tasks", _STACKED, got, _STACK)) from error
+            raise
     count: float | Tensor = batch.count
     if ranks is not None:
         names = list(map(outer.path, range(len(outer.variables))))
@@ -260,10 +283,16 @@ def _read_tasks(tasks: PyTree, in_dims: PyTree) -> _Tasks:
             expected = f"a tensor with the task dimension {dim!r}"
             fix = "give in_dims, with None for tensors that all tasks share"
             raise OptionError(message(where, expected, describe(part), fix))
+        if part.layout != torch.strided or part.is_nested:
+            fix = "pass x.to_dense(), or a padded tensor"
+            raise LeafTypeError(message(where, "a dense batch", f"one of {part.layout}", fix))
         sizes.setdefault(part.shape[dim], where)
     if len(sizes) != 1 or 0 in sizes:
         expected = "tensors with one number of tasks, at least one"
-        got = " and ".join(f"{size} in {where}" for size, where in sizes.items()) or "none"
+        got = " and ".join(f"{size} in {where}" for size, where in sizes.items())
         fix = "stack the tensors of the tasks, and give in_dims, with None for shared tensors"
+        if isinstance(tasks, list | Iterator):
+            fix = _STACK
+        got = got or f"none in {describe(tasks)}"
         raise StructureError(message("tasks", expected, got, fix))
     return _Tasks(parts, dims, next(iter(sizes)), spec.unflatten)

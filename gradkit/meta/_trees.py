@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
+from gradkit._core.closure_contents import captured_by
 from gradkit._core.losses import read_losses
 from gradkit._core.params import Params, expand_params
 from gradkit._core.pytree import PyTree
-from gradkit.errors import NotScalarLossError, StructureError, describe, message
+from gradkit._state.snapshot import Snapshot
+from gradkit.errors import GradkitError, NotScalarLossError, StructureError, describe, message
 from gradkit.func._arguments import Arguments, read_arguments, refuse_sparse
 
 
@@ -43,6 +47,19 @@ def read_inner_params(tree: PyTree, *, dense: bool = False) -> InnerParams:
         flat.only_leaves,
         arguments,
     )
+
+
+def raised_where_it_would_take(error: Exception, fn: Callable[..., Any], *args: Any) -> bool:
+    """Return whether a function of the caller's has raised, and runs with other arguments."""
+    # It is run with them, and everything is as before. Not for what gradkit has said by name.
+    if isinstance(error, GradkitError) or transforms():
+        return False
+    try:
+        with Snapshot(captured_by(fn), pytree.tensors(args)).restored():
+            fn(*args)
+    except Exception:
+        return False
+    return True
 
 
 def read_loss(returned: PyTree, fn: str, *, has_aux: bool = False) -> tuple[Tensor, PyTree]:

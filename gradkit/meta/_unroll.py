@@ -29,7 +29,7 @@ from gradkit.meta._optimizer import (
 )
 from gradkit.meta._recomputed_steps import run_recomputed
 from gradkit.meta._tensor_lists import Tensors
-from gradkit.meta._trees import InnerParams, read_inner_params
+from gradkit.meta._trees import InnerParams, raised_where_it_would_take, read_inner_params
 
 Memory: TypeAlias = Literal["store", "recompute"] | int
 Run: TypeAlias = Callable[[Carry, StepInputs], StepOutputs]
@@ -54,6 +54,9 @@ class Adapted:
     aux: list[PyTree] = field(default_factory=list)
     buffers: PyTree = None
     trajectory: list[PyTree] = field(default_factory=list)
+
+
+_DATA, _ONE_BATCH = "a list with the data of each step", "[(x, y)] * steps, also for one step"
 
 
 def unroll(
@@ -163,7 +166,15 @@ def unroll(
         inputs = StepInputs(outer, _read_hyper(opt, hyper, inner), data)
         options = {"create_graph": create_graph, "trajectory": trajectory}
         run, size = _segments(step, memory, **options)
-        carry, losses, aux, between = _loop(run, carry, inputs, size, trajectory=trajectory)
+        try:
+            carry, losses, aux, between = _loop(run, carry, inputs, size, trajectory=trajectory)
+        except Exception as error:
+            of_buffers = [buffers] if has_buffers else []
+            args = [inner.tree(inner.variables), *of_buffers, outer, batches]
+            if type(batches) in (list, tuple) and raised_where_it_would_take(error, loss_fn, *args):
+                got = f"a {type(batches).__name__} that loss_fn takes as one of them"
+                raise StructureError(message("batches", _DATA, got, _ONE_BATCH)) from error
+            raise
         states = {
             name: replace(inner, leaves=by_leaf[name]).tree(column)
             for name, column in carry.state.items()
@@ -175,7 +186,8 @@ def unroll(
 
 
 def _check_options(memory: object, flags: Mapping[str, object]) -> None:
-    if memory not in ("store", "recompute") and not is_positive_int(memory):
+    is_named = isinstance(memory, str) and memory in ("store", "recompute")
+    if not is_named and not is_positive_int(memory):
         expected = "'store', 'recompute' or a positive int"
         raise OptionError(message("memory", expected, repr(memory), "memory='store'"))
     for name, flag in flags.items():
@@ -186,8 +198,11 @@ def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
     """Return the data of each step, read before the first."""
     if isinstance(batches, Tensor | str | Mapping) or not isinstance(batches, Iterable):
         fix = "list(batches.unbind()), or [batch] * steps"
-        expected = "a list with the data of each step"
-        raise StructureError(message("batches", expected, describe(batches), fix))
+        raise StructureError(message("batches", _DATA, describe(batches), fix))
+    of_tensors = type(batches) is tuple and all(isinstance(x, Tensor) for x in batches)
+    if of_tensors and len({(x.dtype, x.dim()) for x in pytree.tensors(batches)}) > 1:
+        got = f"a tuple of {' and '.join(map(describe, pytree.tensors(batches)))}, as a batch is"
+        raise StructureError(message("batches", _DATA, got, _ONE_BATCH))
     data, versions = [], []
     for batch in batches:
         leaves, spec = pytree.flatten(batch)

@@ -166,7 +166,7 @@ def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
 def scale_leaves(leaves: Sequence[Leaf], factor: float | Tensor) -> list[Leaf]:
     """Return every leaf times a factor, in the leaf's dtype."""
     scaled = list(leaves)
-    for (device, dtype, layout, _), indices in group_alike(leaves).items():
+    for (device, dtype, layout, *_), indices in group_alike(leaves).items():
         by = factor.reshape(()).to(device) if isinstance(factor, Tensor) else factor
         group = cast("list[Tensor]", [leaves[index] for index in indices])
         # foreach has no rule for vmap, and fails at the gradient with respect to a tensor factor.
@@ -179,11 +179,13 @@ def scale_leaves(leaves: Sequence[Leaf], factor: float | Tensor) -> list[Leaf]:
 
 
 def group_alike(leaves: Sequence[Leaf]) -> dict[Any, list[int]]:
-    """Return the leaves of each device, dtype, layout and type, as `clip_grads_with_norm_` does."""
+    """Return the leaves of each device, dtype, layout, type and mesh, which one kernel takes."""
     groups: dict[Any, list[int]] = {}
     for index, x in enumerate(leaves):
         if x is not None:
-            groups.setdefault((x.device, x.dtype, x.layout, type(x)), []).append(index)
+            mesh = None if type(x) in PLAIN_TYPES else getattr(x, "device_mesh", None)
+            key = x.device, x.dtype, x.layout, type(x), mesh
+            groups.setdefault(key, []).append(index)
     return groups
 
 

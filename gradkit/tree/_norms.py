@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gradkit._compat.distributed import full_tensor, is_dtensor
+from gradkit._compat.distributed import full_tensor, mesh_of
 from gradkit._compat.transforms import in_dual_level, transforms
 from gradkit._core import pytree
 from gradkit._core.leaf_arithmetic import largest, stored_values, to_common_dtype
@@ -125,8 +125,8 @@ def _checked_norm(dense: list[Tensor], norm: Callable[[list[Tensor]], Tensor]) -
 
 def _norm(dense: list[Tensor]) -> Tensor:
     # get_total_norm runs under no_grad, which would make the norm a constant; and it does not mix
-    # DTensors with other tensors.
-    mixed = len(set(map(is_dtensor, dense))) > 1
+    # DTensors of two meshes, or with other tensors.
+    mixed = len(set(map(mesh_of, dense))) > 1
     is_constant = not (transforms() or in_dual_level() or any(x.requires_grad for x in dense))
     if is_constant and not mixed:
         return full_tensor(torch.nn.utils.get_total_norm(dense))
@@ -249,8 +249,8 @@ def allclose(
     Source:
         `torch.allclose`.
     """
-    rtol = check_number("rtol", rtol, "rtol=1e-05", nonnegative=True)
-    atol = check_number("atol", atol, "atol=1e-08", nonnegative=True)
+    rtol = float(check_number("rtol", rtol, "rtol=1e-05", nonnegative=True))
+    atol = float(check_number("atol", atol, "atol=1e-08", nonnegative=True))
     check_bool("equal_nan", equal_nan)
 
     def close(x: Tensor, y: Tensor) -> bool:

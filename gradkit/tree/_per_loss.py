@@ -17,7 +17,7 @@ from gradkit._core.leaf_arithmetic import (
     to_common_dtype,
     width,
 )
-from gradkit._core.options import is_real_number, number_for_torch
+from gradkit._core.options import check_aggregator, is_real_number, number_for_torch
 from gradkit._core.pytree import PyTree
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 from gradkit.tree._arithmetic import Leaf
@@ -64,11 +64,12 @@ def to_matrix(
     examples = [(leaf, rows.example(leaf)) for leaf in rows.leaves]
     likes = {leaf: like for leaf, like in examples if like is not None}
     widths = [width(like) for like in likes.values()]
+    shape = len(rows.rows), sum(widths)
 
     def unravel(vector: Tensor) -> PyTree:
         leaves: list[Leaf] = [None] * len(rows.leaves)
         if likes:
-            _check_vector("unravel", vector, sum(widths))
+            _check_vector("unravel", vector, *shape)
             parts = torch.split(vector, widths)
             for (leaf, like), part in zip(likes.items(), parts, strict=True):
                 leaves[leaf] = from_real_vector(part.to(like.device), like).clone()
@@ -85,12 +86,21 @@ def _as_vector(row: Sequence[Leaf], likes: Mapping[int, Tensor]) -> Tensor:
     return torch.cat(to_common_dtype(list(map(real_vector, parts))))
 
 
-def _check_vector(name: str, vector: object, length: int) -> None:
-    """Raise unless this is a vector with an entry for each column of the matrix."""
-    if not isinstance(vector, Tensor) or vector.shape != (length,):
-        fix = "reduce the matrix over its rows: matrix.mean(0)"
-        expected = f"a vector of shape ({length},)"
-        raise StructureError(message(name, expected, describe(vector), fix))
+def _check_vector(name: str, vector: object, count: int, length: int) -> None:
+    """Raise unless this is a real vector with an entry for each of the columns of a matrix."""
+    fix = "reduce the matrix over its rows: matrix.mean(0)"
+    if isinstance(vector, Tensor):
+        if vector.shape == (length,) and vector.is_floating_point():
+            if vector.layout == torch.strided:
+                return
+            fix = "return vector.to_dense()"
+        elif vector.shape == (count,):
+            fix = (
+                "one weight for each loss is for gradkit.combine(per_loss, weights), or "
+                "gradkit.value_and_grads(losses, params, weights=function)"
+            )
+    expected = f"a dense real vector of shape ({length},)"
+    raise StructureError(message(name, expected, describe(vector), fix))
 
 
 def gram(per_loss: PyTree, *, losses: PyTree | None = None) -> Tensor:
@@ -168,8 +178,9 @@ def combine(
 
     Raises:
         LeafTypeError: A gradient is not a tensor, or a weight is not a real number.
+        OptionError: `aggregator` is a class, or a weighting of TorchJD.
         StructureError: There are no losses, trees do not match, `per_loss` is the gradient of one
-            call of `value_and_grads`, or the aggregator returns another shape than `[n]`.
+            call of `value_and_grads`, or the aggregator returns no dense real vector of shape `[n]`.
 
     Source:
         Aggregators: Quinton and Rey 2024, "Jacobian Descent for Multi-Objective Optimization",
@@ -177,9 +188,10 @@ def combine(
     """
     if not callable(aggregator):
         return weighted_sum(per_loss, aggregator, losses=losses)
+    check_aggregator(aggregator)
     matrix, unravel = to_matrix(per_loss, losses=losses)
     vector = aggregator(matrix)
-    _check_vector("the aggregator's result", vector, matrix.shape[1])
+    _check_vector("the aggregator's result", vector, *matrix.shape)
     return unravel(vector)
 
 
