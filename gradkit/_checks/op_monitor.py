@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from gradkit._checks.differentiable_formulas import FORMULAS
+from gradkit._checks.differentiated_jvps import function_with_differentiated_jvp
 from gradkit._checks.foreign_operators import OPERATOR, OVERLOAD, is_foreign, refuse_dropped
 from gradkit._checks.ops_from_graph import ops_of
 from gradkit._checks.transform_bugs import (
@@ -26,6 +27,7 @@ from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.transforms import (
     BATCH,
     DERIVATIVES,
+    apply_function,
     autograd_grad,
     carries_graph,
     differentiated,
@@ -42,6 +44,7 @@ from gradkit.errors import UnsupportedGraphError, message
 __all__ = ["TRANSFORM_BUGS", "OpMonitor"]
 
 _BACKWARD_PASS = "a backward pass"
+_FUNCTION = "a Function"
 _NAMES: dict[Any, str] = {
     getattr(owner, alias): name
     for alias, name in [
@@ -50,7 +53,11 @@ _NAMES: dict[Any, str] = {
     ]
     for owner in (torch, Tensor, torch.linalg, torch.special, functional)
     if hasattr(owner, alias)
-} | {torch.autograd.grad: _BACKWARD_PASS, autograd_grad: _BACKWARD_PASS}
+} | {
+    torch.autograd.grad: _BACKWARD_PASS,
+    autograd_grad: _BACKWARD_PASS,
+    apply_function: _FUNCTION,
+}
 _FUNCTIONAL = {functional.batch_norm, functional.instance_norm}
 
 _active = threading.local()
@@ -107,6 +114,9 @@ class OpMonitor(TorchFunctionMode):
         constants = self._tangents_from and not torch.is_grad_enabled()
         if name == _BACKWARD_PASS:
             self.check()
+        elif name == _FUNCTION:
+            function, *given = args
+            args = function_with_differentiated_jvp(function, given), *given
         elif name is not None:
             is_functional, given = func in _FUNCTIONAL, (args, kwargs or {})
             if self._writes is not None and name in BY_FORMULA:

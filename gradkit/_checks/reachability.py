@@ -17,7 +17,7 @@ from gradkit._core.graph import Subgraph
 from gradkit._core.losses import Losses
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import Params
-from gradkit._core.results_without_graph import ZERO_DERIVATIVE_NODE
+from gradkit._core.constant_function import ZERO_DERIVATIVE_NODE
 from gradkit._core.tensor_nodes import edge, has_rebuilt_history, was_used_before_change
 from gradkit.errors import (
     UnreachedParamError,

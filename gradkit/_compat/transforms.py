@@ -8,11 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch._functorch.autograd_function import custom_function_call as _custom_function_call
 from torch._functorch.eager_transforms import _autograd_grad
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
@@ -184,6 +186,23 @@ def layers(tensor: Tensor) -> Iterator[Tensor]:
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
         yield tensor
+
+
+# What Function.apply calls inside transforms; modes see it, and the Function as its first argument.
+apply_function: Any = _custom_function_call
+# In its block, forward mode is on, or off.
+forward_mode_enabled = partial(forward_ad._set_fwd_grad_enabled, True)
+
+
+def without_tangent(tensor: Tensor) -> Tensor:
+    """Return a tensor without its tangent of the innermost jvp around this call."""
+    # vmap has no rule for unpack_dual.
+    if _functorch.is_batchedtensor(tensor):
+        dim, level = _functorch.maybe_get_bdim(tensor), _functorch.maybe_get_level(tensor)
+        with temporarily_pop_interpreter_stack():
+            inner = without_tangent(_functorch.get_unwrapped(tensor))
+        return _functorch._add_batch_dim(inner, dim, level)
+    return forward_ad.unpack_dual(tensor).primal if is_dual(tensor) else tensor
 
 
 def carries_tangent(tensor: Tensor) -> bool:

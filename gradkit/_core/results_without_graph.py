@@ -7,22 +7,31 @@ graph; torch's engine, and the transforms of torch.func, cannot tell it from one
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import is_not
 from typing import Any, TypeAlias, cast
+from weakref import ref
+
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.graph import Node
 
-from gradkit._compat.autograd import node_type
+from gradkit._compat.autograd import current_pass, run_in_place_of_backward
 from gradkit._compat.transforms import (
-    differentiated,
     is_of_ended_transform,
+    layers,
     recording_levels,
     transforms,
 )
+from gradkit._core.constant_function import attach
 from gradkit._core.graph import Subgraph
-from gradkit.errors import UnsupportedGraphError
+from gradkit._core.tensor_nodes import metadata
+from gradkit._core.user_code import (
+    Cotangents,
+    functions_alive,
+    register_own_hooks_around_node,
+    user_functions,
+)
 
 Grads: TypeAlias = list[Tensor | None]
 
@@ -33,14 +42,19 @@ def with_zero_derivatives(grads: Iterable[Tensor | None], sources: Iterable[Tens
     graphs = [(source, recording_levels(source)) for source in sources]
     every = set().union(*(levels for _, levels in graphs))
     carriers = [source for source, levels in graphs if levels]
-    return [_with_graphs(grad, every, carriers) for grad in grads]
+    before = list(grads)
+    after = [_with_graphs(grad, every, carriers) for grad in before]
+    if functions_alive().users and any(map(is_not, after, before)):
+        recorded = [layer for one in carriers for layer in layers(one) if layer.requires_grad]
+        _skip_functions_without_cotangents(Subgraph(recorded))
+    return after
 
 
 def _with_graphs(grad: Tensor | None, every: set[int], carriers: list[Tensor]) -> Tensor | None:
     # Sparse ones stay constants: torch has no derivative of most of their operations.
     if grad is None or grad.layout != torch.strided or recording_levels(grad) >= every:
         return grad
-    return _attach(grad, carriers)
+    return attach(grad, carriers)
 
 
 def with_refused_derivatives(
@@ -48,7 +62,7 @@ def with_refused_derivatives(
 ) -> Grads:
     """Return gradients whose derivative, outside of transforms, raises `UnsupportedGraphError`."""
     carriers = [source for source in sources if recording_levels(source)]
-    return [None if grad is None else _attach(grad, carriers, reason) for grad in grads]
+    return [None if grad is None else attach(grad, carriers, reason) for grad in grads]
 
 
 def without_ended_graph(grad: Tensor | None) -> Tensor | None:
@@ -60,47 +74,37 @@ def without_ended_graph(grad: Tensor | None) -> Tensor | None:
     return grad.detach() if leaves and all(map(is_of_ended_transform, leaves)) else grad
 
 
-def accumulate_grad_nodes(leaves: Sequence[Tensor]) -> list[Node]:
-    """Return the AccumulateGrad nodes of leaves without subclasses, outside of transforms."""
-    # A constant function of all leads to them: a view of each would take four times as long.
-    with torch.enable_grad():
-        result = _attach(torch.empty(0), leaves)  # which keeps its node alive
-    return [cast("Node", child) for child, _ in cast("Node", result.grad_fn).next_functions[1:]]
+def _skip_functions_without_cotangents(below: Subgraph) -> None:
+    """Let a pass that brings a Function of the user's no cotangent leave out its backward."""
+    # torch calls it even so: with None for all, or with zeros, of which it may make nan.
+    kinds = set(user_functions(below.kinds))
+    for node in below.nodes if kinds else ():
+        if type(node) in kinds and _GUARDED not in metadata(node):
+            metadata(node)[_GUARDED] = True
+            guard = _EmptyPass(node)
+            register_own_hooks_around_node(node, guard.before)
+            run_in_place_of_backward(node, guard.backward)
 
 
-def _attach(tensor: Tensor, sources: Sequence[Tensor], reason: str | None = None) -> Tensor:
-    return cast("Tensor", _Constant.apply(reason, tensor, *sources))  # type: ignore[no-untyped-call]
+_GUARDED = "gradkit runs no backward without cotangents"
 
 
-class _Constant(Function):
-    """The identity of a tensor, and a constant function of others."""
+class _EmptyPass:
+    """A hook before a Function's node, and its backward: none runs where no cotangent arrives."""
 
-    generate_vmap_rule = True
+    def __init__(self, node: Node) -> None:
+        self._node = ref(node)  # which refers to its hooks
+        self._passes: set[int] = set()
 
-    @staticmethod
-    def forward(reason: str | None, tensor: Tensor, *sources: Tensor) -> Tensor:
-        return tensor.clone()
+    def before(self, cotangents: Cotangents) -> None:
+        """Note a pass without cotangents; what torch makes of them after hooks may be zeros."""
+        if all(cotangent is None for cotangent in cotangents):
+            self._passes.add(current_pass())
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.reason, ctx.sources = inputs[0], len(inputs) - 2
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor | None) -> Any:
-        _refuse(ctx.reason)
-        return None, cotangent, *[None] * ctx.sources
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, tangent: Tensor | None, *tangents: Tensor | None) -> Tensor | None:
-        _refuse(ctx.reason)
-        return tangent
-
-
-def _refuse(reason: str | None) -> None:
-    # The rule for vmap runs this inside of one; a transform that differentiates has asked before.
-    if reason is not None and not differentiated():
-        raise UnsupportedGraphError(reason)
-
-
-ZERO_DERIVATIVE_NODE: type = node_type(_Constant)
+    def backward(self, *cotangents: Tensor | None) -> Any:
+        """Return what the node's backward does, or no gradients."""
+        node = cast("Any", self._node())
+        if current_pass() not in self._passes:
+            return type(node).apply(node, *cotangents)
+        self._passes.discard(current_pass())
+        return (None,) * len(node.needs_input_grad)

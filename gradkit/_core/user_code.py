@@ -25,7 +25,7 @@ from gradkit._compat import distributed
 from gradkit._compat.autograd import forward_class, tensor_hooks
 from gradkit._compat.transforms import transforms
 from gradkit._core.ownership import PLAIN_TYPES
-from gradkit._core.results_without_graph import accumulate_grad_nodes
+from gradkit._core.constant_function import accumulate_grad_nodes
 from gradkit._core.tensor_nodes import edge
 
 Cotangents: TypeAlias = tuple[Tensor | None, ...]
@@ -257,7 +257,7 @@ def _free_threaded() -> bool:
 
 
 _GRADKIT_MODULES = {
-    "gradkit._core.results_without_graph",
+    "gradkit._core.constant_function",
     "gradkit._autograd.formula_double_backward",
     "gradkit._checks.special_functions",
 }

@@ -18,7 +18,8 @@ from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks import eager_graph, nonreentrant_checkpoints
 from gradkit._checks.forward_monitor import ForwardMonitor
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
-from gradkit._compat.transforms import is_dual, transforms
+from gradkit._checks.op_monitor import OpMonitor
+from gradkit._compat.transforms import carries_graph, is_dual, transforms
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._core.leaf_arithmetic import same_values
@@ -87,7 +88,8 @@ def implicit(
         inner_loss: One real element, twice differentiable, computed from its arguments alone.
         solve: How `H u = v` is solved, H being the inner Hessian: `"cg"`, conjugate gradients, for
             a positive definite H; `"neumann"`, a Neumann series with a step of one over the largest
-            eigenvalue; or a function `solve(matvec, v)` of trees like params.
+            eigenvalue; or a function `solve(matvec, v)` of trees like params, which may
+            differentiate `matvec(u)` with respect to u.
         maxiter: The largest number of products with H in a solve.
         tol: The solve ends when the norm of the residual, relative to that of v, is below this.
         damping: This times the identity is added to H.
@@ -222,8 +224,10 @@ def _linear_solver(
         def matvec(u: PyTree) -> PyTree:
             return directions.tree(product(_read_direction(directions, u, "matvec(u)")))
 
-        # Clones: the solver may change its arguments in place.
-        u = method(matvec, directions.tree([x.clone() for x in v]))
+        # Clones: the solver may change its arguments in place. With grad, which the engine switches
+        # off in a backward pass: the solver may differentiate the product.
+        with torch.enable_grad():
+            u = method(matvec, directions.tree([x.clone() for x in v]))
         return _read_direction(directions, u, "solve(matvec, v)")
 
     return solve
@@ -297,7 +301,7 @@ class _OptimalityCondition:
             slope = _slope(loss, at, below)
 
         def product(u: Tensors) -> Tensors:
-            hu = _or_zeros(inner_grads(slope, at, u, retain_graph=True), at)
+            hu = _or_zeros(_pulled(slope, at, u), at)
             return tree.add(hu, tree.scale(u, self.damping)) if self.damping else hu
 
         u = self.linear_solver(product, cotangents)
@@ -332,6 +336,22 @@ def _slope(loss: Tensor, at: Tensors, below: Subgraph) -> Tensors:
     with recording_writes():
         grads = one.guarded(run, create_graph=True)
     return _or_zeros(grads, at)
+
+
+def _pulled(slope: Tensors, at: Tensors, u: Tensors) -> Sequence[Tensor | None]:
+    """Return the Hessian times u, which depends on u where a caller's solver differentiates it."""
+    keep = torch.is_grad_enabled() and any(map(carries_graph, u))
+    run = partial(inner_grads, slope, at, u, create_graph=keep, retain_graph=True)
+    if not (keep or transforms()):
+        return run()
+    below = Subgraph(slope)
+    monitor = OpMonitor()
+    monitor.note_graph(slope)
+    monitor.check()
+    if keep:
+        refuse_wrong_derivative(lambda: "matvec(u)", at, below, by_formula=True)
+    one = InnerPass("matvec(u)", "params, variable {}".format, at, below, u)
+    return one.guarded(run, create_graph=keep)
 
 
 def _or_zeros(grads: Sequence[Tensor | None], at: Tensors) -> Tensors:

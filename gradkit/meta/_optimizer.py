@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from itertools import chain
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -267,8 +266,8 @@ def update(
         state,
         {name: as_factor(value) for name, value in settings.items()},
     )
-    given = set(map(id, chain(grads, *state.values())))
-    state_lists = {name: [_not_given(x, given) for x in entries[name]] for name in state}
+    given = list(zip(grads, *state.values(), strict=True))
+    state_lists = {name: list(map(_not_given, entries[name], given)) for name in state}
     return list(map(_as_dtype, new, tensors)), state_lists
 
 
@@ -301,9 +300,14 @@ def _as_dtype(x: Tensor, like: Tensor) -> Tensor:
     return x if x.dtype == like.dtype else x.to(like.dtype)
 
 
-def _not_given(entry: Any, given: Collection[int]) -> Any:
-    """Return an entry of a state, copied if it is a tensor that the rule was given."""
-    return entry.clone() if isinstance(entry, Tensor) and id(entry) in given else entry
+def _not_given(entry: Any, given: Sequence[Any]) -> Any:
+    """Return an entry of a state, copied if it is a tensor that the rule was given for its leaf."""
+    # By `is`: torch.compile guards on each id() that it has asked for, and traces again.
+    if isinstance(entry, Tensor):
+        for one in given:
+            if entry is one:
+                return entry.clone()
+    return entry
 
 
 def check_grads(leaves: Sequence[Any], grads: Sequence[Any], spec: Structure, root: str) -> None:

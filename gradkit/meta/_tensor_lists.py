@@ -54,11 +54,15 @@ def div(xs: Tensors, ys: Tensors) -> Tensors:
 def add(xs: Tensors, ys: Tensors, alpha: Factor = 1.0) -> Tensors:
     """Return x + alpha * y."""
     if isinstance(alpha, list):
-        return [x + f * y for x, y, f in zip(xs, ys, alpha, strict=True)]
+        return [_add_scaled(x, y, f) for x, y, f in zip(xs, ys, alpha, strict=True)]
     # With a graph, the foreach kernel would keep every y for its backward pass.
     if transforms() or any(x.requires_grad for x in (*xs, *ys)):
         return [torch.add(x, y, alpha=alpha) for x, y in zip(xs, ys, strict=True)]
     return list(torch._foreach_add(xs, ys, alpha=alpha))
+
+
+def _add_scaled(x: Tensor, y: Tensor, factor: float | Tensor) -> Tensor:
+    return x + factor * y if isinstance(factor, Tensor) else torch.add(x, y, alpha=factor)
 
 
 def moving_average(xs: Tensors, ys: Tensors, decay: Factor) -> Tensors:

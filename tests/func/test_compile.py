@@ -21,12 +21,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo import exc
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import grad, jacrev, jvp, vmap
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradkit
-from gradkit import func, tree
+from gradkit import func, meta, tree
 from gradkit._compat.versions import release
 from gradkit._core import pytree
 from tests.helpers import same_bits, unchanged
@@ -218,6 +219,42 @@ BY_INDUCTOR = ("value_and_grads", "per_loss_grads", "chunks of samples", "hvp")
 def test_a_call_by_inductor(device: torch.device, name: str) -> None:
     call, make = functional_module(nn.Linear(3, 2).to(device, F64))
     assert_compiles(calls(call)[name], make, backend="inductor")
+
+
+STEPS: dict[str, meta.Optimizer] = {
+    "sgd": meta.sgd(lr=0.1, weight_decay=0.1),
+    "sgd with momentum": meta.sgd(lr=0.1, momentum=0.9, nesterov=True),
+    "adam": meta.adam(lr=0.1, weight_decay=0.1),
+    "adamw": meta.adamw(lr=0.1, amsgrad=True),
+    "rmsprop": meta.rmsprop(lr=0.1, momentum=0.9, centered=True),
+}
+
+
+@pytest.mark.parametrize("opt", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_loop_of_steps_is_compiled_once_after_the_first(
+    device: torch.device, backend: str, opt: meta.Optimizer
+) -> None:
+    # The first step is another function: counts are 0, and sgd has no momentum yet.
+    call, params, buffers = func.make_functional(nn.Linear(3, 2, device=device, dtype=F64))
+    x = torch.randn(5, 3, device=device, dtype=F64)
+
+    def loss(params: Any) -> Tensor:
+        return call(params, buffers, x)[0].square().mean()
+
+    def step(params: Any, state: Any) -> Any:
+        _, grads = func.value_and_grads(loss, create_graph=False)(params)
+        return opt.step(params, grads, state)
+
+    counted = CompileCounterWithBackend(backend)
+    compiled = torch.compile(step, fullgraph=True, backend=counted)
+    params = {name: p.detach() for name, p in params.items()}
+    ours = expected = params, opt.init(params)
+    with made_ready(backend, device):
+        for _ in range(12):
+            ours, expected = compiled(*ours), step(*expected)
+            assert_alike(ours, expected, exact=backend != "inductor")
+    assert counted.frame_count == 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
