@@ -166,7 +166,8 @@ def _may_vary(call: OpCall, _: Stack) -> bool:
 
 
 # Of these torch gives a result without a graph, or with a gradient of zero.
-DROPPED = (*SPECIAL_FUNCTIONS, "airy_ai", "normal")
+DROPPED_BY_FORMULA = (*SPECIAL_FUNCTIONS, "linspace", "logspace")
+DROPPED = (*DROPPED_BY_FORMULA, "airy_ai", "normal")
 _BY_HAND: dict[str, TransformBug] = {
     "airy_ai": TransformBug(
         "if the result is meant as a constant, give it x.detach(); or a torch.autograd.Function "
@@ -234,7 +235,7 @@ EVERY_TRANSFORM_BUG = {name: replace(bug, stacks=stacks_of(name)) for name, bug 
 TRANSFORM_BUGS = {name: bug for name, bug in EVERY_TRANSFORM_BUG.items() if bug.stacks}
 # Operations that run by a formula where torch's own rules are wrong.
 BY_FORMULA = {name: TransformBug("", stacks_of(name)) for name in FORMULAS if stacks_of(name)}
-BY_FORMULA |= {name: replace(BY_FORMULA[name], concerns=_may_vary) for name in SPECIAL_FUNCTIONS}
+BY_FORMULA |= {name: replace(BY_FORMULA[name], concerns=_may_vary) for name in DROPPED_BY_FORMULA}
 # The same under other names, and torch's operators beneath them.
 _EVERY_ALIAS = {
     "native_layer_norm": "layer_norm",
