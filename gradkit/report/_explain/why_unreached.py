@@ -27,7 +27,8 @@ _INTEGER = Verdict("frozen", "its dtype is not floating-point, and has no gradie
 _CONSTANT = Verdict(
     "constant loss",
     "the loss carries no graph: made under no_grad or inference_mode, detached, from inputs none "
-    "of which requires grad, or by a checkpoint with use_reentrant=True of such inputs",
+    "of which requires grad, by a checkpoint with use_reentrant=True of such inputs, or by an "
+    "operation that drops it, which gradkit.checked() around the forward pass names",
 )
 _SHARDED = Verdict("sharded", "the parameters of a module sharded by FSDP are not in the graph")
 _INSIDE = Verdict(
