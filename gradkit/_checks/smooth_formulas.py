@@ -143,6 +143,7 @@ def scatter_reduce(
 ) -> Tensor:
     """Return what torch.scatter_reduce does; a value that is not included is no tie."""
     options: Any = {"reduce": reduce, "include_self": include_self}
+    src = src[tuple(map(slice, index.shape))]  # the rest is not read
     if reduce == "prod" and index.numel():
         value: Tensor = operation(input.detach(), dim, index, src.detach(), **options)
         given = map(torch.atleast_1d, (input, index, src))
@@ -162,7 +163,6 @@ def _is_hit(input: Tensor, dim: int, index: Tensor) -> Tensor:
 def _segment_products(
     input: Tensor, index: Tensor, src: Tensor, dim: int, *, include_self: bool
 ) -> Tensor:
-    src = src[tuple(map(slice, index.shape))]
     order = index.argsort(dim)
     keys, x = (t.gather(dim, order).movedim(dim, -1) for t in (index, src))
     products, factors = _products_so_far(x, keys), torch.ones_like(input).movedim(dim, -1)
