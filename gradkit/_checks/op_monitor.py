@@ -19,6 +19,7 @@ from gradkit._checks.transform_bugs import (
     ALIASES,
     BY_FORMULA,
     EAGER,
+    IN_PLACE,
     TRANSFORM_BUGS,
     OpCall,
     differentiated_around,
@@ -38,7 +39,7 @@ from gradkit._compat.transforms import (
 )
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
-from gradkit._state.copy_on_write import CopyOnWrite, is_in_place
+from gradkit._state.copy_on_write import CopyOnWrite
 from gradkit.errors import UnsupportedGraphError, message
 
 __all__ = ["TRANSFORM_BUGS", "OpMonitor"]
@@ -57,6 +58,12 @@ _NAMES: dict[Any, str] = {
     torch.autograd.grad: _BACKWARD_PASS,
     autograd_grad: _BACKWARD_PASS,
     apply_function: _FUNCTION,
+}
+_IN_PLACE = {
+    getattr(owner, name)
+    for name in IN_PLACE
+    for owner in (torch, Tensor, torch.ops.aten)
+    if hasattr(owner, name)
 }
 _FUNCTIONAL = {functional.batch_norm, functional.instance_norm}
 
@@ -125,7 +132,7 @@ class OpMonitor(TorchFunctionMode):
             if name not in BY_FORMULA:
                 self._note(name, call)
             elif not constants and _needs_formula(name, call):
-                if not writes_in_place(func):
+                if not _is_in_place(func):
                     return FORMULAS[name](func, *call.args, **call.kwargs)
                 func, args, kwargs = Tensor.copy_, (args[0], _value_in_place(name, call)), {}
         if self._writes is not None:
@@ -242,7 +249,7 @@ def run_by_eager_code(
         call = OpCall(args, kwargs, func in _FUNCTIONAL, stack, ())
         if name in BY_FORMULA:
             if BY_FORMULA[name].wrong_now(call):
-                if writes_in_place(func):
+                if _is_in_place(func):
                     return args[0].copy_(_value_in_place(name, call))
                 return FORMULAS[name](func, *args, **kwargs)
         elif TRANSFORM_BUGS[name].wrong_now(call):
@@ -276,9 +283,9 @@ def _needs_formula(name: str, call: OpCall) -> bool:
     return torch.compiler.is_compiling() or any(0 in recording_levels(x) for x in tensors)
 
 
-def writes_in_place(func: Callable[..., Any]) -> bool:
+def _is_in_place(func: Callable[..., Any]) -> bool:
     """Return whether an operation writes on its first argument."""
-    return is_in_place(getattr(func, "overloadpacket", func).__name__)
+    return getattr(func, "overloadpacket", func) in _IN_PLACE
 
 
 def _value_in_place(name: str, call: OpCall) -> Tensor:

@@ -65,7 +65,10 @@ def _det_near_diagonal(matrix: Tensor, least: Tensor) -> Tensor:
 def _det_of_four(matrix: Tensor) -> Tensor:
     """Return the determinant of a matrix of four rows, by the minors of two and two of them."""
     first, second, third, fourth = matrix.unbind(-2)
-    upper, lower = first[..., :, None] * second[..., None, :], third[..., None] * fourth[..., None, :]
+    upper, lower = (
+        first[..., :, None] * second[..., None, :],
+        third[..., None] * fourth[..., None, :],
+    )
     a, b = upper - upper.mT, lower - lower.mT
     pairs = [(0, 1, 2, 3), (0, 2, 3, 1), (0, 3, 1, 2), (1, 2, 0, 3), (1, 3, 2, 0), (2, 3, 0, 1)]
     return torch.stack([a[..., i, j] * b[..., k, m] for i, j, k, m in pairs]).sum(0)
@@ -140,6 +143,7 @@ def scatter_reduce(
 ) -> Tensor:
     """Return what torch.scatter_reduce does; a value that is not included is no tie."""
     options: Any = {"reduce": reduce, "include_self": include_self}
+    src = src[tuple(map(slice, index.shape))]  # the rest is not read
     if reduce == "prod" and index.numel():
         value: Tensor = operation(input.detach(), dim, index, src.detach(), **options)
         given = map(torch.atleast_1d, (input, index, src))
@@ -159,7 +163,6 @@ def _is_hit(input: Tensor, dim: int, index: Tensor) -> Tensor:
 def _segment_products(
     input: Tensor, index: Tensor, src: Tensor, dim: int, *, include_self: bool
 ) -> Tensor:
-    src = src[tuple(map(slice, index.shape))]
     order = index.argsort(dim)
     keys, x = (t.gather(dim, order).movedim(dim, -1) for t in (index, src))
     products, factors = _products_so_far(x, keys), torch.ones_like(input).movedim(dim, -1)
@@ -203,4 +206,6 @@ def sinc(operation: Operation, input: Tensor) -> Tensor:
     series = torch.ones_like(square)
     for n in range(2 * _TERMS, 0, -2):
         series = 1 - square / (n * (n + 1)) * series
-    return with_value(value, torch.where(is_small, series, operation(torch.where(is_small, 1, input))))
+    return with_value(
+        value, torch.where(is_small, series, operation(torch.where(is_small, 1, input)))
+    )

@@ -259,6 +259,8 @@ BY_FORMULA = {
     for name in FORMULAS
     if (stacks := (*stacks_of(name), *AT_SOME_VALUES.get(name, ())))
 }
+# Those of them that write on their first argument.
+IN_PLACE = ("scatter_reduce_", "index_reduce_", "sinc_", "cumprod_")
 # The same under other names, and torch's operators beneath them.
 _EVERY_ALIAS = {
     "native_layer_norm": "layer_norm",
@@ -266,7 +268,7 @@ _EVERY_ALIAS = {
     "_native_batch_norm_legit": "batch_norm",
     "_batch_norm_with_update": "batch_norm",
     "_cdist_forward": "cdist",
-    **{f"{name}_": name for name in ("scatter_reduce", "index_reduce", "sinc", "cumprod")},
+    **{name: name.removesuffix("_") for name in IN_PLACE},
     "index_fill_": "index_fill",
     "_weight_norm_interface": "weight_norm",
     "orgqr": "householder_product",
