@@ -20,16 +20,22 @@ def weight_norm(operation: Operation | None, v: Tensor, g: Tensor, dim: int = 0)
     v = v.contiguous()
     norm: Tensor = torch.norm_except_dim(v, 2, dim)
     result = v * (g / norm)
-    return (result, norm) if "interface" in getattr(operation, "__name__", "") else result
+    if "interface" not in getattr(operation, "__name__", ""):
+        return result
+    return result, norm.detach().to(torch.promote_types(v.dtype, torch.float32))
 
 
-def prelu(_: Operation, input: Tensor, weight: Tensor) -> Tensor:
+def prelu(operation: Operation, input: Tensor, weight: Tensor) -> Tensor:
     """Return what torch.prelu does."""
+    channels = input.shape[1] if input.dim() > 1 else 1
+    if input.is_complex() or input.dtype != weight.dtype or weight.numel() not in {1, channels}:
+        return operation(input, weight)  # which raises
     if weight.numel() != 1:  # one for each channel
         weight = weight.reshape(-1, *[1] * (input.dim() - 2))
     elif weight.dim() > input.dim():
         weight = weight.reshape(())
-    return torch.where(input > 0, input, weight * input)
+    input = input.clone()  # which has the strides of the result
+    return torch.where(input > 0, input, input * weight)
 
 
 def linear_cross_entropy(operation: Operation, *args: Any, **kwargs: Any) -> Any:
@@ -41,7 +47,7 @@ def of_symmetric(operation: Operation, a: Tensor, *args: Any, **kwargs: Any) -> 
     """Return a function of a symmetric matrix, whose tangent is made symmetric, too."""
     # Its rules of reverse mode do that with the gradient; those of forward mode rely on it.
     # What it does not read, of the other triangle, may be anything.
-    finite = a.nan_to_num(0, 0, 0) / 2
+    finite = a.where(a.isfinite(), 0) / 2
     half = finite + finite.mH
     return operation(a.detach() + (half - half.detach()), *args, **kwargs)
 
@@ -56,7 +62,11 @@ def logcumsumexp(operation: Operation | None, input: Tensor, dim: int) -> Tensor
     while count < sums.shape[-1]:  # each is the sum over so many elements, or over all before
         pairs = torch.stack([sums[..., count:], sums[..., :-count]])
         sums, count = torch.cat([sums[..., :count], pairs.logsumexp(0)], -1), 2 * count
-    return sums.masked_fill(sums == least, -torch.inf).movedim(-1, dim).contiguous()
+    sums = sums.masked_fill(sums == least, -torch.inf).movedim(-1, dim).contiguous()
+    if not input.is_complex():
+        return sums
+    # Which of the logarithms it is that the operation gives.
+    return sums + 1j * (torch.logcumsumexp(input.detach(), dim) - sums.detach()).imag
 
 
 def embedding(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
