@@ -17,18 +17,28 @@ from gradkit._compat.nodes import saved, saved_ints, saved_or
 Operation = Callable[..., Any]
 
 
-def weight_norm(_: Operation | None, v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """Return a tensor with the norms `g`."""
+def weight_norm(operation: Operation | None, v: Tensor, g: Tensor, dim: int = 0) -> Any:
+    """Return a tensor with the norms `g`; of torch's kernel, also the norms of `v`."""
+    v = v.contiguous()
     # Of the norm of all, which -1 means there, torch has no jvp.
     norm: Tensor = v.norm() if dim == -1 else torch.norm_except_dim(v, 2, dim)
-    return v * (g / norm)
+    result = v * (g / norm)
+    if "interface" not in getattr(operation, "__name__", ""):
+        return result
+    return result, norm.detach().to(torch.promote_types(v.dtype, torch.float32))
 
 
-def prelu(_: Operation, input: Tensor, weight: Tensor) -> Tensor:
+def prelu(operation: Operation, input: Tensor, weight: Tensor) -> Tensor:
     """Return what torch.prelu does."""
-    if weight.numel() > 1 and input.dim() > 1:  # one for each channel
+    channels = input.shape[1] if input.dim() > 1 else 1
+    if input.is_complex() or input.dtype != weight.dtype or weight.numel() not in {1, channels}:
+        return operation(input, weight)  # which raises
+    if weight.numel() != 1:  # one for each channel
         weight = weight.reshape(-1, *[1] * (input.dim() - 2))
-    return torch.where(input > 0, input, weight * input)
+    elif weight.dim() > input.dim():
+        weight = weight.reshape(())
+    input = input.clone()  # which has the strides of the result
+    return torch.where(input > 0, input, input * weight)
 
 
 def linear_cross_entropy(operation: Operation, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +49,9 @@ def linear_cross_entropy(operation: Operation, *args: Any, **kwargs: Any) -> Any
 def of_symmetric(operation: Operation, a: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return a function of a symmetric matrix, whose tangent is made symmetric, too."""
     # Its rules of reverse mode do that with the gradient; those of forward mode rely on it.
-    half = (a + a.mH) / 2
+    # What it does not read, of the other triangle, may be anything.
+    finite = a.where(a.isfinite(), 0) / 2
+    half = finite + finite.mH
     return operation(a.detach() + (half - half.detach()), *args, **kwargs)
 
 
@@ -53,7 +65,11 @@ def logcumsumexp(operation: Operation | None, input: Tensor, dim: int) -> Tensor
     while count < sums.shape[-1]:  # each is the sum over so many elements, or over all before
         pairs = torch.stack([sums[..., count:], sums[..., :-count]])
         sums, count = torch.cat([sums[..., :count], pairs.logsumexp(0)], -1), 2 * count
-    return sums.masked_fill(sums == least, -torch.inf).movedim(-1, dim)
+    sums = sums.masked_fill(sums == least, -torch.inf).movedim(-1, dim).contiguous()
+    if not input.is_complex():
+        return sums
+    # Which of the logarithms it is that the operation gives.
+    return sums + 1j * (torch.logcumsumexp(input.detach(), dim) - sums.detach()).imag
 
 
 def embedding(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
@@ -123,7 +139,8 @@ def attention(
     """Return what a fused kernel of scaled_dot_product_attention does."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     key, value = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (key, value))
-    scores = query.to(dtype) @ key.to(dtype).mT * (scale or query.size(-1) ** -0.5)
+    scale = query.size(-1) ** -0.5 if scale is None else scale
+    scores = query.to(dtype) @ key.to(dtype).mT * scale
     masks = [torch.ones_like(scores, dtype=torch.bool).tril()] if is_causal else []
     for one in (*masks, *mask):
         is_bool = one.dtype == torch.bool

@@ -7,11 +7,12 @@ https://github.com/pytorch/pytorch/issues/197867.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from gradkit._compat.transforms import (
@@ -26,14 +27,11 @@ from gradkit._compat.transforms import (
 from gradkit._core import pytree
 
 
-def differentiated_jvps() -> AbstractContextManager[object]:
-    """Differentiate the jvp of each Function in the block, if a transform around it asks for it."""
-    return DifferentiatedJvps() if _are_differentiated(()) else nullcontext()
-
-
 def function_with_differentiated_jvp(function: Any, given: Sequence[Any]) -> Any:
     """Return a Function whose jvp is differentiated where what it is given needs that."""
-    return _made_differentiable(function) if _are_differentiated(given) else function
+    if function in _made or not _are_differentiated(given):
+        return function
+    return _made_differentiable(function)
 
 
 def _are_differentiated(given: Sequence[Any]) -> bool:
@@ -63,7 +61,12 @@ class DifferentiatedJvps(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
+_made: WeakSet[Any] = WeakSet()
+
+
 def _made_differentiable(function: Any) -> Any:
+    """Return a Function that does the same, with forward mode on where torch switches it off."""
+
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         # The tangents of the level whose jvp is about to run are no part of what that computes.
         given: dict[int, Any] = {}
@@ -73,22 +76,28 @@ def _made_differentiable(function: Any) -> Any:
             given[id(result)] = tensor
             return result
 
-        primals = pytree.map_tensors(primal, inputs)
-        mark_dirty = ctx.mark_dirty
-        ctx.mark_dirty = lambda *written: mark_dirty(*[given.get(id(x), x) for x in written])
+        mark_dirty = WeakMethod(ctx.mark_dirty)
+        ctx.mark_dirty = lambda *xs: mark_dirty()(*[given.get(id(x), x) for x in xs])
         with torch.enable_grad(), forward_mode_enabled(), DifferentiatedJvps():
-            function.setup_context(ctx, primals, output)
+            function.setup_context(ctx, pytree.map_tensors(primal, inputs), output)
+        given.clear()
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
         with forward_mode_enabled(), DifferentiatedJvps():
             return function.jvp(ctx, *tangents)
 
-    def vmap(*args: Any) -> Any:
-        with DifferentiatedJvps():
-            return function.vmap(*args)
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with DifferentiatedJvps():
+                return method(*args)
 
-    names: dict[str, Any] = {"setup_context": setup_context, "jvp": jvp}
-    if function.vmap is not torch.autograd.Function.vmap:
-        names["vmap"] = vmap
-    members = {name: staticmethod(fn) for name, fn in names.items()}
-    return type(function)(function.__name__, (function,), {"__module__": function.__module__, **members})
+        return call
+
+    methods = {"setup_context": setup_context, "jvp": jvp, "backward": watched(function.backward)}
+    if function.vmap is not Function.vmap:
+        methods["vmap"] = watched(function.vmap)
+    members: dict[str, Any] = {name: staticmethod(method) for name, method in methods.items()}
+    members["__module__"] = function.__module__  # of the user's, as its nodes are
+    made = type(function)(function.__name__, (function,), members)
+    _made.add(made)
+    return made

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad as _forward_ad
 from torch.func import jvp, vjp
 
 from gradkit._autograd.engine import inner_grads
+from gradkit._checks.differentiated_jvps import DifferentiatedJvps
 from gradkit._compat.transforms import is_dual
 
 forward_ad: Any = _forward_ad  # whose functions have no types
@@ -152,7 +153,7 @@ class Directional:
         inputs = [x.clone() for x in self.point]
         if shifts is not None:
             inputs = [x + shift for x, shift in zip(inputs, shifts, strict=True)]
-        with self.isolated(), torch.enable_grad():
+        with self.isolated(), torch.enable_grad(), DifferentiatedJvps():
             return [x.detach() for x in fn(inputs)]
 
     def derivative(self, modes: Modes, api: str) -> Function:
