@@ -58,7 +58,11 @@ def modified_message(error: RuntimeError, call: Call) -> str:
             if reason is not None:
                 reasons[index] = reason
     # A graph inside a backward function shows only in torch's own text.
-    unknown = (_EXPECTED, f"one changed in place since: {_without_hint(str(error))}", _fix(str(error)))
+    unknown = (
+        _EXPECTED,
+        f"one changed in place since: {_without_hint(str(error))}",
+        _fix(str(error)),
+    )
     affected = list(reasons) or call.differentiated
     reason = next(iter(reasons.values()), unknown)
     return message(", ".join(map(call.losses.path, affected[:3])), *reason)
