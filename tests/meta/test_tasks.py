@@ -409,6 +409,6 @@ def test_tasks_of_several_sizes(device: torch.device, make: Callable[[Any], Any]
 def test_sparse_tasks(device: torch.device) -> None:
     tasks = torch.eye(3, device=device).to_sparse()
     w = torch.ones(3, device=device)
-    with pytest.raises(gradkit.LeafTypeError, match=r"(?s)^tasks: expected a dense batch.*to_dense"):
+    with pytest.raises(gradkit.LeafTypeError, match=r"(?s)^tasks: .* dense batch.*to_dense"):
         meta.mean_value_and_grads(lambda w, t: (w * t).sum(), w, tasks)
     meta.mean_value_and_grads(lambda w, t: (w * t).sum(), w, tasks.to_dense())
