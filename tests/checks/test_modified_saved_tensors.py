@@ -185,11 +185,9 @@ VIEWS: dict[str, Callable[[Tensor], Any]] = {
     "chunk": lambda w: w.chunk(2),
 }
 ELEMENTWISE: dict[str, Callable[[list[Tensor], Tensor], object]] = {
-    **{
-        name: lambda losses, x, call=call: call(losses, [x])
-        for name, call in CALLS.items()
-        if name != "backward_ to all leaves"
-    },
+    "value_and_grads": lambda losses, x: gradkit.value_and_grads(losses, [x]),
+    "per_loss_grads": lambda losses, x: gradkit.per_loss_grads(losses, [x]),
+    "backward_": lambda losses, x: gradkit.backward_(losses, [x]),
     "value_and_grads of one": lambda losses, x: gradkit.value_and_grads(losses[0], x),
     "create_graph": lambda losses, x: gradkit.value_and_grads(losses[0], x, create_graph=True),
     "backward_ of one": lambda losses, x: gradkit.backward_(losses[0]),
