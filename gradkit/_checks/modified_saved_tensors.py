@@ -8,8 +8,9 @@ from typing import TypeAlias
 from torch.autograd.graph import Node
 
 from gradkit._compat.autograd import forward_line, sequence_number
-from gradkit._compat.nodes import changed_since_saved
+from gradkit._compat.nodes import WRITTEN_VIEW, changed_since_saved
 from gradkit._core.call import Call
+from gradkit._core.tensor_nodes import OF_LOST_HISTORY
 from gradkit.errors import message
 
 Reason: TypeAlias = tuple[str, str, str]  # expected, got, what to do
@@ -35,7 +36,11 @@ def _reason(node: Node, name: str, error: str) -> Reason:
     line = forward_line(node)
     saved_in = "" if line is None else f", saved in {line}"
     got = f"`{name}` of {node.name()} changed in place since{saved_in}: {_without_hint(error)}"
-    return _EXPECTED, got, _FIX if line else _FIX + _ANOMALY
+    return _EXPECTED, got, _fix(error) if line else _fix(error) + _ANOMALY
+
+
+def _fix(error: str) -> str:
+    return OF_LOST_HISTORY if WRITTEN_VIEW in error else _FIX
 
 
 def _without_hint(error: str) -> str:
@@ -53,7 +58,11 @@ def modified_message(error: RuntimeError, call: Call) -> str:
             if reason is not None:
                 reasons[index] = reason
     # A graph inside a backward function shows only in torch's own text.
-    unknown = (_EXPECTED, f"one changed in place since: {_without_hint(str(error))}", _FIX)
+    unknown = (
+        _EXPECTED,
+        f"one changed in place since: {_without_hint(str(error))}",
+        _fix(str(error)),
+    )
     affected = list(reasons) or call.differentiated
     reason = next(iter(reasons.values()), unknown)
     return message(", ".join(map(call.losses.path, affected[:3])), *reason)

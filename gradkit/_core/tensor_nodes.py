@@ -60,12 +60,15 @@ def refuse_lost_history(tensors: Sequence[Tensor], path: Callable[[int], str]) -
             raise UnsupportedGraphError(message(path(index), *_LOST_HISTORY)) from error
 
 
+OF_LOST_HISTORY = (
+    "take the gradients before the write, which an optimizer's step is, too; or take views of a "
+    "copy, on which nothing writes: a, b = w.clone()"
+)
 _LOST_HISTORY = (
     "a value as it was computed",
     "one of several views of a tensor (by iteration, unbind, split or chunk) that was changed in "
     "place since: torch has lost its history",
-    "take the gradients before the write, which an optimizer's step is, too; or take views of a "
-    "copy, on which nothing writes: a, b = w.clone()",
+    OF_LOST_HISTORY,
 )
 
 

@@ -175,3 +175,73 @@ def test_tensors_with_hooks_are_not_unpacked(device: torch.device) -> None:
     with pytest.raises(gradkit.UnsupportedGraphError, match="SinBackward0"):
         gradkit.value_and_grads(loss, w, retain_graph=True)
     assert len(unpacked) == 1  # by the pass
+
+
+VIEWS: dict[str, Callable[[Tensor], Any]] = {
+    "iteration": tuple,
+    "unbind": torch.unbind,
+    "split": lambda w: w.split(1),
+    "split_with_sizes": lambda w: w.split_with_sizes([1, 1]),
+    "chunk": lambda w: w.chunk(2),
+}
+ELEMENTWISE: dict[str, Callable[[list[Tensor], Tensor], object]] = {
+    "value_and_grads": lambda losses, x: gradkit.value_and_grads(losses, [x]),
+    "per_loss_grads": lambda losses, x: gradkit.per_loss_grads(losses, [x]),
+    "backward_": lambda losses, x: gradkit.backward_(losses, [x]),
+    "value_and_grads of one": lambda losses, x: gradkit.value_and_grads(losses[0], x),
+    "create_graph": lambda losses, x: gradkit.value_and_grads(losses[0], x, create_graph=True),
+    "backward_ of one": lambda losses, x: gradkit.backward_(losses[0]),
+    "simultaneous_grads": lambda losses, x: gradkit.simultaneous_grads(losses, [x, x]),
+    "gram": gradkit.gram,
+    "per_loss_norms": gradkit.per_loss_norms,
+    "value_and_reduced_grads": lambda losses, x: gradkit.value_and_reduced_grads(
+        losses, x, torch.norm
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:gradkit fell back")
+@pytest.mark.parametrize("views", VIEWS)
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_a_view_of_several_whose_base_was_written(
+    device: torch.device, name: str, views: str
+) -> None:
+    def losses(w: Tensor, x: Tensor) -> list[Tensor]:
+        a, b = VIEWS[views](w)
+        return [(a * x).sum(), (b * x * x).sum()]
+
+    w = torch.tensor([1.5, 2.5], device=device, requires_grad=True)
+    x = torch.tensor(3.0, device=device, requires_grad=True)
+    saved, right = losses(w, x), losses(w.clone(), x)
+    with torch.no_grad():
+        w.mul_(2)
+    match = r"^losses.* changed in place since: Output \d of .* What to do: .*a, b = w.clone"
+    with unchanged(w, x), pytest.raises(gradkit.UnsupportedGraphError, match=f"(?s){match}"):
+        ELEMENTWISE[name](saved, x)
+    assert gradkit.per_loss_grads(right, x)[0] == 1.5
+
+
+@pytest.mark.parametrize("views", VIEWS)
+def test_such_a_view_as_a_loss_or_a_param(device: torch.device, views: str) -> None:
+    w = torch.tensor([1.5, 2.5], device=device, requires_grad=True)
+    view, copied = VIEWS[views](w)[0], VIEWS[views](w.clone())[0]
+    above = 3 * view.sum()
+    with torch.no_grad():
+        w.mul_(2)
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("losses", lambda: gradkit.value_and_grads(view, w)),
+        ("losses", lambda: gradkit.value_and_grads(view, w, create_graph=True)),
+        (r"losses\[0\]", lambda: gradkit.per_loss_grads([view, above], w)),
+        ("losses", lambda: gradkit.backward_(view)),
+        ("losses", lambda: gradkit.gram(view, w)),
+        ("params", lambda: gradkit.value_and_grads(above, view)),
+        (r"params\['a'\]\[1\]", lambda: gradkit.value_and_grads(above, {"a": [w, view]})),
+        (r"params\['a'\]", lambda: gradkit.read_grads({"a": view})),
+        ("args", lambda: gradkit.func.value_and_grads(lambda x: 2 * x.sum())(view)),
+        ("tensors", lambda: gradkit.safe_retain(view).__enter__()),
+    ]
+    for where, call in calls:
+        match = rf"^{where}.*: expected a value as it was computed, got one of several views"
+        with pytest.raises(gradkit.UnsupportedGraphError, match=match):
+            call()
+    assert gradkit.value_and_grads(copied.sum(), copied)[1] == 1

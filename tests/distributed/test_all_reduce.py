@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -452,3 +453,56 @@ def check_no_grad_mode(device: torch.device) -> None:
 
 def test_parameters_can_be_averaged_without_a_graph(two: Ranks, device: torch.device) -> None:
     two.run(check_no_grad_mode)
+
+
+def check_two_meshes(device: torch.device) -> None:
+    """Each entry counts once, however the tensors are divided."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    size = dist.get_world_size()
+    line = init_device_mesh(device.type, (size,))
+    grid = init_device_mesh(device.type, (1, size), mesh_dim_names=("a", "b"))
+    torch.manual_seed(0)
+    whole = {
+        name: torch.randn(shape, dtype=torch.float64, device=device)
+        for name, shape in {"x": (6, 4), "y": (3, 5), "z": (2, 2), "plain": (3,)}.items()
+    }
+    layouts: dict[str, tuple[Any, list[Any]]] = {
+        "x": (line, [Shard(0)]),
+        "y": (grid, [Replicate(), Shard(1)]),
+        "z": (grid, [Replicate(), Replicate()]),
+    }
+    close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+
+    def full(tree: Any) -> Tensor:
+        parts = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in tree.values()]
+        return torch.cat([part.detach().flatten() for part in parts])
+
+    for names in (["x", "y"], ["y", "x", "z"], ["x", "y", "z", "plain"]):
+        grads = {
+            name: distribute_tensor(whole[name], *layouts[name]) if name in layouts else whole[name]
+            for name in names
+        }
+        flat = torch.cat([whole[name].flatten() for name in names])
+        close(gradkit.tree.global_norm(grads), flat.norm())
+        close(gradkit.tree.dot(grads, grads), flat @ flat)
+        close(gradkit.tree.cosine(grads, grads), flat.new_ones(()))
+        clipped, norm = gradkit.tree.clip_by_global_norm(grads, 0.5)
+        close(norm, flat.norm())
+        expected = flat * (0.5 / (flat.norm() + 1e-6))
+        close(full(clipped), expected)
+        params = {name: torch.nn.Parameter(torch.zeros_like(x)) for name, x in grads.items()}
+        for foreach in (None, False):
+            optimizer = torch.optim.SGD(params.values(), lr=1.0, foreach=foreach)
+            before = full(params)
+            found = gradkit.step_(optimizer, params, grads, max_norm=0.5)
+            assert found is not None
+            close(found, flat.norm())
+            close(full(params) - before, -expected)
+        close(full(grads), flat)
+        assert all(p.grad is None for p in params.values())
+
+
+def test_norms_over_two_meshes(several: Ranks, device: torch.device) -> None:
+    several.run(check_two_meshes)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+import numpy as np
 import optree
 import pytest
 import torch
@@ -989,3 +991,50 @@ def test_a_tree_of_rates_may_begin_that_of_params(device: torch.device) -> None:
         place = next(i for i, other in enumerate(leaves(params)) if other is leaf)
         torch.testing.assert_close(leaves(now)[place], leaves(grads_apart)[place])
         assert not same_bits(got, leaf)
+
+
+WITH_RATES = [optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, *WRAPPED, optim.Rprop]
+
+
+@pytest.mark.parametrize("cls", dict.fromkeys(WITH_RATES))
+def test_a_rate_of_another_shape_is_refused_before_the_step(device: torch.device, cls: Any) -> None:
+    params = {"w": torch.ones(3, device=device), "b": torch.ones(2, 2, device=device)}
+    rates = {
+        "two": torch.tensor([0.1, 0.2], device=device),
+        "none": torch.zeros(0, device=device),
+        "a matrix": torch.full((2, 3), 0.1, device=device),
+        "sparse": torch.tensor([0.1], device=device).to_sparse(),
+        "text": "0.1",
+        "an array": np.array([0.1, 0.2]),
+        "a tree": {"w": 0.1, "b": torch.tensor([0.1, 0.2, 0.3], device=device)},
+    }
+    for rate in rates.values():
+        ran: list[object] = []
+
+        def loss(p: Any, _: Any, batch: Any, ran: list[object] = ran) -> Tensor:
+            ran.append(batch)
+            return sum((x.square().sum() for x in p.values()), torch.zeros((), device=device))
+
+        with unchanged(*params.values()), pytest.raises(gradkit.GradkitError, match=r"lr\b"):
+            meta.unroll(loss, params, [None] * 2, meta.from_torch(cls, lr=rate))
+        assert not ran
+    one = [torch.tensor(0.1), torch.tensor([0.1]), torch.tensor([[0.1]]), 0.1]
+    grads = gradkit.tree.scale(params, 2.0)
+    each = []
+    for rate in one:
+        opt = meta.from_torch(cls, lr=rate)
+        each.append(opt.step(params, grads, opt.init(params))[0])
+    assert all(gradkit.tree.allclose(each[0], other, atol=1e-6) for other in each)
+
+
+@pytest.mark.parametrize("cls", dict.fromkeys(WRAPPED))
+def test_each_hyper_parameter_is_of_the_kind_of_its_default(device: torch.device, cls: Any) -> None:
+    defaults = inspect.signature(cls).parameters
+    ignored = {"params", "foreach", "fused", "capturable", "differentiable"}
+    for key in defaults.keys() - ignored:
+        default = defaults[key].default
+        wrong = {"text": "no", "two": torch.ones(2), "function": len, "a pair": (0.1, 0.2, 0.3)}
+        for value in wrong.values():
+            with pytest.raises(gradkit.OptionError, match=rf"(?s)^{key}\b.*: .*{key}="):
+                meta.from_torch(cls, **{key: value})
+        meta.from_torch(cls, **{key: default})

@@ -367,3 +367,48 @@ def test_a_later_derivative_that_torch_gets_wrong_raises(
     _, grad = meta.mean_value_and_grads(meta_loss, w, tasks, tasks_at_once=tasks_at_once)
     with pytest.raises(gradkit.UnsupportedGraphError, match=r"layer_norm|NativeLayerNorm"):
         gradkit.value_and_grads(grad.square().sum(), w)
+
+
+def fit(w: Tensor, task: Any) -> Tensor:
+    x, y = task
+    return ((x @ w - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_tasks_that_are_not_stacked(device: torch.device, count: int) -> None:
+    w = torch.ones(3, device=device)
+    tasks = [tuple(torch.randn(2, 4, 3, device=device).unbind()) for _ in range(count)]
+    tasks = [(x, y[:, 0]) for x, y in tasks]
+    noise = torch.get_rng_state()
+    match = rf"^tasks: .*a list of {count}, of which .*gradkit\.tree\.stack\(tasks\)"
+    with unchanged(w), pytest.raises(gradkit.StructureError, match=f"(?s){match}") as caught:
+        meta.mean_value_and_grads(fit, w, tasks)
+    assert not isinstance(caught.value.__cause__, gradkit.GradkitError)
+    assert torch.equal(noise, torch.get_rng_state())
+    value, grads = meta.mean_value_and_grads(fit, w, gradkit.tree.stack(tasks))
+    each = [gradkit.func.value_and_grads(fit)(w, task) for task in tasks]
+    torch.testing.assert_close(value, torch.stack([one for one, _ in each]).mean())
+    torch.testing.assert_close(grads, torch.stack([grad for _, grad in each]).mean(0))
+
+
+def test_an_error_of_the_meta_loss_itself_stays(device: torch.device) -> None:
+    def broken(w: Tensor, task: Any) -> Tensor:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match=r"^mine$"):
+        meta.mean_value_and_grads(broken, torch.ones(3, device=device), [torch.ones(2, 3)])
+
+
+@pytest.mark.parametrize("make", [list, iter])
+def test_tasks_of_several_sizes(device: torch.device, make: Callable[[Any], Any]) -> None:
+    tasks = [(torch.ones(n, 3, device=device), torch.ones(n, device=device)) for n in (4, 5)]
+    with pytest.raises(gradkit.StructureError, match=r"(?s)^tasks: .*a loop over tasks"):
+        meta.mean_value_and_grads(fit, torch.ones(3, device=device), make(tasks))
+
+
+def test_sparse_tasks(device: torch.device) -> None:
+    tasks = torch.eye(3, device=device).to_sparse()
+    w = torch.ones(3, device=device)
+    with pytest.raises(gradkit.LeafTypeError, match=r"(?s)^tasks: .* dense batch.*to_dense"):
+        meta.mean_value_and_grads(lambda w, t: (w * t).sum(), w, tasks)
+    meta.mean_value_and_grads(lambda w, t: (w * t).sum(), w, tasks.to_dense())

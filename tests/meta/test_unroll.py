@@ -779,3 +779,46 @@ def test_dual_tensors_of_forward_ad_raise_before_anything_runs(device: torch.dev
         with pytest.raises(gradkit.UnsupportedGraphError, match=r"torch\.func\.jvp"):
             meta.unroll(loss, dual, [0], meta.sgd(0.1))
     assert not runs
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+@pytest.mark.parametrize("integers", [False, True])
+@pytest.mark.parametrize("buffers", [False, True])
+def test_one_batch_in_place_of_those_of_all_steps(
+    device: torch.device, kind: Any, integers: bool, buffers: bool
+) -> None:
+    def fit(w: Tensor, outer: Any, batch: Any) -> Tensor:
+        x, y = batch
+        return ((x @ w - y) ** 2).mean()
+
+    def with_buffers(w: Tensor, before: Tensor, outer: Any, batch: Any) -> Any:
+        return fit(w, outer, batch), before + 1
+
+    x, y = torch.randn(4, 3, device=device), torch.arange(4, device=device)
+    batch = kind((x, y if integers else y.float()))
+    w = torch.ones(3, device=device, requires_grad=True)
+    options = {"buffers": torch.zeros((), device=device)} if buffers else {}
+    run = with_buffers if buffers else fit
+    match = r"(?s)^batches: expected a list with the data of each step, got .*\[\(x, y\)\] \* steps"
+    with unchanged(w, x, y), pytest.raises(gradkit.StructureError, match=match):
+        meta.unroll(run, w, batch, meta.sgd(0.1), **options)
+    adapted = meta.unroll(run, w, [tuple(batch)] * 1, meta.sgd(0.1), **options).params
+    (grad,) = torch.autograd.grad(fit(w, (), tuple(batch)), w)
+    torch.testing.assert_close(adapted, w - 0.1 * grad)
+
+
+def test_batches_that_differ_in_size_only_are_two(device: torch.device) -> None:
+    w = torch.ones(3, device=device)
+    batches = torch.randn(4, 3, device=device), torch.randn(2, 3, device=device)
+    adapted = meta.unroll(lambda w, _, x: ((x @ w) ** 2).mean(), w, batches, meta.sgd(0.1))
+    assert len(adapted.values) == 2
+
+
+def test_an_error_of_the_inner_loss_itself_stays(device: torch.device) -> None:
+    def broken(w: Tensor, outer: Any, batch: Any) -> Tensor:
+        raise ValueError("mine")
+
+    w = torch.ones(3, device=device)
+    for batches in ([w, w], (w, w)):
+        with pytest.raises(ValueError, match=r"^mine$"):
+            meta.unroll(broken, w, batches, meta.sgd(0.1))

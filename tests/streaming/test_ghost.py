@@ -521,6 +521,35 @@ def test_in_float64_a_sum_of_nothing_but_rounding_errors_takes_the_batched_pass(
     assert (norms < 1e-12).all()
 
 
+@given(
+    seed=st.integers(0, 1000),
+    length=st.integers(2, 9),
+    digits=st.integers(0, 12),
+    size=st.sampled_from([48, 96]),
+)
+def test_in_float64_ten_digits_are_right_where_positions_cancel(
+    device: torch.device, seed: int, length: int, digits: int, size: int
+) -> None:
+    """The gradient is a sum of outer products, which einsum adds up without squares."""
+    source = torch.Generator().manual_seed(seed)
+    layer = nn.Linear(size, size, bias=False).to(device, torch.float64)
+    inputs, factors = torch.randn(2, 3, length, size, generator=source, dtype=torch.float64)
+    inputs = torch.cat([inputs, 10.0**-digits * inputs.flip(0) - inputs], 1).to(device)
+    factors = factors.repeat(1, 2, 1).to(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", gradkit.GradkitWarning)  # of the batched pass
+        loss = (layer(inputs) * factors).sum((1, 2))
+        norms = gradkit.per_sample_norms(loss, layer, retain_graph=True)
+        clipped = gradkit.clipped_sum(loss, layer, 0.1)["weight"]
+    each = torch.einsum("bti,bto->boi", inputs, factors)
+    terms = inputs.norm(dim=2) * factors.norm(dim=2)  # of whose rounding the gradient itself is
+    allowed = 1e-10 * each.flatten(1).norm(dim=1) + 1e-14 * terms.sum(1)
+    assert ((norms - each.flatten(1).norm(dim=1)).abs() <= allowed).all()
+    scale = (0.1 / (each.flatten(1).norm(dim=1) + 1e-6)).clamp(max=1)
+    expected = torch.einsum("b,boi->oi", scale, each)
+    assert (clipped - expected).norm() <= 1e-10 * expected.norm() + 1e-13 * terms.sum()
+
+
 def test_several_vectors(device: torch.device) -> None:
     model, x = mlp(device)
     y = model(x)

@@ -341,3 +341,41 @@ def test_weights_that_are_none(device: torch.device) -> None:
 
 def by_rank(gramian: Tensor) -> Tensor:
     return torch.arange(len(gramian))
+
+
+CONSUMED: dict[str, Callable[[dict[str, Tensor], nn.Module], Any]] = {
+    "gram": gradkit.gram,
+    "gram, one at a time": lambda losses, model: gradkit.gram(losses, model, chunk_size=1),
+    "per_loss_norms": gradkit.per_loss_norms,
+    "per_sample_norms": lambda losses, model: gradkit.per_sample_norms(losses["rows"], model),
+    "of samples that depend": lambda losses, model: gradkit.per_sample_norms(
+        losses["rows"] - losses["rows"].mean(), model
+    ),
+    "clipped_sum": lambda losses, model: gradkit.clipped_sum(losses["rows"], model, 0.1),
+    "value_and_reduced_grads": lambda losses, model: gradkit.value_and_reduced_grads(
+        losses["mean"], model, torch.norm
+    )[1],
+    "weights from the Gramian": lambda losses, model: gradkit.value_and_grads(
+        [losses["mean"], losses["square"]], model, weights=by_norm
+    )[1],
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which torch's tracing reads
+@pytest.mark.parametrize("name", CONSUMED)
+def test_under_compiled_autograd(device: torch.device, name: str) -> None:
+    compiled_autograd = pytest.importorskip("torch._dynamo.compiled_autograd")
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to(device)
+    x = torch.randn(5, 4, device=device)
+
+    def result() -> Any:
+        out = model(x)
+        rows = out.square().sum(1)
+        losses = {"mean": out.mean(), "square": out.square().mean(), "rows": rows}
+        return CONSUMED[name](losses, model)
+
+    expected = result()
+    torch._dynamo.reset()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        got = result()
+    torch.testing.assert_close(got, expected)

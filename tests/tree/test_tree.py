@@ -740,3 +740,77 @@ def test_norms_of_an_empty_batch_and_what_is_no_batch(device: torch.device) -> N
             tree.global_norm([x], batch_dims=wrong)
     with pytest.raises(gradkit.LeafTypeError, match="integers"):
         tree.global_norm([torch.ones(2, 3).long()], batch_dims=1)
+
+
+def stub(base: str, call: Any) -> Any:
+    """Return an instance of a class like TorchJD's, where that is not installed."""
+    kind = type(base, (), {"__module__": "torchjd.aggregation._bases"})
+    return type(f"UPGrad{base}", (kind,), {"__module__": "elsewhere", "__call__": call})()
+
+
+def both_of_torchjd() -> list[tuple[Any, Any]]:
+    """Return pairs of a weighting and an aggregator of TorchJD: stubs, and its own."""
+    stubs = stub("Weighting", lambda _, g: g.diagonal()), stub("Aggregator", lambda _, m: m[0])
+    try:
+        from torchjd import aggregation
+    except ImportError:
+        return [stubs]
+    names = "UPGrad", "Mean", "MGDA"
+    own = [(getattr(aggregation, f"{n}Weighting")(), getattr(aggregation, n)()) for n in names]
+    return [stubs, *own]
+
+
+@pytest.mark.parametrize("count", [2, 3])  # with two losses all sizes fit
+def test_weightings_and_aggregators_are_not_taken_for_each_other(
+    device: torch.device, count: int
+) -> None:
+    w = torch.tensor([1.0, 2.0], device=device, requires_grad=True)
+    losses = [((k + 1) * w.sin()).square().sum() for k in range(count)]
+    for weighting, aggregator in both_of_torchjd():
+        per_loss = gradkit.per_loss_grads(losses, w, retain_graph=True)
+        with pytest.raises(gradkit.OptionError, match=r"(?s)^aggregator: .*weights=weighting"):
+            gradkit.combine(per_loss, weighting)
+        with pytest.raises(gradkit.OptionError, match=r"(?s)^weights: .*gradkit\.combine"):
+            gradkit.value_and_grads(losses, w, weights=aggregator)
+        gradkit.value_and_grads(losses, w, weights=weighting, retain_graph=True)
+        gradkit.combine(per_loss, aggregator)
+
+
+def test_a_class_in_place_of_its_instance(device: torch.device) -> None:
+    class First:
+        def __call__(self, rows: Tensor) -> Tensor:
+            return rows[0]
+
+    w = torch.tensor([1.0, 2.0, 3.0], device=device, requires_grad=True)
+    losses = [w.sum(), w.square().sum()]
+    per_loss = gradkit.per_loss_grads(losses, w, retain_graph=True)
+    with pytest.raises(gradkit.OptionError, match=r"(?s)the class First.*instance: First\(\)"):
+        gradkit.combine(per_loss, First)
+    with pytest.raises(gradkit.OptionError, match=r"(?s)the class First.*instance: First\(\)"):
+        gradkit.value_and_grads(losses, w, weights=First)
+    assert gradkit.combine(per_loss, First()).tolist() == [1, 1, 1]
+    for name in ("value_and_grads", "per_loss_grads", "vjp", "linearize"):
+        call = getattr(gradkit.func, name)
+        with pytest.raises(gradkit.OptionError, match="such as an instance of Linear"):
+            call(nn.Linear, w) if name in ("vjp", "linearize") else call(nn.Linear)(w)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda matrix: matrix.mean(0) + 0j,
+        lambda matrix: matrix.mean(0).long(),
+        lambda matrix: matrix.mean(0) > 0,
+        lambda matrix: matrix.mean(0).to_sparse(),
+        lambda matrix: matrix.mean(0).numpy(force=True),
+        lambda matrix: matrix.mean(0).tolist(),
+        lambda matrix: matrix.mean(1),
+    ],
+)
+def test_what_an_aggregator_may_not_return(device: torch.device, bad: Any) -> None:
+    per_loss = [{"w": torch.rand(3, device=device)} for _ in range(2)]
+    match = r"aggregator's result: expected a dense real vector of shape \(3,\)"
+    with pytest.raises(gradkit.StructureError, match=match):
+        gradkit.combine(per_loss, bad)
+    double = gradkit.combine(per_loss, lambda matrix: matrix.double().mean(0))["w"]
+    assert same_bits(double, gradkit.combine(per_loss, lambda m: m.double().mean(0).float())["w"])
