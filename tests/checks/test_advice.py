@@ -470,6 +470,19 @@ def by_logsumexp(x: Tensor) -> Tensor:
     return torch.stack([x[: i + 1].logsumexp(0) for i in range(len(x))]).sin().sum()
 
 
+CHUNKED = "linear_cross_entropy in chunks"
+CLASSES = torch.tensor([0, 1, 2])
+
+
+def chunked(x: Tensor) -> Tensor:
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=2, allow_retain_graph=True)
+    return functional.linear_cross_entropy(x, x.sin(), CLASSES.to(x.device), options=options)
+
+
+def in_one_piece(x: Tensor) -> Tensor:
+    return functional.linear_cross_entropy(x, x.sin(), CLASSES.to(x.device))
+
+
 TWICE = by_passes(2)
 
 
@@ -506,17 +519,64 @@ EAGER: dict[str, tuple[Scalar, Sequence[tuple[Scalar, Way]]]] = {
     ),
     "the values of a sparse tensor": (sparse, [(dense, TWICE)]),
 }
-# These name no call (`write it out`), or one of CUDA alone; loops and torch.cond are in
-# `tests/func/test_named_errors.py`, which runs what is advised.
+if hasattr(torch.nn, "LinearCrossEntropyOptions"):
+    EAGER[CHUNKED] = chunked, [(in_one_piece, TWICE)]
+
+
+def cond(x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)).exp().sum()
+
+
+def by_where(x: Tensor) -> Tensor:
+    return torch.where(x.sum() > 0, x.sin(), x.cos()).exp().sum()
+
+
+def by_if(x: Tensor) -> Tensor:
+    return (x.sin() if x.sum() > 0 else x.cos()).exp().sum()
+
+
+def scanned(x: Tensor) -> Tensor:
+    from torch._higher_order_ops import scan
+
+    return (
+        scan(lambda c, y: ((c * y).sin(), (c + y).cos()), torch.ones_like(x[0]), x)[0].exp().sum()
+    )
+
+
+def looped(x: Tensor) -> Tensor:
+    carry = torch.ones_like(x[0])
+    for row in x:
+        carry = (carry * row).sin()
+    return carry.exp().sum()
+
+
+def repeated(x: Tensor) -> Tensor:
+    from torch._higher_order_ops import while_loop
+
+    zero = torch.tensor(0, device=x.device)
+    return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x.sin()), (zero, x))[1].exp().sum()
+
+
+def thrice(x: Tensor) -> Tensor:
+    for _ in range(3):
+        x = x.sin()
+    return x.exp().sum()
+
+
+COMPILED: dict[str, tuple[Scalar, Sequence[tuple[Scalar, Way]]]] = {
+    "torch.cond": (cond, [(by_where, TWICE), (by_if, TWICE)]),
+    "scan": (scanned, [(looped, TWICE)]),
+    "while_loop": (repeated, [(thrice, TWICE)]),
+}
+# These name no call: "leave it out", "write it out".
 NAME_NO_CALL = {"ctc_loss", "multi_margin_loss", "multilabel_margin_loss"}
-RUN_ELSEWHERE = {"torch.cond", "scan", "while_loop", "linear_cross_entropy in chunks"}
 OF_CUDNN = "an RNN by cuDNN"
 
 
 def test_every_entry_of_eager_passes_has_a_row(device: torch.device) -> None:
     entries = {*higher_derivatives._EVER_MISSING.values(), *higher_derivatives._SECOND.values()}
-    rows = EAGER.keys() | NAME_NO_CALL | RUN_ELSEWHERE | {OF_CUDNN}
-    assert {operation for operation, _ in entries} == rows
+    rows = EAGER.keys() | COMPILED.keys() | NAME_NO_CALL | {OF_CUDNN}
+    assert {operation for operation, _ in entries} - {CHUNKED} == rows - {CHUNKED}
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
@@ -538,6 +598,22 @@ def test_what_has_no_second_derivative(device: torch.device, name: str) -> None:
     for way in (by_passes(1), unrolled):  # "leave out create_graph=True", "first_order=True"
         right = derivative(fn, x, along, 1)
         torch.testing.assert_close(way(fn, x, along), right, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_control_flow_of_torch_s(device: torch.device, name: str) -> None:
+    fn, advised = COMPILED[name]
+    torch.manual_seed(0)
+    x = torch.randn(3, 3, dtype=torch.float64, device=device)
+    along = torch.randn_like(x)
+    with pytest.raises(gradkit.UnsupportedGraphError, match="second derivative") as caught:
+        TWICE(fn, x, along)
+    assert dict(higher_derivatives._SECOND.values())[name] in str(caught.value)
+    for other, way in advised:
+        torch.testing.assert_close(other(x), fn(x))
+        right = derivative(other, x, along, 2)
+        torch.testing.assert_close(way(other, x, along), right, rtol=1e-4, atol=1e-5)
 
 
 def test_an_rnn_without_cudnn(device: torch.device) -> None:
