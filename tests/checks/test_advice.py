@@ -601,6 +601,7 @@ def test_what_has_no_second_derivative(device: torch.device, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
 @pytest.mark.parametrize("name", COMPILED)
 def test_control_flow_of_torch_s(device: torch.device, name: str) -> None:
     fn, advised = COMPILED[name]
