@@ -39,7 +39,7 @@ _ATTENTION = (
     "scaled_dot_product_attention by a fused kernel",
     "compute attention without it: attn_implementation='eager' for a model of transformers, or "
     "`with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):` around the forward pass; or let "
-    "gradkit run that (gradkit.func.hvp, gradkit.meta.unroll)",
+    "gradkit run that (gradkit.func.hvp and linearize, gradkit.meta.unroll)",
 )
 _CTC_LOSS = ("ctc_loss", "leave it out of what is differentiated twice")
 _EVER_MISSING: dict[str, tuple[str, str]] = {
@@ -145,13 +145,16 @@ _WRAPPER_CODE = once_differentiable(lambda ctx: None).__code__
 def undifferentiable_message(where: str, kind: type) -> str:
     """Return the message for a Function whose gradients cannot be differentiated."""
     name = kind.__name__.removesuffix("Backward").removesuffix("Generated")
+    fix = "leave out create_graph=True; take unroll(..., first_order=True)"
+    if not forward_class(kind).__module__.startswith("torch."):
+        fix += "; or give it a backward made of operations that can be differentiated, that "
+        fix += "returns None where there is none"
     return message(
         where,
         "a graph whose derivative can be differentiated",
         f"{name}, a Function whose backward cannot be: it is once_differentiable, or cuts the path "
         "to its gradients (no_grad, detach(), .data, NumPy, a kernel that autograd does not know)",
-        "leave out create_graph=True; take unroll(..., first_order=True); or give it a backward "
-        "made of operations that can be differentiated, that returns None where there is none",
+        fix,
     )
 
 
@@ -163,6 +166,12 @@ def _compiled(where: str) -> str:
         "leave out create_graph=True; call the module that is not compiled; or compile the "
         "function that takes all derivatives",
     )
+
+
+def way_out_of(operator: str) -> str | None:
+    """Return what to do without an operator of torch whose second derivative torch lacks."""
+    name = operator.strip("_").removesuffix("_forward").title().replace("_", "")
+    return _MISSING.get(f"{name}Backward0", (None, None))[1]
 
 
 def _wrong(where: str, name: str) -> str:

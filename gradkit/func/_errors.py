@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from traceback import walk_tb
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from gradkit._checks.higher_derivatives import way_out_of
 from gradkit._checks.missing_derivatives import missing_derivative
 from gradkit._compat.transforms import BATCH, BATCH_FAILURES, transforms
 from gradkit.errors import GradkitError, UnsupportedGraphError, message
@@ -42,6 +44,7 @@ def named_errors(run: Callable[[], R], *, nested: bool = False) -> R:
             raise UnsupportedGraphError(message("fn", *reason)) from error
         for text, (expected, got, fix) in _KNOWN.items():
             if text in str(error) and not isinstance(error, GradkitError):
+                got, fix = _of_torch(error) or (got, fix)
                 got = got or str(error).partition("\n")[0].rstrip(".")
                 raise UnsupportedGraphError(message("fn", expected, got, fix)) from error
         stack = transforms()
@@ -67,6 +70,25 @@ def _control_flow(error: Exception) -> str | None:
         return None
     names = (module.removeprefix(_HIGHER_ORDER) for module in modules if _HIGHER_ORDER in module)
     return next((name for name in names if name in _IN_ITS_PLACE), None)
+
+
+def _of_torch(error: Exception) -> tuple[str, str] | None:
+    """Return what came, and what to do, if torch's own Function or operator has no rule."""
+    operator = re.search(r"forward AD with (\w+) that", str(error))
+    way_out = operator and way_out_of(operator[1])
+    if way_out:
+        return "", f"vjp in place of jvp; or {way_out}"
+    *_, frame = _frames(error)
+    function: Any = frame.f_locals.get("cls")
+    if _SETUP_CONTEXT not in str(error) or not _module_of(frame).startswith("torch.autograd"):
+        return None
+    if not str(getattr(function, "__module__", "")).startswith("torch."):
+        return None
+    fix = _OF_GAMMAS if function.__name__ == "_Dirichlet" else ""
+    return (
+        f"{function.__name__}, an autograd.Function of torch that it cannot enter",
+        _EAGERLY + fix,
+    )
 
 
 def _hook_that_requires_grad(error: Exception) -> str | None:
@@ -107,6 +129,12 @@ _NESTED = (
 )
 _DIFFERENTIABLE = "what torch.func can differentiate"
 _EAGERLY = "compute the losses eagerly: gradkit.value_and_grads(losses, params)"
+_SETUP_CONTEXT = "setup_context"
+# Of one distribution, and the pathwise derivative of a Gamma is one that torch.func has.
+_OF_GAMMAS = (
+    "; or sample Gammas, g = torch.distributions.Gamma(concentration, 1.0).rsample(), of which "
+    "g / g.sum(-1, keepdim=True) is a Dirichlet, and g[..., 0] / g.sum(-1) a Beta"
+)
 _AUTOGRAD_CALL = (
     _DIFFERENTIABLE,
     "a call of backward(), retain_grad() or requires_grad_(), or of torch.autograd.functional",
@@ -145,7 +173,8 @@ ZERO_TENSOR = "ZeroTensors are immutable"
 _FORWARD = (
     "operations that have a forward-mode derivative",
     "",
-    'hvp(..., mode="reverse-over-reverse"), or vjp in place of jvp',
+    'vjp in place of jvp; hvp(..., mode="reverse-over-reverse") and linearize, where torch has the '
+    "second derivative",
 )
 _INFERENCE = (
     "tensors that autograd can save for the backward pass",
@@ -163,7 +192,7 @@ _KNOWN = {
         "an in-place operation on a tensor from outside: batch norm in train mode, say",
         f"{_MAKE_FUNCTIONAL}, and return the new buffers as aux",
     ),
-    "setup_context": (
+    _SETUP_CONTEXT: (
         _DIFFERENTIABLE,
         "an autograd.Function whose forward takes ctx, an operator of torch.library that has one, "
         "or a full backward hook of a module",
