@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
+from sys import getrefcount
 from typing import Any, TypeGuard
 
 from torch import Tensor
@@ -24,6 +25,7 @@ from gradkit._checks.modified_gradients import grad_versions
 from gradkit._checks.reachability import require_reached
 from gradkit._checks.steps_without_grads import open_monitors
 from gradkit._compat.autograd import is_view, tensor_hooks
+from gradkit._compat.checkpoints import IDLE, RECOMPUTING
 from gradkit._compat.distributed import any_fully_sharded
 from gradkit._compat.transforms import is_ordinary
 from gradkit._core.call import Call, Pass
@@ -56,6 +58,7 @@ def is_plain(loss: Any) -> TypeGuard[Tensor]:
         and loss.dtype.is_floating_point
         and not loss.retains_grad
         and not (all_observers or open_monitors or recomputed_tensor_sources)
+        and [*map(getrefcount, RECOMPUTING)] == IDLE
         and is_ordinary(loss)
         and not any_fully_sharded()
     )

@@ -23,7 +23,7 @@ from gradkit._autograd.plain_pass import have_hooks, is_plain
 from gradkit._checks.modified_gradients import grad_versions, inputs_of_functions
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.dynamo import overwrites_saved_tensors
-from gradkit._compat.nodes import any_released, names_by_kind
+from gradkit._compat.nodes import DRAW_AFTER_SAVING, any_released, names_by_kind
 from gradkit._compat.transforms import is_differentiated_tensor
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.graph import Subgraph
@@ -69,7 +69,9 @@ def plain_separate_grads(losses: Losses, each: Sequence[Params]) -> list[Grads] 
     nodes, plans = find(losses.leaves, each)
     kinds = set(map(type, nodes))
     names_of = names_by_kind(kinds)
-    if any(map(overwrites_saved_tensors, names_of)) or any_released(nodes, names_of):
+    if kinds & DRAW_AFTER_SAVING or any(map(overwrites_saved_tensors, names_of)):
+        return None
+    if any_released(nodes, names_of):
         return None
     # A Function that makes the gradient of a leaf itself may write on it later.
     if functions.users and any(map(is_leaf_node, inputs_of_functions(nodes, kinds))):

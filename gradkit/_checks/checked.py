@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from gradkit._checks.recomputed_values import recording, recording_values
 from gradkit._checks.steps_without_grads import StepMonitor
 
 _of_process = StepMonitor() if os.environ.get("GRADKIT_CHECKED", "0") not in ("", "0") else None
 _monitor = ContextVar("monitor", default=_of_process)
 if _of_process is not None:
     _of_process.enter_block()
+    recording.enter_block()
 
 
 @contextmanager
@@ -61,7 +63,8 @@ def checked() -> Iterator[None]:
         _monitor.set(monitor)
     monitor.enter_block()
     try:
-        yield
+        with recording_values():
+            yield
     finally:
         monitor.leave_block()
 

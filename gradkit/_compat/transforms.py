@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, TypeAlias
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 from torch._functorch.eager_transforms import _autograd_grad
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
@@ -278,8 +277,3 @@ def default_unpack_hook() -> object:
     """Return the unpack hook that saved tensors get at present, if any."""
     hooks = default_hooks()
     return hooks[1] if hooks else None
-
-
-def checkpoint_frame() -> type:
-    """Return the class of a checkpoint that waits to recompute."""
-    return torch.utils.checkpoint._CheckpointFrame

@@ -1,0 +1,178 @@
+"""Checkpoints and hooks that would give a pass other tensors than its forward pass had.
+
+What shows before the pass is refused before it. A recomputation that draws random numbers anew
+shows as it runs, and raises then; what it computes of other values shows inside `checked()`, as
+`recomputed_values` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from sys import getrefcount
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.autograd.graph import Node
+
+from gradkit._checks.recomputed_values import compare_values, differs, what_changed
+from gradkit._compat.checkpoints import (
+    IDLE,
+    RECOMPUTING,
+    CheckpointError,
+    Frame,
+    changed_argument,
+    frame_of,
+    frames_around,
+    function_of,
+    is_last_saved,
+    preserves_rng_state,
+)
+from gradkit._compat.nodes import DRAW_AFTER_SAVING, hooked_tensors, raise_freed, saved
+from gradkit._core.call import Call
+from gradkit._core.graph import Subgraph
+from gradkit._state import rng
+from gradkit.errors import UnsupportedGraphError, describe, first_line, message
+
+
+def refuse_other_tensors(call: Call) -> None:
+    """Raise if a recomputation, or a copy of what was saved, would not be as the forward pass."""
+    below = call.graph.below(call.differentiated)
+    if below.kinds & DRAW_AFTER_SAVING:
+        _refuse_lost_noise(call, below)
+    if [*map(getrefcount, RECOMPUTING)] == IDLE:
+        return
+    frames = _frames(below.nodes)
+    for frame, node in frames.items():
+        error = changed_argument(frame)
+        if error is not None and (where := _loss_through(call, node)):
+            expected = "a checkpoint whose arguments are as they were in the forward pass"
+            got = f"one of {_function(frame)}, an argument of which was changed in place since: "
+            fix = "take the gradients before the write; or give the checkpoint a copy, h.clone()"
+            raise UnsupportedGraphError(message(where, expected, got + error.partition(" Hint")[0], fix))
+    for frame in frames:
+        if not preserves_rng_state(frame):
+            _WatchedRecomputation(frame, call.losses.path(call.differentiated[0]))
+    compare_values(frames, below.nodes)
+
+
+def _frames(nodes: Iterable[Node]) -> dict[Frame, Node]:
+    """Return the checkpoints that recompute what nodes have saved, and a node of each."""
+    by_hook: dict[object, Frame | None] = {}
+    frames: dict[Frame, Node] = {}
+    for node in nodes:
+        for packed in _hooked(node):
+            hook = packed.unpack_hook
+            if hook not in by_hook:
+                by_hook[hook] = frame = frame_of(hook)
+                if frame is not None:
+                    frames[frame] = node
+    inner = list(frames)
+    for frame in inner:  # which grows meanwhile
+        for around in frames_around(frame):
+            if around not in frames:
+                frames[around] = frames[frame]
+                inner.append(around)
+    return frames
+
+
+def _hooked(node: Node) -> list[Any]:
+    try:
+        return hooked_tensors(node)
+    except RuntimeError:  # a pass has freed it: the engine says so
+        return []
+
+
+def _loss_through(call: Call, node: Node) -> str | None:
+    """Return the path of a loss whose pass executes a node, if one does."""
+    for group, params in call.passes:
+        for index in group:
+            below = call.graph.below([index])
+            # `.backward()` for all leaves is for no variables in particular.
+            if node in (below.leading_to(params.variables) if params.variables else below.nodes):
+                return call.losses.path(index)
+    return None
+
+
+def _refuse_lost_noise(call: Call, below: Subgraph) -> None:
+    for node in below.nodes:
+        if type(node) in DRAW_AFTER_SAVING and (by := _loses_noise(node)):
+            where = _loss_through(call, node)
+            if where is not None:
+                expected = "an RReLU whose noise is saved as it was drawn"
+                got = f"one whose noise {by}: torch saves it first, and draws it then"
+                fix = "write it out: torch.where(x < 0, x * torch.empty_like(x).uniform_(lower, "
+                fix += "upper), x)"
+                raise UnsupportedGraphError(message(where, expected, got, fix))
+
+
+def _loses_noise(node: Any) -> str:
+    """Return what loses the noise of an RReLU, "" if nothing does."""
+    packed = node._raw_saved_noise
+    if packed.unpack_hook in (None, raise_freed) or not saved(node, "training"):
+        return ""
+    frame = frame_of(packed.unpack_hook)
+    if frame is None:
+        return "was given to hooks of saved tensors, such as save_on_cpu, which may have copied it"
+    if is_last_saved(frame, packed.data):
+        return "is the last tensor that a checkpoint saves, and its recomputation ends with that"
+    return ""
+
+
+class _WatchedRecomputation:
+    """Runs a checkpoint's recomputation once, and raises if it draws random numbers anew."""
+
+    def __init__(self, frame: Frame, where: str) -> None:
+        # Not the call: the graph has the frame, and what of Python's it has is not collected.
+        self._frame, self._recompute, self._where = ref(frame), frame.recompute_fn, where
+        frame.recompute_fn = self
+
+    def __call__(self, *args: Any) -> None:
+        frame = self._frame()
+        if frame is not None:
+            frame.recompute_fn = self._recompute
+        before, seed = rng.states(args), torch.initial_seed()
+        try:
+            self._recompute(*args)
+        finally:  # torch ends it by an exception where it has all that it needs
+            # One that sets a seed of its own draws the same as before.
+            if rng.differ(before) and torch.initial_seed() == seed:
+                raise UnsupportedGraphError(_draws_anew(frame, self._where))
+
+
+def _draws_anew(frame: Frame | None, where: str) -> str:
+    expected = "a checkpoint that draws the same random numbers when it recomputes"
+    got = f"one of {_function(frame)} with preserve_rng_state=False, which draws others"
+    fix = "leave that out: checkpoint(fn, x, use_reentrant=False)"
+    return message(where, expected, got, fix)
+
+
+def other_tensors_message(error: CheckpointError, call: Call, where: str) -> str:
+    """Return the message for torch's error that a checkpoint has recomputed other tensors."""
+    frames = list(_frames(call.graph.below(call.differentiated).nodes))
+    differing = [frame for frame in frames if differs(frame)]
+    frame = next(iter(differing or frames)) if len(differing or frames) == 1 else None
+    changes = [change for one in differing or frames for change in what_changed(one)]
+    got = f"one of {_function(frame)} that "
+    got += "gives other values now" if differing else f"saves others now ({first_line(error)})"
+    if changes:
+        got += f"; changed since the forward pass: {', '.join(changes[:5])}"
+    expected = "a checkpoint that recomputes what its forward pass had"
+    return message(where, expected, got, _RUN_AGAIN)
+
+
+_RUN_AGAIN = (
+    "take the gradients before anything that it reads changes: before an optimizer's step, eval(), "
+    "requires_grad_(); or run the forward pass again. A buffer that it writes, and random numbers "
+    "that are not of torch's default generators, are arguments: checkpoint(fn, x, noise, "
+    "use_reentrant=False)"
+)
+
+
+def _function(frame: Frame | None) -> str:
+    """Return the name, and the line, of what a checkpoint runs."""
+    function = None if frame is None else function_of(frame)
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        return f"{code.co_qualname} ({code.co_filename}, line {code.co_firstlineno})"
+    return "some function" if function is None else describe(function)
