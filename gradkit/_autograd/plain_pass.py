@@ -23,6 +23,7 @@ from gradkit._checks.eager_graph import check_backward_to_leaves
 from gradkit._checks.higher_derivatives import may_be_wrong
 from gradkit._checks.modified_gradients import grad_versions
 from gradkit._checks.reachability import require_reached
+from gradkit._checks.recomputations import refuse_other_tensors
 from gradkit._checks.steps_without_grads import open_monitors
 from gradkit._compat.autograd import is_view, tensor_hooks
 from gradkit._compat.checkpoints import IDLE, RECOMPUTING
@@ -58,7 +59,6 @@ def is_plain(loss: Any) -> TypeGuard[Tensor]:
         and loss.dtype.is_floating_point
         and not loss.retains_grad
         and not (all_observers or open_monitors or recomputed_tensor_sources)
-        and [*map(getrefcount, RECOMPUTING)] == IDLE
         and is_ordinary(loss)
         and not any_fully_sharded()
     )
@@ -82,6 +82,8 @@ def plain_value_and_grads(
     if create_graph and not _is_differentiable(loss, params):
         return None
     call = partial(_call, loss, params, create_graph)
+    if [*map(getrefcount, RECOMPUTING)] != IDLE:
+        refuse_other_tensors([loss], call)
     grads = run_plainly(loss, variables, create_graph, create_graph, call)
     if (hooked or functions.users) and (versions := grad_versions(variables, grads, ())):
         PassRunner(call()).refuse_modified([loss], variables, versions)
@@ -99,6 +101,8 @@ def plain_backward(loss: Tensor) -> Tensor:
     call = partial(_call, loss, NO_PARAMS, False)
     if is_freed(loss):
         check_backward_to_leaves(call())  # which raises
+    if [*map(getrefcount, RECOMPUTING)] != IDLE:
+        refuse_other_tensors([loss], call)
     run_backward_plainly(loss, call)
     return loss.detach().clone()
 

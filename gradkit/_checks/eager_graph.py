@@ -40,7 +40,8 @@ def check_call(call: Call, allowed: Collection[str] = ()) -> None:
         reachability.refuse_unreached(call)
     walks = call.create_graph or len(call.passes) > 1 or open_monitors
     if walks or [*map(getrefcount, RECOMPUTING)] != IDLE:
-        recomputations.refuse_other_tensors(call)
+        roots = map(call.outputs.__getitem__, call.differentiated)
+        recomputations.refuse_other_tensors(roots, lambda: call, thorough=bool(walks))
     if len(call.outputs) > 1:
         # The pass for one loss would free the graph of another. A lone one the engine refuses.
         refuse_freed(call, thorough=len(call.passes) > 1)
@@ -72,8 +73,10 @@ def check_backward_to_leaves(call: Call) -> None:
             higher_derivatives.refuse_wrong_derivative(
                 partial(call.losses.path, index), leaves, below
             )
-    if call.create_graph or open_monitors or [*map(getrefcount, RECOMPUTING)] != IDLE:
-        recomputations.refuse_other_tensors(call)
+    walks = call.create_graph or open_monitors
+    if walks or [*map(getrefcount, RECOMPUTING)] != IDLE:
+        roots = map(call.outputs.__getitem__, call.differentiated)
+        recomputations.refuse_other_tensors(roots, lambda: call, thorough=bool(walks))
 
 
 def refuse_freed(call: Call, *, thorough: bool) -> None:

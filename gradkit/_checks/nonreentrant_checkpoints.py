@@ -6,14 +6,13 @@ gives gradients at those, silently [F3].
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit._compat.checkpoints import FRAME, IDLE, frame_of
+from gradkit._compat.checkpoints import frame_of, frames_waiting
 from gradkit._compat.nodes import hooked_tensors
 from gradkit._compat.transforms import default_unpack_hook, differentiated, is_transform_tensor
 from gradkit._core import graph_walk, pytree, tensor_nodes
@@ -38,15 +37,15 @@ def before(inputs: PyTree) -> StateBeforeCall | None:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or differentiated():
         return None
     nodes = {tensor_nodes.edge(tensor).node for tensor in _differentiable(inputs)}
-    return StateBeforeCall(sys.getrefcount(FRAME), nodes, default_unpack_hook())
+    return StateBeforeCall(frames_waiting(), nodes, default_unpack_hook())
 
 
 def refuse(out: PyTree, snapshot: StateBeforeCall | None) -> None:
     """Raise if the graph of a call's result would be recomputed with other parameters."""
     if snapshot is None:
         return
-    frames = sys.getrefcount(FRAME)
-    if frames <= IDLE[0]:
+    frames = frames_waiting()
+    if frames <= 0:
         return  # there is no checkpoint anywhere, and no graph to walk
     # One that was made meanwhile is seen wherever its output is. If another one went meanwhile,
     # their number tells nothing, and the graph has to be looked at.

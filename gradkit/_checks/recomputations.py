@@ -7,22 +7,27 @@ shows as it runs, and raises then; what it computes of other values shows inside
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from sys import getrefcount
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ref
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit._checks.recomputed_values import compare_values, differs, what_changed
+from gradkit._checks.recomputed_values import (
+    compare_values,
+    differs,
+    has_values,
+    what_changed,
+)
 from gradkit._compat.checkpoints import (
-    IDLE,
-    RECOMPUTING,
     CheckpointError,
     Frame,
     changed_argument,
+    copies_waiting,
     frame_of,
+    frames_waiting,
     frames_around,
     function_of,
     is_last_saved,
@@ -30,43 +35,61 @@ from gradkit._compat.checkpoints import (
 )
 from gradkit._compat.nodes import DRAW_AFTER_SAVING, hooked_tensors, raise_freed, saved
 from gradkit._core.call import Call
-from gradkit._core.graph import Subgraph
+from gradkit._core.graph_walk import nodes_in_order
 from gradkit._state import rng
 from gradkit.errors import UnsupportedGraphError, describe, first_line, message
 
 
-def refuse_other_tensors(call: Call) -> None:
-    """Raise if a recomputation, or a copy of what was saved, would not be as the forward pass."""
-    below = call.graph.below(call.differentiated)
-    if below.kinds & DRAW_AFTER_SAVING:
-        _refuse_lost_noise(call, below)
-    if [*map(getrefcount, RECOMPUTING)] == IDLE:
+def refuse_other_tensors(
+    losses: Iterable[Tensor], call: Callable[[], Call], *, thorough: bool = False
+) -> None:
+    """Raise if a pass would get other tensors than its forward pass had, as far as that shows."""
+    # `call` is what an error names; to make one takes longer than to look at a checkpoint.
+    if thorough or copies_waiting():
+        below = call().graph.below(call().differentiated)
+        for node in below.nodes if below.kinds & DRAW_AFTER_SAVING else ():
+            _refuse_lost_noise(call(), node)
+    if frames_waiting() <= 0:
         return
-    frames = _frames(below.nodes)
+    frames = _frames(nodes_in_order(losses))
     for frame, node in frames.items():
+        if type(node) in DRAW_AFTER_SAVING:
+            _refuse_lost_noise(call(), node)
         error = changed_argument(frame)
-        if error is not None and (where := _loss_through(call, node)):
-            expected = "a checkpoint whose arguments are as they were in the forward pass"
-            got = f"one of {_function(frame)}, an argument of which was changed in place since: "
-            fix = "take the gradients before the write; or give the checkpoint a copy, h.clone()"
-            raise UnsupportedGraphError(message(where, expected, got + error.partition(" Hint")[0], fix))
+        if error is not None:
+            _refuse_changed_argument(call(), frame, node, error)
     for frame in frames:
         if not preserves_rng_state(frame):
-            _WatchedRecomputation(frame, call.losses.path(call.differentiated[0]))
-    compare_values(frames, below.nodes)
+            _WatchedRecomputation(frame, call().losses.path(call().differentiated[0]))
+    if any(map(has_values, frames)):
+        compare_values(frames, call().graph.below(call().differentiated).nodes)
+
+
+def _refuse_changed_argument(call: Call, frame: Frame, node: Node, error: str) -> None:
+    where = _loss_through(call, node)
+    if where is not None:
+        expected = "a checkpoint whose arguments are as they were in the forward pass"
+        got = f"one of {_function(frame)}, an argument of which was changed in place since: "
+        got += error.partition(" Hint")[0]
+        fix = "take the gradients before the write; or give the checkpoint a copy, h.clone()"
+        raise UnsupportedGraphError(message(where, expected, got, fix))
 
 
 def _frames(nodes: Iterable[Node]) -> dict[Frame, Node]:
-    """Return the checkpoints that recompute what nodes have saved, and a node of each."""
-    by_hook: dict[object, Frame | None] = {}
+    """Return the checkpoints that recompute what nodes have saved, and the last node of each."""
     frames: dict[Frame, Node] = {}
+    complete: set[Frame] = set()
+    waiting = frames_waiting()  # in this process; to ask a node takes microseconds
     for node in nodes:
         for packed in _hooked(node):
-            hook = packed.unpack_hook
-            if hook not in by_hook:
-                by_hook[hook] = frame = frame_of(hook)
-                if frame is not None:
-                    frames[frame] = node
+            frame = frame_of(packed.unpack_hook)
+            if frame is not None and is_last_saved(frame, packed.data):
+                frames[frame] = node
+                complete.add(frame)
+            elif frame is not None:
+                frames.setdefault(frame, node)
+        if len(complete) >= waiting:
+            break
     inner = list(frames)
     for frame in inner:  # which grows meanwhile
         for around in frames_around(frame):
@@ -94,16 +117,13 @@ def _loss_through(call: Call, node: Node) -> str | None:
     return None
 
 
-def _refuse_lost_noise(call: Call, below: Subgraph) -> None:
-    for node in below.nodes:
-        if type(node) in DRAW_AFTER_SAVING and (by := _loses_noise(node)):
-            where = _loss_through(call, node)
-            if where is not None:
-                expected = "an RReLU whose noise is saved as it was drawn"
-                got = f"one whose noise {by}: torch saves it first, and draws it then"
-                fix = "write it out: torch.where(x < 0, x * torch.empty_like(x).uniform_(lower, "
-                fix += "upper), x)"
-                raise UnsupportedGraphError(message(where, expected, got, fix))
+def _refuse_lost_noise(call: Call, node: Node) -> None:
+    by = _loses_noise(node) if type(node) in DRAW_AFTER_SAVING else ""
+    if by and (where := _loss_through(call, node)):
+        expected = "an RReLU whose noise is saved as it was drawn"
+        got = f"one whose noise {by}: torch saves it first, and draws it then"
+        fix = "write it out: torch.where(x < 0, x * torch.empty_like(x).uniform_(lower, upper), x)"
+        raise UnsupportedGraphError(message(where, expected, got, fix))
 
 
 def _loses_noise(node: Any) -> str:
@@ -114,7 +134,8 @@ def _loses_noise(node: Any) -> str:
     frame = frame_of(packed.unpack_hook)
     if frame is None:
         return "was given to hooks of saved tensors, such as save_on_cpu, which may have copied it"
-    if is_last_saved(frame, packed.data):
+    before = [packed, getattr(node, "_raw_saved_self", None)]  # what is saved before it is drawn
+    if any(one is not None and is_last_saved(frame, one.data) for one in before):
         return "is the last tensor that a checkpoint saves, and its recomputation ends with that"
     return ""
 

@@ -183,6 +183,11 @@ def compare_values(frames: Iterable[Frame], nodes: Iterable[Node]) -> None:
                     value.is_compared = True
 
 
+def has_values(frame: Frame) -> bool:
+    """Return whether the values that a checkpoint has saved were recorded."""
+    return any(isinstance(value, SavedValue) for value in frame.x_metadatas[:1])
+
+
 def differs(frame: Frame) -> bool:
     """Return whether a checkpoint has recomputed another value in a pass that compared them."""
     return any(getattr(value, "differs", False) for value in frame.x_metadatas)

@@ -21,9 +21,9 @@ from gradkit._compat.nodes import changed_since_saved
 
 # A checkpoint that waits to recompute.
 Frame: TypeAlias = Any
-FRAME: type = torch.utils.checkpoint._CheckpointFrame
+_FRAME: type = torch.utils.checkpoint._CheckpointFrame
 CheckpointError = torch.utils.checkpoint.CheckpointError
-_MODULE: str = FRAME.__module__
+_MODULE: str = _FRAME.__module__
 
 
 def _codes() -> list[CodeType]:
@@ -33,18 +33,29 @@ def _codes() -> list[CodeType]:
 
 def _twin() -> type:
     """Return a class without instances that is referred to as often as that of frames."""
-    members = {k: v for k, v in vars(FRAME).items() if k not in {"__dict__", "__weakref__"}}
-    return type(FRAME.__name__, FRAME.__bases__, members)
+    members = {k: v for k, v in vars(_FRAME).items() if k not in {"__dict__", "__weakref__"}}
+    return type(_FRAME.__name__, _FRAME.__bases__, members)
 
 
 # CPython counts each instance as a reference to its class, and each function as one to its code:
 # `[*map(sys.getrefcount, RECOMPUTING)] == IDLE` only if no checkpoint waits, and save_on_cpu keeps
 # nothing. A walk of the graph is not needed then; to ask takes a quarter of a microsecond.
-RECOMPUTING: tuple[object, ...] = (FRAME, *_codes())
+RECOMPUTING: tuple[object, ...] = (_FRAME, *_codes())
 _twins: tuple[object, ...] = (_twin(), *(code.replace() for code in _codes()))
 _by_others = [*_twins, _twins[0]]  # who refers to the originals: code, or modules, this one too
 IDLE: list[int] = [*map(sys.getrefcount, _twins)]
 del _twins, _by_others
+
+
+def frames_waiting() -> int:
+    """Return how many checkpoints of this process wait to recompute."""
+    # Which modules import the class would count, too.
+    return next(map(sys.getrefcount, RECOMPUTING)) - IDLE[0]
+
+
+def copies_waiting() -> bool:
+    """Return whether save_on_cpu keeps something in this process."""
+    return [*map(sys.getrefcount, RECOMPUTING)][1:] != IDLE[1:]
 
 
 def frame_of(unpack_hook: object) -> Frame | None:
@@ -52,7 +63,7 @@ def frame_of(unpack_hook: object) -> Frame | None:
     if getattr(unpack_hook, "__module__", None) != _MODULE:
         return None
     for cell in getattr(unpack_hook, "__closure__", None) or ():
-        if isinstance(cell.cell_contents, FRAME):
+        if isinstance(cell.cell_contents, _FRAME):
             return cell.cell_contents
     return None
 
