@@ -16,9 +16,8 @@ from gradkit._autograd.undifferentiable_functions import refuse_undifferentiable
 from gradkit._checks.eager_graph import DONATED, freed_message, losses_freed
 from gradkit._checks.higher_derivatives import missing_message
 from gradkit._checks.modified_saved_tensors import modified_message
-from gradkit._checks.recomputations import other_tensors_message
+from gradkit._checks.recomputations import refuse_checkpoint_error
 from gradkit._compat.autograd import function_mode_enabled, run_engine
-from gradkit._compat.checkpoints import CheckpointError
 from gradkit._compat.distributed import full_tensor, is_dtensor
 from gradkit._compat.transforms import autograd_grad, compiled_autograd_disabled
 from gradkit._core.call import Call
@@ -214,8 +213,7 @@ def _raise_named(error: RuntimeError, call: Call) -> None:
         raise UnsupportedGraphError(message(_paths(call), *DONATED)) from error
     if "under selective activation checkpoint" in str(error):
         raise UnsupportedGraphError(message(_paths(call), *_SELECTIVE)) from error
-    if isinstance(error, CheckpointError):
-        raise UnsupportedGraphError(other_tensors_message(error, call, _paths(call))) from error
+    refuse_checkpoint_error(error, _paths(call), call.outputs)
     if "modified by an inplace operation" in str(error):
         raise UnsupportedGraphError(modified_message(error, call)) from error
 
@@ -282,10 +280,13 @@ def inner_grads(
     if not pairs or not inputs:
         return [None] * len(inputs)
     roots, seeds = zip(*pairs, strict=True)
+    options = (retain_graph, create_graph)
     with recompute_hooks() if create_graph else nullcontext():
-        return list(
-            torch.autograd.grad(roots, inputs, seeds, retain_graph, create_graph, allow_unused=True)
-        )
+        try:
+            return list(torch.autograd.grad(roots, inputs, seeds, *options, allow_unused=True))
+        except RuntimeError as error:
+            refuse_checkpoint_error(error, "a loss", roots)
+            raise
 
 
 def transform_grads(

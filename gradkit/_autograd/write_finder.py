@@ -84,10 +84,13 @@ class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return address
 
 
+_ENGINE = {"_engine_run_backward", "run_engine"}  # what calls it
+
+
 def _location(frame: FrameType | None) -> str | None:
     """Return where the code of a hook or Function is that runs an operation; None for torch's."""
     location: str | None = None
-    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+    while frame is not None and frame.f_code.co_name not in _ENGINE:
         module = frame.f_globals.get("__name__", "")
         if location is None and not module.startswith("torch."):
             code = frame.f_code

@@ -34,11 +34,12 @@ def modified_since_saved(nodes: Iterable[Node]) -> Reason | None:
 def _reason(node: Node, name: str, error: str) -> Reason:
     line = forward_line(node)
     saved_in = "" if line is None else f", saved in {line}"
-    got = f"`{name}` of {node.name()} changed in place since{saved_in}: {_without_hint(error)}"
+    got = f"`{name}` of {node.name()} changed in place since{saved_in}: {without_hint(error)}"
     return _EXPECTED, got, _FIX if line else _FIX + _ANOMALY
 
 
-def _without_hint(error: str) -> str:
+def without_hint(error: str) -> str:
+    """Return torch's error that a tensor was changed in place, without what it advises."""
     return error.partition(" Hint")[0].rstrip(".")
 
 
@@ -53,7 +54,7 @@ def modified_message(error: RuntimeError, call: Call) -> str:
             if reason is not None:
                 reasons[index] = reason
     # A graph inside a backward function shows only in torch's own text.
-    unknown = (_EXPECTED, f"one changed in place since: {_without_hint(str(error))}", _FIX)
+    unknown = (_EXPECTED, f"one changed in place since: {without_hint(str(error))}", _FIX)
     affected = list(reasons) or call.differentiated
     reason = next(iter(reasons.values()), unknown)
     return message(", ".join(map(call.losses.path, affected[:3])), *reason)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from gradkit._checks.modified_saved_tensors import without_hint
 from gradkit._checks.recomputed_values import (
     compare_values,
     differs,
@@ -22,7 +23,6 @@ from gradkit._checks.recomputed_values import (
     what_changed,
 )
 from gradkit._compat.checkpoints import (
-    CheckpointError,
     Frame,
     changed_argument,
     copies_waiting,
@@ -30,6 +30,7 @@ from gradkit._compat.checkpoints import (
     frames_waiting,
     frames_around,
     function_of,
+    is_checkpoint_error,
     is_last_saved,
     preserves_rng_state,
 )
@@ -68,9 +69,9 @@ def refuse_other_tensors(
 def _refuse_changed_argument(call: Call, frame: Frame, node: Node, error: str) -> None:
     where = _loss_through(call, node)
     if where is not None:
-        expected = "a checkpoint whose arguments are as they were in the forward pass"
-        got = f"one of {_function(frame)}, an argument of which was changed in place since: "
-        got += error.partition(" Hint")[0]
+        expected = f"the arguments of a checkpoint, of {_function(frame)}, as they were in its "
+        expected += "forward pass"
+        got = f"one changed in place since: {without_hint(error)}"
         fix = "take the gradients before the write; or give the checkpoint a copy, h.clone()"
         raise UnsupportedGraphError(message(where, expected, got, fix))
 
@@ -168,9 +169,13 @@ def _draws_anew(frame: Frame | None, where: str) -> str:
     return message(where, expected, got, fix)
 
 
-def other_tensors_message(error: CheckpointError, call: Call, where: str) -> str:
-    """Return the message for torch's error that a checkpoint has recomputed other tensors."""
-    frames = list(_frames(call.graph.below(call.differentiated).nodes))
+def refuse_checkpoint_error(
+    error: RuntimeError, where: str, losses: Iterable[Tensor] = ()
+) -> None:
+    """Raise in the place of torch's error if a checkpoint has recomputed other tensors."""
+    if not is_checkpoint_error(error):
+        return
+    frames = list(_frames(nodes_in_order(losses)))
     differing = [frame for frame in frames if differs(frame)]
     frame = next(iter(differing or frames)) if len(differing or frames) == 1 else None
     changes = [change for one in differing or frames for change in what_changed(one)]
@@ -179,7 +184,7 @@ def other_tensors_message(error: CheckpointError, call: Call, where: str) -> str
     if changes:
         got += f"; changed since the forward pass: {', '.join(changes[:5])}"
     expected = "a checkpoint that recomputes what its forward pass had"
-    return message(where, expected, got, _RUN_AGAIN)
+    raise UnsupportedGraphError(message(where, expected, got, _RUN_AGAIN)) from error
 
 
 _RUN_AGAIN = (
@@ -196,4 +201,5 @@ def _function(frame: Frame | None) -> str:
     code = getattr(function, "__code__", None)
     if code is not None:
         return f"{code.co_qualname} ({code.co_filename}, line {code.co_firstlineno})"
-    return "some function" if function is None else describe(function)
+    name = getattr(function, "__name__", None)
+    return "some function" if function is None else name or describe(function)

@@ -31,9 +31,9 @@ from gradkit._compat.transforms import default_unpack_hook
 from gradkit._core.closure_contents import captured_by
 from gradkit._core.ownership import PLAIN_TYPES
 
-# By the attributes of nodes in training: what torch writes after it has saved it. A pass does not
-# need running statistics; the noise of an RReLU is refused where it is lost.
-_WRITTEN_LATER = {"_raw_saved_running_mean", "_raw_saved_running_var", "_raw_saved_noise"}
+# What torch writes after it has saved it. In training, a pass does not need running statistics; the
+# noise of an RReLU is refused where it is lost.
+_STATISTICS, _NOISE = {"_raw_saved_running_mean", "_raw_saved_running_var"}, "_raw_saved_noise"
 
 
 class SavedValue:
@@ -174,12 +174,12 @@ def compare_values(frames: Iterable[Frame], nodes: Iterable[Node]) -> None:
     for value in by_holder.values():
         value.is_compared = value.differs = False
     for node in nodes if by_holder else ():
-        in_training = not kind_of_node(node).endswith(IN_EVAL_MODE)
-        for name in saved_names(type(node)):
+        written_later = set() if kind_of_node(node).endswith(IN_EVAL_MODE) else _STATISTICS
+        for name in set(saved_names(type(node))) - written_later - {_NOISE}:
             raw = getattr(node, name)
             for one in raw if isinstance(raw, tuple | list) else (raw,):
                 value = by_holder.get(id(getattr(one, "data", None)))
-                if value is not None and not (in_training and name in _WRITTEN_LATER):
+                if value is not None:
                     value.is_compared = True
 
 

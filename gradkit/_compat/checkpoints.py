@@ -5,6 +5,7 @@ Run on torch 2.11 to 2.15.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,7 +23,6 @@ from gradkit._compat.nodes import changed_since_saved
 # A checkpoint that waits to recompute.
 Frame: TypeAlias = Any
 _FRAME: type = torch.utils.checkpoint._CheckpointFrame
-CheckpointError = torch.utils.checkpoint.CheckpointError
 _MODULE: str = _FRAME.__module__
 
 
@@ -56,6 +56,18 @@ def frames_waiting() -> int:
 def copies_waiting() -> bool:
     """Return whether save_on_cpu keeps something in this process."""
     return [*map(sys.getrefcount, RECOMPUTING)][1:] != IDLE[1:]
+
+
+# Of a selective checkpoint, which raises a RuntimeError.
+_OTHER_OPERATIONS = re.compile(
+    "selective activation checkpoint has been mutated|encountered during backward but not found"
+)
+
+
+def is_checkpoint_error(error: RuntimeError) -> bool:
+    """Return whether torch says that a checkpoint has not recomputed what its forward pass had."""
+    is_named = isinstance(error, torch.utils.checkpoint.CheckpointError)
+    return is_named or _OTHER_OPERATIONS.search(str(error)) is not None
 
 
 def frame_of(unpack_hook: object) -> Frame | None:

@@ -12,6 +12,7 @@ from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.passes import values_of, weighted_outputs
 from gradkit._autograd.plain_pass import is_plain, plain_backward
 from gradkit._checks.eager_graph import check_backward, check_backward_to_leaves, refuse_donated
+from gradkit._checks.recomputations import refuse_checkpoint_error
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
 from gradkit._core.call import Call, Pass
@@ -146,7 +147,11 @@ def capture_grads(params: PyTree) -> Iterator[Captured]:
     captured = Captured()
     grads: list[Tensor | None] = []
     with GradsPutBack(leaves):
-        yield captured
+        try:
+            yield captured
+        except RuntimeError as error:
+            refuse_checkpoint_error(error, "capture_grads")
+            raise
         grads += [_without_base(leaf.grad) for leaf in leaves]
     by_leaf = {id(leaf): _owned([grads.pop()], leaf) for leaf in reversed(leaves)}
     placed: list[Tensor | None] = []
