@@ -32,6 +32,10 @@ def checked() -> Iterator[None]:
     runs with every `.grad` None, after gradkit has returned gradients of its parameters. Steps are
     seen by hooks that all optimizers of the process run while the context is open.
 
+    A checkpoint (`use_reentrant=False`) whose forward pass ran inside has to recompute the values
+    that it had. Else, as after a step of an optimizer, or with random numbers of numpy, eager calls
+    raise `UnsupportedGraphError`, and name what has changed of what its function refers to.
+
     The environment variable `GRADKIT_CHECKED=1` does the same for a whole process.
 
     Example:

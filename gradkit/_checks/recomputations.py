@@ -27,14 +27,20 @@ from gradkit._compat.checkpoints import (
     changed_argument,
     copies_waiting,
     frame_of,
-    frames_waiting,
     frames_around,
+    frames_waiting,
     function_of,
     is_checkpoint_error,
     is_last_saved,
     preserves_rng_state,
 )
-from gradkit._compat.nodes import DRAW_AFTER_SAVING, hooked_tensors, raise_freed, saved
+from gradkit._compat.nodes import (
+    DRAW_AFTER_SAVING,
+    hooked_tensors,
+    packed_tensors,
+    raise_freed,
+    saved,
+)
 from gradkit._core.call import Call
 from gradkit._core.graph_walk import nodes_in_order
 from gradkit._state import rng
@@ -129,14 +135,15 @@ def _refuse_lost_noise(call: Call, node: Node) -> None:
 
 def _loses_noise(node: Any) -> str:
     """Return what loses the noise of an RReLU, "" if nothing does."""
-    packed = node._raw_saved_noise
-    if packed.unpack_hook in (None, raise_freed) or not saved(node, "training"):
+    packed = dict(packed_tensors(node))
+    hook = packed["noise"].unpack_hook
+    if hook in (None, raise_freed) or not saved(node, "training"):
         return ""
-    frame = frame_of(packed.unpack_hook)
+    frame = frame_of(hook)
     if frame is None:
         return "was given to hooks of saved tensors, such as save_on_cpu, which may have copied it"
-    before = [packed, getattr(node, "_raw_saved_self", None)]  # what is saved before it is drawn
-    if any(one is not None and is_last_saved(frame, one.data) for one in before):
+    before = [one.data for name, one in packed.items() if name != "result"]  # it is drawn
+    if any(is_last_saved(frame, data) for data in before):
         return "is the last tensor that a checkpoint saves, and its recomputation ends with that"
     return ""
 
@@ -169,9 +176,7 @@ def _draws_anew(frame: Frame | None, where: str) -> str:
     return message(where, expected, got, fix)
 
 
-def refuse_checkpoint_error(
-    error: RuntimeError, where: str, losses: Iterable[Tensor] = ()
-) -> None:
+def refuse_checkpoint_error(error: RuntimeError, where: str, losses: Iterable[Tensor] = ()) -> None:
     """Raise in the place of torch's error if a checkpoint has recomputed other tensors."""
     if not is_checkpoint_error(error):
         return

@@ -26,14 +26,14 @@ from gradkit._compat.checkpoints import (
     modes_disabled,
 )
 from gradkit._compat.distributed import local_tensor
-from gradkit._compat.nodes import IN_EVAL_MODE, kind_of_node, saved_names
+from gradkit._compat.nodes import IN_EVAL_MODE, kind_of_node, packed_tensors
 from gradkit._compat.transforms import default_unpack_hook
 from gradkit._core.closure_contents import captured_by
 from gradkit._core.ownership import PLAIN_TYPES
 
 # What torch writes after it has saved it. In training, a pass does not need running statistics; the
 # noise of an RReLU is refused where it is lost.
-_STATISTICS, _NOISE = {"_raw_saved_running_mean", "_raw_saved_running_var"}, "_raw_saved_noise"
+_STATISTICS, _NOISE = {"running_mean", "running_var"}, "noise"
 
 
 class SavedValue:
@@ -175,12 +175,10 @@ def compare_values(frames: Iterable[Frame], nodes: Iterable[Node]) -> None:
         value.is_compared = value.differs = False
     for node in nodes if by_holder else ():
         written_later = set() if kind_of_node(node).endswith(IN_EVAL_MODE) else _STATISTICS
-        for name in set(saved_names(type(node))) - written_later - {_NOISE}:
-            raw = getattr(node, name)
-            for one in raw if isinstance(raw, tuple | list) else (raw,):
-                value = by_holder.get(id(getattr(one, "data", None)))
-                if value is not None:
-                    value.is_compared = True
+        for name, packed in packed_tensors(node):
+            key = id(packed.data)
+            if key in by_holder and name not in {*written_later, _NOISE}:
+                by_holder[key].is_compared = True
 
 
 def has_values(frame: Frame) -> bool:

@@ -12,13 +12,12 @@ from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any, TypeAlias
 
-import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gradkit._compat.nodes import changed_since_saved
+from gradkit._compat.nodes import changed_since_saved, packed_tensors
 
 # A checkpoint that waits to recompute.
 Frame: TypeAlias = Any
@@ -105,7 +104,7 @@ def _variable(frame: Frame, name: str) -> Any:
 def _packed_arguments(frame: Frame) -> list[Any]:
     saver = getattr(frame, "input_saver", None)
     if saver is not None:  # before torch 2.13
-        return list(saver.grad_fn._raw_saved_tensors)
+        return [packed for _, packed in packed_tensors(saver.grad_fn)]
     return [argument for argument in frame.saved_args if hasattr(argument, "unpack_hook")]
 
 

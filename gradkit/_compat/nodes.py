@@ -87,20 +87,26 @@ def _saved_names(kind: Any) -> tuple[str, ...]:
 
 def hooked_tensors(node: Node) -> list[Any]:
     """Return what a node has saved that is in the hands of hooks of saved tensors, packed."""
-    hooked = []
+    return [one for _, one in packed_tensors(node) if one.unpack_hook is not None]
+
+
+def packed_tensors(node: Node) -> list[tuple[str, Any]]:
+    """Return the names of the tensors that a node has saved, and how it keeps them."""
+    packed = []
     for name in saved_names(type(node)):
         raw = getattr(node, name)
         each = raw if isinstance(raw, tuple | list) else (raw,)
-        hooked += [one for one in each if getattr(one, "unpack_hook", None) is not None]
-    return hooked
+        packed += [(name.removeprefix("_raw_saved_"), one) for one in each]
+    return packed
 
 
-_functions: Any = torch._C._functions  # type: ignore[attr-defined]
+_functions: Any = torch._C._functions
 # The nodes of rrelu. Torch saves its noise first, and draws it then, into the same memory:
 # https://github.com/pytorch/pytorch/issues/193671
-DRAW_AFTER_SAVING: frozenset[type] = frozenset(
-    {_functions.RreluWithNoiseBackward0, _functions.RreluWithNoiseBackward1}
-)
+DRAW_AFTER_SAVING: frozenset[type] = frozenset({
+    _functions.RreluWithNoiseBackward0,
+    _functions.RreluWithNoiseBackward1,
+})
 
 
 def has_released(node: Node) -> bool:

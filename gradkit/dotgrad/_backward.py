@@ -37,8 +37,8 @@ def backward_(
     """Accumulate the gradient of the weighted sum of the losses into `.grad`, and return values.
 
     It is `torch.autograd.backward` for trees, with every hook and without further copies. If a hook
-    raises during the pass, the graph turns out to be freed further down, or a step of `meta.unroll`
-    differs when it is recomputed, `.grad` has what was accumulated until then.
+    raises during the pass, the graph turns out to be freed further down, or a checkpoint or a step
+    of `meta.unroll` differs when it is recomputed, `.grad` has what was accumulated until then.
 
     Example:
         >>> import torch, gradkit
@@ -68,7 +68,8 @@ def backward_(
         UnreachedParamError: Nothing of `params` is reached.
         UnsupportedGraphError: `params` with a reentrant checkpoint, DistributedDataParallel or
             FSDP, where torch would silently not write `.grad`; or `create_graph` through an
-            operation whose second derivative is silently wrong in torch.
+            operation whose second derivative is silently wrong in torch. Or a checkpoint that
+            recomputes other tensors than its forward pass had, as far as that shows.
 
     Source:
         `torch.autograd.backward`, https://pytorch.org/docs/stable/generated/torch.autograd.backward.html
@@ -136,8 +137,9 @@ def capture_grads(params: PyTree) -> Iterator[Captured]:
     Raises:
         LeafTypeError: A leaf is not a leaf tensor.
         StructureError: There are no leaves.
+        RuntimeError: The block raises it.
         UnsupportedGraphError: A leaf is a parameter that `fully_shard` has gathered: enter the
-            block before the forward pass.
+            block before the forward pass. Or a checkpoint recomputes other tensors in the block.
 
     Source:
         `torch.Tensor.grad`, as `torch.autograd.backward` accumulates it.

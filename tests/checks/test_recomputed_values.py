@@ -1,4 +1,4 @@
-"""Inside `checked()`: a checkpoint that recomputes other values is refused, and the reason named."""
+"""Inside `checked()`, a checkpoint that recomputes other values is refused, and why is named."""
 
 from __future__ import annotations
 
