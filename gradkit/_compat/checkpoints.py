@@ -22,7 +22,7 @@ from gradkit._compat.nodes import changed_since_saved, packed_tensors
 # A checkpoint that waits to recompute.
 Frame: TypeAlias = Any
 _FRAME: type = torch.utils.checkpoint._CheckpointFrame
-_MODULE: str = _FRAME.__module__
+CHECKPOINT_MODULE: str = _FRAME.__module__
 
 
 def _codes() -> list[CodeType]:
@@ -71,7 +71,7 @@ def is_checkpoint_error(error: RuntimeError) -> bool:
 
 def frame_of(unpack_hook: object) -> Frame | None:
     """Return the checkpoint whose hook this is, if it is one's."""
-    if getattr(unpack_hook, "__module__", None) != _MODULE:
+    if getattr(unpack_hook, "__module__", None) != CHECKPOINT_MODULE:
         return None
     for cell in getattr(unpack_hook, "__closure__", None) or ():
         if isinstance(cell.cell_contents, _FRAME):
