@@ -154,7 +154,9 @@ def value_and_grads(
         StructureError: A tree is empty or does not match.
         UnreachedParamError: Nothing is reached, or not everything under `unused="error"`.
         UnsupportedGraphError: Reentrant checkpoint, DistributedDataParallel, FSDP; or, once the
-            pass has run, a hook or Function has written on a gradient in place; see `checked`.
+            pass has run, a hook or Function has written on a gradient in place; see `checked`. Or a
+            checkpoint that recomputes other tensors than its forward pass had, as far as that shows
+            (values do inside `checked`).
 
     Source:
         `torch.autograd.backward`, https://pytorch.org/docs/stable/autograd.html; the name and

@@ -16,6 +16,7 @@ from gradkit._autograd.undifferentiable_functions import refuse_undifferentiable
 from gradkit._checks.eager_graph import DONATED, freed_message, losses_freed
 from gradkit._checks.missing_derivatives import missing_derivative
 from gradkit._checks.modified_saved_tensors import modified_message
+from gradkit._checks.recomputations import refuse_checkpoint_error
 from gradkit._compat.autograd import function_mode_enabled, run_engine
 from gradkit._compat.distributed import full_tensor, is_dtensor
 from gradkit._compat.nodes import CHANGED
@@ -212,6 +213,7 @@ def _raise_named(error: RuntimeError, call: Call) -> None:
         raise UnsupportedGraphError(message(_paths(call), *DONATED)) from error
     if "under selective activation checkpoint" in str(error):
         raise UnsupportedGraphError(message(_paths(call), *_SELECTIVE)) from error
+    refuse_checkpoint_error(error, _paths(call), call.outputs)
     if any(text in str(error) for text in CHANGED):
         raise UnsupportedGraphError(modified_message(error, call)) from error
 
@@ -283,6 +285,7 @@ def inner_grads(
         try:
             return list(torch.autograd.grad(roots, inputs, seeds, *options, allow_unused=True))
         except RuntimeError as error:
+            refuse_checkpoint_error(error, "a loss", roots)
             reason = missing_derivative(error)
             if reason is None:
                 raise

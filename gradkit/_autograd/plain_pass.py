@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
+from sys import getrefcount
 from typing import Any, TypeGuard
 
 from torch import Tensor
@@ -22,8 +23,10 @@ from gradkit._checks.eager_graph import check_backward_to_leaves
 from gradkit._checks.higher_derivatives import may_be_wrong
 from gradkit._checks.modified_gradients import grad_versions
 from gradkit._checks.reachability import require_reached
+from gradkit._checks.recomputations import refuse_other_tensors
 from gradkit._checks.steps_without_grads import open_monitors
 from gradkit._compat.autograd import is_view, tensor_hooks
+from gradkit._compat.checkpoints import IDLE, RECOMPUTING
 from gradkit._compat.distributed import any_fully_sharded
 from gradkit._compat.transforms import is_ordinary
 from gradkit._core.call import Call, Pass
@@ -80,6 +83,8 @@ def plain_value_and_grads(
     if create_graph and not _is_differentiable(loss, params):
         return None
     call = partial(_call, loss, params, create_graph)
+    if [*map(getrefcount, RECOMPUTING)] != IDLE:
+        refuse_other_tensors([loss], call)
     grads = run_plainly(loss, variables, create_graph, create_graph, call)
     if (hooked or functions.users) and (versions := grad_versions(variables, grads, ())):
         PassRunner(call()).refuse_modified([loss], variables, versions)
@@ -97,6 +102,8 @@ def plain_backward(loss: Tensor) -> Tensor:
     call = partial(_call, loss, NO_PARAMS, False)
     if is_freed(loss):
         check_backward_to_leaves(call())  # which raises
+    if [*map(getrefcount, RECOMPUTING)] != IDLE:
+        refuse_other_tensors([loss], call)
     run_backward_plainly(loss, call)
     return loss.detach().clone()
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.plain_pass import have_hooks, is_plain
 from gradkit._checks.modified_gradients import grad_versions, inputs_of_functions
 from gradkit._checks.reachability import require_reached
+from gradkit._checks.recomputations import refuse_other_tensors
 from gradkit._checks.special_points import KINDS
+from gradkit._compat.checkpoints import IDLE, RECOMPUTING
 from gradkit._compat.dynamo import overwrites_saved_tensors
-from gradkit._compat.nodes import any_released, names_by_kind
+from gradkit._compat.nodes import DRAW_AFTER_SAVING, any_released, names_by_kind
 from gradkit._compat.transforms import is_differentiated_tensor
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.graph import Subgraph
@@ -65,6 +68,9 @@ def plain_separate_grads(losses: Losses, each: Sequence[Params]) -> list[Grads] 
     hooked, functions = hooks_registered(), functions_alive()
     if functions.refused or (hooked and have_hooks(variables)):
         return None
+    call = partial(_call, losses, each)
+    if [*map(getrefcount, RECOMPUTING)] != IDLE:
+        refuse_other_tensors(losses.leaves, call)
     common = len(different) == 1
     find = _plans_for_one if common else _plans_for_each
     try:
@@ -75,13 +81,14 @@ def plain_separate_grads(losses: Losses, each: Sequence[Params]) -> list[Grads] 
     if kinds & KINDS:  # the long way looks at their values
         return None
     names_of = names_by_kind(kinds)
-    if any(map(overwrites_saved_tensors, names_of)) or any_released(nodes, names_of):
+    if kinds & DRAW_AFTER_SAVING or any(map(overwrites_saved_tensors, names_of)):
+        return None
+    if any_released(nodes, names_of):
         return None
     # A Function that makes the gradient of a leaf itself may write on it later.
     if functions.users and any(map(is_leaf_node, inputs_of_functions(nodes, kinds))):
         return None
     may_write = hooked or functions.users
-    call = partial(_call, losses, each)
     seed = None if may_write else _common_seed(losses.leaves)
     # A hook of the next pass may write on what it has kept of this one.
     together = 1 if may_write else _TOGETHER

@@ -12,6 +12,7 @@ from torch.utils.hooks import BackwardHook
 
 from gradkit._autograd.unshared_memory import memory_address
 from gradkit._compat.autograd import TorchDispatchMode
+from gradkit._compat.checkpoints import CHECKPOINT_MODULE
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._core.params import Params
 from gradkit._core.written_tensors import written_tensors
@@ -84,11 +85,16 @@ class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return address
 
 
+_ENGINE = {"_engine_run_backward", "run_engine"}  # what calls it
+
+
 def _location(frame: FrameType | None) -> str | None:
     """Return where the code of a hook or Function is that runs an operation; None for torch's."""
     location: str | None = None
-    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+    while frame is not None and frame.f_code.co_name not in _ENGINE:
         module = frame.f_globals.get("__name__", "")
+        if module == CHECKPOINT_MODULE:
+            return None  # it recomputes, and writes on what it has made
         if location is None and not module.startswith("torch."):
             code = frame.f_code
             location = f"{code.co_qualname} ({code.co_filename}, line {frame.f_lineno})"

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from gradkit._checks.forward_monitor import checked_forward
+from gradkit._checks.recomputed_values import recording, recording_values
 from gradkit._checks.steps_without_grads import StepMonitor
 
 _of_process = StepMonitor() if os.environ.get("GRADKIT_CHECKED", "0") not in ("", "0") else None
@@ -15,6 +16,7 @@ _monitor = ContextVar("monitor", default=_of_process)
 if _of_process is not None:
     _of_process.enter_block()
     checked_forward().enter_block()
+    recording.enter_block()
 
 
 @contextmanager
@@ -35,6 +37,10 @@ def checked() -> Iterator[None]:
     The operations that this thread calls, the forward pass included, are seen one by one: those
     whose first derivative torch gets wrong, or whose graph it drops (`torch.special.bessel_j0`),
     are differentiated by a formula, or raise.
+
+    A checkpoint (`use_reentrant=False`) whose forward pass ran inside has to recompute the values
+    that it had. Else, as after a step of an optimizer, or with random numbers of numpy, eager calls
+    raise `UnsupportedGraphError`, and name what has changed of what its function refers to.
 
     The environment variable `GRADKIT_CHECKED=1` does the same for a whole process, and for the
     operations of the thread that imports gradkit.
@@ -73,7 +79,8 @@ def checked() -> Iterator[None]:
     monitor.enter_block()
     forward.enter_block()
     try:
-        yield
+        with recording_values():
+            yield
     finally:
         forward.leave_block()
         monitor.leave_block()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
+from sys import getrefcount
 
-from gradkit._checks import higher_derivatives, reachability, special_points
+from gradkit._checks import higher_derivatives, reachability, recomputations, special_points
+from gradkit._checks.steps_without_grads import open_monitors
 from gradkit._compat import distributed
+from gradkit._compat.checkpoints import IDLE, RECOMPUTING
 from gradkit._compat.dynamo import overwrites_saved_tensors
 from gradkit._compat.nodes import any_released, has_released, names_by_kind
 from gradkit._core import tensor_nodes
@@ -37,6 +40,10 @@ def check_call(call: Call, allowed: Collection[str] = ()) -> None:
         reachability.refuse_compiled_together(call)
     if call.unused == "error":
         reachability.refuse_unreached(call)
+    walks = call.create_graph or len(call.passes) > 1 or open_monitors
+    if walks or [*map(getrefcount, RECOMPUTING)] != IDLE:
+        roots = map(call.outputs.__getitem__, call.differentiated)
+        recomputations.refuse_other_tensors(roots, lambda: call, thorough=bool(walks))
     if len(call.outputs) > 1:
         # The pass for one loss would free the graph of another. A lone one the engine refuses.
         refuse_freed(call, thorough=len(call.passes) > 1)
@@ -68,6 +75,10 @@ def check_backward_to_leaves(call: Call) -> None:
             higher_derivatives.refuse_wrong_derivative(
                 partial(call.losses.path, index), leaves, below
             )
+    walks = call.create_graph or open_monitors
+    if walks or [*map(getrefcount, RECOMPUTING)] != IDLE:
+        roots = map(call.outputs.__getitem__, call.differentiated)
+        recomputations.refuse_other_tensors(roots, lambda: call, thorough=bool(walks))
 
 
 def refuse_freed(call: Call, *, thorough: bool) -> None:

@@ -17,7 +17,7 @@ from gradkit._checks.wrong_derivatives_table import NODES, SWEPT
 from gradkit._compat.autograd import forward_class
 from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.dynamo import COMPILED
-from gradkit._compat.nodes import IN_EVAL_MODE, kind_of_node
+from gradkit._compat.nodes import DRAW_AFTER_SAVING, IN_EVAL_MODE, kind_of_node
 from gradkit._compat.transforms import is_differentiated_tensor
 from gradkit._compat.versions import is_mended, is_seen
 from gradkit._core.call import Call
@@ -70,8 +70,10 @@ _MISSING = {kind: text for kind, text in _EVER_MISSING.items() if not is_mended(
 # The names of types: a part of what `kind_of_node` has.
 # The derivative of torch.compile's backward pass is a node that raises. It has no path to what the
 # function was computed from where that is not saved, and is left out then.
+# What draws after it has saved is looked at, too, which hooks of saved tensors may have spoiled.
 _REFUSED = {kind.removesuffix(IN_EVAL_MODE) for kind in _WRONG} | {COMPILED} | _MISSING.keys()
 _REFUSED |= {kind.__name__ for kind in KINDS}  # for what they have saved
+_REFUSED |= {kind.__name__ for kind in DRAW_AFTER_SAVING}
 _DTENSORS_ARE_WRONG = not is_mended("DTensor")
 
 

@@ -35,7 +35,7 @@ def modified_since_saved(nodes: Iterable[Node]) -> Reason | None:
 def _reason(node: Node, name: str, error: str) -> Reason:
     line = forward_line(node)
     saved_in = "" if line is None else f", saved in {line}"
-    got = f"`{name}` of {node.name()} changed in place since{saved_in}: {_without_hint(error)}"
+    got = f"`{name}` of {node.name()} changed in place since{saved_in}: {without_hint(error)}"
     return _EXPECTED, got, _fix(error) if line else _fix(error) + _ANOMALY
 
 
@@ -43,7 +43,8 @@ def _fix(error: str) -> str:
     return OF_LOST_HISTORY if WRITTEN_VIEW in error else _FIX
 
 
-def _without_hint(error: str) -> str:
+def without_hint(error: str) -> str:
+    """Return torch's error that a tensor was changed in place, without what it advises."""
     return error.partition(" Hint")[0].rstrip(".")
 
 
@@ -60,7 +61,7 @@ def modified_message(error: RuntimeError, call: Call) -> str:
     # A graph inside a backward function shows only in torch's own text.
     unknown = (
         _EXPECTED,
-        f"one changed in place since: {_without_hint(str(error))}",
+        f"one changed in place since: {without_hint(str(error))}",
         _fix(str(error)),
     )
     affected = list(reasons) or call.differentiated

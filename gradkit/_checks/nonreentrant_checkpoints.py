@@ -6,21 +6,15 @@ gives gradients at those, silently [F3].
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit._compat.nodes import saved_names
-from gradkit._compat.transforms import (
-    checkpoint_frame,
-    default_unpack_hook,
-    differentiated,
-    is_transform_tensor,
-)
+from gradkit._compat.checkpoints import frame_of, frames_waiting
+from gradkit._compat.nodes import hooked_tensors
+from gradkit._compat.transforms import default_unpack_hook, differentiated, is_transform_tensor
 from gradkit._core import graph_walk, pytree, tensor_nodes
 from gradkit._core.pytree import PyTree
 from gradkit.errors import UnsupportedGraphError, message
@@ -43,16 +37,15 @@ def before(inputs: PyTree) -> StateBeforeCall | None:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or differentiated():
         return None
     nodes = {tensor_nodes.edge(tensor).node for tensor in _differentiable(inputs)}
-    return StateBeforeCall(sys.getrefcount(checkpoint_frame()), nodes, default_unpack_hook())
+    return StateBeforeCall(frames_waiting(), nodes, default_unpack_hook())
 
 
 def refuse(out: PyTree, snapshot: StateBeforeCall | None) -> None:
     """Raise if the graph of a call's result would be recomputed with other parameters."""
     if snapshot is None:
         return
-    # CPython counts each instance as a reference to its class.
-    frames = sys.getrefcount(checkpoint_frame())
-    if frames <= _references_of_idle_class():
+    frames = frames_waiting()
+    if frames <= 0:
         return  # there is no checkpoint anywhere, and no graph to walk
     # One that was made meanwhile is seen wherever its output is. If another one went meanwhile,
     # their number tells nothing, and the graph has to be looked at.
@@ -81,20 +74,5 @@ def _differentiable(tree: PyTree) -> list[Tensor]:
 
 
 def _recomputes(node: Node, outer: object) -> bool:
-    module = checkpoint_frame().__module__
-    for name in saved_names(type(node)):
-        saved = getattr(node, name)
-        for tensor in saved if isinstance(saved, tuple | list) else (saved,):
-            hook = getattr(tensor, "unpack_hook", None)
-            if hook is not outer and getattr(hook, "__module__", None) == module:
-                return True
-    return False
-
-
-@cache
-def _references_of_idle_class() -> int:
-    """Return the references to the class without instances: as many as a copy of it has."""
-    frame = checkpoint_frame()
-    members = {k: v for k, v in vars(frame).items() if k not in {"__dict__", "__weakref__"}}
-    twin = type(frame.__name__, frame.__bases__, members)
-    return sys.getrefcount(twin)
+    hooks = [one.unpack_hook for one in hooked_tensors(node)]
+    return any(hook is not outer and frame_of(hook) is not None for hook in hooks)

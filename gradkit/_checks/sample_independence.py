@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradkit._checks.batch_dim_rules import BatchDim, NotProvedError, inputs_of, permutation
-from gradkit._compat.nodes import has_saved_tensor_hooks, output_dtype
+from gradkit._compat.nodes import hooked_tensors, output_dtype
 from gradkit._core.graph import Subgraph
 from gradkit._core.tensor_nodes import edge, is_leaf_node, leaf_tensors
 
@@ -82,7 +82,7 @@ def _use(
 ) -> Use:
     transposed = type(child).__name__ in _TRANSPOSITIONS and permutation(child) == [1, 0]
     leaf = child.next_functions[0][0] if transposed else child
-    if leaf is None or not is_leaf_node(leaf) or output[1] or has_saved_tensor_hooks(output[0]):
+    if leaf is None or not is_leaf_node(leaf) or output[1] or hooked_tensors(output[0]):
         raise NotProvedError  # to read what a hook has may recompute a checkpoint
     if output_dtype(*output) != output_dtype(leaf, 0):
         raise NotProvedError

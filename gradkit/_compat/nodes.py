@@ -95,10 +95,28 @@ def _saved_names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def has_saved_tensor_hooks(node: Node) -> bool:
-    """Return whether what a node has saved is in the hands of a hook of saved tensors."""
-    raw = (getattr(node, name) for name in saved_names(type(node)))
-    return any(getattr(one, "unpack_hook", None) is not None for one in raw)
+def hooked_tensors(node: Node) -> list[Any]:
+    """Return what a node has saved that is in the hands of hooks of saved tensors, packed."""
+    return [one for _, one in packed_tensors(node) if one.unpack_hook is not None]
+
+
+def packed_tensors(node: Node) -> list[tuple[str, Any]]:
+    """Return the names of the tensors that a node has saved, and how it keeps them."""
+    packed = []
+    for name in saved_names(type(node)):
+        raw = getattr(node, name)
+        each = raw if isinstance(raw, tuple | list) else (raw,)
+        packed += [(name.removeprefix("_raw_saved_"), one) for one in each]
+    return packed
+
+
+_functions: Any = torch._C._functions
+# The nodes of rrelu. Torch saves its noise first, and draws it then, into the same memory:
+# https://github.com/pytorch/pytorch/issues/193671
+DRAW_AFTER_SAVING: frozenset[type] = frozenset({
+    _functions.RreluWithNoiseBackward0,
+    _functions.RreluWithNoiseBackward1,
+})
 
 
 def has_released(node: Node) -> bool:

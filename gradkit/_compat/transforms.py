@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call as _custom_function_call
 from torch._functorch.eager_transforms import _autograd_grad
@@ -350,8 +349,3 @@ def default_unpack_hook() -> object:
     """Return the unpack hook that saved tensors get at present, if any."""
     hooks = default_hooks()
     return hooks[1] if hooks else None
-
-
-def checkpoint_frame() -> type:
-    """Return the class of a checkpoint that waits to recompute."""
-    return torch.utils.checkpoint._CheckpointFrame

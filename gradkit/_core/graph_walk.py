@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
@@ -41,6 +41,20 @@ def nodes_below(roots: Iterable[Tensor], stop: Iterable[Node] = (), oldest: int 
     if len(nodes) > MOST_TO_FREE_AT_ONCE:
         free_in_order(nodes)
     return set(nodes)
+
+
+def nodes_in_order(roots: Iterable[Tensor]) -> Iterator[Node]:
+    """Yield the nodes below some roots, those next to them first; the caller may stop."""
+    nodes = list(dict.fromkeys(root.grad_fn or edge(root).node for root in roots))
+    reached = set(nodes)
+    for node in nodes:  # which grows meanwhile
+        yield node
+        for child, _ in node.next_functions:
+            if child not in reached and child is not None:
+                reached.add(child)
+                nodes.append(child)
+    if len(nodes) > MOST_TO_FREE_AT_ONCE:
+        free_in_order(nodes)
 
 
 def nodes_of_types(root: Tensor, most: Mapping[type, int]) -> list[Node]:

@@ -12,6 +12,7 @@ from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.passes import values_of, weighted_outputs
 from gradkit._autograd.plain_pass import is_plain, plain_backward
 from gradkit._checks.eager_graph import check_backward, check_backward_to_leaves, refuse_donated
+from gradkit._checks.recomputations import refuse_checkpoint_error
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
 from gradkit._core.call import Call, Pass
@@ -36,8 +37,8 @@ def backward_(
     """Accumulate the gradient of the weighted sum of the losses into `.grad`, and return values.
 
     It is `torch.autograd.backward` for trees, with every hook and without further copies. If a hook
-    raises during the pass, the graph turns out to be freed further down, or a step of `meta.unroll`
-    differs when it is recomputed, `.grad` has what was accumulated until then.
+    raises during the pass, the graph turns out to be freed further down, or a checkpoint or a step
+    of `meta.unroll` differs when it is recomputed, `.grad` has what was accumulated until then.
 
     Example:
         >>> import torch, gradkit
@@ -67,7 +68,8 @@ def backward_(
         UnreachedParamError: Nothing of `params` is reached.
         UnsupportedGraphError: `params` with a reentrant checkpoint, DistributedDataParallel or
             FSDP, where torch would silently not write `.grad`; or `create_graph` through an
-            operation whose second derivative is silently wrong in torch.
+            operation whose second derivative is silently wrong in torch. Or a checkpoint that
+            recomputes other tensors than its forward pass had, as far as that shows.
 
     Source:
         `torch.autograd.backward`, https://pytorch.org/docs/stable/generated/torch.autograd.backward.html
@@ -135,8 +137,9 @@ def capture_grads(params: PyTree) -> Iterator[Captured]:
     Raises:
         LeafTypeError: A leaf is not a leaf tensor.
         StructureError: There are no leaves.
+        RuntimeError: The block raises it.
         UnsupportedGraphError: A leaf is a parameter that `fully_shard` has gathered: enter the
-            block before the forward pass.
+            block before the forward pass. Or a checkpoint recomputes other tensors in the block.
 
     Source:
         `torch.Tensor.grad`, as `torch.autograd.backward` accumulates it.
@@ -146,7 +149,11 @@ def capture_grads(params: PyTree) -> Iterator[Captured]:
     captured = Captured()
     grads: list[Tensor | None] = []
     with GradsPutBack(leaves):
-        yield captured
+        try:
+            yield captured
+        except RuntimeError as error:
+            refuse_checkpoint_error(error, "capture_grads")
+            raise
         grads += [_without_base(leaf.grad) for leaf in leaves]
     by_leaf = {id(leaf): _owned([grads.pop()], leaf) for leaf in reversed(leaves)}
     placed: list[Tensor | None] = []

@@ -41,9 +41,9 @@ WAYS: dict[str, Callable[[Map, Tensor], Tensor]] = {
     "vmap": lambda fn, u: vmap(fn)(eye(u)).T,
     "jacrev of vmap": lambda fn, u: jacrev(lambda u: vmap(fn)(u[None])[0])(u),
     "vmap of jacrev": lambda fn, u: vmap(jacrev(fn))(torch.stack([u, 2 * u]))[1],
-    "hessian": lambda fn, u: torch.stack(
-        [hessian(lambda u, i=i: fn(u)[i] * u.sum())(u).mean(0) for i in range(len(fn(u)))]
-    ),
+    "hessian": lambda fn, u: torch.stack([
+        hessian(lambda u, i=i: fn(u)[i] * u.sum())(u).mean(0) for i in range(len(fn(u)))
+    ]),
     "func.vjp": lambda fn, u: torch.stack([func.vjp(fn, u)[1](row)[0] for row in eye(fn(u))]),
     "func.jvp": lambda fn, u: torch.stack([func.jvp(fn, u, row)[1] for row in eye(u)], 1),
     "func.linearize": lambda fn, u: vmap(func.linearize(fn, u)[1])(eye(u)).T,
@@ -113,8 +113,8 @@ def test_a_map_is_differentiated(
 
 
 INNER_LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
-    "quadratic": lambda w: (w[0] * w[1] + 3 * w.square().sum()),
-    "curved": lambda w: (w.exp().sum() + w.square().sum() ** 2),
+    "quadratic": lambda w: w[0] * w[1] + 3 * w.square().sum(),
+    "curved": lambda w: w.exp().sum() + w.square().sum() ** 2,
     "log_softmax": lambda w: -w.log_softmax(0)[1] + w.square().sum(),
 }
 

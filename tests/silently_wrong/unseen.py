@@ -173,6 +173,69 @@ def statistics_changed_since(device: torch.device) -> Case:
     return Case(theirs, right, lambda: gradkit.value_and_grads(loss, w)[1])
 
 
+def _recomputed(
+    device: torch.device, function: Callable[[Tensor, Tensor], Tensor], right: float
+) -> Callable[..., Case]:
+    """Return what shows a checkpoint of a function of `w`, at 2, and of 3."""
+    w = torch.full((1,), 2.0, dtype=D, device=device, requires_grad=True)
+    three = torch.full_like(w, 3.0, requires_grad=False)
+    loss = checkpoint(lambda x: function(w, x), three, use_reentrant=False).sum()
+
+    def show(between: Callable[[Tensor], Any] = lambda w: None) -> Case:
+        between(w)
+        theirs = grad(loss, w, retain_graph=True)[0]
+        return Case(theirs, [right], lambda: gradkit.value_and_grads(loss, w)[1])
+
+    return show
+
+
+def weight_stepped_after_a_checkpoint(device: torch.device) -> Case:
+    show = _recomputed(device, lambda w, x: (w * x) ** 2, 36.0)
+    return show(lambda w: w.detach().mul_(2))
+
+
+def buffer_written_in_a_checkpoint(device: torch.device) -> Case:
+    calls = torch.zeros(1, dtype=D, device=device)
+
+    def function(w: Tensor, x: Tensor) -> Tensor:
+        calls.fill_(1 if calls == 0 else 2)
+        return (w * x * calls.clone()) ** 2
+
+    return _recomputed(device, function, 36.0)()
+
+
+def numbers_of_numpy_in_a_checkpoint(device: torch.device) -> Case:
+    generators = [numpy.random.default_rng(0) for _ in range(2)]
+    right = 36 * generators[0].random() ** 2
+
+    def function(w: Tensor, x: Tensor) -> Tensor:
+        number = torch.full_like(x, generators[1].random())
+        generators[1] = numpy.random.default_rng(1)  # in every later run
+        return (w * x * number) ** 2
+
+    return _recomputed(device, function, right)()
+
+
+def factor_that_is_unfrozen_after_a_checkpoint(device: torch.device) -> Case:
+    factor = torch.full((1,), 5.0, dtype=D, device=device)
+    right = 3 * torch.full((), 30.0, dtype=D).cos().item() * 5
+    show = _recomputed(device, lambda w, x: (w * x * factor).sin(), right)
+    return show(lambda w: factor.requires_grad_())
+
+
+def noise_of_rrelu_copied_by_a_hook(device: torch.device) -> Case:
+    w = torch.full((1,), -2.0, dtype=D, device=device, requires_grad=True)
+    torch.use_deterministic_algorithms(True)  # what nothing has written yet is nan
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda x: x):
+            out = torch.nn.functional.rrelu(w, training=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    theirs = grad(out, w, retain_graph=True)[0].isnan()
+    right = (out / w).isnan()
+    return Case(theirs, right, lambda: gradkit.value_and_grads(out, w)[1].isnan())
+
+
 def parameter_of_inference_mode(device: torch.device) -> Case:
     def loss(w: Tensor) -> Tensor:
         return (2 * w).sum() + torch.nn.functional.linear(torch.ones(1, 1, device=device), w).sum()
@@ -238,6 +301,7 @@ def operator_without_autograd(device: torch.device) -> Case:
 
 
 REFUSED = "`UnsupportedGraphError`"
+BY_CHECKED = f"inside `gradkit.checked()`: {REFUSED}; `value_and_grads`"
 
 
 def _times_ten(grad: Tensor) -> None:
@@ -401,6 +465,31 @@ ROWS = [
         "`grad(norm(x * w).square().sum(), w)`, where `norm` is a `BatchNorm1d` in eval mode whose "
         "running statistics have changed since",
         [14.142], [20.0], "`value_and_grads`", statistics_changed_since, same=True,
+    ),
+    Row(
+        "`grad(checkpoint(lambda x: (w * x) ** 2, x), w)` at 2, where `x` is 3, and `w` is doubled "
+        "by an optimizer's step before",
+        [72.0], [36.0], BY_CHECKED, weight_stepped_after_a_checkpoint, same=True,
+    ),
+    Row(
+        "the same of `(w * x * b) ** 2`, a function that adds 1 to the buffer `b` before: it is 1, "
+        "and 2 where it is recomputed",
+        [144.0], [36.0], BY_CHECKED, buffer_written_in_a_checkpoint, same=True,
+    ),
+    Row(
+        "the same, where `b` is a random number of numpy",
+        [9.431], [14.606], BY_CHECKED, numbers_of_numpy_in_a_checkpoint, same=True,
+    ),
+    Row(
+        "the same of `sin(w * x * v)`, where `v` is 5, and `v.requires_grad_()` comes between",
+        [14.403], [2.314], BY_CHECKED, factor_that_is_unfrozen_after_a_checkpoint, same=True,
+    ),
+    Row(
+        "`grad(rrelu(w, training=True), w).isnan()`, under saved-tensor hooks that copy: memory "
+        "that nothing has written, which is nan here",
+        [True], [False],
+        f"with `create_graph=True`: {REFUSED}; {BY_CHECKED}",
+        noise_of_rrelu_copied_by_a_hook, same=True,
     ),
     Row(
         "`grad((2 * w).sum() + linear(x, w).sum(), w)`, where `w` was made in inference mode",

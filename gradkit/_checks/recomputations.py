@@ -1,0 +1,210 @@
+"""Checkpoints and hooks that would give a pass other tensors than its forward pass had.
+
+What shows before the pass is refused before it. A recomputation that draws random numbers anew
+shows as it runs, and raises then; what it computes of other values shows inside `checked()`, as
+`recomputed_values` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from gradkit._checks.modified_saved_tensors import without_hint
+from gradkit._checks.recomputed_values import (
+    compare_values,
+    differs,
+    has_values,
+    what_changed,
+)
+from gradkit._compat.checkpoints import (
+    Frame,
+    changed_argument,
+    copies_waiting,
+    frame_of,
+    frames_around,
+    frames_waiting,
+    function_of,
+    is_checkpoint_error,
+    is_last_saved,
+    preserves_rng_state,
+)
+from gradkit._compat.nodes import (
+    DRAW_AFTER_SAVING,
+    hooked_tensors,
+    packed_tensors,
+    raise_freed,
+    saved,
+)
+from gradkit._core.call import Call
+from gradkit._core.graph_walk import nodes_in_order
+from gradkit._state import rng
+from gradkit.errors import UnsupportedGraphError, describe, first_line, message
+
+
+def refuse_other_tensors(
+    losses: Iterable[Tensor], call: Callable[[], Call], *, thorough: bool = False
+) -> None:
+    """Raise if a pass would get other tensors than its forward pass had, as far as that shows."""
+    # `call` is what an error names; to make one takes longer than to look at a checkpoint.
+    if thorough or copies_waiting():
+        below = call().graph.below(call().differentiated)
+        for node in below.nodes if below.kinds & DRAW_AFTER_SAVING else ():
+            _refuse_lost_noise(call(), node)
+    if frames_waiting() <= 0:
+        return
+    frames = _frames(nodes_in_order(losses))
+    for frame, node in frames.items():
+        if type(node) in DRAW_AFTER_SAVING:
+            _refuse_lost_noise(call(), node)
+        error = changed_argument(frame)
+        if error is not None:
+            _refuse_changed_argument(call(), frame, node, error)
+    for frame in frames:
+        if not preserves_rng_state(frame):
+            _WatchedRecomputation(frame, call().losses.path(call().differentiated[0]))
+    if any(map(has_values, frames)):
+        compare_values(frames, call().graph.below(call().differentiated).nodes)
+
+
+def _refuse_changed_argument(call: Call, frame: Frame, node: Node, error: str) -> None:
+    where = _loss_through(call, node)
+    if where is not None:
+        expected = f"the arguments of a checkpoint, of {_function(frame)}, as they were in its "
+        expected += "forward pass"
+        got = f"one changed in place since: {without_hint(error)}"
+        fix = "take the gradients before the write; or give the checkpoint a copy, h.clone()"
+        raise UnsupportedGraphError(message(where, expected, got, fix))
+
+
+def _frames(nodes: Iterable[Node]) -> dict[Frame, Node]:
+    """Return the checkpoints that recompute what nodes have saved, and the last node of each."""
+    frames: dict[Frame, Node] = {}
+    complete: set[Frame] = set()
+    waiting = frames_waiting()  # in this process; to ask a node takes microseconds
+    for node in nodes:
+        for packed in _hooked(node):
+            frame = frame_of(packed.unpack_hook)
+            if frame is not None and is_last_saved(frame, packed.data):
+                frames[frame] = node
+                complete.add(frame)
+            elif frame is not None:
+                frames.setdefault(frame, node)
+        if len(complete) >= waiting:
+            break
+    inner = list(frames)
+    for frame in inner:  # which grows meanwhile
+        for around in frames_around(frame):
+            if around not in frames:
+                frames[around] = frames[frame]
+                inner.append(around)
+    return frames
+
+
+def _hooked(node: Node) -> list[Any]:
+    try:
+        return hooked_tensors(node)
+    except RuntimeError:  # a pass has freed it: the engine says so
+        return []
+
+
+def _loss_through(call: Call, node: Node) -> str | None:
+    """Return the path of a loss whose pass executes a node, if one does."""
+    for group, params in call.passes:
+        for index in group:
+            below = call.graph.below([index])
+            # `.backward()` for all leaves is for no variables in particular.
+            if node in (below.leading_to(params.variables) if params.variables else below.nodes):
+                return call.losses.path(index)
+    return None
+
+
+def _refuse_lost_noise(call: Call, node: Node) -> None:
+    by = _loses_noise(node) if type(node) in DRAW_AFTER_SAVING else ""
+    if by and (where := _loss_through(call, node)):
+        expected = "an RReLU whose noise is saved as it was drawn"
+        got = f"one whose noise {by}: torch saves it first, and draws it then"
+        fix = "write it out: torch.where(x < 0, x * torch.empty_like(x).uniform_(lower, upper), x)"
+        raise UnsupportedGraphError(message(where, expected, got, fix))
+
+
+def _loses_noise(node: Any) -> str:
+    """Return what loses the noise of an RReLU, "" if nothing does."""
+    packed = dict(packed_tensors(node))
+    hook = packed["noise"].unpack_hook
+    if hook in (None, raise_freed) or not saved(node, "training"):
+        return ""
+    frame = frame_of(hook)
+    if frame is None:
+        return "was given to hooks of saved tensors, such as save_on_cpu, which may have copied it"
+    before = [one.data for name, one in packed.items() if name != "result"]  # it is drawn
+    if any(is_last_saved(frame, data) for data in before):
+        return "is the last tensor that a checkpoint saves, and its recomputation ends with that"
+    return ""
+
+
+class _WatchedRecomputation:
+    """Runs a checkpoint's recomputation once, and raises if it draws random numbers anew."""
+
+    def __init__(self, frame: Frame, where: str) -> None:
+        # Not the call: the graph has the frame, and what of Python's it has is not collected.
+        self._frame, self._recompute, self._where = ref(frame), frame.recompute_fn, where
+        frame.recompute_fn = self
+
+    def __call__(self, *args: Any) -> None:
+        frame = self._frame()
+        if frame is not None:
+            frame.recompute_fn = self._recompute
+        before, seed = rng.states(args), torch.initial_seed()
+        try:
+            self._recompute(*args)
+        finally:  # torch ends it by an exception where it has all that it needs
+            # One that sets a seed of its own draws the same as before.
+            if rng.differ(before) and torch.initial_seed() == seed:
+                raise UnsupportedGraphError(_draws_anew(frame, self._where))
+
+
+def _draws_anew(frame: Frame | None, where: str) -> str:
+    expected = "a checkpoint that draws the same random numbers when it recomputes"
+    got = f"one of {_function(frame)} with preserve_rng_state=False, which draws others"
+    fix = "leave that out: checkpoint(fn, x, use_reentrant=False)"
+    return message(where, expected, got, fix)
+
+
+def refuse_checkpoint_error(error: RuntimeError, where: str, losses: Iterable[Tensor] = ()) -> None:
+    """Raise in the place of torch's error if a checkpoint has recomputed other tensors."""
+    if not is_checkpoint_error(error):
+        return
+    frames = list(_frames(nodes_in_order(losses)))
+    differing = [frame for frame in frames if differs(frame)]
+    frame = next(iter(differing or frames)) if len(differing or frames) == 1 else None
+    changes = [change for one in differing or frames for change in what_changed(one)]
+    got = f"one of {_function(frame)} that "
+    got += "gives other values now" if differing else f"saves others now ({first_line(error)})"
+    if changes:
+        got += f"; changed since the forward pass: {', '.join(changes[:5])}"
+    expected = "a checkpoint that recomputes what its forward pass had"
+    raise UnsupportedGraphError(message(where, expected, got, _RUN_AGAIN)) from error
+
+
+_RUN_AGAIN = (
+    "take the gradients before anything that it reads changes: before an optimizer's step, eval(), "
+    "requires_grad_(); or run the forward pass again. A buffer that it writes, and random numbers "
+    "that are not of torch's default generators, are arguments: checkpoint(fn, x, noise, "
+    "use_reentrant=False)"
+)
+
+
+def _function(frame: Frame | None) -> str:
+    """Return the name, and the line, of what a checkpoint runs."""
+    function = None if frame is None else function_of(frame)
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        return f"{code.co_qualname} ({code.co_filename}, line {code.co_firstlineno})"
+    name = getattr(function, "__name__", None)
+    return "some function" if function is None else name or describe(function)
