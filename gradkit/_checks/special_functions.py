@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
-from gradkit._compat.transforms import layers, without_tangent
+from gradkit._compat.transforms import forward_mode_on, layers, without_tangent
 from gradkit.errors import UnsupportedGraphError, message
 
 Operation = Callable[..., Any]
@@ -95,7 +95,7 @@ class _Bessel(Function):
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         # Torch switches forward mode off here, and so the tangents of transforms around this one.
         (x,) = ctx.saved_tensors
-        with forward_ad._set_fwd_grad_enabled(True):
+        with forward_mode_on():
             along: Tensor = tangents[-1]
             slope: Tensor = ctx.family.slope(ctx.n, without_tangent(x))
             return along * slope

@@ -19,7 +19,6 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import DeviceContext
 
 TensorLists: TypeAlias = Sequence[Sequence[Tensor | None]]
 _functorch = torch._C._functorch
@@ -112,7 +111,8 @@ def remove_function_mode(mode: TorchFunctionMode) -> None:
 
 
 def _is_default_device(modes: list[TorchFunctionMode]) -> bool:
-    return bool(modes) and isinstance(modes[0], DeviceContext)
+    # By its name: torch imports its module with the first default device.
+    return bool(modes) and type(modes[0]).__name__ == "DeviceContext"
 
 
 def _change_modes(change: Callable[[list[TorchFunctionMode]], None]) -> None:
@@ -155,6 +155,11 @@ def without_tangent(tensor: Tensor) -> Tensor:
     if is_differentiated_tensor(tensor):
         return unwrapped(tensor)
     return forward_ad.unpack_dual(tensor).primal  # type: ignore[no-untyped-call, no-any-return]
+
+
+def forward_mode_on() -> AbstractContextManager[object]:
+    """Differentiate in forward mode, too, inside of a Function's `jvp`, where torch does not."""
+    return forward_ad._set_fwd_grad_enabled(True)
 
 
 def level_of(tensor: Tensor) -> int:

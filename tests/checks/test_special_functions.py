@@ -287,7 +287,7 @@ def test_meta_losses(device: torch.device) -> None:
 
 ENDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linspace": lambda a, b: torch.linspace(a, b, 5, dtype=D),
-    "by name": lambda a, b: torch.linspace(start=a, end=b, steps=4),
+    "by name": lambda a, b: torch.linspace(start=a, end=b, steps=4).to(D),
     "logspace": lambda a, b: torch.logspace(a, b, 5, base=3.0, dtype=D),
     "operator": lambda a, b: torch.ops.aten.logspace.Tensor_Tensor(a, b, 3).to(D),
     "one end": lambda a, b: torch.linspace(2.0, b, 5, dtype=D) * a,
