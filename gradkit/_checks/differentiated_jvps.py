@@ -19,10 +19,10 @@ from gradkit._compat.transforms import (
     DERIVATIVES,
     FORWARD,
     apply_function,
-    forward_mode_enabled,
+    forward_mode_on,
     recording_levels,
     transforms,
-    without_tangent,
+    without_innermost_tangent,
 )
 from gradkit._core import pytree
 
@@ -72,18 +72,18 @@ def _made_differentiable(function: Any) -> Any:
         given: dict[int, Any] = {}
 
         def primal(tensor: Tensor) -> Tensor:
-            result = without_tangent(tensor)
+            result = without_innermost_tangent(tensor)
             given[id(result)] = tensor
             return result
 
         mark_dirty = WeakMethod(ctx.mark_dirty)
         ctx.mark_dirty = lambda *xs: mark_dirty()(*[given.get(id(x), x) for x in xs])
-        with torch.enable_grad(), forward_mode_enabled(), DifferentiatedJvps():
+        with torch.enable_grad(), forward_mode_on(), DifferentiatedJvps():
             function.setup_context(ctx, pytree.map_tensors(primal, inputs), output)
         given.clear()
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        with forward_mode_enabled(), DifferentiatedJvps():
+        with forward_mode_on(), DifferentiatedJvps():
             return function.jvp(ctx, *tangents)
 
     def watched(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,16 +6,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit._compat.nodes import has_saved_tensor_hooks, node_type, saved, saved_ints
+from gradkit._compat.nodes import hooked_tensors, node_type, saved, saved_ints
 from gradkit._compat.transforms import (
     carries_tangent,
     is_transform_tensor,
-    layers,
     recording_levels,
-    unbatched,
 )
 from gradkit._core.call import Call
 from gradkit.errors import UnsupportedGraphError, message
@@ -88,7 +85,7 @@ def refuse_special_points(
 ) -> None:
     """Raise if torch gets the derivative of a node wrong for the values that it has saved."""
     for node in nodes:
-        if type(node) not in KINDS or has_saved_tensor_hooks(node):  # which may recompute much
+        if type(node) not in KINDS or hooked_tensors(node):  # which may recompute much
             continue
         try:
             found = _READ[type(node)](node, create_graph=create_graph)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -194,17 +193,15 @@ def layers(tensor: Tensor) -> Iterator[Tensor]:
 
 # What Function.apply calls inside transforms; modes see it, and the Function as its first argument.
 apply_function: Any = _custom_function_call
-# In its block, forward mode is on, or off.
-forward_mode_enabled = partial(forward_ad._set_fwd_grad_enabled, True)
 
 
-def without_tangent(tensor: Tensor) -> Tensor:
+def without_innermost_tangent(tensor: Tensor) -> Tensor:
     """Return a tensor without its tangent of the innermost jvp around this call."""
     # vmap has no rule for unpack_dual.
     if _functorch.is_batchedtensor(tensor):
         dim, level = _functorch.maybe_get_bdim(tensor), _functorch.maybe_get_level(tensor)
         with temporarily_pop_interpreter_stack():
-            inner = without_tangent(_functorch.get_unwrapped(tensor))
+            inner = without_innermost_tangent(_functorch.get_unwrapped(tensor))
         return _functorch._add_batch_dim(inner, dim, level)
     return forward_ad.unpack_dual(tensor).primal if is_dual(tensor) else tensor
 

@@ -131,8 +131,8 @@ def _advice_for_no_tensor(loss: object, returned: bool) -> str:
 
 _CONSTANTS = (
     "only constants: made under no_grad or inference_mode, detached, from inputs none of which "
-    "requires grad, by a checkpoint with use_reentrant=True of such inputs, or by an operation that "
-    "drops its graph (torch.special.airy_ai, say)"
+    "requires grad, by a checkpoint with use_reentrant=True of such inputs, or by an operation "
+    "that drops its graph (torch.special.airy_ai, say)"
 )
 _WITH_GRAPH = (
     "compute the loss from the parameters with gradients enabled, and checkpoint with "

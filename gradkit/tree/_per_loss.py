@@ -180,7 +180,8 @@ def combine(
         LeafTypeError: A gradient is not a tensor, or a weight is not a real number.
         OptionError: `aggregator` is a class, or a weighting of TorchJD.
         StructureError: There are no losses, trees do not match, `per_loss` is the gradient of one
-            call of `value_and_grads`, or the aggregator returns no dense real vector of shape `[n]`.
+            call of `value_and_grads`, or the aggregator returns no dense real vector of shape
+            `[n]`.
 
     Source:
         Aggregators: Quinton and Rey 2024, "Jacobian Descent for Multi-Objective Optimization",
