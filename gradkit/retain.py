@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from torch import Tensor, nn
 
+from gradkit._autograd.own_roots import number_of_a_pass
 from gradkit._compat.autograd import current_pass
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import default_hooks
@@ -123,7 +124,7 @@ def safe_retain(
     passes of other threads reach those that lie on a path to their params, and are recorded as by
     `retain_grad()`. Passes whose gradients a call does not return, such as those of `gram`, of
     norms, and of the Gramian behind `value_and_grads(weights=function)`, are not recorded. A block
-    that no pass has reached, and that ends without an error, warns (`GradkitWarning`).
+    in which no pass ran, and that ends without an error, warns (`GradkitWarning`).
 
     Example:
         >>> import torch, gradkit
@@ -180,6 +181,7 @@ def safe_retain(
                 fix = "safe_retain(model, names), or safe_retain(tensors)"
                 raise OptionError(message(where, expected, got, fix))
             _watch_tensors(retained, tensors)
+        before = number_of_a_pass()
         with ExitStack() as passes:
             for one in every:
                 passes.enter_context(observing(one._recorders))
@@ -188,14 +190,14 @@ def safe_retain(
             one._recorders.check()
         if require_runs is not None:
             require_runs()
-        reached = [reached for one in every for reached in one._recorders.reached()]
-        if reached and not any(reached):
+        is_empty = all(one._recorders.are_empty() for one in every)
+        if is_empty and number_of_a_pass() == before + 1:
             warn_fallback(_NO_PASS)
 
 
 _NO_PASS = (
-    "safe_retain: no backward pass inside the block reached any of its tensors, so that all "
-    "gradients are None. Run the pass inside the with block, not before or after it."
+    "safe_retain: no backward pass ran inside the block, so that all gradients are None. Run the "
+    "pass inside the with block, not before or after it."
 )
 
 

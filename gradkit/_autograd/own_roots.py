@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from gradkit._compat.autograd import current_pass
+from gradkit._compat.autograd import current_pass, run_engine
 from gradkit._compat.transforms import COMPILED_AUTOGRAD, compiled_autograd_disabled
 from gradkit._core import user_code
 from gradkit._core.pass_observers import (
@@ -57,3 +59,23 @@ def unrecorded() -> Iterator[None]:
     tensors = {id(t): t for t, _ in observed_tensors() if t.retains_grad and not t.is_leaf}
     with GradsPutBack(list(tensors.values())), hidden_passes():
         yield
+
+
+_thread = threading.local()
+
+
+@cache
+def _leaf_of_numbered_passes() -> Tensor:
+    with torch.inference_mode(False):
+        leaf = torch.zeros((), device="cpu", requires_grad=True)
+    user_code.register_own_hook(leaf, lambda _: setattr(_thread, "number", current_pass()))
+    return leaf
+
+
+def number_of_a_pass() -> int:
+    """Return the number of a pass that is run for it: torch counts those of the process."""
+    leaf = _leaf_of_numbered_passes()
+    traced = COMPILED_AUTOGRAD in sys.modules
+    with compiled_autograd_disabled() if traced else nullcontext():
+        run_engine((leaf,), (leaf.detach(),), False, False, (leaf,), False)
+    return int(_thread.number)

@@ -32,7 +32,6 @@ class GradRecorder:
     def __init__(self, tensor: Tensor, edge: GradientEdge, where: Callable[[], str]) -> None:
         self.tensor, self.edge = tensor, edge
         self.passes: list[Tensor] = []
-        self.is_reached = False  # by any pass, also one that is not recorded
         self._numbers: list[int] = []  # of these passes
         self._is_compiled, self._may_be_hidden = is_compiled_node(edge.node), False
         self._where = where
@@ -41,7 +40,6 @@ class GradRecorder:
         self._handle = user_code.register_own_hook(tensor, self._record)
 
     def _record(self, grad: Tensor | None) -> None:
-        self.is_reached = True
         if grad is not None and not in_hidden_pass():  # None is an undefined gradient [D10]
             # A copy, because the node below may write on its cotangent [L3].
             self.passes.append(copy_for(grad, self.tensor))
@@ -80,7 +78,6 @@ class Recorders:
 
     def __init__(self) -> None:
         self._by_arrival: dict[Arrival, GradRecorder] = {}
-        self._has_begun = False  # whether gradkit has begun a pass
 
     def of(self, tensor: Tensor, where: Callable[[], str]) -> GradRecorder:
         """Return the recorder of the value that a tensor has now."""
@@ -93,7 +90,6 @@ class Recorders:
 
     def before_pass(self) -> list[tuple[Tensor, GradientEdge]]:
         """Return the tensors and their edges, or raise if the history of one was rebuilt."""
-        self._has_begun = True
         self.check()
         return [(recorder.tensor, recorder.edge) for recorder in self._by_arrival.values()]
 
@@ -108,11 +104,9 @@ class Recorders:
         for recorder in list(self._by_arrival.values()):
             recorder.scale(passes, factor)
 
-    def reached(self) -> list[bool]:
-        """Return for each recorder whether a pass of torch's, or any of gradkit's, has run."""
-        # A pass of torch's that leads elsewhere cannot be told from none.
-        every = list(self._by_arrival.values())
-        return [self._has_begun or recorder.is_reached for recorder in every]
+    def are_empty(self) -> bool:
+        """Return whether no pass has been recorded."""
+        return not any(recorder.passes for recorder in self._by_arrival.values())
 
     def arrives_in(self, nodes: Collection[Node]) -> bool:
         """Return whether a gradient arrives at one of these nodes."""
