@@ -20,8 +20,9 @@ from gradkit._compat.transforms import (
 from gradkit._core.call import Call
 from gradkit.errors import UnsupportedGraphError, message
 
-_IN_FUNC = "compute it in a function that gradkit.func differentiates"
-_ELSEWHERE = f"{_IN_FUNC}, or in a `with gradkit.checked():`"
+_ELSEWHERE = (
+    "compute it in a function that gradkit.func differentiates, or in a `with gradkit.checked():`"
+)
 # What was found, and what to do.
 Found = tuple[str, str]
 
@@ -57,7 +58,7 @@ def _of_reduction(node: Node, *, create_graph: bool, src: str) -> Found | None:
         zeros = (source[tuple(map(slice, index.shape))] == 0).to(result.dtype)
         several = torch.zeros_like(result).scatter_add(dim, index, zeros) > 1
         got = "a product of several zeros, whose second derivative torch does not have"
-        return (got, _IN_FUNC) if several.any() else None
+        return (got, _ELSEWHERE) if several.any() else None
     if reduce not in {"amax", "amin"} or saved(node, "include_self"):
         return None
     hit = torch.zeros_like(input, dtype=torch.bool).scatter(dim, index, True)
