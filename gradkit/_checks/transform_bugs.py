@@ -173,7 +173,8 @@ def _may_vary(call: OpCall, _: Stack) -> bool:
 
 
 # Of these torch gives a result without a graph, or with a gradient of zero.
-DROPPED = (*SPECIAL_FUNCTIONS, "airy_ai", "normal")
+DROPPED_BY_FORMULA = (*SPECIAL_FUNCTIONS, "linspace", "logspace")
+DROPPED = (*DROPPED_BY_FORMULA, "airy_ai", "normal")
 _BY_HAND: dict[str, TransformBug] = {
     "airy_ai": TransformBug(
         "if the result is meant as a constant, give it x.detach(); or a torch.autograd.Function "
@@ -246,7 +247,7 @@ EVERY_TRANSFORM_BUG = {name: replace(bug, stacks=stacks_of(name)) for name, bug 
 TRANSFORM_BUGS = {name: bug for name, bug in EVERY_TRANSFORM_BUG.items() if bug.stacks}
 # Operations that run by a formula where torch's own rules are wrong.
 _CONCERNS: dict[str, Condition] = {
-    **dict.fromkeys(SPECIAL_FUNCTIONS, _may_vary),
+    **dict.fromkeys(DROPPED_BY_FORMULA, _may_vary),
     "scatter_reduce": _reduces_wrongly,
     # Of forward mode it has none.
     "index_reduce": lambda call, stack: stack == ("Jvp",) or _reduces_wrongly(call, stack),
