@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradkit._compat.transforms import BATCH, DERIVATIVES, recording_levels, transforms
+from gradkit._compat.transforms import BATCH, DERIVATIVES, FORWARD, recording_levels, transforms
 from gradkit.errors import UnsupportedGraphError, message
 
 Operation = Callable[..., Any]
@@ -75,16 +75,19 @@ def _det_of_four(matrix: Tensor) -> Tensor:
 
 
 def _torch_is_right(matrix: Tensor, value: Tensor) -> bool:
-    """Return whether the matrices are known not to be singular, and what differentiates, too."""
-    # Only what is on the host already is read. Inside torch.func, torch differentiates the
-    # gradient by another decomposition, which is wrong at equal singular values.
-    stack = transforms()
-    if torch.compiler.is_compiling() or BATCH in stack or value.device.type != "cpu":
-        return False
-    if stack and _order(matrix) > 1:
+    """Return whether no matrix is known to be singular, in a first derivative by torch.func."""
+    # Inside torch.func, and below any dispatch mode, torch differentiates the gradient by a
+    # decomposition, which is wrong at equal singular values.
+    if not (_is_on_host(value) and transforms()) or _order(matrix) > 1:
         return False
     size = value.detach().abs()
     return bool((size.isfinite() & (size > 100 * torch.finfo(size.dtype).eps)).all())
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    """Return whether the values of a tensor can be read, and no device waits for that."""
+    is_traced = torch.compiler.is_compiling() or BATCH in transforms()
+    return not is_traced and tensor.device.type == "cpu"
 
 
 def _order(tensor: Tensor) -> int:
@@ -144,7 +147,7 @@ def scatter_reduce(
     """Return what torch.scatter_reduce does; a value that is not included is no tie."""
     options: Any = {"reduce": reduce, "include_self": include_self}
     src = src[tuple(map(slice, index.shape))]  # the rest is not read
-    if reduce == "prod" and index.numel():
+    if reduce == "prod" and index.numel() and not _has_no_zeros(src):
         value: Tensor = operation(input.detach(), dim, index, src.detach(), **options)
         given = map(torch.atleast_1d, (input, index, src))
         product = _segment_products(*given, dim, include_self=include_self)
@@ -154,6 +157,11 @@ def scatter_reduce(
         input = input.masked_fill(_is_hit(input, dim, index), torch.nan)
     result: Tensor = operation(input, dim, index, src, **options)
     return result
+
+
+def _has_no_zeros(src: Tensor) -> bool:
+    """Return whether torch's rule for products is right, but for forward mode's, which never is."""
+    return _is_on_host(src) and FORWARD not in transforms() and bool((src.detach() != 0).all())
 
 
 def _is_hit(input: Tensor, dim: int, index: Tensor) -> Tensor:

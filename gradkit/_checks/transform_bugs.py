@@ -157,12 +157,11 @@ def _has_values_to_differentiate(call: OpCall, _: Stack) -> bool:
     return isinstance(values, Tensor) and (values.requires_grad or "Jvp" in call.stack)
 
 
-def _reduces_wrongly(call: OpCall, stack: Stack) -> bool:
+def _reduces_wrongly(call: OpCall, _: Stack) -> bool:
     """Return whether the rule of scatter_reduce, or index_reduce, is wrong for some values."""
     reduce = call.argument(4, "reduce")
-    if reduce == "prod":
-        return stack != ("Grad",)
-    return reduce in {"amax", "amin"} and call.kwargs.get("include_self") is False
+    is_extreme = reduce in {"amax", "amin"}
+    return reduce == "prod" or (is_extreme and call.kwargs.get("include_self") is False)
 
 
 def _may_vary(call: OpCall, _: Stack) -> bool:
@@ -233,8 +232,7 @@ NOT_SWEPT: dict[str, tuple[Stack, ...]] = dict.fromkeys(DROPPED, FIRST)
 # Those where a formula is right and torch is wrong, or may be: at singular matrices and equal
 # singular values, at ties, at zeros, at entries far apart.
 AT_SOME_VALUES: dict[str, tuple[Stack, ...]] = {
-    **dict.fromkeys(("det", "sinc"), FIRST),
-    **dict.fromkeys(("scatter_reduce", "index_reduce"), (*FIRST, ("Grad", "Grad"))),
+    **dict.fromkeys(("det", "sinc", "scatter_reduce", "index_reduce"), FIRST),
     **dict.fromkeys(("logcumsumexp", "weight_norm"), (("Jvp",),)),
 }
 

@@ -98,6 +98,11 @@ def function_modes() -> list[TorchFunctionMode]:
     return [_mode_stack._get_function_stack_at(i) for i in range(_depth_of_modes())]
 
 
+def in_dispatch_mode() -> bool:
+    """Return whether a mode sees the operators of this thread, in a backward pass, too."""
+    return _mode_stack._len_torch_dispatch_stack() > 0
+
+
 def slip_under_modes(mode: TorchFunctionMode) -> None:
     """Enter a mode as the outermost, but for that of the default device, which must be."""
     _change_modes(lambda modes: modes.insert(_is_default_device(modes), mode))

@@ -21,7 +21,10 @@ from gradkit._checks.differentiable_formulas import FORMULAS
 D = torch.float64
 Scalar = Callable[[Tensor], Tensor]
 Way = Callable[[Scalar, Tensor, list[Tensor]], Tensor]
-pytestmark = pytest.mark.filterwarnings("ignore:index_reduce")  # is in beta
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:index_reduce"),  # is in beta
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),  # under vmap
+]
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -105,7 +108,7 @@ def assert_derivatives(
     for name, (order, way) in ways.items():
         got = way(fn, x, along).detach()
         torch.testing.assert_close(
-            got, right[order], rtol=1e-9, atol=1e-9, msg=lambda m: f"{name}: {m}"
+            got, right[order], rtol=1e-9, atol=1e-9, msg=f"{name}: {got}, not {right[order]}"
         )
 
 
@@ -295,13 +298,11 @@ def test_reductions(
         if not include_self:  # what is not included equals the result
             x[2] = written(x)[2]
         ways = IN_PLACE if suffix else CHECKED_TWICE
-        if reduce == "prod" and len(zeros) > 1:  # which eager code refuses
-            ways = {name: way for name, way in ways.items() if name != "checked, twice"}
         assert_derivatives(partial(squares, fn), partial(squares, written), x, ways)
 
 
 def test_reductions_of_more_dimensions_and_of_none(device: torch.device) -> None:
-    x, src = random(4, 3).to(device), random(3, 3, seed=1).to(device)
+    x, src = random(4, 3).to(device), random(2, 3, seed=1).to(device)
     x[0, 0] = src[1, 1] = src[0, 1] = 0
     index = torch.tensor([[0, 3, 0], [0, 3, 1]], device=device)
     for dim in (0, 1, -1):
@@ -405,7 +406,9 @@ VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "prod, keepdim": lambda x: torch.prod(x, dim=0, keepdim=True),
     "cumprod": lambda x: x.T.cumprod(dim=0),
     "sinc": lambda x: x.T.sinc(),
-    "scatter_reduce": lambda x: x.T.scatter_reduce(0, torch.tensor([[0, 3], [0, 2]]), x[:2, :2], "prod"),
+    "scatter_reduce": lambda x: x.T.scatter_reduce(
+        0, torch.tensor([[0, 3], [0, 2]]), x[:2, :2], "prod"
+    ),
     "amax": lambda x: x.scatter_reduce(
         1, torch.tensor([[0, 1]]), x[:1, :2], reduce="amax", include_self=False
     ),

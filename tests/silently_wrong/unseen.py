@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradkit
 from tests.helpers import OnceCubed
+from tests.silently_wrong import special_points
 from tests.silently_wrong._row import Case, D, Row
 from tests.silently_wrong.operations import NORMALIZED, second_of_weight_norm_compiled
 from tests.silently_wrong.processes import ddp_passed_by, parameters_of_ddp, shown
@@ -406,6 +407,7 @@ def second_of_a_backward_with_a_constant(device: torch.device) -> Case:
 
 
 ROWS = [
+    *special_points.UNSEEN,
     Row(
         "`w.data.add_(1)` after the loss `w * w` at 1: with respect to `w`",
         [4.0], [2.0], "`value_and_grads`", value_changed_behind_autograd, same=True,
