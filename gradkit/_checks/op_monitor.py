@@ -236,7 +236,7 @@ def _run_by_formula(name: str, func: Callable[..., Any], call: OpCall) -> Any:
         tensors = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
         # torch.compile cannot tell.
         wrong = torch.compiler.is_compiling() or any(0 in recording_levels(x) for x in tensors)
-    if wrong:
+    if wrong and call.kwargs.get("out") is None:  # with which torch differentiates nothing
         return FORMULAS[name](func, *call.args, **call.kwargs)
     return func(*call.args, **call.kwargs)
 
