@@ -6,11 +6,10 @@ graph; torch's engine, and the transforms of torch.func, cannot tell it from one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from operator import is_not
 from typing import Any, TypeAlias, cast
 from weakref import ref
-
 
 import torch
 from torch import Tensor

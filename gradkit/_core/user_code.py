@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from gradkit._compat import distributed
 from gradkit._compat.autograd import forward_class, tensor_hooks
 from gradkit._compat.transforms import transforms
-from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.constant_function import accumulate_grad_nodes
+from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.tensor_nodes import edge
 
 Cotangents: TypeAlias = tuple[Tensor | None, ...]

@@ -31,7 +31,7 @@ def by_engine(fn: Map, u: Tensor) -> Tensor:
 # Each returns the matrix of a linear map.
 WAYS: dict[str, Callable[[Map, Tensor], Tensor]] = {
     "autograd.grad": by_engine,
-    "batched autograd.grad": lambda fn, u: torch.autograd.functional.jacobian(  # type: ignore[no-untyped-call]
+    "batched autograd.grad": lambda fn, u: torch.autograd.functional.jacobian(
         fn, u, vectorize=True
     ),
     "vjp": lambda fn, u: torch.stack([vjp(fn, u)[1](row)[0] for row in eye(fn(u))]),
@@ -41,9 +41,9 @@ WAYS: dict[str, Callable[[Map, Tensor], Tensor]] = {
     "vmap": lambda fn, u: vmap(fn)(eye(u)).T,
     "jacrev of vmap": lambda fn, u: jacrev(lambda u: vmap(fn)(u[None])[0])(u),
     "vmap of jacrev": lambda fn, u: vmap(jacrev(fn))(torch.stack([u, 2 * u]))[1],
-    "hessian": lambda fn, u: torch.stack(
-        [hessian(lambda u, i=i: fn(u)[i] * u.sum())(u).mean(0) for i in range(len(fn(u)))]
-    ),
+    "hessian": lambda fn, u: torch.stack([
+        hessian(lambda u, i=i: fn(u)[i] * u.sum())(u).mean(0) for i in range(len(fn(u)))
+    ]),
     "func.vjp": lambda fn, u: torch.stack([func.vjp(fn, u)[1](row)[0] for row in eye(fn(u))]),
     "func.jvp": lambda fn, u: torch.stack([func.jvp(fn, u, row)[1] for row in eye(u)], 1),
     "func.linearize": lambda fn, u: vmap(func.linearize(fn, u)[1])(eye(u)).T,
@@ -113,8 +113,8 @@ def test_a_map_is_differentiated(
 
 
 INNER_LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
-    "quadratic": lambda w: (w[0] * w[1] + 3 * w.square().sum()),
-    "curved": lambda w: (w.exp().sum() + w.square().sum() ** 2),
+    "quadratic": lambda w: w[0] * w[1] + 3 * w.square().sum(),
+    "curved": lambda w: w.exp().sum() + w.square().sum() ** 2,
     "log_softmax": lambda w: -w.log_softmax(0)[1] + w.square().sum(),
 }
 
@@ -156,7 +156,7 @@ class Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        return _TwiceTheProduct.apply(x, cotangent)  # type: ignore[no-untyped-call]
+        return _TwiceTheProduct.apply(x, cotangent)
 
 
 class _TwiceTheProduct(torch.autograd.Function):
@@ -182,7 +182,7 @@ def test_a_product_that_has_no_derivative_is_refused(device: torch.device) -> No
         return v / 2
 
     def inner_loss(w: Tensor, outer: Tensor) -> Tensor:
-        return Once.apply(w).sum() - (outer * w).sum()  # type: ignore[no-untyped-call, no-any-return]
+        return Once.apply(w).sum() - (outer * w).sum()
 
     find = meta.implicit(lambda w, outer: outer / 2, inner_loss, solve=solve)
     grads = gradkit.value_and_grads(find(torch.zeros_like(outer), outer).sum(), outer)[1]
