@@ -25,7 +25,7 @@ def weight_norm(operation: Operation | None, v: Tensor, g: Tensor, dim: int = 0)
     return (result, norm.detach()) if "interface" in getattr(operation, "__name__", "") else result
 
 
-def prelu(operation: Operation, input: Tensor, weight: Tensor) -> Tensor:
+def prelu(operation: Operation, input: Tensor, weight: Tensor) -> Any:
     """Return what torch.prelu does."""
     channels = input.shape[1] if input.dim() > 1 else 1
     if input.is_complex() or input.dtype != weight.dtype or weight.numel() not in {1, channels}:
