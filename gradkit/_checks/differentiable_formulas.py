@@ -19,16 +19,16 @@ Operation = Callable[..., Any]
 
 def weight_norm(operation: Operation | None, v: Tensor, g: Tensor, dim: int = 0) -> Any:
     """Return a tensor with the norms `g`; of torch's kernel, also the norms of `v`."""
-    v = v.contiguous()
+    if operation is not None and v.is_complex():
+        return operation(v, g, dim)  # no kernel, and none of its wrong derivatives
+    exact = v.contiguous().to(torch.promote_types(v.dtype, torch.float32))  # as torch's kernel
     # Of the norm of all, which -1 means there, torch has no jvp.
-    norm: Tensor = v.norm() if dim == -1 else torch.norm_except_dim(v, 2, dim)
-    result = v * (g / norm)
-    if "interface" not in getattr(operation, "__name__", ""):
-        return result
-    return result, norm.detach().to(torch.promote_types(v.dtype, torch.float32))
+    norm: Tensor = exact.norm() if dim == -1 else torch.norm_except_dim(exact, 2, dim)
+    result = (exact * (g / norm)).to(v.dtype)
+    return (result, norm.detach()) if "interface" in getattr(operation, "__name__", "") else result
 
 
-def prelu(operation: Operation, input: Tensor, weight: Tensor) -> Tensor:
+def prelu(operation: Operation, input: Tensor, weight: Tensor) -> Any:
     """Return what torch.prelu does."""
     channels = input.shape[1] if input.dim() > 1 else 1
     if input.is_complex() or input.dtype != weight.dtype or weight.numel() not in {1, channels}:
@@ -79,7 +79,8 @@ def embedding(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
     indices, padding_idx = read(*args, **kwargs)
     if padding_idx is None or padding_idx < 0:
         return rows
-    return torch.where((indices == padding_idx)[..., None], rows.detach(), rows)
+    is_padding = (indices == padding_idx).contiguous()
+    return torch.where(is_padding[..., None], rows.detach(), rows)
 
 
 def _padding(

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
+from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.transforms import (
     DERIVATIVES,
     FORWARD,
@@ -27,8 +28,9 @@ from gradkit._compat.transforms import (
 from gradkit._core import pytree
 
 
-def function_with_differentiated_jvp(function: Any, given: Sequence[Any]) -> Any:
-    """Return a Function whose jvp is differentiated where what it is given needs that."""
+def function_with_differentiated_jvp(args: Sequence[Any]) -> Any:
+    """Return a Function, the first argument, whose jvp is differentiated where others need that."""
+    function, *given = args
     if function in _made or not _are_differentiated(given):
         return function
     return _made_differentiable(function)
@@ -47,6 +49,7 @@ def _are_differentiated(given: Sequence[Any]) -> bool:
 class DifferentiatedJvps(TorchFunctionMode):
     """Sees the Functions that others call: in a jvp, a backward, a rule for vmap."""
 
+    @leave_uncompiled
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -56,8 +59,7 @@ class DifferentiatedJvps(TorchFunctionMode):
     ) -> Any:
         """Run an operation."""
         if func is apply_function:
-            function, *given = args
-            args = function_with_differentiated_jvp(function, given), *given
+            args = function_with_differentiated_jvp(args), *args[1:]
         return func(*args, **kwargs or {})
 
 
@@ -76,7 +78,7 @@ def _made_differentiable(function: Any) -> Any:
             given[id(result)] = tensor
             return result
 
-        mark_dirty = WeakMethod(ctx.mark_dirty)
+        mark_dirty: Any = WeakMethod(ctx.mark_dirty)  # its node would else refer to itself
         ctx.mark_dirty = lambda *xs: mark_dirty()(*[given.get(id(x), x) for x in xs])
         with torch.enable_grad(), forward_mode_on(), DifferentiatedJvps():
             function.setup_context(ctx, pytree.map_tensors(primal, inputs), output)

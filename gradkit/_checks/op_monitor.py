@@ -122,8 +122,7 @@ class OpMonitor(TorchFunctionMode):
         if name == _BACKWARD_PASS:
             self.check()
         elif name == _FUNCTION:
-            function, *inputs = args
-            args = function_with_differentiated_jvp(function, inputs), *inputs
+            args = function_with_differentiated_jvp(args), *args[1:]
         elif name is not None:
             is_functional, given = func in _FUNCTIONAL, (args, kwargs or {})
             if self._writes is not None and name in BY_FORMULA:

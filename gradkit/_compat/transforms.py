@@ -208,7 +208,9 @@ def without_innermost_tangent(tensor: Tensor) -> Tensor:
         with temporarily_pop_interpreter_stack():
             inner = without_innermost_tangent(_functorch.get_unwrapped(tensor))
         return _functorch._add_batch_dim(inner, dim, level)
-    return forward_ad.unpack_dual(tensor).primal if is_dual(tensor) else tensor
+    if not is_dual(tensor):
+        return tensor
+    return forward_ad.unpack_dual(tensor).primal  # type: ignore[no-untyped-call, no-any-return]
 
 
 def carries_tangent(tensor: Tensor) -> bool:

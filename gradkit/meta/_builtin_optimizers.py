@@ -241,8 +241,7 @@ def _bias_correction(beta: Factor, steps: Sequence[int]) -> Factor:
     """Return 1 - beta ** step."""
     # The step is an int: the float32 that torch counts in costs 1 - beta ** t several digits.
     # torch.compile, which would trace again for each count that is compared, takes them one by one.
-    is_factor = not isinstance(beta, list) and not torch.compiler.is_compiling()
-    if is_factor and len(set(steps)) == 1:
+    if not (isinstance(beta, list) or torch.compiler.is_compiling()) and len(set(steps)) == 1:
         return 1 - beta ** steps[0]
     betas = _tensor_lists.per_tensor(beta, len(steps))
     return [1 - b**step for b, step in zip(betas, steps, strict=True)]

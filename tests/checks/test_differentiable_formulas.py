@@ -23,11 +23,13 @@ from tests.helpers import same_bits
 # What torch says of options of its own.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:linear_cross_entropy:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.cholesky is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
 ]
 F64 = torch.float64
 DTYPES = (F64, torch.float32, torch.bfloat16, torch.float16, torch.complex128)
 TOLERANCES: dict[torch.dtype, float] = {torch.bfloat16: 0.05, torch.float16: 5e-3}
+MOST = 30  # samples of an operation, of those in torch's table
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 # Options at their edges, and other names, which torch's table lacks: of each formula at least what
@@ -125,8 +127,10 @@ def layouts(x: Tensor) -> Iterator[Tensor]:
         yield x[:1].expand(x.shape)
 
 
-def with_layouts(args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+def with_layouts(operation: Any, args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
     yield args
+    if operation is torch._weight_norm_interface:  # which reads any as if it were contiguous
+        return
     for position, x in enumerate(args):
         if isinstance(x, Tensor):
             for other in layouts(x):
@@ -149,7 +153,8 @@ def samples(name: str, device: torch.device, dtype: torch.dtype) -> Iterator[Cal
     yield from EXTRA[name](make) if name in EXTRA else ()
     for info in table().get(name, ()):
         if dtype in info.supported_dtypes(device):
-            for one in info.sample_inputs(device, dtype):
+            every = list(info.sample_inputs(device, dtype))
+            for one in every[:: 1 + len(every) // MOST]:
                 yield info.op, (one.input, *one.args), one.kwargs
 
 
@@ -183,17 +188,12 @@ def is_one_of(x: Tensor, given: Any) -> bool:
     return any(address == one.untyped_storage().data_ptr() for one in given if one.numel())
 
 
-def is_in_place(operation: Any) -> bool:
-    name = getattr(operation, "__name__", "")
-    return name.endswith("_") and not name.endswith("__")
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_formula_is_its_operation(device: torch.device, name: str, dtype: torch.dtype) -> None:
     count = 0
     for operation, args, kwargs in samples(name, device, dtype):
-        for laid_out in with_layouts(args):
+        for laid_out in with_layouts(operation, args):
             detached = [x.detach() if isinstance(x, Tensor) else x for x in laid_out]
             for requires_grad in (False, True):
                 given = [
@@ -249,7 +249,7 @@ def node_samples(make: Callable[..., Tensor]) -> Iterator[tuple[Callable[..., An
         q, k, v = make(2, 2, 3, 4), make(2, heads, 5, 4), make(2, heads, 5, 4)
         mask = torch.arange(15, device=q.device).reshape(3, 5) % 4 > 0
         options: list[dict[str, Any]] = [{"scale": scale} for scale in (None, 0.0, 1.0, -0.5)]
-        options += [{"is_causal": True}, {"is_causal": True, "scale": 0.0}]
+        options += [{"is_causal": True}]  # the kernel gives nan with scale=0.0: 0 * -inf
         options += [{"attn_mask": mask}, {"attn_mask": mask * 0.5}, {"attn_mask": mask & False}]
         for option in options:
             if "attn_mask" in option and option["attn_mask"].dtype != torch.bool:

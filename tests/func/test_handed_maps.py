@@ -31,7 +31,7 @@ def by_engine(fn: Map, u: Tensor) -> Tensor:
 # Each returns the matrix of a linear map.
 WAYS: dict[str, Callable[[Map, Tensor], Tensor]] = {
     "autograd.grad": by_engine,
-    "batched autograd.grad": lambda fn, u: torch.autograd.functional.jacobian(  # type: ignore[no-untyped-call]
+    "batched autograd.grad": lambda fn, u: torch.autograd.functional.jacobian(
         fn, u, vectorize=True
     ),
     "vjp": lambda fn, u: torch.stack([vjp(fn, u)[1](row)[0] for row in eye(fn(u))]),
@@ -156,7 +156,7 @@ class Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        return _TwiceTheProduct.apply(x, cotangent)  # type: ignore[no-untyped-call]
+        return _TwiceTheProduct.apply(x, cotangent)
 
 
 class _TwiceTheProduct(torch.autograd.Function):
@@ -182,7 +182,7 @@ def test_a_product_that_has_no_derivative_is_refused(device: torch.device) -> No
         return v / 2
 
     def inner_loss(w: Tensor, outer: Tensor) -> Tensor:
-        return Once.apply(w).sum() - (outer * w).sum()  # type: ignore[no-untyped-call, no-any-return]
+        return Once.apply(w).sum() - (outer * w).sum()
 
     find = meta.implicit(lambda w, outer: outer / 2, inner_loss, solve=solve)
     grads = gradkit.value_and_grads(find(torch.zeros_like(outer), outer).sum(), outer)[1]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.func import jvp, vmap
 
 import gradkit
@@ -52,6 +53,34 @@ def forward_through_no_grad(device: torch.device) -> Case:
     leaf = w.clone().requires_grad_()
     right = torch.autograd.grad(loss(leaf), leaf)[0].sum()
     return Case(jvp(loss, (w,), (w,))[1], right, lambda: func.jvp(loss, w, w)[1])
+
+
+class _SquareByHand(Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor) -> Tensor:
+        return cast("Tensor", 2 * ctx.saved_tensors[0] * dx)
+
+
+def jvp_of_jvp_of_a_function(device: torch.device) -> Case:
+    def fourth_power(x: Tensor) -> Any:
+        return _SquareByHand.apply(_SquareByHand.apply(x))  # type: ignore[no-untyped-call]
+
+    x = torch.tensor([3.0], dtype=D, device=device)
+
+    def twice(jvp: Callable[..., Any]) -> Tensor:
+        one = torch.ones_like(x)
+        inner = lambda x: jvp(fourth_power, (x,), (one,))[1]  # noqa: E731
+        return cast("Tensor", jvp(inner, (x,), (one,))[1])
+
+    return Case(twice(jvp), 12 * x**2, lambda: twice(func.jvp))
 
 
 @torch.library.custom_op("gradkit_rows::square", mutates_args=())
@@ -511,5 +540,10 @@ ROWS = [
         -25.98, 28.74, "`func.linearize`", linearized_jvp_of_eigvals, REFUSED,
         "of the gradient, times `v`",
         mended=MENDED["eigvals"],
+    ),
+    Row(
+        "`jvp` of the `jvp` of `f`, where `f` applies an `autograd.Function` that has a `jvp`, and "
+        "squares, twice, at 3",
+        [0.0], [108.0], "`func.jvp`, nested", jvp_of_jvp_of_a_function,
     ),
 ]  # fmt: skip
