@@ -89,7 +89,9 @@ def test_a_block_without_a_pass_warns(device: torch.device) -> None:
     loss = h.exp().sum()
     gradkit.value_and_grads(loss, w, retain_graph=True)  # too early
     with (
-        pytest.warns(gradkit.GradkitWarning, match="no backward pass ran inside the block") as caught,
+        pytest.warns(
+            gradkit.GradkitWarning, match="no backward pass ran inside the block"
+        ) as caught,
         gradkit.safe_retain({"h": h}) as kept,
     ):
         h.sum()
