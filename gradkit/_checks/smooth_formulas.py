@@ -7,7 +7,7 @@ derivative depends on. The value stays that of the operation, bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -118,7 +118,8 @@ def prod(operation: Operation, input: Tensor, *args: Any, **kwargs: Any) -> Tens
 def cumprod(operation: Operation, input: Tensor, dim: int, **kwargs: Any) -> Tensor:
     """Return what torch.cumprod does."""
     value: Tensor = operation(input, dim, **kwargs)
-    x = torch.atleast_1d(input.to(value.dtype)).movedim(dim, -1)
+    (x,) = _with_dimensions(input.to(value.dtype))
+    x = x.movedim(dim, -1)
     x = _products_so_far(x, torch.zeros_like(x, dtype=torch.long))
     return with_value(value, x.movedim(-1, dim).reshape(value.shape))
 
@@ -149,8 +150,8 @@ def scatter_reduce(
     src = src[tuple(map(slice, index.shape))]  # the rest is not read
     if reduce == "prod" and index.numel() and not _has_no_zeros(src):
         value: Tensor = operation(input.detach(), dim, index, src.detach(), **options)
-        given = map(torch.atleast_1d, (input, index, src))
-        product = _segment_products(*given, dim, include_self=include_self)
+        given = _with_dimensions(input, index, src)
+        product = _segment_products(given, dim, include_self=include_self)
         return with_value(value, product.reshape(value.shape))
     if reduce in {"amax", "amin"} and not include_self:
         # A nan, which equals nothing, is not taken for the extreme value.
@@ -168,9 +169,12 @@ def _is_hit(input: Tensor, dim: int, index: Tensor) -> Tensor:
     return torch.zeros_like(input, dtype=torch.bool).scatter(dim, index, True)
 
 
-def _segment_products(
-    input: Tensor, index: Tensor, src: Tensor, dim: int, *, include_self: bool
-) -> Tensor:
+def _with_dimensions(*tensors: Tensor) -> list[Tensor]:
+    return [tensor if tensor.dim() else tensor[None] for tensor in tensors]
+
+
+def _segment_products(given: Sequence[Tensor], dim: int, *, include_self: bool) -> Tensor:
+    input, index, src = given
     order = index.argsort(dim)
     keys, x = (t.gather(dim, order).movedim(dim, -1) for t in (index, src))
     products, factors = _products_so_far(x, keys), torch.ones_like(input).movedim(dim, -1)
@@ -195,7 +199,7 @@ def index_reduce(
     """Return what torch.index_reduce does, which has no derivative in forward mode."""
     options: Any = {"reduce": reduce, "include_self": include_self}
     value: Tensor = operation(input.detach(), dim, index, source.detach(), **options)
-    input, index, source = map(torch.atleast_1d, (input, index, source))
+    input, index, source = _with_dimensions(input, index, source)
     index = index.reshape(-1, *[1] * (source.dim() - 1)).movedim(0, dim).expand_as(source)
     result = scatter_reduce(torch.scatter_reduce, input, dim, index, source, **options)
     return with_value(value, result.reshape(value.shape))

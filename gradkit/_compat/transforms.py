@@ -100,7 +100,7 @@ def function_modes() -> list[TorchFunctionMode]:
 
 def in_dispatch_mode() -> bool:
     """Return whether a mode sees the operators of this thread, in a backward pass, too."""
-    return _mode_stack._len_torch_dispatch_stack() > 0
+    return bool(_mode_stack._len_torch_dispatch_stack())
 
 
 def slip_under_modes(mode: TorchFunctionMode) -> None:
