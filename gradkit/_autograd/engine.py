@@ -14,7 +14,7 @@ from torch.func import vmap
 
 from gradkit._autograd.undifferentiable_functions import refuse_undifferentiable
 from gradkit._checks.eager_graph import DONATED, freed_message, losses_freed
-from gradkit._checks.higher_derivatives import missing_message
+from gradkit._checks.missing_derivatives import missing_derivative
 from gradkit._checks.modified_saved_tensors import modified_message
 from gradkit._compat.autograd import function_mode_enabled, run_engine
 from gradkit._compat.distributed import full_tensor, is_dtensor
@@ -201,10 +201,9 @@ def _raise_named(error: RuntimeError, call: Call) -> None:
         raise UnsupportedGraphError(_MULTI_GRAD_HOOK) from error
     if "does not support 3rd+ order derivatives" in str(error):
         raise UnsupportedGraphError(_no_third_derivative(call)) from error
-    without = re.search(r"derivative for '?([\w:]+)'? is not implemented", str(error))
-    if without is not None:
-        fix = "compute it by other operations"
-        raise UnsupportedGraphError(missing_message(_paths(call), without[1], fix)) from error
+    reason = missing_derivative(error)
+    if reason is not None:
+        raise UnsupportedGraphError(message(_paths(call), *reason)) from error
     without = re.search(r"through (\S+) but no autograd formula was registered", str(error))
     if without is not None:
         raise UnsupportedGraphError(_no_formula(_paths(call), without[1])) from error
@@ -278,10 +277,15 @@ def inner_grads(
     if not pairs or not inputs:
         return [None] * len(inputs)
     roots, seeds = zip(*pairs, strict=True)
+    options = retain_graph, create_graph
     with recompute_hooks() if create_graph else nullcontext():
-        return list(
-            torch.autograd.grad(roots, inputs, seeds, retain_graph, create_graph, allow_unused=True)
-        )
+        try:
+            return list(torch.autograd.grad(roots, inputs, seeds, *options, allow_unused=True))
+        except RuntimeError as error:
+            reason = missing_derivative(error)
+            if reason is None:
+                raise
+            raise UnsupportedGraphError(message("the loss", *reason)) from error
 
 
 def transform_grads(

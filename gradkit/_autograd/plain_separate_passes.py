@@ -22,6 +22,7 @@ from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.plain_pass import have_hooks, is_plain
 from gradkit._checks.modified_gradients import grad_versions, inputs_of_functions
 from gradkit._checks.reachability import require_reached
+from gradkit._checks.special_points import KINDS
 from gradkit._compat.dynamo import overwrites_saved_tensors
 from gradkit._compat.nodes import any_released, names_by_kind
 from gradkit._compat.transforms import is_differentiated_tensor
@@ -68,6 +69,8 @@ def plain_separate_grads(losses: Losses, each: Sequence[Params]) -> list[Grads] 
     find = _plans_for_one if common else _plans_for_each
     nodes, plans = find(losses.leaves, each)
     kinds = set(map(type, nodes))
+    if kinds & KINDS:  # the long way looks at their values
+        return None
     names_of = names_by_kind(kinds)
     if any(map(overwrites_saved_tensors, names_of)) or any_released(nodes, names_of):
         return None

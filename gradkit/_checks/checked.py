@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from gradkit._checks.forward_monitor import forward_monitor
 from gradkit._checks.steps_without_grads import StepMonitor
 
 _of_process = StepMonitor() if os.environ.get("GRADKIT_CHECKED", "0") not in ("", "0") else None
 _monitor = ContextVar("monitor", default=_of_process)
 if _of_process is not None:
     _of_process.enter_block()
+    forward_monitor().enter_block()
 
 
 @contextmanager
@@ -59,10 +61,13 @@ def checked() -> Iterator[None]:
     if monitor is None:
         monitor = StepMonitor()
         _monitor.set(monitor)
+    forward = forward_monitor()
     monitor.enter_block()
+    forward.enter_block()
     try:
         yield
     finally:
+        forward.leave_block()
         monitor.leave_block()
 
 

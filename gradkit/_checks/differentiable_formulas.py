@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gradkit._checks import smooth_formulas
+from gradkit._checks.special_functions import SPECIAL_FUNCTIONS
 from gradkit._compat.nodes import saved, saved_ints, saved_or
 
 Operation = Callable[..., Any]
@@ -17,7 +19,8 @@ Operation = Callable[..., Any]
 
 def weight_norm(_: Operation | None, v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """Return a tensor with the norms `g`."""
-    norm: Tensor = torch.norm_except_dim(v, 2, dim)
+    # Of the norm of all, which -1 means there, torch has no jvp.
+    norm: Tensor = v.norm() if dim == -1 else torch.norm_except_dim(v, 2, dim)
     return v * (g / norm)
 
 
@@ -83,6 +86,13 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "embedding": embedding,
     "linear_cross_entropy": linear_cross_entropy,
     **dict.fromkeys(("cholesky", "cholesky_ex", "eigh", "eigvalsh"), of_symmetric),
+    **SPECIAL_FUNCTIONS,
+    "det": smooth_formulas.det,
+    "prod": smooth_formulas.prod,
+    "cumprod": smooth_formulas.cumprod,
+    "scatter_reduce": smooth_formulas.scatter_reduce,
+    "index_reduce": smooth_formulas.index_reduce,
+    "sinc": smooth_formulas.sinc,
 }
 
 

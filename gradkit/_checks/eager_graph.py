@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
-from gradkit._checks import higher_derivatives, reachability
+from gradkit._checks import higher_derivatives, reachability, special_points
 from gradkit._compat import distributed
 from gradkit._compat.dynamo import overwrites_saved_tensors
 from gradkit._compat.nodes import any_released, has_released, names_by_kind
@@ -28,6 +28,8 @@ def check_call(call: Call, allowed: Collection[str] = ()) -> None:
         higher_derivatives.refuse_wrong_derivatives(call)
     else:
         higher_derivatives.refuse_inside_transforms(call)
+        if any(call.functions) or call.unused == "error" or len(call.passes) > 1:
+            special_points.refuse_in_call(call)  # what looks at the graph for this, too
     if call.functions.refused:
         _refuse_nodes_by_loss(call, allowed)
     if not call.plain_leaves:

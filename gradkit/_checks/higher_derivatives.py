@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from gradkit._checks.differentiable_formulas import has_formula
+from gradkit._checks.missing_derivatives import without_second
+from gradkit._checks.special_points import KINDS, refuse_special_points
 from gradkit._checks.wrong_derivatives_table import NODES, SWEPT
 from gradkit._compat.autograd import forward_class
 from gradkit._compat.distributed import is_dtensor
@@ -69,6 +71,7 @@ _MISSING = {kind: text for kind, text in _EVER_MISSING.items() if not is_mended(
 # The derivative of torch.compile's backward pass is a node that raises. It has no path to what the
 # function was computed from where that is not saved, and is left out then.
 _REFUSED = {kind.removesuffix(IN_EVAL_MODE) for kind in _WRONG} | {COMPILED} | _MISSING.keys()
+_REFUSED |= {kind.__name__ for kind in KINDS}  # for what they have saved
 _DTENSORS_ARE_WRONG = not is_mended("DTensor")
 
 
@@ -107,9 +110,11 @@ def refuse_wrong_derivative(
     once = set(filter(_is_once_differentiable, user_functions(below.kinds)))
     if not once and not may_be_wrong(below.kinds):
         return
+    leading = below.leading_to(variables)
+    refuse_special_points(where, leading, create_graph=True)
     nodes = {
         kind_of_node(node): type(node)
-        for node in below.leading_to(variables)
+        for node in leading
         if not (by_formula and has_formula(node))  # by which `InnerPass` differentiates
     }
     for name, kind in sorted(nodes.items()):
@@ -118,7 +123,7 @@ def refuse_wrong_derivative(
         if name in _WRONG:
             raise UnsupportedGraphError(_wrong(where(), name))
         if name in _MISSING:
-            raise UnsupportedGraphError(missing_message(where(), *_MISSING[name]))
+            raise UnsupportedGraphError(message(where(), *without_second(*_MISSING[name])))
         if name == COMPILED and not user_functions([kind]):
             raise UnsupportedGraphError(_compiled(where()))
 
@@ -157,16 +162,6 @@ def _compiled(where: str) -> str:
         "a graph that torch.compile has compiled, whose derivative cannot be",
         "leave out create_graph=True; call the module that is not compiled; or compile the "
         "function that takes all derivatives",
-    )
-
-
-def missing_message(where: str, operation: str, fix: str) -> str:
-    """Return the message for an operation whose second derivative torch does not have."""
-    return message(
-        where,
-        "a graph whose derivative can be differentiated",
-        f"{operation}, whose second derivative torch does not have",
-        f"leave out create_graph=True; take unroll(..., first_order=True); or {fix}",
     )
 
 

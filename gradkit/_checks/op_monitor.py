@@ -17,6 +17,8 @@ from gradkit._checks.ops_from_graph import ops_of
 from gradkit._checks.transform_bugs import (
     ALIASES,
     BY_FORMULA,
+    EAGER,
+    IN_PLACE,
     TRANSFORM_BUGS,
     OpCall,
     differentiated_around,
@@ -26,6 +28,8 @@ from gradkit._compat.transforms import (
     BATCH,
     DERIVATIVES,
     autograd_grad,
+    carries_graph,
+    differentiated,
     jvp_level,
     level_of,
     recording_levels,
@@ -45,9 +49,15 @@ _NAMES: dict[Any, str] = {
         *((name, name) for name in (*TRANSFORM_BUGS, *BY_FORMULA)),
         *ALIASES.items(),
     ]
-    for owner in (torch, Tensor, torch.linalg, functional)
+    for owner in (torch, Tensor, torch.linalg, torch.special, functional)
     if hasattr(owner, alias)
 } | {torch.autograd.grad: _BACKWARD_PASS, autograd_grad: _BACKWARD_PASS}
+_IN_PLACE = {
+    getattr(owner, name)
+    for name in IN_PLACE
+    for owner in (torch, Tensor, torch.ops.aten)
+    if hasattr(owner, name)
+}
 _FUNCTIONAL = {functional.batch_norm, functional.instance_norm}
 
 _active = threading.local()
@@ -100,9 +110,7 @@ class OpMonitor(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation, unless it has a known bug here."""
-        name = _NAMES.get(func)
-        if name is None and isinstance(func, (OVERLOAD, OPERATOR)):
-            name = _name_of_operator(func)
+        name = name_of(func)
         constants = self._tangents_from and not torch.is_grad_enabled()
         if name == _BACKWARD_PASS:
             self.check()
@@ -113,8 +121,10 @@ class OpMonitor(TorchFunctionMode):
             call = OpCall(*given, is_functional, transforms(), self._outer)
             if name not in BY_FORMULA:
                 self._note(name, call)
-            elif not constants:
-                return _run_by_formula(name, func, call)
+            elif not constants and _needs_formula(name, call):
+                if not _is_in_place(func):
+                    return FORMULAS[name](func, *call.args, **call.kwargs)
+                func, args, kwargs = Tensor.copy_, (args[0], _value_in_place(name, call)), {}
         if self._writes is not None:
             result = self._writes.run(func, args, kwargs or {})
         elif constants:
@@ -210,6 +220,38 @@ class OpMonitor(TorchFunctionMode):
         )
 
 
+def name_of(func: Callable[..., Any]) -> str | None:
+    """Return the name of an operation with a bug, however it is called."""
+    name = _NAMES.get(func)
+    if name is None and isinstance(func, (OVERLOAD, OPERATOR)):
+        return _name_of_operator(func)
+    return name
+
+
+def run_by_eager_code(
+    name: str | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run what eager code calls, by its formula where a first derivative of it would be wrong."""
+    if name is not None and name != _BACKWARD_PASS and _may_be_differentiated((args, kwargs)):
+        stack = transforms()
+        if DERIVATIVES.isdisjoint(stack):
+            stack = (EAGER, *stack)
+        call = OpCall(args, kwargs, func in _FUNCTIONAL, stack, ())
+        if name in BY_FORMULA:
+            if BY_FORMULA[name].wrong_now(call):
+                if _is_in_place(func):
+                    return args[0].copy_(_value_in_place(name, call))
+                return FORMULAS[name](func, *args, **kwargs)
+        elif TRANSFORM_BUGS[name].wrong_now(call):
+            _raise(name)
+    return func(*args, **kwargs)
+
+
+def _may_be_differentiated(given: Any) -> bool:
+    """Return whether one of the tensors that an operation is given has a graph."""
+    return any(map(carries_graph, pytree.tensors(given))) or differentiated()
+
+
 def _name_of_operator(func: Any) -> str | None:
     """Return the name of a buggy operator that was called as torch.ops.aten.name."""
     packet = func.overloadpacket if isinstance(func, OVERLOAD) else func
@@ -217,21 +259,33 @@ def _name_of_operator(func: Any) -> str | None:
     return name if name in TRANSFORM_BUGS or name in BY_FORMULA else None
 
 
-def _run_by_formula(name: str, func: Callable[..., Any], call: OpCall) -> Any:
-    """Run an operation, by its formula where a derivative of it would be wrong."""
+def _needs_formula(name: str, call: OpCall) -> bool:
+    """Return whether a derivative of an operation would be wrong without its formula."""
     bug = BY_FORMULA[name]
-    wrong = bug.wrong_now(call)
-    if not wrong and bug.wrong_now(call.differentiated_by_eager_code()):
-        # Wrong if eager code differentiates what the transforms give.
-        tensors = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
-        # torch.compile cannot tell.
-        wrong = torch.compiler.is_compiling() or any(0 in recording_levels(x) for x in tensors)
-    if wrong:
-        return FORMULAS[name](func, *call.args, **call.kwargs)
-    return func(*call.args, **call.kwargs)
+    if call.kwargs.get("out") is not None:  # which torch does not differentiate
+        return False
+    if bug.wrong_now(call):
+        return True
+    if not bug.wrong_now(call.differentiated_by_eager_code()):
+        return False
+    # Wrong if eager code differentiates what the transforms give; torch.compile cannot tell.
+    tensors = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
+    return torch.compiler.is_compiling() or any(0 in recording_levels(x) for x in tensors)
+
+
+def _is_in_place(func: Callable[..., Any]) -> bool:
+    """Return whether an operation writes on its first argument."""
+    return getattr(func, "overloadpacket", func) in _IN_PLACE
+
+
+def _value_in_place(name: str, call: OpCall) -> Tensor:
+    """Return what an operation in place is to write, by its formula."""
+    written, *others = call.args
+    value: Tensor = FORMULAS[name](getattr(Tensor, name), written.clone(), *others, **call.kwargs)
+    return value
 
 
 def _raise(name: str) -> NoReturn:
     bug = TRANSFORM_BUGS[name]
-    expected = "an operation whose derivative torch.func gets right here"
+    expected = "an operation whose derivative torch gets right here"
     raise UnsupportedGraphError(message(f"torch.{name}", expected, f"{name}: {bug.what}", bug.fix))

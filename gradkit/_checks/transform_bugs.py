@@ -10,12 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from gradkit._checks.differentiable_formulas import FORMULAS
+from gradkit._checks.special_functions import SPECIAL_FUNCTIONS
 from gradkit._checks.wrong_derivatives_table import OPERATIONS, SWEPT
-from gradkit._compat.transforms import BATCH, DERIVATIVES
+from gradkit._compat.transforms import BATCH, DERIVATIVES, carries_graph, carries_tangent
 from gradkit._compat.versions import is_seen
+from gradkit._core import pytree
 
 Stack: TypeAlias = tuple[str, ...]
 EAGER = "Grad"  # autograd, which is like a transform around all others
@@ -69,12 +72,13 @@ class TransformBug:
     fix: str  # what to write in its place
     stacks: tuple[Stack, ...] = ()  # the transforms under which it is wrong, from the outermost
     concerns: Condition = lambda call, stack: True  # which calls of the operation have the bug
+    gives: str = "wrong"  # what torch gives
 
     @property
     def what(self) -> str:
         """What is wrong, in words."""
         several = dict.fromkeys(_WORDS.get(stack, "its derivative") for stack in self.stacks)
-        return f"{', or '.join(several)} is silently wrong"
+        return f"{', or '.join(several)} is silently {self.gives}"
 
     def wrong_now(self, call: OpCall) -> bool:
         """Return whether the call is wrong, or will be with the transforms around it."""
@@ -153,7 +157,37 @@ def _has_values_to_differentiate(call: OpCall, _: Stack) -> bool:
     return isinstance(values, Tensor) and (values.requires_grad or "Jvp" in call.stack)
 
 
+def _reduces_wrongly(call: OpCall, stack: Stack) -> bool:
+    """Return whether the rule of scatter_reduce, or index_reduce, is wrong for some values."""
+    reduce = call.argument(4, "reduce")
+    if reduce == "prod":
+        return stack != ("Grad",)
+    return reduce in {"amax", "amin"} and call.kwargs.get("include_self") is False
+
+
+def _may_vary(call: OpCall, _: Stack) -> bool:
+    """Return whether an operation is given what has a graph, or a tangent."""
+    if torch.compiler.is_compiling():  # which cannot tell
+        return True
+    tensors = pytree.tensors((call.args, call.kwargs)) if torch.is_grad_enabled() else []
+    return any(carries_graph(x) or carries_tangent(x) for x in tensors)
+
+
+# Of these torch gives a result without a graph, or with a gradient of zero.
+DROPPED = (*SPECIAL_FUNCTIONS, "airy_ai", "normal")
 _BY_HAND: dict[str, TransformBug] = {
+    "airy_ai": TransformBug(
+        "if the result is meant as a constant, give it x.detach(); or a torch.autograd.Function "
+        "whose backward multiplies by Ai'(x)",
+        concerns=_may_vary,
+        gives="zero",
+    ),
+    "normal": TransformBug(
+        "mean + std * torch.randn_like(mean); or, if the sample is meant as a constant, give it "
+        "mean.detach() and std.detach()",
+        concerns=_may_vary,
+        gives="zero",
+    ),
     "cdist": TransformBug("(a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)"),
     "as_strided_scatter": TransformBug("index_put, or torch.where", concerns=_is_differentiated),
     "roll": TransformBug(
@@ -175,13 +209,12 @@ _BY_HAND: dict[str, TransformBug] = {
         concerns=_has_values_to_differentiate,
     ),
     "lu_solve": TransformBug("torch.linalg.solve(a, b)"),
+    # This and scatter_reduce, where only the graph tells of a call. Others run by formulas.
     "det": TransformBug(f"{_OVER_JVP}; a third derivative by gradkit.value_and_grads, eagerly"),
-    **dict.fromkeys(
-        ("slogdet", "logdet", "householder_product", "cumprod"), TransformBug(_OVER_JVP)
-    ),
+    **dict.fromkeys(("slogdet", "logdet", "householder_product"), TransformBug(_OVER_JVP)),
     **dict.fromkeys(("solve", "solve_ex", "tensorsolve"), TransformBug(_SOLVED)),
     **dict.fromkeys(
-        ("cholesky_inverse", "triangular_solve", "eig", "eigvals", "prod"), TransformBug(_FORWARD)
+        ("cholesky_inverse", "triangular_solve", "eig", "eigvals"), TransformBug(_FORWARD)
     ),
     "scatter_reduce": TransformBug(
         _FORWARD, concerns=lambda call, _: call.argument(4, "reduce") == "prod"
@@ -192,17 +225,41 @@ _BY_HAND: dict[str, TransformBug] = {
 }
 
 
+# What the sweep's table does not have, for it tries operations that have derivatives, at generic
+# points: the transforms under which these are wrong elsewhere.
+FIRST: tuple[Stack, ...] = (("Grad",), ("Jvp",))
+NOT_SWEPT: dict[str, tuple[Stack, ...]] = dict.fromkeys(DROPPED, FIRST)
+# Those where a formula is right and torch is wrong, or may be: at singular matrices and equal
+# singular values, at ties, at zeros, at entries far apart.
+AT_SOME_VALUES: dict[str, tuple[Stack, ...]] = {
+    **dict.fromkeys(("det", "sinc"), FIRST),
+    **dict.fromkeys(("scatter_reduce", "index_reduce"), (*FIRST, ("Grad", "Grad"))),
+    **dict.fromkeys(("logcumsumexp", "weight_norm"), (("Jvp",),)),
+}
+
+
 def stacks_of(name: str) -> tuple[Stack, ...]:
     rows = OPERATIONS.get(name, {}).items()
-    return tuple(tuple(stack.split()) for stack, seen in rows if is_seen(seen, SWEPT))
+    swept = (tuple(stack.split()) for stack, seen in rows if is_seen(seen, SWEPT))
+    return tuple(dict.fromkeys((*NOT_SWEPT.get(name, ()), *swept)))
 
 
-EVERY_TRANSFORM_BUG = {
-    name: TransformBug(bug.fix, stacks_of(name), bug.concerns) for name, bug in _BY_HAND.items()
-}
+EVERY_TRANSFORM_BUG = {name: replace(bug, stacks=stacks_of(name)) for name, bug in _BY_HAND.items()}
 TRANSFORM_BUGS = {name: bug for name, bug in EVERY_TRANSFORM_BUG.items() if bug.stacks}
 # Operations that run by a formula where torch's own rules are wrong.
-BY_FORMULA = {name: TransformBug("", stacks_of(name)) for name in FORMULAS if name in OPERATIONS}
+_CONCERNS: dict[str, Condition] = {
+    **dict.fromkeys(SPECIAL_FUNCTIONS, _may_vary),
+    "scatter_reduce": _reduces_wrongly,
+    # Of forward mode it has none.
+    "index_reduce": lambda call, stack: stack == ("Jvp",) or _reduces_wrongly(call, stack),
+}
+BY_FORMULA = {
+    name: TransformBug("", stacks, _CONCERNS.get(name, TransformBug.concerns))
+    for name in FORMULAS
+    if (stacks := (*stacks_of(name), *AT_SOME_VALUES.get(name, ())))
+}
+# Those of them that write on their first argument.
+IN_PLACE = ("scatter_reduce_", "index_reduce_", "sinc_", "cumprod_")
 # The same under other names, and torch's operators beneath them.
 _EVERY_ALIAS = {
     "native_layer_norm": "layer_norm",
@@ -210,13 +267,13 @@ _EVERY_ALIAS = {
     "_native_batch_norm_legit": "batch_norm",
     "_batch_norm_with_update": "batch_norm",
     "_cdist_forward": "cdist",
-    "scatter_reduce_": "scatter_reduce",
+    **{name: name.removesuffix("_") for name in IN_PLACE},
     "index_fill_": "index_fill",
     "_weight_norm_interface": "weight_norm",
     "orgqr": "householder_product",
 }
 _WRITTEN = (*TRANSFORM_BUGS, *BY_FORMULA)
 _EVERY_ALIAS |= {
-    prefix + name: name for name in _WRITTEN for prefix in ("_", "linalg_", "_linalg_")
+    prefix + name: name for name in _WRITTEN for prefix in ("_", "linalg_", "_linalg_", "special_")
 }
 ALIASES = {alias: name for alias, name in _EVERY_ALIAS.items() if name in _WRITTEN}

@@ -26,6 +26,11 @@ def output_dtype(node: Node, number: int) -> torch.dtype:
     return cast("torch.dtype", cast("Any", node)._input_metadata[number].dtype)
 
 
+def node_type(name: str) -> type:
+    """Return the type of the nodes of an operation of torch. Run on torch 2.13."""
+    return cast("type", getattr(torch._C._functions, name))
+
+
 def saved(node: Node, name: str) -> Any:
     """Return what a node has saved: a tensor, or an option of its operation."""
     # Raises RuntimeError if it was freed, or changed in place since, or if this version of torch

@@ -17,6 +17,8 @@ from torch._functorch.eager_transforms import _autograd_grad
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 
 TensorLists: TypeAlias = Sequence[Sequence[Tensor | None]]
 _functorch = torch._C._functorch
@@ -89,6 +91,39 @@ def is_dual(tensor: Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
+def function_modes() -> list[TorchFunctionMode]:
+    """Return the modes that see what this thread calls, the innermost last."""
+    return [_mode_stack._get_function_stack_at(i) for i in range(_depth_of_modes())]
+
+
+def slip_under_modes(mode: TorchFunctionMode) -> None:
+    """Enter a mode as the outermost, but for that of the default device, which must be."""
+    _change_modes(lambda modes: modes.insert(_is_default_device(modes), mode))
+
+
+def remove_function_mode(mode: TorchFunctionMode) -> None:
+    """Leave a mode, wherever it stands; nothing if this thread is not in it."""
+    if mode in function_modes():
+        _change_modes(lambda modes: modes.remove(mode))
+
+
+def _is_default_device(modes: list[TorchFunctionMode]) -> bool:
+    return bool(modes) and isinstance(modes[0], DeviceContext)
+
+
+def _change_modes(change: Callable[[list[TorchFunctionMode]], None]) -> None:
+    modes = function_modes()
+    for _ in range(len(modes)):
+        _mode_stack._pop_torch_function_stack()
+    change(modes)
+    for mode in modes:
+        _mode_stack._push_on_torch_function_stack(mode)
+
+
+_mode_stack: Any = torch._C
+_depth_of_modes: Callable[[], int] = _mode_stack._len_torch_function_stack
+
+
 def is_ordinary(tensor: Tensor) -> bool:
     """Return whether a tensor is no transform's, and no mode around sees or changes what runs."""
     return not (
@@ -107,6 +142,17 @@ def detach_keep_tangent(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
+def without_tangent(tensor: Tensor) -> Tensor:
+    """Return a tensor without the tangent of the innermost transform that differentiates it."""
+    # Those of transforms around that one, which `detach` would drop, are inside. Run on torch 2.13.
+    if _functorch.is_batchedtensor(tensor):
+        dim, level = _functorch.maybe_get_bdim(tensor), _functorch.maybe_get_level(tensor)
+        return _functorch._add_batch_dim(without_tangent(unwrapped(tensor)), dim, level)
+    if is_differentiated_tensor(tensor):
+        return unwrapped(tensor)
+    return forward_ad.unpack_dual(tensor).primal  # type: ignore[no-untyped-call, no-any-return]
+
+
 def level_of(tensor: Tensor) -> int:
     """Return the transform level that a tensor belongs to, -1 for none."""
     return _functorch.maybe_get_level(tensor)
@@ -119,6 +165,7 @@ def is_transform_tensor(tensor: Tensor) -> bool:
 
 # Whether grad, vjp or jvp has wrapped a tensor.
 is_differentiated_tensor: Callable[[Tensor], bool] = _functorch.is_gradtrackingtensor
+unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
 
 
 def unbatched(tensor: Tensor) -> Tensor:

@@ -259,6 +259,7 @@ def _free_threaded() -> bool:
 _GRADKIT_MODULES = {
     "gradkit._core.results_without_graph",
     "gradkit._autograd.formula_double_backward",
+    "gradkit._checks.special_functions",
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from gradkit._checks.missing_derivatives import missing_derivative
 from gradkit._compat.transforms import BATCH, transforms
 from gradkit.errors import GradkitError, UnsupportedGraphError, message
 
@@ -36,6 +37,9 @@ def named_errors(run: Callable[[], R], *, nested: bool = False) -> R:
         hook = _hook_that_requires_grad(error)
         if hook is not None:
             raise UnsupportedGraphError(message("fn", _DIFFERENTIABLE, hook, _REMOVE)) from error
+        reason = missing_derivative(error)
+        if reason is not None and not isinstance(error, GradkitError):
+            raise UnsupportedGraphError(message("fn", *reason)) from error
         for text, (expected, got, fix) in _KNOWN.items():
             if text in str(error) and not isinstance(error, GradkitError):
                 got = got or str(error).partition("\n")[0].rstrip(".")

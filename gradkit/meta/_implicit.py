@@ -16,6 +16,7 @@ from gradkit import tree
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks import eager_graph, nonreentrant_checkpoints
+from gradkit._checks.forward_monitor import ForwardMonitor
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import is_dual, transforms
 from gradkit._core import pytree
@@ -278,7 +279,7 @@ class _OptimalityCondition:
 
     def _loss(self, at: Tensors, by: Tensors) -> tuple[Tensor, Subgraph]:
         before = checkpoints.before([*at, *by])
-        with recording_writes():
+        with recording_writes(), ForwardMonitor():
             loss, _ = read_loss(self.inner_loss(at, by), "inner_loss")
         nonreentrant_checkpoints.refuse(loss, before)
         return loss, _check_graph(loss, at)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -15,6 +15,7 @@ from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.formula_double_backward import holds_formulas
 from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks import eager_graph, nonreentrant_checkpoints
+from gradkit._checks.forward_monitor import ForwardMonitor
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
@@ -108,9 +109,12 @@ class InnerStep:
         if self.has_buffers:
             buffers, aux = aux
         if self.grad_transform is not None:
-            with recording_writes():
+            with recording_writes(), ForwardMonitor():
                 grads = self.grad_transform(self.params, grads, inputs.outer, carry.state)
-        with nullcontext() if is_own_rule(self.opt) else recording_writes():
+        with ExitStack() as stack:
+            if not is_own_rule(self.opt):
+                stack.enter_context(recording_writes())
+                stack.enter_context(ForwardMonitor())
             new = update(self.opt, carry.tensors, grads, carry.state, inputs.hyper)
         return StepOutputs(Carry(*new, buffers), [loss], [aux], [])
 
@@ -129,7 +133,7 @@ class InnerStep:
                 t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors
             ]
             before, hooks = checkpoints.before(variables), hooks_made()
-            with recording_writes():
+            with recording_writes(), ForwardMonitor():
                 loss, aux = loss_fn(self.params.tree(variables))
             nonreentrant_checkpoints.refuse((loss, aux), before)
             below = _check_graph(loss, variables, create_graph=twice)
