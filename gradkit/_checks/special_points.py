@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from gradkit._checks.edge_formulas import is_saturated
 from gradkit._compat.nodes import has_saved_tensor_hooks, node_type, saved, saved_ints
 from gradkit._compat.transforms import (
     carries_tangent,
@@ -74,11 +75,49 @@ def _of_sinc(node: Node, *, create_graph: bool) -> Found | None:
     return None
 
 
+def _of_pow(node: Node, *, create_graph: bool) -> Found | None:
+    # Its slope with respect to the base loses the part that is linear in the exponent.
+    if not create_graph or any(below is None for below, _ in node.next_functions):
+        return None
+    base, exponent = saved(node, "self").detach(), saved(node, "exponent").detach()
+    if ((exponent == 0) & ((base != 0) if base.is_complex() else (base > 0))).any():
+        got = "a power whose exponent is zero, whose second derivative torch gets silently wrong"
+        return got, _IN_FUNC
+    return None
+
+
+def _of_polar(node: Node, *, create_graph: bool) -> Found | None:
+    if (saved(node, "result").detach() == 0).any():
+        return "polar of a radius of zero, for which torch gives a gradient of zero", _ELSEWHERE
+    return None
+
+
+def _of_binary_cross_entropy(node: Node, *, create_graph: bool) -> Found | None:
+    if is_saturated(saved(node, "self").detach()).any():
+        got = "binary_cross_entropy of a probability next to zero or one, for which torch gives "
+        return (
+            f"{got}a gradient that is too small",
+            f"binary_cross_entropy_with_logits; or {_ELSEWHERE}",
+        )
+    return None
+
+
+def _of_shrink(node: Node, *, create_graph: bool) -> Found | None:
+    if saved(node, "lambd") == 0 and (saved(node, "self").detach() == 0).any():
+        return "a threshold of zero, at which torch gives a gradient of zero", "leave it out"
+    return None
+
+
 _READ: dict[type, Callable[..., Found | None]] = {
     node_type("LinalgDetBackward0"): _of_det,
     node_type("ScatterReduceBackward0"): partial(_of_reduction, src="src"),
     node_type("IndexReduceBackward0"): partial(_of_reduction, src="source"),
     node_type("SincBackward0"): _of_sinc,
+    node_type("PowBackward1"): _of_pow,
+    node_type("PolarBackward0"): _of_polar,
+    node_type("BinaryCrossEntropyBackward0"): _of_binary_cross_entropy,
+    node_type("SoftshrinkBackward0"): _of_shrink,
+    node_type("HardshrinkBackward0"): _of_shrink,
 }
 KINDS = frozenset(_READ)
 

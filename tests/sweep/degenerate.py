@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from math import cos, prod, sin
+from math import cos, sin
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from tests.sweep.cases import flat
 from tests.sweep.programs import Case, Point
 
 Change = Callable[[Tensor], Tensor]
@@ -82,7 +84,8 @@ _SIZES: dict[str, Change] = {
     "1e-150 beside 1e150": lambda x: _spread(x, -150, 0, 150),
 }
 # Whether the directions change each entry by a part of itself: where some are large, they do.
-SIZES = {name: [True] if "e8" in name or "e150" in name or name == "huge" else [False, True] for name in _SIZES}
+_LARGE = {"1e8", "huge", "1e-8 beside 1e8", "1e-150 beside 1e150"}
+SIZES = {name: [True] if name in _LARGE else [False, True] for name in _SIZES}
 
 
 def _eye(x: Tensor) -> Tensor:
@@ -161,13 +164,13 @@ def changes_of(x: Tensor) -> dict[str, Change]:
 
 def points_of(case: Case) -> Iterator[tuple[str, Case]]:
     """Yield the case at degenerate points: of each tensor, and of all at once."""
+    yield "as it is", case
     slots = range(len(case.point))
     for name in dict.fromkeys(name for x in case.point for name in changes_of(x)):
         for which in [*([slots] if len(slots) > 1 else []), *([slot] for slot in slots)]:
             point = _changed(case.point, name, which)
-            if point is not None and case.meant is not None:
-                point = tuple((x + x.mT) / 2 if x.dim() > 1 and x.shape[-1] == x.shape[-2] else x for x in point)
             if point is not None:
+                point = tuple(map(_symmetric, point)) if case.meant else point
                 yield f"{name} in {list(which)}", replace(case, point=point)
     for slot in slots[1:]:
         if case.point[slot].shape == case.point[0].shape:
@@ -175,7 +178,11 @@ def points_of(case: Case) -> Iterator[tuple[str, Case]]:
             yield f"{slot} equal to 0", replace(case, point=twice)
 
 
-def _changed(point: Point, name: str, slots: object) -> Point | None:
+def _symmetric(x: Tensor) -> Tensor:
+    return (x + x.mT) / 2 if x.dim() > 1 and x.shape[-1] == x.shape[-2] else x
+
+
+def _changed(point: Point, name: str, slots: Iterable[int]) -> Point | None:
     """Return a point with some tensors changed, None if that changes nothing or cannot be."""
     new = list(point)
     try:
@@ -188,3 +195,38 @@ def _changed(point: Point, name: str, slots: object) -> Point | None:
         return None  # of too few dimensions or elements
     same = all(torch.equal(a, b) for a, b in zip(new, point, strict=True))
     return None if same or not all(bool(x.isfinite().all()) for x in new) else tuple(new)
+
+
+def at_limits() -> dict[str, Case]:
+    """Return calls whose option is a limit that the point is beyond, or at."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    x, y, target = normal(3, 4), normal(3, 4), torch.tensor([1.0, 0.3, 0.0], dtype=torch.float64)
+    near = torch.tensor([1e-14, 3e-13, 1 - 1e-14], dtype=torch.float64)
+    calls: dict[str, tuple[Callable[..., Tensor], Point]] = {
+        "cosine_similarity: below eps": (
+            lambda x, y: functional.cosine_similarity(x, y, eps=0.5), (0.1 * x, y),
+        ),
+        "cosine_similarity: both below eps": (
+            lambda x, y: functional.cosine_similarity(x, y, eps=0.5), (0.1 * x, 0.1 * y),
+        ),
+        "gaussian_nll_loss: below eps": (
+            lambda x, v: functional.gaussian_nll_loss(x, y, v, eps=0.5), (x, 0.1 * y.abs()),
+        ),
+        "binary_cross_entropy: saturated": (
+            lambda p: functional.binary_cross_entropy(p, target, reduction="none"), (near,),
+        ),
+        "binary_cross_entropy: of a sigmoid": (
+            lambda x: functional.binary_cross_entropy(x.sigmoid(), target, reduction="none"),
+            (torch.tensor([-30.0, -29, -40], dtype=torch.float64),),
+        ),
+        "softshrink: of nothing": (lambda x: functional.softshrink(x, 0.0), (x.round(),)),
+        "hardshrink: of nothing": (lambda x: functional.hardshrink(x, 0.0), (x.round(),)),
+    }  # fmt: skip
+    return {
+        name: Case(name.partition(":")[0], lambda *x, f=call: flat(f(*x)), point)
+        for name, (call, point) in calls.items()
+    }
