@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradkit._checks import smooth_formulas
+from gradkit._checks import edge_formulas, smooth_formulas
 from gradkit._checks.special_functions import SPECIAL_FUNCTIONS
 from gradkit._compat.nodes import saved, saved_ints, saved_or
 
@@ -131,6 +131,13 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "scatter_reduce": smooth_formulas.scatter_reduce,
     "index_reduce": smooth_formulas.index_reduce,
     "sinc": smooth_formulas.sinc,
+    **dict.fromkeys(("pow", "float_power"), edge_formulas.pow),
+    "polar": edge_formulas.polar,
+    "binary_cross_entropy": edge_formulas.binary_cross_entropy,
+    **dict.fromkeys(("softshrink", "hardshrink"), edge_formulas.shrink),
+    "cosine_similarity": edge_formulas.cosine_similarity,
+    "gaussian_nll_loss": edge_formulas.gaussian_nll_loss,
+    "vander": edge_formulas.vander,
 }
 
 

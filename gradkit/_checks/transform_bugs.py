@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, TypeAlias
 
 import torch
@@ -233,7 +234,11 @@ NOT_SWEPT: dict[str, tuple[Stack, ...]] = dict.fromkeys(DROPPED, FIRST)
 # singular values, at ties, at zeros, at entries far apart.
 AT_SOME_VALUES: dict[str, tuple[Stack, ...]] = {
     **dict.fromkeys(("det", "sinc", "scatter_reduce", "index_reduce"), FIRST),
-    **dict.fromkeys(("logcumsumexp", "weight_norm"), (("Jvp",),)),
+    **dict.fromkeys(("logcumsumexp", "weight_norm", "gaussian_nll_loss"), (("Jvp",),)),
+    **dict.fromkeys(("polar", "binary_cross_entropy", "cosine_similarity"), FIRST),
+    **dict.fromkeys(("softshrink", "hardshrink"), FIRST),
+    **dict.fromkeys(("pow", "float_power"), tuple(product(("Grad", "Jvp"), repeat=2))),
+    "vander": (("Grad", "Jvp"), ("Jvp", "Jvp")),
 }
 
 
@@ -258,7 +263,10 @@ BY_FORMULA = {
     if (stacks := (*stacks_of(name), *AT_SOME_VALUES.get(name, ())))
 }
 # Those of them that write on their first argument.
-IN_PLACE = ("scatter_reduce_", "index_reduce_", "sinc_", "cumprod_")
+IN_PLACE = {
+    f"{name}_": name
+    for name in ("scatter_reduce", "index_reduce", "sinc", "cumprod", "pow", "float_power")
+} | {"__ipow__": "pow"}
 # The same under other names, and torch's operators beneath them.
 _EVERY_ALIAS = {
     "native_layer_norm": "layer_norm",
@@ -266,7 +274,8 @@ _EVERY_ALIAS = {
     "_native_batch_norm_legit": "batch_norm",
     "_batch_norm_with_update": "batch_norm",
     "_cdist_forward": "cdist",
-    **{name: name.removesuffix("_") for name in IN_PLACE},
+    **IN_PLACE,
+    "__pow__": "pow",
     "index_fill_": "index_fill",
     "_weight_norm_interface": "weight_norm",
     "orgqr": "householder_product",

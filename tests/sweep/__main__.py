@@ -1,4 +1,7 @@
-"""Sweeps torch: `python -m tests.sweep [--count 5] [--order 3] [--only det solve] [--write]`."""
+"""Sweeps torch: `python -m tests.sweep [--count 5] [--order 3] [--only det solve] [--write]`.
+
+With `--points` it tries the first and the second derivative at degenerate points.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from itertools import chain
 
 import torch
 
-from tests.sweep import table
+from tests.sweep import findings, table
 from tests.sweep.cases import Make, modules, operations
+from tests.sweep.degenerate import at_limits
 from tests.sweep.extra import extra
 from tests.sweep.programs import Case, kinds, verdicts_of
 
@@ -24,7 +28,7 @@ Result = tuple[str, str, dict[str, str], dict[int, set[str]]]  # operation, case
 def everything() -> Iterator[tuple[str, Make]]:
     """Yield all that is swept."""
     for name, case in extra().items():
-        yield name, partial(lambda case, count: [case], case)
+        yield name, partial(_one, case)
     yield from chain(operations(), modules())
 
 
@@ -62,12 +66,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="operations, or the beginnings of their names")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--write", action="store_true", help="write gradkit's table")
+    parser.add_argument("--points", action="store_true", help="try degenerate points")
+    parser.add_argument("--seconds", type=float, default=15, help="for the points of an operation")
     options = parser.parse_args()
     begins = tuple(options.only or [""])
     parts = [part for part in everything() if part[0].startswith(begins)]
-    found = table.Found()
     global _PARTS
     _PARTS = parts
+    if options.points:
+        at_degenerate_points(options)
+        return
+    found = table.Found()
     run = partial(_numbered, options.order, options.count)
     with multiprocessing.get_context("fork").Pool(options.processes) as pool:
         for results in pool.imap(run, range(len(parts))):
@@ -82,6 +91,30 @@ def main() -> None:
     print(found.kinds())
     if options.write:
         table.write(found, everything=not options.only)
+
+
+def at_degenerate_points(options: argparse.Namespace) -> None:
+    """Sweep degenerate points, print what is not right, and how much was tried."""
+    _PARTS.extend((name, partial(_one, case)) for name, case in at_limits().items())
+    found = findings.Found()
+    run = partial(_at_points, options.count, options.seconds)
+    with multiprocessing.get_context("fork").Pool(options.processes) as pool:
+        for name, one in pool.imap(run, range(len(_PARTS))):
+            found.add(one)
+            for line in findings.lines(name, one.findings):
+                print(line, flush=True)
+    print(f"\ntorch {torch.__version__}: {found}")
+
+
+def _one(case: Case, _: int) -> list[Case]:
+    return [case]
+
+
+def _at_points(count: int, seconds: float, index: int) -> tuple[str, findings.Found]:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    name, make = _PARTS[index]
+    return name, findings.at_points(make(count), seconds=seconds)
 
 
 _PARTS: list[tuple[str, Make]] = []

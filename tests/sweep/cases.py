@@ -67,7 +67,7 @@ def case(operation: str, call: Callable[..., Any], args: Any) -> Case | None:
     constants = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
 
     def outputs(*tensors: Tensor) -> Tensor:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         here = list(constants)
         for slot, tensor in zip(slots, tensors, strict=True):
             here[slot] = tensor
