@@ -19,6 +19,7 @@ from gradkit._core.leaf_arithmetic import (
 )
 from gradkit._core.options import is_real_number, number_for_torch
 from gradkit._core.pytree import PyTree
+from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 from gradkit.tree._arithmetic import Leaf
 from gradkit.tree._inner_products import products, with_zeros
@@ -176,8 +177,9 @@ def combine(
     if not callable(aggregator):
         return weighted_sum(per_loss, aggregator, losses=losses)
     matrix, unravel = to_matrix(per_loss, losses=losses)
-    vector = aggregator(matrix)
-    _check_vector("the aggregator's result", vector, matrix.shape[1])
+    with put_back_on_error(aggregator):
+        vector = aggregator(matrix)
+        _check_vector("the aggregator's result", vector, matrix.shape[1])
     return unravel(vector)
 
 
