@@ -20,6 +20,7 @@ from gradkit._core.losses import Losses
 from gradkit._core.options import check_weighting
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
+from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 
 
@@ -141,7 +142,8 @@ def weights_from_gramian(
 
 def weights_of(product: Tensor, weighting: Callable[[Tensor], Sequence[Any] | Tensor]) -> list[Any]:
     """Return the weight that a function gives to each loss by the products of their gradients."""
-    weights = weighting(product)
+    with put_back_on_error(weighting):
+        weights = weighting(product)
     count = len(product)
     fits = weights.dim() == 1 if isinstance(weights, Tensor) else isinstance(weights, Sequence)
     if not fits or len(weights) != count:

@@ -18,6 +18,7 @@ from gradkit._core import pytree
 from gradkit._core.losses import Losses
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
+from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import OptionError, UnsupportedGraphError, describe, message
 
 Function: TypeAlias = Callable[[Tensor], Any]
@@ -35,16 +36,17 @@ def values_and_reduced_grads(
     def consume(index: int, grad: Tensor) -> None:
         results[index] = _call(functions[index], grad, partial(params.path, index))
 
-    result = run_jointly(
-        losses,
-        params,
-        weights,
-        unused="none",
-        create_graph=False,
-        retain_graph=retain,
-        runner=partial(ConsumingRunner, consume=consume),
-    )
-    require_reached(result.call, result.grads)
+    with put_back_on_error(*functions):
+        result = run_jointly(
+            losses,
+            params,
+            weights,
+            unused="none",
+            create_graph=False,
+            retain_graph=retain,
+            runner=partial(ConsumingRunner, consume=consume),
+        )
+        require_reached(result.call, result.grads)
     copies = partial(map, partial(pytree.map_tensors, Tensor.clone))
     return result.values, pytree.unflatten(params.spec, params.per_leaf(results, copies))
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from torch import Generator, Tensor, nn
 
@@ -17,17 +17,22 @@ _LIBRARIES = {"gradkit", "torch"}
 _MAX_LENGTH = 10_000  # a longer container is data, and not searched
 
 
-def captured_by(function: object) -> list[CapturedObject]:
-    """Return the tensors, modules and generators that a function, object or container refers to."""
+def captured_by(*functions: object) -> list[CapturedObject]:
+    """Return the tensors, modules and generators that functions, objects or containers refer to."""
     captured: dict[int, CapturedObject] = {}
     seen: set[int] = set()
-    level = [function]
+    level = list(functions)
     for _ in range(_MAX_DEPTH):
         new = {id(value): value for value in level if id(value) not in seen}
         seen |= new.keys()
-        captured |= {key: value for key, value in new.items() if isinstance(value, CapturedObject)}
+        captured |= {key: value for key, value in new.items() if _is_captured(value)}
         level = [part for key in new if key not in captured for part in _contents(new[key])]
     return list(captured.values())
+
+
+def _is_captured(value: object) -> TypeGuard[CapturedObject]:
+    # isinstance(value, Generator) calls a method of torch's, for each function and each number.
+    return isinstance(value, Tensor | nn.Module) or type(value) is Generator
 
 
 def _contents(value: object) -> list[Any]:

@@ -41,8 +41,7 @@ class ModuleSnapshot:
     def restore(self) -> None:
         """Put back what has changed."""
         for attributes, copy in self._attributes:
-            attributes.clear()
-            attributes.update(copy)
+            _restore(attributes, copy)
         for container, copy in self._containers:
             _restore(container, copy)
         for container in filter(None, self._empty):

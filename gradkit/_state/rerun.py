@@ -60,11 +60,6 @@ class RerunState:
         """Return whether an operator of the first run made a tensor; until outputs are recorded."""
         return self._writes.has_made(tensor)
 
-    def undo(self) -> None:
-        """Put back what the first run changed."""
-        rng.restore(self._rng)
-        _restore(self._writes.snapshots)
-
     def _other_autocast(self) -> list[tuple[str, bool, torch.dtype]]:
         return [one for one in self._autocast if one != _autocast(one[0])]
 

@@ -6,14 +6,18 @@ import random
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 
+from gradkit._compat.transforms import transforms
+from gradkit._core.closure_contents import captured_by
+from gradkit._core.devices import is_capturing
 from gradkit._state import rng
 from gradkit._state.grad_attribute import GradsPutBack, grad_dtypes_put_back
-from gradkit._state.module_state import attributes_put_back
+from gradkit._state.module_state import ModuleSnapshot, attributes_put_back
 
 
 class Snapshot:
@@ -27,7 +31,7 @@ class Snapshot:
         own = [t for module in modules for t in (*module.parameters(), *module.buffers())]
         own += [value for value in attributes if isinstance(value, Tensor)]
         self._tensors = list({id(t): t for t in (*tensors, *own)}.values())
-        self.modules = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+        self.modules = [m for m in modules if not _is_scripted(m)]
         self._generators = [v for v in (*captured, *attributes) if isinstance(v, Generator)]
         self._values = [(t, t.data, _version(t), t.detach().clone()) for t in self._tensors]
         self.leaves = [t for t in self._tensors if t.is_leaf]
@@ -72,6 +76,48 @@ class Snapshot:
         states = [state for _, state in rng.states(self._tensors)]
         states += [generator.get_state() for generator in self._generators]
         return [[state.tolist() for state in states], repr(_python_states())]
+
+
+# A larger tensor that a function refers to, and that no module has for a buffer, is data: no state.
+_LARGEST_STATE = 1 << 16
+
+
+@contextmanager
+def put_back_on_error(*functions: object) -> Iterator[None]:
+    """Put back, if the block raises, what these functions of the user's may have written on.
+
+    The buffers and attributes of the modules that they refer to, small tensors, and random states.
+    """
+    # A transform around refuses writes on what is outside, or has copies made.
+    if transforms() or is_capturing():
+        yield
+        return
+    captured = captured_by(*functions)
+    modules = [m for m in captured if isinstance(m, nn.Module) and not _is_scripted(m)]
+    snapshots = list(map(ModuleSnapshot, modules))
+    parts = [part for snapshot in snapshots for _, part in snapshot.parts]
+    tensors = [x for x in captured if isinstance(x, Tensor) and not x.requires_grad]
+    written = [x for x in tensors if x.numel() <= _LARGEST_STATE]
+    own = chain.from_iterable((*part._buffers.values(), *vars(part).values()) for part in parts)
+    written += [x for x in own if isinstance(x, Tensor)]
+    values = [(x, _version(x), x.detach().clone()) for x in written]
+    states = rng.states([*captured, *(x for part in parts for x in part._parameters.values())])
+    states += rng.states_of(x for x in captured if isinstance(x, Generator))
+    try:
+        yield
+    except BaseException:
+        for snapshot in snapshots:
+            snapshot.restore()
+        with torch.inference_mode():  # in which its own tensors can be written on
+            for tensor, version, value in values:
+                if _has_changed(tensor, version, value):
+                    tensor.copy_(value)
+        rng.restore(states)
+        raise
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)
 
 
 def _version(tensor: Tensor) -> int:

@@ -17,6 +17,7 @@ from gradkit._core.options import check_bool, check_chunk_size, check_function, 
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
+from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import DetachedLossError, OptionError, UnsupportedGraphError, message
 from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._chunks import Batch, joined
@@ -50,7 +51,8 @@ def staged_value_and_grads(
     loss is differentiated with respect to their outputs, and each chunk is encoded again for its
     part of the gradient: exactly that of `loss(encode(params, batch))` in which `encode` treats
     chunks independently, up to rounding. The second run of a chunk draws the same random numbers
-    and leaves buffers as the first left them.
+    and leaves buffers as the first left them. If the call raises, the buffers of modules that
+    `encode` and `loss` refer to are as before.
 
     Example:
         >>> import torch, gradkit
@@ -136,7 +138,7 @@ def staged_value_and_grads(
         return ((values, aux), grads) if has_aux else (values, grads)
 
     def call(params: PyTree, batch: PyTree) -> Any:
-        with leave_inference_mode(record=True):
+        with put_back_on_error(*encoders, loss), leave_inference_mode(record=True):
             return named_errors(lambda: run(params, batch))
 
     return call

@@ -28,6 +28,7 @@ from gradkit._core.ownership import without_inference
 from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import hooks_made
 from gradkit._state.rerun import RerunState, recording_writes
+from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import (
     DetachedLossError,
     GradkitWarning,
@@ -122,22 +123,23 @@ def implicit(
     check_bool("warn", warn)
 
     def find(params: PyTree, outer: PyTree) -> PyTree:
-        inner = read_inner_params(params, dense=True)  # torch has no Hessian of sparse tensors
-        outer_tensors, rebuild_outer = pytree.partition_tensors(outer)
-        outer_tensors = without_inference(outer_tensors)
-        _check_tensors(inner.variables, outer_tensors)
-        versions = _versions(outer_tensors)
-        minimum = _minimize(solver, inner, rebuild_outer([x.detach() for x in outer_tensors]))
-        if _versions(outer_tensors) != versions:
-            raise UnsupportedGraphError(_WRITES_ON_OUTER)
-        condition = _OptimalityCondition(
-            lambda at, by: inner_loss(inner.tree(at), rebuild_outer(by)),
-            _linear_solver(solve, inner, maxiter, tol),
-            tol,
-            damping,
-            warn,
-        )
-        return inner.tree(condition.attach(minimum, outer_tensors))
+        with put_back_on_error(solver, inner_loss):
+            inner = read_inner_params(params, dense=True)  # torch has no Hessian of sparse tensors
+            outer_tensors, rebuild_outer = pytree.partition_tensors(outer)
+            outer_tensors = without_inference(outer_tensors)
+            _check_tensors(inner.variables, outer_tensors)
+            versions = _versions(outer_tensors)
+            minimum = _minimize(solver, inner, rebuild_outer([x.detach() for x in outer_tensors]))
+            if _versions(outer_tensors) != versions:
+                raise UnsupportedGraphError(_WRITES_ON_OUTER)
+            condition = _OptimalityCondition(
+                lambda at, by: inner_loss(inner.tree(at), rebuild_outer(by)),
+                _linear_solver(solve, inner, maxiter, tol),
+                tol,
+                damping,
+                warn,
+            )
+            return inner.tree(condition.attach(minimum, outer_tensors))
 
     return find
 
@@ -260,12 +262,8 @@ class _OptimalityCondition:
             return minimum
         self._state = RerunState([*minimum, *outer])
         at, by = _as_leaves(minimum), _as_leaves(outer)
-        try:
-            with torch.enable_grad(), self._state.first_run():
-                loss = self._first_loss(at, by)
-        except UnsupportedGraphError:
-            self._state.undo()
-            raise
+        with torch.enable_grad(), self._state.first_run():
+            loss = self._first_loss(at, by)
         self._state.record_outputs([loss])
         if not any(x.requires_grad for x in outer):
             return minimum

@@ -18,7 +18,6 @@ from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._core.tensor_nodes import edge
 from gradkit._state.rerun import RerunState
-from gradkit.errors import UnsupportedGraphError
 from gradkit.meta._captured import refuse_captured
 from gradkit.meta._inner_step import Carry, StepInputs, StepOutputs, Steps
 
@@ -54,13 +53,9 @@ class _Segment:
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
         for variable in inputs[: self.variables]:
             variable.requires_grad_()
-        try:
-            with torch.enable_grad(), self.state.first_run():
-                outputs = self._flat_run(inputs, create_graph=False)
-            refuse_captured("loss_fn", Subgraph(outputs), inputs, self.state.made)
-        except UnsupportedGraphError:
-            self.state.undo()
-            raise
+        with torch.enable_grad(), self.state.first_run():
+            outputs = self._flat_run(inputs, create_graph=False)
+        refuse_captured("loss_fn", Subgraph(outputs), inputs, self.state.made)
         self.state.record_outputs(outputs)
         values = [x.detach().clone() for x in outputs]
         pairs = zip(values, outputs, strict=True)

@@ -15,6 +15,7 @@ from gradkit._core import pytree
 from gradkit._core.options import check_bool, check_function, is_positive_int
 from gradkit._core.ownership import leave_inference_mode, without_inference
 from gradkit._core.pytree import PyTree
+from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.meta._grad_transform import read_grad_transform
 from gradkit.meta._inner_step import Carry, InnerStep, StepInputs, StepOutputs
@@ -77,7 +78,8 @@ def unroll(
     """Return the parameters after some steps of an optimizer, differentiable through the steps.
 
     Gradients of whatever is computed from the result flow to `params`, to `outer`, to the
-    hyper-parameters of `opt`, to `state`, to `buffers` and to the batches.
+    hyper-parameters of `opt`, to `state`, to `buffers` and to the batches. If the call raises, the
+    buffers of modules that `loss_fn` refers to are as before.
 
     Example:
         >>> import torch, gradkit
@@ -150,7 +152,11 @@ def unroll(
     enabled = torch.is_grad_enabled()
     is_learned = transform is not None and transform.is_learned
     create_graph = (enabled or in_jvp()) and (is_learned or not first_order)
-    with leave_inference_mode(record=True), torch.set_grad_enabled(enabled):
+    with (
+        put_back_on_error(loss_fn, grad_transform),
+        leave_inference_mode(record=True),
+        torch.set_grad_enabled(enabled),
+    ):
         data = _read_batches(batches)
         inner = read_inner_params(params, dense=True)  # a step is differentiated through views
         step = InnerStep(loss_fn, inner, opt, transform, first_order, has_buffers, has_aux)

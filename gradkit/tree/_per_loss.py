@@ -19,6 +19,7 @@ from gradkit._core.leaf_arithmetic import (
 )
 from gradkit._core.options import check_aggregator, is_real_number, number_for_torch
 from gradkit._core.pytree import PyTree
+from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 from gradkit.tree._arithmetic import Leaf
 from gradkit.tree._inner_products import products, with_zeros
@@ -191,8 +192,9 @@ def combine(
         return weighted_sum(per_loss, aggregator, losses=losses)
     check_aggregator(aggregator)
     matrix, unravel = to_matrix(per_loss, losses=losses)
-    vector = aggregator(matrix)
-    _check_vector("the aggregator's result", vector, *matrix.shape)
+    with put_back_on_error(aggregator):
+        vector = aggregator(matrix)
+        _check_vector("the aggregator's result", vector, *matrix.shape)
     return unravel(vector)
 
 
