@@ -99,7 +99,10 @@ def _order(tensor: Tensor) -> int:
 def _refuse_fifth_derivative(matrix: Tensor) -> None:
     if _order(matrix) > _FEW < matrix.size(-1):
         expected, got = "at most the fourth derivative of det", "the fifth, which has no formula"
-        fix = "take the other derivatives of a factor: det(a @ b) is det(a) * det(b)"
+        fix = (
+            "take it eagerly, by value_and_grads(..., create_graph=True), of a matrix that is not "
+        )
+        fix += "singular"
         raise UnsupportedGraphError(message("torch.linalg.det", expected, got, fix))
 
 
