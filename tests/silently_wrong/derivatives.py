@@ -71,7 +71,7 @@ class _SquareByHand(Function):
 
 def jvp_of_jvp_of_a_function(device: torch.device) -> Case:
     def fourth_power(x: Tensor) -> Any:
-        return _SquareByHand.apply(_SquareByHand.apply(x))  # type: ignore[no-untyped-call]
+        return _SquareByHand.apply(_SquareByHand.apply(x))
 
     x = torch.tensor([3.0], dtype=D, device=device)
 
