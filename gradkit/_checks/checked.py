@@ -1,4 +1,4 @@
-"""`checked`: finds what writes on gradients, and optimizers that step without any."""
+"""`checked`: finds what an eager call by itself does not see."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from gradkit._checks.forward_monitor import forward_monitor
+from gradkit._checks.forward_monitor import checked_forward
 from gradkit._checks.steps_without_grads import StepMonitor
 
 _of_process = StepMonitor() if os.environ.get("GRADKIT_CHECKED", "0") not in ("", "0") else None
 _monitor = ContextVar("monitor", default=_of_process)
 if _of_process is not None:
     _of_process.enter_block()
-    forward_monitor().enter_block()
+    checked_forward().enter_block()
 
 
 @contextmanager
 def checked() -> Iterator[None]:
-    """Find what changes gradients in place, and optimizer steps without gradients; slow.
+    """Watch the forward pass, writes on gradients, and steps without gradients; slow.
 
     A hook, or the backward of a custom Function, that writes on the gradient it is given may spoil
     that of another tensor, which torch hands the same memory. gradkit's eager calls refuse such a
@@ -32,7 +32,12 @@ def checked() -> Iterator[None]:
     runs with every `.grad` None, after gradkit has returned gradients of its parameters. Steps are
     seen by hooks that all optimizers of the process run while the context is open.
 
-    The environment variable `GRADKIT_CHECKED=1` does the same for a whole process.
+    The operations that this thread calls, the forward pass included, are seen one by one: those
+    whose first derivative torch gets wrong, or whose graph it drops (`torch.special.bessel_j0`),
+    are differentiated by a formula, or raise.
+
+    The environment variable `GRADKIT_CHECKED=1` does the same for a whole process, and for the
+    operations of the thread that imports gradkit.
 
     Example:
         >>> import torch, gradkit, warnings
@@ -51,6 +56,9 @@ def checked() -> Iterator[None]:
     Yields:
         Nothing.
 
+    Raises:
+        UnsupportedGraphError: An operation, called in the block, has no right derivative.
+
     Source:
         torch forbids such writes ("the hook should not modify its argument"),
         https://pytorch.org/docs/stable/generated/torch.Tensor.register_hook.html
@@ -61,7 +69,7 @@ def checked() -> Iterator[None]:
     if monitor is None:
         monitor = StepMonitor()
         _monitor.set(monitor)
-    forward = forward_monitor()
+    forward = checked_forward()
     monitor.enter_block()
     forward.enter_block()
     try:

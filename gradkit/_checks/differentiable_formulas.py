@@ -79,6 +79,23 @@ def _padding_of_operator(
     return indices, padding_idx
 
 
+def linspace(
+    operation: Operation,
+    start: Tensor | float,
+    end: Tensor | float,
+    steps: int,
+    base: float | None = None,
+    **options: Any,
+) -> Tensor:
+    """Return what torch.linspace does, or with a base torch.logspace: it drops its graph."""
+    ends = [x.detach() if isinstance(x, Tensor) else x for x in (start, end)]
+    exact: Tensor = operation(*ends, steps, **options | ({"base": base} if base else {}))
+    along = torch.linspace(0, 1, steps, device=exact.device)
+    points = start + (end - start) * along.to(torch.promote_types(exact.dtype, along.dtype))
+    same = (points if base is None else base**points).to(exact.dtype)
+    return exact + (same - same.detach()) if exact.is_floating_point() else exact
+
+
 FORMULAS: dict[str, Callable[..., Any]] = {
     "weight_norm": weight_norm,
     "prelu": prelu,
@@ -86,6 +103,10 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "embedding": embedding,
     "linear_cross_entropy": linear_cross_entropy,
     **dict.fromkeys(("cholesky", "cholesky_ex", "eigh", "eigvalsh"), of_symmetric),
+    "linspace": linspace,
+    "logspace": lambda operation, *args, **kwargs: linspace(
+        operation, *args, **{"base": 10.0, **kwargs}
+    ),
     **SPECIAL_FUNCTIONS,
     "det": smooth_formulas.det,
     "prod": smooth_formulas.prod,

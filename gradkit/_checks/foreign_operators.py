@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradkit._compat.transforms import carries_tangent, layers
+from gradkit._compat.transforms import carries_graph, carries_tangent, layers
 from gradkit._core import pytree
 from gradkit.errors import UnsupportedGraphError, message
 
@@ -33,12 +33,11 @@ def refuse_dropped(func: Callable[..., Any], given: Any, result: Any) -> None:
     outputs = [x for x in pytree.tensors(result) if x.is_floating_point() or x.is_complex()]
     if not outputs:
         return
-    if any(map(_ends_backward_passes, outputs)):
+    inputs = pytree.tensors(given)
+    if any(map(_ends_backward_passes, outputs)) or _lose_graph(inputs, outputs):
         got = "one without an autograd kernel: torch takes its derivative as zero"
         fix = "torch.library.register_autograd, or an Autograd kernel in C++"
-    elif any(map(carries_tangent, pytree.tensors(given))) and not any(
-        map(carries_tangent, outputs)
-    ):
+    elif any(map(carries_tangent, inputs)) and not any(map(carries_tangent, outputs)):
         got = "one without a formula for forward mode: torch drops the tangent"
         fix = "reverse mode: gradkit.value_and_grads(losses, params)"
     else:
@@ -46,6 +45,13 @@ def refuse_dropped(func: Callable[..., Any], given: Any, result: Any) -> None:
     where, expected = f"torch.ops.{func}", "an operator whose derivative torch has"
     fix += "; or, if the result is meant as a constant, give the operator x.detach()"
     raise UnsupportedGraphError(message(where, expected, got, fix))
+
+
+def _lose_graph(inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> bool:
+    """Return whether nothing is recorded: an autograd kernel falls through."""
+    if not torch.is_grad_enabled() or any(map(carries_graph, outputs)):
+        return False
+    return any(map(carries_graph, inputs))
 
 
 def _ends_backward_passes(output: Tensor) -> bool:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from gradkit._checks.foreign_operators import is_foreign, refuse_dropped
 from gradkit._checks.op_monitor import active_monitors, name_of, run_by_eager_code
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.transforms import function_modes, remove_function_mode, slip_under_modes
 
 
 class ForwardMonitor(TorchFunctionMode):
-    """Gives the operations whose first derivative torch gets wrong a formula, or refuses them.
+    """Gives operations whose first derivative torch gets wrong, or drops, a formula, or refuses."""
 
-    `with ForwardMonitor():` is for code that gradkit calls; blocks of `checked()` may overlap.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._blocks = 0
+    is_open = True
 
     @leave_uncompiled
     def __torch_function__(
@@ -32,22 +28,33 @@ class ForwardMonitor(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation; inside a call of gradkit.func, its own monitor sees to that."""
-        name = name_of(func)
-        if name is None or not (self._blocks and torch.is_grad_enabled()) or active_monitors():
-            return func(*args, **kwargs) if kwargs else func(*args)
-        return run_by_eager_code(name, func, args, kwargs or {})
+        is_watched = self.is_open and torch.is_grad_enabled() and not active_monitors()
+        name = name_of(func) if is_watched else None
+        if name is not None:
+            return run_by_eager_code(name, func, args, kwargs or {})
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if is_watched and is_foreign(func) and not torch.compiler.is_compiling():
+            refuse_dropped(func, (args, kwargs), result)
+        return result
 
-    def __enter__(self) -> Self:
-        """Watch until the end of the block."""
-        self._blocks += 1
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+
+class CheckedForward(ForwardMonitor):
+    """The monitor of a thread's `checked()` blocks, which may overlap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._blocks = 0
+
+    @property
+    def is_open(self) -> bool:  # type: ignore[override]
+        """Whether a block has not ended."""
+        return self._blocks > 0
 
     def enter_block(self) -> None:
-        """Watch until the last of some blocks that overlap has ended."""
+        """Watch until the last block has ended."""
         # At the bottom: with a mode of the user's that begins before the block and ends inside, the
         # top of the stack is taken off, whatever stands there.
-        if not self._blocks and self not in function_modes():
+        if self not in function_modes():
             slip_under_modes(self)
         self._blocks += 1
 
@@ -58,7 +65,7 @@ class ForwardMonitor(TorchFunctionMode):
             remove_function_mode(self)
 
 
-def forward_monitor() -> ForwardMonitor:
+def checked_forward() -> CheckedForward:
     """Return the monitor of this thread, or a new one."""
-    mine = (mode for mode in function_modes() if isinstance(mode, ForwardMonitor))
-    return next(mine, None) or ForwardMonitor()
+    mine = (mode for mode in function_modes() if isinstance(mode, CheckedForward))
+    return next(mine, None) or CheckedForward()

@@ -17,9 +17,9 @@ _FORWARD = re.compile(r"forward AD with (aten::)?(\w+) that does not support it"
 _MISSING = re.compile(r"derivative for '?(?:aten::)?([\w: ]+?)'? is not implemented")
 # By torch's name: what it is called, and what to write in its place.
 _KNOWN: dict[str, tuple[str, str]] = {
-    "igamma": ("torch.special.gammainc(a, x)", f"{_ALONE} a.detach(); {_OF_SECOND}"),
-    "igammac": ("torch.special.gammaincc(a, x)", f"{_ALONE} a.detach(); {_OF_SECOND}"),
-    "zeta": ("torch.special.zeta(s, x)", f"{_ALONE} s.detach(); {_OF_SECOND}"),
+    "igamma": ("torch.special.gammainc(a, x) by a", f"{_ALONE} a.detach(); {_OF_SECOND}"),
+    "igammac": ("torch.special.gammaincc(a, x) by a", f"{_ALONE} a.detach(); {_OF_SECOND}"),
+    "zeta": ("torch.special.zeta(s, x) by s", f"{_ALONE} s.detach(); {_OF_SECOND}"),
     "geqrf": ("torch.geqrf", "torch.linalg.qr(a)"),
     "linalg_ldl_factor_ex": ("torch.linalg.ldl_factor", "torch.linalg.lu_factor(a)"),
     "linalg_ldl_solve": ("torch.linalg.ldl_solve", "torch.linalg.solve(a, b)"),
@@ -71,16 +71,15 @@ def missing_derivative(error: BaseException) -> Reason | None:
     missing = _MISSING.search(str(error))
     if missing is None:
         return None
-    name, _, argument = missing[1].partition(": ")
+    name = missing[1].partition(": ")[0]
     if "backward" in name or name.endswith("_grad"):
         return without_second(name, "compute it by other operations")
-    return _without_any(_ALIASES.get(name, name), argument)
+    return _without_any(_ALIASES.get(name, name))
 
 
-def _without_any(name: str, argument: str = "") -> Reason:
+def _without_any(name: str) -> Reason:
     operation, fix = _KNOWN.get(name, (f"torch.{name}", _OTHER))
-    of = f" with respect to {argument}" if argument else ""
-    return _EXPECTED, f"{operation}, which has none{of}, of any order", f"{fix}; or, {_CONSTANT}"
+    return _EXPECTED, f"{operation}, which has none, of any order", f"{fix}; or, {_CONSTANT}"
 
 
 def without_second(operation: str, fix: str) -> Reason:

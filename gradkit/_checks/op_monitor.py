@@ -229,10 +229,10 @@ def name_of(func: Callable[..., Any]) -> str | None:
 
 
 def run_by_eager_code(
-    name: str | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run what eager code calls, by its formula where a first derivative of it would be wrong."""
-    if name is not None and name != _BACKWARD_PASS and _may_be_differentiated((args, kwargs)):
+    if name != _BACKWARD_PASS and _may_be_differentiated((args, kwargs)):
         stack = transforms()
         if DERIVATIVES.isdisjoint(stack):
             stack = (EAGER, *stack)
@@ -288,4 +288,7 @@ def _value_in_place(name: str, call: OpCall) -> Tensor:
 def _raise(name: str) -> NoReturn:
     bug = TRANSFORM_BUGS[name]
     expected = "an operation whose derivative torch gets right here"
-    raise UnsupportedGraphError(message(f"torch.{name}", expected, f"{name}: {bug.what}", bug.fix))
+    owners = torch, torch.linalg, torch.special
+    where = next(owner.__name__ for owner in owners if hasattr(owner, name))
+    got = f"{name}: {bug.what}"
+    raise UnsupportedGraphError(message(f"{where}.{name}", expected, got, bug.fix))

@@ -7,14 +7,14 @@ derivative depends on. The value stays that of the operation, bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradkit._compat.transforms import BATCH, DERIVATIVES, recording_levels, transforms
+from gradkit._compat.transforms import BATCH, DERIVATIVES, FORWARD, recording_levels, transforms
 from gradkit.errors import UnsupportedGraphError, message
 
 Operation = Callable[..., Any]
@@ -75,16 +75,19 @@ def _det_of_four(matrix: Tensor) -> Tensor:
 
 
 def _torch_is_right(matrix: Tensor, value: Tensor) -> bool:
-    """Return whether the matrices are known not to be singular, and what differentiates, too."""
-    # Only what is on the host already is read. Inside torch.func, torch differentiates the
-    # gradient by another decomposition, which is wrong at equal singular values.
-    stack = transforms()
-    if torch.compiler.is_compiling() or BATCH in stack or value.device.type != "cpu":
-        return False
-    if stack and _order(matrix) > 1:
+    """Return whether no matrix is known to be singular, in a first derivative by torch.func."""
+    # Inside torch.func, and below any dispatch mode, torch differentiates the gradient by a
+    # decomposition, which is wrong at equal singular values.
+    if not (_is_on_host(value) and transforms()) or _order(matrix) > 1:
         return False
     size = value.detach().abs()
     return bool((size.isfinite() & (size > 100 * torch.finfo(size.dtype).eps)).all())
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    """Return whether the values of a tensor can be read, and no device waits for that."""
+    is_traced = torch.compiler.is_compiling() or BATCH in transforms()
+    return not is_traced and tensor.device.type == "cpu"
 
 
 def _order(tensor: Tensor) -> int:
@@ -115,7 +118,8 @@ def prod(operation: Operation, input: Tensor, *args: Any, **kwargs: Any) -> Tens
 def cumprod(operation: Operation, input: Tensor, dim: int, **kwargs: Any) -> Tensor:
     """Return what torch.cumprod does."""
     value: Tensor = operation(input, dim, **kwargs)
-    x = torch.atleast_1d(input.to(value.dtype)).movedim(dim, -1)
+    (x,) = _with_dimensions(input.to(value.dtype))
+    x = x.movedim(dim, -1)
     x = _products_so_far(x, torch.zeros_like(x, dtype=torch.long))
     return with_value(value, x.movedim(-1, dim).reshape(value.shape))
 
@@ -144,10 +148,10 @@ def scatter_reduce(
     """Return what torch.scatter_reduce does; a value that is not included is no tie."""
     options: Any = {"reduce": reduce, "include_self": include_self}
     src = src[tuple(map(slice, index.shape))]  # the rest is not read
-    if reduce == "prod" and index.numel():
+    if reduce == "prod" and index.numel() and not _has_no_zeros(src):
         value: Tensor = operation(input.detach(), dim, index, src.detach(), **options)
-        given = map(torch.atleast_1d, (input, index, src))
-        product = _segment_products(*given, dim, include_self=include_self)
+        given = _with_dimensions(input, index, src)
+        product = _segment_products(given, dim, include_self=include_self)
         return with_value(value, product.reshape(value.shape))
     if reduce in {"amax", "amin"} and not include_self:
         # A nan, which equals nothing, is not taken for the extreme value.
@@ -156,13 +160,21 @@ def scatter_reduce(
     return result
 
 
+def _has_no_zeros(src: Tensor) -> bool:
+    """Return whether torch's rule for products is right, but for forward mode's, which never is."""
+    return _is_on_host(src) and FORWARD not in transforms() and bool((src.detach() != 0).all())
+
+
 def _is_hit(input: Tensor, dim: int, index: Tensor) -> Tensor:
     return torch.zeros_like(input, dtype=torch.bool).scatter(dim, index, True)
 
 
-def _segment_products(
-    input: Tensor, index: Tensor, src: Tensor, dim: int, *, include_self: bool
-) -> Tensor:
+def _with_dimensions(*tensors: Tensor) -> list[Tensor]:
+    return [tensor if tensor.dim() else tensor[None] for tensor in tensors]
+
+
+def _segment_products(given: Sequence[Tensor], dim: int, *, include_self: bool) -> Tensor:
+    input, index, src = given
     order = index.argsort(dim)
     keys, x = (t.gather(dim, order).movedim(dim, -1) for t in (index, src))
     products, factors = _products_so_far(x, keys), torch.ones_like(input).movedim(dim, -1)
@@ -187,7 +199,7 @@ def index_reduce(
     """Return what torch.index_reduce does, which has no derivative in forward mode."""
     options: Any = {"reduce": reduce, "include_self": include_self}
     value: Tensor = operation(input.detach(), dim, index, source.detach(), **options)
-    input, index, source = map(torch.atleast_1d, (input, index, source))
+    input, index, source = _with_dimensions(input, index, source)
     index = index.reshape(-1, *[1] * (source.dim() - 1)).movedim(0, dim).expand_as(source)
     result = scatter_reduce(torch.scatter_reduce, input, dim, index, source, **options)
     return with_value(value, result.reshape(value.shape))

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
-from gradkit._compat.transforms import layers, without_tangent
+from gradkit._compat.transforms import forward_mode_on, layers, without_tangent
 from gradkit.errors import UnsupportedGraphError, message
 
 Operation = Callable[..., Any]
@@ -95,7 +95,7 @@ class _Bessel(Function):
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         # Torch switches forward mode off here, and so the tangents of transforms around this one.
         (x,) = ctx.saved_tensors
-        with forward_ad._set_fwd_grad_enabled(True):
+        with forward_mode_on():
             along: Tensor = tangents[-1]
             slope: Tensor = ctx.family.slope(ctx.n, without_tangent(x))
             return along * slope
@@ -126,13 +126,23 @@ def _polynomial(
     x, n = (kwargs[name] if name in kwargs else args[i] for i, name in enumerate("xn"))
     exact = operation(x.detach(), n)
     x = (2 * x - 1 if is_shifted else x).to(exact.dtype)
-    orders = torch.as_tensor(n, device=x.device)
-    *_, every = layers(orders)
-    last, now = before(x), torch.ones_like(x)
-    for k in range(int(every.max()) if every.numel() else 0):
-        goes_on, after = orders >= k + 1, step(k, x, now, last)
-        last, now = torch.where(goes_on, now, last), torch.where(goes_on, after, now)
+    last, now = before(x), x**0
+    for k in range(_highest(n)):
+        after = step(k, x, now, last)
+        if isinstance(n, Tensor):  # the polynomial of each element stops at its own order
+            goes_on = n >= k + 1
+            last, after = torch.where(goes_on, now, last), torch.where(goes_on, after, now)
+        else:
+            last = now
+        now = after
     return exact + (now - now.detach())
+
+
+def _highest(n: Any) -> int:
+    if not isinstance(n, Tensor):
+        return int(n)
+    *_, orders = layers(n)
+    return int(orders.max()) if orders.numel() else 0
 
 
 def _refuse_out(operation: Operation, kwargs: dict[str, Any]) -> None:

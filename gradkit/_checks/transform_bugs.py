@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any, TypeAlias
 
 import torch
@@ -158,12 +157,11 @@ def _has_values_to_differentiate(call: OpCall, _: Stack) -> bool:
     return isinstance(values, Tensor) and (values.requires_grad or "Jvp" in call.stack)
 
 
-def _reduces_wrongly(call: OpCall, stack: Stack) -> bool:
+def _reduces_wrongly(call: OpCall, _: Stack) -> bool:
     """Return whether the rule of scatter_reduce, or index_reduce, is wrong for some values."""
     reduce = call.argument(4, "reduce")
-    if reduce == "prod":
-        return stack != ("Grad",)
-    return reduce in {"amax", "amin"} and call.kwargs.get("include_self") is False
+    is_extreme = reduce in {"amax", "amin"}
+    return reduce == "prod" or (is_extreme and call.kwargs.get("include_self") is False)
 
 
 def _may_vary(call: OpCall, _: Stack) -> bool:
@@ -175,7 +173,8 @@ def _may_vary(call: OpCall, _: Stack) -> bool:
 
 
 # Of these torch gives a result without a graph, or with a gradient of zero.
-DROPPED = (*SPECIAL_FUNCTIONS, "airy_ai", "normal")
+DROPPED_BY_FORMULA = (*SPECIAL_FUNCTIONS, "linspace", "logspace")
+DROPPED = (*DROPPED_BY_FORMULA, "airy_ai", "normal")
 _BY_HAND: dict[str, TransformBug] = {
     "airy_ai": TransformBug(
         "if the result is meant as a constant, give it x.detach(); or a torch.autograd.Function "
@@ -233,12 +232,10 @@ NOT_SWEPT: dict[str, tuple[Stack, ...]] = dict.fromkeys(DROPPED, FIRST)
 # Those where a formula is right and torch is wrong, or may be: at singular matrices and equal
 # singular values, at ties, at zeros, at entries far apart.
 AT_SOME_VALUES: dict[str, tuple[Stack, ...]] = {
-    **dict.fromkeys(("det", "sinc"), FIRST),
-    **dict.fromkeys(("scatter_reduce", "index_reduce"), (*FIRST, ("Grad", "Grad"))),
+    **dict.fromkeys(("det", "sinc", "scatter_reduce", "index_reduce"), FIRST),
     **dict.fromkeys(("logcumsumexp", "weight_norm", "gaussian_nll_loss"), (("Jvp",),)),
     **dict.fromkeys(("polar", "binary_cross_entropy", "cosine_similarity"), FIRST),
-    **dict.fromkeys(("softshrink", "hardshrink"), FIRST),
-    **dict.fromkeys(("pow", "float_power"), tuple(product(("Grad", "Jvp"), repeat=2))),
+    **dict.fromkeys(("softshrink", "hardshrink", "pow", "float_power"), FIRST),
     "vander": (("Grad", "Jvp"), ("Jvp", "Jvp")),
 }
 
@@ -253,7 +250,7 @@ EVERY_TRANSFORM_BUG = {name: replace(bug, stacks=stacks_of(name)) for name, bug 
 TRANSFORM_BUGS = {name: bug for name, bug in EVERY_TRANSFORM_BUG.items() if bug.stacks}
 # Operations that run by a formula where torch's own rules are wrong.
 _CONCERNS: dict[str, Condition] = {
-    **dict.fromkeys(SPECIAL_FUNCTIONS, _may_vary),
+    **dict.fromkeys(DROPPED_BY_FORMULA, _may_vary),
     "scatter_reduce": _reduces_wrongly,
     # Of forward mode it has none.
     "index_reduce": lambda call, stack: stack == ("Jvp",) or _reduces_wrongly(call, stack),

@@ -18,7 +18,6 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import DeviceContext
 
 TensorLists: TypeAlias = Sequence[Sequence[Tensor | None]]
 _functorch = torch._C._functorch
@@ -96,6 +95,11 @@ def function_modes() -> list[TorchFunctionMode]:
     return [_mode_stack._get_function_stack_at(i) for i in range(_depth_of_modes())]
 
 
+def in_dispatch_mode() -> bool:
+    """Return whether a mode sees the operators of this thread, in a backward pass, too."""
+    return bool(_mode_stack._len_torch_dispatch_stack())
+
+
 def slip_under_modes(mode: TorchFunctionMode) -> None:
     """Enter a mode as the outermost, but for that of the default device, which must be."""
     _change_modes(lambda modes: modes.insert(_is_default_device(modes), mode))
@@ -108,7 +112,8 @@ def remove_function_mode(mode: TorchFunctionMode) -> None:
 
 
 def _is_default_device(modes: list[TorchFunctionMode]) -> bool:
-    return bool(modes) and isinstance(modes[0], DeviceContext)
+    # By its name: torch imports its module with the first default device.
+    return bool(modes) and type(modes[0]).__name__ == "DeviceContext"
 
 
 def _change_modes(change: Callable[[list[TorchFunctionMode]], None]) -> None:
@@ -151,6 +156,11 @@ def without_tangent(tensor: Tensor) -> Tensor:
     if is_differentiated_tensor(tensor):
         return unwrapped(tensor)
     return forward_ad.unpack_dual(tensor).primal  # type: ignore[no-untyped-call, no-any-return]
+
+
+def forward_mode_on() -> AbstractContextManager[object]:
+    """Differentiate in forward mode, too, inside of a Function's `jvp`, where torch does not."""
+    return forward_ad._set_fwd_grad_enabled(True)
 
 
 def level_of(tensor: Tensor) -> int:

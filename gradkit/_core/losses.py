@@ -123,10 +123,11 @@ def _advice_for_no_tensor(loss: object, returned: bool) -> str:
 
 _NO_GRAPH = (
     "a loss that carries a graph",
-    "only constants: made under no_grad or inference_mode, detached, or from inputs none of which "
-    "requires grad",
+    "only constants: made under no_grad or inference_mode, detached, from inputs none of which "
+    "requires grad, or by an operation that drops its graph (torch.special.airy_ai, say)",
     "compute the loss from the parameters with gradients enabled; gradkit returns detached values: "
-    "pass the loss itself, or get them with create_graph=True",
+    "pass the loss itself, or get them with create_graph=True; `with gradkit.checked():` around "
+    "the forward pass names an operation that drops its graph",
 )
 
 

@@ -21,7 +21,10 @@ from gradkit._checks.differentiable_formulas import FORMULAS
 D = torch.float64
 Scalar = Callable[[Tensor], Tensor]
 Way = Callable[[Scalar, Tensor, list[Tensor]], Tensor]
-pytestmark = pytest.mark.filterwarnings("ignore:index_reduce")  # is in beta
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:index_reduce"),  # is in beta
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),  # under vmap
+]
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -90,7 +93,10 @@ WAYS: dict[str, tuple[int, Way]] = {
     "reverse over reverse": (2, partial(product, "reverse-over-reverse")),
     "vmapped hvp": (2, products_of_samples),
 }
-CHECKED_TWICE = {**WAYS, "checked, twice": (2, partial(checked, order=2))}
+CHECKED_TWICE: dict[str, tuple[int, Way]] = {
+    **WAYS,
+    "checked, twice": (2, partial(checked, order=2)),
+}
 
 
 def assert_derivatives(
@@ -105,7 +111,7 @@ def assert_derivatives(
     for name, (order, way) in ways.items():
         got = way(fn, x, along).detach()
         torch.testing.assert_close(
-            got, right[order], rtol=1e-9, atol=1e-9, msg=lambda m: f"{name}: {m}"
+            got, right[order], rtol=1e-9, atol=1e-9, msg=f"{name}: {got}, not {right[order]}"
         )
 
 
@@ -159,8 +165,8 @@ def test_det_of_complex_matrices(device: torch.device, size: int) -> None:
     for matrix in matrices(size):
         unitary = torch.linalg.qr(torch.complex(random(size, size, seed=8), matrix))[0]
         turned = torch.view_as_real(matrix.to(torch.complex128) @ unitary).movedim(-1, 0)
-        fns = [partial(of_parts, det) for det in (torch.linalg.det, by_minors)]
-        assert_derivatives(*fns, turned.to(device))
+        fn, written = (partial(of_parts, det) for det in (torch.linalg.det, by_minors))
+        assert_derivatives(fn, written, turned.to(device))
 
 
 def test_det_of_a_batch_of_which_some_are_singular(device: torch.device) -> None:
@@ -295,13 +301,11 @@ def test_reductions(
         if not include_self:  # what is not included equals the result
             x[2] = written(x)[2]
         ways = IN_PLACE if suffix else CHECKED_TWICE
-        if reduce == "prod" and len(zeros) > 1:  # which eager code refuses
-            ways = {name: way for name, way in ways.items() if name != "checked, twice"}
         assert_derivatives(partial(squares, fn), partial(squares, written), x, ways)
 
 
 def test_reductions_of_more_dimensions_and_of_none(device: torch.device) -> None:
-    x, src = random(4, 3).to(device), random(3, 3, seed=1).to(device)
+    x, src = random(4, 3).to(device), random(2, 3, seed=1).to(device)
     x[0, 0] = src[1, 1] = src[0, 1] = 0
     index = torch.tensor([[0, 3, 0], [0, 3, 1]], device=device)
     for dim in (0, 1, -1):
@@ -405,7 +409,9 @@ VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "prod, keepdim": lambda x: torch.prod(x, dim=0, keepdim=True),
     "cumprod": lambda x: x.T.cumprod(dim=0),
     "sinc": lambda x: x.T.sinc(),
-    "scatter_reduce": lambda x: x.T.scatter_reduce(0, torch.tensor([[0, 3], [0, 2]]), x[:2, :2], "prod"),
+    "scatter_reduce": lambda x: x.T.scatter_reduce(
+        0, torch.tensor([[0, 3], [0, 2]]), x[:2, :2], "prod"
+    ),
     "amax": lambda x: x.scatter_reduce(
         1, torch.tensor([[0, 1]]), x[:1, :2], reduce="amax", include_self=False
     ),

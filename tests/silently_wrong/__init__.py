@@ -14,6 +14,7 @@ from tests.silently_wrong import (
     peers,
     processes,
     retained,
+    special_points,
     training,
     unseen,
 )
@@ -23,7 +24,7 @@ SECTIONS: dict[str, list[Row]] = {
     "One pass of the engine": engine.ROWS,
     "Tensors that are changed in place": retained.ROWS,
     "Batches": batches.ROWS,
-    "Forward mode and higher derivatives": derivatives.ROWS + operations.ROWS,
+    "Forward mode and higher derivatives": derivatives.ROWS + operations.ROWS + special_points.ROWS,
     "Modules and checkpoints": modules.ROWS,
     "Differentiating through torch.optim": training.ROWS,
     "Libraries beside torch": peers.ROWS,

@@ -15,11 +15,16 @@ from torch.utils.checkpoint import checkpoint
 
 import gradkit
 from tests.helpers import OnceCubed
+from tests.silently_wrong import special_points
 from tests.silently_wrong._row import Case, D, Row
 from tests.silently_wrong.operations import NORMALIZED, second_of_weight_norm_compiled
 from tests.silently_wrong.processes import ddp_passed_by, parameters_of_ddp, shown
 
 CHECKED = "inside `gradkit.checked()`: right"
+UNCHECKED = (
+    "`func.value_and_grads`, and inside `gradkit.checked()`: `UnsupportedGraphError`; "
+    "`value_and_grads`"
+)
 
 
 def value_changed_behind_autograd(device: torch.device) -> Case:
@@ -87,11 +92,59 @@ def by_source_of_as_strided_scatter(device: torch.device) -> Case:
     )
 
 
+def bessel_without_graph(device: torch.device) -> Case:
+    x = torch.ones(1, dtype=D, device=device)
+
+    def fn(x: Tensor) -> Tensor:
+        return (torch.special.bessel_j0(x) + x * x).sum()
+
+    leaf = x.clone().requires_grad_()
+    right = 2 * x - torch.special.bessel_j1(x)
+    with gradkit.checked():
+        torch.testing.assert_close(gradkit.value_and_grads(fn(leaf), leaf)[1], right)
+    torch.testing.assert_close(gradkit.func.value_and_grads(fn)(x)[1], right)
+    with pytest.raises(gradkit.GradientCheckError, match="bessel_j0"):
+        gradkit.func.check_grads(fn, x)
+    theirs = grad(fn(leaf), leaf)[0]
+    return Case(theirs, right, lambda: gradkit.value_and_grads(fn(leaf), leaf)[1])
+
+
+def airy_without_graph(device: torch.device) -> Case:
+    x = torch.ones(1, dtype=D, device=device)
+    step = 1e-5
+    slope = (torch.special.airy_ai(x + step) - torch.special.airy_ai(x - step)) / (2 * step)
+
+    def fn(x: Tensor) -> Tensor:
+        return (torch.special.airy_ai(x) + x * x).sum()
+
+    return _eagerly(fn, lambda x: (slope * x + x * x).sum(), x)
+
+
+def sample_of_normal(device: torch.device) -> Case:
+    std = torch.ones(1, dtype=D, device=device)
+
+    def drawn(std: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return torch.normal(torch.zeros_like(std), std).sum()
+
+    def right(std: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        noise = torch.normal(torch.zeros_like(std.detach()), std.detach())
+        return (noise * std).sum()
+
+    return _eagerly(drawn, right, std)
+
+
 def _eagerly(fn: Callable[[Tensor], Tensor], way: Callable[[Tensor], Tensor], x: Tensor) -> Case:
     """A gradient, and that of the same function in other words; gradkit.func refuses the first."""
-    with pytest.raises(gradkit.UnsupportedGraphError, match="as_strided_scatter"):
-        gradkit.func.value_and_grads(fn)(x)
     leaf = x.clone().requires_grad_()
+    with pytest.raises(gradkit.UnsupportedGraphError, match="derivative torch gets right here"):
+        gradkit.func.value_and_grads(fn)(x)
+    with (
+        gradkit.checked(),
+        pytest.raises(gradkit.UnsupportedGraphError, match="derivative torch gets right here"),
+    ):
+        fn(leaf)
     return Case(
         grad(fn(leaf), leaf)[0],
         gradkit.func.value_and_grads(way)(x)[1],
@@ -180,6 +233,8 @@ def operator_without_autograd(device: torch.device) -> Case:
             return call()
 
     theirs, right = quietly(lambda: grad(loss(), w)[0]), grad((w**3 + w).sum(), w)[0]
+    with gradkit.checked(), pytest.raises(gradkit.UnsupportedGraphError, match="autograd kernel"):
+        loss()
     return Case(theirs, right, lambda: quietly(lambda: gradkit.value_and_grads(loss(), w)[1]))
 
 
@@ -288,6 +343,7 @@ def second_of_a_backward_with_a_constant(device: torch.device) -> Case:
 
 
 ROWS = [
+    *special_points.UNSEEN,
     Row(
         "`w.data.add_(1)` after the loss `w * w` at 1: with respect to `w`",
         [4.0], [2.0], "`value_and_grads`", value_changed_behind_autograd, same=True,
@@ -295,15 +351,31 @@ ROWS = [
     Row(
         "`grad(x.as_strided_scatter(zero, (1,), (1,), 1).square().sum(), x)` at `[1, 2, 3]`",
         [0.0, 0.0, 0.0], [2.0, 0.0, 6.0],
-        f"`func.value_and_grads`: {REFUSED}; `value_and_grads`", by_input_of_as_strided_scatter,
+        UNCHECKED, by_input_of_as_strided_scatter,
         same=True,
     ),
     Row(
         "`grad(torch.cat([zeros, zeros.as_strided_scatter(x, (1,), (1,), 1)]) @ factors, x)`, the "
         "factors `[0, 1, 2, 3]`",
         [1.0], [3.0],
-        f"`func.value_and_grads`: {REFUSED}; `value_and_grads`", by_source_of_as_strided_scatter,
+        UNCHECKED, by_source_of_as_strided_scatter,
         same=True,
+    ),
+    Row(
+        "`grad((torch.special.bessel_j0(w) + w**2).sum(), w)` at 1; 23 more functions of "
+        "`torch.special` drop their graph",
+        [2.0], [1.5599],
+        f"`func.value_and_grads`: right; {CHECKED}; `func.check_grads`: `GradientCheckError`; "
+        "`value_and_grads`",
+        bessel_without_graph, same=True,
+    ),
+    Row(
+        "the same with `torch.special.airy_ai`",
+        [2.0], [1.8409], UNCHECKED, airy_without_graph, same=True,
+    ),
+    Row(
+        "`grad(torch.normal(zero, std).sum(), std)`, by a draw of 1.5410",
+        [0.0], [1.5410], UNCHECKED, sample_of_normal, same=True,
     ),
     Row(
         "checkpointed steps on `strength * (w - start)**2` at `w = start`, recomputed after "
@@ -315,7 +387,7 @@ ROWS = [
     Row(
         "`grad((cube(w) + w).sum(), w)` at 1, where `cube` is an operator of a library without an "
         "autograd kernel, as of a C++ extension; torch warns once",
-        [1.0], [4.0], f"`func.value_and_grads`: {REFUSED}; `value_and_grads`",
+        [1.0], [4.0], UNCHECKED,
         operator_without_autograd, same=True,
     ),
     Row(

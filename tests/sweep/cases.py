@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ EXCLUDED = {
     "native_batch_norm": "the same",
     "_native_batch_norm_legit": "the same",
     "_batch_norm_with_update": "the same",
-    "normal": "a sample is a constant, by design",
+    "normal": "its gradient is zero, and gradkit refuses it: transform_bugs.NOT_SWEPT",
     "normal.number_mean": "the same",
     "bfloat16": "rounds",
     "half": "rounds",
@@ -102,6 +103,57 @@ def _of_operation(info: Any, count: int) -> list[Case]:
 
         cases.append(case(short(info.name), call, ((one.input, *one.args), dict(one.kwargs))))
     return some([c for c in cases if c], count)
+
+
+def without_graph(count: int) -> set[str]:
+    """Return the operations of torch's table that vary smoothly, and give results without a graph.
+
+    Of each, so many samples are tried: a floating-point output that has no graph is differentiated
+    by the floating-point arguments, all of which require grad.
+    """
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    infos = [info for info in op_db if info.full_name not in EXCLUDED]
+    infos = [x for x in infos if D in x.supported_dtypes("cpu") and "jiterator" not in x.name]
+    return {short(info.name) for info in infos if _drops_its_graph(info, count)}
+
+
+def _drops_its_graph(info: Any, count: int) -> bool:
+    samples = islice(info.sample_inputs("cpu", D, requires_grad=False), count)
+    return any(_is_dropped(info.op, (one.input, *one.args), dict(one.kwargs)) for one in samples)
+
+
+def _is_dropped(op: Callable[..., Any], args: Any, named: Any) -> bool:
+    leaves, spec = pytree.tree_flatten((args, named))
+    slots = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
+    slots = [i for i in slots if leaves[i].layout == torch.strided and leaves[i].numel()]
+
+    def outputs(step: float, requires_grad: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        here = list(leaves)
+        for slot in slots:
+            along = torch.linspace(0.5, 1.0, leaves[slot].numel(), dtype=D).reshape_as(leaves[slot])
+            here[slot] = (leaves[slot].detach() + step * along).requires_grad_(requires_grad)
+        positional, by_name = pytree.tree_unflatten(here, spec)
+        found = pytree.tree_leaves(op(*positional, **by_name))
+        return [x for x in found if isinstance(x, Tensor) and x.is_floating_point()]
+
+    def one_output(index: int, step: float) -> Tensor:
+        return outputs(step, False)[index]
+
+    try:
+        lost = [i for i, x in enumerate(outputs(0, True)) if not x.requires_grad]
+        return any(_varies_smoothly(partial(one_output, i)) for i in lost)
+    except (RuntimeError, TypeError, ValueError):
+        return False  # a sample that is not differentiable as a leaf: written in place, say
+
+
+def _varies_smoothly(at: Callable[[float], Tensor]) -> bool:
+    fine, coarse = ((at(h) - at(-h)) / (2 * h) for h in (1e-5, 3e-5))
+    finite = fine.isfinite() & coarse.isfinite()
+    fine, coarse = fine[finite], coarse[finite]
+    is_smooth = (fine - coarse).abs() <= 1e-5 * (1 + fine.abs())
+    return bool(((fine.abs() > 1e-3) & is_smooth).any())
 
 
 def short(name: str) -> str:

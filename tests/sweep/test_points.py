@@ -23,16 +23,16 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, about sparse tens
 
 # Operations that torch gets wrong at a point, and gradkit right: of its table, or called here.
 MENDED = {
-    "pow": "pow",
-    "polar": "polar",
-    "linalg.vander": "vander",
-    "det: matrix": "det",
-    "logcumsumexp: all": "logcumsumexp",
-    "sinc": "sinc",
-    "softshrink: of nothing": "softshrink",
-    "hardshrink: of nothing": "hardshrink",
-    "cosine_similarity: below eps": "cosine_similarity",
-    "binary_cross_entropy: of a sigmoid": "binary_cross_entropy",
+    "pow": ("pow", "all 0 in [1]"),
+    "polar": ("polar", "all 0 in [0]"),
+    "linalg.vander": ("vander", "all 0 in [0]"),
+    "det: matrix": ("det", "a row of zeros in [0]"),
+    "logcumsumexp: all": ("logcumsumexp", "rising far in [0]"),
+    "sinc": ("sinc", "a zero in each row in [0]"),
+    "softshrink: of nothing": ("softshrink", "all 0 in [0]"),
+    "hardshrink: of nothing": ("hardshrink", "all 0 in [0]"),
+    "cosine_similarity: below eps": ("cosine_similarity", "as it is"),
+    "binary_cross_entropy: of a sigmoid": ("binary_cross_entropy", "as it is"),
 }
 
 
@@ -47,9 +47,10 @@ def cases_of(name: str, count: int) -> list[Case]:
 def test_what_torch_gets_wrong_at_a_point_is_found_and_right_here(
     device: torch.device, name: str
 ) -> None:
-    found = at_points(cases_of(name, 2), most=60)
+    operation, point = MENDED[name]
+    found = at_points(cases_of(name, 3), named={point, "as it is"})
     wrong = [one for one in found.findings if one.torch == "wrong"]
-    assert {one.operation for one in wrong} == {MENDED[name]}
+    assert {one.operation for one in wrong} == {operation}
     assert any(one.gradkit == "right" for one in wrong)
     assert [one for one in found.findings if one.is_new] == []
 
@@ -60,7 +61,7 @@ def test_no_number_is_wrong_at_a_point_that_is_not_known(device: torch.device) -
     """A sample of one in fifty; `python -m tests.sweep --points` tries all."""
     total = Found()
     for _, make in list(chain(operations(), modules()))[7::50]:
-        total.add(at_points(make(2), most=30))
+        total.add(at_points(make(2), most=20))
     assert [one for one in total.findings if one.is_new] == []
     assert total.judged > 100
 

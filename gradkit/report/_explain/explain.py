@@ -31,7 +31,8 @@ def explain(losses: PyTree, params: PyTree) -> Explanation:
 
     The graph is read, not run: nothing is computed, freed or written. Where the other calls raise
     (a reentrant checkpoint, a module wrapped for several processes, a freed graph, a saved tensor
-    that was changed in place, a constant), this one says so in its result.
+    that was changed in place, a constant), this one says so in its result. What torch has dropped
+    from the graph, it cannot show: compute the losses inside `gradkit.checked()`, which names it.
 
     Example:
         >>> import torch, gradkit

@@ -26,8 +26,9 @@ _FROZEN_SINCE = Verdict("frozen", "requires_grad has been set to False since the
 _INTEGER = Verdict("frozen", "its dtype is not floating-point, and has no gradient")
 _CONSTANT = Verdict(
     "constant loss",
-    "the loss carries no graph: made under no_grad or inference_mode, detached, or from inputs "
-    "none of which requires grad",
+    "the loss carries no graph: made under no_grad or inference_mode, detached, from inputs none "
+    "of which requires grad, or by an operation that drops it, which gradkit.checked() around the "
+    "forward pass names",
 )
 _SHARDED = Verdict("sharded", "the parameters of a module sharded by FSDP are not in the graph")
 _INSIDE = Verdict(

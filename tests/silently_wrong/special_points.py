@@ -1,0 +1,97 @@
+"""Operations whose rules are wrong at some values: singular matrices, ties, zeros, far apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.func import grad, jvp
+
+import gradkit
+from gradkit import func
+from tests.silently_wrong._row import Case, D, Row
+
+Function = Callable[[Tensor], Tensor]
+
+
+def _by_hand(a: Tensor) -> Tensor:
+    return a[0, 0] * a[1, 1] - a[0, 1] * a[1, 0]
+
+
+def _eager(fn: Function, written: Function, x: Tensor) -> Case:
+    def slope(fn: Function) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(fn(leaf), leaf)[0]
+
+    def ours() -> Tensor:
+        leaf = x.clone().requires_grad_()
+        return gradkit.value_and_grads(fn(leaf), leaf)[1]
+
+    return Case(slope(fn), slope(written), ours)
+
+
+def gradient_of_a_singular_matrix(device: torch.device) -> Case:
+    a = torch.tensor([[1.0, 2.0], [2.0, 4.0]], dtype=D, device=device)
+    return _eager(torch.linalg.det, _by_hand, a)
+
+
+def _greatest(x: Tensor) -> Tensor:
+    five, where = x.new_full((1,), 5.0), torch.zeros(2, dtype=torch.long, device=x.device)
+    return five.scatter_reduce(0, where, x, "amax", include_self=False).sum()
+
+
+def tie_with_what_is_not_included(device: torch.device) -> Case:
+    return _eager(_greatest, Tensor.amax, torch.tensor([5.0, 3.0], dtype=D, device=device))
+
+
+def _over_reverse(fn: Function, right: Tensor, x: Tensor, along: Tensor) -> Case:
+    theirs = jvp(grad(fn), (x,), (along,))[1]
+    return Case(theirs, right, lambda: func.hvp(fn, x, along)[1])
+
+
+def second_of_sinc_at_zero(device: torch.device) -> Case:
+    zero = torch.zeros((), dtype=D, device=device)
+    series: Function = lambda x: 1 - (torch.pi * x) ** 2 / 6  # noqa: E731
+    right = jvp(grad(series), (zero,), (zero + 1,))[1]
+    return _over_reverse(torch.sinc, right, zero, zero + 1)
+
+
+def jvp_of_logcumsumexp(device: torch.device) -> Case:
+    x = torch.tensor([0.0, 100.0, 1000.0], dtype=D, device=device)
+    along = torch.tensor([1.0, 2.0, 3.0], dtype=D, device=device)
+    sums: Function = partial(torch.logcumsumexp, dim=0)
+    each = torch.stack([torch.func.grad(lambda x, i=i: sums(x)[i])(x) for i in range(3)])
+    return Case(
+        jvp(sums, (x,), (along,))[1], each @ along, lambda: func.jvp(sums, (x,), (along,))[1]
+    )
+
+
+ROWS = [
+    Row(
+        "`jvp(grad(torch.sinc), (x,), (v,))[1]` at zero",
+        0.0, -3.2899, "`func.hvp`", second_of_sinc_at_zero,
+    ),
+    Row(
+        "`jvp` of `torch.logcumsumexp(x, 0)`, where `x` is `[0, 100, 1000]`",
+        [0.0, 0.0, 3.0], [1.0, 2.0, 3.0], "`func.jvp`", jvp_of_logcumsumexp,
+    ),
+]  # fmt: skip
+
+_SEEN = (
+    "`func.value_and_grads`, and inside `gradkit.checked()`: right; `per_loss_grads`, and with "
+    '`unused="error"`: `UnsupportedGraphError`; `value_and_grads`'
+)
+UNSEEN = [
+    Row(
+        "`grad(torch.linalg.det(a), a)`, where `a` is `[[1, 2], [2, 4]]`, which is singular",
+        [[0.0, 0.0], [0.0, 0.0]], [[4.0, -2.0], [-2.0, 1.0]],
+        _SEEN, gradient_of_a_singular_matrix, same=True,
+    ),
+    Row(
+        '`grad(five.scatter_reduce(0, zeros, x, "amax", include_self=False), x)` at `[5, 3]`, '
+        "where `five` is `[5]`: a tie with what is not included",
+        [0.5, 0.0], [1.0, 0.0], _SEEN, tie_with_what_is_not_included, same=True,
+    ),
+]  # fmt: skip
