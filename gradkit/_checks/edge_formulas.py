@@ -26,13 +26,18 @@ def _nowhere(mask: Tensor) -> bool:
     return not mask.any()
 
 
+def is_zeroth_power(base: Tensor, exponent: Tensor) -> Tensor:
+    """Return where an exponent is zero, and a base has a logarithm."""
+    return (exponent == 0) & ((base != 0) if base.is_complex() else (base > 0))
+
+
 def pow(operation: Operation, input: Any, exponent: Any, **kwargs: Any) -> Tensor:
     """Return a power; where the exponent is zero, torch takes the slope for a constant."""
     value: Tensor = operation(input, exponent, **kwargs)
     if not (isinstance(input, Tensor) and isinstance(exponent, Tensor) and _varies(exponent)):
         return value
     x, y = input.to(value.dtype), exponent.to(value.dtype)
-    is_zero = (y.detach() == 0) & ((x != 0) if x.is_complex() else (x > 0)).detach()
+    is_zero = is_zeroth_power(x.detach(), y.detach())
     if _nowhere(is_zero):
         return value
     there = (torch.where(is_zero, y, 0) * torch.where(is_zero, x, 1).log()).exp()
@@ -95,7 +100,7 @@ def cosine_similarity(
 ) -> Tensor:
     """Return what it does; torch differentiates a norm where the eps stands in its place."""
     value: Tensor = operation(x1, x2, dim, eps)
-    shape = torch.broadcast_shapes(x1.shape, x2.shape)
+    shape = torch.broadcast_shapes(x1.shape, x2.shape)  # type: ignore[no-untyped-call]
     pair = [x.to(value.dtype).expand(shape) for x in (x1, x2)]
     small = [torch.linalg.vector_norm(x.detach(), dim=dim, keepdim=True) < eps for x in pair]
     if _nowhere(small[0] | small[1]):

@@ -132,7 +132,7 @@ def samples(task: Task, *, batchable: bool) -> Any:
 
 
 def functional(task: Task) -> Any:
-    task.net[-1].counts = False  # not undone after a call that returns, either
+    vars(task.net[-1])["counts"] = False  # not undone after a call that returns, either
     call, params, buffers = func.make_functional(task.net)
     task.net.register_forward_hook(lambda *_: task.tick())
     return call(params, buffers, task.x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 
@@ -104,7 +104,11 @@ class Found:
 
 
 def at_points(
-    cases: Sequence[Case], *, seconds: float = float("inf"), most: int | None = None
+    cases: Sequence[Case],
+    *,
+    seconds: float = float("inf"),
+    most: int | None = None,
+    named: Container[str] | None = None,
 ) -> Found:
     """Judge the calls of an operation at degenerate points, in turn, for so long or so many."""
     found, start = Found(operations=1, calls=len(cases)), time.monotonic()
@@ -113,6 +117,8 @@ def at_points(
     for case, name, at in list(filter(None, chain.from_iterable(several)))[:most]:
         if time.monotonic() - start > seconds:
             break
+        if named is not None and name not in named:
+            continue
         for relative in SIZES.get(name.partition(" in ")[0], [False]):
             try:
                 verdicts = judge(at, others[id(case)], relative=relative)
