@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 from torch import Tensor, nn
 
 from gradkit._autograd.own_roots import number_of_a_pass
-from gradkit._compat.autograd import current_pass
+from gradkit._compat.autograd import calling_thread, current_pass
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import default_hooks
 from gradkit._core import pytree
@@ -119,12 +119,12 @@ def safe_retain(
 
     The gradient is the one with respect to the value that a tensor has at this call, also if it is
     used before the call, or changed in place after it. Hooks that the user registered earlier have
-    been applied. `.grad` is not written. All of gradkit's passes of this thread in the block reach
-    the tensors; `torch.autograd.grad`, `.backward()` or `backward_` for some params only, and
-    passes of other threads reach those that lie on a path to their params, and are recorded as by
-    `retain_grad()`. Passes whose gradients a call does not return, such as those of `gram`, of
-    norms, and of the Gramian behind `value_and_grads(weights=function)`, are not recorded. A block
-    in which no pass ran, and that ends without an error, warns (`GradkitWarning`).
+    been applied. `.grad` is not written. What this thread runs is recorded, and what others run is
+    not. All of gradkit's passes in the block reach the tensors; `torch.autograd.grad`,
+    `.backward()` or `backward_` for some params only reach those that lie on a path to these, and
+    are recorded as by `retain_grad()`. Passes whose gradients a call does not return, such as those
+    of `gram`, of norms, and of the Gramian behind `value_and_grads(weights=function)`, are not
+    recorded. A block in which no pass ran, and that ends without an error, warns (`GradkitWarning`).
 
     Example:
         >>> import torch, gradkit
@@ -287,11 +287,14 @@ def _recorder_of_runs(
     # Of those that are required, a run has to have a tensor with a graph. `recomputed` gets the
     # names of those that have one in a recomputation alone.
     runs: dict[str, list[_KeptTree]] = {name: [] for name in names}
+    thread = calling_thread()
     retained._collect = lambda read, missing: {
         name: _one_or_all(list(map(read, kept)), missing) for name, kept in runs.items()
     }
 
     def see(name: str, tree: PyTree) -> None:
+        if calling_thread() != thread:
+            return
         leaves, spec = pytree.flatten(tree)
         with_graph = {id(x) for x in leaves if isinstance(x, Tensor) and x.requires_grad}
         if current_pass() != -1:

@@ -14,7 +14,7 @@ from gradkit._compat.nodes import any_sparse_gradients, sizes_of_gradients
 from gradkit._core import user_code
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
-from gradkit._core.pass_observers import records_in
+from gradkit._core.pass_observers import any_observers
 from gradkit.errors import warn_fallback
 
 # What the engine's batched mode gets wrong, or cannot do [G1, G6].
@@ -106,7 +106,7 @@ def why_not_batched(below: Subgraph, allowed: Collection[str] = ()) -> str | Non
     """Return why a graph is known not to come out right in the batched mode, or not to run."""
     if is_checked():
         return "gradkit.checked() looks at one pass at a time"
-    if records_in(below):
+    if any_observers():
         return "safe_retain keeps gradients, and those of a batch cannot outlive it"
     for kind in below.kinds:
         if kind.__name__ in _UNBATCHABLE:

@@ -15,9 +15,9 @@ from gradkit._compat.autograd import current_pass, run_engine
 from gradkit._compat.transforms import COMPILED_AUTOGRAD, compiled_autograd_disabled
 from gradkit._core import user_code
 from gradkit._core.pass_observers import (
+    any_observers,
     begin_of_passes,
     hidden_passes,
-    may_be_recorded,
     observed_tensors,
 )
 from gradkit._state.grad_attribute import GradsPutBack
@@ -52,7 +52,7 @@ def numbered_roots(outputs: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
 @contextmanager
 def unrecorded() -> Iterator[None]:
     """Hide the passes of rows in the block from safe_retain: no call returns their gradients."""
-    if not may_be_recorded():
+    if not any_observers():
         yield
         return
     # Raises as a pass that is recorded would, and leaves the `.grad` of these tensors alone.

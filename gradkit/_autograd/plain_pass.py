@@ -34,7 +34,7 @@ from gradkit._core.graph_walk import kinds_in_short_pass, nodes_of_types
 from gradkit._core.losses import lone_loss
 from gradkit._core.ownership import owned
 from gradkit._core.params import NO_PARAMS, Params
-from gradkit._core.pass_observers import all_observers
+from gradkit._core.pass_observers import observers
 from gradkit._core.pytree import PyTree, unflatten
 from gradkit._core.tensor_nodes import is_freed, is_leaf_node
 from gradkit._core.user_code import (
@@ -58,7 +58,7 @@ def is_plain(loss: Any) -> TypeGuard[Tensor]:
         and loss.numel() == 1
         and loss.dtype.is_floating_point
         and not loss.retains_grad
-        and not (all_observers or open_monitors or recomputed_tensor_sources)
+        and not (observers.active or open_monitors or recomputed_tensor_sources)
         and is_ordinary(loss)
         and not any_fully_sharded()
         and not (loss._version and is_view(loss))  # it may have lost its history

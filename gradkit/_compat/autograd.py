@@ -6,9 +6,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import Context, ContextVar
 from functools import cache
 from logging import DEBUG, getLogger
 from operator import attrgetter
+from threading import get_ident
 from typing import Any, cast
 
 import torch
@@ -26,6 +28,24 @@ AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-de
 def current_pass() -> int:
     """Return the number of the engine's pass that runs in this thread; -1 outside of passes."""
     return torch._C._current_graph_task_id()
+
+
+_calling_thread: ContextVar[int] = ContextVar("calling_thread")
+
+
+def calling_thread() -> int:
+    """Return the number of this thread; in a backward pass, that of the thread that called it.
+
+    If that thread has asked for its number before the pass.
+    """
+    # The engine runs nodes in threads of devices, too, and in others where passes are nested
+    # deeply. It hands them the context of its caller. Run on torch 2.13.
+    here = get_ident()
+    if current_pass() == -1:
+        _calling_thread.set(here)
+    elif torch._C._is_key_in_tls("context"):
+        return cast("Context", torch._C._get_obj_in_tls("context")).get(_calling_thread, here)
+    return here
 
 
 def sequence_number(node: Node) -> int:

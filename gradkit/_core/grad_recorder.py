@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Set
 from typing import TypeAlias
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from gradkit._compat.autograd import current_pass
+from gradkit._compat.autograd import calling_thread, current_pass
 from gradkit._compat.dynamo import compiled_together, is_compiled_node
 from gradkit._compat.transforms import is_transform_tensor, transforms
 from gradkit._core import tensor_nodes, user_code
@@ -36,10 +36,13 @@ class GradRecorder:
         self._is_compiled, self._may_be_hidden = is_compiled_node(edge.node), False
         self._where = where
         self._version = tensor._version
+        self._thread = calling_thread()
         # The hook stays on the node of this version when the tensor is changed in place [L1].
         self._handle = user_code.register_own_hook(tensor, self._record)
 
     def _record(self, grad: Tensor | None) -> None:
+        if calling_thread() != self._thread:
+            return
         if grad is not None and not in_hidden_pass():  # None is an undefined gradient [D10]
             # A copy, because the node below may write on its cotangent [L3].
             self.passes.append(copy_for(grad, self.tensor))
@@ -107,10 +110,6 @@ class Recorders:
     def are_empty(self) -> bool:
         """Return whether no pass has been recorded."""
         return not any(recorder.passes for recorder in self._by_arrival.values())
-
-    def arrives_in(self, nodes: Collection[Node]) -> bool:
-        """Return whether a gradient arrives at one of these nodes."""
-        return any(node in nodes for node, _ in list(self._by_arrival))
 
     def remove(self) -> None:
         """Record no more."""

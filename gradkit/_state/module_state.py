@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradkit._core.undoing import undone
+from gradkit._state.exclusive_modules import alone_with
+
 _CONTAINERS = (list, dict, OrderedDict, set)
 _OF_EVERY_MODULE = list(vars(nn.Module()))
 _HOOK_TABLES = {name for name in _OF_EVERY_MODULE if name.endswith("hooks")}
@@ -60,10 +63,12 @@ def _may_be_containers(attributes: dict[str, Any], hooks: bool) -> Iterable[Any]
 
 def _restore(container: Any, copy: Any) -> None:
     """Give a container the objects that it had, in their order."""
-    # One with the same keys keeps its size: the caller may be iterating over it.
-    if isinstance(container, dict) and list(container) == list(copy):
-        for key, value in copy.items():
-            container[key] = value
+    # One with the same keys keeps its size, and is never empty: the caller, or another thread, may
+    # be iterating over it.
+    if isinstance(container, dict) and list(islice(container, len(copy))) == list(copy):
+        container.update(copy)
+        for key in list(islice(container, len(copy), None)):
+            del container[key]
     elif not isinstance(container, dict) and _is_same(container, copy):
         return
     else:
@@ -78,19 +83,23 @@ def _is_same(container: Any, copy: Any) -> bool:
 
 
 @contextmanager
-def attributes_put_back(module: nn.Module, *, hooks: bool = False) -> Iterator[None]:
-    """Put back the attributes, lists and dictionaries of a module; with `hooks`, its hooks, too."""
+def attributes_put_back(
+    module: nn.Module, *, hooks: bool = False
+) -> Iterator[list[tuple[str, nn.Module]]]:
+    """Put back the attributes, lists and dictionaries of a module; with `hooks`, its hooks, too.
+
+    Yields its parts by name. Until the block ends, another thread waits at such a block.
+    """
     # Otherwise what a forward pass computes from the tensors of a call would stay in the module: a
     # weight that a hook makes, a cache. And in a module that is part of another under two names,
     # torch.func.functional_call leaves the tensors of the call as its parameters.
     if torch.compiler.is_compiling():  # it rejects assignments that it cannot undo itself
-        yield
+        yield []
         return
-    snapshot = ModuleSnapshot(module, hooks=hooks)
-    try:
-        yield
-    finally:
-        snapshot.restore()
+    with alone_with(module):
+        snapshot = ModuleSnapshot(module, hooks=hooks)
+        with undone(snapshot.restore):
+            yield snapshot.parts
 
 
 class TensorSlots:

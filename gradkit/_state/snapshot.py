@@ -16,6 +16,7 @@ from gradkit._compat.transforms import transforms
 from gradkit._core.closure_contents import captured_by
 from gradkit._core.devices import is_capturing
 from gradkit._state import rng
+from gradkit._state.exclusive_modules import alone_with
 from gradkit._state.grad_attribute import GradsPutBack, grad_dtypes_put_back
 from gradkit._state.module_state import ModuleSnapshot, attributes_put_back
 
@@ -48,6 +49,7 @@ class Snapshot:
                 stack.enter_context(GradsPutBack(self.leaves))
                 stack.enter_context(grad_dtypes_put_back(self.leaves))
                 stack.callback(self._restore_tensors)  # before `.grad`, which must fit
+                stack.enter_context(alone_with(*self.modules))
                 for module in self.modules:
                     stack.enter_context(attributes_put_back(module, hooks=True))
                 yield
@@ -89,12 +91,13 @@ def put_back_on_error(*functions: object) -> Iterator[None]:
     The buffers and attributes of the modules that they refer to, small tensors, and random states.
     """
     # A transform around refuses writes on what is outside, or has copies made.
-    if transforms() or is_capturing():
+    if torch.compiler.is_compiling() or transforms() or is_capturing():
         yield
         return
     captured = captured_by(*functions)
     modules = [m for m in captured if isinstance(m, nn.Module) and not _is_scripted(m)]
-    snapshots = list(map(ModuleSnapshot, modules))
+    with alone_with(*modules):
+        snapshots = list(map(ModuleSnapshot, modules))
     parts = [part for snapshot in snapshots for _, part in snapshot.parts]
     tensors = [x for x in captured if isinstance(x, Tensor) and not x.requires_grad]
     written = [x for x in tensors if x.numel() <= _LARGEST_STATE]
@@ -106,8 +109,9 @@ def put_back_on_error(*functions: object) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for snapshot in snapshots:
-            snapshot.restore()
+        with alone_with(*modules):
+            for snapshot in snapshots:
+                snapshot.restore()
         with torch.inference_mode():  # in which its own tensors can be written on
             for tensor, version, value in values:
                 if _has_changed(tensor, version, value):

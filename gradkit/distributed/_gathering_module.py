@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from gradkit._compat import distributed
 from gradkit._compat.transforms import is_transform_tensor
+from gradkit._core.undoing import undone
+from gradkit._state.exclusive_modules import alone_with
 from gradkit._state.recomputed_tensors import recompute_hooks, register_recompute
 from gradkit.distributed._differentiable_gather import ShardedParam, gather
 
@@ -20,7 +22,13 @@ def gathering(module: nn.Module, params: Iterable[tuple[Tensor, ShardedParam]]) 
     """Let a module in the block gather these of its parameters when it reads them."""
     gatherer = _Gatherer({id(shard): param for shard, param in params})
     changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    try:
+
+    def put_back() -> None:
+        for attributes, before in changed:
+            attributes.update(before)
+        gatherer.free()
+
+    with alone_with(module), undone(put_back):
         for part in module.modules():
             attributes = vars(part)
             new = distributed.without_hooks(part)
@@ -29,10 +37,6 @@ def gathering(module: nn.Module, params: Iterable[tuple[Tensor, ShardedParam]]) 
             attributes.update(new)
         with recompute_hooks():
             yield
-    finally:
-        for attributes, before in changed:
-            attributes.update(before)
-        gatherer.free()
 
 
 class _Gatherer:

@@ -21,8 +21,10 @@ from gradkit._compat.transforms import BATCH, memory_of, transforms
 from gradkit._core import pytree
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import refuse_distributed, require_tensor
+from gradkit._core.undoing import INSIDE
 from gradkit._state.copy_on_write import CopyOnWrite, CopyOnWriteMode, is_in_place
-from gradkit._state.module_state import ModuleSnapshot, TensorSlots
+from gradkit._state.exclusive_modules import alone_with
+from gradkit._state.module_state import TensorSlots, attributes_put_back
 from gradkit._state.recomputed_tensors import is_recomputed
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func import _checkpoints as checkpoints
@@ -48,7 +50,8 @@ def make_functional(
 
     Args:
         module: Any module of this process. Its train or eval mode counts at the time of a call, as
-            do its Python attributes; one call runs at a time, as in `torch.func.functional_call`.
+            do its Python attributes. A call puts its tensors into the module while it runs: calls
+            of other threads wait, but the module itself must not run there meanwhile.
 
     Returns:
         `(call, params, buffers)`. `params` are the module's own parameters by name, a tied one by
@@ -88,18 +91,17 @@ def functional(
     module: nn.Module,
 ) -> tuple[Callable[..., tuple[Any, Named]], Named, Named]:
     """Return what `make_functional` does, also of a module that FSDP has sharded."""
-    params: Named = dict(module.named_parameters())
-    own_buffers: Named = dict(module.named_buffers())
+    with alone_with(module):  # in a call of another thread it has other tensors
+        params: Named = dict(module.named_parameters())
+        own_buffers: Named = dict(module.named_buffers())
+        all_buffers = dict(module.named_buffers(remove_duplicate=False))
     for name, tensor in {**params, **own_buffers}.items():
         require_tensor(tensor, partial("module.{}".format, name))
     _refuse_writing(module)
     own, names, buffer_names = list(params.values()), list(params), list(own_buffers)
     first_name = {id(buffer): name for name, buffer in reversed(own_buffers.items())}
     # A buffer that stands in the module under several names is given, and looked for, under all.
-    every_name = {
-        name: first_name[id(buffer)]
-        for name, buffer in module.named_buffers(remove_duplicate=False)
-    }
+    every_name = {name: first_name[id(buffer)] for name, buffer in all_buffers.items()}
     # Of one module under two names, functional_call gives back the module's own for the second.
     second_names = {
         name: first
@@ -138,10 +140,9 @@ def _call(
     guard: ReadOnly,
 ) -> tuple[Any, Named]:
     """Return what a module returns for these tensors, and its buffers after it."""
-    snapshot = ModuleSnapshot(module)
-    try:
-        with guard, _own_buffers(new) as own, own_parametrized_values():
-            slots = TensorSlots(snapshot.parts)
+    with attributes_put_back(module) as parts:
+        with guard, _own_buffers(new) as own, own_parametrized_values(), INSIDE:
+            slots = TensorSlots(parts)
             is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
             is_refused = is_tracing or isinstance(module, _REFUSED_BY_TORCH)
             if is_refused or not slots.fill({**given, **new}):
@@ -149,8 +150,6 @@ def _call(
             else:
                 out, after = module(*args, **kwargs), {**new, **slots.buffers()}
         return (out, after) if own is None else own.writes.values((out, after))
-    finally:
-        snapshot.restore()
 
 
 def _own_buffers(new: Named) -> AbstractContextManager[CopyOnWriteMode | None]:

@@ -17,6 +17,7 @@ from gradkit._core.closure_contents import captured_by
 from gradkit._core.devices import is_capturing
 from gradkit._core.pytree import PyTree
 from gradkit._state import rng
+from gradkit._state.exclusive_modules import alone_with
 from gradkit._state.module_state import attributes_put_back
 from gradkit.errors import StructureError, UnsupportedGraphError, first_line, message, warn_fallback
 from gradkit.func._errors import RANDOM, refused_random
@@ -128,9 +129,10 @@ def _generators(captured: Iterable[object]) -> Iterator[torch.Generator]:
 
 
 @contextmanager
-def _modules_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
+def _modules_put_back(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Put back what a block assigns to modules: a buffer would be a tensor of the vmap."""
     with ExitStack() as stack:
+        stack.enter_context(alone_with(*modules))
         for module in modules:
             stack.enter_context(attributes_put_back(module))
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -140,18 +140,71 @@ def in_thread(run: Callable[[], Any]) -> None:
         raise errors[0]
 
 
-def test_passes_of_other_threads_are_recorded_likewise(device: torch.device) -> None:
+def test_passes_of_other_threads_are_not_recorded(device: torch.device) -> None:
     w, h, losses = graph(device)
+    batched: Any = {"strategy": "batched", "retain_graph": True}
+    passes: list[Callable[[], Any]] = [
+        lambda: gradkit.gram(losses, w, retain_graph=True),
+        lambda: gradkit.value_and_grads(losses.sum(), w, retain_graph=True),
+        lambda: gradkit.per_loss_grads(losses, w, **batched),
+        lambda: torch.autograd.grad(losses.sum(), w, retain_graph=True),
+        lambda: losses.sum().backward(retain_graph=True, inputs=[w]),
+    ]
     with gradkit.safe_retain(h) as kept:
-        in_thread(lambda: gradkit.gram(losses, w, retain_graph=True))
+        for one in passes:
+            in_thread(one)
         assert kept.grads is None
-        in_thread(lambda: gradkit.value_and_grads(losses.sum(), w, retain_graph=True))
-        assert len(kept.passes) == 1
-        batched: Any = {"strategy": "batched", "retain_graph": True}
-        with pytest.warns(gradkit.GradkitWarning, match="safe_retain"):
-            in_thread(lambda: gradkit.per_loss_grads(losses, w, **batched))
-    assert len(kept.passes) == 7
-    torch.testing.assert_close(kept.grads, 2 * kept.passes[0])
+        passes[-1]()  # the same one, of this thread
+    assert len(kept.passes) == 1
+
+
+def test_passes_that_another_thread_runs_meanwhile_add_nothing(device: torch.device) -> None:
+    w, h, losses = graph(device)
+    stop, runs = Event(), [0]
+
+    def others() -> None:
+        while not stop.is_set():
+            torch.autograd.grad(losses.sum(), w, retain_graph=True)
+            runs[0] += 1
+
+    thread = Thread(target=others)
+    with gradkit.safe_retain(h) as kept:
+        thread.start()
+        own = 0
+        while own < 20 or runs[0] < 20:
+            torch.autograd.grad(losses[0], w, retain_graph=True)
+            own += 1
+        stop.set()
+        thread.join()
+    (expected,) = torch.autograd.grad(losses[0], h, retain_graph=True)
+    assert own == len(kept.passes)
+    assert all(torch.equal(grad, expected) for grad in kept.passes)
+
+
+def test_a_pass_inside_a_hook_is_of_the_thread_that_called_the_outer_one(
+    device: torch.device,
+) -> None:
+    w, h, losses = graph(device)
+    v = torch.ones(3, device=device, requires_grad=True)
+    middle = v * 2
+    total = losses.sum()
+    middle.register_hook(lambda _: torch.autograd.grad(total, w, retain_graph=True) and None)
+    with gradkit.safe_retain(h) as kept:
+        in_thread(lambda: torch.autograd.grad(middle.sum(), v, retain_graph=True))
+        assert kept.passes == ()
+        torch.autograd.grad(middle.sum(), v)
+    assert len(kept.passes) == 1
+
+
+def test_a_module_that_runs_in_another_thread_is_not_kept(device: torch.device) -> None:
+    model = torch.nn.Linear(3, 2).to(device)
+    x = torch.ones(3, device=device)
+    with gradkit.safe_retain(model, "") as kept:
+        in_thread(lambda: model(x).sum().backward())
+        out = model(x)
+        gradkit.value_and_grads(out.sum(), model)
+    assert kept.values[""] is out
+    assert kept.grads[""].tolist() == [1.0, 1.0]
 
 
 def test_a_pass_of_a_hook_inside_a_hidden_one_is_recorded(device: torch.device) -> None:
