@@ -87,7 +87,9 @@ def _of_pow(node: Node, *, create_graph: bool) -> str | None:
 
 def _of_polar(node: Node, *, create_graph: bool) -> str | None:
     is_zero = (saved(node, "result").detach() == 0).any()
-    return "polar of a radius of zero, for which torch gives a gradient of zero" if is_zero else None
+    return (
+        "polar of a radius of zero, for which torch gives a gradient of zero" if is_zero else None
+    )
 
 
 def _of_binary_cross_entropy(node: Node, *, create_graph: bool) -> str | None:
