@@ -124,7 +124,8 @@ def safe_retain(
     `.backward()` or `backward_` for some params only reach those that lie on a path to these, and
     are recorded as by `retain_grad()`. Passes whose gradients a call does not return, such as those
     of `gram`, of norms, and of the Gramian behind `value_and_grads(weights=function)`, are not
-    recorded. A block in which no pass ran, and that ends without an error, warns (`GradkitWarning`).
+    recorded. A block in which no pass ran, and that ends without an error, warns
+    (`GradkitWarning`).
 
     Example:
         >>> import torch, gradkit

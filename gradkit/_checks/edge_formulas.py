@@ -100,7 +100,7 @@ def cosine_similarity(
 ) -> Tensor:
     """Return what it does; torch differentiates a norm where the eps stands in its place."""
     value: Tensor = operation(x1, x2, dim, eps)
-    shape = torch.broadcast_shapes(x1.shape, x2.shape)  # type: ignore[no-untyped-call]
+    shape = (x1.detach() + x2.detach()).shape
     pair = [x.to(value.dtype).expand(shape) for x in (x1, x2)]
     small = [torch.linalg.vector_norm(x.detach(), dim=dim, keepdim=True) < eps for x in pair]
     if _nowhere(small[0] | small[1]):

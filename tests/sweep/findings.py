@@ -65,7 +65,8 @@ class Finding:
         if self.operation in BY_DESIGN or "wrong" not in (self.torch, self.gradkit):
             return False
         if self.program.startswith("modes"):
-            return self.gradkit == "wrong" and self.operation not in KINKS and not self.is_rounding
+            is_kink = self.operation in KINKS or any(f" {name} in" in self.where for name in SIZES)
+            return self.gradkit == "wrong" and not is_kink
         if self.gradkit == "wrong":  # in a plain eager call, nothing looks at the operation
             return not (self.program.startswith("eager") and self.is_seen) and not self.is_rounding
         stack = self.program.split()

@@ -28,7 +28,7 @@ MENDED = {
     "linalg.vander": ("vander", "all 0 in [0]"),
     "det: matrix": ("det", "a row of zeros in [0]"),
     "logcumsumexp: all": ("logcumsumexp", "rising far in [0]"),
-    "sinc": ("sinc", "a zero in each row in [0]"),
+    "sinc": ("sinc", "all 0 in [0]"),
     "softshrink: of nothing": ("softshrink", "all 0 in [0]"),
     "hardshrink: of nothing": ("hardshrink", "all 0 in [0]"),
     "cosine_similarity: below eps": ("cosine_similarity", "as it is"),
@@ -58,10 +58,10 @@ def test_what_torch_gets_wrong_at_a_point_is_found_and_right_here(
 @here
 @pytest.mark.slow
 def test_no_number_is_wrong_at_a_point_that_is_not_known(device: torch.device) -> None:
-    """A sample of one in fifty; `python -m tests.sweep --points` tries all."""
+    """A sample of one in eighty; `python -m tests.sweep --points` tries all."""
     total = Found()
-    for _, make in list(chain(operations(), modules()))[7::50]:
-        total.add(at_points(make(2), most=20))
+    for _, make in list(chain(operations(), modules()))[7::80]:
+        total.add(at_points(make(2), most=12))
     assert [one for one in total.findings if one.is_new] == []
     assert total.judged > 100
 
