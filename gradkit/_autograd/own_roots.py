@@ -20,7 +20,7 @@ from gradkit._core.pass_observers import (
     hidden_passes,
     observed_tensors,
 )
-from gradkit._state.grad_attribute import GradsPutBack
+from gradkit._state.grad_attribute import grads_put_back
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def unrecorded() -> Iterator[None]:
         return
     # Raises as a pass that is recorded would, and leaves the `.grad` of these tensors alone.
     tensors = {id(t): t for t, _ in observed_tensors() if t.retains_grad and not t.is_leaf}
-    with GradsPutBack(list(tensors.values())), hidden_passes():
+    with grads_put_back(list(tensors.values())), hidden_passes():
         yield
 
 

@@ -27,7 +27,7 @@ from gradkit._core.graph import Subgraph
 from gradkit._core.ownership import owned
 from gradkit._core.params import Params
 from gradkit._core.pass_observers import any_observers, observed_tensors
-from gradkit._state.grad_attribute import GradsPutBack
+from gradkit._state.grad_attribute import grads_put_back
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class PassRunner:
         """Yield what a pass is for, observed tensors too; every `.grad` is put back afterwards."""
         extra = observed_tensors()
         retained = self.retained((*variables, *(tensor for tensor, _ in extra)))
-        with GradsPutBack(list({id(t): t for t in retained}.values())):
+        with grads_put_back(list({id(t): t for t in retained}.values())):
             yield [*variables, *(edge for _, edge in extra)]
 
     def params_of(self, variables: list[Tensor]) -> Params:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, cast
 
@@ -15,6 +17,7 @@ from gradkit._compat.transforms import detach_keep_tangent
 from gradkit._core.leaf_arithmetic import ARITHMETIC_DTYPES
 from gradkit._core.memory_overlap import overlaps_itself
 from gradkit._core.ownership import PLAIN_TYPES, copy_for
+from gradkit._core.undoing import undone
 from gradkit.errors import UnsupportedGraphError, describe, message
 
 _grad, _requires_grad = map(attrgetter, ("grad", "requires_grad"))
@@ -30,7 +33,11 @@ _NONE = frozenset({type(None)})
 
 def write(leaf: Tensor, grad: Tensor | None) -> None:
     """Set `.grad` to a copy of a gradient, without its graph; None sets None."""
-    leaf.grad = None if grad is None else copy_for(detach_keep_tangent(grad), leaf)
+    leaf.grad = _copy(leaf, grad)
+
+
+def _copy(leaf: Tensor, grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else copy_for(detach_keep_tangent(grad), leaf)
 
 
 def write_all(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
@@ -39,8 +46,7 @@ def write_all(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
     if _are_contiguous(leaves, grads):
         set_grads(leaves, list(map(Tensor.clone, cast("list[Tensor]", grads))))
         return
-    for leaf, grad in pairs:
-        write(leaf, grad)
+    set_grads(leaves, [_copy(leaf, grad) for leaf, grad in pairs])
 
 
 def _are_contiguous(leaves: Sequence[Tensor], grads: Sequence[Any]) -> bool:
@@ -128,51 +134,67 @@ def set_grad(leaf: Tensor, grad: Tensor | None) -> None:
     leaf.grad = grad
 
 
-def set_grads(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+def set_grads(leaves: Sequence[Tensor], grads: Iterable[Tensor | None]) -> None:
     """Set each `.grad` to this very gradient; torch raises if shape, dtype or device differ."""
-    for leaf, grad in zip(leaves, grads, strict=True):
-        leaf.grad = grad
+    # In one call, which no interrupt cuts in two.
+    deque(map(setattr, leaves, repeat("grad"), grads), 0)
 
 
-class GradsPutBack:
-    """Starts a block with every `.grad` None, and restores the former `.grad` after it."""
+class FormerGrads:
+    """The `.grad` of leaves, set aside for a block that starts with every one None."""
 
-    # A class, as a generator takes a few microseconds more: as much as the step of a small model.
-    __slots__ = "_before", "_copies", "_leaves", "_may_overwrite"
+    # A block that is entered often has this by itself: `grads_put_back` takes a few microseconds
+    # more, as much as the step of a small model.
+    __slots__ = "_before", "_copies", "_leaves", "_may_overwrite", "are_set_aside"
     _before: list[Tensor | None]  # nothing, if every one was None
-    _copies: list[tuple[Tensor, Tensor]]  # each former .grad that may be overwritten, and its copy
 
     def __init__(self, leaves: Sequence[Tensor], *, may_overwrite: bool = True) -> None:
         # `may_overwrite`: whether the block may write on the memory of a former .grad.
         self._leaves = leaves
         self._may_overwrite = may_overwrite
+        self._copies: list[tuple[Tensor, Tensor]] = []  # of those that may be overwritten
+        self.are_set_aside = False
 
-    def __enter__(self) -> None:
+    def set_aside(self) -> None:
+        """Set every `.grad` to None."""
         leaves = self._leaves
         self._before = before = list(map(_grad, leaves))
         if set(map(type, before)) <= _NONE:
             self._before = []
+            self.are_set_aside = True
             return
         _refuse_unassignable(leaves, before)
         # A view of a buffer, as DistributedDataParallel makes them, can be overwritten through it.
         self._copies = _copies_of_views(leaves, before) if self._may_overwrite else []
-        for leaf in leaves:
-            leaf.grad = None
+        self.are_set_aside = True
+        set_grads(leaves, repeat(None))
 
-    def __exit__(self, *_: object) -> None:
+    def put_back(self) -> None:
+        """Put every former `.grad` back; to do so again does no harm."""
+        if not self.are_set_aside:
+            return
         leaves, before = self._leaves, self._before
         if not before:
-            for leaf in leaves:
-                leaf.grad = None
+            deque(map(setattr, leaves, repeat("grad"), repeat(None)), 0)  # as set_grads does
+            self.are_set_aside = False
             return
         try:
-            for leaf, grad in zip(leaves, before, strict=True):
-                leaf.grad = grad
+            set_grads(leaves, before)
         except RuntimeError:
             for leaf, grad in zip(leaves, before, strict=True):
                 _put_back(leaf, grad)
         for grad, copy in self._copies:
             grad.detach().copy_(copy)
+        self.are_set_aside = False
+
+
+@contextmanager
+def grads_put_back(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Start a block with every `.grad` None, and restore the former `.grad` after it."""
+    former = FormerGrads(leaves)
+    with undone(former.put_back):
+        former.set_aside()
+        yield
 
 
 def _refuse_unassignable(leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:

@@ -17,7 +17,7 @@ from gradkit._core.closure_contents import captured_by
 from gradkit._core.devices import is_capturing
 from gradkit._state import rng
 from gradkit._state.exclusive_modules import alone_with
-from gradkit._state.grad_attribute import GradsPutBack, grad_dtypes_put_back
+from gradkit._state.grad_attribute import grad_dtypes_put_back, grads_put_back
 from gradkit._state.module_state import ModuleSnapshot, attributes_put_back
 
 
@@ -46,7 +46,7 @@ class Snapshot:
         own = [(generator, generator.get_state()) for generator in self._generators]
         try:
             with ExitStack() as stack:
-                stack.enter_context(GradsPutBack(self.leaves))
+                stack.enter_context(grads_put_back(self.leaves))
                 stack.enter_context(grad_dtypes_put_back(self.leaves))
                 stack.callback(self._restore_tensors)  # before `.grad`, which must fit
                 stack.enter_context(alone_with(*self.modules))

@@ -23,7 +23,7 @@ from gradkit._core.call import Call, Pass
 from gradkit._core.graph import GraphView
 from gradkit._core.losses import Losses
 from gradkit._core.params import Params
-from gradkit._state.grad_attribute import GradsPutBack
+from gradkit._state.grad_attribute import grads_put_back
 from gradkit.distributed._agreement import (
     Description,
     GradSpec,
@@ -197,7 +197,7 @@ class _ShardedRunner(PassRunner):
     ) -> list[Tensor | None]:
         """Run one backward pass; see `PassRunner.grads`."""
         written = {id(tensor): tensor for tensor in (*self.all_shards, *self.retained())}
-        restored = GradsPutBack(list(written.values()))
+        restored = grads_put_back(list(written.values()))
         with restored, collective_errors(self.group, backend_only=True):
             try:
                 # For these variables only: other leaves may have hooks that step an optimizer.

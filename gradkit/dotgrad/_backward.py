@@ -21,7 +21,7 @@ from gradkit._core.options import check_pass_options
 from gradkit._core.ownership import leave_inference_mode, own
 from gradkit._core.params import NO_PARAMS, read_params
 from gradkit._core.pytree import PyTree
-from gradkit._state.grad_attribute import GradsPutBack
+from gradkit._state.grad_attribute import grads_put_back
 from gradkit.dotgrad._matching import read_leaves, unique
 
 
@@ -148,7 +148,7 @@ def capture_grads(params: PyTree) -> Iterator[Captured]:
     leaves = unique(opened.leaves)
     captured = Captured()
     grads: list[Tensor | None] = []
-    with GradsPutBack(leaves):
+    with grads_put_back(leaves):
         try:
             yield captured
         except RuntimeError as error:

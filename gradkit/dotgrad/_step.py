@@ -22,7 +22,8 @@ from gradkit._core.options import check_number
 from gradkit._core.ownership import PLAIN_TYPES, leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
-from gradkit._state.grad_attribute import GradsPutBack, set_grads, write_all
+from gradkit._core.undoing import INSIDE
+from gradkit._state.grad_attribute import FormerGrads, grads_put_back, set_grads, write_all
 from gradkit.dotgrad._matching import Pairs, match, read_grad_leaves, read_leaves, unique
 from gradkit.dotgrad._read_only_optimizers import (
     READERS,
@@ -120,8 +121,8 @@ def step_(
     if max_norm is not None:
         _refuse_sparse(opened, pairs)
     put_back = nullcontext() if scaler is None else scaler_put_back_on_error(scaler, optimizer)
-    with GradsPutBack(unique(own_params)), put_back:
-        with leave_inference_mode():
+    with grads_put_back(unique(own_params)), put_back:
+        with leave_inference_mode(), INSIDE:
             write_all(pairs)
             if scaler is not None and max_norm is not None and not is_unscaled(scaler, optimizer):
                 scaler.unscale_(optimizer)
@@ -174,15 +175,23 @@ def _step_without_copies(
         )
     ):
         return False
-    with GradsPutBack(own_params, may_overwrite=False):
+    former = FormerGrads(own_params, may_overwrite=False)
+    try:
         try:
-            versions = list(map(_version, grads))
-            set_grads(leaves, grads)
-        except (RuntimeError, TypeError):  # of another shape, made in inference mode
-            return False
-        optimizer.step()
-        if list(map(_version, grads)) != versions:
-            warn_of_write(optimizer)
+            former.set_aside()
+            try:
+                versions = list(map(_version, grads))
+                set_grads(leaves, grads)
+            except (RuntimeError, TypeError):  # of another shape, made in inference mode
+                return False
+            optimizer.step()
+            if list(map(_version, grads)) != versions:
+                warn_of_write(optimizer)
+        finally:
+            former.put_back()
+    finally:  # as `undone` does it
+        if former.are_set_aside:
+            former.put_back()
     return True
 
 

@@ -16,7 +16,7 @@ from gradkit._compat.autograd import post_accumulate_hooks, tensor_hooks
 from gradkit._core.closure_contents import captured_by
 from gradkit._core.graph import Subgraph
 from gradkit._core.losses import require_graph
-from gradkit._state.grad_attribute import GradsPutBack, copy_into_grads, grad_dtypes_put_back
+from gradkit._state.grad_attribute import copy_into_grads, grad_dtypes_put_back, grads_put_back
 from gradkit._state.snapshot import Snapshot
 from gradkit.errors import first_line
 from gradkit.report._compare.step import Inputs, Step, tensors_in
@@ -134,7 +134,7 @@ class StepRunner:
         by_id = {id(leaf): leaf for leaf in self.leaves if leaf is not None}
         params = list(by_id.values())
         leaves = list((by_id | forward.leaves | forward.checkpointed).values())
-        stack.enter_context(GradsPutBack(leaves))
+        stack.enter_context(grads_put_back(leaves))
         stack.enter_context(grad_dtypes_put_back(leaves))
         _empty(map(post_accumulate_hooks, leaves), stack)
         if HOOKS in ablation:
