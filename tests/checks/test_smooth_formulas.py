@@ -365,8 +365,12 @@ def sinc_by_terms(x: Tensor) -> Tensor:
 def test_sinc_at_and_near_zero(device: torch.device, sinc: Callable[[Tensor], Tensor]) -> None:
     near = [0.0, 1e-12, -1e-9, 1e-7, -1e-5, 1e-3, 0.1, 0.2499, 0.25, 0.2501, -0.5, 1.0, 1.5]
     weights = random(len(near), seed=9).to(device)
-    torchs, written = (lambda x, fn=fn: (fn(x) * weights).sum() for fn in (sinc, sinc_by_terms))
-    assert_derivatives(torchs, written, torch.tensor(near, dtype=D, device=device))
+
+    def weighted(fn: Scalar) -> Scalar:
+        return lambda x: (fn(x) * weights).sum()
+
+    point = torch.tensor(near, dtype=D, device=device)
+    assert_derivatives(weighted(sinc), weighted(sinc_by_terms), point)
     zero = torch.zeros((), dtype=D, device=device)
     product = func.hvp(torch.sinc, zero, torch.ones_like(zero))[1]
     torch.testing.assert_close(product, -(torch.pi**2) / 3 * torch.ones_like(zero))
