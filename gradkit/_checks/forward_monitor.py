@@ -17,7 +17,9 @@ from gradkit._compat.transforms import function_modes, remove_function_mode, sli
 class ForwardMonitor(TorchFunctionMode):
     """Gives operations whose first derivative torch gets wrong, or drops, a formula, or refuses."""
 
-    is_open = True
+    def __init__(self) -> None:
+        super().__init__()
+        self._blocks = 1  # that have not ended; torch.compile cannot trace a property here
 
     @leave_uncompiled
     def __torch_function__(
@@ -28,7 +30,7 @@ class ForwardMonitor(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation; inside a call of gradkit.func, its own monitor sees to that."""
-        is_watched = self.is_open and torch.is_grad_enabled() and not active_monitors()
+        is_watched = self._blocks and torch.is_grad_enabled() and not active_monitors()
         name = name_of(func) if is_watched else None
         if name is not None:
             return run_by_eager_code(name, func, args, kwargs or {})
@@ -44,11 +46,6 @@ class CheckedForward(ForwardMonitor):
     def __init__(self) -> None:
         super().__init__()
         self._blocks = 0
-
-    @property
-    def is_open(self) -> bool:  # type: ignore[override]
-        """Whether a block has not ended."""
-        return self._blocks > 0
 
     def enter_block(self) -> None:
         """Watch until the last block has ended."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -99,7 +99,10 @@ def order_of(tensor: Tensor) -> int:
 def _refuse_fifth_derivative(matrix: Tensor) -> None:
     if order_of(matrix) > _FEW < matrix.size(-1):
         expected, got = "at most the fourth derivative of det", "the fifth, which has no formula"
-        fix = "take the other derivatives of a factor: det(a @ b) is det(a) * det(b)"
+        fix = (
+            "take it eagerly, by value_and_grads(..., create_graph=True), of a matrix that is not "
+        )
+        fix += "singular"
         raise UnsupportedGraphError(message("torch.linalg.det", expected, got, fix))
 
 
@@ -156,8 +159,7 @@ def scatter_reduce(
     if reduce in {"amax", "amin"} and not include_self:
         # A nan, which equals nothing, is not taken for the extreme value.
         input = input.masked_fill(_is_hit(input, dim, index), torch.nan)
-    result: Tensor = operation(input, dim, index, src, **options)
-    return result
+    return cast("Tensor", operation(input, dim, index, src, **options))
 
 
 def _has_no_zeros(src: Tensor) -> bool:
@@ -198,6 +200,8 @@ def index_reduce(
 ) -> Tensor:
     """Return what torch.index_reduce does, which has no derivative in forward mode."""
     options: Any = {"reduce": reduce, "include_self": include_self}
+    if reduce == "prod" and _has_no_zeros(source):
+        return cast("Tensor", operation(input, dim, index, source, **options))
     value: Tensor = operation(input.detach(), dim, index, source.detach(), **options)
     input, index, source = _with_dimensions(input, index, source)
     index = index.reshape(-1, *[1] * (source.dim() - 1)).movedim(0, dim).expand_as(source)
@@ -213,7 +217,9 @@ def sinc(operation: Operation, input: Tensor) -> Tensor:
     value: Tensor = operation(input)
     if value.dtype != input.dtype:
         return value  # of integers
-    is_small = input.abs() < 0.25
+    is_small = input.detach().abs() < 0.25
+    if _is_on_host(value) and not is_small.any():
+        return value
     square = (math.pi * torch.where(is_small, input, 0)).square()
     series = torch.ones_like(square)
     for n in range(2 * _TERMS, 0, -2):

@@ -152,8 +152,8 @@ def _refuse_out(operation: Operation, kwargs: dict[str, Any]) -> None:
 
 def _refuse(operation: Operation, where: str, fix: str) -> None:
     expected = "an operation that is differentiated by gradkit's formula"
-    got = f"one {where}: torch drops its derivative"
-    raise UnsupportedGraphError(message(f"torch.special.{operation.__name__}", expected, got, fix))
+    got = f"{operation.__name__} {where}: torch drops its derivative"
+    raise UnsupportedGraphError(message("torch.special", expected, got, fix))
 
 
 def _twice(_: int, x: Tensor, now: Tensor, last: Tensor) -> Tensor:

@@ -249,7 +249,7 @@ EVERY_TRANSFORM_BUG = {name: replace(bug, stacks=stacks_of(name)) for name, bug 
 TRANSFORM_BUGS = {name: bug for name, bug in EVERY_TRANSFORM_BUG.items() if bug.stacks}
 # Operations that run by a formula where torch's own rules are wrong.
 _CONCERNS: dict[str, Condition] = {
-    **dict.fromkeys(DROPPED_BY_FORMULA, _may_vary),
+    **dict.fromkeys((*DROPPED_BY_FORMULA, "det", "sinc", "prod", "cumprod"), _may_vary),
     "scatter_reduce": _reduces_wrongly,
     # Of forward mode it has none.
     "index_reduce": lambda call, stack: stack == ("Jvp",) or _reduces_wrongly(call, stack),

@@ -95,7 +95,7 @@ def _forward_over_reverse(fn: Callable[[Tensor], Tensor], x: Tensor, along: Tens
 
     return Case(
         *defects.over_reverse(fn, x, along),
-        lambda: func.hvp(loss, x, along),
+        lambda: func.hvp(loss, x, along)[1],
         lambda: func.hvp(loss, x, along, mode="reverse-over-reverse")[1],
     )
 

@@ -133,7 +133,8 @@ def test_operations_that_drop_their_graph_have_a_formula_or_are_refused(
     device: torch.device,
 ) -> None:
     """All of torch's table: a release that adds one, or mends one, fails here."""
-    assert without_graph(4) == set(DROPPED) - {"normal"}
+    others = {"normal", "logspace"}  # which has a graph; whose samples are too large to difference
+    assert without_graph(4) == set(DROPPED) - others
 
 
 @here
