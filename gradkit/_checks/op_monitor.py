@@ -65,6 +65,8 @@ _IN_PLACE = {
     for owner in (torch, Tensor, torch.ops.aten)
     if hasattr(owner, name)
 }
+# Of `**`, which torch.compile does not find among the keys of a dictionary.
+_POW, _IPOW = Tensor.__pow__, Tensor.__ipow__
 _FUNCTIONAL = {functional.batch_norm, functional.instance_norm}
 
 _active = threading.local()
@@ -232,6 +234,8 @@ class OpMonitor(TorchFunctionMode):
 def name_of(func: Callable[..., Any]) -> str | None:
     """Return the name of an operation with a bug, however it is called."""
     name = _NAMES.get(func)
+    if name is None and (func is _POW or func is _IPOW):
+        return "pow"
     if name is None and isinstance(func, (OVERLOAD, OPERATOR)):
         return _name_of_operator(func)
     return name
@@ -284,7 +288,7 @@ def _needs_formula(name: str, call: OpCall) -> bool:
 
 def _is_in_place(func: Callable[..., Any]) -> bool:
     """Return whether an operation writes on its first argument."""
-    return getattr(func, "overloadpacket", func) in _IN_PLACE
+    return func is _IPOW or getattr(func, "overloadpacket", func) in _IN_PLACE
 
 
 def _value_in_place(name: str, call: OpCall) -> Tensor:

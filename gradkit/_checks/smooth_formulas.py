@@ -78,7 +78,7 @@ def _torch_is_right(matrix: Tensor, value: Tensor) -> bool:
     """Return whether no matrix is known to be singular, in a first derivative by torch.func."""
     # Inside torch.func, and below any dispatch mode, torch differentiates the gradient by a
     # decomposition, which is wrong at equal singular values.
-    if not (_is_on_host(value) and transforms()) or _order(matrix) > 1:
+    if not (_is_on_host(value) and transforms()) or order_of(matrix) > 1:
         return False
     size = value.detach().abs()
     return bool((size.isfinite() & (size > 100 * torch.finfo(size.dtype).eps)).all())
@@ -90,14 +90,14 @@ def _is_on_host(tensor: Tensor) -> bool:
     return not is_traced and tensor.device.type == "cpu"
 
 
-def _order(tensor: Tensor) -> int:
+def order_of(tensor: Tensor) -> int:
     """Return how many transforms differentiate, and eager code if it records the tensor."""
     eager = not torch.compiler.is_compiling() and 0 in recording_levels(tensor)
     return sum(kind in DERIVATIVES for kind in transforms()) + eager
 
 
 def _refuse_fifth_derivative(matrix: Tensor) -> None:
-    if _order(matrix) > _FEW < matrix.size(-1):
+    if order_of(matrix) > _FEW < matrix.size(-1):
         expected, got = "at most the fourth derivative of det", "the fifth, which has no formula"
         fix = (
             "take it eagerly, by value_and_grads(..., create_graph=True), of a matrix that is not "

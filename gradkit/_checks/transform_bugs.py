@@ -235,8 +235,7 @@ AT_SOME_VALUES: dict[str, tuple[Stack, ...]] = {
     **dict.fromkeys(("det", "sinc", "scatter_reduce", "index_reduce"), FIRST),
     **dict.fromkeys(("logcumsumexp", "weight_norm", "gaussian_nll_loss"), (("Jvp",),)),
     **dict.fromkeys(("polar", "binary_cross_entropy", "cosine_similarity"), FIRST),
-    **dict.fromkeys(("softshrink", "hardshrink", "pow", "float_power"), FIRST),
-    "vander": (("Grad", "Jvp"), ("Jvp", "Jvp")),
+    **dict.fromkeys(("softshrink", "hardshrink", "pow", "float_power", "vander"), FIRST),
 }
 
 
@@ -264,7 +263,7 @@ BY_FORMULA = {
 IN_PLACE = {
     f"{name}_": name
     for name in ("scatter_reduce", "index_reduce", "sinc", "cumprod", "pow", "float_power")
-} | {"__ipow__": "pow"}
+}
 # The same under other names, and torch's operators beneath them.
 _EVERY_ALIAS = {
     "native_layer_norm": "layer_norm",
@@ -273,7 +272,6 @@ _EVERY_ALIAS = {
     "_batch_norm_with_update": "batch_norm",
     "_cdist_forward": "cdist",
     **IN_PLACE,
-    "__pow__": "pow",
     "index_fill_": "index_fill",
     "_weight_norm_interface": "weight_norm",
     "orgqr": "householder_product",

@@ -19,6 +19,7 @@ from tests.sweep.programs import Case
 BY_DESIGN = {
     "to_sparse": "the gradient of an element that is zero is masked, as torch documents",
     "gaussian_nll_loss": "its gradient ignores the clamp of the variance, as torch documents",
+    "module nn.GaussianNLLLoss": "the same",
     "cholesky_ex": "of a matrix that is not positive definite there are the first columns only",
     "normalize": "is linear within its eps, which the differences step over",
     "nextafter": "of two equal numbers is a constant",
@@ -26,7 +27,7 @@ BY_DESIGN = {
     "_softmax_backward_data": "is given what no softmax returns",
 }
 # What forward and reverse mode, or two orders, choose otherwise at a kink.
-KINKS = {"prelu", "fmax", "fmin", "svd", "pca_lowrank"}
+KINKS = {"prelu", "module nn.PReLU", "fmax", "fmin", "svd", "pca_lowrank"}
 # Points at which squares overflow, or a result is smaller than the rounding of what it is of.
 OF_ROUNDING = ("huge", "1e-150 beside 1e150", "1e-8 beside 1e8", "1e-20 beside 1", "1e8", "1e-20")
 
@@ -56,8 +57,9 @@ class Finding:
 
     @property
     def is_seen(self) -> bool:
-        """Whether gradkit has a formula, or a refusal, for the operation."""
-        return self.operation in AT_SOME_VALUES | NOT_SWEPT
+        """Whether gradkit has a formula, or a refusal, for the operation, or tries it by itself."""
+        # What a module gets wrong is one of its operations.
+        return self.operation in AT_SOME_VALUES | NOT_SWEPT or self.operation.startswith("module ")
 
     @property
     def is_new(self) -> bool:
