@@ -20,6 +20,7 @@ from gradkit._checks.transform_bugs import (
     BY_FORMULA,
     EAGER,
     IN_PLACE,
+    NOT_SWEPT,
     TRANSFORM_BUGS,
     OpCall,
     differentiated_around,
@@ -251,7 +252,7 @@ def run_by_eager_code(
             stack = (EAGER, *stack)
         call = OpCall(args, kwargs, func in _FUNCTIONAL, stack, ())
         if name in BY_FORMULA:
-            if BY_FORMULA[name].wrong_now(call):
+            if BY_FORMULA[name].wrong_now(call) and not _is_refused_by_torch(name, call):
                 if _is_in_place(func):
                     return args[0].copy_(_value_in_place(name, call))
                 return FORMULAS[name](func, *args, **kwargs)
@@ -275,7 +276,7 @@ def _name_of_operator(func: Any) -> str | None:
 def _needs_formula(name: str, call: OpCall) -> bool:
     """Return whether a derivative of an operation would be wrong without its formula."""
     bug = BY_FORMULA[name]
-    if call.kwargs.get("out") is not None:  # which torch does not differentiate
+    if _is_refused_by_torch(name, call):
         return False
     if bug.wrong_now(call):
         return True
@@ -284,6 +285,11 @@ def _needs_formula(name: str, call: OpCall) -> bool:
     # Wrong if eager code differentiates what the transforms give; torch.compile cannot tell.
     tensors = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
     return torch.compiler.is_compiling() or any(0 in recording_levels(x) for x in tensors)
+
+
+def _is_refused_by_torch(name: str, call: OpCall) -> bool:
+    """Return whether an operation is given `out`, which torch refuses, unless it drops graphs."""
+    return call.kwargs.get("out") is not None and name not in NOT_SWEPT
 
 
 def _is_in_place(func: Callable[..., Any]) -> bool:

@@ -186,3 +186,12 @@ def test_a_step_down_a_determinant_is_right(device: torch.device, first_order: b
     torch.testing.assert_close(got, right)
     grads = [gradkit.value_and_grads(params.square().sum(), x)[1] for params in (got, right)]
     torch.testing.assert_close(*grads)
+
+
+def test_with_out_torch_raises_itself(device: torch.device) -> None:
+    x = leaf(SINGULAR, device)
+    for name in ("sinc", "det"):
+        out = torch.empty((), dtype=D, device=device)
+        operation = {"sinc": torch.sinc, "det": torch.linalg.det}[name]
+        with gradkit.checked(), pytest.raises(RuntimeError, match="automatic differentiation"):
+            operation(x, out=out)
