@@ -44,7 +44,7 @@ def with_zero_derivatives(grads: Iterable[Tensor | None], sources: Iterable[Tens
     before = list(grads)
     after = [_with_graphs(grad, every, carriers) for grad in before]
     if functions_alive().users and any(map(is_not, after, before)):
-        recorded = [layer for one in carriers for layer in layers(one) if layer.requires_grad]
+        recorded = [layer for one in carriers for layer in layers(one) if layer.grad_fn is not None]
         _skip_functions_without_cotangents(Subgraph(recorded))
     return after
 
