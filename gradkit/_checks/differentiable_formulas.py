@@ -106,11 +106,23 @@ def linspace(
 ) -> Tensor:
     """Return what torch.linspace does, or with a base torch.logspace: it drops its graph."""
     ends = [x.detach() if isinstance(x, Tensor) else x for x in (start, end)]
-    exact: Tensor = operation(*ends, steps, **options | ({"base": base} if base else {}))
+    exact: Tensor = operation(*ends, steps, **options | ({} if base is None else {"base": base}))
     along = torch.linspace(0, 1, steps, device=exact.device)
     points = start + (end - start) * along.to(torch.promote_types(exact.dtype, along.dtype))
     same = (points if base is None else base**points).to(exact.dtype)
     return exact + (same - same.detach()) if exact.is_floating_point() else exact
+
+
+def logspace(
+    operation: Operation,
+    start: Tensor | float,
+    end: Tensor | float,
+    steps: int,
+    base: float = 10.0,
+    **options: Any,
+) -> Tensor:
+    """Return what torch.logspace does: it drops its graph."""
+    return linspace(operation, start, end, steps, base, **options)
 
 
 FORMULAS: dict[str, Callable[..., Any]] = {
@@ -121,9 +133,7 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "linear_cross_entropy": linear_cross_entropy,
     **dict.fromkeys(("cholesky", "cholesky_ex", "eigh", "eigvalsh"), of_symmetric),
     "linspace": linspace,
-    "logspace": lambda operation, *args, **kwargs: linspace(
-        operation, *args, **{"base": 10.0, **kwargs}
-    ),
+    "logspace": logspace,
     **SPECIAL_FUNCTIONS,
     "det": smooth_formulas.det,
     "prod": smooth_formulas.prod,

@@ -7,6 +7,7 @@ a threshold of zero. Elsewhere, where the host can tell, the operation itself ru
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -114,22 +115,20 @@ def cosine_similarity(
     return with_value(value, (pair[0] * pair[1]).sum(dim))
 
 
-def gaussian_nll_loss(
-    operation: Operation,
-    input: Tensor,
-    target: Tensor,
-    var: Any,
-    full: bool = False,
-    eps: float = 1e-6,
-    reduction: str = "mean",
-) -> Tensor:
+def gaussian_nll_loss(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
     """Return what it does, with a clamp that forward mode ignores, too, as is documented."""
+    given = _GAUSSIAN_NLL_LOSS.bind(*args, **kwargs)
+    given.apply_defaults()
+    var = given.arguments["var"]
     if isinstance(var, Tensor):
-        constant = var.detach()
+        constant, eps = var.detach(), given.arguments["eps"]
         clamped = torch.where(constant < 0, constant, constant.clamp_min(eps))  # it refuses those
-        var = clamped + (var - constant)
-    result: Tensor = operation(input, target, var, full, eps, reduction)
+        given.arguments["var"] = clamped + (var - constant)
+    result: Tensor = operation(*given.args, **given.kwargs)
     return result
+
+
+_GAUSSIAN_NLL_LOSS = signature(functional.gaussian_nll_loss)
 
 
 def vander(

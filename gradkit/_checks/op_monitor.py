@@ -246,7 +246,9 @@ def run_by_eager_code(
     name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run what eager code calls, by its formula where a first derivative of it would be wrong."""
-    if name != _BACKWARD_PASS and _may_be_differentiated((args, kwargs)):
+    if name == _FUNCTION:
+        args = function_with_differentiated_jvp(args), *args[1:]
+    elif name != _BACKWARD_PASS and _may_be_differentiated((args, kwargs)):
         stack = transforms()
         if DERIVATIVES.isdisjoint(stack):
             stack = (EAGER, *stack)

@@ -109,9 +109,11 @@ def _refuse_fifth_derivative(matrix: Tensor) -> None:
 def prod(operation: Operation, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return what torch.prod does."""
     value: Tensor = operation(input, *args, **kwargs)
+    if not (input.dim() and value.numel()):  # what is given, or nothing
+        return value
     dim = args[0] if args else kwargs.get("dim")
     x = input.to(value.dtype)
-    x = x.flatten() if dim is None or not x.dim() else x.movedim(dim, -1)
+    x = x.flatten() if dim is None else x.movedim(dim, -1)
     while (size := x.size(-1)) > 1:
         half = size // 2
         x = torch.cat([x[..., :half] * x[..., half : 2 * half], x[..., 2 * half :]], -1)

@@ -82,7 +82,9 @@ def _of_torch(error: Exception) -> tuple[str, str] | None:
     function: Any = frame.f_locals.get("cls")
     if _SETUP_CONTEXT not in str(error) or not _module_of(frame).startswith("torch.autograd"):
         return None
-    if not str(getattr(function, "__module__", "")).startswith("torch."):
+    # torch._library makes the Functions of operators that users have registered.
+    module = str(getattr(function, "__module__", ""))
+    if not module.startswith("torch.") or module.startswith("torch._library."):
         return None
     fix = _OF_GAMMAS if function.__name__ == "_Dirichlet" else ""
     return (
