@@ -7,7 +7,6 @@ a threshold of zero. Elsewhere, where the host can tell, the operation itself ru
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import signature
 from typing import Any
 
 import torch
@@ -66,30 +65,26 @@ def is_saturated(p: Tensor) -> Tensor:
     return (p > 0) & (p < 1) & (p * (1 - p) < 1e-12)
 
 
-def binary_cross_entropy(
-    operation: Operation,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Tensor:
+def binary_cross_entropy(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
     """Return what binary_cross_entropy does, by its logarithms, which are at least -100."""
-    value: Tensor = operation(input, target, weight, *args, **kwargs)
-    is_near = is_saturated(input.detach())
+    value: Tensor = operation(*args, **kwargs)
+    names = ("input", "target", "weight", "size_average", "reduce", "reduction")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    p, labels, weight = given["input"], given["target"], given.get("weight")
+    is_near = is_saturated(p.detach())
     if _nowhere(is_near):
         return value
-    near = torch.where(is_near, input, 0.5)
+    near = torch.where(is_near, p, 0.5)
     positive, negative = near.log().clamp_min(-100), (-near).log1p().clamp_min(-100)
     each: Tensor = functional.binary_cross_entropy(
-        torch.where(is_near, 0.5, input), target, reduction="none"
+        torch.where(is_near, 0.5, p), labels, reduction="none"
     )
-    each = torch.where(is_near, (target - 1) * negative - target * positive, each)
+    each = torch.where(is_near, (labels - 1) * negative - labels * positive, each)
     each = each if weight is None else each * weight
     if value.shape == each.shape:
         return with_value(value, each)
-    reduction = args[-1] if args else kwargs.get("reduction")  # an old flag, a name or a number
-    is_sum = args[:1] == (False,) or kwargs.get("size_average") is False or reduction in ("sum", 2)
+    # The old flag; the operator beneath has a number in its place.
+    is_sum = given.get("size_average") in (False, 2) or given.get("reduction") in ("sum", 2)
     return with_value(value, each.sum() if is_sum else each.mean())
 
 
@@ -117,18 +112,14 @@ def cosine_similarity(
 
 def gaussian_nll_loss(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
     """Return what it does, with a clamp that forward mode ignores, too, as is documented."""
-    given = _GAUSSIAN_NLL_LOSS.bind(*args, **kwargs)
-    given.apply_defaults()
-    var = given.arguments["var"]
-    if isinstance(var, Tensor):
-        constant, eps = var.detach(), given.arguments["eps"]
+    names = ("input", "target", "var", "full", "eps", "reduction")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if isinstance(given["var"], Tensor):
+        constant, eps = given["var"].detach(), given.get("eps", 1e-6)
         clamped = torch.where(constant < 0, constant, constant.clamp_min(eps))  # it refuses those
-        given.arguments["var"] = clamped + (var - constant)
-    result: Tensor = operation(*given.args, **given.kwargs)
+        given["var"] = clamped + (given["var"] - constant)
+    result: Tensor = operation(**given)
     return result
-
-
-_GAUSSIAN_NLL_LOSS = signature(functional.gaussian_nll_loss)
 
 
 def vander(

@@ -46,6 +46,58 @@ def tie_with_what_is_not_included(device: torch.device) -> Case:
     return _eager(_greatest, Tensor.amax, torch.tensor([5.0, 3.0], dtype=D, device=device))
 
 
+def _probability(x: Tensor) -> Tensor:
+    return torch.nn.functional.binary_cross_entropy(x.sigmoid(), torch.ones_like(x))
+
+
+def _of_logits(x: Tensor) -> Tensor:
+    return torch.nn.functional.binary_cross_entropy_with_logits(x, torch.ones_like(x))
+
+
+def entropy_of_a_saturated_sigmoid(device: torch.device) -> Case:
+    return _eager(_probability, _of_logits, torch.tensor([-30.0], dtype=D, device=device))
+
+
+def _real_part(x: Tensor) -> Tensor:
+    return torch.polar(x, torch.zeros_like(x)).real.sum()
+
+
+def polar_of_a_radius_of_zero(device: torch.device) -> Case:
+    return _eager(_real_part, Tensor.sum, torch.zeros(1, dtype=D, device=device))
+
+
+def cosine_below_its_eps(device: torch.device) -> Case:
+    x, y = torch.tensor([[0.4, 0.3], [1.0, 0.0]], dtype=D, device=device)
+
+    def cosine(x: Tensor) -> Tensor:
+        return torch.cosine_similarity(x, y, dim=0, eps=1.0)
+
+    return _eager(cosine, lambda x: x @ y, x)
+
+
+def zeros_made_sparse(device: torch.device) -> Case:
+    x = torch.tensor([0.0, 1.0], dtype=D, device=device)
+
+    def through_sparse(x: Tensor) -> Tensor:
+        return x.to_sparse().to_dense().sum()
+
+    return _eager(through_sparse, Tensor.sum, x)
+
+
+def second_of_a_zeroth_power(device: torch.device) -> Case:
+    """The derivative, by the exponent, of the slope with respect to the base, at 2 ** 0."""
+    two, zero = torch.tensor([2.0, 0.0], dtype=D, device=device)
+
+    def slope(y: Tensor) -> Tensor:
+        return grad(torch.pow)(two, y)
+
+    def ours() -> Tensor:
+        inner = func.value_and_grads(torch.pow)
+        return func.value_and_grads(lambda y: inner(two, y)[1])(zero)[1]
+
+    return Case(grad(slope)(zero), 1 / two, ours)
+
+
 def _over_reverse(fn: Function, right: Tensor, x: Tensor, along: Tensor) -> Case:
     theirs = jvp(grad(fn), (x,), (along,))[1]
     return Case(theirs, right, lambda: func.hvp(fn, x, along)[1])
@@ -77,6 +129,10 @@ ROWS = [
         "`jvp` of `torch.logcumsumexp(x, 0)`, where `x` is `[0, 100, 1000]`",
         [0.0, 0.0, 3.0], [1.0, 2.0, 3.0], "`func.jvp`", jvp_of_logcumsumexp,
     ),
+    Row(
+        "`grad(lambda y: grad(torch.pow)(two, y))(zero)`: by the exponent, the slope of `x**y`",
+        0.0, 0.5, "`func.value_and_grads`, nested", second_of_a_zeroth_power,
+    ),
 ]  # fmt: skip
 
 _SEEN = (
@@ -93,5 +149,23 @@ UNSEEN = [
         '`grad(five.scatter_reduce(0, zeros, x, "amax", include_self=False), x)` at `[5, 3]`, '
         "where `five` is `[5]`: a tie with what is not included",
         [0.5, 0.0], [1.0, 0.0], _SEEN, tie_with_what_is_not_included, same=True,
+    ),
+    Row(
+        "`grad(binary_cross_entropy(sigmoid(x), one), x)` at -30",
+        [-0.0936], [-1.0], _SEEN, entropy_of_a_saturated_sigmoid, same=True,
+    ),
+    Row(
+        "`grad(polar(r, zero).real, r)` at 0", [0.0], [1.0], _SEEN, polar_of_a_radius_of_zero,
+        same=True,
+    ),
+    Row(
+        "`grad(cosine_similarity(x, y, dim=0, eps=1.0), x)` at `[0.4, 0.3]`, where `y` is `[1, 0]`",
+        [0.68, -0.24], [1.0, 0.0], "inside `gradkit.checked()`: right; `value_and_grads`",
+        cosine_below_its_eps, same=True,
+    ),
+    Row(
+        "`grad(x.to_sparse().to_dense().sum(), x)` at `[0, 1]`: torch documents that gradients of "
+        "sparse tensors are masked",
+        [0.0, 1.0], [1.0, 1.0], "every call", zeros_made_sparse, same=True,
     ),
 ]  # fmt: skip
