@@ -127,7 +127,7 @@ def vander(
 ) -> Tensor:
     """Return what torch.vander and torch.linalg.vander do, by the formula of cumprod."""
     value: Tensor = operation(x, *args, **kwargs, **{"increasing": True} if increasing else {})
-    count = value.size(-1)
+    x, count = x.reshape(value.shape[:-1]), value.size(-1)
     ones = torch.ones_like(value[..., :1])
     bases = x.to(value.dtype)[..., None].expand(*x.shape, max(count - 1, 0))
     powers = torch.cat([ones, cumprod(torch.cumprod, bases, -1)], -1)[..., :count]

@@ -143,6 +143,8 @@ def with_layouts(operation: Any, args: tuple[Any, ...]) -> Iterator[tuple[Any, .
 def table() -> dict[str, list[Any]]:
     by_name: dict[str, list[Any]] = {}
     for info in op_db:
+        if info.name.startswith("masked."):  # torch.masked.prod is no torch.prod
+            continue
         for name in {info.name, *(alias.name for alias in info.aliases)}:
             by_name.setdefault(name.rpartition(".")[2], []).append(info)
     return by_name
