@@ -6,13 +6,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 from gradkit._checks.steps_without_grads import StepMonitor
+from gradkit._compat.undoing import undone
 
 _of_process = StepMonitor() if os.environ.get("GRADKIT_CHECKED", "0") not in ("", "0") else None
 _monitor = ContextVar("monitor", default=_of_process)
 if _of_process is not None:
-    _of_process.enter_block()
+    _of_process.enter_block("GRADKIT_CHECKED")
 
 
 @contextmanager
@@ -59,11 +61,10 @@ def checked() -> Iterator[None]:
     if monitor is None:
         monitor = StepMonitor()
         _monitor.set(monitor)
-    monitor.enter_block()
-    try:
+    block = object()
+    with undone(partial(monitor.leave_block, block)):
+        monitor.enter_block(block)
         yield
-    finally:
-        monitor.leave_block()
 
 
 def is_checked() -> bool:

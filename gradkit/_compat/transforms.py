@@ -18,6 +18,8 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks
 
+from gradkit._compat.undoing import INSIDE
+
 TensorLists: TypeAlias = Sequence[Sequence[Tensor | None]]
 _functorch = torch._C._functorch
 _read = _functorch.get_interpreter_stack
@@ -139,7 +141,7 @@ def layers(tensor: Tensor) -> Iterator[Tensor]:
 def carries_tangent(tensor: Tensor) -> bool:
     """Return whether a tensor carries a tangent, of this level or of one around it."""
     # A tangent is shown at its own level alone.
-    with ExitStack() as left:
+    with ExitStack() as left, INSIDE:
         for layer in layers(tensor):
             while len(transforms()) > max(0, level_of(layer)):
                 left.enter_context(temporarily_pop_interpreter_stack())
