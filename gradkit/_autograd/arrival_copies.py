@@ -13,6 +13,7 @@ from torch import Tensor
 from gradkit._autograd.write_finder import WriteFinder
 from gradkit._compat.autograd import current_pass, is_batch, tensor_hooks
 from gradkit._compat.transforms import detach_keep_tangent
+from gradkit._compat.undoing import undone
 from gradkit._core import user_code
 from gradkit._core.ownership import copy_for
 
@@ -100,13 +101,15 @@ def copied_on_arrival(
     # Into the tables of hooks themselves: a handle for each would take longer than the copy.
     tables = list(map(user_code.hooks_of, tensors))
     key = object()
-    try:
+
+    def end() -> None:
+        for table in tables:
+            table.pop(key, None)
+
+    with undone(end):
         for table, copy in zip(tables, copies or [_copied] * len(tables), strict=True):
             table[key] = copy
         yield
-    finally:
-        for table in tables:
-            table.pop(key, None)
 
 
 def _copied(grad: Tensor | None) -> Tensor | None:

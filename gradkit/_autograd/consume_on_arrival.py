@@ -26,6 +26,7 @@ from gradkit._compat.autograd import (
     tensor_hooks,
     without_function_modes,
 )
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import user_code
 from gradkit._core.pass_observers import any_observers
 
@@ -111,7 +112,7 @@ class Arrivals:
         leaves = [(index, v) for index, v in numbered if v.grad_fn is None]
         others = [(index, v) for index, v in numbered if v.grad_fn is not None]
         hooks: Any = [partial(self._arrive_at_leaf, index) for index, _ in leaves]
-        with ExitStack() as stack:
+        with ExitStack() as stack, INSIDE:
             stack.enter_context(copied_on_arrival([leaf for _, leaf in leaves], hooks))
             for index, variable in others:
                 hook = partial(self._arrive, index)

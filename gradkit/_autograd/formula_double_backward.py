@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.func import vjp
+from torch.utils.hooks import RemovableHandle
 
 from gradkit._checks.differentiable_formulas import NODE_FORMULAS, Formula, has_formula
 from gradkit._compat.transforms import without_default_hooks
+from gradkit._compat.undoing import undone
 from gradkit._core.graph import Subgraph
-from gradkit._core.user_code import Cotangents, register_own_hooks_around_node
+from gradkit._core.user_code import Cotangents, register_own_hooks_around_node, remove_hooks
 
 
 def holds_formulas(below: Subgraph) -> bool:
@@ -29,15 +32,12 @@ def holds_formulas(below: Subgraph) -> bool:
 @contextmanager
 def differentiated_by_formula(below: Subgraph) -> Iterator[None]:
     """Let the gradients of a pass with create_graph be differentiated by the formulas of nodes."""
-    handles = []
-    try:
+    handles: list[RemovableHandle] = []
+    with undone(partial(remove_hooks, handles)):
         if holds_formulas(below):
             for node in filter(has_formula, below.nodes):
                 handles += register_own_hooks_around_node(node, lambda _: None, _FormulaHook(node))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _FormulaHook:

@@ -21,6 +21,7 @@ from gradkit._checks.modified_gradients import (
     variables_to_copy_inside,
 )
 from gradkit._compat.transforms import unbatched
+from gradkit._compat.undoing import INSIDE
 from gradkit._core.graph import Subgraph
 from gradkit._core.user_code import functions_alive, hooks_registered
 
@@ -47,7 +48,7 @@ class InnerPass:
             with formulas:
                 return run()
         before = _writes_before(self.cotangents)
-        with ExitStack() as stack:
+        with ExitStack() as stack, INSIDE:
             stack.enter_context(formulas)
             if create_graph and functions:
                 stack.enter_context(refuse_undifferentiable(lambda: self.where, self.below))

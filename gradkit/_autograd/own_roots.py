@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradkit._compat.autograd import current_pass, run_engine
 from gradkit._compat.transforms import COMPILED_AUTOGRAD, compiled_autograd_disabled
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import user_code
 from gradkit._core.pass_observers import (
     any_observers,
@@ -27,12 +28,15 @@ from gradkit._state.grad_attribute import grads_put_back
 def own_roots(outputs: Sequence[Tensor], begin: Callable[[int], None]) -> Iterator[list[Tensor]]:
     """Yield views of outputs; `begin` gets the number of a pass from them, before other hooks."""
     # Other threads, and passes inside hooks, go through the same tensors at the same time.
-    with ExitStack() as stack:
-        with torch.enable_grad():
+
+    def begin_pass(_: Tensor) -> None:
+        begin(current_pass())
+
+    with ExitStack() as stack, INSIDE:
+        with torch.enable_grad(), INSIDE:
             roots = [output.view_as(output) for output in outputs]
         for root in roots:
-            handle = user_code.register_own_hook(root, lambda _: begin(current_pass()))
-            stack.callback(handle.remove)
+            stack.callback(user_code.register_own_hook(root, begin_pass).remove)
         if COMPILED_AUTOGRAD in sys.modules:  # which would trace the hooks, to run at another time
             stack.enter_context(compiled_autograd_disabled())
         yield roots

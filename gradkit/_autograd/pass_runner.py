@@ -22,6 +22,7 @@ from gradkit._checks.modified_gradients import (
     variables_to_copy,
 )
 from gradkit._compat.autograd import as_batch, batched_mode, from_batch, without_function_modes
+from gradkit._compat.undoing import INSIDE
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
 from gradkit._core.ownership import owned
@@ -87,7 +88,7 @@ class PassRunner:
     ) -> tuple[list[Tensor | None], dict[int, int]]:
         """Run a pass that also captures what is observed, and that leaves every `.grad` alone."""
         # Returns the gradients, and the versions that those that were copied late had by then.
-        with ExitStack() as stack:
+        with ExitStack() as stack, INSIDE:
             inputs = stack.enter_context(self.observed_inputs(variables))
             create = self.call.create_graph
             monitor = step_monitor()

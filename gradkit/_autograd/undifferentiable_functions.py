@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from gradkit._checks.higher_derivatives import undifferentiable_message
 from gradkit._compat.autograd import current_pass, sequence_number
 from gradkit._compat.transforms import clone_with_node, is_transform_tensor, layers, unbatched
+from gradkit._compat.undoing import undone
 from gradkit._core.graph import Subgraph
 from gradkit._core.graph_walk import nodes_below
 from gradkit._core.tensor_nodes import leaf_tensors
-from gradkit._core.user_code import Cotangents, register_own_hooks_around_node, user_functions
+from gradkit._core.user_code import (
+    Cotangents,
+    register_own_hooks_around_node,
+    remove_hooks,
+    user_functions,
+)
 from gradkit.errors import UnsupportedGraphError
 
 
@@ -27,16 +35,13 @@ def refuse_undifferentiable(where: Callable[[], str], below: Subgraph) -> Iterat
     # derivative would be returned. It is what once_differentiable, no_grad, detach() and a kernel
     # that autograd does not know do, in whatever they are wrapped.
     kinds = set(user_functions(below.kinds))
-    handles = []
-    try:
+    handles: list[RemovableHandle] = []
+    with undone(partial(remove_hooks, handles)):
         for node in below.nodes if kinds else ():
             if type(node) in kinds:
                 probe = _Probe(where, type(node), below)
                 handles += register_own_hooks_around_node(node, probe.before, probe.after)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Copy(NamedTuple):

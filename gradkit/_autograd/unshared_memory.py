@@ -13,6 +13,7 @@ from torch.autograd.graph import Node
 
 from gradkit._compat.autograd import storage_address
 from gradkit._compat.transforms import layers
+from gradkit._compat.undoing import INSIDE
 from gradkit._core.user_code import Cotangents, register_own_hook_after_node
 
 # What is called with a gradient, and the copy that is handed on in its place.
@@ -26,7 +27,7 @@ def without_shared_memory(
     """Copy what a node hands to more than one other, in every pass through these nodes."""
     # So a hook or a Function that writes on its gradient in place changes its own alone, whether it
     # runs before or after another has been captured, or summed up [A3, L3].
-    with ExitStack() as stack:
+    with ExitStack() as stack, INSIDE:
         for node in nodes:
             if any(child is not None for child, _ in node.next_functions):
                 last = register_own_hook_after_node(

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 from gradkit._checks.forward_monitor import checked_forward
-from gradkit._checks.recomputed_values import recording, recording_values
+from gradkit._checks.recomputed_values import recording
 from gradkit._checks.steps_without_grads import StepMonitor
+from gradkit._compat.undoing import INSIDE, undone
 
 _of_process = StepMonitor() if os.environ.get("GRADKIT_CHECKED", "0") not in ("", "0") else None
 _monitor = ContextVar("monitor", default=_of_process)
 if _of_process is not None:
-    _of_process.enter_block()
-    checked_forward().enter_block()
-    recording.enter_block()
+    _of_process.enter_block("GRADKIT_CHECKED")
+    checked_forward().enter_block("GRADKIT_CHECKED")
+    recording.enter_block("GRADKIT_CHECKED")
 
 
 @contextmanager
@@ -75,15 +77,13 @@ def checked() -> Iterator[None]:
     if monitor is None:
         monitor = StepMonitor()
         _monitor.set(monitor)
-    forward = checked_forward()
-    monitor.enter_block()
-    forward.enter_block()
-    try:
-        with recording_values():
-            yield
-    finally:
-        forward.leave_block()
-        monitor.leave_block()
+    block, watching = object(), (monitor, checked_forward(), recording)
+    with ExitStack() as stack, INSIDE:
+        for one in watching:
+            stack.enter_context(undone(partial(one.leave_block, block)))
+        for one in watching:
+            one.enter_block(block)
+        yield
 
 
 def is_checked() -> bool:

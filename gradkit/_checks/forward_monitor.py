@@ -45,19 +45,22 @@ class CheckedForward(ForwardMonitor):
 
     def __init__(self) -> None:
         super().__init__()
+        self._open: set[object] = set()
         self._blocks = 0
 
-    def enter_block(self) -> None:
+    def enter_block(self, block: object) -> None:
         """Watch until the last block has ended."""
         # At the bottom: with a mode of the user's that begins before the block and ends inside, the
         # top of the stack is taken off, whatever stands there.
+        self._open.add(block)
         if self not in function_modes():
             slip_under_modes(self)
-        self._blocks += 1
+        self._blocks = len(self._open)
 
-    def leave_block(self) -> None:
-        """End a block; in another thread, the mode stays and does nothing."""
-        self._blocks -= 1
+    def leave_block(self, block: object) -> None:
+        """End a block, once or more; in another thread, the mode stays and does nothing."""
+        self._open.discard(block)
+        self._blocks = len(self._open)
         if not self._blocks:
             remove_function_mode(self)
 

@@ -7,7 +7,6 @@ passes of gradkit's calls: a gradient is right if all of the tensors that its pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -132,35 +131,27 @@ class _Recording:
     """Lets the checkpoints that run while a block is open, of all threads, save fingerprints."""
 
     def __init__(self) -> None:
-        self._lock, self._blocks = Lock(), 0
+        self._lock, self._blocks = Lock(), set[object]()
         self._before: dict[str, Callable[[Tensor], Any]] = {}
 
-    def enter_block(self) -> None:
+    def enter_block(self, block: object) -> None:
+        """Record until the last of some blocks that overlap has ended."""
         with self._lock:
-            self._blocks += 1
-            if self._blocks == 1:
+            if not self._blocks:
                 self._before = dict(determinism_checks)
-                for name, check in self._before.items():
-                    determinism_checks[name] = partial(_value, check)
+            self._blocks.add(block)
+            for name, check in self._before.items():
+                determinism_checks[name] = partial(_value, check)
 
-    def leave_block(self) -> None:
+    def leave_block(self, block: object) -> None:
+        """End a block, which may have ended before."""
         with self._lock:
-            self._blocks -= 1
+            self._blocks.discard(block)
             if not self._blocks:
                 determinism_checks.update(self._before)
 
 
 recording = _Recording()
-
-
-@contextmanager
-def recording_values() -> Iterator[None]:
-    """Record the values that checkpoints of the block save."""
-    recording.enter_block()
-    try:
-        yield
-    finally:
-        recording.leave_block()
 
 
 def compare_values(frames: Iterable[Frame], nodes: Iterable[Node]) -> None:

@@ -23,28 +23,30 @@ class StepMonitor:
         self._returned: dict[int, ref[Tensor]] = {}
         self._began_idle: set[int] = set()  # the optimizers in whose step a closure may run
         self._warned = False
-        self._blocks = 0
+        self._blocks: set[object] = set()
         self._handles: list[RemovableHandle] = []
 
     @property
     def is_open(self) -> bool:
         """Whether a block that uses it has not ended."""
-        return self._blocks > 0
+        return bool(self._blocks)
 
-    def enter_block(self) -> None:
+    def enter_block(self, block: object) -> None:
         """Look at every step that an optimizer of this process takes, until the last block ends."""
-        if not self._blocks:
+        self._blocks.add(block)
+        if self not in open_monitors:
             open_monitors.append(self)
-            self._handles = register_own_hooks_around_steps(self._before, self._after)
-        self._blocks += 1
+        if not self._handles:
+            self._handles += register_own_hooks_around_steps(self._before, self._after)
 
-    def leave_block(self) -> None:
-        """Stop, if this is the last block."""
-        self._blocks -= 1
-        if not self._blocks:
+    def leave_block(self, block: object) -> None:
+        """Stop, if this is the last block; to leave one again does no harm."""
+        self._blocks.discard(block)
+        if not self._blocks and self in open_monitors:
             open_monitors.remove(self)
         while not self._blocks and self._handles:
-            self._handles.pop().remove()
+            self._handles[-1].remove()
+            self._handles.pop()
 
     def note(self, variables: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
         """Note the tensors whose gradients a call returns."""

@@ -19,6 +19,8 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from gradkit._compat.undoing import INSIDE, undone
+
 TensorLists: TypeAlias = Sequence[Sequence[Tensor | None]]
 _functorch = torch._C._functorch
 _read = _functorch.get_interpreter_stack
@@ -121,11 +123,16 @@ def _is_default_device(modes: list[TorchFunctionMode]) -> bool:
 
 def _change_modes(change: Callable[[list[TorchFunctionMode]], None]) -> None:
     modes = function_modes()
-    for _ in range(len(modes)):
-        _mode_stack._pop_torch_function_stack()
     change(modes)
-    for mode in modes:
-        _mode_stack._push_on_torch_function_stack(mode)
+
+    def put() -> None:
+        while _depth_of_modes():
+            _mode_stack._pop_torch_function_stack()
+        for mode in modes:
+            _mode_stack._push_on_torch_function_stack(mode)
+
+    with undone(put):  # which calls it again if an interrupt comes in between
+        pass
 
 
 _mode_stack: Any = torch._C
@@ -216,7 +223,7 @@ def without_innermost_tangent(tensor: Tensor) -> Tensor:
 def carries_tangent(tensor: Tensor) -> bool:
     """Return whether a tensor carries a tangent, of this level or of one around it."""
     # A tangent is shown at its own level alone.
-    with ExitStack() as left:
+    with ExitStack() as left, INSIDE:
         for layer in layers(tensor):
             while len(transforms()) > max(0, level_of(layer)):
                 left.enter_context(temporarily_pop_interpreter_stack())

@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from gradkit._compat.dynamo import disable_compile, is_compiled_module
+from gradkit._compat.undoing import undone
 from gradkit._core import user_code
 
 # Of a module's arguments, those by keyword among them, or of its output.
@@ -64,11 +66,13 @@ def watching_runs(
     """Call functions with what a module is given and returns, for each of its runs in the block."""
     after = _ModuleHook(module, lambda _, output: see_output(output))
     before = None if see_input is None else _ModuleHook(module, see_input)
-    handles = user_code.register_own_hooks_on_runs(module, before, after)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    handles: list[RemovableHandle] = []
+
+    def end() -> None:
+        user_code.remove_hooks(handles)
         for hook in filter(None, (before, after)):
             hook.close()
+
+    with undone(end):
+        handles += user_code.register_own_hooks_on_runs(module, before, after)
+        yield

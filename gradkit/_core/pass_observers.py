@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from gradkit._compat.autograd import current_pass
-from gradkit._core.undoing import undone
+from gradkit._compat.undoing import undone
 
 
 class PassObserver(Protocol):

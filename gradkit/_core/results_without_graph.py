@@ -28,7 +28,7 @@ from gradkit._core.tensor_nodes import metadata
 from gradkit._core.user_code import (
     Cotangents,
     functions_alive,
-    register_own_hooks_around_node,
+    register_own_hook_before_node,
     user_functions,
 )
 
@@ -81,7 +81,7 @@ def _skip_functions_without_cotangents(below: Subgraph) -> None:
         if type(node) in kinds and _GUARDED not in metadata(node):
             metadata(node)[_GUARDED] = True
             guard = _EmptyPass(node)
-            register_own_hooks_around_node(node, guard.before)
+            register_own_hook_before_node(node, guard.before)
             run_in_place_of_backward(node, guard.backward)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from operator import attrgetter
 from threading import Lock
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from gradkit._compat import distributed
 from gradkit._compat.autograd import forward_class, tensor_hooks
 from gradkit._compat.transforms import transforms
+from gradkit._compat.undoing import INSIDE
 from gradkit._core.constant_function import accumulate_grad_nodes
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.tensor_nodes import edge
@@ -31,34 +32,52 @@ from gradkit._core.tensor_nodes import edge
 Cotangents: TypeAlias = tuple[Tensor | None, ...]
 
 
+def _register(*registrations: Callable[[], RemovableHandle]) -> list[RemovableHandle]:
+    """Register hooks of gradkit's, which `hooks_registered` does not count; all of them or none."""
+    handles: list[RemovableHandle] = []
+    try:
+        with _own_hooks.lock, INSIDE:
+            for register in registrations:
+                handles.append(register())
+                _own_hooks.count += 1
+        return handles
+    except BaseException:
+        remove_hooks(handles)
+        raise
+
+
+def remove_hooks(handles: Iterable[RemovableHandle]) -> None:
+    """Remove hooks; to do so again does no harm."""
+    for handle in handles:
+        handle.remove()
+
+
 def register_own_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
     """Register a hook of gradkit's on a tensor, which `hooks_registered` does not count."""
-    with _own_hooks.lock:
-        handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        _own_hooks.count += 1
-    return handle
+    return _register(partial(tensor.register_hook, hook))[0]
 
 
 def register_own_hooks_around_node(
     node: Node,
     before: Callable[[Cotangents], Cotangents | None],
-    after: Callable[[Cotangents, Cotangents], Cotangents | None] | None = None,
+    after: Callable[[Cotangents, Cotangents], Cotangents | None],
 ) -> list[RemovableHandle]:
-    """Register hooks of gradkit's around a node, which `hooks_registered` does not count."""
-    with _own_hooks.lock:
-        handles = [node.register_prehook(before)]
-        _own_hooks.count += 1
-    return handles if after is None else [*handles, register_own_hook_after_node(node, after)]
+    """Register hooks of gradkit's around a node, not counted either."""
+    return _register(partial(node.register_prehook, before), partial(node.register_hook, after))
+
+
+def register_own_hook_before_node(
+    node: Node, before: Callable[[Cotangents], Cotangents | None]
+) -> RemovableHandle:
+    """Register a hook of gradkit's on the cotangents that a node gets, not counted either."""
+    return _register(partial(node.register_prehook, before))[0]
 
 
 def register_own_hook_after_node(
     node: Node, after: Callable[[Cotangents, Cotangents], Cotangents | None]
 ) -> RemovableHandle:
     """Register a hook of gradkit's on the gradients that a node makes, not counted either."""
-    with _own_hooks.lock:
-        handle = node.register_hook(after)
-        _own_hooks.count += 1
-    return handle
+    return _register(partial(node.register_hook, after))[0]
 
 
 def register_own_hooks_on_runs(
@@ -67,25 +86,20 @@ def register_own_hooks_on_runs(
     after: Callable[..., None],
 ) -> list[RemovableHandle]:
     """Register hooks of gradkit's around the forward pass of a module, not counted either."""
-    with _own_hooks.lock:
-        handles = [module.register_forward_hook(after)]
-        if before is not None:
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        _own_hooks.count += len(handles)
-    return handles
+    registrations = [partial(module.register_forward_hook, after)]
+    if before is not None:
+        registrations.append(partial(module.register_forward_pre_hook, before, with_kwargs=True))
+    return _register(*registrations)
 
 
 def register_own_hooks_around_steps(
     before: Callable[[Optimizer, Any, Any], None], after: Callable[[Optimizer, Any, Any], None]
 ) -> list[RemovableHandle]:
     """Register hooks of gradkit's around steps of all optimizers, which are not counted either."""
-    with _own_hooks.lock:
-        handles = [
-            register_optimizer_step_pre_hook(before),
-            register_optimizer_step_post_hook(after),
-        ]
-        _own_hooks.count += len(handles)
-    return handles
+    return _register(
+        partial(register_optimizer_step_pre_hook, before),
+        partial(register_optimizer_step_post_hook, after),
+    )
 
 
 def first_pre_hooked(leaves: Sequence[Tensor]) -> int | None:
@@ -93,7 +107,7 @@ def first_pre_hooked(leaves: Sequence[Tensor]) -> int | None:
     # A look at one takes a microsecond or two, and holds until this process registers another hook
     # of any kind. Tensors that are no leaves are passed over.
     global _looked_at
-    with _own_hooks.lock:
+    with _own_hooks.lock, INSIDE:
         made = hooks_made()  # before the look: what is registered meanwhile is looked for again
     if not made:
         return None
@@ -124,15 +138,22 @@ _is_nested = attrgetter("is_nested")
 
 def _first_with_pre_hooks(nodes: Sequence[Node]) -> int | None:
     """Return the index of the first node on which someone has registered a pre-hook."""
-    with _own_hooks.lock:
+    with _own_hooks.lock, INSIDE:
         for index, node in enumerate(nodes):
-            handle = node.register_prehook(_no_change)
+            # All that Python has registered there, ours among them until it is removed.
+            hooks = _removed(node.register_prehook(_no_change)).hooks_dict_ref()
             _own_hooks.count += 1
-            hooks = handle.hooks_dict_ref()  # all that Python has registered there; ours is one
-            handle.remove()
             if hooks:
                 return index
     return None
+
+
+def _removed(handle: RemovableHandle) -> RemovableHandle:
+    try:
+        handle.remove()
+    finally:
+        handle.remove()
+    return handle
 
 
 def _no_change(_: Cotangents) -> None:

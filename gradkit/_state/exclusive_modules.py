@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gradkit._compat.autograd import calling_thread
-from gradkit._core.undoing import undone
+from gradkit._compat.undoing import undone
 from gradkit.errors import UnsupportedGraphError, message
 
 _LONGEST_WAIT = 600.0  # seconds

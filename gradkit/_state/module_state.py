@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradkit._core.undoing import undone
+from gradkit._compat.undoing import undone
 from gradkit._state.exclusive_modules import alone_with
 
 _CONTAINERS = (list, dict, OrderedDict, set)

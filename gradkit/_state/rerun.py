@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gradkit._compat.autograd import TorchDispatchMode, operator_schema, storage_key
 from gradkit._compat.dynamo import leave_uncompiled
+from gradkit._compat.undoing import INSIDE
 from gradkit._core.written_tensors import written_tensors
 from gradkit._state import rng
 from gradkit._state.rerun_check import (
@@ -69,7 +70,7 @@ class RerunState:
         now = _current(self._writes.snapshots)
         kernels = attention_kernels()
         states = rng.current(self._rng)
-        with ExitStack() as stack:
+        with ExitStack() as stack, INSIDE:
             stack.callback(rng.restore, states)
             rng.restore(self._rng)
             for device, enabled, dtype in self._other_autocast():

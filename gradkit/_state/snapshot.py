@@ -13,6 +13,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradkit._compat.transforms import transforms
+from gradkit._compat.undoing import INSIDE
 from gradkit._core.closure_contents import captured_by
 from gradkit._core.devices import is_capturing
 from gradkit._state import rng
@@ -45,7 +46,7 @@ class Snapshot:
         states, others = rng.states(self._tensors), _python_states()
         own = [(generator, generator.get_state()) for generator in self._generators]
         try:
-            with ExitStack() as stack:
+            with ExitStack() as stack, INSIDE:
                 stack.enter_context(grads_put_back(self.leaves))
                 stack.enter_context(grad_dtypes_put_back(self.leaves))
                 stack.callback(self._restore_tensors)  # before `.grad`, which must fit

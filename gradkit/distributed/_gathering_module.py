@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradkit._compat import distributed
 from gradkit._compat.transforms import is_transform_tensor
-from gradkit._core.undoing import undone
+from gradkit._compat.undoing import undone
 from gradkit._state.exclusive_modules import alone_with
 from gradkit._state.recomputed_tensors import recompute_hooks, register_recompute
 from gradkit.distributed._differentiable_gather import ShardedParam, gather

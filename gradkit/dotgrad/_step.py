@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 from gradkit._compat.distributed import mesh_of
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.optim import is_step_of_class, is_unscaled, scaler_put_back_on_error
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.options import check_number
 from gradkit._core.ownership import PLAIN_TYPES, leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
-from gradkit._core.undoing import INSIDE
 from gradkit._state.grad_attribute import FormerGrads, grads_put_back, set_grads, write_all
 from gradkit.dotgrad._matching import Pairs, match, read_grad_leaves, read_leaves, unique
 from gradkit.dotgrad._read_only_optimizers import (
@@ -175,18 +175,20 @@ def _step_without_copies(
         )
     ):
         return False
-    former = FormerGrads(own_params, may_overwrite=False)
+    former, are_lent = FormerGrads(own_params, may_overwrite=False), False
     try:
         try:
             former.set_aside()
-            try:
-                versions = list(map(_version, grads))
-                set_grads(leaves, grads)
-            except (RuntimeError, TypeError):  # of another shape, made in inference mode
-                return False
+            versions = list(map(_version, grads))
+            set_grads(leaves, grads)
+            are_lent = True
             optimizer.step()
             if list(map(_version, grads)) != versions:
                 warn_of_write(optimizer)
+        except (RuntimeError, TypeError):  # of another shape, made in inference mode
+            if are_lent:
+                raise
+            return False
         finally:
             former.put_back()
     finally:  # as `undone` does it

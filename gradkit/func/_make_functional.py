@@ -18,10 +18,10 @@ from gradkit._compat.autograd import storage_key
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.modules import own_parametrized_values
 from gradkit._compat.transforms import BATCH, memory_of, transforms
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import refuse_distributed, require_tensor
-from gradkit._core.undoing import INSIDE
 from gradkit._state.copy_on_write import CopyOnWrite, CopyOnWriteMode, is_in_place
 from gradkit._state.exclusive_modules import alone_with
 from gradkit._state.module_state import TensorSlots, attributes_put_back
