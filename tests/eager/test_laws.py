@@ -230,7 +230,11 @@ def test_calls_are_pure(
     assume(reaches(program, device, dtype))
     losses, params = {"l": graph.losses}, {"p": graph.leaves, "none": None}
     for call in (gradkit.value_and_grads, gradkit.per_loss_grads):
-        call(losses, params, retain_graph=True)
+        try:
+            call(losses, params, retain_graph=True)
+        except gradkit.UnsupportedGraphError:  # of what writes on a gradient
+            if not any(name in WRITING for name, _, _ in program.ops):
+                raise
         world.assert_unchanged()
         assert list(losses) == ["l"]
         assert losses["l"] is graph.losses
