@@ -38,7 +38,12 @@ def test_adding_value_and_grads_is_backward(
         torch.autograd.backward(theirs.losses, retain_graph=True)
         assume(any(leaf.grad is not None for leaf in theirs.leaves))
         objects = [leaf.grad for leaf in ours.leaves]
-        _, grads = gradkit.value_and_grads(ours.losses, ours.leaves, retain_graph=True)
+        try:
+            _, grads = gradkit.value_and_grads(ours.losses, ours.leaves, retain_graph=True)
+        except gradkit.UnsupportedGraphError:  # of what writes on a gradient
+            if any(name in WRITING for name, _, _ in program.ops):
+                return
+            raise
         gradkit.add_grads_(ours.leaves, grads)
         assert_same_grads(ours.leaves, theirs.leaves)
         if round_:
