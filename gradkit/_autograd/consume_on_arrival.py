@@ -76,7 +76,7 @@ class ConsumingRunner(PassRunner):
         self, outputs: Sequence[Tensor], seeds: Sequence[Tensor], variables: list[Tensor]
     ) -> list[Tensor | None]:
         """Run one vmapped pass, which keeps the graph; seeds, and what is consumed, are stacks."""
-        with batched_mode() as level, ExitStack() as stack:
+        with batched_mode() as level, ExitStack() as stack, INSIDE:
             size = len(seeds[0])
 
             def consume(index: int, grad: Tensor) -> None:
@@ -121,13 +121,13 @@ class Arrivals:
 
     def _arrive(self, index: int, grad: Tensor | None) -> None:
         if grad is not None and current_pass() in self._own_passes:
-            with self._around():
+            with self._around(), INSIDE:
                 self._consume(index, grad)
 
     def _arrive_at_leaf(self, index: int, grad: Tensor | None) -> Tensor | None:
         if grad is None or current_pass() not in self._own_passes:
             return grad
-        with self._around():
+        with self._around(), INSIDE:
             self._consume(index, grad)
             return grad if self._is_captured_too else _placeholder(grad)
 

@@ -170,7 +170,7 @@ class _GhostPass:
         for use in self._by_node[node]:
             self._left[use.variable] -= 1
             if cotangent is not None:
-                with torch.no_grad(), without_autocast(cotangent.device):
+                with torch.no_grad(), without_autocast(cotangent.device), INSIDE:
                     part = per_sample_gradients(use, cotangent, self._variables[use.variable])
                     self._parts[use.variable].append(part)
                     if not self._left[use.variable]:

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradkit._compat.autograd import is_batch
 from gradkit._compat.dynamo import leave_uncompiled
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree, user_code
 
 
@@ -24,7 +25,7 @@ def hooks_refused() -> Iterator[None]:
         yield
         return
     guard = _HookGuard()
-    with guard:
+    with guard, INSIDE:
         yield
     if guard.has_met:
         raise HookInBatchError(_HOOK)

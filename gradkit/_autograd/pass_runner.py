@@ -100,7 +100,7 @@ class PassRunner:
                 nodes = self.call.graph.below(self.call.differentiated).nodes
                 stack.enter_context(without_shared_memory(nodes, finder.note_copy))
                 cotangents = [None if seed is None else seed.clone() for seed in cotangents]
-            with finder or nullcontext():
+            with finder or nullcontext(), INSIDE:
                 grads = run_grad(self.call, roots, inputs, cotangents, retain_graph=retain)
             if finder is not None:
                 finder.report(self.params_of(variables))
@@ -150,7 +150,7 @@ class PassRunner:
             )
         with batched_mode() as level, hooks_refused():
             grads = run_batch(self.call, [output], variables, [as_batch(seeds, level)])
-            with without_function_modes():
+            with without_function_modes(), INSIDE:
                 size = len(seeds)
                 return [None if grad is None else from_batch(grad, level, size) for grad in grads]
 

@@ -21,6 +21,7 @@ from gradkit._compat.transforms import (
     recording_levels,
     transforms,
 )
+from gradkit._compat.undoing import INSIDE
 from gradkit._core.graph import Subgraph
 from gradkit.errors import UnsupportedGraphError
 
@@ -63,7 +64,7 @@ def without_ended_graph(grad: Tensor | None) -> Tensor | None:
 def accumulate_grad_nodes(leaves: Sequence[Tensor]) -> list[Node]:
     """Return the AccumulateGrad nodes of leaves without subclasses, outside of transforms."""
     # A constant function of all leads to them: a view of each would take four times as long.
-    with torch.enable_grad():
+    with torch.enable_grad(), INSIDE:
         result = _attach(torch.empty(0), leaves)  # which keeps its node alive
     return [cast("Node", child) for child, _ in cast("Node", result.grad_fn).next_functions[1:]]
 
