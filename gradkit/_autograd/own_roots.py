@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from gradkit._compat.autograd import current_pass
-from gradkit._compat.undoing import INSIDE
+from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import user_code
 from gradkit._core.pass_observers import (
     any_observers,
@@ -28,7 +28,7 @@ def own_roots(outputs: Sequence[Tensor], begin: Callable[[int], None]) -> Iterat
     def begin_pass(_: Tensor) -> None:
         begin(current_pass())
 
-    with ExitStack() as stack, INSIDE:
+    with undo_stack() as stack:
         with torch.enable_grad(), INSIDE:
             roots = [output.view_as(output) for output in outputs]
         for root in roots:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from gradkit._checks.modified_gradients import (
     variables_to_copy,
 )
 from gradkit._compat.autograd import as_batch, batched_mode, from_batch, without_function_modes
-from gradkit._compat.undoing import INSIDE
+from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
 from gradkit._core.ownership import owned
@@ -88,7 +88,7 @@ class PassRunner:
     ) -> tuple[list[Tensor | None], dict[int, int]]:
         """Run a pass that also captures what is observed, and that leaves every `.grad` alone."""
         # Returns the gradients, and the versions that those that were copied late had by then.
-        with ExitStack() as stack, INSIDE:
+        with undo_stack() as stack:
             inputs = stack.enter_context(self.observed_inputs(variables))
             create = self.call.create_graph
             monitor = step_monitor()

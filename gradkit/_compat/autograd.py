@@ -177,8 +177,8 @@ def batched_mode() -> Iterator[int]:
     entered: list[int] = []
 
     def end() -> None:
-        if entered:  # in one line both: no interrupt comes in between
-            entered.clear(), torch._C._vmapmode_decrement_nesting()
+        # In one line both, so that no interrupt comes in between. A level is at least 1.
+        _ = entered and entered.pop() and torch._C._vmapmode_decrement_nesting()
 
     with undone(end):
         entered.append(torch._C._vmapmode_increment_nesting())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -19,7 +19,7 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from gradkit._compat.undoing import INSIDE, undone
+from gradkit._compat.undoing import INSIDE, undo_stack, undone
 
 TensorLists: TypeAlias = Sequence[Sequence[Tensor | None]]
 _functorch = torch._C._functorch
@@ -142,7 +142,7 @@ def layers(tensor: Tensor) -> Iterator[Tensor]:
 def carries_tangent(tensor: Tensor) -> bool:
     """Return whether a tensor carries a tangent, of this level or of one around it."""
     # A tangent is shown at its own level alone.
-    with ExitStack() as left, INSIDE:
+    with undo_stack() as left:
         for layer in layers(tensor):
             while len(transforms()) > max(0, level_of(layer)):
                 left.enter_context(temporarily_pop_interpreter_stack())
@@ -280,7 +280,7 @@ def _default_hooks_set_aside() -> Iterator[None]:
         while (
             hooks := default_hooks()
         ) is not None:  # in one line both: no interrupt comes in between
-            aside.append(hooks), autograd._pop_saved_tensors_default_hooks()
+            aside += (hooks, autograd._pop_saved_tensors_default_hooks())[:1]
         yield
 
 

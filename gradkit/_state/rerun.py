@@ -7,7 +7,7 @@ reads what memory held before the first run wrote to it. Afterwards all of that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, TypeAlias, cast
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradkit._compat.autograd import TorchDispatchMode, operator_schema, storage_key
 from gradkit._compat.dynamo import leave_uncompiled
-from gradkit._compat.undoing import INSIDE, undone
+from gradkit._compat.undoing import INSIDE, undo_stack, undone
 from gradkit._core.written_tensors import written_tensors
 from gradkit._state import rng
 from gradkit._state.rerun_check import (
@@ -68,7 +68,7 @@ class RerunState:
         now = _current(self._writes.snapshots)
         kernels = attention_kernels()
         states = rng.current(self._rng)
-        with ExitStack() as stack, INSIDE:
+        with undo_stack() as stack:
             stack.enter_context(undone(partial(rng.restore, states)))
             rng.restore(self._rng)
             for device, enabled, dtype in self._other_autocast():
@@ -77,7 +77,8 @@ class RerunState:
             stack.enter_context(undone(partial(_restore, now)))
             enable_attention_kernels(self._kernels)
             _restore(self._writes.snapshots)
-            yield stack.enter_context(as_second_run(self._checksums, self._around))
+            with as_second_run(self._checksums, self._around) as run:
+                yield run
 
 
 def _autocast(device: str) -> tuple[str, bool, torch.dtype]:

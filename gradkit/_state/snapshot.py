@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradkit._compat.transforms import transforms
-from gradkit._compat.undoing import INSIDE, undone
+from gradkit._compat.undoing import INSIDE, undo_stack, undone
 from gradkit._core.closure_contents import captured_by
 from gradkit._core.devices import is_capturing
 from gradkit._state import rng
@@ -46,7 +46,7 @@ class Snapshot:
         """Run a block with every `.grad` None, and restore the state after it."""
         states, others = rng.states(self._tensors), _python_states()
         states += [(generator, generator.get_state()) for generator in self._generators]
-        with ExitStack() as stack, INSIDE:
+        with undo_stack() as stack:
             stack.enter_context(undone(partial(rng.restore, states)))
             stack.enter_context(undone(partial(_restore_python_states, others)))
             stack.enter_context(grads_put_back(self.leaves))
