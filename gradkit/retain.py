@@ -13,7 +13,7 @@ from gradkit._autograd.own_roots import number_of_a_pass
 from gradkit._compat.autograd import calling_thread, current_pass
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import default_hooks
-from gradkit._compat.undoing import INSIDE, undone
+from gradkit._compat.undoing import undo_stack, undone
 from gradkit._core import pytree
 from gradkit._core.grad_recorder import (
     GradRecorder,
@@ -170,7 +170,7 @@ def safe_retain(
     retained = RetainedGrads(RetainedGrads() if inputs else None)
     every = [retained, retained.inputs] if inputs else [retained]
     require_runs: Callable[[], None] | None = None
-    with ExitStack() as stack, INSIDE:
+    with undo_stack() as stack:
         for one in every:
             stack.enter_context(undone(one._recorders.remove))
         if isinstance(tensors, nn.Module):
@@ -184,7 +184,7 @@ def safe_retain(
                 raise OptionError(message(where, expected, got, fix))
             _watch_tensors(retained, tensors)
         before = number_of_a_pass()
-        with ExitStack() as passes, INSIDE:
+        with undo_stack() as passes:
             for one in every:
                 passes.enter_context(observing(one._recorders))
             yield retained

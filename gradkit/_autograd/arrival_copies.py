@@ -13,7 +13,7 @@ from torch import Tensor
 from gradkit._autograd.write_finder import WriteFinder
 from gradkit._compat.autograd import current_pass, is_batch, tensor_hooks
 from gradkit._compat.transforms import detach_keep_tangent
-from gradkit._compat.undoing import undone
+from gradkit._compat.undoing import INSIDE, undone
 from gradkit._core import user_code
 from gradkit._core.ownership import copy_for
 
@@ -63,7 +63,7 @@ class ArrivalCapture:
                 self._arrived[index] = {}
                 self._register(variable, partial(self._store, index, variable), stack)
         if not_leaves:
-            with torch.enable_grad():
+            with torch.enable_grad(), INSIDE:
                 leaf = torch.zeros((), device=variables[0].device, requires_grad=True)
                 root = leaf.view_as(leaf)
             self._register(root, lambda _: self._own_pass.append(current_pass()), stack)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -26,7 +26,7 @@ from gradkit._compat.autograd import (
     tensor_hooks,
     without_function_modes,
 )
-from gradkit._compat.undoing import INSIDE
+from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import user_code
 from gradkit._core.pass_observers import any_observers
 
@@ -76,7 +76,7 @@ class ConsumingRunner(PassRunner):
         self, outputs: Sequence[Tensor], seeds: Sequence[Tensor], variables: list[Tensor]
     ) -> list[Tensor | None]:
         """Run one vmapped pass, which keeps the graph; seeds, and what is consumed, are stacks."""
-        with batched_mode() as level, ExitStack() as stack:
+        with batched_mode() as level, undo_stack() as stack:
             size = len(seeds[0])
 
             def consume(index: int, grad: Tensor) -> None:
@@ -86,8 +86,8 @@ class ConsumingRunner(PassRunner):
             inputs = stack.enter_context(self.observed_inputs(variables))
             roots = stack.enter_context(arrivals.from_roots(outputs))
             cotangents = [as_batch(seed, level) for seed in seeds]
-            stack.enter_context(hooks_refused())
-            captured = run_batch(self.call, roots, inputs, cotangents)
+            with hooks_refused():
+                captured = run_batch(self.call, roots, inputs, cotangents)
             return captured[: len(variables)]
 
 
@@ -112,7 +112,7 @@ class Arrivals:
         leaves = [(index, v) for index, v in numbered if v.grad_fn is None]
         others = [(index, v) for index, v in numbered if v.grad_fn is not None]
         hooks: Any = [partial(self._arrive_at_leaf, index) for index, _ in leaves]
-        with ExitStack() as stack, INSIDE:
+        with undo_stack() as stack:
             stack.enter_context(copied_on_arrival([leaf for _, leaf in leaves], hooks))
             for index, variable in others:
                 hook = partial(self._arrive, index)
@@ -121,13 +121,13 @@ class Arrivals:
 
     def _arrive(self, index: int, grad: Tensor | None) -> None:
         if grad is not None and current_pass() in self._own_passes:
-            with self._around():
+            with self._around(), INSIDE:
                 self._consume(index, grad)
 
     def _arrive_at_leaf(self, index: int, grad: Tensor | None) -> Tensor | None:
         if grad is None or current_pass() not in self._own_passes:
             return grad
-        with self._around():
+        with self._around(), INSIDE:
             self._consume(index, grad)
             return grad if self._is_captured_too else _placeholder(grad)
 

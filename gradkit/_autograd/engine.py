@@ -21,9 +21,10 @@ from gradkit._compat.autograd import function_mode_enabled, run_engine
 from gradkit._compat.distributed import full_tensor, is_dtensor
 from gradkit._compat.nodes import CHANGED
 from gradkit._compat.transforms import autograd_grad, compiled_autograd_disabled
+from gradkit._compat.undoing import INSIDE
 from gradkit._core.call import Call
 from gradkit._core.ownership import PLAIN_TYPES
-from gradkit._state.grad_attribute import set_grad
+from gradkit._state.grad_attribute import set_grads
 from gradkit._state.recomputed_tensors import recompute_hooks, recomputed_tensor_sources
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
@@ -169,8 +170,7 @@ def _grads_restored_on_error(call: Call) -> Iterator[None]:
         with _refuse_undifferentiable(call):
             yield
     except UnsupportedGraphError:
-        for leaf, grad in zip(leaves, before, strict=True):
-            set_grad(leaf, grad)
+        set_grads(leaves, before)
         raise
 
 
@@ -281,7 +281,7 @@ def inner_grads(
         return [None] * len(inputs)
     roots, seeds = zip(*pairs, strict=True)
     options = retain_graph, create_graph
-    with recompute_hooks() if create_graph else nullcontext():
+    with recompute_hooks() if create_graph else nullcontext(), INSIDE:
         try:
             return list(torch.autograd.grad(roots, inputs, seeds, *options, allow_unused=True))
         except RuntimeError as error:

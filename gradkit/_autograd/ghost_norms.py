@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ from gradkit._checks.batch_dim_rules import NotProvedError
 from gradkit._checks.checked import is_checked
 from gradkit._checks.sample_independence import Use, uses_shared_by_samples
 from gradkit._compat.autograd import current_pass
-from gradkit._compat.undoing import INSIDE
+from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import user_code
 from gradkit._core.leaf_arithmetic import norms_of_rows, without_autocast
 from gradkit.errors import GradkitError
@@ -149,7 +148,7 @@ class _GhostPass:
         # The engine does not execute those that it captures, so that no gradient of a variable is
         # computed; those that are above others it executes, and their cotangents are then free.
         captured = [node for node in self._by_node if node not in above]
-        with ExitStack() as stack, INSIDE:
+        with undo_stack() as stack:
             for node in self._by_node.keys() & above:
                 arrive = partial(self._arrive, node)
                 stack.callback(user_code.register_own_hook_before_node(node, arrive).remove)
@@ -171,7 +170,7 @@ class _GhostPass:
         for use in self._by_node[node]:
             self._left[use.variable] -= 1
             if cotangent is not None:
-                with torch.no_grad(), without_autocast(cotangent.device):
+                with torch.no_grad(), without_autocast(cotangent.device), INSIDE:
                     part = per_sample_gradients(use, cotangent, self._variables[use.variable])
                     self._parts[use.variable].append(part)
                     if not self._left[use.variable]:

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradkit._compat.autograd import is_batch
 from gradkit._compat.dynamo import leave_uncompiled
+from gradkit._compat.undoing import undo_stack
 from gradkit._core import pytree, user_code
 
 
@@ -24,7 +25,8 @@ def hooks_refused() -> Iterator[None]:
         yield
         return
     guard = _HookGuard()
-    with guard:
+    with undo_stack() as stack:
+        stack.enter_context(guard)
         yield
     if guard.has_met:
         raise HookInBatchError(_HOOK)

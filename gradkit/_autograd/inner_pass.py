@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import cast
@@ -21,7 +21,7 @@ from gradkit._checks.modified_gradients import (
     variables_to_copy_inside,
 )
 from gradkit._compat.transforms import unbatched
-from gradkit._compat.undoing import INSIDE
+from gradkit._compat.undoing import undo_stack
 from gradkit._core.graph import Subgraph
 from gradkit._core.user_code import functions_alive, hooks_registered
 
@@ -48,7 +48,7 @@ class InnerPass:
             with formulas:
                 return run()
         before = _writes_before(self.cotangents)
-        with ExitStack() as stack, INSIDE:
+        with undo_stack() as stack:
             stack.enter_context(formulas)
             if create_graph and functions:
                 stack.enter_context(refuse_undifferentiable(lambda: self.where, self.below))

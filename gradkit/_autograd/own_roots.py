@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradkit._compat.autograd import current_pass, run_engine
 from gradkit._compat.transforms import COMPILED_AUTOGRAD, compiled_autograd_disabled
-from gradkit._compat.undoing import INSIDE
+from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import user_code
 from gradkit._core.pass_observers import (
     any_observers,
@@ -32,7 +32,7 @@ def own_roots(outputs: Sequence[Tensor], begin: Callable[[int], None]) -> Iterat
     def begin_pass(_: Tensor) -> None:
         begin(current_pass())
 
-    with ExitStack() as stack, INSIDE:
+    with undo_stack() as stack:
         with torch.enable_grad(), INSIDE:
             roots = [output.view_as(output) for output in outputs]
         for root in roots:

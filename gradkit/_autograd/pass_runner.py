@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from gradkit._checks.modified_gradients import (
     variables_to_copy,
 )
 from gradkit._compat.autograd import as_batch, batched_mode, from_batch, without_function_modes
-from gradkit._compat.undoing import INSIDE
+from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
 from gradkit._core.ownership import owned
@@ -88,7 +88,7 @@ class PassRunner:
     ) -> tuple[list[Tensor | None], dict[int, int]]:
         """Run a pass that also captures what is observed, and that leaves every `.grad` alone."""
         # Returns the gradients, and the versions that those that were copied late had by then.
-        with ExitStack() as stack, INSIDE:
+        with undo_stack() as stack:
             inputs = stack.enter_context(self.observed_inputs(variables))
             create = self.call.create_graph
             monitor = step_monitor()
@@ -100,7 +100,7 @@ class PassRunner:
                 nodes = self.call.graph.below(self.call.differentiated).nodes
                 stack.enter_context(without_shared_memory(nodes, finder.note_copy))
                 cotangents = [None if seed is None else seed.clone() for seed in cotangents]
-            with finder or nullcontext():
+            with finder or nullcontext(), INSIDE:
                 grads = run_grad(self.call, roots, inputs, cotangents, retain_graph=retain)
             if finder is not None:
                 finder.report(self.params_of(variables))
@@ -150,7 +150,7 @@ class PassRunner:
             )
         with batched_mode() as level, hooks_refused():
             grads = run_batch(self.call, [output], variables, [as_batch(seeds, level)])
-            with without_function_modes():
+            with without_function_modes(), INSIDE:
                 size = len(seeds)
                 return [None if grad is None else from_batch(grad, level, size) for grad in grads]
 

@@ -16,6 +16,7 @@ from gradkit._checks.eager_graph import check_call, refuse_donated
 from gradkit._checks.reachability import refuse_unreached
 from gradkit._compat.distributed import replicated
 from gradkit._compat.transforms import detach_keep_tangent
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.losses import Losses, params_of_each_loss, read_weights, require_graph
@@ -93,7 +94,7 @@ def weighted_outputs(
         if not isinstance(weight, Tensor):
             seeds[index] = torch.full_like(loss, float(weight), requires_grad=False)
         elif weight.requires_grad:  # the gradient is to reach the weight's own parameters
-            with torch.enable_grad():
+            with torch.enable_grad(), INSIDE:
                 outputs[index] = loss * weight.reshape(loss.shape).to(loss)
         else:
             seeds[index] = weight.detach().reshape(loss.shape).to(loss, copy=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeAlias, cast
 
@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 
 from gradkit._compat.autograd import storage_address
 from gradkit._compat.transforms import layers
-from gradkit._compat.undoing import INSIDE
+from gradkit._compat.undoing import undo_stack
 from gradkit._core.user_code import Cotangents, register_own_hook_after_node
 
 # What is called with a gradient, and the copy that is handed on in its place.
@@ -27,7 +27,7 @@ def without_shared_memory(
     """Copy what a node hands to more than one other, in every pass through these nodes."""
     # So a hook or a Function that writes on its gradient in place changes its own alone, whether it
     # runs before or after another has been captured, or summed up [A3, L3].
-    with ExitStack() as stack, INSIDE:
+    with undo_stack() as stack:
         for node in nodes:
             if any(child is not None for child, _ in node.next_functions):
                 last = register_own_hook_after_node(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 
 from gradkit._checks.forward_monitor import checked_forward
 from gradkit._checks.recomputed_values import recording
 from gradkit._checks.steps_without_grads import StepMonitor
-from gradkit._compat.undoing import INSIDE, undone
+from gradkit._compat.undoing import undo_stack
 
 _of_process = StepMonitor() if os.environ.get("GRADKIT_CHECKED", "0") not in ("", "0") else None
 _monitor = ContextVar("monitor", default=_of_process)
@@ -78,9 +77,9 @@ def checked() -> Iterator[None]:
         monitor = StepMonitor()
         _monitor.set(monitor)
     block, watching = object(), (monitor, checked_forward(), recording)
-    with ExitStack() as stack, INSIDE:
+    with undo_stack() as stack:
         for one in watching:
-            stack.enter_context(undone(partial(one.leave_block, block)))
+            stack.callback(one.leave_block, block)
         for one in watching:
             one.enter_block(block)
         yield

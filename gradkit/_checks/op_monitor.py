@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Self
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -38,6 +40,7 @@ from gradkit._compat.transforms import (
     recording_levels,
     transforms,
 )
+from gradkit._compat.undoing import INSIDE, undone
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._state.copy_on_write import CopyOnWrite
@@ -96,20 +99,19 @@ class OpMonitor(TorchFunctionMode):
         self._tangents_from = 0  # the level of a jvp around the function; 0 for none
         self._level = 0  # that of the innermost transform around it
 
-    def __enter__(self) -> Self:
-        """Note the operations from here on."""
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._tangents_from, self._level = jvp_level(), len(transforms())
-        if not torch.compiler.is_compiling():  # which would compile again for each count
-            _active.count = active_monitors() + 1
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+    def noting(self) -> AbstractContextManager[object]:
+        """Return what notes the operations of a block."""
+        # torch.compile would compile again for each count.
+        return self if torch.compiler.is_compiling() else self._counted()
 
-    def __exit__(self, *raised: object) -> None:
-        """Note no more."""
-        if not torch.compiler.is_compiling():
-            _active.count -= 1
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        if torch.is_grad_enabled():
+            self._tangents_from, self._level = jvp_level(), len(transforms())
+        before = active_monitors()
+        with undone(partial(setattr, _active, "count", before)), self, INSIDE:
+            _active.count = before + 1
+            yield
 
     @leave_uncompiled
     def __torch_function__(

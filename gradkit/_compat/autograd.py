@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import Context, ContextVar
-from functools import cache
+from functools import cache, partial
 from logging import DEBUG, getLogger
 from operator import attrgetter
 from threading import get_ident
@@ -18,6 +18,8 @@ import torch._utils
 from torch import Tensor
 from torch.autograd.graph import Node, _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradkit._compat.undoing import undone
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
@@ -177,11 +179,15 @@ def without_torch_function() -> AbstractContextManager[object]:
 def batched_mode() -> Iterator[int]:
     """Enter the mode in which the engine takes batched cotangents; yield the level of the batch."""
     # What `is_grads_batched` of torch.autograd.grad does. Run on torch 2.13.
-    level = torch._C._vmapmode_increment_nesting()
-    try:
-        yield level
-    finally:
-        torch._C._vmapmode_decrement_nesting()
+    entered: list[int] = []
+
+    def end() -> None:
+        # In one line both, so that no interrupt comes in between. A level is at least 1.
+        _ = entered and entered.pop() and torch._C._vmapmode_decrement_nesting()
+
+    with undone(end):
+        entered.append(torch._C._vmapmode_increment_nesting())
+        yield entered[0]
 
 
 def as_batch(tensor: Tensor, level: int) -> Tensor:
@@ -210,10 +216,10 @@ def plain_recurrent_kernels() -> Iterator[None]:
     """Switch off the kernels for whole recurrent layers: no second derivative, and no batches."""
     # Not by `torch.backends`: its flags may be frozen, and its contexts set others, too.
     cudnn, mkldnn = torch._C._get_cudnn_enabled(), torch._C._get_mkldnn_enabled()
-    try:
+    with (
+        undone(partial(torch._C._set_cudnn_enabled, cudnn)),
+        undone(partial(torch._C._set_mkldnn_enabled, mkldnn)),
+    ):
         torch._C._set_cudnn_enabled(False)
         torch._C._set_mkldnn_enabled(False)
         yield
-    finally:
-        torch._C._set_cudnn_enabled(cudnn)
-        torch._C._set_mkldnn_enabled(mkldnn)

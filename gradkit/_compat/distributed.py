@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
+from gradkit._compat.undoing import INSIDE
+
 # The node that a forward pass with static_graph or find_unused_parameters adds.
 SINK = "_DDPSinkBackward"
 
@@ -292,7 +294,7 @@ def local_tensor(tensor: Any) -> Tensor:
     """Return what this rank has of a DTensor, without a graph; any other tensor as it is."""
     if not is_dtensor(tensor):
         return cast("Tensor", tensor)
-    with torch.no_grad():
+    with torch.no_grad(), INSIDE:
         return cast("Tensor", tensor.detach().to_local())
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+
+from gradkit._compat.undoing import undone
 
 
 def lists_as_torch(kind: type[nn.Module]) -> bool:
@@ -39,8 +42,6 @@ def own_parametrized_values() -> AbstractContextManager[None]:
 
 @contextmanager
 def _own_cache() -> Iterator[None]:
-    before, parametrize._cache = parametrize._cache, {}
-    try:
+    with undone(partial(setattr, parametrize, "_cache", parametrize._cache)):
+        parametrize._cache = {}
         yield
-    finally:
-        parametrize._cache = before

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -19,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from gradkit._compat.undoing import INSIDE, undone
+from gradkit._compat.undoing import INSIDE, undo_stack, undone
 
 TensorLists: TypeAlias = Sequence[Sequence[Tensor | None]]
 _functorch = torch._C._functorch
@@ -153,7 +154,7 @@ def detach_keep_tangent(tensor: Tensor) -> Tensor:
     """Return what `detach` does, or a copy that keeps the tangent of forward mode."""
     if not in_dual_level():
         return tensor.detach()
-    with torch.no_grad():  # detach() drops the tangent; vmap has no rule for unpack_dual
+    with torch.no_grad(), INSIDE:  # detach() drops the tangent; vmap has no rule for unpack_dual
         return tensor.clone()
 
 
@@ -223,7 +224,7 @@ def without_innermost_tangent(tensor: Tensor) -> Tensor:
 def carries_tangent(tensor: Tensor) -> bool:
     """Return whether a tensor carries a tangent, of this level or of one around it."""
     # A tangent is shown at its own level alone.
-    with ExitStack() as left, INSIDE:
+    with undo_stack() as left:
         for layer in layers(tensor):
             while len(transforms()) > max(0, level_of(layer)):
                 left.enter_context(temporarily_pop_interpreter_stack())
@@ -235,7 +236,10 @@ def carries_tangent(tensor: Tensor) -> bool:
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return what tells the memory of a tensor, or of what transforms wrap in it: storage first."""
     # Run on torch 2.13.
-    with torch._C.DisableTorchFunction():  # each attribute would run the modes around this one
+    with (
+        torch._C.DisableTorchFunction(),
+        INSIDE,
+    ):  # each attribute would run the modes around this one
         *_, data = layers(tensor)
         if data.layout != torch.strided:
             return (id(data),)
@@ -300,29 +304,29 @@ def run_in_level(
     """Return the lists of tensors that a function of tensors gives in a new level of torch.func."""
     # What `torch.func.vjp` does, without its trees, which take longer than a small pass. Not for
     # torch.compile, which traces only that. Run on torch 2.13.
-    with disable_saved_tensors_hooks(_NO_HOOKS):
+    leave = partial(_leave_levels, len(_read() or ()))
+    with disable_saved_tensors_hooks(_NO_HOOKS), undone(leave), torch.enable_grad(), INSIDE:
         level = _functorch._grad_increment_nesting()
-        try:
-            with torch.enable_grad():
-                variables = [_functorch._wrap_for_grad(x, level) for x in point]
-                _require_grad(variables)
-                unwrap = _functorch._unwrap_for_grad
-                return [
-                    [None if x is None else unwrap(x, level) for x in tensors]
-                    for tensors in fn(variables, level)
-                ]
-        finally:
-            _functorch._grad_decrement_nesting()
+        variables = [_functorch._wrap_for_grad(x, level) for x in point]
+        _require_grad(variables)
+        unwrap = _functorch._unwrap_for_grad
+        return [
+            [None if x is None else unwrap(x, level) for x in tensors]
+            for tensors in fn(variables, level)
+        ]
+
+
+def _leave_levels(depth: int) -> None:
+    while len(_read() or ()) > depth:
+        _functorch._grad_decrement_nesting()
 
 
 def _require_grad(tensors: Iterable[Tensor]) -> None:
     allowed = _functorch.get_inplace_requires_grad_allowed()
-    _functorch.set_inplace_requires_grad_allowed(True)
-    try:
+    with undone(partial(_functorch.set_inplace_requires_grad_allowed, allowed)):
+        _functorch.set_inplace_requires_grad_allowed(True)
         for tensor in tensors:
             tensor.requires_grad_()
-    finally:
-        _functorch.set_inplace_requires_grad_allowed(allowed)
 
 
 COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
@@ -350,15 +354,19 @@ def without_default_hooks() -> AbstractContextManager[None]:
 
 @contextmanager
 def _default_hooks_set_aside() -> Iterator[None]:
-    before: list[tuple[Any, Any]] = []
-    while (hooks := default_hooks()) is not None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        before.append(hooks)
-    try:
+    autograd: Any = torch._C._autograd
+    aside: list[tuple[Any, Any]] = []
+
+    def put_back() -> None:
+        while aside:
+            autograd._push_saved_tensors_default_hooks(*aside.pop())
+
+    with undone(put_back):
+        while (
+            hooks := default_hooks()
+        ) is not None:  # in one line both: no interrupt comes in between
+            aside += (hooks, autograd._pop_saved_tensors_default_hooks())[:1]
         yield
-    finally:
-        for pack, unpack in reversed(before):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def default_unpack_hook() -> object:

@@ -7,7 +7,7 @@ and an undoing that it cuts short is called again; so what undoes has to allow t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 # An interrupt at the end of `with manager:` comes before the manager is left, and outside of it.
 # In `with manager, INSIDE:` it comes before this one is left, and inside of the manager. A manager
@@ -28,3 +28,11 @@ def undone(undo: Callable[[], object]) -> Iterator[None]:
     finally:
         if not is_undone:
             undo()
+
+
+@contextmanager
+def undo_stack() -> Iterator[ExitStack]:
+    """Yield a stack that is closed after the block; what is in it is not told of an exception."""
+    stack = ExitStack()
+    with undone(stack.close):
+        yield stack

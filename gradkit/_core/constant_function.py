@@ -12,6 +12,7 @@ from torch.autograd.graph import Node
 
 from gradkit._compat.autograd import node_type
 from gradkit._compat.transforms import differentiated
+from gradkit._compat.undoing import INSIDE
 from gradkit.errors import UnsupportedGraphError
 
 
@@ -23,7 +24,7 @@ def attach(tensor: Tensor, sources: Sequence[Tensor], reason: str | None = None)
 def accumulate_grad_nodes(leaves: Sequence[Tensor]) -> list[Node]:
     """Return the AccumulateGrad nodes of leaves without subclasses, outside of transforms."""
     # A constant function of all leads to them: a view of each would take four times as long.
-    with torch.enable_grad():
+    with torch.enable_grad(), INSIDE:
         result = attach(torch.empty(0), leaves)  # which keeps its node alive
     return [cast("Node", child) for child, _ in cast("Node", result.grad_fn).next_functions[1:]]
 

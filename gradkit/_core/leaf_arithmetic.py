@@ -17,6 +17,7 @@ from gradkit._compat.distributed import (
     sharded_like,
     sharding,
 )
+from gradkit._compat.undoing import INSIDE
 from gradkit.errors import LeafTypeError, first_line, message
 
 # Sparse tensors of which one dimension is compressed: most operations do not take them.
@@ -101,7 +102,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
         a, b = a.to(both), b.to(both)
     left, right = real_vector(a), real_vector(b)
     dtype = torch.promote_types(left.dtype, right.dtype)
-    with without_autocast(left.device):
+    with without_autocast(left.device), INSIDE:
         return torch.dot(left.to(dtype), right.to(dtype))
 
 
@@ -115,7 +116,7 @@ def products_of_rows(rows: Tensor) -> Tensor:
     dtype = common_dtype(matrix.dtype)
     parts = [matrix] if dtype == matrix.dtype else torch.split(matrix, _COLUMNS_AT_A_TIME, 1)
     product = torch.zeros(len(rows), len(rows), dtype=dtype, device=rows.device)
-    with without_autocast(rows.device):
+    with without_autocast(rows.device), INSIDE:
         for part in parts:
             columns = part.to(dtype)
             product.addmm_(columns, columns.T)

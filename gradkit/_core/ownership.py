@@ -24,6 +24,7 @@ from gradkit._compat.autograd import (
     tensor_use_count,
 )
 from gradkit._compat.transforms import detach_keep_tangent
+from gradkit._compat.undoing import INSIDE
 
 # A tensor of these types is one storage; a subclass may have several, or none.
 PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
@@ -216,7 +217,7 @@ def leave_inference_mode(*, record: bool = False) -> AbstractContextManager[obje
     # With `record`, operations inside are recorded, as a function that is differentiated needs it.
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return nullcontext()
-    return torch.inference_mode(False) if record else _without_recording()
+    return _left_inference_mode(record)
 
 
 def without_inference(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -225,6 +226,6 @@ def without_inference(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 @contextmanager
-def _without_recording() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad():
+def _left_inference_mode(record: bool) -> Iterator[None]:
+    with torch.inference_mode(False), nullcontext() if record else torch.no_grad(), INSIDE:
         yield

@@ -20,7 +20,7 @@ from gradkit._core.memory_overlap import overlaps_itself
 from gradkit._core.ownership import PLAIN_TYPES, copy_for
 from gradkit.errors import UnsupportedGraphError, describe, message
 
-_grad, _requires_grad = map(attrgetter, ("grad", "requires_grad"))
+_grad, _requires_grad, _version = map(attrgetter, ("grad", "requires_grad", "_version"))
 _shape, _dtype, _device, _layout = map(attrgetter, ("shape", "dtype", "device", "layout"))
 _address, _is_contiguous, _is_inference = (
     Tensor.data_ptr,
@@ -60,12 +60,31 @@ def _are_contiguous(leaves: Sequence[Tensor], grads: Sequence[Any]) -> bool:
     )
 
 
-def accumulate(leaf: Tensor, grad: Tensor) -> None:
-    """Add a gradient to `.grad` as `.backward()` does, but without hooks."""
-    if leaf.grad is None:
-        write(leaf, grad)
-    else:
-        leaf.grad = add_to(leaf.grad, grad)
+def accumulate_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Add gradients to `.grad` as `.backward()` does, but without hooks."""
+    # An interrupt finds all of them added, or none; but sparse ones, and those of subclasses, are
+    # added one by one.
+    fresh, dense, others = [], [], []
+    for leaf, grad in pairs:
+        total = leaf.grad
+        if total is None:
+            fresh.append((leaf, copy_for(detach_keep_tangent(grad), leaf)))
+        elif {type(total), type(grad)} <= PLAIN_TYPES and are_addable([total], [grad]):
+            dense.append((leaf, total, detach_keep_tangent(grad)))
+        else:
+            others.append((leaf, total, grad))
+    leaves, totals = [leaf for leaf, _ in fresh], [total for _, total, _ in dense]
+    before = list(map(_version, totals))
+    try:
+        set_grads(leaves, [grad for _, grad in fresh])
+        if totals and not add_together(totals, [grad for *_, grad in dense]):
+            others = dense + others  # some share memory
+    except BaseException:
+        if before == list(map(_version, totals)):
+            set_grads(leaves, repeat(None))
+        raise
+    for leaf, total, grad in others:
+        leaf.grad = add_to(total, grad)
 
 
 def add_to(total: Tensor, grad: Tensor) -> Tensor:
@@ -253,13 +272,15 @@ def replace_grad(leaf: Tensor, grad: Tensor) -> None:
 def grad_dtypes_put_back(leaves: Sequence[Tensor]) -> Iterator[None]:
     """Restore every `grad_dtype` afterwards; where it had changed, `.grad` is None."""
     before = [leaf.grad_dtype for leaf in leaves]
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for leaf, dtype in zip(leaves, before, strict=True):
             if leaf.grad_dtype != dtype:
                 leaf.grad = None  # it must fit
                 leaf.grad_dtype = dtype
+
+    with undone(put_back):
+        yield
 
 
 def copy_into_grads(leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradkit._compat.autograd import storage_key
 from gradkit._compat.transforms import default_hooks, differentiated
+from gradkit._compat.undoing import INSIDE
 from gradkit.errors import UnsupportedGraphError, message
 
 # Computes a tensor again; raises if it would be another one by now.
@@ -101,7 +102,7 @@ def _pack(tensor: Tensor, pack: Any, unpack: Any) -> object:
 
 def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, _View):
-        with torch.no_grad():
+        with torch.no_grad(), INSIDE:
             whole = packed.recompute()
             register_recompute(whole, packed.recompute)
             # torch connects it with the graph of what was saved.

@@ -7,9 +7,9 @@ reads what memory held before the first run wrote to it. Afterwards all of that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeAlias, cast
 from weakref import ref
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradkit._compat.autograd import TorchDispatchMode, operator_schema, storage_key
 from gradkit._compat.dynamo import leave_uncompiled
-from gradkit._compat.undoing import INSIDE
+from gradkit._compat.undoing import INSIDE, undo_stack, undone
 from gradkit._core.written_tensors import written_tensors
 from gradkit._state import rng
 from gradkit._state.rerun_check import (
@@ -46,11 +46,9 @@ class RerunState:
     @contextmanager
     def first_run(self) -> Iterator[None]:
         """Run the block the first time; copy what `recording_writes` blocks in it write to."""
-        token = _writes_of_run.set(self._writes)
-        try:
+        with undone(partial(_writes_of_run.set, _writes_of_run.get())):
+            _writes_of_run.set(self._writes)
             yield
-        finally:
-            _writes_of_run.reset(token)
 
     def record_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Remember checksums of the first run's outputs."""
@@ -70,19 +68,17 @@ class RerunState:
         now = _current(self._writes.snapshots)
         kernels = attention_kernels()
         states = rng.current(self._rng)
-        with ExitStack() as stack, INSIDE:
-            stack.callback(rng.restore, states)
+        with undo_stack() as stack:
+            stack.enter_context(undone(partial(rng.restore, states)))
             rng.restore(self._rng)
             for device, enabled, dtype in self._other_autocast():
                 stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype))
-            try:
-                enable_attention_kernels(self._kernels)
-                _restore(self._writes.snapshots)
-                with as_second_run(self._checksums, self._around) as run:
-                    yield run
-            finally:
-                enable_attention_kernels(kernels)
-                _restore(now)
+            stack.enter_context(undone(partial(enable_attention_kernels, kernels)))
+            stack.enter_context(undone(partial(_restore, now)))
+            enable_attention_kernels(self._kernels)
+            _restore(self._writes.snapshots)
+            with as_second_run(self._checksums, self._around) as run:
+                yield run
 
 
 def _autocast(device: str) -> tuple[str, bool, torch.dtype]:
@@ -182,12 +178,9 @@ def recording_writes() -> Iterator[None]:
     if writes is None:
         yield
         return
-    token = _writes_of_run.set(None)  # what runs inside is recorded already
-    try:
-        with writes:
-            yield
-    finally:
-        _writes_of_run.reset(token)
+    with undone(partial(_writes_of_run.set, writes)), writes, INSIDE:
+        _writes_of_run.set(None)  # what runs inside is recorded already
+        yield
 
 
 def _current(snapshots: Snapshots) -> Snapshots:

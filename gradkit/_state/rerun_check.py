@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gradkit._compat.autograd import at_end_of_pass, current_pass
 from gradkit._compat.distributed import local_tensor
+from gradkit._compat.undoing import INSIDE, undone
 from gradkit.errors import UnsupportedGraphError, message
 
 # For each device and dtype `[n, 3]`, three numbers for each of n tensors.
@@ -27,7 +28,7 @@ Checksums: TypeAlias = dict[tuple[torch.device, torch.dtype], Tensor]
 def checksums(outputs: Sequence[Tensor]) -> Checksums:
     """Return numbers that tell the values of one run from those of another."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    with torch.no_grad():
+    with torch.no_grad(), INSIDE:
         for x in outputs:
             x = local_tensor(x.detach())
             if x.is_floating_point() and x.numel():
@@ -140,15 +141,19 @@ def as_second_run(first: Checksums, around: SecondRun | None) -> Iterator[Second
     is_inner = around is not None and around.is_open
     differences = around.differences if around is not None and is_inner else _of_this_pass()
     run = SecondRun(first, differences)
-    token = _innermost.set(run)
-    try:
-        yield run
-    except Exception:
-        differences.read()  # which is the reason, if a run differs
-        raise
-    finally:
+    before = _innermost.get()
+
+    def end() -> None:
         run.is_open = False
-        _innermost.reset(token)
+        _innermost.set(before)
+
+    with undone(end):
+        _innermost.set(run)
+        try:
+            yield run
+        except Exception:
+            differences.read()  # which is the reason, if a run differs
+            raise
     if current_pass() == _NO_PASS:
         differences.read()  # a node that was called by hand
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from gradkit._compat.transforms import transforms
-from gradkit._compat.undoing import INSIDE
+from gradkit._compat.undoing import INSIDE, undo_stack, undone
 from gradkit._core.closure_contents import captured_by
 from gradkit._core.devices import is_capturing
 from gradkit._state import rng
@@ -44,21 +45,18 @@ class Snapshot:
     def restored(self) -> Iterator[None]:
         """Run a block with every `.grad` None, and restore the state after it."""
         states, others = rng.states(self._tensors), _python_states()
-        own = [(generator, generator.get_state()) for generator in self._generators]
-        try:
-            with ExitStack() as stack, INSIDE:
-                stack.enter_context(grads_put_back(self.leaves))
-                stack.enter_context(grad_dtypes_put_back(self.leaves))
-                stack.callback(self._restore_tensors)  # before `.grad`, which must fit
-                stack.enter_context(alone_with(*self.modules))
-                for module in self.modules:
-                    stack.enter_context(attributes_put_back(module, hooks=True))
-                yield
-        finally:
-            rng.restore(states)
-            _restore_python_states(others)
-            for generator, state in own:
-                generator.set_state(state)
+        states += [(generator, generator.get_state()) for generator in self._generators]
+        with undo_stack() as stack:
+            stack.enter_context(undone(partial(rng.restore, states)))
+            stack.enter_context(undone(partial(_restore_python_states, others)))
+            stack.enter_context(grads_put_back(self.leaves))
+            stack.enter_context(grad_dtypes_put_back(self.leaves))
+            # Before `.grad`, which must fit.
+            stack.enter_context(undone(self._restore_tensors))
+            stack.enter_context(alone_with(*self.modules))
+            for module in self.modules:
+                stack.enter_context(attributes_put_back(module, hooks=True))
+            yield
 
     def _restore_tensors(self) -> None:
         for tensor, data, version, numbers in self._values:
@@ -113,7 +111,7 @@ def put_back_on_error(*functions: object) -> Iterator[None]:
         with alone_with(*modules):
             for snapshot in snapshots:
                 snapshot.restore()
-        with torch.inference_mode():  # in which its own tensors can be written on
+        with torch.inference_mode(), INSIDE:  # in which its own tensors can be written on
             for tensor, version, value in values:
                 if _has_changed(tensor, version, value):
                     tensor.copy_(value)

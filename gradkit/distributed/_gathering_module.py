@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradkit._compat import distributed
 from gradkit._compat.transforms import is_transform_tensor
-from gradkit._compat.undoing import undone
+from gradkit._compat.undoing import INSIDE, undone
 from gradkit._state.exclusive_modules import alone_with
 from gradkit._state.recomputed_tensors import recompute_hooks, register_recompute
 from gradkit.distributed._differentiable_gather import ShardedParam, gather
@@ -35,7 +35,7 @@ def gathering(module: nn.Module, params: Iterable[tuple[Tensor, ShardedParam]]) 
             new["_parameters"] = _ReadParameters(gatherer, attributes["_parameters"])
             changed.append((attributes, {name: attributes[name] for name in new}))
             attributes.update(new)
-        with recompute_hooks():
+        with recompute_hooks(), INSIDE:
             yield
 
 

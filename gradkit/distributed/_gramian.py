@@ -20,6 +20,7 @@ from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.passes import PassResult, RunnerFactory
 from gradkit._checks.eager_graph import check_call
 from gradkit._compat import distributed
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import Call, Grads, Pass
 from gradkit._core.leaf_arithmetic import dot_leaves
@@ -56,7 +57,7 @@ class ElementsCall(DistributedCall):
             read_losses(self.losses, scalar=True)
         if all(loss.numel() == 1 for loss in losses.leaves):
             return losses, params
-        with torch.enable_grad():
+        with torch.enable_grad(), INSIDE:
             rows = [element for loss in losses.leaves for element in loss.reshape(-1).unbind()]
         if not rows:
             fix = "leave out losses without elements"

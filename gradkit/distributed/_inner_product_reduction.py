@@ -13,6 +13,7 @@ from gradkit._autograd.jacobian_rows import JacobianRows
 from gradkit._autograd.own_roots import unrecorded
 from gradkit._checks.reachability import refuse_cast_since_forward
 from gradkit._compat.autograd import sequence_number
+from gradkit._compat.undoing import INSIDE
 from gradkit._core.leaf_arithmetic import products_of_rows
 from gradkit._core.ownership import grad_dtype
 from gradkit._core.tensor_nodes import is_leaf_node
@@ -85,7 +86,7 @@ class _Buckets:
 
     def add(self, index: int, stack: Tensor) -> None:
         """Add a stack of gradients, and send what is complete and next in the order."""
-        with self._lock:
+        with self._lock, INSIDE:
             self._arrived[index] = stack.reshape(self._size, -1) / self._group.size
             while self._buckets and self._arrived.keys() >= set(self._buckets[0]):
                 self._send()

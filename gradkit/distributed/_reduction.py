@@ -16,6 +16,7 @@ from gradkit._compat.autograd import flatten_dense, unflatten_dense
 from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import is_dual, transforms
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.options import check_bool, check_option
 from gradkit._core.ownership import PLAIN_TYPES, empty_for, leave_inference_mode
@@ -299,7 +300,7 @@ def new_grads(bucket: Bucket, local: LocalGrads) -> list[Tensor]:
     grads = [local.grads[index] for index, _ in bucket]
     templates = [local.templates[index] for index, _ in bucket]
     if all(map(_is_plain, grads)) and all(map(_is_plain, templates)):
-        with torch.no_grad():
+        with torch.no_grad(), INSIDE:
             return list(map(torch.empty_like, cast("list[Tensor]", grads)))
     rows = zip(bucket, grads, templates, strict=True)
     return [_empty_grad(spec, grad, like) for (_, spec), grad, like in rows]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gradkit._autograd.pass_runner import PassRunner
+from gradkit._compat.undoing import INSIDE, undone
 from gradkit._core import user_code
 from gradkit.distributed._agreement import (
     Digest,
@@ -190,16 +191,18 @@ class PlannedReduction:
             for index in bucket.expected
         }
         tables = [user_code.hooks_of(variables[index]) for index in hooks]
-        try:
-            for table, hook in zip(tables, hooks.values(), strict=True):
-                table[self] = hook
-            yield
-        finally:
+
+        def end() -> None:
             for table in tables:
                 table.pop(self, None)
 
+        with undone(end):
+            for table, hook in zip(tables, hooks.values(), strict=True):
+                table[self] = hook
+            yield
+
     def _arrive(self, bucket: _EarlyBucket, index: int, grad: Tensor | None) -> None:
-        with self._lock:
+        with self._lock, INSIDE:
             self._arrivals[index] += 1
             if self._arrivals[index] > 1 or not bucket.add(index, grad, self._scale):
                 self._arrivals[index] += 1  # not as planned

@@ -11,6 +11,7 @@ from gradkit._autograd.engine import accumulate_through_engine
 from gradkit._compat.autograd import tensor_hooks
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import detach_keep_tangent
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.leaf_arithmetic import ARITHMETIC_DTYPES, why_it_fails
 from gradkit._core.memory_overlap import overlaps_itself
@@ -159,7 +160,7 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
         _refuse_unaddable(opened, pairs)
         return pairs
 
-    with leave_inference_mode(), torch.no_grad():
+    with leave_inference_mode(), torch.no_grad(), INSIDE:
         if hooks:
             from gradkit.distributed._ddp import add_to_replicas  # lazily: a slow import
 
@@ -177,8 +178,8 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
             return
         pairs = [pair for pair in match_leaves(opened, grads, by_leaf) if pair[1] is not None]
         _refuse_unaddable(opened, pairs)
-        for leaf, grad in grad_attribute.apart_from_grads(pairs):
-            grad_attribute.accumulate(leaf, cast("Tensor", grad))
+        apart = grad_attribute.apart_from_grads(pairs)
+        grad_attribute.accumulate_all(cast("list[tuple[Tensor, Tensor]]", apart))
 
 
 def _refuse_unaddable(params: Params, pairs: Pairs) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 from gradkit._compat.autograd import plain_recurrent_kernels
 from gradkit._compat.transforms import batched_like, level_of, transforms
+from gradkit._compat.undoing import undone
 from gradkit._state.copy_on_write import CopyOnWrite, Kwargs, tensors_in
 from gradkit._state.rerun import attention_kernels, enable_attention_kernels
 
@@ -60,8 +62,6 @@ def _with_batched_state(args: tuple[Any, ...]) -> tuple[Any, ...]:
 @contextmanager
 def _plain_attention() -> Iterator[None]:
     kernels = attention_kernels()
-    enable_attention_kernels([False, False, True, False])
-    try:
+    with undone(partial(enable_attention_kernels, kernels)):
+        enable_attention_kernels([False, False, True, False])
         yield
-    finally:
-        enable_attention_kernels(kernels)

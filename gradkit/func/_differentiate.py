@@ -30,6 +30,7 @@ from gradkit._compat.transforms import (
     recording_levels,
     run_in_level,
 )
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._core.losses import Losses, read_losses, read_weights
@@ -230,7 +231,7 @@ def differentiate(
                 if tensor.dtype != dtype:
                     tensor.grad_dtype = dtype  # not of the result alone: of the sum over uses [B1]
         made = 0 if level is None else hooks_made()
-        with monitor:
+        with monitor.noting():
             returned = fn(*arguments.with_variables(tensors), **kwargs)
             if ops is not None:
                 returned = ops.values(returned)
@@ -255,7 +256,7 @@ def differentiate(
     # Detached, and not under no_grad: below a level of torch.func, operators would take that for
     # inference (the LSTM of the CPU keeps nothing for its backward pass then).
     enabled = nullcontext() if cut is list else torch.enable_grad()
-    with leave_inference_mode(record=True), enabled:
+    with leave_inference_mode(record=True), enabled, INSIDE:
         point = cut(arguments.variables)
         values, tensors_of_aux, *grads = named_errors(lambda: enter(inside, point))
         values, tensors_of_aux = copied(cut(values)), cut(tensors_of_aux)

@@ -22,6 +22,7 @@ from torch.func import jvp, vjp
 from gradkit._autograd.engine import inner_grads
 from gradkit._checks.differentiated_jvps import DifferentiatedJvps
 from gradkit._compat.transforms import is_dual
+from gradkit._compat.undoing import INSIDE
 
 forward_ad: Any = _forward_ad  # whose functions have no types
 Tensors: TypeAlias = Sequence[Tensor]
@@ -80,7 +81,7 @@ def _reverse_by_engine(fn: Function, directions: Directions) -> Function:
 
 def _forward_by_engine(fn: Function, directions: Directions) -> Function:
     def derivative(inputs: Tensors) -> Tensors:
-        with forward_ad.dual_level():
+        with forward_ad.dual_level(), INSIDE:
             outputs = fn(list(map(forward_ad.make_dual, inputs, directions.tangents_at(inputs))))
             pairs = [forward_ad.unpack_dual(x) for x in outputs]
             return [torch.zeros_like(x) if t is None else _dense(t) for x, t in pairs]
@@ -153,7 +154,7 @@ class Directional:
         inputs = [x.clone() for x in self.point]
         if shifts is not None:
             inputs = [x + shift for x, shift in zip(inputs, shifts, strict=True)]
-        with self.isolated(), torch.enable_grad(), DifferentiatedJvps():
+        with self.isolated(), torch.enable_grad(), DifferentiatedJvps(), INSIDE:
             return [x.detach() for x in fn(inputs)]
 
     def derivative(self, modes: Modes, api: str) -> Function:

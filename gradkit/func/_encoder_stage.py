@@ -12,6 +12,7 @@ from torch import Tensor
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks import eager_graph, nonreentrant_checkpoints
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._core.losses import read_losses
@@ -86,7 +87,7 @@ class EncoderStage:
             yield grads
 
     def _run(self, chunk: PyTree) -> _EncodedChunk:
-        with torch.enable_grad():
+        with torch.enable_grad(), INSIDE:
             variables = [x.detach().requires_grad_() for x in self._arguments.variables]
             before = checkpoints.before(variables)
             with recording_writes():

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradkit._checks.op_monitor import OpMonitor
 from gradkit._compat.transforms import carries_graph, differentiated, level_of, transforms
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.losses import Losses, read_losses
 from gradkit._core.options import check_bool, check_function, check_optional_bool
@@ -83,7 +84,7 @@ def vjp(
     cut = cut_of(create_graph)
     run = _FunctionRun(fn, arguments, has_aux, OpMonitor(), transposed=True)
     enabled = nullcontext() if cut is list else torch.enable_grad()  # as in `differentiate`
-    with leave_inference_mode(record=True), enabled:
+    with leave_inference_mode(record=True), enabled, INSIDE:
         point = cut(arguments.variables)
         results: Any = named_errors(lambda: torch.func.vjp(run, *point, has_aux=True))
         values, aux = (copied(cut(tensors)) for tensors in results[::2])
@@ -314,7 +315,7 @@ class _FunctionRun:
             )
         is_traced = torch.compiler.is_compiling()
         made = 0 if is_traced else hooks_made()
-        with self.monitor:
+        with self.monitor.noting():
             returned = self.fn(*self.arguments.with_variables(tensors))
         self.hooked = not is_traced and hooks_made() > made
         tree, aux = split_aux(returned) if self.has_aux else (returned, None)

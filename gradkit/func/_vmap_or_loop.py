@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Number
@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gradkit._compat.undoing import INSIDE
+from gradkit._compat.undoing import undo_stack
 from gradkit._core import pytree
 from gradkit._core.closure_contents import captured_by
 from gradkit._core.devices import is_capturing
@@ -132,7 +132,7 @@ def _generators(captured: Iterable[object]) -> Iterator[torch.Generator]:
 @contextmanager
 def _modules_put_back(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Put back what a block assigns to modules: a buffer would be a tensor of the vmap."""
-    with ExitStack() as stack, INSIDE:
+    with undo_stack() as stack:
         stack.enter_context(alone_with(*modules))
         for module in modules:
             stack.enter_context(attributes_put_back(module))

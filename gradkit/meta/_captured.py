@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from gradkit._compat.undoing import INSIDE
 from gradkit._core.graph import Subgraph
 from gradkit._core.user_code import hooks_made, user_functions
 from gradkit.errors import UnsupportedGraphError, message
@@ -40,7 +41,7 @@ def _references(below: Subgraph) -> dict[int, int]:
 @cache
 def _references_of_lone_leaf() -> int:
     """Return how many references there are to a leaf that only its graph holds."""
-    with torch.enable_grad():
+    with torch.enable_grad(), INSIDE:
         (count,) = _references(Subgraph([torch.ones((), requires_grad=True) * 1])).values()
     return count
 

@@ -21,6 +21,7 @@ from gradkit._compat.transforms import (
     is_dual,
     transforms,
 )
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.options import check_bool, is_number
 from gradkit._state.grad_attribute import set_grad
@@ -190,7 +191,7 @@ class _TorchRule:
                 key: self._copy(key, value, zero) if isinstance(value, Tensor) else value
                 for key, value in (before or self._first_state(p, hyper)).items()
             }
-        with warnings.catch_warnings(), _SafeSqrt():
+        with warnings.catch_warnings(), _SafeSqrt(), INSIDE:
             warnings.simplefilter("ignore")  # torch warns of in-place writes, meant here
             opt.step()
         for p in fresh:
@@ -253,7 +254,7 @@ class _TorchRule:
         init_group: Callable[..., Any] | None = getattr(opt, "_init_group", None)
         if init_group is None:
             return {}
-        with torch.no_grad():
+        with torch.no_grad(), INSIDE:
             lists = len(inspect.signature(init_group).parameters) - 1
             init_group(opt.param_groups[0], *[[] for _ in range(lists)])
         return dict(opt.state[stand_in])

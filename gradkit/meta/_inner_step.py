@@ -18,6 +18,7 @@ from gradkit._checks import eager_graph, nonreentrant_checkpoints
 from gradkit._checks.forward_monitor import ForwardMonitor
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import transforms
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
 from gradkit._core.losses import Losses
@@ -127,7 +128,7 @@ class InnerStep:
         create_graph: bool,
     ) -> InnerGrads:
         twice = create_graph and not self.first_order  # whether the gradients get a graph, too
-        with torch.enable_grad():
+        with torch.enable_grad(), INSIDE:
             # Views: what outer variables or batches share with params is not params.
             variables = [
                 t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors

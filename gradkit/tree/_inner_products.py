@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from gradkit._compat.undoing import INSIDE
 from gradkit._core.leaf_arithmetic import to_common_dtype, without_autocast
 
 # The number of columns of the matrix that `gram` has in memory at a time.
@@ -20,7 +21,7 @@ def products(vectors: list[Tensor]) -> Tensor:
     total: Tensor | None = None
     for columns in blocks:
         block = torch.stack(to_common_dtype(columns))
-        with without_autocast(block.device):
+        with without_autocast(block.device), INSIDE:
             part = block @ block.T
         total = part if total is None else total + part
     return cast("Tensor", total)

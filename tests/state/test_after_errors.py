@@ -44,7 +44,8 @@ class Task:
 
     def __init__(self, device: torch.device, raise_at: int) -> None:
         torch.manual_seed(0)
-        layers = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.3), Smoothed()
+        self.last = Smoothed()
+        layers = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.3), self.last
         self.net = nn.Sequential(*layers).to(device)
         self.count = torch.zeros((), device=device)
         self.x = torch.randn(6, 3, device=device)
@@ -132,7 +133,7 @@ def samples(task: Task, *, batchable: bool) -> Any:
 
 
 def functional(task: Task) -> Any:
-    vars(task.net[-1])["counts"] = False  # not undone after a call that returns, either
+    task.last.counts = False  # not undone after a call that returns, either
     call, params, buffers = func.make_functional(task.net)
     task.net.register_forward_hook(lambda *_: task.tick())
     return call(params, buffers, task.x)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gradkit._autograd import engine
 from gradkit._compat.autograd import post_accumulate_hooks, tensor_hooks
+from gradkit._compat.undoing import undo_stack
 from gradkit._core.closure_contents import captured_by
 from gradkit._core.graph import Subgraph
 from gradkit._core.losses import require_graph
@@ -112,7 +113,7 @@ class StepRunner:
 
     def _run(self, method: str, ablation: Ablation) -> RunResult:
         forward = None if method == FUNC else self.forward
-        with self.isolated(ablation), ExitStack() as stack:
+        with self.isolated(ablation), undo_stack() as stack:
             if forward is not None:
                 self._prepare_leaves(forward, ablation, stack)
             return _run_step(self.step, method)
@@ -120,7 +121,7 @@ class StepRunner:
     @contextmanager
     def isolated(self, ablation: Ablation = NONE) -> Iterator[None]:
         """Restore the state after a block, in which no post-accumulate-grad hooks run."""
-        with self.snapshot.restored(), torch.enable_grad(), ExitStack() as stack:
+        with self.snapshot.restored(), torch.enable_grad(), undo_stack() as stack:
             _empty(map(post_accumulate_hooks, self.snapshot.leaves), stack)
             if DROPOUT in ablation:
                 _set_dropout_to_zero(self.snapshot.modules)

@@ -12,6 +12,7 @@ from torch.autograd.graph import Node
 
 from gradkit._checks import reachability
 from gradkit._compat.autograd import without_torch_function
+from gradkit._compat.undoing import INSIDE
 from gradkit._core.closure_contents import captured_by
 from gradkit._core.graph import Subgraph
 from gradkit._core.ownership import PLAIN_TYPES
@@ -118,7 +119,7 @@ class Reachability:
 
 def _leaf_node(leaf: Tensor) -> Node:
     # torch takes a view to find it, and __torch_function__ would make that another tensor.
-    with without_torch_function():
+    with without_torch_function(), INSIDE:
         return edge(leaf).node
 
 
