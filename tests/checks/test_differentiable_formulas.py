@@ -17,7 +17,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from gradkit import func
 from gradkit._checks.differentiable_formulas import FORMULAS, NODE_FORMULAS, has_formula
 from gradkit._checks.op_monitor import _NAMES
-from gradkit._checks.transform_bugs import DROPPED_BY_FORMULA
+from gradkit._checks.transform_bugs import BY_FORMULA, DROPPED_BY_FORMULA
 from gradkit._core import pytree
 from tests.helpers import same_bits
 
@@ -239,7 +239,7 @@ def test_a_formula_is_its_operation_in_a_batch(device: torch.device, name: str) 
 def test_every_name_of_an_operation_has_its_formula(device: torch.device) -> None:
     """What the monitor runs by formula takes the arguments that each of its names takes."""
     names = {name for name in _NAMES.values() if name in FORMULAS}
-    assert names == FORMULAS.keys()
+    assert names == BY_FORMULA.keys()
 
 
 def fused_attention(**options: Any) -> Callable[..., Tensor]:
