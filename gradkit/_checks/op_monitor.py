@@ -27,7 +27,7 @@ from gradkit._checks.transform_bugs import (
     OpCall,
     differentiated_around,
 )
-from gradkit._compat.dynamo import leave_uncompiled
+from gradkit._compat.dynamo import leave_uncompiled, functions_traced
 from gradkit._compat.transforms import (
     BATCH,
     DERIVATIVES,
@@ -101,8 +101,10 @@ class OpMonitor(TorchFunctionMode):
 
     def noting(self) -> AbstractContextManager[object]:
         """Return what notes the operations of a block."""
-        # torch.compile would compile again for each count.
-        return self if torch.compiler.is_compiling() else self._counted()
+        if torch.compiler.is_compiling():  # which would compile again for each count
+            functions_traced()
+            return self
+        return self._counted()
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
 from types import CodeType
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+
+from gradkit._compat.transforms import is_transform_tensor, transforms
+from gradkit.errors import message
 
 _dynamo: Any = torch._C._dynamo.eval_frame
 _LEAVE = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.SKIP)
@@ -16,6 +21,8 @@ _REASON = (
     "gradkit's eager calls read the graph of losses that exist already. Call them outside of what "
     "is compiled, or leave out fullgraph=True; gradkit.func is compiled in one graph"
 )
+
+_PACKAGE = str(Path(__file__).parents[1])
 
 COMPILED = "CompiledFunctionBackward"  # the type of the node of what torch.compile has compiled
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,6 +47,57 @@ def leave_uncompiled(method: F) -> F:
     # method with the operation as a constant: the next one would silently compute the first one.
     _dynamo.set_code_exec_strategy(cast("Any", method).__code__, _LEAVE)
     return method
+
+
+_traced: list[str] = []  # the Functions that torch.compile has traced
+
+
+def functions_traced() -> int:
+    """Return how many Functions were traced; from now on, those that would go wrong are refused."""
+    # Under any transforms but one grad, torch.compile inlines `forward`, and silently ignores
+    # `backward`. Not reported. Run on torch 2.13.
+    from torch._dynamo.exc import Unsupported  # the compiler: imported by now
+    from torch._dynamo.variables.misc import AutogradFunctionVariable
+
+    apply: Any = AutogradFunctionVariable.call_apply
+    if hasattr(apply, "__wrapped__"):
+        return len(_traced)
+
+    @wraps(apply)
+    def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        _traced.append(self.fn_cls.__name__)
+        if transforms() not in {(), ("Grad",)} and _is_traced_in_gradkit(tx):
+            trackers = [one for one in (*args, *kwargs.values()) if one.is_tensor()]
+            values = [one.as_proxy().node.meta["example_value"] for one in trackers]
+            if any(map(is_transform_tensor, values)):
+                raise Unsupported(inlined_function())
+        return apply(self, tx, args, kwargs)
+
+    AutogradFunctionVariable.call_apply = call_apply  # type: ignore[method-assign]
+    return len(_traced)
+
+
+def inlined_function() -> str:
+    """Return what a message says of the last Function: its derivative would be wrong compiled."""
+    expected = "in what is compiled, Functions under one first-order reverse-mode call"
+    got = (
+        f"{_traced[-1]} under a vmap, a jvp or a second derivative, where torch.compile "
+        "differentiates its forward, and ignores its backward"
+    )
+    return message("fn", expected, got, "leave the call uncompiled: torch.compiler.disable(call)")
+
+
+# torch.compile runs these while it traces a call, and takes what they return for constants.
+for _run_in_trace in (functions_traced, inlined_function):
+    vars(_run_in_trace)["_dynamo_marked_constant"] = True
+
+
+def _is_traced_in_gradkit(frame: Any) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_PACKAGE):
+            return True
+        frame = frame.parent
+    return False
 
 
 def is_compiled_module(module: nn.Module) -> bool:

@@ -291,7 +291,8 @@ def _trace_level(
     put_back: list[Callable[[Iterable[Tensor]], PyTree]] = []
 
     def inside(*tensors: Tensor) -> tuple[Tensor, list[Tensor]]:
-        lists = fn(tensors, None)
+        # torch.compile takes the tensors that it is given for constants in a Function's `apply`.
+        lists = fn([tensor.view_as(tensor) for tensor in tensors], None)
         flat, close = pytree.partition_tensors([list(part) for part in lists])
         put_back.append(close)
         return cast("Tensor", lists[0][0]), flat  # vjp wants an output, whatever it is

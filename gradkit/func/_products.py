@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradkit._checks.op_monitor import OpMonitor
+from gradkit._compat.dynamo import functions_traced, inlined_function
 from gradkit._compat.transforms import carries_graph, differentiated, level_of, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
@@ -304,19 +305,23 @@ class _FunctionRun:
     transposed: bool  # the pass that follows is a backward pass
     variables: list[Tensor] = field(init=False)
     hooked: bool = field(init=False)
+    has_function: bool = field(init=False)  # while torch.compile traces
     outputs: Losses = field(init=False)
     put_aux_back: Callable[[Iterable[Tensor]], PyTree] = field(init=False)
 
     def __call__(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        if self.transposed and not torch.compiler.is_compiling() and user_code_may_run():
-            # The pass comes after the level, where its own tensors show no nodes of the graph.
+        is_traced = torch.compiler.is_compiling()
+        if self.transposed and (is_traced or user_code_may_run()):
+            # The pass comes after the level, where its own tensors show no nodes of the graph; and
+            # torch.compile takes them for constants in a Function's `apply`.
             tensors = tuple(
                 x.view_as(x) if x.layout == torch.strided else x.clone() for x in tensors
             )
-        is_traced = torch.compiler.is_compiling()
-        made = 0 if is_traced else hooks_made()
+        made = functions_traced() if is_traced else hooks_made()
         with self.monitor.noting():
             returned = self.fn(*self.arguments.with_variables(tensors))
+        if is_traced:
+            self.has_function = functions_traced() > made
         self.hooked = not is_traced and hooks_made() > made
         tree, aux = split_aux(returned) if self.has_aux else (returned, None)
         self.outputs = read_losses(tree, scalar=False, returned=True, may_be_aux=not self.has_aux)
@@ -347,6 +352,8 @@ class _FunctionRun:
             return [*grads] if create else [*cut(grads)]
 
         if torch.compiler.is_compiling():
+            if self.has_function and transforms():  # compiled, its second derivative would be 0
+                raise UnsupportedGraphError(inlined_function())
             return run(create_graph is not False), None
         self.monitor.check()
         passes = self._passes(create_graph, _NO_LEVEL)

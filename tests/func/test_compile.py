@@ -43,6 +43,7 @@ pytestmark = [
     pytest.mark.filterwarnings(r"ignore:Dynamo cannot trace optree C/C\+\+ function:UserWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not:UserWarning"),
     pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning"),
 ]
 
@@ -479,6 +480,81 @@ def test_a_refusal_while_tracing_says_why(device: torch.device, name: str) -> No
     text = str(caught.value).replace(str(device), "")
     assert reason in text
     assert do.strip() in text
+
+
+class Doubled(torch.autograd.Function):
+    """sin, of which backward gives twice the derivative."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return 2 * grad * x.cos()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None], x: Tensor) -> tuple[Tensor, int | None]:
+        return Doubled.apply(x), in_dims[0]
+
+
+def of_argument(w: Tensor) -> Any:
+    return Doubled.apply(w)
+
+
+def of_product(w: Tensor) -> Any:
+    return Doubled.apply(w * 1)
+
+
+# Of a function of w, and w; the gradient is that of the Function's backward.
+CALLS_OF_A_FUNCTION: dict[str, Callable[[Callable[[Tensor], Any], Tensor], Any]] = {
+    "value_and_grads": lambda fn, w: func.value_and_grads(lambda w: fn(w).sum())(w)[1],
+    "per_loss_grads": lambda fn, w: func.per_loss_grads(
+        lambda w: {"a": fn(w).sum(), "b": fn(w).square().sum()}
+    )(w),
+    "vjp": lambda fn, w: func.vjp(fn, w)[1](torch.ones_like(w)),
+}
+REFUSED_CALLS_OF_A_FUNCTION: dict[str, Callable[[Callable[[Tensor], Any], Tensor], Any]] = {
+    "per_sample_grads": lambda fn, w: func.per_sample_grads(lambda w, x: (fn(w) * x).sum())(
+        w, torch.ones(2, 3, device=w.device)
+    ),
+    "per_sample_grads, batched": lambda fn, w: func.per_sample_grads(
+        lambda w, x: (fn(w * x)).sum()
+    )(w, torch.ones(2, 3, device=w.device)),
+    "hvp": lambda fn, w: func.hvp(lambda w: fn(w).sum(), w, w, mode="reverse-over-reverse"),
+    "jvp": lambda fn, w: func.jvp(fn, w, w),
+    "ggn_vp": lambda fn, w: func.ggn_vp(fn, lambda out: out.square().sum(), w, w),
+    "linearize": lambda fn, w: func.linearize(fn, w)[1](w),
+}
+
+
+@pytest.mark.parametrize("name", CALLS_OF_A_FUNCTION)
+@pytest.mark.parametrize("fn", [of_argument, of_product])
+def test_a_function_s_backward_is_compiled(
+    device: torch.device, fn: Callable[[Tensor], Any], name: str
+) -> None:
+    call, w = partial(CALLS_OF_A_FUNCTION[name], fn), torch.randn(3, device=device)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(w), call(w))
+
+
+@pytest.mark.parametrize("name", REFUSED_CALLS_OF_A_FUNCTION)
+@pytest.mark.parametrize("fn", [of_argument, of_product])
+def test_a_function_whose_backward_torch_would_ignore_is_refused(
+    device: torch.device, fn: Callable[[Tensor], Any], name: str
+) -> None:
+    call, w = partial(REFUSED_CALLS_OF_A_FUNCTION[name], fn), torch.randn(3, device=device)
+    if name != "jvp":  # which eager code refuses, too
+        left_out = torch.compiler.disable(call)
+        outer = torch.compile(lambda w: left_out(w), backend="aot_eager")
+        torch.testing.assert_close(outer(w), call(w))
+    with pytest.raises(exc.Unsupported, match="got Doubled under a vmap, a jvp or a second deriv"):
+        torch.compile(call, backend="aot_eager", fullgraph=True)(w)
 
 
 def test_a_checkpoint_and_a_sparse_gradient_are_refused_by_torch(device: torch.device) -> None:
