@@ -148,6 +148,7 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "cosine_similarity": edge_formulas.cosine_similarity,
     "gaussian_nll_loss": edge_formulas.gaussian_nll_loss,
     "vander": edge_formulas.vander,
+    "block_diag": edge_formulas.block_diag,
 }
 
 

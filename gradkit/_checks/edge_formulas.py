@@ -133,3 +133,11 @@ def vander(
     powers = torch.cat([ones, cumprod(torch.cumprod, bases, -1)], -1)[..., :count]
     is_falling = operation is torch.vander and not increasing
     return with_value(value, powers.flip(-1) if is_falling else powers)
+
+
+def block_diag(operation: Operation, *tensors: Any) -> Tensor:
+    """Return what torch.block_diag does, whose rule counts no row for an empty 1-D tensor."""
+    given = tensors[0] if isinstance(tensors[0], list | tuple) else tensors
+    matrices = [x.reshape(1, 0) if x.shape == (0,) else x for x in given]
+    result: Tensor = operation(*matrices) if given is tensors else operation(matrices)
+    return result

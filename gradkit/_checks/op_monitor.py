@@ -27,7 +27,7 @@ from gradkit._checks.transform_bugs import (
     OpCall,
     differentiated_around,
 )
-from gradkit._compat.dynamo import leave_uncompiled, functions_traced
+from gradkit._compat.dynamo import functions_traced, leave_uncompiled
 from gradkit._compat.transforms import (
     BATCH,
     DERIVATIVES,

@@ -236,6 +236,7 @@ AT_SOME_VALUES: dict[str, tuple[Stack, ...]] = {
     **dict.fromkeys(("logcumsumexp", "weight_norm", "gaussian_nll_loss"), (("Jvp",),)),
     **dict.fromkeys(("polar", "binary_cross_entropy", "cosine_similarity"), FIRST),
     **dict.fromkeys(("softshrink", "hardshrink", "pow", "float_power", "vander"), FIRST),
+    "block_diag": (("Grad",),),
 }
 
 

@@ -177,6 +177,30 @@ def test_vander_at_zero(device: torch.device, vander: Function) -> None:
     torch.testing.assert_close(*(twice(fn, point) for fn in fns))
 
 
+@pytest.mark.parametrize("shapes", [[(0,), (2,)], [(), (0,), (2, 2)], [(2,), (0,), (0, 3), (1, 2)]])
+def test_block_diag_of_an_empty_vector(device: torch.device, shapes: list[tuple[int, ...]]) -> None:
+    blocks = [random(*shape).to(device) for shape in shapes]
+    weights = random(*torch.block_diag(*blocks).shape).to(device)
+    right, row, column = [], 0, 0
+    for block in blocks:
+        height, width = torch.atleast_2d(block).shape
+        part = weights[row : row + height, column : column + width]
+        right.append(part.reshape(block.shape))
+        row, column = row + height, column + width
+    assert weights.shape == (row, column)
+
+    def loss(blocks: list[Tensor]) -> Tensor:
+        return (torch.block_diag(*blocks) * weights).sum()
+
+    grads = func.value_and_grads(loss)(blocks)[1]
+    leaves = [block.clone().requires_grad_() for block in blocks]
+    with gradkit.checked():
+        eager = gradkit.value_and_grads(loss(leaves), leaves)[1]
+    for got, also, expected in zip(grads, eager, right, strict=True):
+        assert torch.equal(got, expected)
+        assert torch.equal(also, expected)
+
+
 EDGES: dict[str, tuple[Function, Tensor]] = {
     "polar": (lambda x: torch.view_as_real(torch.polar(x, x + 1)).sum(), torch.zeros(2, dtype=D)),
     "binary_cross_entropy": (
@@ -224,6 +248,7 @@ VALUES: dict[str, Callable[[Tensor], Tensor]] = {
         x, x + 1, 0.01 * x.abs(), eps=0.5, reduction="none"
     ),
     "vander": lambda x: torch.linalg.vander(x.T),
+    "block_diag": lambda x: torch.block_diag(x[0, :0], x),
 }
 
 

@@ -110,6 +110,18 @@ def second_of_sinc_at_zero(device: torch.device) -> Case:
     return _over_reverse(torch.sinc, right, zero, zero + 1)
 
 
+def block_diag_of_an_empty_vector(device: torch.device) -> Case:
+    weights = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=D, device=device)
+
+    def with_empty(x: Tensor) -> Tensor:
+        return (torch.block_diag(x[:0], x) * weights).sum()
+
+    def as_matrix(x: Tensor) -> Tensor:
+        return (torch.block_diag(x[None, :0], x) * weights).sum()
+
+    return _eager(with_empty, as_matrix, torch.ones(2, dtype=D, device=device))
+
+
 def jvp_of_logcumsumexp(device: torch.device) -> Case:
     x = torch.tensor([0.0, 100.0, 1000.0], dtype=D, device=device)
     along = torch.tensor([1.0, 2.0, 3.0], dtype=D, device=device)
@@ -162,6 +174,11 @@ UNSEEN = [
         "`grad(cosine_similarity(x, y, dim=0, eps=1.0), x)` at `[0.4, 0.3]`, where `y` is `[1, 0]`",
         [0.68, -0.24], [1.0, 0.0], "inside `gradkit.checked()`: right; `value_and_grads`",
         cosine_below_its_eps, same=True,
+    ),
+    Row(
+        "`grad((block_diag(empty, x) * weights).sum(), x)`, where `empty` is of shape `(0,)`",
+        [1.0, 2.0], [3.0, 4.0], "inside `gradkit.checked()`: right; `value_and_grads`",
+        block_diag_of_an_empty_vector, same=True,
     ),
     Row(
         "`grad(x.to_sparse().to_dense().sum(), x)` at `[0, 1]`: torch documents that gradients of "

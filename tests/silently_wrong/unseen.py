@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 import numpy
@@ -14,6 +15,7 @@ from torch.autograd import grad
 from torch.utils.checkpoint import checkpoint
 
 import gradkit
+from gradkit import func
 from tests.helpers import OnceCubed
 from tests.silently_wrong import special_points
 from tests.silently_wrong._row import Case, D, Row
@@ -34,6 +36,35 @@ def value_changed_behind_autograd(device: torch.device) -> Case:
     w.data.add_(1)
     theirs = grad(loss, w, retain_graph=True)[0]
     return Case(theirs, right, lambda: gradkit.value_and_grads(loss, w)[1])
+
+
+class Meeting(torch.nn.Module):
+    """Multiplies by a weight, after another thread has called it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1, dtype=D, device=device))
+        self.met: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if current_thread() is main_thread():
+            other = Thread(target=lambda: self.met.append(self(x).detach()))
+            other.start()
+            other.join()
+        return self.weight * x
+
+
+def module_called_in_another_thread(device: torch.device) -> Case:
+    module, x = Meeting(device), torch.ones(1, dtype=D, device=device)
+    ten = {"weight": torch.full_like(module.weight, 10).detach()}
+    torch.func.functional_call(module, ten, (x,))
+    call, _, buffers = func.make_functional(module)
+
+    def ours() -> Tensor:
+        call(ten, buffers, x)
+        return module.met[-1]
+
+    return Case(module.met[0], module.weight.detach() * x, ours)
 
 
 def proximal_term_that_changed(device: torch.device) -> Case:
@@ -536,6 +567,11 @@ ROWS = [
         [2.0], [8.0],
         "`func.check_grads`: `GradientCheckError`; `value_and_grads(..., create_graph=True)`",
         second_of_a_backward_with_a_constant, same=True,
+    ),
+    Row(
+        "`module(x)` in another thread, during `functional_call(module, params, x)`: it gets these "
+        "params",
+        [10.0], [1.0], "`func.make_functional`", module_called_in_another_thread, same=True,
     ),
     Row(
         "`grad(loss, list(ddp.parameters()))`, bare parameters",

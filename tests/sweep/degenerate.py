@@ -1,4 +1,4 @@
-"""Points at which formulas take branches: zeros, ties, boundaries, singular matrices, sizes."""
+"""Where formulas take branches: zeros, ties, boundaries, singular matrices, sizes, empty shapes."""
 
 from __future__ import annotations
 
@@ -83,6 +83,14 @@ _SIZES: dict[str, Change] = {
     "1e-8 beside 1e8": lambda x: _spread(x, -8, 8),
     "1e-150 beside 1e150": lambda x: _spread(x, -150, 0, 150),
 }
+# Cut to dimensions of one element and of none.
+SHAPES: dict[str, Change] = {
+    "one row": lambda x: x[:1],
+    "one column": lambda x: x[..., :1],
+    "no rows": lambda x: x[:0],
+    "no columns": lambda x: x[..., :0],
+    "one element": lambda x: x[(slice(0, 1),) * x.dim()],
+}
 # Whether the directions change each entry by a part of itself: where some are large, they do.
 _LARGE = {"1e8", "huge", "1e-8 beside 1e8", "1e-150 beside 1e150"}
 SIZES = {name: [True] if name in _LARGE else [False, True] for name in _SIZES}
@@ -154,7 +162,7 @@ _SQUARE: dict[str, Change] = {
 
 def changes_of(x: Tensor) -> dict[str, Change]:
     """Return what makes degenerate points of a tensor, by name."""
-    changes = VALUES | _SIZES
+    changes = VALUES | _SIZES | (SHAPES if x.dim() else {})
     if x.dim() >= 2 and min(x.shape[-2:]) >= 2:
         changes |= _WIDE
         if x.shape[-1] == x.shape[-2]:
@@ -166,7 +174,10 @@ def points_of(case: Case) -> Iterator[tuple[str, Case]]:
     """Yield the case at degenerate points: of each tensor, and of all at once."""
     yield "as it is", case
     slots = range(len(case.point))
-    for name in dict.fromkeys(name for x in case.point for name in changes_of(x)):
+    # A symmetric matrix is of one shape.
+    skipped = SHAPES if case.meant else {}
+    names = dict.fromkeys(name for x in case.point for name in changes_of(x) if name not in skipped)
+    for name in names:
         for which in [*([slots] if len(slots) > 1 else []), *([slot] for slot in slots)]:
             point = _changed(case.point, name, which)
             if point is not None:

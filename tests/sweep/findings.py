@@ -27,7 +27,7 @@ BY_DESIGN = {
     "_softmax_backward_data": "is given what no softmax returns",
 }
 # What forward and reverse mode, or two orders, choose otherwise at a kink.
-KINKS = {"prelu", "module nn.PReLU", "fmax", "fmin", "svd", "pca_lowrank"}
+KINKS = {"prelu", "module nn.PReLU", "fmax", "fmin", "svd", "svd_lowrank", "pca_lowrank"}
 # Points at which squares overflow, or a result is smaller than the rounding of what it is of.
 OF_ROUNDING = ("huge", "1e-150 beside 1e150", "1e-8 beside 1e8", "1e-20 beside 1", "1e8", "1e-20")
 

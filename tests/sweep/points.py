@@ -147,7 +147,9 @@ def programs_of(
         run, name = library.derivative(fn, stack, along), " ".join(stack)
         yield name, partial(run, *point)
         if order == 1 or name in {"Jvp Grad", "Grad Grad"}:
-            pair = [torch.stack([x, y]) for x, y in zip(point, other, strict=True)]
+            alike = all(x.shape == y.shape for x, y in zip(point, other, strict=True))
+            pairs = zip(point, other if alike else point, strict=True)
+            pair = [torch.stack([x, y]) for x, y in pairs]
             yield f"Vmap {name}", partial(_of_first, run, pair)
     yield f"eager {order}", partial(library.eager(fn, along), *point)
     if library is GRADKIT:
