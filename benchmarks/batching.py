@@ -14,7 +14,7 @@ from benchmarks.harness import Side, Timing, measure
 from benchmarks.models import Task
 from benchmarks.plan import Plan
 from benchmarks.row import Row, timed
-from gradkit._core.options import Strategy
+from gradkit._core.call import Strategy
 
 LOOP = "autograd.grad in a loop"
 _STRATEGIES: tuple[Strategy, ...] = ("batched", "auto")

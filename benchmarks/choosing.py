@@ -22,7 +22,7 @@ from benchmarks import harness, rules, vectors
 from benchmarks.harness import Effort, Side, measure
 from benchmarks.models import Task
 from benchmarks.rules import Case
-from gradkit._core.options import Strategy
+from gradkit._core.call import Strategy
 
 _EFFORT = Effort(least=9, most=60, seconds=0.7, warmup=2)
 _QUICK = Effort(least=2, most=2, seconds=0, warmup=1)

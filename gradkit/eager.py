@@ -22,8 +22,15 @@ from gradkit._autograd.plain_separate_passes import are_plain, plain_separate_gr
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
-from gradkit._core.losses import Losses, read_losses
-from gradkit._core.options import Filled, Strategy, Unused, check_batching, check_pass_options
+from gradkit._core.call import (
+    Filled,
+    Losses,
+    Strategy,
+    Unused,
+    check_batching,
+    check_pass_options,
+    read_losses,
+)
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import read_params
 from gradkit._core.pytree import PyTree

@@ -15,17 +15,16 @@ from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import default_hooks
 from gradkit._compat.undoing import undo_stack, undone
 from gradkit._core import pytree
+from gradkit._core.call import check_bool
 from gradkit._core.grad_recorder import (
     GradRecorder,
     Recorders,
+    observing,
     refuse_transforms,
     require_graph,
 )
 from gradkit._core.leaf_arithmetic import add_leaves
-from gradkit._core.module_hooks import inside_compiled, watching_runs
-from gradkit._core.module_names import choose_modules
-from gradkit._core.options import check_bool
-from gradkit._core.pass_observers import observing
+from gradkit._core.modules import choose_modules, inside_compiled, watching_runs
 from gradkit._core.pytree import PyTree
 from gradkit.errors import (
     OptionError,

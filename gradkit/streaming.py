@@ -8,8 +8,13 @@ from gradkit._autograd import norms
 from gradkit._autograd.gramian import gramian
 from gradkit._autograd.reduced_grads import values_and_reduced_grads
 from gradkit._compat.dynamo import disable_compile
-from gradkit._core.losses import Losses, read_losses
-from gradkit._core.options import check_chunk_size, check_number, check_optional_bool
+from gradkit._core.call import (
+    Losses,
+    check_chunk_size,
+    check_number,
+    check_optional_bool,
+    read_losses,
+)
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import read_params
 from gradkit._core.pytree import PyTree

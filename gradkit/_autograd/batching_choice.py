@@ -13,8 +13,8 @@ from gradkit._compat.dynamo import COMPILED
 from gradkit._compat.nodes import any_sparse_gradients, sizes_of_gradients
 from gradkit._core import user_code
 from gradkit._core.call import Call
+from gradkit._core.grad_recorder import any_observers
 from gradkit._core.graph import Subgraph
-from gradkit._core.pass_observers import any_observers
 from gradkit.errors import warn_fallback
 
 # What the engine's batched mode gets wrong, or cannot do [G1, G6].

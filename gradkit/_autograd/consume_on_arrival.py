@@ -28,7 +28,7 @@ from gradkit._compat.autograd import (
 )
 from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import user_code
-from gradkit._core.pass_observers import any_observers
+from gradkit._core.grad_recorder import any_observers
 
 # What is called with the number of a variable, and its gradient; or with a stack of its gradients.
 Consume: TypeAlias = Callable[[int, Tensor], None]

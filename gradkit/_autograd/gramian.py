@@ -14,10 +14,8 @@ from gradkit._autograd.jacobian_rows import JacobianRows, read_jacobian_rows
 from gradkit._autograd.own_roots import unrecorded
 from gradkit._autograd.pass_runner import PassRunner
 from gradkit._core import pytree
-from gradkit._core.call import Grads
+from gradkit._core.call import Grads, Losses, check_weighting
 from gradkit._core.leaf_arithmetic import dot_leaves, products_of_rows
-from gradkit._core.losses import Losses
-from gradkit._core.options import check_weighting
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit._state.snapshot import put_back_on_error

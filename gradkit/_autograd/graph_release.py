@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 
 from gradkit._compat.nodes import raise_freed, saved_names
 from gradkit._core.call import Call
-from gradkit._core.graph_walk import Part
+from gradkit._core.graph import Part
 
 
 class ReleasePlan(NamedTuple):

@@ -19,12 +19,11 @@ from gradkit._checks.eager_graph import check_call
 from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_may_run_in
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.transforms import BATCH_FAILURES
-from gradkit._core.call import Call, Grads, Pass
+from gradkit._core.call import Call, Grads, Losses, Pass, require_graph
+from gradkit._core.grad_recorder import hidden_passes
 from gradkit._core.leaf_arithmetic import common_dtype
-from gradkit._core.losses import Losses, require_graph
 from gradkit._core.ownership import grad_dtype
 from gradkit._core.params import Params
-from gradkit._core.pass_observers import hidden_passes
 from gradkit.errors import GradkitError, LeafTypeError, first_line, message, warn_fallback
 
 ARRIVED = torch.empty(0)  # stands for a gradient that has arrived and is gone

@@ -12,12 +12,10 @@ from gradkit._autograd.own_roots import unrecorded
 from gradkit._autograd.pass_runner import PassRunner
 from gradkit._autograd.passes import grads_to_tree, run_in_turn
 from gradkit._compat.distributed import full_tensor
-from gradkit._core.call import Grads
+from gradkit._core.call import Grads, Losses, number_for_torch
+from gradkit._core.grad_recorder import any_observers, numbered_passes, scale_recorded
 from gradkit._core.leaf_arithmetic import add_leaves, norms_of_rows, stored_values
-from gradkit._core.losses import Losses
-from gradkit._core.options import number_for_torch
 from gradkit._core.params import Params
-from gradkit._core.pass_observers import any_observers, numbered_passes, scale_recorded
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, describe, message
 

@@ -15,7 +15,7 @@ from gradkit._compat.autograd import current_pass, run_engine
 from gradkit._compat.transforms import COMPILED_AUTOGRAD, compiled_autograd_disabled
 from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import user_code
-from gradkit._core.pass_observers import (
+from gradkit._core.grad_recorder import (
     any_observers,
     begin_of_passes,
     hidden_passes,

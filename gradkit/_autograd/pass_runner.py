@@ -24,10 +24,10 @@ from gradkit._checks.modified_gradients import (
 from gradkit._compat.autograd import as_batch, batched_mode, from_batch, without_function_modes
 from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core.call import Call
+from gradkit._core.grad_recorder import any_observers, observed_tensors
 from gradkit._core.graph import Subgraph
 from gradkit._core.ownership import owned
 from gradkit._core.params import Params
-from gradkit._core.pass_observers import any_observers, observed_tensors
 from gradkit._state.grad_attribute import grads_put_back
 
 

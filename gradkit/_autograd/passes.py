@@ -18,11 +18,18 @@ from gradkit._compat.distributed import replicated
 from gradkit._compat.transforms import detach_keep_tangent
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
-from gradkit._core.call import Call, Grads, Pass
-from gradkit._core.losses import Losses, params_of_each_loss, read_weights, require_graph
+from gradkit._core.call import (
+    Call,
+    Grads,
+    Losses,
+    Pass,
+    params_of_each_loss,
+    read_weights,
+    require_graph,
+)
+from gradkit._core.grad_recorder import observed_tensors
 from gradkit._core.ownership import zeros_for
 from gradkit._core.params import Params, read_params
-from gradkit._core.pass_observers import observed_tensors
 from gradkit._core.pytree import PyTree, Structure
 from gradkit._core.results_without_graph import with_zero_derivatives
 

@@ -29,14 +29,12 @@ from gradkit._compat.autograd import is_view, tensor_hooks
 from gradkit._compat.checkpoints import IDLE, RECOMPUTING
 from gradkit._compat.distributed import any_fully_sharded
 from gradkit._compat.transforms import is_ordinary
-from gradkit._core.call import Call, Pass
-from gradkit._core.graph_walk import kinds_in_short_pass, nodes_of_types
-from gradkit._core.losses import lone_loss
+from gradkit._core.call import Call, Pass, lone_loss
+from gradkit._core.grad_recorder import observers
+from gradkit._core.graph import is_freed, is_leaf_node, kinds_in_short_pass, nodes_of_types
 from gradkit._core.ownership import owned
 from gradkit._core.params import NO_PARAMS, Params
-from gradkit._core.pass_observers import observers
 from gradkit._core.pytree import PyTree, unflatten
-from gradkit._core.tensor_nodes import is_freed, is_leaf_node
 from gradkit._core.user_code import (
     first_pre_hooked,
     functions_alive,

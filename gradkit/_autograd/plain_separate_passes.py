@@ -29,13 +29,10 @@ from gradkit._compat.checkpoints import IDLE, RECOMPUTING
 from gradkit._compat.dynamo import overwrites_saved_tensors
 from gradkit._compat.nodes import DRAW_AFTER_SAVING, any_released, names_by_kind
 from gradkit._compat.transforms import is_differentiated_tensor
-from gradkit._core.call import Call, Grads, Pass
-from gradkit._core.graph import Subgraph
-from gradkit._core.graph_walk import nodes_executed
-from gradkit._core.losses import Losses
+from gradkit._core.call import Call, Grads, Losses, Pass
+from gradkit._core.graph import Subgraph, is_leaf_node, leaf_nodes, leaf_of, nodes_executed
 from gradkit._core.ownership import owned_of_each
 from gradkit._core.params import Params
-from gradkit._core.tensor_nodes import is_leaf_node, leaf_nodes, leaf_of
 from gradkit._core.user_code import functions_alive, hooks_registered
 
 _dtype, _device, _layout = map(attrgetter, ("dtype", "device", "layout"))

@@ -15,7 +15,7 @@ from gradkit._autograd.passes import run_jointly
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.autograd import storage_address
 from gradkit._core import pytree
-from gradkit._core.losses import Losses
+from gradkit._core.call import Losses
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit._state.snapshot import put_back_on_error

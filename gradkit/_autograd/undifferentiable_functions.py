@@ -16,9 +16,7 @@ from gradkit._checks.higher_derivatives import undifferentiable_message
 from gradkit._compat.autograd import current_pass, sequence_number
 from gradkit._compat.transforms import clone_with_node, is_transform_tensor, layers, unbatched
 from gradkit._compat.undoing import undone
-from gradkit._core.graph import Subgraph
-from gradkit._core.graph_walk import nodes_below
-from gradkit._core.tensor_nodes import leaf_tensors
+from gradkit._core.graph import Subgraph, leaf_tensors, nodes_below
 from gradkit._core.user_code import (
     Cotangents,
     register_own_hooks_around_node,

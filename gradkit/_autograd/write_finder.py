@@ -14,8 +14,8 @@ from gradkit._autograd.unshared_memory import memory_address
 from gradkit._compat.autograd import TorchDispatchMode
 from gradkit._compat.checkpoints import CHECKPOINT_MODULE
 from gradkit._compat.dynamo import leave_uncompiled
+from gradkit._core.ownership import written_tensors
 from gradkit._core.params import Params
-from gradkit._core.written_tensors import written_tensors
 from gradkit.errors import warn_fallback
 
 

@@ -12,10 +12,9 @@ from gradkit._compat import distributed
 from gradkit._compat.checkpoints import IDLE, RECOMPUTING
 from gradkit._compat.dynamo import overwrites_saved_tensors
 from gradkit._compat.nodes import any_released, has_released, names_by_kind
-from gradkit._core import tensor_nodes
-from gradkit._core.call import Call
+from gradkit._core import graph
+from gradkit._core.call import Call, Losses
 from gradkit._core.graph import Subgraph
-from gradkit._core.losses import Losses
 from gradkit._core.params import Params
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
@@ -90,7 +89,7 @@ def refuse_freed(call: Call, *, thorough: bool) -> None:
     for group, params in call.passes:
         for index in group:
             root = call.outputs[index]
-            if (thorough or tensor_nodes.is_freed(root)) and _executes_freed(
+            if (thorough or graph.is_freed(root)) and _executes_freed(
                 call.graph.below([index]), params
             ):
                 raise FreedGraphError(freed_message(call.losses, [index]))
@@ -137,7 +136,7 @@ def _executes_freed(below: Subgraph, params: Params) -> bool:
 
 def refuse_freed_root(call: Call, index: int) -> None:
     """Raise if a loss has been differentiated before."""
-    if tensor_nodes.is_freed(call.outputs[index]):
+    if graph.is_freed(call.outputs[index]):
         raise FreedGraphError(freed_message(call.losses, [index]))
 
 

@@ -20,9 +20,8 @@ from gradkit._checks.checked import is_checked
 from gradkit._compat.autograd import tensor_hooks
 from gradkit._core import user_code
 from gradkit._core.call import Call
-from gradkit._core.graph import Subgraph
+from gradkit._core.graph import Subgraph, edge, leaf_tensors
 from gradkit._core.params import Params
-from gradkit._core.tensor_nodes import edge, leaf_tensors
 from gradkit.errors import UnsupportedGraphError, describe, message
 
 _version = attrgetter("_version")

@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 from gradkit._compat.autograd import forward_line, sequence_number
 from gradkit._compat.nodes import WRITTEN_VIEW, changed_since_saved
 from gradkit._core.call import Call
-from gradkit._core.tensor_nodes import OF_LOST_HISTORY
+from gradkit._core.graph import OF_LOST_HISTORY
 from gradkit.errors import message
 
 Reason: TypeAlias = tuple[str, str, str]  # expected, got, what to do

@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 from gradkit._compat.checkpoints import frame_of, frames_waiting
 from gradkit._compat.nodes import hooked_tensors
 from gradkit._compat.transforms import default_unpack_hook, differentiated, is_transform_tensor
-from gradkit._core import graph_walk, pytree, tensor_nodes
+from gradkit._core import graph, pytree
 from gradkit._core.pytree import PyTree
 from gradkit.errors import UnsupportedGraphError, message
 
@@ -36,7 +36,7 @@ def before(inputs: PyTree) -> StateBeforeCall | None:
     # Inside a derivative of torch.func, a checkpoint raises by itself.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or differentiated():
         return None
-    nodes = {tensor_nodes.edge(tensor).node for tensor in _differentiable(inputs)}
+    nodes = {graph.edge(tensor).node for tensor in _differentiable(inputs)}
     return StateBeforeCall(frames_waiting(), nodes, default_unpack_hook())
 
 
@@ -51,7 +51,7 @@ def refuse(out: PyTree, snapshot: StateBeforeCall | None) -> None:
     # their number tells nothing, and the graph has to be looked at.
     if frames > snapshot.frames or any(
         _recomputes(node, snapshot.outer)
-        for node in graph_walk.nodes_below(_differentiable(out), snapshot.nodes)
+        for node in graph.nodes_below(_differentiable(out), snapshot.nodes)
     ):
         got = (
             "one with torch.utils.checkpoint: its backward pass would recompute with the "

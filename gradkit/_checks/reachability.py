@@ -12,13 +12,11 @@ from gradkit._compat import distributed
 from gradkit._compat.autograd import may_have_node
 from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.dynamo import compiled_together, is_compiled_node
-from gradkit._core.call import Call, Grads, Pass
+from gradkit._core.call import Call, Grads, Losses, Pass
 from gradkit._core.constant_function import ZERO_DERIVATIVE_NODE
-from gradkit._core.graph import Subgraph
-from gradkit._core.losses import Losses
+from gradkit._core.graph import Subgraph, edge, has_rebuilt_history, was_used_before_change
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import Params
-from gradkit._core.tensor_nodes import edge, has_rebuilt_history, was_used_before_change
 from gradkit.errors import (
     UnreachedParamError,
     UnsupportedGraphError,

@@ -42,7 +42,7 @@ from gradkit._compat.nodes import (
     saved,
 )
 from gradkit._core.call import Call
-from gradkit._core.graph_walk import nodes_in_order
+from gradkit._core.graph import nodes_in_order
 from gradkit._state import rng
 from gradkit.errors import UnsupportedGraphError, describe, first_line, message
 

@@ -27,8 +27,8 @@ from gradkit._compat.checkpoints import (
 from gradkit._compat.distributed import local_tensor
 from gradkit._compat.nodes import IN_EVAL_MODE, kind_of_node, packed_tensors
 from gradkit._compat.transforms import default_unpack_hook
-from gradkit._core.closure_contents import captured_by
 from gradkit._core.ownership import PLAIN_TYPES
+from gradkit._core.user_code import captured_by
 
 # What torch writes after it has saved it. In training, a pass does not need running statistics; the
 # noise of an RReLU is refused where it is lost.

@@ -10,8 +10,7 @@ from torch.autograd.graph import Node
 
 from gradkit._checks.batch_dim_rules import BatchDim, NotProvedError, inputs_of, permutation
 from gradkit._compat.nodes import hooked_tensors, output_dtype
-from gradkit._core.graph import Subgraph
-from gradkit._core.tensor_nodes import edge, is_leaf_node, leaf_tensors
+from gradkit._core.graph import Subgraph, edge, is_leaf_node, leaf_tensors
 
 _TRANSPOSITIONS = {"TBackward0", "TransposeBackward0", "PermuteBackward0"}
 

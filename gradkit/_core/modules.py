@@ -1,15 +1,22 @@
-"""The parameters of a module, and the classes of its parts."""
+"""What a module holds: its parameters, the classes of its parts, its hooks, and submodules by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from gradkit._compat.dynamo import disable_compile, is_compiled_module
 from gradkit._compat.modules import lists_as_torch
+from gradkit._compat.undoing import undone
+from gradkit._core import user_code
 from gradkit._core.pytree import Structure, spec_of_keys
+from gradkit.errors import OptionError, StructureError, describe, message
 
 # For each part in order: the names of its parameters, the number of its parts, and their names.
 Keys: TypeAlias = list[str | int]
@@ -115,3 +122,106 @@ def _names(keys: Iterable[str | int]) -> list[str]:
 def _spec(keys: tuple[str | int, ...], kept: tuple[int, ...] | None) -> Structure:
     names = _names(keys)
     return spec_of_keys(tuple(names if kept is None else [names[index] for index in kept]))
+
+
+# Of a module's arguments, those by keyword among them, or of its output.
+SeeInput: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], None]
+SeeOutput: TypeAlias = Callable[[Any], None]
+
+
+class _Inert:
+    """What a copied or unpickled module has in place of a hook."""
+
+    def __call__(self, *_: Any) -> None:
+        """Do nothing."""
+
+
+class _ModuleHook:
+    """A hook of one module, until it is closed."""
+
+    def __init__(self, module: nn.Module, see: Callable[..., None]) -> None:
+        self._module: nn.Module | None = module
+        self._see: Callable[..., None] | None = see
+
+    @disable_compile
+    def __call__(self, module: nn.Module, args: Any, rest: Any) -> None:
+        """See a run of the module: what it returned, or its arguments by keyword."""
+        # A copy of the module may share the table of hooks, or have another of the same hooks.
+        if module is self._module and self._see is not None:
+            self._see(args, rest)
+
+    def __reduce__(self) -> tuple[type[_Inert], tuple[()]]:
+        return _Inert, ()
+
+    def close(self) -> None:
+        """Do nothing from now on, and keep nothing alive."""
+        self._module = self._see = None
+
+
+def inside_compiled(
+    modules: Mapping[str, nn.Module], names: Collection[str]
+) -> list[tuple[str, list[str]]]:
+    """Return names of compiled modules, each with modules inside of which one runs if it does."""
+    groups: list[tuple[str, list[str]]] = []
+    for compiled in [name for name, module in modules.items() if is_compiled_module(module)]:
+        original = f"{compiled}._orig_mod".removeprefix(".")
+        groups.append((compiled, [name for name in names if name == original]))
+        groups.append((compiled, [name for name in names if name.startswith(f"{original}.")]))
+    return [(compiled, inside) for compiled, inside in groups if inside]
+
+
+@contextmanager
+def watching_runs(
+    module: nn.Module, see_output: SeeOutput, see_input: SeeInput | None = None
+) -> Iterator[None]:
+    """Call functions with what a module is given and returns, for each of its runs in the block."""
+    after = _ModuleHook(module, lambda _, output: see_output(output))
+    before = None if see_input is None else _ModuleHook(module, see_input)
+    handles: list[RemovableHandle] = []
+
+    def end() -> None:
+        user_code.remove_hooks(handles)
+        for hook in filter(None, (before, after)):
+            hook.close()
+
+    with undone(end):
+        handles += user_code.register_own_hooks_on_runs(module, before, after)
+        yield
+
+
+def choose_modules(
+    modules: Mapping[str, nn.Module], names: str | Sequence[str] | None
+) -> dict[str, bool]:
+    """Return the names that are meant, and whether each is given as it is, and not by a glob."""
+    chosen: dict[str, bool] = {}
+    for pattern in _read_names(modules, names):
+        is_exact = not any(character in pattern for character in "*?[")
+        fits = {name: is_exact for name in modules if fnmatchcase(name, pattern)}
+        if not fits:
+            raise StructureError(message("names", *_expected(modules, repr(names))))
+        chosen |= {name: chosen.get(name, False) or is_exact for name in fits}
+    return chosen
+
+
+def _read_names(
+    modules: Mapping[str, nn.Module], names: str | Sequence[str] | None
+) -> Sequence[str]:
+    if isinstance(names, str):
+        return [names]
+    if names is None:
+        raise StructureError(message("names", *_expected(modules, "None")))
+    is_list = isinstance(names, Iterable) and not isinstance(names, nn.Module | Tensor)
+    patterns: list[Any] = list(names) if is_list else [names]
+    wrong = [pattern for pattern in patterns if not isinstance(pattern, str)]
+    if wrong:
+        raise OptionError(message("names", *_expected(modules, describe(wrong[0]))))
+    if not patterns:
+        raise StructureError(message("names", *_expected(modules, "none")))
+    return patterns
+
+
+def _expected(modules: Mapping[str, nn.Module], got: str) -> tuple[str, str, str]:
+    """Return what `names` has to be, what it is, and what it could be."""
+    listed = ", ".join(map(repr, [name for name in modules if name][:12]))
+    fix = 'names="*" for all of them' + (f", or a list of some: {listed}" if listed else "")
+    return "names of submodules or globs, each of which fits one", got, fix

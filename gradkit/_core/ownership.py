@@ -1,30 +1,122 @@
-"""Results are owned: a gradient that a call returns shares memory with nothing else.
-
-The engine returns the tensor that a backward function made: it may be the cotangent itself, the
-gradient of two parameters at once, an expanded tensor, or stored by a hook [A1, A3, A4].
-`AccumulateGrad` copies what it cannot take over. This does the same for functional results; it also
-reads the use counts of storages, so that a gradient that is owned already is not copied.
-"""
+"""Results are owned: a gradient that a call returns shares memory with nothing else."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain, compress
-from operator import attrgetter
+from functools import cache
+from itertools import chain, compress, pairwise
+from operator import add, attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradkit._compat.autograd import (
     is_zero_tensor,
+    operator_schema,
     storage_address,
     storage_use_count,
     tensor_use_count,
 )
 from gradkit._compat.transforms import detach_keep_tangent
 from gradkit._compat.undoing import INSIDE
+
+_nbytes = attrgetter("nbytes")
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Return whether two entries of a tensor may lie in one place in memory, as if expanded."""
+    if tensor.is_contiguous():
+        return False
+    end = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < end:
+                return True
+            end = stride * (size - 1) + end
+    return False
+
+
+def shared_by(written: Sequence[Tensor], read: Sequence[Tensor | None]) -> tuple[int, int] | None:
+    """Return a tensor that is written, and another one in its memory; None if there is none."""
+    # Both are indices of the two lists in succession. What is written may be read beside it.
+    if _are_apart([*written, *(y for y in read if y is not None)]):
+        return None
+    spans = [(*_span(x), index) for index, x in enumerate(written) if x.numel()]
+    for index, (x, y) in enumerate(zip(written, read, strict=True)):
+        if y is not None and y.numel() and not _is_same(x, y):
+            spans.append((*_span(y), len(written) + index))
+    last_end, last = [0, 0], [0, 0]  # of those that are written, and of those that are read
+    for start, end, index in sorted(spans):
+        is_read = index >= len(written)
+        for kind in (0,) if is_read else (0, 1):
+            if start < last_end[kind]:
+                first, second = sorted((index, last[kind]))
+                return first, second
+        if end > last_end[is_read]:
+            last_end[is_read], last[is_read] = end, index
+    return None
+
+
+def _are_apart(tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors are contiguous, and no two share memory; False if unsure."""
+    # One attribute of all at a time: a Python loop over the leaves takes as long as their sum.
+    if not all(map(Tensor.is_contiguous, tensors)):
+        return False
+    starts = list(map(Tensor.data_ptr, tensors))
+    spans = sorted(zip(starts, map(add, starts, map(_nbytes, tensors)), strict=True))
+    return all(end <= start for (_, end), (start, _) in pairwise(spans))
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride())
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first address of a dense tensor, and the one after its last."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * tensor.element_size()
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    last = sum(stride * (size - 1) for stride, size in pairs)
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operator writes on, called so: in place, `out=`, and in lists."""
+    tensors: list[Tensor] = []
+    for index, name in _written_arguments(func):
+        value = args[index] if index < len(args) else kwargs.get(name)
+        values = value if isinstance(value, tuple | list) else (value,)
+        tensors += [each for each in values if isinstance(each, Tensor)]
+    return tensors
+
+
+@cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    """Return the position and name of each argument that an operator writes to."""
+    schema = operator_schema(func)
+    if schema is None:  # of a higher-order operator, such as torch.cond: torch lets none write
+        return []
+    if func.overloadpacket.__name__ in _MISSING_FROM_SCHEMA:
+        return _MISSING_FROM_SCHEMA[func.overloadpacket.__name__]
+    return [
+        (index, argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+# Their schemas do not say that the running statistics are written to.
+_STATISTICS = [(3, "running_mean"), (4, "running_var")]
+_MISSING_FROM_SCHEMA: dict[str, list[tuple[int, str]]] = {
+    "native_batch_norm": _STATISTICS,
+    "cudnn_batch_norm": _STATISTICS,
+    "miopen_batch_norm": _STATISTICS,
+}
+
 
 # A tensor of these types is one storage; a subclass may have several, or none.
 PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})

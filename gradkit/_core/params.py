@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from gradkit._compat import distributed
 from gradkit._compat.modules import OF_TORCH_NN
 from gradkit._core import modules, pytree
+from gradkit._core.graph import refuse_lost_history
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.pytree import PyTree, Structure
-from gradkit._core.tensor_nodes import refuse_lost_history
 from gradkit.errors import (
     LeafTypeError,
     StructureError,

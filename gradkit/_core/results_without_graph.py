@@ -23,8 +23,7 @@ from gradkit._compat.transforms import (
     transforms,
 )
 from gradkit._core.constant_function import attach
-from gradkit._core.graph import Subgraph
-from gradkit._core.tensor_nodes import metadata
+from gradkit._core.graph import Subgraph, metadata
 from gradkit._core.user_code import (
     Cotangents,
     functions_alive,

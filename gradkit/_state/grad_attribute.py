@@ -16,8 +16,7 @@ from gradkit._compat.autograd import post_accumulate_hooks, storage_address
 from gradkit._compat.transforms import detach_keep_tangent
 from gradkit._compat.undoing import undone
 from gradkit._core.leaf_arithmetic import ARITHMETIC_DTYPES
-from gradkit._core.memory_overlap import overlaps_itself
-from gradkit._core.ownership import PLAIN_TYPES, copy_for
+from gradkit._core.ownership import PLAIN_TYPES, copy_for, overlaps_itself
 from gradkit.errors import UnsupportedGraphError, describe, message
 
 _grad, _requires_grad, _version = map(attrgetter, ("grad", "requires_grad", "_version"))

@@ -19,7 +19,7 @@ from torch import Tensor
 from gradkit._compat.autograd import TorchDispatchMode, operator_schema, storage_key
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.undoing import INSIDE, undo_stack, undone
-from gradkit._core.written_tensors import written_tensors
+from gradkit._core.ownership import written_tensors
 from gradkit._state import rng
 from gradkit._state.rerun_check import (
     Checksums,

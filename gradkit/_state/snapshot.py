@@ -15,8 +15,8 @@ from torch import Generator, Tensor, nn
 
 from gradkit._compat.transforms import transforms
 from gradkit._compat.undoing import INSIDE, undo_stack, undone
-from gradkit._core.closure_contents import captured_by
 from gradkit._core.devices import is_capturing
+from gradkit._core.user_code import captured_by
 from gradkit._state import rng
 from gradkit._state.exclusive_modules import alone_with
 from gradkit._state.grad_attribute import grad_dtypes_put_back, grads_put_back

@@ -17,9 +17,9 @@ from gradkit._autograd.passes import PassResult
 from gradkit._checks import eager_graph
 from gradkit._checks.reachability import refuse_cast_since_forward
 from gradkit._compat import distributed
-from gradkit._core import graph_walk, pytree, user_code
+from gradkit._core import graph, pytree, user_code
+from gradkit._core.call import Losses
 from gradkit._core.leaf_arithmetic import add_leaves
-from gradkit._core.losses import Losses
 from gradkit._core.ownership import empty_for
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
@@ -147,7 +147,7 @@ def _refuse_static_graph(losses: Losses) -> None:
     if not user_code.functions_alive().refused:  # its node is one
         return
     for index, loss in enumerate(losses.leaves):
-        for node in graph_walk.nodes_below([loss]) if loss.requires_grad else ():
+        for node in graph.nodes_below([loss]) if loss.requires_grad else ():
             if type(node).__name__ == distributed.SINK and distributed.sink_is_static(node):
                 eager_graph.refuse_nodes({type(node)}, losses.path(index))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradkit._autograd.passes import PassResult
-from gradkit._core.losses import Losses, read_losses, read_weights, require_graph
+from gradkit._core.call import Losses, read_losses, read_weights, require_graph
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
 from gradkit.distributed._agreement import RankInvariants

@@ -19,9 +19,8 @@ from gradkit._checks.eager_graph import refuse_freed
 from gradkit._checks.reachability import refuse_nothing_reached
 from gradkit._compat import distributed
 from gradkit._compat.autograd import post_accumulate_hooks
-from gradkit._core.call import Call, Pass
+from gradkit._core.call import Call, Losses, Pass
 from gradkit._core.graph import GraphView
-from gradkit._core.losses import Losses
 from gradkit._core.params import Params
 from gradkit._state.grad_attribute import grads_put_back
 from gradkit.distributed._agreement import (

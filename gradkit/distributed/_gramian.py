@@ -22,9 +22,8 @@ from gradkit._checks.eager_graph import check_call
 from gradkit._compat import distributed
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
-from gradkit._core.call import Call, Grads, Pass
+from gradkit._core.call import Call, Grads, Losses, Pass, read_losses, read_weights
 from gradkit._core.leaf_arithmetic import dot_leaves
-from gradkit._core.losses import Losses, read_losses, read_weights
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit.distributed import _ddp

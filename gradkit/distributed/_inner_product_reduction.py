@@ -14,9 +14,9 @@ from gradkit._autograd.own_roots import unrecorded
 from gradkit._checks.reachability import refuse_cast_since_forward
 from gradkit._compat.autograd import sequence_number
 from gradkit._compat.undoing import INSIDE
+from gradkit._core.graph import is_leaf_node
 from gradkit._core.leaf_arithmetic import products_of_rows
 from gradkit._core.ownership import grad_dtype
-from gradkit._core.tensor_nodes import is_leaf_node
 from gradkit.distributed._agreement import (
     Description,
     Group,

@@ -14,7 +14,7 @@ from gradkit._checks.reachability import require_reached
 from gradkit._compat import distributed
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
-from gradkit._core.options import (
+from gradkit._core.call import (
     Strategy,
     Unused,
     check_batching,

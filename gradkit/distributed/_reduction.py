@@ -18,7 +18,7 @@ from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import is_dual, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
-from gradkit._core.options import check_bool, check_option
+from gradkit._core.call import check_bool, check_option
 from gradkit._core.ownership import PLAIN_TYPES, empty_for, leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.distributed._agreement import (

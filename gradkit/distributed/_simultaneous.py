@@ -13,8 +13,7 @@ from gradkit._autograd.passes import (
     run_players,
 )
 from gradkit._core import pytree
-from gradkit._core.call import Grads, Pass
-from gradkit._core.losses import Losses, params_of_each_loss, read_losses
+from gradkit._core.call import Grads, Losses, Pass, params_of_each_loss, read_losses
 from gradkit._core.params import Params
 from gradkit.distributed._distributed_call import DistributedCall
 

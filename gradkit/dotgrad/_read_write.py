@@ -13,10 +13,9 @@ from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import detach_keep_tangent
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
+from gradkit._core.call import UNUSED, check_bool, check_option
 from gradkit._core.leaf_arithmetic import ARITHMETIC_DTYPES, why_it_fails
-from gradkit._core.memory_overlap import overlaps_itself
-from gradkit._core.options import UNUSED, check_bool, check_option
-from gradkit._core.ownership import leave_inference_mode, zeros_for
+from gradkit._core.ownership import leave_inference_mode, overlaps_itself, zeros_for
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit._state import grad_attribute

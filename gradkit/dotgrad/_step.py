@@ -19,7 +19,7 @@ from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.optim import is_step_of_class, is_unscaled, scaler_put_back_on_error
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
-from gradkit._core.options import check_number
+from gradkit._core.call import check_number
 from gradkit._core.ownership import PLAIN_TYPES, leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree

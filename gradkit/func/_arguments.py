@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradkit._compat.transforms import carries_graph, transforms
 from gradkit._core import pytree
-from gradkit._core.options import (
+from gradkit._core.call import (
     UNUSED,
     Unused,
     check_bool,
@@ -21,6 +21,7 @@ from gradkit._core.options import (
     check_option,
     check_optional_bool,
 )
+from gradkit._core.graph import refuse_lost_history
 from gradkit._core.ownership import PLAIN_TYPES, grad_dtype, own, zeros_for
 from gradkit._core.params import (
     DIFFERENTIABLE,
@@ -37,7 +38,6 @@ from gradkit._core.results_without_graph import (
     with_zero_derivatives,
     without_ended_graph,
 )
-from gradkit._core.tensor_nodes import refuse_lost_history
 from gradkit.errors import (
     LeafTypeError,
     OptionError,

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
-from gradkit._core.closure_contents import captured_by
+from gradkit._core.call import check_function, is_positive_int
 from gradkit._core.graph import Subgraph
-from gradkit._core.options import check_function, is_positive_int
 from gradkit._core.ownership import leave_inference_mode
+from gradkit._core.user_code import captured_by
 from gradkit._state.snapshot import Snapshot
 from gradkit.errors import (
     DetachedLossError,

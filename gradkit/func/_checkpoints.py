@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from gradkit._checks import nonreentrant_checkpoints
 from gradkit._checks.nonreentrant_checkpoints import StateBeforeCall
 from gradkit._compat.transforms import is_transform_tensor
-from gradkit._core import pytree, tensor_nodes
+from gradkit._core import graph, pytree
 from gradkit._core.pytree import PyTree
 
 _grad_fn = attrgetter("grad_fn")
@@ -36,4 +36,4 @@ def _nodes(tensors: Sequence[Tensor], nodes: Sequence[Node | None]) -> Iterator[
     """Yield the nodes at which the graphs of tensors begin."""
     for tensor, node in zip(tensors, nodes, strict=True):
         if not is_transform_tensor(tensor):
-            yield tensor_nodes.edge(tensor).node if node is None else node
+            yield graph.edge(tensor).node if node is None else node

@@ -32,8 +32,8 @@ from gradkit._compat.transforms import (
 )
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
+from gradkit._core.call import Losses, read_losses, read_weights
 from gradkit._core.graph import Subgraph
-from gradkit._core.losses import Losses, read_losses, read_weights
 from gradkit._core.ownership import PLAIN_TYPES, leave_inference_mode
 from gradkit._core.pytree import PyTree, Structure
 from gradkit._core.user_code import functions_alive, hooks_made, user_functions

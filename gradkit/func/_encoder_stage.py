@@ -14,8 +14,8 @@ from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks import eager_graph, nonreentrant_checkpoints
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
+from gradkit._core.call import read_losses
 from gradkit._core.graph import Subgraph
-from gradkit._core.losses import read_losses
 from gradkit._core.pytree import PyTree, Structure
 from gradkit._state.rerun import RerunState, recording_writes
 from gradkit.func import _checkpoints as checkpoints

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from gradkit._autograd import batching_choice, jacobian
 from gradkit._core import pytree
-from gradkit._core.losses import Losses
-from gradkit._core.options import STRATEGIES, Strategy, Unused, check_chunk_size, check_option
+from gradkit._core.call import STRATEGIES, Losses, Strategy, Unused, check_chunk_size, check_option
 from gradkit._core.pytree import PyTree
 from gradkit.func._arguments import ArgNums, check_options, read_arguments
 from gradkit.func._differentiate import LevelPasses, differentiate, gradient_of_the_sum

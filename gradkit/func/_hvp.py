@@ -14,8 +14,8 @@ from torch.func import jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradkit._core import pytree
+from gradkit._core.call import check_function, check_option, check_optional_bool
 from gradkit._core.leaf_arithmetic import same_values
-from gradkit._core.options import check_function, check_option, check_optional_bool
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.errors import (

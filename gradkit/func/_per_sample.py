@@ -13,7 +13,7 @@ from torch import Tensor
 from gradkit._autograd import engine
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
-from gradkit._core.options import Unused, check_chunk_size, check_option
+from gradkit._core.call import Unused, check_chunk_size, check_option
 from gradkit._core.ownership import empty_for, leave_inference_mode
 from gradkit._core.pytree import PyTree, Structure
 from gradkit._state import rng

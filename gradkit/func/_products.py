@@ -17,8 +17,7 @@ from gradkit._compat.dynamo import functions_traced, inlined_function
 from gradkit._compat.transforms import carries_graph, differentiated, level_of, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
-from gradkit._core.losses import Losses, read_losses
-from gradkit._core.options import check_bool, check_function, check_optional_bool
+from gradkit._core.call import Losses, check_bool, check_function, check_optional_bool, read_losses
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gradkit._compat.transforms import layers, transforms
 from gradkit._core import pytree
+from gradkit._core.call import check_bool, check_chunk_size, check_function, check_option
 from gradkit._core.leaf_arithmetic import add_leaves
-from gradkit._core.options import check_bool, check_chunk_size, check_function, check_option
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from gradkit._compat.undoing import undo_stack
 from gradkit._core import pytree
-from gradkit._core.closure_contents import captured_by
 from gradkit._core.devices import is_capturing
 from gradkit._core.pytree import PyTree
+from gradkit._core.user_code import captured_by
 from gradkit._state import rng
 from gradkit._state.exclusive_modules import alone_with
 from gradkit._state.module_state import attributes_put_back

@@ -23,7 +23,7 @@ from gradkit._compat.transforms import (
 )
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
-from gradkit._core.options import check_bool, is_number
+from gradkit._core.call import check_bool, is_number
 from gradkit._state.grad_attribute import set_grad
 from gradkit.errors import (
     GradkitError,

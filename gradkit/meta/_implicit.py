@@ -21,9 +21,9 @@ from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._checks.op_monitor import OpMonitor
 from gradkit._compat.transforms import carries_graph, is_dual, transforms
 from gradkit._core import pytree
+from gradkit._core.call import check_bool, check_function, check_option, is_positive_int
 from gradkit._core.graph import Subgraph
 from gradkit._core.leaf_arithmetic import same_values
-from gradkit._core.options import check_bool, check_function, check_option, is_positive_int
 from gradkit._core.ownership import without_inference
 from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import hooks_made

@@ -20,17 +20,11 @@ from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
-from gradkit._core.graph import Subgraph
-from gradkit._core.losses import Losses
+from gradkit._core.call import Losses
+from gradkit._core.graph import Subgraph, edge
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
-from gradkit._core.tensor_nodes import edge
-from gradkit._core.user_code import (
-    functions_alive,
-    hooks_made,
-    hooks_registered,
-    user_functions,
-)
+from gradkit._core.user_code import functions_alive, hooks_made, hooks_registered, user_functions
 from gradkit._state.rerun import recording_writes, what_first_run_made
 from gradkit.errors import UnreachedParamError, message
 from gradkit.func import _checkpoints as checkpoints

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradkit._core import pytree
-from gradkit._core.options import check_bool, is_number
+from gradkit._core.call import check_bool, is_number
 from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import (

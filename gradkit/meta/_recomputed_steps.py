@@ -15,8 +15,7 @@ from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.inner_pass import InnerPass
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._core import pytree
-from gradkit._core.graph import Subgraph
-from gradkit._core.tensor_nodes import edge
+from gradkit._core.graph import Subgraph, edge
 from gradkit._state.rerun import RerunState
 from gradkit.meta._captured import refuse_captured
 from gradkit.meta._inner_step import Carry, StepInputs, StepOutputs, Steps

@@ -15,7 +15,7 @@ from torch.func import vmap
 from gradkit import tree
 from gradkit._compat.transforms import recording_levels
 from gradkit._core import pytree
-from gradkit._core.options import (
+from gradkit._core.call import (
     check_bool,
     check_function,
     check_option,

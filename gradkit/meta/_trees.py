@@ -10,10 +10,10 @@ from torch import Tensor
 
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
-from gradkit._core.closure_contents import captured_by
-from gradkit._core.losses import read_losses
+from gradkit._core.call import read_losses
 from gradkit._core.params import Params, expand_params
 from gradkit._core.pytree import PyTree
+from gradkit._core.user_code import captured_by
 from gradkit._state.snapshot import Snapshot
 from gradkit.errors import GradkitError, NotScalarLossError, StructureError, describe, message
 from gradkit.func._arguments import Arguments, read_arguments, refuse_sparse

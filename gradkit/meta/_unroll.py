@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradkit._compat.transforms import differentiated, in_jvp, is_dual, transforms
 from gradkit._core import pytree
-from gradkit._core.options import check_bool, check_function, is_positive_int
+from gradkit._core.call import check_bool, check_function, is_positive_int
 from gradkit._core.ownership import leave_inference_mode, without_inference
 from gradkit._core.pytree import PyTree
 from gradkit._state.snapshot import put_back_on_error

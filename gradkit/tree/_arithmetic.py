@@ -15,13 +15,8 @@ from torch import Tensor
 from gradkit._compat.transforms import transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
-from gradkit._core.leaf_arithmetic import (
-    add_leaves,
-    dot_leaves,
-    to_common_dtype,
-    without_autocast,
-)
-from gradkit._core.options import check_number
+from gradkit._core.call import check_number
+from gradkit._core.leaf_arithmetic import add_leaves, dot_leaves, to_common_dtype, without_autocast
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree, Structure

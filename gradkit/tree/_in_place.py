@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gradkit._core.options import is_number, number_for_torch
+from gradkit._core.call import is_number, number_for_torch
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, describe, message
 from gradkit.tree._in_place_leaves import InPlaceOperation, run_in_place

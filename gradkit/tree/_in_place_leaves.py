@@ -14,8 +14,7 @@ from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
 from gradkit._core.leaf_arithmetic import ARITHMETIC_DTYPES, why_it_fails
-from gradkit._core.memory_overlap import overlaps_itself, shared_by
-from gradkit._core.ownership import PLAIN_TYPES
+from gradkit._core.ownership import PLAIN_TYPES, overlaps_itself, shared_by
 from gradkit._core.params import DIFFERENTIABLE
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import (

@@ -12,8 +12,8 @@ from torch import Tensor
 from gradkit._compat.distributed import full_tensor, mesh_of
 from gradkit._compat.transforms import in_dual_level, transforms
 from gradkit._core import pytree
+from gradkit._core.call import check_bool, check_number
 from gradkit._core.leaf_arithmetic import largest, stored_values, to_common_dtype
-from gradkit._core.options import check_bool, check_number
 from gradkit._core.params import DIFFERENTIABLE
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, OptionError, StructureError, describe, message

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradkit._core import pytree
+from gradkit._core.call import check_aggregator, is_real_number, number_for_torch
 from gradkit._core.leaf_arithmetic import (
     add_leaves,
     from_real_vector,
@@ -17,7 +18,6 @@ from gradkit._core.leaf_arithmetic import (
     to_common_dtype,
     width,
 )
-from gradkit._core.options import check_aggregator, is_real_number, number_for_torch
 from gradkit._core.pytree import PyTree
 from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import LeafTypeError, StructureError, describe, message

@@ -9,8 +9,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from gradkit._core.call import check_function, check_number, is_positive_int
 from gradkit._core.leaf_arithmetic import largest
-from gradkit._core.options import check_function, check_number, is_positive_int
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import OptionError, UnsupportedGraphError, message
 from gradkit.tree._arithmetic import Leaf, add, aligned_leaves, dot, scale, sub

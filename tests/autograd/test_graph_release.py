@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gradkit
 from gradkit._autograd import graph_release
-from gradkit._core import graph_walk
+from gradkit._core import graph
 from tests.helpers import assert_same_bits, same_bits, unchanged
 from tests.strategies import HOOKLESS, Program, build, programs
 
@@ -353,7 +353,7 @@ def test_kept_tensors_and_a_game(device: torch.device) -> None:
 def test_releasing_a_node_twice_does_nothing(device: torch.device) -> None:
     w = torch.randn(3, device=device, requires_grad=True)
     y = Saves.apply((w * w).exp())
-    nodes = graph_walk.nodes_below([y.sum()])
+    nodes = graph.nodes_below([y.sum()])
     for _ in range(2):
         graph_release.release(nodes)
     with pytest.raises(gradkit.FreedGraphError, match="earlier gradkit call"):

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from gradkit._checks.batch_dim_rules import BatchDim, NotProvedError, inputs_of
 from gradkit._compat.nodes import Shape
-from gradkit._core.tensor_nodes import is_leaf_node
+from gradkit._core.graph import is_leaf_node
 
 SIZE = 4  # of every dimension
 Op = Callable[[Tensor], Tensor]

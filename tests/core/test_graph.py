@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradkit._compat import nodes
-from gradkit._core import graph, graph_walk, tensor_nodes
+from gradkit._core import graph
 from tests.strategies import Program, build, programs
 
 
@@ -34,8 +34,8 @@ def test_a_view_walks_each_part_once(device: torch.device) -> None:
     assert view.below([0, 1]) is view.below((0, 1))
     assert view.below([0]).nodes | view.below([1]).nodes == view.below([0, 1]).nodes
     assert not view.below([2]).nodes
-    stop = {tensor_nodes.edge(trunk).node}
-    assert graph.Subgraph(losses[:1], stop).nodes == {tensor_nodes.edge(losses[0]).node, *stop}
+    stop = {graph.edge(trunk).node}
+    assert graph.Subgraph(losses[:1], stop).nodes == {graph.edge(losses[0]).node, *stop}
 
 
 @given(program=programs(leaf_hooks=False))
@@ -49,13 +49,13 @@ def test_the_parts_of_several_roots(device: torch.device, program: Program) -> N
         assert len(part.nodes) == len(set(part.nodes))
         assert set(part.nodes) == nodes - later
         children = {child for node in part.nodes for child, _ in node.next_functions}
-        assert set(part.shared) == (children | {tensor_nodes.edge(loss).node}) & later
+        assert set(part.shared) == (children | {graph.edge(loss).node}) & later
         later |= nodes
-    assert below.nodes == later == graph_walk.nodes_below(losses)
+    assert below.nodes == later == graph.nodes_below(losses)
 
 
 def _walked(loss: Tensor) -> Iterator[Node]:
-    stack = [tensor_nodes.edge(loss).node]
+    stack = [graph.edge(loss).node]
     while stack:
         node = stack.pop()
         yield node

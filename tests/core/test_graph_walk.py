@@ -54,7 +54,7 @@ def test_what_leads_to_intermediate_values_without_a_whole_walk(
         with pytest.MonkeyPatch.context() as patch:
             if not any(nodes & ends for nodes in above):
                 # Else one end is right there, and below another, where the numbers have to tell.
-                patch.setattr("gradkit._core.graph_walk.sequence_number", number)
+                patch.setattr("gradkit._core.graph.sequence_number", number)
             below = graph.Subgraph(losses, ends=ends)
             assert [*map(below.reaches, values)] == [*map(whole.reaches, values)]
             executed = whole.leading_to(values)

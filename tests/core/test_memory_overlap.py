@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradkit._core.memory_overlap import overlaps_itself, shared_by
+from gradkit._core.ownership import overlaps_itself, shared_by
 
 STRIDES, OFFSET = st.tuples(*[st.integers(0, 6)] * 3), st.integers(0, 9)
 SIZES = st.lists(st.integers(0, 4), max_size=3)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradkit
 from gradkit._core import user_code
-from gradkit._core.graph_walk import nodes_below, nodes_of_types
+from gradkit._core.graph import nodes_below, nodes_of_types
 from tests.helpers import Sevenfold
 from tests.strategies import Program, build, programs
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradkit
 from gradkit._autograd.jacobian_rows import read_jacobian_rows
-from gradkit._core.losses import read_losses
+from gradkit._core.call import read_losses
 from gradkit._core.params import read_params
 from gradkit.distributed import _inner_product_reduction
 from gradkit.distributed._inner_product_reduction import arrival_order

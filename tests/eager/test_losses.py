@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradkit
-from gradkit._core.losses import params_of_each_loss, read_losses
+from gradkit._core.call import params_of_each_loss, read_losses
 from tests.helpers import assert_same_bits, same_bits, unchanged
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import gradkit
-from gradkit._core import pass_observers
+from gradkit._core import grad_recorder
 from tests.helpers import Scribble, assert_owned, assert_same_bits, unchanged
 
 
@@ -424,10 +424,10 @@ def test_a_block_that_ends_in_another_thread(device: torch.device) -> None:
 
     block = held()
     next(block)
-    assert pass_observers.any_observers()
+    assert grad_recorder.any_observers()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(block.close).result()
-    assert not pass_observers.any_observers()
+    assert not grad_recorder.any_observers()
 
 
 def test_a_block_of_another_thread_leaves_batches_as_they_are(device: torch.device) -> None:

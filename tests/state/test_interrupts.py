@@ -20,7 +20,7 @@ import gradkit
 from gradkit import func, meta
 from gradkit._checks import op_monitor, steps_without_grads
 from gradkit._compat.transforms import default_hooks, transforms
-from gradkit._core import pass_observers, user_code
+from gradkit._core import grad_recorder, user_code
 from gradkit._state import exclusive_modules, grad_attribute, rerun
 
 _PACKAGE = os.path.dirname(gradkit.__file__) + os.sep
@@ -105,8 +105,8 @@ def modes() -> dict[str, Any]:
         "requires_grad_": torch._C._functorch.get_inplace_requires_grad_allowed(),
         "kernels": [rerun.attention_kernels(), torch._C._get_mkldnn_enabled()],
         "autocast": torch.is_autocast_enabled("cpu"),
-        "observers": list(pass_observers.observers.active),
-        "hidden": [set(pass_observers._hidden_passes), pass_observers.observers.begin],
+        "observers": list(grad_recorder.observers.active),
+        "hidden": [set(grad_recorder._hidden_passes), grad_recorder.observers.begin],
         "checked": list(steps_without_grads.open_monitors),
         "monitors": op_monitor.active_monitors(),
         "writes": rerun._writes_of_run.get(),
@@ -333,12 +333,12 @@ def test_what_is_left_is_seen(device: torch.device, monkeypatch: pytest.MonkeyPa
     assert leaves_all(device, step, lent, [])
     monkeypatch.setattr(grad_attribute.FormerGrads, "put_back", lambda _: None)
     assert not leaves_all(device, step, lent, [])
-    monkeypatch.setattr(pass_observers, "undone", lambda _: nullcontext())
+    monkeypatch.setattr(grad_recorder, "undone", lambda _: nullcontext())
     lines = Interrupt()
     assert not lines(retain.make(World(device)))
-    pass_observers.observers.active.clear()
+    grad_recorder.observers.active.clear()
     assert not leaves_all(device, retain, len(lines.lines) - 1, [])
-    pass_observers.observers.active.clear()
+    grad_recorder.observers.active.clear()
 
 
 def text(line: Line) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 
 from gradkit._compat.nodes import kind_of_node
-from gradkit._core.graph_walk import nodes_below
+from gradkit._core.graph import nodes_below
 
 Point = tuple[Tensor, ...]
 Mask = tuple[bool, ...]  # which tensors of a point are batched

@@ -11,9 +11,8 @@ import torch
 
 from gradkit._checks.reachability import refuse_no_variables
 from gradkit._compat.transforms import transforms
-from gradkit._core.call import Call, Pass
+from gradkit._core.call import Call, Pass, check_option
 from gradkit._core.devices import available_devices
-from gradkit._core.options import check_option
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from gradkit._autograd import engine
 from gradkit._compat.autograd import post_accumulate_hooks, tensor_hooks
 from gradkit._compat.undoing import undo_stack
-from gradkit._core.closure_contents import captured_by
+from gradkit._core.call import require_graph
 from gradkit._core.graph import Subgraph
-from gradkit._core.losses import require_graph
+from gradkit._core.user_code import captured_by
 from gradkit._state.grad_attribute import copy_into_grads, grad_dtypes_put_back, grads_put_back
 from gradkit._state.snapshot import Snapshot
 from gradkit.errors import first_line

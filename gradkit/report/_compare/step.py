@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from gradkit._core import pytree
-from gradkit._core.losses import Losses, read_losses
+from gradkit._core.call import Losses, read_losses
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
 from gradkit._state.module_state import attributes_put_back

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from gradkit._core import pytree
+from gradkit._core.call import check_option
 from gradkit._core.leaf_arithmetic import largest
-from gradkit._core.options import check_option
 from gradkit._core.pytree import PyTree
 from gradkit.errors import LeafTypeError, message
 from gradkit.report._view.charts import cosine_text, draw_cosines

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Literal
 
-from gradkit._core.options import check_option
+from gradkit._core.call import check_option
 from gradkit.errors import StructureError, message
 from gradkit.report._conflicts.conflicts import MAX_PAIRS, Conflicts, cosine_cell
 from gradkit.report._view.charts import draw_history, mean

@@ -14,12 +14,11 @@ from gradkit._checks.eager_graph import refusal_reasons
 from gradkit._checks.modified_saved_tensors import modified_since_saved
 from gradkit._compat.nodes import has_released
 from gradkit._core import pytree
-from gradkit._core.graph import Subgraph
-from gradkit._core.losses import read_losses
+from gradkit._core.call import read_losses
+from gradkit._core.graph import Subgraph, edge, is_leaf_node
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params, read_params, refuse_distributed
 from gradkit._core.pytree import PyTree
-from gradkit._core.tensor_nodes import edge, is_leaf_node
 from gradkit.errors import UnsupportedGraphError, describe
 from gradkit.report._explain.explanation import Explanation, LossGraph, Part
 from gradkit.report._explain.why_unreached import Reachability

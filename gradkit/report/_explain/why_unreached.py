@@ -13,10 +13,9 @@ from torch.autograd.graph import Node
 from gradkit._checks import reachability
 from gradkit._compat.autograd import without_torch_function
 from gradkit._compat.undoing import INSIDE
-from gradkit._core.closure_contents import captured_by
-from gradkit._core.graph import Subgraph
+from gradkit._core.graph import Subgraph, edge, has_rebuilt_history, was_used_before_change
 from gradkit._core.ownership import PLAIN_TYPES
-from gradkit._core.tensor_nodes import edge, has_rebuilt_history, was_used_before_change
+from gradkit._core.user_code import captured_by
 from gradkit.report._explain.explanation import Verdict
 
 _CHECKPOINT = "CheckpointFunctionBackward"
