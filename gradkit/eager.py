@@ -17,8 +17,12 @@ from gradkit._autograd.passes import (
     trees_by_loss,
     trees_by_player,
 )
-from gradkit._autograd.plain_pass import is_plain, plain_value_and_grads
-from gradkit._autograd.plain_separate_passes import are_plain, plain_separate_grads
+from gradkit._autograd.plain_passes import (
+    are_plain,
+    is_plain,
+    plain_separate_grads,
+    plain_value_and_grads,
+)
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from torch import Tensor, nn
 
-from gradkit._autograd.own_roots import number_of_a_pass
+from gradkit._autograd.engine import number_of_a_pass
 from gradkit._compat.autograd import calling_thread, current_pass
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import default_hooks

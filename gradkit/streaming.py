@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gradkit._autograd import norms
+from gradkit._autograd import gramian
 from gradkit._autograd.gramian import gramian
 from gradkit._autograd.reduced_grads import values_and_reduced_grads
 from gradkit._compat.dynamo import disable_compile
@@ -176,7 +176,7 @@ def per_loss_norms(
     check_chunk_size(chunk_size)
     with leave_inference_mode():
         flat = read_losses(losses, scalar=False), read_params(params)
-        return norms.norms(*flat, chunk_size=chunk_size, retain=bool(retain_graph))
+        return gramian.norms(*flat, chunk_size=chunk_size, retain=bool(retain_graph))
 
 
 @disable_compile
@@ -226,7 +226,7 @@ def per_sample_norms(
     check_chunk_size(chunk_size)
     with leave_inference_mode():
         flat = _read_samples(losses), read_params(params)
-        return norms.norms(*flat, chunk_size=chunk_size, retain=bool(retain_graph))
+        return gramian.norms(*flat, chunk_size=chunk_size, retain=bool(retain_graph))
 
 
 @disable_compile
@@ -279,7 +279,7 @@ def clipped_sum(
     fix = "gradkit.clipped_sum(losses, params, 1.0)"
     check_number("max_norm", max_norm, fix, nonnegative=True)
     with leave_inference_mode():
-        return norms.clipped_sum(
+        return gramian.clipped_sum(
             _read_samples(losses),
             read_params(params),
             max_norm,

@@ -1,21 +1,81 @@
-"""Copies of the gradients of a pass, made as they arrive and before another can write on them."""
+"""Gradients are copied as they arrive in a pass, before user code can write on them; and who wrote."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TypeAlias
+from types import FrameType
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import BackwardHook
 
-from gradkit._autograd.write_finder import WriteFinder
-from gradkit._compat.autograd import current_pass, is_batch, tensor_hooks
-from gradkit._compat.transforms import detach_keep_tangent
-from gradkit._compat.undoing import INSIDE, undone
-from gradkit._core import user_code
-from gradkit._core.ownership import copy_for
+from gradkit._compat.autograd import (
+    TorchDispatchMode,
+    current_pass,
+    is_batch,
+    storage_address,
+    tensor_hooks,
+)
+from gradkit._compat.checkpoints import CHECKPOINT_MODULE
+from gradkit._compat.dynamo import leave_uncompiled
+from gradkit._compat.transforms import detach_keep_tangent, layers
+from gradkit._compat.undoing import INSIDE, undo_stack, undone
+from gradkit._core import pytree, user_code
+from gradkit._core.ownership import copy_for, written_tensors
+from gradkit._core.params import Params
+from gradkit._core.user_code import Cotangents, register_own_hook_after_node
+from gradkit.errors import warn_fallback
+
+
+class HookInBatchError(RuntimeError):
+    """A hook has computed with a batch: its `.data` crashes the process, its std() is wrong."""
+
+
+@contextmanager
+def hooks_refused() -> Iterator[None]:
+    """Raise if a hook computes with a batch in the block, also where the hook catches the error."""
+    if not user_code.hooks_registered():
+        yield
+        return
+    guard = _HookGuard()
+    with undo_stack() as stack:
+        stack.enter_context(guard)
+        yield
+    if guard.has_met:
+        raise HookInBatchError(_HOOK)
+
+
+_HOOK = "a hook computes with the gradient, which in a batched pass is a batch of them"
+
+
+class _HookGuard(TorchFunctionMode):
+    """Raises when Python code computes with a batch; the engine itself is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_met = False
+
+    @leave_uncompiled
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch, unless an argument is a batch."""
+        kwargs = kwargs or {}
+        if any(map(is_batch, pytree.tensors((args, kwargs)))):
+            self.has_met = True
+            raise HookInBatchError(_HOOK)
+        return func(*args, **kwargs)
+
 
 Copy: TypeAlias = Callable[[Tensor | None], Tensor | None]
 
@@ -120,3 +180,152 @@ def _noted_and_copied(finder: WriteFinder, index: int, grad: Tensor | None) -> T
     if grad is not None and not is_batch(grad):  # that of another thread's pass
         finder.arrive(index, grad)
     return _copied(grad)
+
+
+class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which gradients arrive in a pass, and what is written by Python code in it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._writes: list[tuple[int, str]] = []  # the storage, and where the code is
+        # For each variable, what arrived and how many writes there had been.
+        self._arrived: list[tuple[int, Tensor, int]] = []
+        # Copies, by their storage, of what torch would have shared; they are kept until the end.
+        self._copied: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @leave_uncompiled
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation, and note the tensors that it writes on."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        written = written_tensors(func, args, kwargs)
+        location = _location(sys._getframe(1)) if written else None
+        if location is not None:
+            self._writes += [(memory_address(tensor), location) for tensor in written]
+        return result
+
+    def note_copy(self, grad: Tensor, copy: Tensor) -> None:
+        """Note that a part of the pass got a copy of a gradient that torch would have shared."""
+        self._copied[memory_address(copy)] = grad, copy
+
+    def arrive(self, variable: int, grad: Tensor) -> None:
+        """Note that the gradient of a variable arrives; its memory is kept until the pass ends."""
+        self._arrived.append((variable, grad, len(self._writes)))
+
+    def report(self, params: Params) -> None:
+        """Warn of each gradient on whose memory, as torch would have shared it, was written."""
+        writes = [(self._shared(address), location) for address, location in self._writes]
+        lines: list[str] = []
+        for variable, grad, before in self._arrived:
+            address = self._shared(memory_address(grad))
+            for when, some in (("after", writes[before:]), ("before", writes[:before])):
+                wrote = f"wrote on its gradient {when} it had arrived"
+                lines += [
+                    f"{params.path(variable)}: {location} {wrote}"
+                    for storage, location in some
+                    if storage == address
+                ]
+        if lines:
+            warn_fallback(
+                "; ".join(dict.fromkeys(lines))
+                + ". The gradients that are returned are right: each part of this pass had a copy "
+                "of its own. Elsewhere, torch shares the memory. Return a new tensor there: "
+                "lambda grad: grad.clamp(-1, 1), and not grad.clamp_(-1, 1)"
+            )
+
+    def _shared(self, address: int) -> int:
+        """Return the storage of which torch would have shared the one at an address."""
+        while address in self._copied:
+            address = memory_address(self._copied[address][0])
+        return address
+
+
+_ENGINE = {"_engine_run_backward", "run_engine"}  # what calls it
+
+
+def _location(frame: FrameType | None) -> str | None:
+    """Return where the code of a hook or Function is that runs an operation; None for torch's."""
+    location: str | None = None
+    while frame is not None and frame.f_code.co_name not in _ENGINE:
+        module = frame.f_globals.get("__name__", "")
+        if module == CHECKPOINT_MODULE:
+            return None  # it recomputes, and writes on what it has made
+        if location is None and not module.startswith("torch."):
+            code = frame.f_code
+            location = f"{code.co_qualname} ({code.co_filename}, line {frame.f_lineno})"
+        hook = frame.f_locals.get("self") if module == BackwardHook.__module__ else None
+        if location is not None and isinstance(hook, BackwardHook):
+            return f"a backward hook of {type(hook.module).__name__}, {location},"
+        frame = frame.f_back
+    return location
+
+
+# What is called with a gradient, and the copy that is handed on in its place.
+NoteCopy: TypeAlias = Callable[[Tensor, Tensor], object]
+
+
+@contextmanager
+def without_shared_memory(
+    nodes: Iterable[Node], note_copy: NoteCopy = lambda grad, copy: None
+) -> Iterator[None]:
+    """Copy what a node hands to more than one other, in every pass through these nodes."""
+    # So a hook or a Function that writes on its gradient in place changes its own alone, whether it
+    # runs before or after another has been captured, or summed up [A3, L3].
+    with undo_stack() as stack:
+        for node in nodes:
+            if any(child is not None for child, _ in node.next_functions):
+                last = register_own_hook_after_node(
+                    node, lambda grads, _: _separated(grads, (), note_copy)
+                )
+                stack.callback(last.remove)
+                hooks = cast("dict[int, object]", last.hooks_dict_ref())
+                others = [key for key in hooks if key != last.id]
+                if others:
+                    first = register_own_hook_after_node(
+                        node, partial(_separated, note_copy=note_copy)
+                    )
+                    stack.callback(first.remove)
+                    # The engine follows the order of insertion, and not OrderedDict's.
+                    for key in (*others, last.id):
+                        hooks[key] = hooks.pop(key)
+        yield
+
+
+def _separated(grads: Cotangents, received: Cotangents, note_copy: NoteCopy) -> Cotangents:
+    """Return gradients that share memory neither with each other nor with what was received."""
+    taken = {memory_address(grad) for grad in received if grad is not None}
+    separate: list[Tensor | None] = []
+    for grad in grads:
+        if grad is None or memory_address(grad) not in taken:
+            separate.append(grad)
+        else:
+            copy = _unshared(grad)
+            note_copy(grad, copy)
+            separate.append(copy)
+        if grad is not None:
+            taken.add(memory_address(grad))
+    return tuple(separate)
+
+
+def _unshared(grad: Tensor) -> Tensor:
+    """Return a copy; an expanded tensor stays one, since hooks may look at strides."""
+    if grad.layout != torch.strided or grad.is_nested or 0 not in grad.stride():
+        return grad.clone()
+    once = [slice(0, 1) if stride == 0 else slice(None) for stride in grad.stride()]
+    return grad[tuple(once)].clone().expand(grad.shape)
+
+
+def memory_address(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage; of a sparse one, that of its values."""
+    *_, data = layers(tensor)
+    if data.layout != torch.strided:
+        data = data._values() if data.is_sparse else data.values()
+    return storage_address(data)

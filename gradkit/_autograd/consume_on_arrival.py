@@ -11,11 +11,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit._autograd.arrival_copies import copied_on_arrival
-from gradkit._autograd.engine import run_batch, run_grad
-from gradkit._autograd.hooks_in_batches import hooks_refused
-from gradkit._autograd.own_roots import own_roots
-from gradkit._autograd.pass_runner import PassRunner
+from gradkit._autograd.arrival_copies import copied_on_arrival, hooks_refused
+from gradkit._autograd.engine import own_roots, run_batch, run_grad
+from gradkit._autograd.passes import PassRunner
 from gradkit._checks.checked import is_checked
 from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_may_run_in
 from gradkit._compat.autograd import (

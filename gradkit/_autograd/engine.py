@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import re
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
-from gradkit._autograd.undifferentiable_functions import refuse_undifferentiable
+from gradkit._autograd.double_backward import refuse_undifferentiable
 from gradkit._checks.eager_graph import DONATED, freed_message, losses_freed
 from gradkit._checks.missing_derivatives import missing_derivative
 from gradkit._checks.modified_saved_tensors import modified_message
 from gradkit._checks.recomputations import refuse_checkpoint_error
-from gradkit._compat.autograd import function_mode_enabled, run_engine
+from gradkit._compat.autograd import current_pass, function_mode_enabled, run_engine
 from gradkit._compat.distributed import full_tensor, is_dtensor
 from gradkit._compat.nodes import CHANGED
-from gradkit._compat.transforms import autograd_grad, compiled_autograd_disabled
-from gradkit._compat.undoing import INSIDE
+from gradkit._compat.transforms import COMPILED_AUTOGRAD, autograd_grad, compiled_autograd_disabled
+from gradkit._compat.undoing import INSIDE, undo_stack
+from gradkit._core import user_code
 from gradkit._core.call import Call
+from gradkit._core.grad_recorder import (
+    any_observers,
+    begin_of_passes,
+    hidden_passes,
+    observed_tensors,
+)
 from gradkit._core.ownership import PLAIN_TYPES
-from gradkit._state.grad_attribute import set_grads
+from gradkit._state.grad_attribute import grads_put_back, set_grads
 from gradkit._state.recomputed_tensors import recompute_hooks, recomputed_tensor_sources
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
@@ -344,3 +353,64 @@ def reference_func_grads(fn: Callable[..., tuple[Tensor, Any]], *args: Any) -> t
     run = torch.func.grad_and_value(fn, argnums=tuple(range(len(args))), has_aux=True)
     grads, (_, aux) = run(*args)
     return grads, aux
+
+
+@contextmanager
+def own_roots(outputs: Sequence[Tensor], begin: Callable[[int], None]) -> Iterator[list[Tensor]]:
+    """Yield views of outputs; `begin` gets the number of a pass from them, before other hooks."""
+    # Other threads, and passes inside hooks, go through the same tensors at the same time.
+
+    def begin_pass(_: Tensor) -> None:
+        begin(current_pass())
+
+    with undo_stack() as stack:
+        with torch.enable_grad(), INSIDE:
+            roots = [output.view_as(output) for output in outputs]
+        for root in roots:
+            stack.callback(user_code.register_own_hook(root, begin_pass).remove)
+        if COMPILED_AUTOGRAD in sys.modules:  # which would trace the hooks, to run at another time
+            stack.enter_context(compiled_autograd_disabled())
+        yield roots
+
+
+@contextmanager
+def numbered_roots(outputs: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Yield what a pass is to start from if its number is asked for; else the outputs."""
+    begin = begin_of_passes()
+    if begin is None:
+        yield outputs
+    else:
+        with own_roots(outputs, begin) as roots:
+            yield roots
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Hide the passes of rows in the block from safe_retain: no call returns their gradients."""
+    if not any_observers():
+        yield
+        return
+    # Raises as a pass that is recorded would, and leaves the `.grad` of these tensors alone.
+    tensors = {id(t): t for t, _ in observed_tensors() if t.retains_grad and not t.is_leaf}
+    with grads_put_back(list(tensors.values())), hidden_passes():
+        yield
+
+
+_thread = threading.local()
+
+
+@cache
+def _leaf_of_numbered_passes() -> Tensor:
+    with torch.inference_mode(False):
+        leaf = torch.zeros((), device="cpu", requires_grad=True)
+    user_code.register_own_hook(leaf, lambda _: setattr(_thread, "number", current_pass()))
+    return leaf
+
+
+def number_of_a_pass() -> int:
+    """Return the number of a pass that is run for it: torch counts those of the process."""
+    leaf = _leaf_of_numbered_passes()
+    traced = COMPILED_AUTOGRAD in sys.modules
+    with compiled_autograd_disabled() if traced else nullcontext():
+        run_engine((leaf,), (leaf.detach(),), False, False, (leaf,), False)
+    return int(_thread.number)

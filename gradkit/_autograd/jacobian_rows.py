@@ -9,12 +9,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from gradkit._autograd import graph_release
-from gradkit._autograd.batching_choice import why_not_batched
+from gradkit._autograd import passes
 from gradkit._autograd.consume_on_arrival import Consume, ConsumingRunner
-from gradkit._autograd.jacobian import one_hot, refuse_nested
-from gradkit._autograd.own_roots import numbered_roots
-from gradkit._autograd.pass_runner import PassRunner
+from gradkit._autograd.engine import numbered_roots
+from gradkit._autograd.jacobian import one_hot, refuse_nested, why_not_batched
+from gradkit._autograd.passes import PassRunner
 from gradkit._checks.eager_graph import check_call
 from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_may_run_in
 from gradkit._checks.reachability import require_reached
@@ -122,7 +121,7 @@ class JacobianRows:
     def release(self, losses: Sequence[int]) -> None:
         """Free the graph of some losses, as a pass without `retain_graph` does."""
         below = self.call.graph.below(losses)
-        graph_release.release(below.leading_to(self.params.variables))
+        passes.release(below.leading_to(self.params.variables))
 
 
 def warn_sequential(reason: str) -> None:

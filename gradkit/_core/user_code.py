@@ -334,7 +334,7 @@ def _free_threaded() -> bool:
 
 _GRADKIT_MODULES = {
     "gradkit._core.constant_function",
-    "gradkit._autograd.formula_double_backward",
+    "gradkit._autograd.double_backward",
     "gradkit._checks.special_functions",
 }
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradkit._autograd.pass_runner import PassRunner
-from gradkit._autograd.passes import PassResult
+from gradkit._autograd.passes import PassResult, PassRunner
 from gradkit._checks import eager_graph
 from gradkit._checks.reachability import refuse_cast_since_forward
 from gradkit._compat import distributed

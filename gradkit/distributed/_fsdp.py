@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradkit._autograd.pass_runner import PassRunner
-from gradkit._autograd.passes import PassResult
+from gradkit._autograd.passes import PassResult, PassRunner
 from gradkit._checks.eager_graph import refuse_freed
 from gradkit._checks.reachability import refuse_nothing_reached
 from gradkit._compat import distributed

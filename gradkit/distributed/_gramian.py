@@ -12,12 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradkit._autograd import graph_release
+from gradkit._autograd.engine import numbered_roots, unrecorded
 from gradkit._autograd.gramian import by_blocks, symmetrized, weights_of
 from gradkit._autograd.jacobian_rows import JacobianRows, read_jacobian_rows, warn_sequential
-from gradkit._autograd.own_roots import numbered_roots, unrecorded
-from gradkit._autograd.pass_runner import PassRunner
-from gradkit._autograd.passes import PassResult, RunnerFactory
+from gradkit._autograd.passes import PassResult, PassRunner, RunnerFactory
 from gradkit._checks.eager_graph import check_call
 from gradkit._compat import distributed
 from gradkit._compat.undoing import INSIDE
@@ -194,7 +192,7 @@ def _run_rows(
         for index in every
     ]
     if release and rows.stop == len(losses.leaves):
-        graph_release.release(call.graph.below(every).leading_to(params.variables))
+        passes.release(call.graph.below(every).leading_to(params.variables))
     return PassResult(call, grads)
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradkit._autograd.engine import unrecorded
 from gradkit._autograd.jacobian_rows import JacobianRows
-from gradkit._autograd.own_roots import unrecorded
 from gradkit._checks.reachability import refuse_cast_since_forward
 from gradkit._compat.autograd import sequence_number
 from gradkit._compat.undoing import INSIDE

@@ -21,7 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gradkit._autograd.pass_runner import PassRunner
+from gradkit._autograd.passes import PassRunner
 from gradkit._compat.undoing import INSIDE, undone
 from gradkit._core import user_code
 from gradkit.distributed._agreement import (

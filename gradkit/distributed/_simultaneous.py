@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from gradkit._autograd.passes import (
-    PassResult,
-    Players,
-    RunnerFactory,
-    read_players,
-    run_players,
-)
+from gradkit._autograd.passes import PassResult, Players, RunnerFactory, read_players, run_players
 from gradkit._core import pytree
 from gradkit._core.call import Grads, Losses, Pass, params_of_each_loss, read_losses
 from gradkit._core.params import Params

@@ -8,9 +8,8 @@ from typing import cast
 
 from torch import Tensor
 
-from gradkit._autograd.pass_runner import PassRunner
-from gradkit._autograd.passes import values_of, weighted_outputs
-from gradkit._autograd.plain_pass import is_plain, plain_backward
+from gradkit._autograd.passes import PassRunner, values_of, weighted_outputs
+from gradkit._autograd.plain_passes import is_plain, plain_backward
 from gradkit._checks.eager_graph import check_backward, check_backward_to_leaves, refuse_donated
 from gradkit._checks.recomputations import refuse_checkpoint_error
 from gradkit._compat.dynamo import disable_compile

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradkit._autograd.engine import inner_grads
-from gradkit._autograd.inner_pass import InnerPass
+from gradkit._autograd.passes import InnerPass
 from gradkit._checks import eager_graph, nonreentrant_checkpoints
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree

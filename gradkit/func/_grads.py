@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradkit._autograd import batching_choice, jacobian
+from gradkit._autograd import jacobian
 from gradkit._core import pytree
 from gradkit._core.call import STRATEGIES, Losses, Strategy, Unused, check_chunk_size, check_option
 from gradkit._core.pytree import PyTree
@@ -158,7 +158,7 @@ def per_loss_grads(
         arguments = read_arguments(args, argnums, unused=unused)
 
         def run(losses: Losses, passes: LevelPasses) -> list[list[Tensor | None]]:
-            batch = batching_choice.losses_to_batch(
+            batch = jacobian.losses_to_batch(
                 strategy or _default_strategy(losses.leaves, chunk_size),
                 losses.leaves,
                 passes.monitor.why_not_batched,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradkit import tree
 from gradkit._autograd.engine import inner_grads
-from gradkit._autograd.inner_pass import InnerPass
+from gradkit._autograd.passes import InnerPass
 from gradkit._checks import eager_graph, nonreentrant_checkpoints
 from gradkit._checks.forward_monitor import ForwardMonitor
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative

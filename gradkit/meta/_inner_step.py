@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from gradkit._autograd.double_backward import holds_formulas
 from gradkit._autograd.engine import inner_grads
-from gradkit._autograd.formula_double_backward import holds_formulas
-from gradkit._autograd.inner_pass import InnerPass
+from gradkit._autograd.passes import InnerPass
 from gradkit._checks import eager_graph, nonreentrant_checkpoints
 from gradkit._checks.forward_monitor import ForwardMonitor
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradkit._autograd.engine import inner_grads
-from gradkit._autograd.inner_pass import InnerPass
+from gradkit._autograd.passes import InnerPass
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph, edge

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 import gradkit
 from gradkit import eager
-from gradkit._autograd import plain_pass, plain_separate_passes
+from gradkit._autograd import plain_passes
 from gradkit._core import user_code
 
 
@@ -46,10 +46,10 @@ def plain_process(*, functions: bool = False) -> Iterator[None]:
         return user_code.FunctionsAlive(refused=False, users=users)
 
     with (
-        patch.object(plain_pass, "functions_alive", alive),
-        patch.object(plain_separate_passes, "functions_alive", alive),
-        patch.object(plain_pass, "any_fully_sharded", lambda: False),
-        patch.object(plain_pass, "recomputed_tensor_sources", {}),
+        patch.object(plain_passes, "functions_alive", alive),
+        patch.object(plain_passes, "functions_alive", alive),
+        patch.object(plain_passes, "any_fully_sharded", lambda: False),
+        patch.object(plain_passes, "recomputed_tensor_sources", {}),
     ):
         yield
 

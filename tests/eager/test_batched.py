@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gradkit
-from gradkit._autograd.pass_runner import PassRunner
+from gradkit._autograd.passes import PassRunner
 from tests.helpers import assert_same_bits, unchanged
 
 

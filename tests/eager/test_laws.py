@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import gradkit
-from gradkit._autograd.pass_runner import PassRunner
+from gradkit._autograd.passes import PassRunner
 from gradkit._core import user_code
 from tests.helpers import World, assert_owned, assert_same_bits, writes_on_copies
 from tests.strategies import HOOKLESS, OPS, WRITING, Program, build, programs

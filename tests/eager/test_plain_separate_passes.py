@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 
 import gradkit
-from gradkit._autograd import plain_separate_passes
+from gradkit._autograd import plain_passes
 from gradkit._compat.nodes import has_released
 from tests.eager import short_ways
 from tests.eager.short_ways import no_hook_yet, outcome, plain_process, with_others
@@ -526,7 +526,7 @@ def test_not_many_passes_hold_what_their_gradients_are_views_of(device: torch.de
     """Those of a concatenation are parts of one cotangent."""
     x, y = (torch.ones(2, device=device, requires_grad=True) for _ in range(2))
     sizes: list[int] = []
-    original = vars(plain_separate_passes)["owned_of_each"]
+    original = vars(plain_passes)["owned_of_each"]
 
     def noted(each: list[Any], params: Any) -> Any:
         sizes.append(len(each))
@@ -536,7 +536,7 @@ def test_not_many_passes_hold_what_their_gradients_are_views_of(device: torch.de
     with (
         no_hook_yet(),
         plain_process(),
-        patch.object(plain_separate_passes, "owned_of_each", noted),
+        patch.object(plain_passes, "owned_of_each", noted),
     ):
         each = gradkit.per_loss_grads(losses, [x, y])
     assert sum(sizes) == 10

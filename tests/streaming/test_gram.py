@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gradkit
 from gradkit._autograd.consume_on_arrival import ConsumingRunner
-from gradkit._autograd.pass_runner import PassRunner
+from gradkit._autograd.passes import PassRunner
 from tests.helpers import Halve, unchanged
 from tests.strategies import Program, build, programs
 

@@ -1,8 +1,4 @@
-"""The gradients of each loss, the shortest way: ordinary 0-dim losses, and plain leaf tensors.
-
-As in `plain_pass`, results and errors are those of the long way, from fewer calls of Python
-functions [tests/eager/test_plain_separate_passes.py].
-"""
+"""The passes of common calls, the shortest way: ordinary losses, and plain leaf tensors."""
 
 from __future__ import annotations
 
@@ -11,29 +7,152 @@ from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
 from sys import getrefcount
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit._autograd.engine import run_plainly
-from gradkit._autograd.graph_release import ReleasePlan, plan_parts, release
-from gradkit._autograd.pass_runner import PassRunner
-from gradkit._autograd.plain_pass import have_hooks, is_plain
+from gradkit._autograd.engine import run_backward_plainly, run_plainly
+from gradkit._autograd.passes import PassRunner, ReleasePlan, grads_to_tree, plan_parts, release
+from gradkit._checks.eager_graph import check_backward_to_leaves
+from gradkit._checks.higher_derivatives import may_be_wrong
 from gradkit._checks.modified_gradients import grad_versions, inputs_of_functions
 from gradkit._checks.reachability import require_reached
 from gradkit._checks.recomputations import refuse_other_tensors
 from gradkit._checks.special_points import KINDS
+from gradkit._checks.steps_without_grads import open_monitors
+from gradkit._compat.autograd import is_view, tensor_hooks
 from gradkit._compat.checkpoints import IDLE, RECOMPUTING
+from gradkit._compat.distributed import any_fully_sharded
 from gradkit._compat.dynamo import overwrites_saved_tensors
 from gradkit._compat.nodes import DRAW_AFTER_SAVING, any_released, names_by_kind
-from gradkit._compat.transforms import is_differentiated_tensor
-from gradkit._core.call import Call, Grads, Losses, Pass
-from gradkit._core.graph import Subgraph, is_leaf_node, leaf_nodes, leaf_of, nodes_executed
-from gradkit._core.ownership import owned_of_each
-from gradkit._core.params import Params
-from gradkit._core.user_code import functions_alive, hooks_registered
+from gradkit._compat.transforms import is_differentiated_tensor, is_ordinary
+from gradkit._core.call import Call, Grads, Losses, Pass, lone_loss
+from gradkit._core.grad_recorder import observers
+from gradkit._core.graph import (
+    Subgraph,
+    is_freed,
+    is_leaf_node,
+    kinds_in_short_pass,
+    leaf_nodes,
+    leaf_of,
+    nodes_executed,
+    nodes_of_types,
+)
+from gradkit._core.ownership import owned, owned_of_each
+from gradkit._core.params import NO_PARAMS, Params
+from gradkit._core.pytree import PyTree, unflatten
+from gradkit._core.user_code import (
+    first_pre_hooked,
+    functions_alive,
+    hooks_registered,
+    most_nodes_of_users,
+)
+from gradkit._state.recomputed_tensors import recomputed_tensor_sources
+
+_version, _retains_grad = attrgetter("_version"), attrgetter("retains_grad")
+_SHORT = 300  # nodes
+
+
+def is_plain(loss: Any) -> TypeGuard[Tensor]:
+    """Return whether this is an ordinary loss, and nothing around the call sees to its pass."""
+    # Hooks may have been registered, and Functions defined: what they ask for is seen to below.
+    return (
+        type(loss) is Tensor
+        and loss.requires_grad
+        and loss.numel() == 1
+        and loss.dtype.is_floating_point
+        and not loss.retains_grad
+        and not (observers.active or open_monitors or recomputed_tensor_sources)
+        and is_ordinary(loss)
+        and not any_fully_sharded()
+        and not (loss._version and is_view(loss))  # it may have lost its history
+    )
+
+
+def plain_value_and_grads(
+    loss: Tensor, params: Params, create_graph: bool
+) -> tuple[Tensor, PyTree] | None:
+    """Return the value and gradients of a plain loss; None if the rest is not as plain."""
+    variables = params.variables
+    has_all = len(variables) == len(params.leaves)
+    if not (variables and params.no_subclasses and (has_all or params.no_ties)):
+        return None
+    hooked, functions = hooks_registered(), functions_alive()
+    if functions.refused or (functions.users and (create_graph or functions_take_leaves(loss))):
+        return None
+    if not (params.only_leaves or (create_graph and _are_plain_values(variables))):
+        return None
+    if hooked and have_hooks(variables):
+        return None
+    if create_graph and not _is_differentiable(loss, params):
+        return None
+    call = partial(_call, loss, params, create_graph)
+    if [*map(getrefcount, RECOMPUTING)] != IDLE:
+        refuse_other_tensors([loss], call)
+    grads = run_plainly(loss, variables, create_graph, create_graph, call)
+    if (hooked or functions.users) and (versions := grad_versions(variables, grads, ())):
+        PassRunner(call()).refuse_modified([loss], variables, versions)
+    if type(None) in set(map(type, grads)):
+        require_reached(call(), [grads])
+    if create_graph:
+        return loss, grads_to_tree(grads, params, "none", create_graph)
+    grads = owned(grads, variables)
+    by_leaf = grads if has_all else params.per_leaf(grads)
+    return loss.detach().clone(), unflatten(params.spec, by_leaf)
+
+
+def plain_backward(loss: Tensor) -> Tensor:
+    """Accumulate the gradients of a plain loss into `.grad`, and return its value."""
+    call = partial(_call, loss, NO_PARAMS, False)
+    if is_freed(loss):
+        check_backward_to_leaves(call())  # which raises
+    if [*map(getrefcount, RECOMPUTING)] != IDLE:
+        refuse_other_tensors([loss], call)
+    run_backward_plainly(loss, call)
+    return loss.detach().clone()
+
+
+def _call(loss: Tensor, params: Params, create_graph: bool) -> Call:
+    return Call(lone_loss(loss), [loss], [Pass([0], params)], create_graph=create_graph)
+
+
+def have_hooks(leaves: Sequence[Tensor]) -> bool:
+    """Return whether a leaf has a hook of its own, on its tensor or on its node."""
+    return any(map(tensor_hooks, leaves)) or first_pre_hooked(leaves) is not None
+
+
+def functions_take_leaves(loss: Tensor) -> bool:
+    """Return whether a custom Function in the graph makes the gradient of a leaf itself."""
+    functions = nodes_of_types(loss, most_nodes_of_users())
+    return any(
+        child is not None and is_leaf_node(child)
+        for node in functions
+        for child, _ in node.next_functions
+    )
+
+
+def _are_plain_values(variables: list[Tensor]) -> bool:
+    """Return whether intermediate values are no views, unchanged, and do not retain gradients."""
+    return not (
+        any(map(_version, variables))
+        or any(map(_retains_grad, variables))
+        or any(map(is_view, variables))
+    )
+
+
+def _is_differentiable(loss: Tensor, params: Params) -> bool:
+    """Return whether torch is known to get the derivative of a pass right; False if not sure."""
+    # The pass of a step in a loop is short, and this look at it, too.
+    ends: set[Node] = set()
+    if not params.only_leaves:
+        ends = {variable.grad_fn for variable in params.variables if variable.grad_fn is not None}
+        if len(ends) < len(params.variables):
+            return False
+    kinds = kinds_in_short_pass(loss, ends, _SHORT)
+    return kinds is not None and not may_be_wrong(kinds)
+
 
 _dtype, _device, _layout = map(attrgetter, ("dtype", "device", "layout"))
 _requires_grad, _retains_grad = attrgetter("requires_grad"), attrgetter("retains_grad")
@@ -65,7 +184,7 @@ def plain_separate_grads(losses: Losses, each: Sequence[Params]) -> list[Grads] 
     hooked, functions = hooks_registered(), functions_alive()
     if functions.refused or (hooked and have_hooks(variables)):
         return None
-    call = partial(_call, losses, each)
+    call = partial(_separate_call, losses, each)
     if [*map(getrefcount, RECOMPUTING)] != IDLE:
         refuse_other_tensors(losses.leaves, call)
     common = len(different) == 1
@@ -163,6 +282,6 @@ def _any_missing(results: Sequence[Grads], *, common: bool) -> bool:
     return bool(missing)
 
 
-def _call(losses: Losses, each: Sequence[Params]) -> Call:
+def _separate_call(losses: Losses, each: Sequence[Params]) -> Call:
     passes = [Pass([index], params) for index, params in enumerate(each)]
     return Call(losses, losses.leaves, passes)
