@@ -15,7 +15,7 @@ from gradkit._autograd.arrival_copies import copied_on_arrival, hooks_refused
 from gradkit._autograd.engine import own_roots, run_batch, run_grad
 from gradkit._autograd.passes import PassRunner
 from gradkit._checks.checked import is_checked
-from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_may_run_in
+from gradkit._checks.modified_tensors import refuse_pre_hooks, user_code_may_run_in
 from gradkit._compat.autograd import (
     as_batch,
     batched_mode,

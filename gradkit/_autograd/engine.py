@@ -16,9 +16,9 @@ from torch.func import vmap
 
 from gradkit._autograd.double_backward import refuse_undifferentiable
 from gradkit._checks.eager_graph import DONATED, freed_message, losses_freed
-from gradkit._checks.missing_derivatives import missing_derivative
-from gradkit._checks.modified_saved_tensors import modified_message
+from gradkit._checks.modified_tensors import modified_message
 from gradkit._checks.recomputations import refuse_checkpoint_error
+from gradkit._checks.special_functions import missing_derivative
 from gradkit._compat.autograd import current_pass, function_mode_enabled, run_engine
 from gradkit._compat.distributed import full_tensor, is_dtensor
 from gradkit._compat.nodes import CHANGED

@@ -14,9 +14,13 @@ from torch.func import vmap
 
 from gradkit._autograd.engine import numbered_roots, own_roots, run_grad
 from gradkit._autograd.jacobian_rows import ARRIVED, JacobianRows
-from gradkit._checks.batch_dim_rules import BatchDim, NotProvedError
 from gradkit._checks.checked import is_checked
-from gradkit._checks.sample_independence import Use, uses_shared_by_samples
+from gradkit._checks.sample_independence import (
+    BatchDim,
+    NotProvedError,
+    Use,
+    uses_shared_by_samples,
+)
 from gradkit._compat.autograd import current_pass
 from gradkit._compat.nodes import Shape, saved, saved_ints
 from gradkit._compat.undoing import INSIDE, undo_stack

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradkit._checks.checked import is_checked
-from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_may_run_in
+from gradkit._checks.modified_tensors import refuse_pre_hooks, user_code_may_run_in
 from gradkit._compat.dynamo import COMPILED
 from gradkit._compat.nodes import any_sparse_gradients, sizes_of_gradients
 from gradkit._compat.transforms import BATCH_FAILURES

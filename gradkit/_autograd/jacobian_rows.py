@@ -15,7 +15,7 @@ from gradkit._autograd.engine import numbered_roots
 from gradkit._autograd.jacobian import one_hot, refuse_nested, why_not_batched
 from gradkit._autograd.passes import PassRunner
 from gradkit._checks.eager_graph import check_call
-from gradkit._checks.modified_gradients import refuse_pre_hooks, user_code_may_run_in
+from gradkit._checks.modified_tensors import refuse_pre_hooks, user_code_may_run_in
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.transforms import BATCH_FAILURES
 from gradkit._core.call import Call, Grads, Losses, Pass, require_graph

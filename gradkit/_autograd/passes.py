@@ -26,7 +26,7 @@ from gradkit._autograd.double_backward import differentiated_by_formula, refuse_
 from gradkit._autograd.engine import run_backward, run_batch, run_grad
 from gradkit._checks.checked import is_checked, step_monitor
 from gradkit._checks.eager_graph import check_call, refuse_donated
-from gradkit._checks.modified_gradients import (
+from gradkit._checks.modified_tensors import (
     grad_versions,
     refuse_modified,
     user_code_may_run_in,

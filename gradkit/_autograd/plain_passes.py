@@ -15,13 +15,13 @@ from torch.autograd.graph import Node
 
 from gradkit._autograd.engine import run_backward_plainly, run_plainly
 from gradkit._autograd.passes import PassRunner, ReleasePlan, grads_to_tree, plan_parts, release
+from gradkit._checks.checked import open_monitors
 from gradkit._checks.eager_graph import check_backward_to_leaves
 from gradkit._checks.higher_derivatives import may_be_wrong
-from gradkit._checks.modified_gradients import grad_versions, inputs_of_functions
+from gradkit._checks.modified_tensors import grad_versions, inputs_of_functions
 from gradkit._checks.reachability import require_reached
 from gradkit._checks.recomputations import refuse_other_tensors
 from gradkit._checks.special_points import KINDS
-from gradkit._checks.steps_without_grads import open_monitors
 from gradkit._compat.autograd import is_view, tensor_hooks
 from gradkit._compat.checkpoints import IDLE, RECOMPUTING
 from gradkit._compat.distributed import any_fully_sharded

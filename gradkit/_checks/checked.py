@@ -1,16 +1,163 @@
-"""`checked`: finds what an eager call by itself does not see."""
+"""`checked`: watches the forward pass, what writes on gradients, and optimizers that step without any."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
+from weakref import ref
 
-from gradkit._checks.forward_monitor import checked_forward
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from gradkit._checks.op_monitor import (
+    active_monitors,
+    is_foreign,
+    name_of,
+    refuse_dropped,
+    run_by_eager_code,
+)
 from gradkit._checks.recomputed_values import recording
-from gradkit._checks.steps_without_grads import StepMonitor
+from gradkit._compat.dynamo import leave_uncompiled
+from gradkit._compat.transforms import function_modes, remove_function_mode, slip_under_modes
 from gradkit._compat.undoing import undo_stack
+from gradkit._core.user_code import register_own_hooks_around_steps
+from gradkit.errors import warn_fallback
+
+
+class ForwardMonitor(TorchFunctionMode):
+    """Gives operations whose first derivative torch gets wrong, or drops, a formula, or refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._blocks = 1  # that have not ended; torch.compile cannot trace a property here
+
+    @leave_uncompiled
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation; inside a call of gradkit.func, its own monitor sees to that."""
+        is_watched = self._blocks and torch.is_grad_enabled() and not active_monitors()
+        name = name_of(func) if is_watched else None
+        if name is not None:
+            return run_by_eager_code(name, func, args, kwargs or {})
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if is_watched and is_foreign(func) and not torch.compiler.is_compiling():
+            refuse_dropped(func, (args, kwargs), result)
+        return result
+
+
+class CheckedForward(ForwardMonitor):
+    """The monitor of a thread's `checked()` blocks, which may overlap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: set[object] = set()
+        self._blocks = 0
+
+    def enter_block(self, block: object) -> None:
+        """Watch until the last block has ended."""
+        # At the bottom: with a mode of the user's that begins before the block and ends inside, the
+        # top of the stack is taken off, whatever stands there.
+        self._open.add(block)
+        if self not in function_modes():
+            slip_under_modes(self)
+        self._blocks = len(self._open)
+
+    def leave_block(self, block: object) -> None:
+        """End a block, once or more; in another thread, the mode stays and does nothing."""
+        self._open.discard(block)
+        self._blocks = len(self._open)
+        if not self._blocks:
+            remove_function_mode(self)
+
+
+def checked_forward() -> CheckedForward:
+    """Return the monitor of this thread, or a new one."""
+    mine = (mode for mode in function_modes() if isinstance(mode, CheckedForward))
+    return next(mine, None) or CheckedForward()
+
+
+open_monitors: list[StepMonitor] = []  # of all threads
+
+
+class StepMonitor:
+    """Warns once of an optimizer that steps without a gradient, though gradkit returned some."""
+
+    def __init__(self) -> None:
+        self._returned: dict[int, ref[Tensor]] = {}
+        self._began_idle: set[int] = set()  # the optimizers in whose step a closure may run
+        self._warned = False
+        self._blocks: set[object] = set()
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a block that uses it has not ended."""
+        return bool(self._blocks)
+
+    def enter_block(self, block: object) -> None:
+        """Look at every step that an optimizer of this process takes, until the last block ends."""
+        self._blocks.add(block)
+        if self not in open_monitors:
+            open_monitors.append(self)
+        if not self._handles:
+            self._handles += register_own_hooks_around_steps(self._before, self._after)
+
+    def leave_block(self, block: object) -> None:
+        """Stop, if this is the last block; to leave one again does no harm."""
+        self._blocks.discard(block)
+        if not self._blocks and self in open_monitors:
+            open_monitors.remove(self)
+        while not self._blocks and self._handles:
+            self._handles[-1].remove()
+            self._handles.pop()
+
+    def note(self, variables: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
+        """Note the tensors whose gradients a call returns."""
+        pairs = zip(variables, grads, strict=True)
+        self._returned |= {id(v): ref(v) for v, grad in pairs if grad is not None}
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if _is_idle(optimizer):
+            self._began_idle.add(id(optimizer))
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # A closure may have written the gradients, and a hook may have cleared them.
+        began_idle = id(optimizer) in self._began_idle
+        self._began_idle.discard(id(optimizer))
+        if self._warned or not began_idle or not _is_idle(optimizer):
+            return
+        if any(self._has_returned(param) for param in _params(optimizer)):
+            self._warned = True
+            warn_fallback(
+                f"{type(optimizer).__name__} has stepped with every .grad None, and changed "
+                "nothing, though gradkit has returned gradients of its parameters: call "
+                "gradkit.step_(optimizer, params, grads) instead of optimizer.step(), with "
+                "max_norm= instead of clip_grad_norm_"
+            )
+
+    def _has_returned(self, param: Tensor) -> bool:
+        noted = self._returned.get(id(param))
+        return noted is not None and noted() is param
+
+
+def _is_idle(optimizer: Optimizer) -> bool:
+    return all(param.grad is None for param in _params(optimizer))
+
+
+def _params(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
 
 _of_process = StepMonitor() if os.environ.get("GRADKIT_CHECKED", "0") not in ("", "0") else None
 _monitor = ContextVar("monitor", default=_of_process)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradkit._checks import edge_formulas, smooth_formulas
+from gradkit._checks import edge_formulas
 from gradkit._checks.special_functions import SPECIAL_FUNCTIONS
 from gradkit._compat.nodes import saved, saved_ints, saved_or
 
@@ -135,12 +135,12 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "linspace": linspace,
     "logspace": logspace,
     **SPECIAL_FUNCTIONS,
-    "det": smooth_formulas.det,
-    "prod": smooth_formulas.prod,
-    "cumprod": smooth_formulas.cumprod,
-    "scatter_reduce": smooth_formulas.scatter_reduce,
-    "index_reduce": smooth_formulas.index_reduce,
-    "sinc": smooth_formulas.sinc,
+    "det": edge_formulas.det,
+    "prod": edge_formulas.prod,
+    "cumprod": edge_formulas.cumprod,
+    "scatter_reduce": edge_formulas.scatter_reduce,
+    "index_reduce": edge_formulas.index_reduce,
+    "sinc": edge_formulas.sinc,
     **dict.fromkeys(("pow", "float_power"), edge_formulas.pow),
     "polar": edge_formulas.polar,
     "binary_cross_entropy": edge_formulas.binary_cross_entropy,

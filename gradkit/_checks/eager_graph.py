@@ -7,7 +7,7 @@ from functools import partial
 from sys import getrefcount
 
 from gradkit._checks import higher_derivatives, reachability, recomputations, special_points
-from gradkit._checks.steps_without_grads import open_monitors
+from gradkit._checks.checked import open_monitors
 from gradkit._compat import distributed
 from gradkit._compat.checkpoints import IDLE, RECOMPUTING
 from gradkit._compat.dynamo import overwrites_saved_tensors

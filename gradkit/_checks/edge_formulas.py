@@ -1,22 +1,232 @@
-"""Formulas that are right at the edges of operations, where torch's rules take a shortcut.
+"""Formulas that are right where torch's rules take a shortcut: at ties, zeros, singular matrices, below an eps.
 
-An exponent or a radius of zero, a probability near zero or one, a norm or a variance below an eps,
-a threshold of zero. Elsewhere, where the host can tell, the operation itself runs.
-"""
+Elsewhere, where the host can tell, the operation itself runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradkit._checks.smooth_formulas import cumprod, order_of, with_value
-from gradkit._compat.transforms import BATCH, transforms
+from gradkit._compat.transforms import BATCH, DERIVATIVES, FORWARD, recording_levels, transforms
+from gradkit.errors import UnsupportedGraphError, message
 
 Operation = Callable[..., Any]
+
+
+def with_value(value: Tensor, formula: Tensor) -> Tensor:
+    """Return a value that has the derivatives of a formula for it."""
+    change = torch.where(formula.isfinite(), formula - formula.detach(), formula)
+    return value.detach() + change
+
+
+def det(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
+    """Return what torch.linalg.det does: https://github.com/pytorch/pytorch/issues/104675."""
+    (matrix,) = (*args, *kwargs.values())
+    value: Tensor = operation(matrix)
+    if not value.numel() or not matrix.size(-1) or _torch_is_right(matrix, value):
+        return value
+    _refuse_fifth_derivative(matrix)
+    constant = matrix.detach()
+    finite = torch.where(constant.isfinite(), constant, 0)  # of others there is no decomposition
+    left, singular, right = torch.linalg.svd(finite)
+    change = left.mH @ (matrix - constant) @ right.mH  # zero, to be differentiated
+    near = torch.diag_embed(singular).to(matrix.dtype) + change
+    least = torch.finfo(singular.dtype).eps ** 3 * singular[..., :1, None]
+    factor = torch.linalg.det(left) * torch.linalg.det(right)
+    return with_value(value, factor * _det_near_diagonal(near, least))
+
+
+# What is left of a matrix when so few rows are, is differentiated without a division.
+_FEW = 4
+
+
+def _det_near_diagonal(matrix: Tensor, least: Tensor) -> Tensor:
+    """Return the determinant of a matrix whose rows are in the order of their singular values."""
+    # A pivot can vanish only if all after it do: the first derivatives are zero, in any order up to
+    # the number of these, whatever stands in its place.
+    product = matrix.new_ones(())
+    while (size := matrix.size(-1)) > _FEW:
+        row, column, pivot = matrix[..., :1, 1:], matrix[..., 1:, :1], matrix[..., :1, :1]
+        product = product * pivot[..., 0, 0]
+        divisor = torch.where(pivot.abs() <= least, 1, pivot)
+        matrix = matrix[..., 1:, 1:] - column * (row / divisor)
+    missing = _FEW - size
+    ones = functional.pad(matrix.new_ones(missing), (size, 0))
+    return product * _det_of_four(functional.pad(matrix, (0, missing) * 2) + ones.diag())
+
+
+def _det_of_four(matrix: Tensor) -> Tensor:
+    """Return the determinant of a matrix of four rows, by the minors of two and two of them."""
+    first, second, third, fourth = matrix.unbind(-2)
+    upper, lower = (
+        first[..., :, None] * second[..., None, :],
+        third[..., None] * fourth[..., None, :],
+    )
+    a, b = upper - upper.mT, lower - lower.mT
+    pairs = [(0, 1, 2, 3), (0, 2, 3, 1), (0, 3, 1, 2), (1, 2, 0, 3), (1, 3, 2, 0), (2, 3, 0, 1)]
+    return torch.stack([a[..., i, j] * b[..., k, m] for i, j, k, m in pairs]).sum(0)
+
+
+def _torch_is_right(matrix: Tensor, value: Tensor) -> bool:
+    """Return whether no matrix is known to be singular, in a first derivative by torch.func."""
+    # Inside torch.func, and below any dispatch mode, torch differentiates the gradient by a
+    # decomposition, which is wrong at equal singular values.
+    if not (_is_on_host(value) and transforms()) or order_of(matrix) > 1:
+        return False
+    size = value.detach().abs()
+    return bool((size.isfinite() & (size > 100 * torch.finfo(size.dtype).eps)).all())
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    """Return whether the values of a tensor can be read, and no device waits for that."""
+    is_traced = torch.compiler.is_compiling() or BATCH in transforms()
+    return not is_traced and tensor.device.type == "cpu"
+
+
+def order_of(tensor: Tensor) -> int:
+    """Return how many transforms differentiate, and eager code if it records the tensor."""
+    eager = not torch.compiler.is_compiling() and 0 in recording_levels(tensor)
+    return sum(kind in DERIVATIVES for kind in transforms()) + eager
+
+
+def _refuse_fifth_derivative(matrix: Tensor) -> None:
+    if order_of(matrix) > _FEW < matrix.size(-1):
+        expected, got = "at most the fourth derivative of det", "the fifth, which has no formula"
+        fix = (
+            "take it eagerly, by value_and_grads(..., create_graph=True), of a matrix that is not "
+        )
+        fix += "singular"
+        raise UnsupportedGraphError(message("torch.linalg.det", expected, got, fix))
+
+
+def prod(operation: Operation, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return what torch.prod does."""
+    value: Tensor = operation(input, *args, **kwargs)
+    if not (input.dim() and value.numel()):  # what is given, or nothing
+        return value
+    dim = args[0] if args else kwargs.get("dim")
+    x = input.to(value.dtype)
+    x = x.flatten() if dim is None else x.movedim(dim, -1)
+    while (size := x.size(-1)) > 1:
+        half = size // 2
+        x = torch.cat([x[..., :half] * x[..., half : 2 * half], x[..., 2 * half :]], -1)
+    return with_value(value, x.reshape(value.shape)) if size else value
+
+
+def cumprod(operation: Operation, input: Tensor, dim: int, **kwargs: Any) -> Tensor:
+    """Return what torch.cumprod does."""
+    value: Tensor = operation(input, dim, **kwargs)
+    (x,) = _with_dimensions(input.to(value.dtype))
+    x = x.movedim(dim, -1)
+    x = _products_so_far(x, torch.zeros_like(x, dtype=torch.long))
+    return with_value(value, x.movedim(-1, dim).reshape(value.shape))
+
+
+def _products_so_far(x: Tensor, keys: Tensor) -> Tensor:
+    """Return for each element the product of those up to it that have its key, which are sorted."""
+    count = 1
+    while count < x.size(-1):  # each is the product of so many elements, or of all before
+        later, earlier = x[..., count:], x[..., :-count]
+        same = keys[..., count:] == keys[..., :-count]
+        x = torch.cat([x[..., :count], torch.where(same, later * earlier, later)], -1)
+        count *= 2
+    return x
+
+
+def scatter_reduce(
+    operation: Operation,
+    input: Tensor,
+    dim: int,
+    index: Tensor,
+    src: Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Tensor:
+    """Return what torch.scatter_reduce does; a value that is not included is no tie."""
+    options: Any = {"reduce": reduce, "include_self": include_self}
+    src = src[tuple(map(slice, index.shape))]  # the rest is not read
+    if reduce == "prod" and index.numel() and not _has_no_zeros(src):
+        value: Tensor = operation(input.detach(), dim, index, src.detach(), **options)
+        given = _with_dimensions(input, index, src)
+        product = _segment_products(given, dim, include_self=include_self)
+        return with_value(value, product.reshape(value.shape))
+    if reduce in {"amax", "amin"} and not include_self:
+        # A nan, which equals nothing, is not taken for the extreme value.
+        input = input.masked_fill(_is_hit(input, dim, index), torch.nan)
+    return cast("Tensor", operation(input, dim, index, src, **options))
+
+
+def _has_no_zeros(src: Tensor) -> bool:
+    """Return whether torch's rule for products is right, but for forward mode's, which never is."""
+    return _is_on_host(src) and FORWARD not in transforms() and bool((src.detach() != 0).all())
+
+
+def _is_hit(input: Tensor, dim: int, index: Tensor) -> Tensor:
+    return torch.zeros_like(input, dtype=torch.bool).scatter(dim, index, True)
+
+
+def _with_dimensions(*tensors: Tensor) -> list[Tensor]:
+    return [tensor if tensor.dim() else tensor[None] for tensor in tensors]
+
+
+def _segment_products(given: Sequence[Tensor], dim: int, *, include_self: bool) -> Tensor:
+    input, index, src = given
+    order = index.argsort(dim)
+    keys, x = (t.gather(dim, order).movedim(dim, -1) for t in (index, src))
+    products, factors = _products_so_far(x, keys), torch.ones_like(input).movedim(dim, -1)
+    is_last = functional.pad(keys[..., 1:] != keys[..., :-1], (0, 1), value=True)
+    at_last = torch.where(is_last, products, 0)
+    hit = _is_hit(factors, -1, keys)
+    factors = torch.where(hit, torch.zeros_like(factors).scatter_add(-1, keys, at_last), 1)
+    factors, hit = factors.movedim(-1, dim), hit.movedim(-1, dim)
+    return input * factors if include_self else torch.where(hit, factors, input)
+
+
+def index_reduce(
+    operation: Operation,
+    input: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Tensor:
+    """Return what torch.index_reduce does, which has no derivative in forward mode."""
+    options: Any = {"reduce": reduce, "include_self": include_self}
+    if reduce == "prod" and _has_no_zeros(source):
+        return cast("Tensor", operation(input, dim, index, source, **options))
+    value: Tensor = operation(input.detach(), dim, index, source.detach(), **options)
+    input, index, source = _with_dimensions(input, index, source)
+    index = index.reshape(-1, *[1] * (source.dim() - 1)).movedim(0, dim).expand_as(source)
+    result = scatter_reduce(torch.scatter_reduce, input, dim, index, source, **options)
+    return with_value(value, result.reshape(value.shape))
+
+
+_TERMS = 13  # of the series of sinc: the rest is smaller than rounding, in high derivatives, too
+
+
+def sinc(operation: Operation, input: Tensor) -> Tensor:
+    """Return what torch.sinc does; near zero by its series, where torch's rule cancels."""
+    value: Tensor = operation(input)
+    if value.dtype != input.dtype:
+        return value  # of integers
+    is_small = input.detach().abs() < 0.25
+    if _is_on_host(value) and not is_small.any():
+        return value
+    square = (math.pi * torch.where(is_small, input, 0)).square()
+    series = torch.ones_like(square)
+    for n in range(2 * _TERMS, 0, -2):
+        series = 1 - square / (n * (n + 1)) * series
+    return with_value(
+        value, torch.where(is_small, series, operation(torch.where(is_small, 1, input)))
+    )
 
 
 def _nowhere(mask: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from gradkit._checks.differentiable_formulas import has_formula
-from gradkit._checks.missing_derivatives import without_second
+from gradkit._checks.special_functions import without_second
 from gradkit._checks.special_points import KINDS, refuse_special_points
 from gradkit._checks.wrong_derivatives_table import NODES, SWEPT
 from gradkit._compat.autograd import forward_class

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from gradkit._checks.differentiable_formulas import FORMULAS
 from gradkit._checks.differentiated_jvps import function_with_differentiated_jvp
-from gradkit._checks.foreign_operators import OPERATOR, OVERLOAD, is_foreign, refuse_dropped
-from gradkit._checks.ops_from_graph import ops_of
 from gradkit._checks.transform_bugs import (
     ALIASES,
     BY_FORMULA,
@@ -28,14 +27,17 @@ from gradkit._checks.transform_bugs import (
     differentiated_around,
 )
 from gradkit._compat.dynamo import functions_traced, leave_uncompiled
+from gradkit._compat.nodes import output_shape, saved, saved_or
 from gradkit._compat.transforms import (
     BATCH,
     DERIVATIVES,
     apply_function,
     autograd_grad,
     carries_graph,
+    carries_tangent,
     differentiated,
     jvp_level,
+    layers,
     level_of,
     recording_levels,
     transforms,
@@ -46,7 +48,106 @@ from gradkit._core.graph import Subgraph
 from gradkit._state.copy_on_write import CopyOnWrite
 from gradkit.errors import UnsupportedGraphError, message
 
-__all__ = ["TRANSFORM_BUGS", "OpMonitor"]
+__all__ = ["OpMonitor", "TRANSFORM_BUGS"]
+
+# An operator called as torch.ops.aten.add, or with its overload.
+OPERATOR, OVERLOAD = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
+_WITH_DERIVATIVES = frozenset({"aten", "prim", "prims"})
+_WITHOUT_DERIVATIVE = "torch::autograd::WarnNotImplemented"
+
+
+def is_foreign(func: Callable[..., Any]) -> bool:
+    """Return whether this is an operator that torch itself does not define."""
+    return isinstance(func, (OPERATOR, OVERLOAD)) and _library(func) not in _WITH_DERIVATIVES
+
+
+def _library(func: Callable[..., Any]) -> str:
+    return str(func).partition(".")[0]
+
+
+def refuse_dropped(func: Callable[..., Any], given: Any, result: Any) -> None:
+    """Raise if an operator has dropped a derivative of what it was given."""
+    # torch drops tangents without a word, and warns once of a backward pass.
+    outputs = [x for x in pytree.tensors(result) if x.is_floating_point() or x.is_complex()]
+    if not outputs:
+        return
+    inputs = pytree.tensors(given)
+    if any(map(_ends_backward_passes, outputs)) or _lose_graph(inputs, outputs):
+        got = "one without an autograd kernel: torch takes its derivative as zero"
+        fix = "torch.library.register_autograd, or an Autograd kernel in C++"
+    elif any(map(carries_tangent, inputs)) and not any(map(carries_tangent, outputs)):
+        got = "one without a formula for forward mode: torch drops the tangent"
+        fix = "reverse mode: gradkit.value_and_grads(losses, params)"
+    else:
+        return
+    where, expected = f"torch.ops.{func}", "an operator whose derivative torch has"
+    fix += "; or, if the result is meant as a constant, give the operator x.detach()"
+    raise UnsupportedGraphError(message(where, expected, got, fix))
+
+
+def _lose_graph(inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> bool:
+    """Return whether nothing is recorded: an autograd kernel falls through."""
+    if not torch.is_grad_enabled() or any(map(carries_graph, outputs)):
+        return False
+    return any(map(carries_graph, inputs))
+
+
+def _ends_backward_passes(output: Tensor) -> bool:
+    nodes = (layer.grad_fn for layer in layers(output))
+    return any(node is not None and node.name() == _WITHOUT_DERIVATIVE for node in nodes)
+
+
+Read: TypeAlias = Callable[[Any], dict[str, Any]]
+
+
+def ops_of(nodes: Iterable[Node]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name of each such operation, and those of its arguments that the bug depends on."""
+    for node in nodes:
+        operation = _OPERATIONS.get(type(node).__name__)
+        if operation is not None:
+            name, read = operation
+            yield _name_of_norm(node) if read is _batch_norm else name, read(node)
+
+
+def _nothing(_: Any) -> dict[str, Any]:
+    return {}
+
+
+def _result(node: Any) -> Tensor:
+    """Return a tensor of the shape of the result, without data."""
+    return torch.empty(output_shape(node, 0), device="meta")
+
+
+def _batch_norm(node: Any) -> dict[str, Any]:
+    training = saved_or(True, node, "training")  # cuDNN's is that of training alone
+    return {"weight": saved(node, "weight"), "training": training, "use_input_stats": training}
+
+
+def _name_of_norm(node: Any) -> str:
+    # instance_norm is a batch_norm of one sample that has all channels of all samples.
+    return "instance_norm" if output_shape(node, 0)[0] == 1 else "batch_norm"
+
+
+_OPERATIONS: dict[str, tuple[str, Read]] = {
+    "CdistBackward0": ("cdist", _nothing),
+    "RollBackward0": ("roll", lambda node: {"input": _result(node)}),
+    "MaskedSelectBackward0": (
+        "masked_select",
+        lambda node: {"input": saved(node, "self"), "mask": saved(node, "mask")},
+    ),
+    "IndexFillBackward1": ("index_fill", lambda node: {"value": _result(node)}),
+    "SelectScatterBackward0": ("select_scatter", _nothing),
+    "LinalgDetBackward0": ("det", _nothing),
+    "LinalgSlogdetBackward0": ("slogdet", _nothing),
+    "CholeskyInverseBackward0": ("cholesky_inverse", _nothing),
+    "TriangularSolveBackward0": ("triangular_solve", _nothing),
+    "ScatterReduceBackward0": ("scatter_reduce", lambda node: {"reduce": saved(node, "reduce")}),
+    "NativeLayerNormBackward0": ("layer_norm", lambda node: {"weight": saved(node, "weight")}),
+    "NativeBatchNormBackward0": ("batch_norm", _batch_norm),
+    "CudnnBatchNormBackward0": ("batch_norm", _batch_norm),
+    "MiopenBatchNormBackward0": ("batch_norm", _batch_norm),
+}
+
 
 _BACKWARD_PASS = "a backward pass"
 _FUNCTION = "a Function"

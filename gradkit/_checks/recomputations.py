@@ -1,13 +1,9 @@
-"""Checkpoints and hooks that would give a pass other tensors than its forward pass had.
-
-What shows before the pass is refused before it. A recomputation that draws random numbers anew
-shows as it runs, and raises then; what it computes of other values shows inside `checked()`, as
-`recomputed_values` says.
-"""
+"""Checkpoints that would recompute something else than the forward pass computed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -15,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit._checks.modified_saved_tensors import without_hint
+from gradkit._checks.modified_tensors import without_hint
 from gradkit._checks.recomputed_values import (
     compare_values,
     differs,
@@ -41,10 +37,71 @@ from gradkit._compat.nodes import (
     raise_freed,
     saved,
 )
+from gradkit._compat.transforms import default_unpack_hook, differentiated, is_transform_tensor
+from gradkit._core import graph, pytree
 from gradkit._core.call import Call
 from gradkit._core.graph import nodes_in_order
+from gradkit._core.pytree import PyTree
 from gradkit._state import rng
 from gradkit.errors import UnsupportedGraphError, describe, first_line, message
+
+
+@dataclass(frozen=True)
+class StateBeforeCall:
+    """The state before a call."""
+
+    frames: int  # how many checkpoints wait to recompute, plus a constant
+    nodes: set[Node]  # where the graphs of the call's inputs begin, which are not the call's
+    # The unpack hook around it: that of a checkpoint of the whole call, say, which recomputes the
+    # call and not the module.
+    outer: object
+
+
+def before(inputs: PyTree) -> StateBeforeCall | None:
+    """Return the state before a call; None if no graph is recorded."""
+    # Inside a derivative of torch.func, a checkpoint raises by itself.
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or differentiated():
+        return None
+    nodes = {graph.edge(tensor).node for tensor in _differentiable(inputs)}
+    return StateBeforeCall(frames_waiting(), nodes, default_unpack_hook())
+
+
+def refuse(out: PyTree, snapshot: StateBeforeCall | None) -> None:
+    """Raise if the graph of a call's result would be recomputed with other parameters."""
+    if snapshot is None:
+        return
+    frames = frames_waiting()
+    if frames <= 0:
+        return  # there is no checkpoint anywhere, and no graph to walk
+    # One that was made meanwhile is seen wherever its output is. If another one went meanwhile,
+    # their number tells nothing, and the graph has to be looked at.
+    if frames > snapshot.frames or any(
+        _recomputes(node, snapshot.outer)
+        for node in graph.nodes_below(_differentiable(out), snapshot.nodes)
+    ):
+        got = (
+            "one with torch.utils.checkpoint: its backward pass would recompute with the "
+            "module's own parameters, not the ones of this call"
+        )
+        fix = (
+            "switch it off in the module, and checkpoint the whole call: torch.utils."
+            "checkpoint.checkpoint(call, params, buffers, x, use_reentrant=False); in meta.unroll, "
+            'memory="recompute" does the same'
+        )
+        expected = "a module without checkpoints inside"
+        raise UnsupportedGraphError(message("module", expected, got, fix))
+
+
+def _differentiable(tree: PyTree) -> list[Tensor]:
+    """Return the tensors of a tree that require grad, without those that a transform wraps."""
+    leaves, _ = pytree.flatten(tree)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [tensor for tensor in tensors if not is_transform_tensor(tensor)]
+
+
+def _recomputes(node: Node, outer: object) -> bool:
+    hooks = [one.unpack_hook for one in hooked_tensors(node)]
+    return any(hook is not outer and frame_of(hook) is not None for hook in hooks)
 
 
 def refuse_other_tensors(

@@ -2,15 +2,248 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit._checks.batch_dim_rules import BatchDim, NotProvedError, inputs_of, permutation
-from gradkit._compat.nodes import hooked_tensors, output_dtype
+from gradkit._compat.nodes import (
+    Shape,
+    hooked_tensors,
+    output_dtype,
+    output_shape,
+    saved,
+    saved_ints,
+)
 from gradkit._core.graph import Subgraph, edge, is_leaf_node, leaf_tensors
+
+
+class NotProvedError(Exception):
+    """A sample may depend on another."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDim:
+    """Where the samples lie in a tensor: an element is of sample `index // block % size`."""
+
+    shape: Shape  # of the tensor
+    dim: int  # along which the index counts
+    block: int  # how many consecutive indices are of one sample
+    size: int  # how many samples there are; at least two
+
+    def viewed(self, shape: Shape) -> BatchDim:
+        """Return where they lie in a tensor with the same elements in the same order."""
+        stride = self.block * prod(self.shape[self.dim + 1 :])  # from one sample to the next
+        below = 1
+        for dim in reversed(range(len(shape))):
+            above = below * shape[dim]
+            if above and stride % below == 0 and above % (stride * self.size) == 0:
+                return BatchDim(shape, dim, stride // below, self.size)
+            below = above or 1
+        raise NotProvedError
+
+    def at(self, shape: Shape, dim: int) -> BatchDim:
+        """Return where they lie in a tensor whose dimension counts the samples as this one's."""
+        if not 0 <= dim < len(shape) or shape[dim] != self.shape[self.dim]:
+            raise NotProvedError
+        return BatchDim(shape, dim, self.block, self.size)
+
+    def broadcast(self, shape: Shape) -> BatchDim | None:
+        """Return where they lie in an operand that was broadcast; None if all samples share it."""
+        dim = self.dim - (len(self.shape) - len(shape))
+        return self.at(shape, dim) if dim >= 0 and shape[dim] != 1 else None
+
+    def without(self, shape: Shape, dims: Collection[int], *, keepdim: bool = False) -> BatchDim:
+        """Return where they lie in a tensor some of whose dimensions are gone here."""
+        kept = [dim for dim in range(len(shape)) if keepdim or dim not in dims]
+        if len(kept) != len(self.shape):
+            raise NotProvedError
+        return self.at(shape, kept[self.dim])
+
+    def aligned(self, shape: Shape, mixed: Collection[int] = ()) -> BatchDim:
+        """Return where they lie in an input of as many dimensions, some of which are mixed."""
+        if len(shape) != len(self.shape) or self.dim in mixed:
+            raise NotProvedError
+        return self.at(shape, self.dim)
+
+
+# For each input of a node where the samples lie; None if they share it, or there is none.
+InputBatchDims: TypeAlias = list[BatchDim | None]
+Follow: TypeAlias = Callable[[Node, BatchDim, Shape], BatchDim | None]
+BatchDimRule: TypeAlias = Callable[[Node, BatchDim, list[Shape | None]], InputBatchDims]
+
+
+def inputs_of(node: Node, batch: BatchDim) -> InputBatchDims:
+    """Return where the samples lie in the inputs of a node."""
+    rule = _RULES.get(type(node).__name__)
+    if rule is None:
+        raise NotProvedError
+    edges = node.next_functions
+    return rule(node, batch, [None if n is None else output_shape(n, i) for n, i in edges])
+
+
+def _each(follow: Follow, count: int | None = None) -> BatchDimRule:
+    """Return the rule of a node whose samples lie in its first `count` inputs, or in all."""
+    # An input without a graph, as data are, has no shape here. It still has to hold the samples as
+    # the output does, else the inputs that all samples are said to share would not be shared.
+
+    def rule(node: Node, batch: BatchDim, shapes: list[Shape | None]) -> InputBatchDims:
+        own = len(shapes) if count is None else count
+        if count is not None and None in shapes[:count]:
+            follow(node, batch, batch.shape)
+        return [
+            None if shape is None or index >= own else follow(node, batch, shape)
+            for index, shape in enumerate(shapes)
+        ]
+
+    return rule
+
+
+def _elementwise(_: Node, batch: BatchDim, shape: Shape) -> BatchDim | None:
+    return batch.broadcast(shape)
+
+
+def _view(_: Node, batch: BatchDim, shape: Shape) -> BatchDim:
+    return batch.viewed(shape)
+
+
+def permutation(node: Node) -> list[int]:
+    """Return for each dimension of what a transposition returned which one of its input it was."""
+    dims = list(range(len(output_shape(node, 0))))
+    if type(node).__name__ == "PermuteBackward0":
+        return [dim % len(dims) for dim in saved_ints(node, "dims")]
+    if len(dims) > 1:
+        first, second = 0, 1
+        if type(node).__name__ == "TransposeBackward0":
+            (first,), (second,) = saved_ints(node, "dim0"), saved_ints(node, "dim1")
+        dims[first], dims[second] = dims[second], dims[first]
+    return dims
+
+
+def _transposed(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
+    return batch.at(shape, permutation(node)[batch.dim])
+
+
+def _reduction(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
+    dims = {dim % len(shape) for dim in saved_ints(node, "dim")}
+    return batch.without(shape, dims, keepdim=saved(node, "keepdim"))
+
+
+def _selection(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
+    return batch.without(shape, {dim % len(shape) for dim in saved_ints(node, "dim")})
+
+
+def _nll(_: Node, batch: BatchDim, shape: Shape) -> BatchDim:
+    return batch.without(shape, {1})
+
+
+def _stacked(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
+    (dim,) = saved_ints(node, "dim")
+    new = dim % len(batch.shape)
+    if batch.dim == new:
+        raise NotProvedError
+    return batch.at(shape, batch.dim - (batch.dim > new))
+
+
+def _along(name: str) -> Follow:
+    """Return where the samples lie if some dimensions are mixed, which a node has saved."""
+
+    def follow(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
+        return batch.aligned(shape, {dim % len(shape) for dim in saved_ints(node, name)})
+
+    return follow
+
+
+def _last(count: Callable[[Node], int]) -> Follow:
+    """Return where the samples lie if the last dimensions are mixed."""
+
+    def follow(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
+        return batch.aligned(shape, range(len(shape) - count(node), len(shape)))
+
+    return follow
+
+
+def _first(_: Node, batch: BatchDim, shape: Shape) -> BatchDim:
+    """Return where the samples lie if all dimensions but the first are mixed."""
+    if batch.dim:
+        raise NotProvedError
+    return batch.at(shape, 0)
+
+
+def _batch_norm(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
+    if saved(node, "training"):
+        raise NotProvedError
+    return _first(node, batch, shape)
+
+
+def _addmm(node: Node, batch: BatchDim, shapes: list[Shape | None]) -> InputBatchDims:
+    bias, rows, _ = shapes
+    samples = _first(node, batch, batch.shape if rows is None else rows)
+    return [
+        None if bias is None else batch.broadcast(bias),
+        None if rows is None else samples,
+        None,
+    ]
+
+
+def _embedding(node: Node, batch: BatchDim, shapes: list[Shape | None]) -> InputBatchDims:
+    if batch.dim == len(batch.shape) - 1 or saved(node, "scale_grad_by_freq"):
+        raise NotProvedError
+    return [None for _ in shapes]
+
+
+def _named(names: str, rule: BatchDimRule) -> dict[str, BatchDimRule]:
+    """Return a rule by kinds of nodes: `Sum.1` is SumBackward1, without a number it is 0."""
+    parts = (name.partition(".") for name in names.split())
+    return {f"{name}Backward{number or 0}": rule for name, _, number in parts}
+
+
+_ELEMENTWISE = """
+    Abs Add Add.1 Addcdiv Addcmul Alias Atan BinaryCrossEntropy BinaryCrossEntropyWithLogits Celu
+    Clamp Clamp.1 ClampMax ClampMin Cos Cosh Div Div.1 Elu Erf Exp Expand Expm1 Gelu Hardsigmoid
+    Hardswish Hardtanh HuberLoss LeakyRelu Lerp Lerp.1 Log Log1P LogSigmoid MaskedFill MaskedFill.1
+    Maximum Minimum Mish MseLoss Mul Mul.1 NativeDropout Neg Pow Pow.1 Pow.2 PreluKernel Reciprocal
+    Relu Rsqrt Rsub Rsub.1 Sigmoid Silu Sin Sinh SmoothL1Loss Softplus Sqrt Sub Sub.1 Tanh
+    Threshold ToCopy Where
+"""
+_VIEWS = "Clone ReshapeAlias Squeeze Squeeze.1 Squeeze.2 UnsafeView Unsqueeze View"
+_REDUCTIONS = "Amax Amin LinalgVectorNorm Logsumexp Max Mean.1 Min Norm.1 Prod.1 Std Sum.1 Var"
+_ALONG = "Cat Cumprod Cumsum Gather Glu LogSoftmax SafeSoftmax Slice Softmax Split SplitWithSizes"
+_ON_IMAGES = """
+    AdaptiveAvgPool{0} AdaptiveMaxPool{0} AvgPool{0} MaxPool{0}WithIndices UpsampleNearest{0}
+"""
+_ATTENTION = """
+    ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention
+    ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention
+"""
+# Two or three dimensions at the end are mixed.
+_OF_TWO = f"{_ON_IMAGES.format('2D')} Tril Triu UpsampleBicubic2D UpsampleBilinear2D"
+_OF_THREE = f"{_ON_IMAGES.format('3D')} PixelShuffle"
+_RULES = {
+    **_named(_ELEMENTWISE, _each(_elementwise)),
+    **_named(_VIEWS, _each(_view)),
+    **_named("T Transpose Permute", _each(_transposed)),
+    **_named(_REDUCTIONS, _each(_reduction)),
+    **_named("Select Unbind", _each(_selection)),
+    **_named("NllLoss NllLoss2D", _each(_nll, 1)),
+    **_named("Stack", _each(_stacked)),
+    **_named(_ALONG, _each(_along("dim"))),
+    **_named("Flip", _each(_along("dims"))),
+    **_named("Convolution Mm Mv NativeGroupNorm", _each(_first, 1)),
+    **_named("Bmm", _each(_first, 2)),
+    **_named(_ATTENTION, _each(_last(lambda _: 2), 3)),
+    **_named("NativeBatchNorm", _each(_batch_norm, 1)),
+    **_named("NativeLayerNorm", _each(_last(lambda n: len(saved(n, "normalized_shape"))), 1)),
+    **_named("ConstantPadNd", _each(_last(lambda n: len(saved(n, "pad")) // 2))),
+    **_named(_OF_TWO, _each(_last(lambda _: 2))),
+    **_named(_OF_THREE, _each(_last(lambda _: 3))),
+    **_named("Addmm", _addmm),
+    **_named("Embedding", _embedding),
+}
+
 
 _TRANSPOSITIONS = {"TBackward0", "TransposeBackward0", "PermuteBackward0"}
 

@@ -10,8 +10,8 @@ from typing import Any, cast
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit._checks import nonreentrant_checkpoints
-from gradkit._checks.nonreentrant_checkpoints import StateBeforeCall
+from gradkit._checks import recomputations
+from gradkit._checks.recomputations import StateBeforeCall
 from gradkit._compat.transforms import is_transform_tensor
 from gradkit._core import graph, pytree
 from gradkit._core.pytree import PyTree
@@ -21,7 +21,7 @@ _grad_fn = attrgetter("grad_fn")
 
 def before(tensors: Iterable[Any], tree: PyTree = ()) -> StateBeforeCall | None:
     """Return the state before a call; most processes have no checkpoint, and no walk."""
-    snapshot = nonreentrant_checkpoints.before(())
+    snapshot = recomputations.before(())
     if snapshot is None:
         return None
     leaves = chain(tensors, pytree.flatten(tree)[0])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.passes import InnerPass
-from gradkit._checks import eager_graph, nonreentrant_checkpoints
+from gradkit._checks import eager_graph, recomputations
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import read_losses
@@ -92,7 +92,7 @@ class EncoderStage:
             before = checkpoints.before(variables)
             with recording_writes():
                 returned = self._encode(*self._arguments.with_variables(variables), chunk)
-            nonreentrant_checkpoints.refuse(returned, before)
+            recomputations.refuse(returned, before)
         outputs = read_losses(returned, scalar=False, returned=True)
         below = Subgraph(outputs.leaves)
         captured = {id(x): x for x in below.leaves.values() if x.requires_grad}

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from gradkit._checks.higher_derivatives import way_out_of
-from gradkit._checks.missing_derivatives import missing_derivative
+from gradkit._checks.special_functions import missing_derivative
 from gradkit._compat.transforms import BATCH, BATCH_FAILURES, transforms
 from gradkit.errors import GradkitError, UnsupportedGraphError, message
 

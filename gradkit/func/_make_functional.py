@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from gradkit._checks import nonreentrant_checkpoints
+from gradkit._checks import recomputations
 from gradkit._compat.autograd import storage_key
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.modules import own_parametrized_values
@@ -122,7 +122,7 @@ def functional(
             replaced = [t for t, g in zip(own, given.values(), strict=True) if t is not g]
             guard = ReadOnly(given.values(), replaced)
             out, after = _call(module, given, new, every_name, args, kwargs, guard)
-        nonreentrant_checkpoints.refuse(out, snapshot)
+        recomputations.refuse(out, snapshot)
         _refuse_different_buffers(after, second_names)
         # A buffer that was assigned, and not written on, is in the dictionary.
         return out, {name: after[name] for name in buffer_names}

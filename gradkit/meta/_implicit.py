@@ -15,8 +15,8 @@ from torch import Tensor
 from gradkit import tree
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.passes import InnerPass
-from gradkit._checks import eager_graph, nonreentrant_checkpoints
-from gradkit._checks.forward_monitor import ForwardMonitor
+from gradkit._checks import eager_graph, recomputations
+from gradkit._checks.checked import ForwardMonitor
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._checks.op_monitor import OpMonitor
 from gradkit._compat.transforms import carries_graph, is_dual, transforms
@@ -283,7 +283,7 @@ class _OptimalityCondition:
         before = checkpoints.before([*at, *by])
         with recording_writes(), ForwardMonitor():
             loss, _ = read_loss(self.inner_loss(at, by), "inner_loss")
-        nonreentrant_checkpoints.refuse(loss, before)
+        recomputations.refuse(loss, before)
         return loss, _check_graph(loss, at)
 
     def outer_grads(

@@ -14,8 +14,8 @@ from torch import Tensor
 from gradkit._autograd.double_backward import holds_formulas
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.passes import InnerPass
-from gradkit._checks import eager_graph, nonreentrant_checkpoints
-from gradkit._checks.forward_monitor import ForwardMonitor
+from gradkit._checks import eager_graph, recomputations
+from gradkit._checks.checked import ForwardMonitor
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import transforms
 from gradkit._compat.undoing import INSIDE
@@ -130,7 +130,7 @@ class InnerStep:
             before, hooks = checkpoints.before(variables), hooks_made()
             with recording_writes(), ForwardMonitor():
                 loss, aux = loss_fn(self.params.tree(variables))
-            nonreentrant_checkpoints.refuse((loss, aux), before)
+            recomputations.refuse((loss, aux), before)
             below = _check_graph(loss, variables, create_graph=twice)
             run = partial(
                 inner_grads, [loss], variables, create_graph=twice, retain_graph=create_graph

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import gradkit
 from gradkit import func
-from gradkit._checks import smooth_formulas
+from gradkit._checks import edge_formulas
 from gradkit._checks.differentiable_formulas import FORMULAS
 
 D = torch.float64
@@ -472,4 +472,4 @@ def test_they_are_compiled_in_one_graph(device: torch.device, name: str) -> None
 
 def test_each_is_reached_by_its_name(device: torch.device) -> None:
     names = ("det", "prod", "cumprod", "scatter_reduce", "index_reduce", "sinc")
-    assert all(FORMULAS[name] is getattr(smooth_formulas, name) for name in names)
+    assert all(FORMULAS[name] is getattr(edge_formulas, name) for name in names)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import gradkit
 from gradkit import func, meta
-from gradkit._checks import op_monitor, steps_without_grads
+from gradkit._checks import checked, op_monitor
 from gradkit._compat.transforms import default_hooks, transforms
 from gradkit._core import grad_recorder, user_code
 from gradkit._state import exclusive_modules, grad_attribute, rerun
@@ -107,7 +107,7 @@ def modes() -> dict[str, Any]:
         "autocast": torch.is_autocast_enabled("cpu"),
         "observers": list(grad_recorder.observers.active),
         "hidden": [set(grad_recorder._hidden_passes), grad_recorder.observers.begin],
-        "checked": list(steps_without_grads.open_monitors),
+        "checked": list(checked.open_monitors),
         "monitors": op_monitor.active_monitors(),
         "writes": rerun._writes_of_run.get(),
         "uses": list(exclusive_modules._uses),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradkit._checks.eager_graph import refusal_reasons
-from gradkit._checks.modified_saved_tensors import modified_since_saved
+from gradkit._checks.modified_tensors import modified_since_saved
 from gradkit._compat.nodes import has_released
 from gradkit._core import pytree
 from gradkit._core.call import read_losses
