@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from gradkit._autograd import gramian
-from gradkit._autograd.gramian import gramian
 from gradkit._autograd.reduced_grads import values_and_reduced_grads
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core.call import (
@@ -130,7 +129,7 @@ def gram(
     check_chunk_size(chunk_size)
     with leave_inference_mode():
         flat = read_losses(losses, scalar=False), read_params(params)
-        return gramian(*flat, chunk_size=chunk_size, retain=bool(retain_graph))
+        return gramian.gramian(*flat, chunk_size=chunk_size, retain=bool(retain_graph))
 
 
 @disable_compile

@@ -1,4 +1,4 @@
-"""Gradients are copied as they arrive in a pass, before user code can write on them; and who wrote."""
+"""Gradients are copied as they arrive in a pass, before user code can write on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Derivatives of a pass's gradients: by a formula where torch has none, refused where a Function has none."""
+"""Derivatives of a pass's gradients: by a formula where torch has none, or refused."""
 
 from __future__ import annotations
 

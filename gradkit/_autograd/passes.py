@@ -1,4 +1,4 @@
-"""The passes of a call: what surrounds each, in which order they run, and when the graph is freed."""
+"""The passes of a call: what surrounds each, in which order they run, when the graph is freed."""
 
 from __future__ import annotations
 

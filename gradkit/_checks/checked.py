@@ -1,4 +1,4 @@
-"""`checked`: watches the forward pass, what writes on gradients, and optimizers that step without any."""
+"""`checked`: watches the forward pass, writes on gradients, and optimizers that step without."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Formulas that are right where torch's rules take a shortcut: at ties, zeros, singular matrices, below an eps.
+"""Formulas that are right where torch's rules take branches: ties, zeros, singular matrices, eps.
 
-Elsewhere, where the host can tell, the operation itself runs."""
+The value stays that of the operation, bit for bit; elsewhere, where the host can tell, the
+operation itself runs.
+"""
 
 from __future__ import annotations
 

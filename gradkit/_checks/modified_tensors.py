@@ -1,4 +1,4 @@
-"""Tensors that were changed in place: those that the graph has saved, and gradients after they had arrived."""
+"""Tensors changed in place: those that the graph has saved, and gradients that arrived."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ from gradkit._core.graph import Subgraph
 from gradkit._state.copy_on_write import CopyOnWrite
 from gradkit.errors import UnsupportedGraphError, message
 
-__all__ = ["OpMonitor", "TRANSFORM_BUGS"]
+__all__ = ["TRANSFORM_BUGS", "OpMonitor"]
 
 # An operator called as torch.ops.aten.add, or with its overload.
 OPERATOR, OVERLOAD = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)

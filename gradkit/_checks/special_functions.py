@@ -1,4 +1,4 @@
-"""Operations that drop the graph of a result that varies: formulas for some, refusals for the rest."""
+"""Operations that drop the graph of a result that varies: formulas, and refusals."""
 
 from __future__ import annotations
 

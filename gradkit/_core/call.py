@@ -1,4 +1,4 @@
-"""A call, read and flattened: options, losses and weights, the passes that it asks for, their graph."""
+"""A call, read and flattened: its options, losses and weights, the passes that it asks for."""
 
 from __future__ import annotations
 

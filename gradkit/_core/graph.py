@@ -1,4 +1,4 @@
-"""The graph of a call's losses: its nodes, walks from the losses down, and how Python lets go of it."""
+"""The graph of a call's losses: its nodes, walks down from the losses, and how it is let go."""
 
 from __future__ import annotations
 

@@ -93,8 +93,6 @@ def dot_leaves(a: Tensor | None, b: Tensor | None) -> Tensor | None:
         return None
     if are_aligned(a, b):  # the graph would keep both whole tensors
         # Each Function that is defined costs every call a look: not where nobody has shards.
-        pass
-
         return shard_sum(_dot(local_part(a), local_part(b)), sharding(a))
     return _dot(a, b)
 

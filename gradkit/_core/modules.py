@@ -1,4 +1,4 @@
-"""What a module holds: its parameters, the classes of its parts, its hooks, and submodules by name."""
+"""What a module holds: its parameters, the classes of its parts, its hooks, its submodules."""
 
 from __future__ import annotations
 

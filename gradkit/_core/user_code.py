@@ -1,4 +1,4 @@
-"""Whether code of the user's could run in a pass: hooks, custom Functions, and what a function refers to."""
+"""Whether the user's code could run in a pass: hooks, Functions, what a function refers to."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from gradkit._autograd.engine import numbered_roots, unrecorded
 from gradkit._autograd.gramian import by_blocks, symmetrized, weights_of
 from gradkit._autograd.jacobian_rows import JacobianRows, read_jacobian_rows, warn_sequential
 from gradkit._autograd.passes import PassResult, PassRunner, RunnerFactory
+from gradkit._autograd.passes import release as release_nodes
 from gradkit._checks.eager_graph import check_call
 from gradkit._compat import distributed
 from gradkit._compat.undoing import INSIDE
@@ -192,7 +193,7 @@ def _run_rows(
         for index in every
     ]
     if release and rows.stop == len(losses.leaves):
-        passes.release(call.graph.below(every).leading_to(params.variables))
+        release_nodes(call.graph.below(every).leading_to(params.variables))
     return PassResult(call, grads)
 
 

@@ -19,6 +19,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
 import gradkit
+from gradkit._core.graph import nodes_below
 from gradkit.report import Explanation, explain
 from gradkit.report._view.rendering import folded
 from tests.helpers import Halve, unchanged
@@ -77,17 +78,17 @@ def test_the_parts_are_a_partition_of_the_graph(device: torch.device, program: P
     graph = build(program, device, torch.float32)
     found = explain(graph.losses, graph.leaves)
     live = [loss for loss in graph.losses if loss.requires_grad]
-    every = {n for n in graph.nodes_below(live) if "AccumulateGrad" not in n.name()}
+    every = {n for n in nodes_below(live) if "AccumulateGrad" not in n.name()}
     assert sum(part.nodes for part in found.parts) == found.nodes == len(every)
     assert sum(part.nodes for part in found.parts if len(part.losses) > 1) == found.shared
     for name, loss in zip(found.losses, graph.losses, strict=True):
-        below = graph.nodes_below([loss]) if loss.requires_grad else set()
+        below = nodes_below([loss]) if loss.requires_grad else set()
         mine = {node for node in below if "AccumulateGrad" not in node.name()}
         assert found.losses[name].nodes == len(mine)
         assert sum(part.nodes for part in found.parts if name in part.losses) == len(mine)
         others = [one for one in live if one is not loss]
         if sum(one is loss for one in graph.losses) == 1:
-            assert found.losses[name].own == len(mine - graph.nodes_below(others))
+            assert found.losses[name].own == len(mine - nodes_below(others))
     for part in found.parts:
         for index in part.below:
             assert set(part.losses) < set(found.parts[index].losses)

@@ -430,7 +430,7 @@ def test_other_dtypes_take_the_batched_pass(device: torch.device, dtype: torch.d
     with watched() as proved:
         norms = gradkit.per_sample_norms(loss, [weight])
     assert proved == [False]
-    torch.testing.assert_close(gramian, torch.full_like(gramian, 3**0.5))
+    torch.testing.assert_close(norms, torch.full_like(norms, 3**0.5))
 
 
 def test_mixed_dtypes_take_the_batched_pass(device: torch.device) -> None:
@@ -445,7 +445,7 @@ def test_the_norm_of_each_sample_alone_overflows(device: torch.device) -> None:
     with watched() as proved:
         norms = gradkit.per_sample_norms(model[0](x).sum(1), model[0])
     assert proved == [True]
-    assert gramian.isfinite().tolist() == [True, False, True, True, True]
+    assert norms.isfinite().tolist() == [True, False, True, True, True]
 
 
 @settings(max_examples=settings.default.max_examples // 2)
@@ -487,7 +487,7 @@ def test_the_digits_that_are_left_where_positions_cancel(
     every = torch.cat(terms, 1).flatten(2)
     expected = every.sum(1).norm(dim=1)
     rounding = 1e-7 * every.norm(dim=2).sum(1)  # of the gradient itself, in float32
-    assert ((gramian - expected).abs() <= 1e-3 * expected + rounding).all()
+    assert ((norms - expected).abs() <= 1e-3 * expected + rounding).all()
 
 
 def test_no_sample_exceeds_the_norm_where_positions_cancel(device: torch.device) -> None:
@@ -502,9 +502,9 @@ def test_no_sample_exceeds_the_norm_where_positions_cancel(device: torch.device)
     each = gradkit.tree.to_matrix([gradkit.per_loss_grads(losses(), layer)], losses=[losses()])[0]
     norms = each.norm(dim=1)
     with watched() as proved:
-        total = gradkit.clipped_sum(losses(), layer, gramian.min() / 5)
+        total = gradkit.clipped_sum(losses(), layer, norms.min() / 5)
     assert proved == [True]
-    expected = (gramian.min() / 5 / gramian) @ each
+    expected = (norms.min() / 5 / norms) @ each
     torch.testing.assert_close(total["weight"].flatten(), expected, rtol=1e-2, atol=1e-2)
 
 
@@ -518,7 +518,7 @@ def test_in_float64_a_sum_of_nothing_but_rounding_errors_takes_the_batched_pass(
     with watched() as proved:
         norms = gradkit.per_sample_norms(loss, layer)
     assert proved == [False]
-    assert (gramian < 1e-12).all()
+    assert (norms < 1e-12).all()
 
 
 @given(
@@ -544,7 +544,7 @@ def test_in_float64_ten_digits_are_right_where_positions_cancel(
     each = torch.einsum("bti,bto->boi", inputs, factors)
     terms = inputs.norm(dim=2) * factors.norm(dim=2)  # of whose rounding the gradient itself is
     allowed = 1e-10 * each.flatten(1).norm(dim=1) + 1e-14 * terms.sum(1)
-    assert ((gramian - each.flatten(1).norm(dim=1)).abs() <= allowed).all()
+    assert ((norms - each.flatten(1).norm(dim=1)).abs() <= allowed).all()
     scale = (0.1 / (each.flatten(1).norm(dim=1) + 1e-6)).clamp(max=1)
     expected = torch.einsum("b,boi->oi", scale, each)
     assert (clipped - expected).norm() <= 1e-10 * expected.norm() + 1e-13 * terms.sum()

@@ -30,8 +30,8 @@ BY_DESIGN = {
 KINKS = {"prelu", "module nn.PReLU", "fmax", "fmin", "svd", "svd_lowrank", "pca_lowrank"}
 # Points at which squares overflow, or a result is smaller than the rounding of what it is of.
 OF_ROUNDING = ("huge", "1e-150 beside 1e150", "1e-8 beside 1e8", "1e-20 beside 1", "1e8", "1e-20")
-# The same of single operations: the inverse is zero there but for rounding; and a quotient of degree
-# zero, for which the differences step over the point.
+# The same of single operations: an inverse that is zero there but for rounding; a quotient of
+# degree zero, for which the differences step over the point.
 ALSO_OF_ROUNDING = {"cholesky_inverse": ("far up", "far down"), "corrcoef": ("1e-6", "1e-9")}
 # Wrong at every point in eager code, too, which a row of docs/silently_wrong.md says.
 WRONG_IN_EAGER_CODE = {"as_strided_scatter"}
