@@ -18,9 +18,8 @@ from gradkit._compat.undoing import INSIDE, undo_stack, undone
 from gradkit._core.devices import is_capturing
 from gradkit._core.user_code import captured_by
 from gradkit._state import rng
-from gradkit._state.exclusive_modules import alone_with
 from gradkit._state.grad_attribute import grad_dtypes_put_back, grads_put_back
-from gradkit._state.module_state import ModuleSnapshot, attributes_put_back
+from gradkit._state.module_state import ModuleSnapshot, alone_with, attributes_put_back
 
 
 class Snapshot:

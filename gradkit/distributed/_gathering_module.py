@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradkit._compat import distributed
 from gradkit._compat.transforms import is_transform_tensor
 from gradkit._compat.undoing import INSIDE, undone
-from gradkit._state.exclusive_modules import alone_with
+from gradkit._state.module_state import alone_with
 from gradkit._state.recomputed_tensors import recompute_hooks, register_recompute
 from gradkit.distributed._differentiable_gather import ShardedParam, gather
 

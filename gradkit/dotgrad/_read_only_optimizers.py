@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from gradkit._compat.optim import has_step_hooks, is_step_of_class
+from gradkit._compat.modules import has_step_hooks, is_step_of_class
 from gradkit._core.ownership import are_alone_in_memory
 from gradkit._core.pytree import PyTree
 from gradkit.errors import warn_fallback

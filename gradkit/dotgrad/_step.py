@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from gradkit._compat.distributed import mesh_of
 from gradkit._compat.dynamo import disable_compile
-from gradkit._compat.optim import is_step_of_class, is_unscaled, scaler_put_back_on_error
+from gradkit._compat.modules import is_step_of_class, is_unscaled, scaler_put_back_on_error
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import check_number

@@ -23,8 +23,7 @@ from gradkit._core import pytree
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import refuse_distributed, require_tensor
 from gradkit._state.copy_on_write import CopyOnWrite, CopyOnWriteMode, is_in_place
-from gradkit._state.exclusive_modules import alone_with
-from gradkit._state.module_state import TensorSlots, attributes_put_back
+from gradkit._state.module_state import TensorSlots, alone_with, attributes_put_back
 from gradkit._state.recomputed_tensors import is_recomputed
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func import _checkpoints as checkpoints

@@ -18,8 +18,7 @@ from gradkit._core.devices import is_capturing
 from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import captured_by
 from gradkit._state import rng
-from gradkit._state.exclusive_modules import alone_with
-from gradkit._state.module_state import attributes_put_back
+from gradkit._state.module_state import alone_with, attributes_put_back
 from gradkit.errors import StructureError, UnsupportedGraphError, first_line, message, warn_fallback
 from gradkit.func._errors import RANDOM, refused_random
 

@@ -21,7 +21,7 @@ from gradkit import func, meta
 from gradkit._checks import checked, op_monitor
 from gradkit._compat.transforms import default_hooks, transforms
 from gradkit._core import grad_recorder, user_code
-from gradkit._state import exclusive_modules, grad_attribute, rerun
+from gradkit._state import grad_attribute, module_state, rerun
 
 _PACKAGE = os.path.dirname(gradkit.__file__) + os.sep
 _OPTIMIZERS = import_module("torch.optim.optimizer")
@@ -110,7 +110,7 @@ def modes() -> dict[str, Any]:
         "checked": list(checked.open_monitors),
         "monitors": op_monitor.active_monitors(),
         "writes": rerun._writes_of_run.get(),
-        "uses": list(exclusive_modules._uses),
+        "uses": list(module_state._uses),
         "steps": [
             dict(_OPTIMIZERS._global_optimizer_pre_hooks),
             dict(_OPTIMIZERS._global_optimizer_post_hooks),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gradkit
 from gradkit import func, meta
-from gradkit._state import exclusive_modules
+from gradkit._state import module_state
 
 THREADS, ROUNDS = 4, 12
 
@@ -24,7 +24,7 @@ def _threads_take_turns_often() -> Iterator[None]:
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
-    assert not exclusive_modules._uses
+    assert not module_state._uses
 
 
 class Branch(nn.Module):
@@ -189,7 +189,7 @@ def test_modules_that_call_each_other_raise_before_they_wait_for_ever(
 def test_a_call_that_waits_too_long_says_so(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exclusive_modules, "_LONGEST_WAIT", 0.05)
+    monkeypatch.setattr(module_state, "_LONGEST_WAIT", 0.05)
     entered, leave = Event(), Event()
 
     class Waits(nn.Linear):
