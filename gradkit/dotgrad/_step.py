@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from operator import attrgetter, is_
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
+from sys import getrefcount
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from gradkit._compat.distributed import mesh_of
 from gradkit._compat.dynamo import disable_compile
-from gradkit._compat.modules import is_step_of_class, is_unscaled, scaler_put_back_on_error
+from gradkit._compat.modules import (
+    has_step_hooks,
+    is_step_of_class,
+    is_unscaled,
+    scaler_put_back_on_error,
+)
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import check_number
-from gradkit._core.ownership import PLAIN_TYPES, leave_inference_mode
+from gradkit._core.ownership import PLAIN_TYPES, are_alone_in_memory, leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit._state.grad_attribute import FormerGrads, grads_put_back, set_grads, write_all
 from gradkit.dotgrad._matching import Pairs, match, read_grad_leaves, read_leaves, unique
-from gradkit.dotgrad._read_only_optimizers import (
-    READERS,
-    are_apart_from_state,
-    are_laid_out,
-    only_reads,
-    warn_of_write,
-)
-from gradkit.dotgrad._wrappers import check_wrapper
 from gradkit.errors import (
     LeafTypeError,
     OptionError,
@@ -40,8 +39,126 @@ from gradkit.errors import (
     UnsupportedOptimizerError,
     describe,
     message,
+    warn_fallback,
 )
 from gradkit.tree._norms import clip_by_global_norm
+
+# tests/dotgrad/test_read_only_optimizers.py runs each with the options for which nothing is copied.
+# One that is not here is given copies: it may write on its gradients, or keep them.
+_NAMES = (
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam",
+    "RMSprop", "Rprop", "SGD", "SparseAdam",
+)  # fmt: skip
+READERS = frozenset(getattr(optim, name) for name in _NAMES if hasattr(optim, name))
+_values: Callable[[dict[str, Any]], Iterable[Any]] = methodcaller("values")
+_is_contiguous: Callable[[Tensor], bool] = Tensor.is_contiguous
+_stride: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
+
+
+def only_reads(optimizer: Any) -> bool:
+    """Return whether a step leaves the gradients as they are, and keeps none of them."""
+    return (
+        type(optimizer) in READERS
+        and is_step_of_class(optimizer)
+        and not has_step_hooks(optimizer)  # a hook may clip in place
+        and not any(map(_writes, optimizer.param_groups))
+    )
+
+
+def _writes(group: dict[str, Any]) -> bool:
+    """Return whether a step with these options writes on gradients, or was not tried for it."""
+    if group.get("differentiable") or group.get("capturable"):
+        return True
+    # SGD adds Nesterov's momentum to the gradient itself where it takes all parameters at once.
+    if not group.get("nesterov") or group.get("foreach") is False:
+        return False
+    return bool(group.get("foreach")) or any(p.device.type != "cpu" for p in group["params"])
+
+
+def are_laid_out(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    """Return whether each gradient has the strides of its leaf."""
+    try:
+        if all(map(_is_contiguous, grads)) and all(map(_is_contiguous, leaves)):
+            return True
+        return list(map(_stride, grads)) == list(map(_stride, leaves))
+    except (RuntimeError, TypeError):  # sparse, say
+        return False
+
+
+def are_apart_from_state(
+    grads: list[Tensor],
+    optimizer: Optimizer,
+    own_params: Sequence[Tensor],
+    tree: PyTree | None,
+    *,
+    lists: int,
+) -> bool:
+    """Return whether no gradient shares memory with what a step of the optimizer writes on."""
+    # `tree`: the list, tuple or dictionary that alone, beside so many `lists`, this one among them,
+    # holds each; or None.
+    try:
+        if not are_alone_in_memory(grads):
+            return False  # it may be a view of a parameter
+    except (RuntimeError, TypeError):
+        return False
+    states = optimizer.state.values()
+    # What is a state of the optimizer, too, is in its dictionary, a parameter in its group: another
+    # that holds it, but where that dictionary is the tree.
+    if (
+        tree is not None
+        and {_IN_TREE + lists}.issuperset(map(getrefcount, grads))
+        and id(tree) not in map(id, states)
+    ):
+        return True
+    written = chain(own_params, chain.from_iterable(map(_values, states)))
+    return set(map(id, grads)).isdisjoint(map(id, written))
+
+
+_one = [torch.empty(0)]
+_IN_TREE = next(map(getrefcount, _one))  # the count of a tensor that one container refers to
+del _one
+
+
+def warn_of_write(optimizer: Optimizer) -> None:
+    """Warn that a step has changed a gradient of the caller's."""
+    warn_fallback(
+        f"{type(optimizer).__name__} has changed the gradients that step_ was given, and that "
+        "gradkit takes for read-only. The step itself is right. Pass copies: "
+        "gradkit.tree.map(torch.clone, grads)"
+    )
+
+
+_STEPS = "an optimizer whose step() updates the parameters"
+
+
+def check_wrapper(optimizer: Any, *, unscales_or_clips: bool) -> None:
+    """Raise if the wrapper would drop the gradients, or unscale them once more."""
+    name = type(optimizer).__name__
+    # Accelerate's, by attribute: gradkit does not import it.
+    if not getattr(getattr(optimizer, "gradient_state", None), "sync_gradients", True):
+        got = f"{name}, which skips this step inside accumulate(): the gradients would be dropped"
+        fix = "add up the gradients (gradkit.tree.add_), and step if accelerator.sync_gradients"
+        raise UnsupportedOptimizerError(message("optimizer", _STEPS, got, fix))
+    if type(optimizer).__module__ == "accelerate.utils.deepspeed":
+        got = f"{name}, whose step() does nothing: DeepSpeed steps in accelerator.backward(loss)"
+        fix = "train with DDP or fully_shard, or use accelerator.backward(loss) with DeepSpeed"
+        raise UnsupportedOptimizerError(message("optimizer", _STEPS, got, fix))
+    if unscales_or_clips and _own_scaler(optimizer) is not None:
+        expected = "an optimizer that does not unscale, with scaler= or max_norm="
+        got = f"{name}, whose step() unscales the gradients"
+        fix = (
+            "leave both out; to clip, pass "
+            "gradkit.tree.clip_by_global_norm(grads, max_norm * scaler.get_scale())[0]"
+        )
+        raise UnsupportedOptimizerError(message("optimizer", expected, got, fix))
+
+
+def _own_scaler(optimizer: Any) -> GradScaler | None:
+    """Return the scaler of a wrapper of Accelerate, or of Lightning's precision plugin."""
+    plugin = getattr(getattr(optimizer, "_strategy", None), "precision_plugin", None)
+    scalers = (getattr(owner, "scaler", None) for owner in (optimizer, plugin))
+    return next((scaler for scaler in scalers if isinstance(scaler, GradScaler)), None)
+
 
 _version = attrgetter("_version")
 _CONTAINERS = frozenset({dict, list, tuple})

@@ -10,9 +10,18 @@ DTensors stay DTensors in sums. A number or a matrix made of them is a plain ten
 of their ranks: all ranks make the call, and the leaves are gathered one after the other.
 """
 
-from gradkit.tree._arithmetic import add, dot, map, scale, stack, sub, unstack
+from gradkit.tree._arithmetic import (
+    add,
+    dot,
+    map,
+    randn_like,
+    scale,
+    stack,
+    sub,
+    unstack,
+    zeros_like,
+)
 from gradkit.tree._in_place import add_, lerp_
-from gradkit.tree._new_trees import randn_like, zeros_like
 from gradkit.tree._norms import allclose, clip_by_global_norm, cosine, global_norm
 from gradkit.tree._per_loss import gram, to_matrix, weighted_sum
 from gradkit.tree._solvers import cg, neumann

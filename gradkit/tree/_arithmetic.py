@@ -3,25 +3,160 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import Tensor
 
-from gradkit._compat.transforms import transforms
+from gradkit._compat.distributed import is_dtensor, sharded_like
+from gradkit._compat.transforms import in_dual_level, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import check_number
-from gradkit._core.leaf_arithmetic import add_leaves, dot_leaves, to_common_dtype, without_autocast
+from gradkit._core.leaf_arithmetic import (
+    ARITHMETIC_DTYPES,
+    add_leaves,
+    dot_leaves,
+    to_common_dtype,
+    without_autocast,
+)
 from gradkit._core.ownership import PLAIN_TYPES
-from gradkit._core.params import expand_params
+from gradkit._core.params import DIFFERENTIABLE, expand_params
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, OptionError, StructureError, describe, message
-from gradkit.tree._alike_leaves import are_dense, are_of_one_kind, take_one_kernel
+
+_layout, _is_nested, _requires_grad, _dtype, _device = map(
+    attrgetter, ("layout", "is_nested", "requires_grad", "dtype", "device")
+)
+_DENSE = {torch.strided}
+_FOREACH = ("cpu", "cuda")  # devices whose kernels torch runs for a list of tensors
+
+
+def are_dense(leaves: Collection[Any]) -> TypeGuard[list[Tensor]]:
+    """Return whether all leaves, of which there are some, are plain dense tensors."""
+    return (
+        not torch.compiler.is_compiling()  # which reads no attributes of many at a time
+        and PLAIN_TYPES.issuperset(map(type, leaves))
+        and set(map(_layout, leaves)) == _DENSE
+        and not any(map(_is_nested, leaves))
+    )
+
+
+def are_dense_constants(leaves: Collection[Any]) -> TypeGuard[list[Tensor]]:
+    """Return whether they are that, without a graph or tangents, and outside of transforms."""
+    return (
+        are_dense(leaves)
+        and not any(map(_requires_grad, leaves))
+        and not transforms()
+        and not in_dual_level()
+    )
+
+
+def are_of_one_kind(
+    leaves: Iterable[Tensor], dtypes: Collection[torch.dtype] = ARITHMETIC_DTYPES
+) -> bool:
+    """Return whether tensors are of one of these dtypes, on one device with kernels for lists."""
+    own_dtypes, devices = set(map(_dtype, leaves)), set(map(_device, leaves))
+    return (
+        len(own_dtypes) == len(devices) == 1
+        and own_dtypes.issubset(dtypes)
+        and devices.pop().type in _FOREACH
+    )
+
+
+def take_one_kernel(leaves: Sequence[Any]) -> TypeGuard[list[Tensor]]:
+    """Return whether one kernel takes all leaves: dense constants of one kind."""
+    return are_dense_constants(leaves) and are_of_one_kind(leaves)
+
+
+def zeros_like(tree: PyTree, *, dtype: torch.dtype | None = None) -> PyTree:
+    """Return zeros of the shapes of a tree: somewhere to add to.
+
+    Example:
+        >>> import torch, gradkit
+        >>> gradkit.tree.zeros_like({"w": torch.ones(2), "b": None})
+        {'w': tensor([0., 0.]), 'b': None}
+
+    Args:
+        tree: A tree of tensors or None.
+        dtype: That of all leaves; None is that of each leaf of `tree`.
+
+    Returns:
+        A tree like `tree`, which requires no grad; None where it has None.
+
+    Raises:
+        LeafTypeError: A leaf is not a tensor.
+        OptionError: `dtype` is none.
+
+    Source:
+        `torch.zeros_like`
+    """
+    _check_type("dtype", dtype, torch.dtype, "dtype=torch.float32")
+    return map(partial(torch.zeros_like, dtype=dtype), tree)
+
+
+def randn_like(tree: PyTree, *, generator: torch.Generator | None = None) -> PyTree:
+    """Return random numbers of a standard normal distribution, of the shapes of a tree.
+
+    A direction for `gradkit.func.hvp` and its kin, say, or a probe of a matrix.
+
+    Example:
+        >>> import torch, gradkit
+        >>> direction = gradkit.tree.randn_like({"w": torch.ones(2), "b": None})
+        >>> direction["w"].shape, direction["b"]
+        (torch.Size([2]), None)
+
+    Args:
+        tree: A tree of floating-point or complex tensors or None.
+        generator: Where the numbers come from; None is torch's default.
+
+    Returns:
+        A tree like `tree`, dense, which requires no grad; None where it has None. A tensor that
+        stands in several places has the same numbers in all of them, as it is one variable.
+
+    Raises:
+        LeafTypeError: A leaf is no floating-point or complex tensor.
+        OptionError: `generator` is none.
+
+    Source:
+        `torch.randn_like`
+    """
+    fix = "generator=torch.Generator().manual_seed(0)"
+    _check_type("generator", generator, torch.Generator, fix)
+    (leaves,), spec = aligned_leaves({"tree": tree})
+    for index, leaf in enumerate(leaves):
+        if leaf is not None and not leaf.is_floating_point() and not leaf.is_complex():
+            where, fix = pytree.path(spec, index, "tree"), "put None in its place"
+            raise LeafTypeError(message(where, DIFFERENTIABLE, describe(leaf), fix))
+    drawn: dict[int, Tensor] = {}
+    result: list[Leaf] = []
+    for leaf in leaves:
+        if leaf is None:
+            result.append(None)
+        elif id(leaf) in drawn:
+            result.append(drawn[id(leaf)].clone())
+        else:
+            drawn[id(leaf)] = _normal(leaf, generator)
+            result.append(drawn[id(leaf)])
+    return pytree.unflatten(spec, result)
+
+
+def _check_type(name: str, value: object, kind: type, fix: str) -> None:
+    if value is not None and not isinstance(value, kind):
+        expected = f"a torch.{kind.__name__} or None"
+        raise OptionError(message(name, expected, describe(value), fix))
+
+
+def _normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    if is_dtensor(like) and generator is None:
+        return torch.randn_like(like)  # whose shards differ
+    numbers = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
+    return sharded_like(numbers, like) if is_dtensor(like) else numbers
+
 
 _shape = attrgetter("shape")
 _WIDE = (torch.float32, torch.float64)  # in which products are computed anyway

@@ -2,15 +2,237 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
+from gradkit._compat.distributed import is_dtensor
+from gradkit._compat.transforms import transforms
+from gradkit._core import pytree
 from gradkit._core.call import is_number, number_for_torch
-from gradkit._core.pytree import PyTree
-from gradkit.errors import OptionError, describe, message
-from gradkit.tree._in_place_leaves import InPlaceOperation, run_in_place
+from gradkit._core.leaf_arithmetic import ARITHMETIC_DTYPES, why_it_fails
+from gradkit._core.ownership import PLAIN_TYPES, overlaps_itself, shared_by
+from gradkit._core.params import DIFFERENTIABLE
+from gradkit._core.pytree import PyTree, Structure
+from gradkit.errors import (
+    GradkitError,
+    LeafTypeError,
+    OptionError,
+    StructureError,
+    UnsupportedGraphError,
+    describe,
+    message,
+)
+from gradkit.tree._arithmetic import Leaf, aligned_leaves, group_alike
+
+# Of tensors of one device, dtype and layout, and as many others.
+_Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor]], object]
+_dtype, _layout, _device, _requires_grad = map(
+    attrgetter, ("dtype", "layout", "device", "requires_grad")
+)
+# A list or dict of the caller's, the index or key in it, and the leaf of the second tree.
+_Entry: TypeAlias = tuple[Any, Any, Tensor]
+_Defect: TypeAlias = tuple[type[GradkitError], str, str, str, str]
+
+
+@dataclass(frozen=True)
+class InPlaceOperation:
+    """What is done to two leaves, or to one where the other is None."""
+
+    both: _Kernel
+    first: Callable[[Tensor], Tensor]  # in place
+    second: Callable[[Tensor], Tensor]  # to a new tensor
+    number: float
+    may_be_sparse: bool
+
+    def on_copies(self, x: Leaf, y: Leaf) -> None:
+        """Run it for two leaves, and change neither."""
+        if x is not None and y is not None:
+            self.both([x.clone()], [y])
+        elif x is not None:
+            self.first(x.clone())
+        elif y is not None:
+            self.second(y)
+
+
+@dataclass(frozen=True)
+class _Leaves:
+    """The leaves of two trees, all checked: nothing that is done with them raises."""
+
+    pairs: list[tuple[Tensor, Tensor]]  # where both trees have a tensor
+    alone: list[Tensor]  # of the first tree, where the second has None
+    entries: list[_Entry]  # where the first is None, and the second has a tensor
+
+    def change(self, operation: InPlaceOperation) -> None:
+        """Run an operation on all leaves, pairs of a kind together."""
+        for indices in group_alike([x for x, _ in self.pairs]).values():
+            group = [self.pairs[index] for index in indices]
+            operation.both([x for x, _ in group], [y for _, y in group])
+        for x in self.alone:
+            operation.first(x)
+        for container, key, leaf in self.entries:
+            container[key] = operation.second(leaf)
+
+
+def run_in_place(operation: InPlaceOperation, tree: PyTree, other: PyTree, name: str) -> None:
+    """Change the tensors of a tree by those of another one, or raise before anything is changed."""
+    _read(tree, other, name, operation).change(operation)
+
+
+def _read(tree: PyTree, other: PyTree, name: str, operation: InPlaceOperation) -> _Leaves:
+    """Open and check both trees."""
+    if transforms():
+        expected = "a call outside of torch.func's transforms"
+        fix = "gradkit.tree.add, which is pure"
+        raise UnsupportedGraphError(message("tree", expected, "one inside", fix))
+    leaves, spec = aligned_leaves({"tree": tree, name: other})
+    rows = list(zip(*leaves, strict=True))
+    for index, (x, y) in enumerate(() if _plainly_fit(leaves, operation) else rows):
+        defect = _defect(x, y, operation)
+        if defect is not None:
+            error, root, expected, got, fix = defect
+            raise error(message(pytree.path(spec, index, root or name), expected, got, fix))
+    entries = _entries(tree, rows, spec)
+    _refuse_shared_memory(rows, spec, name)
+    pairs = [(x, y) for x, y in rows if x is not None and y is not None]
+    return _Leaves(pairs, [x for x, y in rows if x is not None and y is None], entries)
+
+
+def _plainly_fit(by_tree: Sequence[list[Any]], operation: InPlaceOperation) -> bool:
+    """Return whether all leaves are ordinary tensors of one kind that no graph records."""
+    leaves = [leaf for column in by_tree for leaf in column]
+    if torch.compiler.is_compiling() or not PLAIN_TYPES.issuperset(map(type, leaves)):
+        return False
+    dtypes, layouts = set(map(_dtype, leaves)), set(map(_layout, leaves))
+    return (
+        (len(dtypes), len(set(map(_device, leaves))), layouts) == (1, 1, {torch.strided})
+        and dtypes <= ARITHMETIC_DTYPES
+        and abs(operation.number) <= _FITS_ALL_DTYPES
+        and not (torch.is_grad_enabled() and any(map(_requires_grad, leaves)))
+        and not any(map(Tensor.is_inference, by_tree[0]))
+    )
+
+
+# torch raises for a number that is out of the range of the tensors.
+_FITS_ALL_DTYPES = torch.finfo(torch.float16).max
+
+
+def _defect(x: Leaf, y: Leaf, operation: InPlaceOperation) -> _Defect | None:
+    """Return why a leaf cannot be changed by another one: error, tree, expected, got, fix."""
+    for root, leaf in (("tree", x), ("", y)):
+        if leaf is None:
+            continue
+        if not leaf.is_floating_point() and not leaf.is_complex():
+            fix = "leave integers out: gradients are none"
+            return LeafTypeError, root, DIFFERENTIABLE, describe(leaf), fix
+        if leaf.requires_grad and torch.is_grad_enabled():
+            expected = "a tensor that does not require grad, as a change in place is not recorded"
+            fix = "with torch.no_grad(): around the call; or gradkit.tree.add, which is recorded"
+            return UnsupportedGraphError, root, expected, "one that does", fix
+    if x is not None and (defect := _defect_in_place(x, y, operation)) is not None:
+        return defect
+    return _without_kernel(x, y, operation)
+
+
+def _defect_in_place(x: Tensor, y: Leaf, operation: InPlaceOperation) -> _Defect | None:
+    """Return why a tensor cannot hold the result."""
+    if torch.compiler.is_compiling():
+        pass  # which cannot tell
+    elif x.is_inference() and not torch.is_inference_mode_enabled():
+        got, fix = "one made in inference mode", "clone it"
+        return StructureError, "tree", "a tensor that can be changed in place", got, fix
+    if y is not None:
+        alike = x.device == y.device and is_dtensor(x) == is_dtensor(y)
+        if not alike or not _is_as_precise(x.dtype, y.dtype):
+            fix = "gradkit.tree.map(lambda x: x.to(device, dtype), other)"
+            return StructureError, "", f"what can be added to {describe(x)}", describe(y), fix
+    may_be_sparse = operation.may_be_sparse and (y is None or y.layout == x.layout)
+    if x.layout != torch.strided and not may_be_sparse:
+        fix = "gradkit.tree.add; or gradkit.tree.map(torch.Tensor.to_dense, tree)"
+        return StructureError, "tree", "a dense tensor", f"one of layout {x.layout}", fix
+    return None
+
+
+def _is_as_precise(dtype: torch.dtype, other: torch.dtype) -> bool:
+    if dtype == other:
+        return True
+    # promote_types raises for float8.
+    return min(dtype.itemsize, other.itemsize) > 1 and torch.promote_types(dtype, other) == dtype
+
+
+def _without_kernel(x: Leaf, y: Leaf, operation: InPlaceOperation) -> _Defect | None:
+    """Return a defect if torch does not have the operation for such leaves."""
+    present = [leaf for leaf in (x, y) if leaf is not None]
+    is_ordinary = (
+        ARITHMETIC_DTYPES.issuperset([leaf.dtype for leaf in present])
+        and (x is None or x.layout == torch.strided)
+        and (y is None or y.layout in (torch.strided, torch.sparse_coo))
+        and abs(operation.number) <= _FITS_ALL_DTYPES
+    )
+    if is_ordinary or torch.compiler.is_compiling():
+        return None
+    reason = why_it_fails(lambda: operation.on_copies(x, y))
+    if reason is None:
+        return None
+    got = f"{describe(present[0])} of layout {present[0].layout}, of which torch says: {reason}"
+    fix = "both trees as dense float32: gradkit.tree.map(lambda x: x.to_dense().float(), tree)"
+    return (
+        StructureError,
+        "" if x is None else "tree",
+        "a tensor that torch can change so",
+        got,
+        fix,
+    )
+
+
+def _entries(tree: PyTree, rows: Sequence[Sequence[Leaf]], spec: Structure) -> list[_Entry]:
+    """Return where the first tree has None, and the second a tensor, which is to be set there."""
+    entries: dict[tuple[int, object], _Entry] = {}
+    for index, (x, y) in enumerate(rows):
+        if x is not None or y is None:
+            continue
+        container, key = pytree.mutable_entry(tree, spec, index) or (None, None)
+        if container is None or (id(container), key) in entries:
+            where = pytree.path(spec, index, "tree")
+            expected = "a tensor, or None in a list or dict of its own"
+            fix = (
+                "gradkit.tree.add, which returns a new tree; or start with gradkit.tree.zeros_like"
+            )
+            raise StructureError(message(where, expected, "None, which cannot be set here", fix))
+        entries[id(container), key] = container, key, y
+    return list(entries.values())
+
+
+def _refuse_shared_memory(rows: Sequence[Sequence[Leaf]], spec: Structure, name: str) -> None:
+    """Raise if a change of one leaf would change another one, which is still to be read."""
+    if torch.compiler.is_compiling():  # which knows no addresses
+        return
+    indices = [index for index, (x, _) in enumerate(rows) if _has_address(x)]
+    written = [cast("Tensor", rows[index][0]) for index in indices]
+    read = [rows[index][1] for index in indices]
+    for index, x in zip(indices, written, strict=True):
+        if overlaps_itself(x):
+            got, fix = "an expanded one, whose entries share theirs", "pass a clone of it"
+            raise StructureError(message(pytree.path(spec, index, "tree"), _OWN, got, fix))
+    shared = shared_by(written, [y if _has_address(y) else None for y in read])
+    if shared is not None:
+        first, second = shared
+        root = "tree" if second < len(written) else name
+        got = f"one in the memory of {pytree.path(spec, indices[second % len(written)], root)}"
+        where, fix = pytree.path(spec, indices[first], "tree"), "pass clones; a tied tensor once"
+        raise StructureError(message(where, _OWN, got, fix))
+
+
+_OWN = "a tensor with memory of its own"
+
+
+def _has_address(leaf: Leaf) -> bool:
+    # A subclass may have several storages, or none; of what is not dense nobody has a view.
+    return type(leaf) in PLAIN_TYPES and cast("Tensor", leaf).layout == torch.strided
 
 
 def add_(tree: PyTree, other: PyTree, *, alpha: float = 1) -> PyTree:

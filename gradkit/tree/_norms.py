@@ -17,14 +17,15 @@ from gradkit._core.leaf_arithmetic import largest, stored_values, to_common_dtyp
 from gradkit._core.params import DIFFERENTIABLE
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, OptionError, StructureError, describe, message
-from gradkit.tree._alike_leaves import are_dense_constants, take_one_kernel
 from gradkit.tree._arithmetic import (
     ClippedGrads,
     Leaf,
     aligned_leaves,
     apply_with_zeros,
+    are_dense_constants,
     dot,
     scale_leaves,
+    take_one_kernel,
 )
 
 

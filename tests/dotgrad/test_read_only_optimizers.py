@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn, optim
 
 import gradkit
-from gradkit.dotgrad import _read_only_optimizers, _step
-from gradkit.dotgrad._read_only_optimizers import READERS, only_reads
+from gradkit.dotgrad import _step
+from gradkit.dotgrad._step import READERS, only_reads
 from tests.helpers import assert_same_bits
 
 FLAGS: dict[str, list[Any]] = {
@@ -186,7 +186,7 @@ def test_the_gradients_of_a_part_are_lent(
 
     monkeypatch.setattr(optimizer, "step", noted_step)
     monkeypatch.setattr(_step, "write_all", lambda _: pytest.fail("copied"))
-    monkeypatch.setattr(_read_only_optimizers, "is_step_of_class", lambda _: True)
+    monkeypatch.setattr(_step, "is_step_of_class", lambda _: True)
     _, grads = gradkit.value_and_grads(model[:3](torch.ones(2, device=device)).sum(), model)
     gradkit.step_(optimizer, model, grads)
     assert [id(grad) for grad in seen] == [id(grad) for grad in grads.values()]
@@ -199,7 +199,7 @@ def test_the_gradients_of_a_part_are_lent(
 def test_a_gradient_that_was_written_on_is_told(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_read_only_optimizers, "_writes", lambda group: False)
+    monkeypatch.setattr(_step, "_writes", lambda group: False)
     params = net(device)
     optimizer = optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, foreach=True)
     grads = grads_of(params, 0)

@@ -19,8 +19,7 @@ from gradkit._core.pytree import PyTree
 from gradkit.errors import LeafTypeError, message
 from gradkit.report._view.charts import cosine_text, draw_cosines
 from gradkit.report._view.rendering import Block, Report, Styled, Table, listed, plural, prefixes
-from gradkit.tree._per_loss import gram
-from gradkit.tree._per_loss_rows import PerLossRows, read_per_loss_rows
+from gradkit.tree._per_loss import PerLossRows, gram, read_per_loss_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
