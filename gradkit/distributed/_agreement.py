@@ -1,9 +1,4 @@
-"""Ranks agree on what they are about to do before any gradient is sent.
-
-A collective hangs, or mixes up memory, if its ranks send different shapes. So each rank first sends
-a digest of fixed size. If digests differ, the ranks exchange descriptions and all raise the same
-error; if one rank has failed, the others raise at once.
-"""
+"""Ranks agree on what they are about to do before any gradient is sent."""
 
 from __future__ import annotations
 
@@ -12,6 +7,7 @@ import struct
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from itertools import count
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
@@ -19,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradkit._compat.distributed import store
 from gradkit.errors import (
     CollectiveError,
     GradkitError,
@@ -26,6 +23,46 @@ from gradkit.errors import (
     message,
     with_article,
 )
+
+_NUMBERS = count()  # ranks make the same functions in the same order
+
+
+class RemoteErrors:
+    """The errors of a function that all ranks call, in the store that all ranks read."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self._number, self._call = next(_NUMBERS), 0
+
+    @contextmanager
+    def report_own(self) -> Iterator[None]:
+        """Write down what the block, the next call on all ranks, raises on this one."""
+        self._call += 1
+        try:
+            yield
+        except CollectiveError:  # of a rank that has waited for another
+            raise
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".partition("\n")[0]
+            with suppress(RuntimeError):
+                store().set(self._key(self._rank), text)
+            raise
+
+    def of_others(self) -> str:
+        """Return what other ranks have written down in the last call; empty if nothing."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        lines = [(rank, self._read(rank)) for rank in others]
+        return "; ".join(f"an error on rank {n} in the call, {text}" for n, text in lines if text)
+
+    def _read(self, rank: int) -> str:
+        shared, key = store(), self._key(rank)
+        with suppress(RuntimeError):  # of a store that has gone with its rank
+            return str(shared.get(key).decode()) if shared.check([key]) else ""
+        return ""
+
+    def _key(self, rank: int) -> str:
+        return f"gradkit/{self._number}/{self._call}/{rank}"
+
 
 _T = TypeVar("_T")
 Digest: TypeAlias = tuple[int, ...]

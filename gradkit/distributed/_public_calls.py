@@ -26,7 +26,7 @@ from gradkit._core.call import (
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
-from gradkit.distributed import _ddp, _fsdp, _simultaneous
+from gradkit.distributed import _ddp, _distributed_call, _fsdp
 from gradkit.distributed._distributed_call import DistributedCall
 from gradkit.distributed._gramian import (
     ElementsCall,
@@ -218,12 +218,12 @@ def simultaneous_grads(
     with leave_inference_mode():
         replicas, shards = _wrapped_in(modules)
         separately = partial(passes.run_separately, strategy="sequential", chunk_size=None)
-        run = separately if shards else _simultaneous.run
-        call = _simultaneous.SimultaneousCall(
+        run = separately if shards else _distributed_call.run
+        call = _distributed_call.SimultaneousCall(
             name, losses, modules, run, False, create_graph, retain_graph
         )
         result, params = _fsdp.run(call, shards) if shards else _ddp.run(call, replicas)
-        result, players = _simultaneous.own_parts(result, params, unused)
+        result, players = _distributed_call.own_parts(result, params, unused)
         require_reached(result.call, result.grads, unused)
         return passes.trees_by_player(result, players)
 

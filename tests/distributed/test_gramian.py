@@ -20,8 +20,8 @@ import gradkit
 from gradkit._autograd.jacobian_rows import read_jacobian_rows
 from gradkit._core.call import read_losses
 from gradkit._core.params import read_params
-from gradkit.distributed import _inner_product_reduction
-from gradkit.distributed._inner_product_reduction import arrival_order
+from gradkit.distributed import _gramian
+from gradkit.distributed._gramian import arrival_order
 from tests.processes import Ranks
 
 F64 = torch.float64
@@ -350,7 +350,7 @@ def check_memory(device: torch.device) -> None:
     model = DistributedDataParallel(nn.Sequential(*layers).to(device))
     x = torch.randn(2, 64, device=device)
     calls = most = 0
-    add = _inner_product_reduction._Buckets.add
+    add = _gramian._Buckets.add
 
     def counted(self: Any, index: int, rows: Tensor) -> None:
         nonlocal calls, most
@@ -359,8 +359,8 @@ def check_memory(device: torch.device) -> None:
         most = max(most, len(self._arrived))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_inner_product_reduction._Buckets, "add", counted)
-        patch.setattr(_inner_product_reduction, "EARLY_BYTES", 1)
+        patch.setattr(_gramian._Buckets, "add", counted)
+        patch.setattr(_gramian, "EARLY_BYTES", 1)
         out = model(x)
         gradkit.distributed.gram([out.sum(), out.square().sum()], model)
     assert (calls, most) == (8, 0)

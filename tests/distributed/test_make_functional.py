@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import gradkit
-from gradkit.distributed import _differentiable_gather
+from gradkit.distributed import _make_functional
 from tests.helpers import of_dtensors
 from tests.processes import Ranks
 
@@ -290,7 +290,7 @@ class Gathered:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._storages: list[tuple[StorageWeakRef, int]] = []
         self.most, self.limit = 0, inf
-        gather = _differentiable_gather.ShardedParam.gather
+        gather = _make_functional.ShardedParam.gather
 
         def counted(param: Any, shard: Tensor) -> Tensor:
             full = gather(param, shard)
@@ -298,7 +298,7 @@ class Gathered:
             self.most = max(self.most, self.settled(self.limit))
             return full
 
-        patch.setattr(_differentiable_gather.ShardedParam, "gather", counted)
+        patch.setattr(_make_functional.ShardedParam, "gather", counted)
 
     @property
     def now(self) -> int:
