@@ -46,8 +46,8 @@ from gradkit.errors import (
     message,
 )
 from gradkit.func._arguments import Arguments, copied
-from gradkit.func._batchable import BatchableOps
 from gradkit.func._errors import independent, named_errors
+from gradkit.func._vmap_or_loop import BatchableOps
 
 _CONSTANTS = (str, bytes, Number, Enum, torch.dtype, torch.device, torch.Size, torch.layout)
 

@@ -2,31 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from gradkit._checks import recomputations
+from gradkit._checks.recomputations import StateBeforeCall
 from gradkit._compat.autograd import storage_key
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.modules import own_parametrized_values
-from gradkit._compat.transforms import BATCH, memory_of, transforms
+from gradkit._compat.transforms import BATCH, is_transform_tensor, memory_of, transforms
 from gradkit._compat.undoing import INSIDE
-from gradkit._core import pytree
+from gradkit._core import graph, pytree
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import refuse_distributed, require_tensor
+from gradkit._core.pytree import PyTree
 from gradkit._state.copy_on_write import CopyOnWrite, CopyOnWriteMode, is_in_place
 from gradkit._state.module_state import TensorSlots, alone_with, attributes_put_back
 from gradkit._state.recomputed_tensors import is_recomputed
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
-from gradkit.func import _checkpoints as checkpoints
+
+_grad_fn = attrgetter("grad_fn")
+
+
+def before(tensors: Iterable[Any], tree: PyTree = ()) -> StateBeforeCall | None:
+    """Return the state before a call; most processes have no checkpoint, and no walk."""
+    snapshot = recomputations.before(())
+    if snapshot is None:
+        return None
+    leaves = chain(tensors, pytree.flatten(tree)[0])
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    nodes = map(_grad_fn, inputs)
+    # An edge costs some microseconds, and `refuse` asks for none where no checkpoint exists.
+    lazy = _nodes(inputs, list(nodes))  # those of now: an operation in place replaces them
+    return StateBeforeCall(snapshot.frames, cast("set[Node]", lazy), snapshot.outer)
+
+
+def _nodes(tensors: Sequence[Tensor], nodes: Sequence[Node | None]) -> Iterator[Node]:
+    """Yield the nodes at which the graphs of tensors begin."""
+    for tensor, node in zip(tensors, nodes, strict=True):
+        if not is_transform_tensor(tensor):
+            yield graph.edge(tensor).node if node is None else node
+
 
 Named: TypeAlias = dict[str, Tensor]
 _REFUSED_BY_TORCH = (nn.DataParallel, torch.jit.ScriptModule)
@@ -114,7 +140,7 @@ def functional(
         given = read_named(params, names, "params")
         # Copies: what the forward pass writes on is new.
         new = {name: t.clone() for name, t in read_named(buffers, buffer_names, "buffers").items()}
-        snapshot = checkpoints.before([*given.values(), *new.values()], (args, kwargs))
+        snapshot = before([*given.values(), *new.values()], (args, kwargs))
         if torch.compiler.is_compiling():
             out, after = _traced_call(module, given, new, every_name, args, kwargs)
         else:

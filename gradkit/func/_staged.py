@@ -3,28 +3,189 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gradkit._autograd.engine import inner_grads
+from gradkit._autograd.passes import InnerPass
+from gradkit._checks import eager_graph, recomputations
 from gradkit._compat.transforms import layers, transforms
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
-from gradkit._core.call import check_bool, check_chunk_size, check_function, check_option
+from gradkit._core.call import (
+    check_bool,
+    check_chunk_size,
+    check_function,
+    check_option,
+    read_losses,
+)
+from gradkit._core.graph import Subgraph
 from gradkit._core.leaf_arithmetic import add_leaves
 from gradkit._core.ownership import leave_inference_mode
-from gradkit._core.pytree import PyTree
+from gradkit._core.pytree import PyTree, Structure
 from gradkit._core.results_without_graph import with_refused_derivatives
+from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._state.snapshot import put_back_on_error
-from gradkit.errors import DetachedLossError, OptionError, UnsupportedGraphError, message
+from gradkit.errors import (
+    DetachedLossError,
+    OptionError,
+    StructureError,
+    UnsupportedGraphError,
+    describe,
+    message,
+)
+from gradkit.func import _make_functional as checkpoints
 from gradkit.func._arguments import Arguments, read_arguments
-from gradkit.func._chunks import Batch, joined
-from gradkit.func._differentiate import cast_to
-from gradkit.func._encoder_stage import EncoderStage
+from gradkit.func._differentiate import cast_to, detached
 from gradkit.func._errors import independent, named_errors
 from gradkit.func._grads import value_and_grads
+
+
+class Batch:
+    """A tree of tensors with one first dimension; what is no tensor belongs to every chunk."""
+
+    def __init__(self, tree: PyTree, root: str) -> None:
+        self._tree = tree
+        leaves, spec = pytree.flatten(tree)
+        sizes: dict[int, str] = {}
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                path = pytree.path(spec, index, root)
+                if leaf.dim() == 0:
+                    expected, got = "a tensor with a first dimension", "one without dimensions"
+                    fix = "close over it, or give it as a number"
+                    raise StructureError(message(path, expected, got, fix))
+                sizes.setdefault(leaf.shape[0], path)
+        if len(sizes) != 1:
+            got = ", ".join(f"{size} in {path}" for size, path in sizes.items()) or "no tensor"
+            fix = "pass tensors of as many rows; close over what is no part of the batch"
+            raise StructureError(message(root, "tensors with one first dimension", got, fix))
+        (self.size,) = sizes
+
+    def chunks(self, chunk_size: int | None) -> list[PyTree]:
+        """Return the parts of the batch, in order; one if there is no chunk size."""
+        if chunk_size is None or chunk_size >= self.size:
+            return [self._tree]
+        leaves, spec = pytree.flatten(self._tree)
+        count = -(-self.size // chunk_size)
+        columns = [
+            torch.split(leaf, chunk_size) if isinstance(leaf, Tensor) else [leaf] * count
+            for leaf in leaves
+        ]
+        return [pytree.unflatten(spec, parts) for parts in zip(*columns, strict=True)]
+
+
+def joined(trees: Sequence[PyTree], root: str) -> tuple[PyTree, list[list[int]]]:
+    """Return trees of one structure as one, each tensor joined, and the rows of each by tree."""
+    spec = pytree.flatten(trees[0])[1]
+    columns = list(zip(*(pytree.flatten_up_to(spec, root, t, root) for t in trees), strict=True))
+    for index, column in enumerate(columns):
+        if column[0].dim() == 0:
+            expected = "a tensor with a first dimension, along which those of the chunks are joined"
+            fix = "return one row for each sample; or value[None], for one row a chunk"
+            path = pytree.path(spec, index, root)
+            raise StructureError(message(path, expected, describe(column[0]), fix))
+    rows = [[tensor.shape[0] for tensor in column] for column in columns]
+    return pytree.unflatten(spec, [torch.cat(column) for column in columns]), rows
+
+
+def separated(tree: PyTree, rows: list[list[int]]) -> list[PyTree]:
+    """Return the trees that `joined` would make this one of."""
+    leaves, spec = pytree.flatten(tree)
+    columns = [torch.split(leaf, sizes) for leaf, sizes in zip(leaves, rows, strict=True)]
+    return [pytree.unflatten(spec, parts) for parts in zip(*columns, strict=True)]
+
+
+class _EncodedChunk(NamedTuple):
+    """What a run of the function made, with its graph."""
+
+    variables: list[Tensor]
+    outputs: list[Tensor]
+    spec: Structure
+    below: Subgraph
+
+    def values(self) -> PyTree:
+        """Return the outputs without the graph."""
+        return pytree.unflatten(self.spec, detached(self.outputs))
+
+
+class EncoderStage:
+    """The outputs of a function for a whole batch, and the gradients of each chunk."""
+
+    def __init__(
+        self,
+        encode: Callable[..., Any],
+        arguments: Arguments,
+        batch: Batch,
+        chunk_size: int | None,
+    ) -> None:
+        self._encode, self._arguments = encode, arguments
+        self._chunks = batch.chunks(chunk_size)
+        self.is_differentiable = False  # whether an output depends on the variables
+        self.captured: dict[int, Tensor] = {}  # what requires grad, and is no variable, by id
+        self._only_run: _EncodedChunk | None = None  # if there is one chunk: it runs once
+        self._states: list[RerunState] = []
+        self._row_counts: list[list[int]] = []  # of each output, by chunk
+
+    def outputs(self) -> PyTree:
+        """Return the outputs for all chunks; several leave no graph."""
+        if len(self._chunks) == 1:
+            self._only_run = self._run(self._chunks[0])
+            return self._only_run.values()
+        outputs = []
+        for chunk in self._chunks:
+            state = RerunState([*self._arguments.variables, *pytree.tensors(chunk)])
+            with state.first_run():
+                run = self._run(chunk)
+            state.record_outputs(run.outputs)
+            self._states.append(state)
+            outputs.append(run.values())
+            del run  # and with it the graph, before the next one is made
+        values, self._row_counts = joined(outputs, "encode(params, chunk)")
+        return values
+
+    def grads(self, cotangents: PyTree) -> Iterator[list[Tensor | None]]:
+        """Yield the gradients of each chunk, one for each variable."""
+        if self._only_run is not None:
+            yield self._pass(self._only_run, cotangents)
+            return
+        parts = separated(cotangents, self._row_counts)
+        for chunk, state, part in zip(self._chunks, self._states, parts, strict=True):
+            with state.second_run() as second:
+                run = self._run(chunk)
+                second.compare(run.outputs, "encode")
+                grads = self._pass(run, part)
+            del run  # and with it the graph, before the next one is made
+            yield grads
+
+    def _run(self, chunk: PyTree) -> _EncodedChunk:
+        with torch.enable_grad(), INSIDE:
+            variables = [x.detach().requires_grad_() for x in self._arguments.variables]
+            before = checkpoints.before(variables)
+            with recording_writes():
+                returned = self._encode(*self._arguments.with_variables(variables), chunk)
+            recomputations.refuse(returned, before)
+        outputs = read_losses(returned, scalar=False, returned=True)
+        below = Subgraph(outputs.leaves)
+        captured = {id(x): x for x in below.leaves.values() if x.requires_grad}
+        for variable in variables:
+            self.is_differentiable |= captured.pop(id(variable), None) is not None
+        self.captured |= captured
+        return _EncodedChunk(variables, outputs.leaves, outputs.spec, below)
+
+    def _pass(self, run: _EncodedChunk, cotangents: PyTree) -> list[Tensor | None]:
+        seeds: Sequence[Tensor] = pytree.flatten(cotangents)[0]
+        eager_graph.refuse_nodes(map(type, run.below.nodes), "encode")
+        one = InnerPass("encode", self._arguments.path, run.variables, run.below)
+        return one.guarded(
+            partial(inner_grads, run.outputs, run.variables, seeds), create_graph=False
+        )
+
 
 _NO_DERIVATIVE = message(
     "func.staged_value_and_grads",

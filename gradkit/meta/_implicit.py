@@ -41,7 +41,7 @@ from gradkit.errors import (
     level_of_the_caller,
     message,
 )
-from gradkit.func import _checkpoints as checkpoints
+from gradkit.func import _make_functional as checkpoints
 from gradkit.meta._captured import refuse_captured, runs_user_code
 from gradkit.meta._tensor_lists import Tensors
 from gradkit.meta._trees import InnerParams, read_inner_params, read_loss

@@ -27,7 +27,7 @@ from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._core.user_code import functions_alive, hooks_made, hooks_registered, user_functions
 from gradkit._state.rerun import recording_writes, what_first_run_made
 from gradkit.errors import UnreachedParamError, message
-from gradkit.func import _checkpoints as checkpoints
+from gradkit.func import _make_functional as checkpoints
 from gradkit.func._differentiate import LevelPasses, differentiate
 from gradkit.meta._builtin_optimizers import is_own_rule
 from gradkit.meta._captured import refuse_captured, runs_user_code
