@@ -11,17 +11,18 @@ from torch import Tensor
 
 from gradkit._compat.transforms import transforms
 from gradkit.errors import LeafTypeError, OptionError, describe, message
-from gradkit.meta import _tensor_lists
+from gradkit.meta import _optimizer
 from gradkit.meta._optimizer import (
+    Factor,
     Hyper,
     Optimizer,
     Settings,
     StateLists,
+    Tensors,
     Updated,
     optimizer_function,
     select,
 )
-from gradkit.meta._tensor_lists import Factor, Tensors
 
 _COUNT: Mapping[str, Callable[[Tensor], Any]] = {"step": lambda leaf: 0}
 
@@ -78,18 +79,18 @@ def sgd(
 
 def _sgd(params: Tensors, grads: Tensors, state: StateLists, hyper: Settings) -> Updated:
     momentum, dampening, nesterov = hyper["momentum"], hyper["dampening"], hyper["nesterov"]
-    if nesterov and (_tensor_lists.is_zero(momentum) or not _tensor_lists.is_zero(dampening)):
+    if nesterov and (_optimizer.is_zero(momentum) or not _optimizer.is_zero(dampening)):
         expected = "a momentum, and no dampening, as in torch.optim.SGD"
         got = f"momentum={describe(momentum)}, dampening={describe(dampening)}"
         fix = "sgd(lr=0.1, momentum=0.9, nesterov=True)"
         raise OptionError(message("nesterov", expected, got, fix))
-    grads = _tensor_lists.with_weight_decay(params, grads, hyper)
+    grads = _optimizer.with_weight_decay(params, grads, hyper)
     new = {**state, "step": [step + 1 for step in state["step"]]}
-    if _tensor_lists.is_zero(momentum):
-        return _tensor_lists.descend(params, grads, hyper["lr"]), new
+    if _optimizer.is_zero(momentum):
+        return _optimizer.descend(params, grads, hyper["lr"]), new
     buffers = _momentum(state["momentum_buffer"], grads, momentum, dampening)
-    direction = _tensor_lists.add(grads, buffers, momentum) if nesterov else buffers
-    return _tensor_lists.descend(params, direction, hyper["lr"]), {
+    direction = _optimizer.add(grads, buffers, momentum) if nesterov else buffers
+    return _optimizer.descend(params, direction, hyper["lr"]), {
         **new,
         "momentum_buffer": buffers,
     }
@@ -104,9 +105,9 @@ def _momentum(
     if not started:
         return grads
     old = [buffer for buffer in buffers if buffer is not None]
-    share = _tensor_lists.one_minus(select(dampening, started))
-    decayed = _tensor_lists.scale(old, select(momentum, started))
-    sums = _tensor_lists.add(decayed, select(grads, started), share)
+    share = _optimizer.one_minus(select(dampening, started))
+    decayed = _optimizer.scale(old, select(momentum, started))
+    sums = _optimizer.add(decayed, select(grads, started), share)
     by_index = dict(zip(started, sums, strict=True))
     return [by_index.get(index, grad) for index, grad in enumerate(grads)]
 
@@ -212,18 +213,16 @@ def _adam(
     if hyper["amsgrad"] and "max_exp_avg_sq" not in state:
         raise _no_state_for(name, "amsgrad")
     if name == "adamw":
-        if not _tensor_lists.is_zero(hyper["weight_decay"]):
-            shrinkage = _tensor_lists.product(hyper["lr"], hyper["weight_decay"])
-            params = _tensor_lists.descend(params, params, shrinkage)
-        grads = _tensor_lists.ascent_as_descent(grads, hyper)
+        if not _optimizer.is_zero(hyper["weight_decay"]):
+            shrinkage = _optimizer.product(hyper["lr"], hyper["weight_decay"])
+            params = _optimizer.descend(params, params, shrinkage)
+        grads = _optimizer.ascent_as_descent(grads, hyper)
     else:
-        grads = _tensor_lists.with_weight_decay(params, grads, hyper)
+        grads = _optimizer.with_weight_decay(params, grads, hyper)
     beta, beta_sq = hyper["betas"]
     steps = [step + 1 for step in state["step"]]
-    means = _tensor_lists.moving_average(state["exp_avg"], grads, beta)
-    squares = _tensor_lists.moving_average(
-        state["exp_avg_sq"], _tensor_lists.mul(grads, grads), beta_sq
-    )
+    means = _optimizer.moving_average(state["exp_avg"], grads, beta)
+    squares = _optimizer.moving_average(state["exp_avg_sq"], _optimizer.mul(grads, grads), beta_sq)
     new: StateLists = {"step": steps, "exp_avg": means, "exp_avg_sq": squares}
     if "max_exp_avg_sq" in state:
         new["max_exp_avg_sq"] = state["max_exp_avg_sq"]
@@ -231,10 +230,10 @@ def _adam(
         squares = list(map(torch.maximum, state["max_exp_avg_sq"], squares))
         new["max_exp_avg_sq"] = squares
     first, second = _bias_correction(beta, steps), _bias_correction(beta_sq, steps)
-    roots = _tensor_lists.scale(_tensor_lists.sqrt(squares), _tensor_lists.power(second, -0.5))
-    direction = _divide_by_root(means, _tensor_lists.add_scalar(roots, hyper["eps"]), squares)
-    rate = _tensor_lists.product(hyper["lr"], _tensor_lists.power(first, -1.0))
-    return _tensor_lists.descend(params, direction, rate), new
+    roots = _optimizer.scale(_optimizer.sqrt(squares), _optimizer.power(second, -0.5))
+    direction = _divide_by_root(means, _optimizer.add_scalar(roots, hyper["eps"]), squares)
+    rate = _optimizer.product(hyper["lr"], _optimizer.power(first, -1.0))
+    return _optimizer.descend(params, direction, rate), new
 
 
 def _bias_correction(beta: Factor, steps: Sequence[int]) -> Factor:
@@ -243,7 +242,7 @@ def _bias_correction(beta: Factor, steps: Sequence[int]) -> Factor:
     # torch.compile, which would trace again for each count that is compared, takes them one by one.
     if not (isinstance(beta, list) or torch.compiler.is_compiling()) and len(set(steps)) == 1:
         return 1 - beta ** steps[0]
-    betas = _tensor_lists.per_tensor(beta, len(steps))
+    betas = _optimizer.per_tensor(beta, len(steps))
     return [1 - b**step for b, step in zip(betas, steps, strict=True)]
 
 
@@ -302,27 +301,25 @@ def _rmsprop(params: Tensors, grads: Tensors, state: StateLists, hyper: Settings
     _refuse_complex("rmsprop", params)
     if hyper["centered"] and any(mean is None for mean in state["grad_avg"]):
         raise _no_state_for("rmsprop", "centered")
-    grads = _tensor_lists.with_weight_decay(params, grads, hyper)
+    grads = _optimizer.with_weight_decay(params, grads, hyper)
     alpha, momentum = hyper["alpha"], hyper["momentum"]
-    squares = _tensor_lists.moving_average(
-        state["square_avg"], _tensor_lists.mul(grads, grads), alpha
-    )
+    squares = _optimizer.moving_average(state["square_avg"], _optimizer.mul(grads, grads), alpha)
     means, variances = state["grad_avg"], squares
     if hyper["centered"]:
-        means = _tensor_lists.moving_average(means, grads, alpha)
-        variances = _tensor_lists.add(squares, _tensor_lists.mul(means, means), -1.0)
-    roots = _tensor_lists.add_scalar(_tensor_lists.sqrt(variances), hyper["eps"])
+        means = _optimizer.moving_average(means, grads, alpha)
+        variances = _optimizer.add(squares, _optimizer.mul(means, means), -1.0)
+    roots = _optimizer.add_scalar(_optimizer.sqrt(variances), hyper["eps"])
     direction, buffers = _divide_by_root(grads, roots, variances), state["momentum_buffer"]
-    if not _tensor_lists.is_zero(momentum):
-        direction = buffers = _tensor_lists.add(direction, buffers, momentum)
+    if not _optimizer.is_zero(momentum):
+        direction = buffers = _optimizer.add(direction, buffers, momentum)
     steps = [step + 1 for step in state["step"]]
     new = {"step": steps, "square_avg": squares, "grad_avg": means, "momentum_buffer": buffers}
-    return _tensor_lists.descend(params, direction, hyper["lr"]), new
+    return _optimizer.descend(params, direction, hyper["lr"]), new
 
 
 def _divide_by_root(numerators: Tensors, denominators: Tensors, squares: Tensors) -> Tensors:
     """Return the quotients, whose derivative is taken as 0 where the square is 0."""
-    quotients = _tensor_lists.div(numerators, denominators)
+    quotients = _optimizer.div(numerators, denominators)
     return [
         torch.where(square == 0, q.detach(), q) if q.requires_grad or transforms() else q
         for q, square in zip(quotients, squares, strict=True)

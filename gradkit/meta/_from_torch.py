@@ -35,8 +35,15 @@ from gradkit.errors import (
     message,
 )
 from gradkit.meta._builtin_optimizers import adam, adamw, rmsprop, sgd
-from gradkit.meta._optimizer import Optimizer, Settings, StateLists, Updated, check_names
-from gradkit.meta._tensor_lists import Tensors, safe_sqrt
+from gradkit.meta._optimizer import (
+    Optimizer,
+    Settings,
+    StateLists,
+    Tensors,
+    Updated,
+    check_names,
+    safe_sqrt,
+)
 
 OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
 

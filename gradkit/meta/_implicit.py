@@ -42,8 +42,8 @@ from gradkit.errors import (
     message,
 )
 from gradkit.func import _make_functional as checkpoints
-from gradkit.meta._captured import refuse_captured, runs_user_code
-from gradkit.meta._tensor_lists import Tensors
+from gradkit.meta._inner_step import refuse_captured, runs_user_code
+from gradkit.meta._optimizer import Tensors
 from gradkit.meta._trees import InnerParams, read_inner_params, read_loss
 
 # Multiplies a vector, given as a list of tensors, by the matrix.

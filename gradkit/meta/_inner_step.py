@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import sys
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -26,15 +28,125 @@ from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._core.user_code import functions_alive, hooks_made, hooks_registered, user_functions
 from gradkit._state.rerun import recording_writes, what_first_run_made
-from gradkit.errors import UnreachedParamError, message
+from gradkit.errors import (
+    OptionError,
+    UnreachedParamError,
+    UnsupportedGraphError,
+    describe,
+    message,
+)
 from gradkit.func import _make_functional as checkpoints
 from gradkit.func._differentiate import LevelPasses, differentiate
 from gradkit.meta._builtin_optimizers import is_own_rule
-from gradkit.meta._captured import refuse_captured, runs_user_code
-from gradkit.meta._grad_transform import GradTransform
-from gradkit.meta._optimizer import Optimizer, StateLists, update
-from gradkit.meta._tensor_lists import Tensors
+from gradkit.meta._optimizer import Optimizer, StateLists, Tensors, check_grads, update
 from gradkit.meta._trees import InnerParams, read_loss, read_loss_and_buffers
+
+
+@dataclass(frozen=True)
+class GradTransform:
+    """A function of `(grads)`, or of `(grads, outer, state)`: a learned optimizer."""
+
+    fn: Callable[..., PyTree]
+    is_learned: bool
+
+    def __call__(
+        self, params: InnerParams, grads: list[Tensor | None], outer: PyTree, state: StateLists
+    ) -> list[Any]:
+        """Return the changed gradients of the variables."""
+        root = "grad_transform(grads)"
+
+        def tree(values: list[Any]) -> PyTree:
+            return pytree.unflatten(params.spec, params.per_leaf(values))
+
+        states = {name: tree(column) for name, column in state.items()} if self.is_learned else {}
+        more = (outer, states) if self.is_learned else ()
+        leaves = pytree.flatten_up_to(params.spec, "params", self.fn(tree(grads), *more), root)
+        pairs = zip(params.slots, leaves, strict=True)
+        movable = [None if slot is None else leaf for slot, leaf in pairs]
+        check_grads(params.leaves, movable, params.spec, root)
+        return params.per_variable(movable)
+
+
+def read_grad_transform(fn: Callable[..., PyTree] | None) -> GradTransform | None:
+    """Read how many arguments the function takes, one or three."""
+    if fn is None:
+        return None
+    fits = [count for count in (1, 3) if callable(fn) and _takes(fn, count)]
+    if len(fits) != 1:
+        got = describe(fn) if not callable(fn) else f"one that takes {_signature(fn)}"
+        expected = "a function that takes (grads), or one that takes (grads, outer, state)"
+        fix = "grad_transform=lambda grads: fn(grads), or lambda grads, outer, state: ..."
+        raise OptionError(message("grad_transform", expected, got, fix))
+    return GradTransform(fn, fits == [3])
+
+
+def _takes(fn: Callable[..., Any], count: int) -> bool:
+    """Return whether a function can be called with this many arguments."""
+    signature = _signature(fn)
+    if signature is None:
+        return count == 1  # a function of C, such as torch.sign
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(fn)
+    except ValueError:
+        return None
+
+
+def refuse_captured(
+    where: str, below: Subgraph, inputs: Iterable[Tensor], made: Callable[[Tensor], bool]
+) -> None:
+    """Raise if a graph ends at a leaf that is no input, and that outlives the run."""
+    # A leaf that an operator of the run has made, and that nothing but the graph refers to now.
+    ids, alone = set(map(id, inputs)), _references_of_lone_leaf()
+    references = _references(below)
+    if any(
+        leaf.requires_grad and key not in ids and not (made(leaf) and references[key] <= alone)
+        for key, leaf in below.leaves.items()
+    ):
+        expected, fix = _ADVICE[where]
+        got = "one that uses a tensor from outside that requires grad: its gradient would be lost"
+        fix += (
+            "; if it makes the tensor itself, by x.detach().requires_grad_(), not nn.Parameter(x)"
+        )
+        raise UnsupportedGraphError(message(where, expected, got, fix))
+
+
+def _references(below: Subgraph) -> dict[int, int]:
+    return {key: sys.getrefcount(leaf) for key, leaf in below.leaves.items()}
+
+
+@cache
+def _references_of_lone_leaf() -> int:
+    """Return how many references there are to a leaf that only its graph holds."""
+    with torch.enable_grad(), INSIDE:
+        (count,) = _references(Subgraph([torch.ones((), requires_grad=True) * 1])).values()
+    return count
+
+
+_ADVICE = {
+    "loss_fn": (
+        "a function of its arguments, where its steps are recomputed",
+        'pass it in outer, not inside a module: unroll(..., outer={"name": tensor}), which '
+        'grad_transform(grads, outer, state) gets, too; or memory="store"',
+    ),
+    "inner_loss": (
+        "a function of its arguments",
+        'pass it in outer, not inside a module: find(params, {"name": tensor})',
+    ),
+}
+
+
+def runs_user_code(below: Subgraph, hooks: int) -> bool:
+    """Return whether a pass may run a Function or hook; `hooks` were made before the run."""
+    return hooks_made() != hooks or bool(user_functions(below.kinds))
+
 
 Grads = list[Tensor | None]
 InnerGrads: TypeAlias = tuple[Tensor, Grads, PyTree]  # the loss, its gradients, the aux

@@ -17,8 +17,7 @@ from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph, edge
 from gradkit._state.rerun import RerunState
-from gradkit.meta._captured import refuse_captured
-from gradkit.meta._inner_step import Carry, StepInputs, StepOutputs, Steps
+from gradkit.meta._inner_step import Carry, StepInputs, StepOutputs, Steps, refuse_captured
 
 
 def run_recomputed(run: Steps, carry: Carry, inputs: StepInputs) -> StepOutputs:

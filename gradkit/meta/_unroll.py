@@ -17,11 +17,11 @@ from gradkit._core.ownership import leave_inference_mode, without_inference
 from gradkit._core.pytree import PyTree
 from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
-from gradkit.meta._grad_transform import read_grad_transform
-from gradkit.meta._inner_step import Carry, InnerStep, StepInputs, StepOutputs
+from gradkit.meta._inner_step import Carry, InnerStep, StepInputs, StepOutputs, read_grad_transform
 from gradkit.meta._optimizer import (
     Optimizer,
     State,
+    Tensors,
     initial_state,
     read_settings,
     read_state,
@@ -29,7 +29,6 @@ from gradkit.meta._optimizer import (
     select,
 )
 from gradkit.meta._recomputed_steps import run_recomputed
-from gradkit.meta._tensor_lists import Tensors
 from gradkit.meta._trees import InnerParams, raised_where_it_would_take, read_inner_params
 
 Memory: TypeAlias = Literal["store", "recompute"] | int
