@@ -311,12 +311,12 @@ def test_check_grads_judges_the_function(device: torch.device) -> None:
     func.check_grads(lambda x: call(Tanh, call(Square, x)).sum(), x, order=2)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_a_compiled_jvp_of_a_jvp(device: torch.device) -> None:
+def test_a_compiled_jvp_of_a_function_is_refused(device: torch.device) -> None:
+    """torch.compile differentiates the code of its forward, and ignores its jvp."""
     x = torch.rand(3, dtype=F64, device=device)
     ours = by_gradkit(by_gradkit(PAIRS["square of square"][0]))
-    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), ours(x))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="got Square under a vmap, a jvp"):
+        torch.compile(ours, backend="aot_eager", fullgraph=True)(x)
 
 
 class Unmaterialized(Function):
