@@ -1,7 +1,7 @@
 """The signatures that `api.md` writes out: `python docs/signatures.py` brings them up to date.
 
-They are read on a repository page, where autodoc does not run; `tests/docs/test_api_page.py` compares
-them with `inspect.signature`.
+They are read on a repository page, where autodoc does not run; `tests/docs/test_api_page.py`
+compares them with `inspect.signature`.
 """
 
 from __future__ import annotations

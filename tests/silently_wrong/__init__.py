@@ -31,7 +31,7 @@ SECTIONS: dict[str, list[Row]] = {
     "Several processes": processes.ROWS,
     "What gradkit does not see": unseen.ROWS,
 }
-HEAD = ["| Input | With | Gives | Right | gradkit |", "|---|---|---|---|---|"]
+HEAD = ["| Input | Issue | Gives | Right | gradkit |", "|---|---|---|---|---|"]
 
 
 def table(rows: list[Row]) -> list[str]:
