@@ -84,6 +84,19 @@ def _add_docstrings(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = f"{re.sub(items, followed, source[0])}\n{errors}"
 
 
+def _add_toctrees(app: Sphinx, page: str, source: list[str]) -> None:
+    """Make the sidebar of the links on the first page, which a repository page has alone."""
+    if page != "index":
+        return
+    parts = re.split(
+        r"(?m)^\*\*(.*?)\.\*\*", source[0].partition("\n## Pages\n")[2].partition("\n## ")[0]
+    )
+    for caption, text in zip(parts[1::2], parts[2::2], strict=True):
+        pages = "\n".join(re.findall(r"\((\w+)\.md\)", text))
+        source[0] += f"\n```{{toctree}}\n:caption: {caption}\n:hidden:\n\n{pages}\n```\n"
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("source-read", _add_toctrees)
     app.connect("source-read", _add_docstrings)
     app.connect("autodoc-process-docstring", _keep_prose, priority=1)

@@ -473,7 +473,7 @@ ROWS = [
         3.0, 1.0, "`func.jvp`", forward_through_no_grad,
     ),
     Row(
-        "`jvp(f, (w,), (w,))[1]` `f` the sum of `square(w) + w`, `square` a "
+        "`jvp(f, (w,), (w,))[1]`, `f` the sum of `square(w) + w`, `square` a "
         "`torch.library.custom_op`",
         1.0, 3.0, "`func.jvp`", jvp_of_custom_op, REFUSED, "the product with the gradient",
     ),
