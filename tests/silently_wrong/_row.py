@@ -99,9 +99,7 @@ class Row:
             return f"{self.by} {VERSIONS[self.by]}"
         url = ISSUES.get(self.id)
         reported = f"[{url.rpartition('/')[2]}]({url})" if url else "not reported"
-        return (
-            f"{reported}; right in {'.'.join(map(str, self.mended))}" if self.mended else reported
-        )
+        return f"{reported}; before {'.'.join(map(str, self.mended))}" if self.mended else reported
 
     @property
     def is_mended(self) -> bool:
