@@ -391,7 +391,7 @@ def of_jvp(
     name: str, gives: Any, right: Any, show: Show, refuses: type[Exception] | None = REFUSED
 ) -> Row:
     return Row(
-        f"`grad(lambda a: jvp({name}, (a,), (v,))[1])(a)`", gives, right,
+        f"`grad` of the `jvp` of `{name}`", gives, right,
         "`func.value_and_grads`", show, refuses, "`func.hvp(f, a, v)`" if refuses else "",
         mended=MENDED["det"],
     )  # fmt: skip
@@ -401,7 +401,7 @@ def over_reverse(
     name: str, gives: Any, right: Any, show: Show, refuses: type[Exception] | None = REFUSED
 ) -> Row:
     return Row(
-        f"`jvp(grad(f), (x,), (v,))[1]`, `f` squares of `{name}`", gives, right,
+        f"`jvp` of `grad`, `f` squares of `{name}`", gives, right,
         "`func.hvp`", show, refuses, '`mode="reverse-over-reverse"`' if refuses else "",
     )  # fmt: skip
 
@@ -493,7 +493,7 @@ ROWS = [
         second_of_a_compiled_function, REFUSED, "not compiled",
     ),
     Row(
-        "`grad(lambda x: jvp(layer_norm, (x,), (v,))[1].square().sum())(x)`",
+        "`grad` of the squares of the `jvp` of `layer_norm`",
         [[0.1050, -0.1574, 0.0525]], [[0.2099, -0.1312, -0.0787]],
         "`func.value_and_grads`", derivative_of_jvp_of_layer_norm, REFUSED,
         "with the norm written out",
@@ -526,7 +526,7 @@ ROWS = [
         60.0, 50.0, "`func.jvp`", forward_through_padding,
     ),
     Row(
-        "`vjp` of the `vjp` of `lambda x: jvp(f, (x,), (v,))[1]`, `f` with "
+        "`vjp` of `vjp` of `jvp`, `f` with "
         "`torch.cumprod(x, 0)`, `x` with a zero",
         53.39, 59.39, "`func.linearize`", linearized_jvp_of_cumprod,
     ),

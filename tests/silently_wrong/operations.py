@@ -284,24 +284,24 @@ def of_jvp(
     mended: Release | None = MENDED["solve"],
 ) -> Row:
     return Row(
-        f"`grad(lambda a: jvp({name}, (a,), (v,))[1])(a)`", gives, right,
+        f"`grad` of the `jvp` of `{name}`", gives, right,
         "`func.value_and_grads`", show, REFUSED, "`func.hvp(f, a, v)`",
         mended=mended,
     )  # fmt: skip
 
 
 ROWS = [
-    of_jvp("lambda a: torch.linalg.solve(a, b).sin().sum()", *SOLVED, derivative_of_jvp_of_solve),
+    of_jvp("torch.linalg.solve(a, b)", *SOLVED, derivative_of_jvp_of_solve),
     of_jvp(
-        "lambda a: torch.linalg.solve_ex(a, b).result.sin().sum()",
+        "torch.linalg.solve_ex(a, b)",
         *SOLVED, derivative_of_jvp_of_solve_ex,
     ),
     of_jvp(
-        "lambda a: torch.linalg.tensorsolve(a, b).sin().sum()",
+        "torch.linalg.tensorsolve(a, b)",
         *SOLVED, derivative_of_jvp_of_tensorsolve,
     ),
     of_jvp(
-        "lambda a: torch.linalg.householder_product(a, t).sin().sum()",
+        "torch.linalg.householder_product(a, t)",
         [[0.0, 0.0], [-3.128, 0.0]], [[0.0, 0.0], [-1.646, 0.0]],
         derivative_of_jvp_of_householder_product, None,
     ),
