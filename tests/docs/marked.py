@@ -42,7 +42,7 @@ class Entry:
         if found is None:
             return Exception
         name = found[1]
-        return getattr(gradkit, name, None) or getattr(builtins, name)  # type: ignore[no-any-return]
+        return getattr(gradkit, name, None) or getattr(builtins, name)
 
     @property
     def blocks(self) -> list[str]:
@@ -91,7 +91,7 @@ class Page:
         entry = self.entries[index]
         match = "|".join(map(re.escape, entry.texts))
         if kind == "warns":
-            with pytest.warns(entry.raised, match=match) as warned:  # type: ignore[arg-type]
+            with pytest.warns(entry.raised, match=match) as warned:
                 yield
             said = " ".join(str(one.message) for one in warned)
         else:
