@@ -423,7 +423,7 @@ ROWS = [
         same=True,
     ),
     Row(
-        "`grad((torch.special.bessel_j0(w) + w**2).sum(), w)` ; 23 more of "
+        "`grad((torch.special.bessel_j0(w) + w**2).sum(), w)`; 23 more of "
         "`torch.special`",
         [2.0], [1.5599],
         f"`func.value_and_grads`: right; {CHECKED}; `func.check_grads`: `GradientCheckError`; "
