@@ -1,7 +1,9 @@
 """The tables of docs/performance.md: `python -m benchmarks.page`, after `make bench`.
 
-It prints the last results as Markdown, a table for each room; `--write` puts each into the page, in
-place of what stands between `<!-- benchmarks: ROOM -->` and `<!-- end of benchmarks -->`.
+It prints the last results as Markdown, a table for each room; `--write` puts them into the pages,
+in place of what stands between `<!-- benchmarks: ROOM -->` and `<!-- end of benchmarks -->`. A
+regular expression behind the room picks rows: `<!-- benchmarks: ROOM: Adam -->`. The two pages of
+the documentation have figures; `targets.md` has what we want of them.
 """
 
 from __future__ import annotations
@@ -9,18 +11,20 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from benchmarks import report
 from benchmarks.row import Row
 
 RESULTS = Path(__file__).with_name("results")
-PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
-_COLUMNS = ("call", "gradkit", "against", "ratio", "target", "")
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = (DOCS / "performance.md", DOCS / "performance_details.md")
+TARGETS = Path(__file__).with_name("targets.md")
 _END = "<!-- end of benchmarks -->"
-_BLOCK = re.compile(rf"(?s)(<!-- benchmarks: (\w+) -->\n).*?({_END})")
+Table: TypeAlias = Callable[[Sequence[Row]], str]
+_BLOCK = re.compile(rf"(?s)(<!-- benchmarks: (\w+)(?:: (.*?))? -->\n).*?({_END})")
 
 
 def by_room(results: Mapping[str, Any]) -> dict[str, list[Row]]:
@@ -32,15 +36,24 @@ def by_room(results: Mapping[str, Any]) -> dict[str, list[Row]]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return rows as a table in Markdown; what was missed is bold."""
-    lines = [_COLUMNS, ("---",) * len(_COLUMNS), *map(_cells, rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    """Return what rows have measured, in Markdown."""
+    return _markdown(("call", "gradkit", "alternative", "ratio"), [_cells(row)[:4] for row in rows])
+
+
+def targets(rows: Sequence[Row]) -> str:
+    """Return what is wanted of rows, in Markdown."""
+    columns = ("call", "gradkit", "alternative", "ratio", "target", "")
+    return _markdown(columns, [_cells(row) for row in rows])
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head, *lines = [f"| {' | '.join(line)} |" for line in (columns, *rows)]
+    return "\n".join([head, "|" + "---|" * len(columns), *lines])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     what, ours, against, ratio, _, want, verdict = report.cells(row)
-    shown = verdict.removeprefix("shown").strip()
-    return what, ours, against, ratio, want, f"**{shown}**" if row.met is False else shown
+    return what, ours, against, ratio, want, verdict.removeprefix("shown").strip()
 
 
 def about(results: Mapping[str, Any]) -> str:
@@ -53,14 +66,26 @@ def about(results: Mapping[str, Any]) -> str:
     )
 
 
-def filled(page: str, tables: Mapping[str, str]) -> str:
+def filled(page: str, rooms: Mapping[str, Sequence[Row]], shown: Table = table) -> str:
     """Return a page with tables between its marks; a room without results keeps what it has."""
 
     def block(match: re.Match[str]) -> str:
-        begin, room, end = match.groups()
-        return f"{begin}{tables[room]}\n{end}" if room in tables else match[0]
+        begin, room, pattern, end = match.groups()
+        if room not in rooms:
+            return match[0]
+        rows = [
+            row for row in rooms[room] if re.search(pattern or "", f"{row.what} | {row.against}")
+        ]
+        return f"{begin}{shown(rows)}\n{end}"
 
     return _BLOCK.sub(block, page)
+
+
+def stated(page: str, text: str) -> str:
+    """Return a page with a text where it says what its figures hold for."""
+    return _BLOCK.sub(
+        lambda match: f"{match[1]}{text}\n{match[4]}" if match[2] == "about" else match[0], page
+    )
 
 
 def rooms_on(page: str) -> list[str]:
@@ -68,26 +93,37 @@ def rooms_on(page: str) -> list[str]:
     return [match[2] for match in _BLOCK.finditer(page)]
 
 
+def write(results: Mapping[str, Any]) -> None:
+    """Write the tables into the pages."""
+    rooms = by_room(results)
+    for path in PAGES:
+        page = filled(path.read_text(encoding="utf-8"), rooms)
+        path.write_text(stated(page, about(results)), encoding="utf-8")
+    page = filled(TARGETS.read_text(encoding="utf-8"), rooms, targets)
+    TARGETS.write_text(stated(page, _with_summary(results)), encoding="utf-8")
+
+
+def _with_summary(results: Mapping[str, Any]) -> str:
+    every = [row for rows in by_room(results).values() for row in rows]
+    return f"{about(results)} {report.summary(every)}."
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the tables, or write them to the page."""
+    """Print the tables, or write them to the pages."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.page", description=__doc__)
     parser.add_argument(
         "results", nargs="?", type=Path, help="a JSON that `make bench` has written"
     )
-    parser.add_argument("--write", action="store_true", help="into docs/performance.md")
+    parser.add_argument("--write", action="store_true", help="into the pages")
     options = parser.parse_args(arguments)
     path = options.results or max(RESULTS.glob("cpu-*.json"), key=lambda one: one.stat().st_mtime)
     results = json.loads(path.read_text(encoding="utf-8"))
-    rooms = by_room(results)
-    tables = {name: table(rows) for name, rows in rooms.items()}
-    every = [row for rows in rooms.values() for row in rows]
-    tables["about"] = f"{about(results)} {report.summary(every)}."
     if options.write:
-        page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(filled(page, tables), encoding="utf-8")
+        write(results)
         return
-    for name, text in tables.items():
-        print(f"## {name}\n\n{text}\n")
+    for name, rows in by_room(results).items():
+        print(f"## {name}\n\n{targets(rows)}\n")
+    print(_with_summary(results))
 
 
 if __name__ == "__main__":

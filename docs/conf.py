@@ -1,8 +1,16 @@
 """How the documentation is built: `make docs`, with warnings as errors and without a network."""
 
+import inspect
+import re
+import sys
+from pathlib import Path
+
 from sphinx.application import Sphinx
 
 import gradkit
+
+sys.path.append(str(Path(__file__).parent))
+import signatures
 
 project = "gradkit"
 author = "the gradkit authors"
@@ -16,6 +24,8 @@ source_suffix = {".md": "markdown"}
 html_theme = "furo"
 html_title = f"gradkit {release}"
 html_show_sourcelink = False
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 
 myst_heading_anchors = 3
 
@@ -40,5 +50,53 @@ def _keep_prose(
         lines[i] = lines[i].replace(": ", " -- ", 1)
 
 
+def _docstring_of(name: str) -> str:
+    """Return the directive for a name of the reference; a method stands with its class."""
+    value = signatures.find(name)
+    if inspect.isfunction(value):
+        above = signatures.find(name.rpartition(".")[0])
+        return "" if inspect.isclass(above) else f".. autofunction:: {name}\n\n"
+    shown = [
+        key
+        for key, member in vars(value).items()
+        if key[0] != "_" and (inspect.isfunction(member) or isinstance(member, property))
+    ]
+    return (
+        f".. autoclass:: {name}()\n   :members: {', '.join(shown)}\n\n"
+        if shown
+        else (f".. autoclass:: {name}()\n\n")
+    )
+
+
+def _add_docstrings(app: Sphinx, page: str, source: list[str]) -> None:
+    """Put the docstrings below the lists of the reference, which a repository page has alone."""
+    if page != "api":
+        return
+
+    def followed(match: re.Match[str]) -> str:
+        directives = "".join(map(_docstring_of, signatures.names(match[0])))
+        return f"{match[0]}\n```{{eval-rst}}\n{directives}```\n"
+
+    errors = (
+        "```{eval-rst}\n.. automodule:: gradkit.errors\n   :members:\n   :show-inheritance:\n```\n"
+    )
+    items = r"(?m)(?:^- `gradkit\..*\n(?:  .*\n)*)+"
+    source[0] = f"{re.sub(items, followed, source[0])}\n{errors}"
+
+
+def _add_toctrees(app: Sphinx, page: str, source: list[str]) -> None:
+    """Make the sidebar of the links on the first page, which a repository page has alone."""
+    if page != "index":
+        return
+    parts = re.split(
+        r"(?m)^\*\*(.*?)\.\*\*", source[0].partition("\n## Pages\n")[2].partition("\n## ")[0]
+    )
+    for caption, text in zip(parts[1::2], parts[2::2], strict=True):
+        pages = "\n".join(re.findall(r"\((\w+)\.md\)", text))
+        source[0] += f"\n```{{toctree}}\n:caption: {caption}\n:hidden:\n\n{pages}\n```\n"
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("source-read", _add_toctrees)
+    app.connect("source-read", _add_docstrings)
     app.connect("autodoc-process-docstring", _keep_prose, priority=1)

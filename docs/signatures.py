@@ -1,6 +1,6 @@
 """The signatures that `api.md` writes out: `python docs/signatures.py` brings them up to date.
 
-The blocks stay readable on a repository page, where autodoc does not run; `tests/test_api_page.py`
+They are read on a repository page, where autodoc does not run; `tests/docs/test_api_page.py`
 compares them with `inspect.signature`.
 """
 
@@ -13,12 +13,9 @@ from pathlib import Path
 
 PAGE = Path(__file__).with_name("api.md")
 MODULES = ("", "func", "meta", "tree", "dotgrad", "report", "distributed", "errors")
-WIDTH = 88
 
-# A heading that names a call, and the block below it; what follows the arrow is written by hand.
-ENTRY = re.compile(
-    r"(?m)^### `(?P<name>[\w.]+)`\n\n```text\n(?P<call>[^`]*?)(?P<arrow> -> [^`]*)?\n```$"
-)
+# An item of a list that begins with a name; a call has its signature in the same backticks.
+ENTRY = re.compile(r"(?m)^- `(?P<name>gradkit[\w.]+)(?P<call>\([^`]*\))?`")
 
 
 def module_of(name: str) -> object:
@@ -47,7 +44,7 @@ def written(parameter: inspect.Parameter) -> str:
 
 
 def signature(name: str) -> str:
-    """Return a call with its parameters and their defaults, over several lines if it is long."""
+    """Return a call with its parameters and their defaults."""
     parameters = list(inspect.signature(find(name)).parameters.values())  # type: ignore[arg-type]
     texts: list[str] = []
     for parameter in parameters:
@@ -57,30 +54,30 @@ def signature(name: str) -> str:
         if keyword and not any(text.startswith("*") for text in texts):
             texts.append("*")
         texts.append(written(parameter))
-    line = f"{name}({', '.join(texts)})"
-    if len(line) <= WIDTH:
-        return line
-    lines = [""]
-    for text in texts:
-        if len(lines[-1]) + len(text) + 6 > WIDTH:
-            lines.append("")
-        lines[-1] += f"{text}, "
-    return f"{name}(\n" + "".join(f"    {line.rstrip()}\n" for line in lines) + ")"
+    return f"{name}({', '.join(texts)})"
+
+
+def names(text: str) -> list[str]:
+    """Return the names that head an item of a page."""
+    return [match["name"] for match in ENTRY.finditer(text)]
 
 
 def entries(text: str) -> dict[str, str]:
-    """Return the signature that a page shows for each name that heads a section."""
-    return {match["name"]: match["call"] for match in ENTRY.finditer(text)}
+    """Return the signature that a page shows for each call."""
+    return {
+        match["name"]: match["name"] + match["call"]
+        for match in ENTRY.finditer(text)
+        if match["call"]
+    }
 
 
 def updated(text: str) -> str:
     """Return the page with the signatures that the package has."""
 
-    def block(match: re.Match[str]) -> str:
-        name, arrow = match["name"], match["arrow"] or ""
-        return f"### `{name}`\n\n```text\n{signature(name)}{arrow}\n```"
+    def item(match: re.Match[str]) -> str:
+        return f"- `{signature(match['name'])}`" if match["call"] else match[0]
 
-    return ENTRY.sub(block, text)
+    return ENTRY.sub(item, text)
 
 
 if __name__ == "__main__":

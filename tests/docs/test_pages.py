@@ -20,6 +20,7 @@ from sybil.parsers.markdown import CodeBlockParser
 
 import gradkit
 from gradkit._compat.versions import is_mended
+from tests.docs import marked, two_ranks
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -73,10 +74,8 @@ def skip_of_dtensors(name: str) -> None:
         pytest.skip("torch gets second derivatives of DTensors wrong")
 
 
-@pytest.mark.parametrize("path", PAGES, ids=page_id)
-def test_python_blocks_run(path: Path) -> None:
-    skip_of_dtensors(page_id(path))
-    document = parse(path)
+def run(document: Document) -> None:
+    """Run the blocks of a page."""
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()  # a compiled layer is shared with other tests
     try:
@@ -86,6 +85,12 @@ def test_python_blocks_run(path: Path) -> None:
         # A class registered as a tree node keeps its module, and the graphs in it, alive.
         document.namespace.clear()
         leave_process_group()
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if path.name != "errors.md"], ids=page_id)
+def test_python_blocks_run(path: Path) -> None:
+    skip_of_dtensors(page_id(path))
+    run(parse(path))
 
 
 @pytest.mark.parametrize("path", PAGES, ids=page_id)
@@ -99,64 +104,52 @@ def test_pages_have_blocks() -> None:
     assert sum(fences(path).count("python") for path in PAGES) > 50
 
 
-def error_sections() -> dict[str, str]:
-    """Return the sections of the page of errors that are headed by a literal message."""
-    text = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
-    sections = re.split(r"(?m)^### (.*)$", text)[1:]
-    return dict(zip(sections[::2], sections[1::2], strict=True))
+ERRORS = ROOT / "docs" / "errors.md"
+ENTRIES = marked.entries(ERRORS.read_text(encoding="utf-8"))
+every_entry = pytest.mark.parametrize(
+    "entry",
+    [entry for entry in ENTRIES if entry.heading not in two_ranks.ENDING],
+    ids=lambda entry: entry.heading,
+)
 
 
-def expected_messages(block: str) -> list[str]:
-    """Return what a block gives as `match=`, without the escapes of a regular expression."""
-    return [
-        ast.literal_eval(node.value).replace("\\", "")
-        for node in ast.walk(ast.parse(block))
-        if isinstance(node, ast.keyword) and node.arg == "match"
-    ]
+def test_every_text_on_the_page_of_errors_is_raised() -> None:
+    """So that a search for a text that somebody got ends there."""
+    page = marked.Page(ENTRIES)
+    run(marked.parsed(str(ERRORS), page))
+    heads = {text for entry in ENTRIES for text in entry.texts}
+    apart = {text for entry in ENTRIES if entry.heading in two_ranks.ENDING for text in entry.texts}
+    assert heads - page.given == apart
 
 
-@pytest.mark.parametrize("heading", error_sections())
-def test_error_headings_are_what_is_raised(heading: str) -> None:
-    """Each is a text that a block below it gets, so that a search for that text ends there."""
-    literal = re.fullmatch("`(.*)`", heading)
-    assert literal is not None
-    blocks = re.findall(r"(?s)```python\n(.*?)```", error_sections()[heading])
-    texts = [text for block in blocks for text in expected_messages(block)]
-    assert any(literal[1] in text for text in texts)
+@every_entry
+def test_a_statement_of_each_error_is_marked(entry: marked.Entry) -> None:
+    assert entry.texts
+    assert any(marked.marked(block) for block in entry.blocks)
 
 
-def mended_calls(block: str) -> list[ast.AST]:
-    """Return the calls of gradkit or torch in a block that are not there to raise or to warn."""
-    module = ast.parse(block)
-    expected = [
-        node
-        for node in ast.walk(module)
-        if isinstance(node, ast.With)
-        and any("pytest." in ast.unparse(item.context_expr) for item in node.items)
-    ]
-    inside = {id(node) for outer in expected for node in ast.walk(outer)}
-    calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
-    return [call for call in calls if id(call) not in inside]
-
-
-# What it advises is another tool's: DeepSpeed's engine. Nor have those of two processes, whose
-# programs end with the error; `tests/distributed` runs what is right.
+# What it advises is another tool's: DeepSpeed's engine.
 WITHOUT_A_CALL = "`whose step() does nothing`"
 
 
-@pytest.mark.parametrize(
-    "heading",
-    [
-        heading
-        for heading, section in error_sections().items()
-        if heading != WITHOUT_A_CALL and "    two_processes(" not in section
-    ],
-)
-def test_each_error_has_a_call_that_works(heading: str) -> None:
-    """Beside the call that raises there is another one, which runs with the page."""
-    blocks = re.findall(r"(?s)```python\n(.*?)```", error_sections()[heading])
-    after = blocks[next(i for i, block in enumerate(blocks) if expected_messages(block)) :]
-    assert any(map(mended_calls, after))
+@every_entry
+def test_each_error_has_a_call_that_works(entry: marked.Entry) -> None:
+    """Below the call that raises there is another one, which runs with the page."""
+    calls = [call for block in entry.blocks for call in marked.after_the_mark(block)]
+    assert calls or entry.heading == WITHOUT_A_CALL
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("heading", two_ranks.ENDING)
+def test_errors_of_two_processes_are_what_is_raised(heading: str, tmp_path: Path) -> None:
+    said = two_ranks.last_words(two_ranks.ENDING[heading], tmp_path)
+    (entry,) = [entry for entry in ENTRIES if entry.heading == heading]
+    assert any(text in said for text in entry.texts)
+
+
+def test_code_on_the_page_of_errors_is_no_wider_than_the_column() -> None:
+    blocks = [block for entry in ENTRIES for block in entry.blocks]
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 76] == []
 
 
 def examples() -> list[doctest.DocTest]:

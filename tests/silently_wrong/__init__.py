@@ -31,9 +31,10 @@ SECTIONS: dict[str, list[Row]] = {
     "Several processes": processes.ROWS,
     "What gradkit does not see": unseen.ROWS,
 }
-HEAD = ["| Input | With | Gives | Right | gradkit |", "|---|---|---|---|---|"]
 
 
 def table(rows: list[Row]) -> list[str]:
     """Return the lines of a section's table."""
-    return HEAD + [row.line for row in rows]
+    found = "Issue" if rows[0].by == "torch" else "With"
+    head = f"| Input | {found} | Gives | Right | gradkit |"
+    return [head, "|---|---|---|---|---|", *(row.line for row in rows)]

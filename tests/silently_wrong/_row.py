@@ -10,6 +10,7 @@ import torch
 
 from gradkit._compat.versions import Release, release
 from gradkit._doctor.checks import json_value, text
+from tests.silently_wrong._issues import ISSUES
 
 # What the rows were run with. A row runs with what is installed, and fails when that has mended it.
 VERSIONS = {
@@ -85,17 +86,20 @@ class Row:
         """The line of the page."""
         cells = [
             self.input,
-            self._with(),
+            self._issue(),
             f"`{text(json_value(self.gives))}`",
             f"`{text(json_value(self.right))}`",
             self._answer(),
         ]
         return f"| {' | '.join(cells)} |"
 
-    def _with(self) -> str:
-        if self.mended:
-            return f"{self.by} before {self.mended[0]}.{self.mended[1]}"
-        return self.by if self.by == "torch" else f"{self.by} {VERSIONS[self.by]}"
+    def _issue(self) -> str:
+        """Where it is reported, and the release that mends it; of a peer, its version."""
+        if self.by != "torch":
+            return f"{self.by} {VERSIONS[self.by]}"
+        url = ISSUES.get(self.id)
+        reported = f"[{url.rpartition('/')[2]}]({url})" if url else "not reported"
+        return f"{reported}; before {'.'.join(map(str, self.mended))}" if self.mended else reported
 
     @property
     def is_mended(self) -> bool:

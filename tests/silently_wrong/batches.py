@@ -82,21 +82,20 @@ ROWS = [
     Row(
         "`jacrev(lambda x: torch.cdist(x, other).sum(1))(x)`: the last row",
         [[-1.0, -1.0], [0.0, 0.0]], [[0.0, 0.0], [1.0, 1.0]],
-        "`func.per_loss_grads(..., chunk_size=2)`, with a warning", cdist_by_rows,
+        "`func.per_loss_grads`, in a loop", cdist_by_rows,
     ),
     Row(
-        "the same, compiled by `torch.jit.script`",
+        "the same by `torch.jit.script`",
         [[-1.0, -1.0], [0.0, 0.0]], [[0.0, 0.0], [1.0, 1.0]],
-        "`func.per_loss_grads(..., chunk_size=2)`, with a warning", scripted_cdist_by_rows,
+        "`func.per_loss_grads`, in a loop", scripted_cdist_by_rows,
     ),
     Row(
-        "`jacrev(lambda x: torch.masked_select(x, mask))(x)`, the mask of more dimensions: the "
-        "last row",
+        "`jacrev(lambda x: torch.masked_select(x, mask))(x)`, a mask of more dimensions: last row",
         [0.0, 0.0], [0.0, 1.0],
-        "`func.per_loss_grads(..., chunk_size=2)`, with a warning", masked_select_by_rows,
+        "`func.per_loss_grads`, in a loop", masked_select_by_rows,
     ),
     Row(
-        "`vmap(grad(lambda x: torch.roll(x, 1) * x))`, of tensors without dimensions",
+        "`vmap(grad(lambda x: torch.roll(x, 1) * x))`, 0-dimensional",
         [5.0, 4.0, 3.0], [2.0, 4.0, 6.0],
         "`func.per_sample_grads`", roll_by_samples, REFUSED, "without the `roll`",
     ),

@@ -391,7 +391,7 @@ def of_jvp(
     name: str, gives: Any, right: Any, show: Show, refuses: type[Exception] | None = REFUSED
 ) -> Row:
     return Row(
-        f"`grad(lambda a: jvp({name}, (a,), (v,))[1])(a)`", gives, right,
+        f"`grad` of the `jvp` of `{name}`", gives, right,
         "`func.value_and_grads`", show, refuses, "`func.hvp(f, a, v)`" if refuses else "",
         mended=MENDED["det"],
     )  # fmt: skip
@@ -401,22 +401,22 @@ def over_reverse(
     name: str, gives: Any, right: Any, show: Show, refuses: type[Exception] | None = REFUSED
 ) -> Row:
     return Row(
-        f"`jvp(grad(f), (x,), (v,))[1]`, where `f` is the sum of squares of `{name}`", gives, right,
+        f"`jvp` of `grad`, `f` squares of `{name}`", gives, right,
         "`func.hvp`", show, refuses, '`mode="reverse-over-reverse"`' if refuses else "",
     )  # fmt: skip
 
 
 def in_a_batch(name: str, gives: Any, right: Any, show: Show) -> Row:
     return Row(
-        f"`grad` of a sum over `vmap(grad(f))`, where `f` has a `{name}` with a weight",
+        f"`grad` of a sum over `vmap(grad(f))`, `f` with `{name}` and a weight",
         gives, right,
-        "`func.value_and_grads`", show, REFUSED, "with the outer derivative inside the `vmap`",
+        "`func.value_and_grads`", show, REFUSED, "inside the `vmap`",
     )  # fmt: skip
 
 
 def third(name: str, gives: Any, right: Any, show: Show) -> Row:
     return Row(
-        f"a third derivative through `{name}`, with `torch.autograd.grad`", gives, right,
+        f"a third derivative through `{name}`", gives, right,
         "`value_and_grads(..., create_graph=True)`", show, REFUSED, "with the norm written out",
         mended=None if name == "layer_norm" else MENDED["NativeBatchNormBackwardBackward0"],
     )  # fmt: skip
@@ -469,47 +469,43 @@ ROWS = [
         )
     ),
     Row(
-        "`jvp(f, (w,), (w,))[1]`, where `f` is the sum of `target * w`, and `target` is `w**2`, "
-        "computed under `no_grad`",
+        "`jvp(f, (w,), (w,))[1]`, `f` the sum of `target * w`, `target` `w**2` under `no_grad`",
         3.0, 1.0, "`func.jvp`", forward_through_no_grad,
     ),
     Row(
-        "`jvp(f, (w,), (w,))[1]` at 1, where `f` is the sum of `square(w) + w`, and `square` a "
-        "`torch.library.custom_op` with `register_autograd`",
+        "`jvp(f, (w,), (w,))[1]`, `f` the sum of `square(w) + w`, `square` a "
+        "`torch.library.custom_op`",
         1.0, 3.0, "`func.jvp`", jvp_of_custom_op, REFUSED, "the product with the gradient",
     ),
     Row(
-        "a second derivative of `f(w) + w**2` at 1, with `torch.autograd.grad`, where `f` is a "
-        "cube whose backward is `once_differentiable`",
+        "a second derivative of `f(w) + w**2`, `f` a cube that is `once_differentiable`",
         [2.0], [8.0], "`value_and_grads(..., create_graph=True)`", second_of_once_differentiable,
-        REFUSED, "with a backward that can be differentiated",
+        REFUSED, "differentiable",
     ),
     Row(
-        "the same, where the backward runs under `no_grad`, or calls a kernel that autograd does "
-        "not know",
+        "the same, its backward under `no_grad`, or in an unknown kernel",
         [2.0], [8.0], "`value_and_grads(..., create_graph=True)`",
-        second_of_a_backward_without_grad, REFUSED, "with a backward that can be differentiated",
+        second_of_a_backward_without_grad, REFUSED, "differentiable",
     ),
     Row(
-        "the same, where `f` is `torch.compile(lambda w: w.exp().sin().cos())`",
+        "the same, `f` `torch.compile(lambda w: w.exp().sin().cos())`",
         [2.0], [-1.4295], "`value_and_grads(..., create_graph=True)`",
-        second_of_a_compiled_function, REFUSED, "with the function that is not compiled",
+        second_of_a_compiled_function, REFUSED, "not compiled",
     ),
     Row(
-        "`grad(lambda x: jvp(layer_norm, (x,), (v,))[1].square().sum())(x)`",
+        "`grad` of the squares of the `jvp` of `layer_norm`",
         [[0.1050, -0.1574, 0.0525]], [[0.2099, -0.1312, -0.0787]],
         "`func.value_and_grads`", derivative_of_jvp_of_layer_norm, REFUSED,
         "with the norm written out",
     ),
     Row(
-        "`jvp(f, (a,), (v,))[1]`, where `f` is the sum of `torch.linalg.cholesky` and `v` is not "
-        "symmetric; the gradient is that of a function of symmetric matrices",
+        "`jvp(f, (a,), (v,))[1]`, `f` with `torch.linalg.cholesky`, `v` not symmetric",
         -0.07538, 0.1746, "`func.check_grads`", jvp_of_cholesky, gradkit.GradientCheckError,
         "of `(a + a.mT) / 2`",
     ),
     Row(
-        "a second derivative of `(events * torch.logcumsumexp(x, 0)).sum().square()`, with "
-        "`torch.autograd.grad`, where `events` is a mask of zeros and ones",
+        "a second derivative of `(events * torch.logcumsumexp(x, 0)).sum().square()`, "
+        "`events` a mask",
         [0.9979, 7.3739, 0.0], [0.4609, 5.9140, 0.0],
         "`value_and_grads(..., create_graph=True)`", second_of_logcumsumexp, REFUSED,
         "with a `logsumexp` for each element",
@@ -520,30 +516,28 @@ ROWS = [
         "`func.value_and_grads`, nested", second_of_logcumsumexp_in_func,
     ),
     Row(
-        "`jvp(grad(f), (x,), (v,))[1]`, where `f` is the sum of squares of "
+        "`jvp(grad(f), (x,), (v,))[1]`, `f` squares of "
         "`torch.logcumsumexp(x, 0) - y`, which are zero",
         [0.0, 0.0, 0.0], [3.0273, 2.7926, 0.1801], "`func.hvp`", forward_over_logcumsumexp,
     ),
     Row(
-        "`jvp(f, (w,), (w,))[1]`, where `f` has a `torch.nn.functional.embedding(words, w, "
-        "padding_idx=0)`; the gradient takes that row for a constant",
+        "`jvp(f, (w,), (w,))[1]`, `f` with "
+        "`torch.nn.functional.embedding(words, w, padding_idx=0)`",
         60.0, 50.0, "`func.jvp`", forward_through_padding,
     ),
     Row(
-        "`vjp` of the `vjp` of `lambda x: jvp(f, (x,), (v,))[1]`, where `f` is the sum of "
-        "exponentials of `torch.cumprod(x, 0)`, and `x` has a zero",
+        "`vjp` of `vjp` of `jvp`, `f` with "
+        "`torch.cumprod(x, 0)`, `x` with a zero",
         53.39, 59.39, "`func.linearize`", linearized_jvp_of_cumprod,
     ),
     Row(
-        "the same, where `f` is `(grad(g)(a) * v).sum()`, and `g` the sum of sines of "
-        "`torch.linalg.eigvals(a)`",
+        "the same, `f` `(grad(g)(a) * v).sum()`, `g` with `torch.linalg.eigvals(a)`",
         -25.98, 28.74, "`func.linearize`", linearized_jvp_of_eigvals, REFUSED,
         "of the gradient, times `v`",
         mended=MENDED["eigvals"],
     ),
     Row(
-        "`jvp` of the `jvp` of `f`, where `f` applies an `autograd.Function` that has a `jvp`, and "
-        "squares, twice, at 3",
+        "`jvp` of `jvp` through an `autograd.Function` that has a `jvp`",
         [0.0], [108.0], "`func.jvp`, nested", jvp_of_jvp_of_a_function,
     ),
 ]  # fmt: skip

@@ -284,34 +284,32 @@ def pre_hook_of_a_leaf_s_node(device: torch.device) -> Case:
 
 ROWS = [
     Row(
-        "`grad(3 * w, w)`, where the `AccumulateGrad` node of `w` has a pre-hook `g * 10`, which "
-        "`.backward()` runs",
+        "`grad(3 * w, w)`, where the `AccumulateGrad` node has a pre-hook `g * 10`",
         [3.0], [30.0], "`value_and_grads`", pre_hook_of_a_leaf_s_node,
         gradkit.UnsupportedGraphError, "`backward_`",
     ),
     Row(
-        "`grad(3 * y, (y, w))`, where `y = 2 * w` has a hook `g * 100`: with respect to `y`",
+        "`grad(3 * y, (y, w))`, where `y = 2 * w` has a hook `g * 100`: by `y`",
         [3.0], [300.0], "`value_and_grads`", hook_on_an_input,
     ),
     Row(
-        "`grad(loss, (y, w))`, where `y = f(w)`, and the backward of `f` changes its cotangent in "
-        "place: with respect to `y`",
+        "`grad(loss, (y, w))`, where the backward of `y = f(w)` writes on its cotangent: by `y`",
         [21.0], [3.0], "`value_and_grads`", backward_that_writes_on_a_non_leaf,
     ),
     Row(
-        "`grad(a + f(w), (a, w))` with that `f`: with respect to `a`",
+        "`grad(a + f(w), (a, w))` with that `f`: by `a`",
         [7.0], [1.0], "`value_and_grads`", backward_that_writes_on_a_sibling,
-        refuses=gradkit.UnsupportedGraphError, instead="inside `gradkit.checked()`",
+        refuses=gradkit.UnsupportedGraphError, instead="`checked()`",
     ),
     Row(
-        "`grad(a + torch.vmap(f)(w), (a, w))` with that `f`: with respect to `a`",
+        "`grad(a + torch.vmap(f)(w), (a, w))` with that `f`: by `a`",
         [7.0], [1.0], "`value_and_grads`", backward_in_a_vmap_that_writes_on_a_sibling,
-        refuses=gradkit.UnsupportedGraphError, instead="inside `gradkit.checked()`",
+        refuses=gradkit.UnsupportedGraphError, instead="`checked()`",
     ),
     Row(
-        "`torch.func.grad(lambda a, w: a + f(w), (0, 1))(a, w)` with that `f`: with respect to `a`",
+        "`torch.func.grad(lambda a, w: a + f(w), (0, 1))(a, w)` with that `f`: by `a`",
         [7.0], [1.0], "`func.value_and_grads`", backward_in_func_that_writes_on_a_sibling,
-        refuses=gradkit.UnsupportedGraphError, instead="inside `gradkit.checked()`",
+        refuses=gradkit.UnsupportedGraphError, instead="`checked()`",
     ),
     Row(
         "`a.grad, b.grad = grad(scaler.scale(a + b), (a, b))`, scale 8, then `scaler.unscale_`",
@@ -326,7 +324,7 @@ ROWS = [
         [[0.5], [0.5]], [[0.7071], [0.7071]], "`write_grads_`", backward_into_shared_memory,
     ),
     Row(
-        "`w.grad = g`, where `g` is a gradient of 2, then `(w * w).backward()`: `g`",
+        "`w.grad = g`, where the gradient `g` is 2, then `(w * w).backward()`: `g`",
         [4.0], [2.0], "`write_grads_`", written_back,
     ),
     Row(
@@ -334,7 +332,7 @@ ROWS = [
         [0.0], [5.0], "`value_and_grads(..., weights=seed)`", result_is_the_seed,
     ),
     Row(
-        "`grad(3 * y, (w, y))` after `y.retain_grad()`: `y.grad`, which was not requested",
+        "`grad(3 * y, (w, y))` after `y.retain_grad()`: `y.grad`",
         [3.0], None, "`value_and_grads`", retained_grad_is_written,
     ),
     Row(

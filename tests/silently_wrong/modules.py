@@ -135,19 +135,17 @@ def statistics_that_count_twice(device: torch.device) -> Case:
 REFUSED = gradkit.UnsupportedGraphError
 ROWS = [
     Row(
-        "`functional_call` of a module with a checkpoint inside, which is 1 where the parameter it "
-        "is given is 3: the gradient of `w * (2 * w) ** 2`",
+        "`functional_call` at 3 of a module at 1 with a checkpoint inside: of `w * (2 * w) ** 2`",
         [12.0], [108.0], "`func.make_functional`", checkpoint_inside_of_functional_call, REFUSED,
         "with the checkpoint around the call",
     ),
     Row(
-        "`grad(f)(params, buffers)` of a `functional_call` with a batch norm: the `running_mean` "
-        "that was given, afterwards",
+        "`grad(f)(params, buffers)` of a `functional_call` with a batch norm: the given "
+        "`running_mean`",
         [0.2], [0.0], "`func.make_functional`", buffers_that_are_arguments,
     ),
     Row(
-        "`functional_call` of an embedding with `max_norm=1`: the weight that was given, "
-        "afterwards",
+        "`functional_call` of an embedding with `max_norm=1`: the given weight",
         [[0.6, 0.8]], [[3.0, 4.0]], "`func.make_functional`", params_that_are_arguments, REFUSED,
     ),
     Row(
@@ -156,7 +154,7 @@ ROWS = [
         [256.0], [257.0], "`func.value_and_grads`", gradient_dtype, tolerance=1e-5,
     ),
     Row(
-        "`checkpoint` of a closure over a number that was 1, and is 3 in the backward pass",
+        "`checkpoint` of a closure over a number that goes from 1 to 3",
         [6.0], [2.0], '`meta.unroll(..., memory="recompute")`', checkpoint_of_what_has_moved_on,
         REFUSED,
     ),

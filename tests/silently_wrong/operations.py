@@ -284,36 +284,36 @@ def of_jvp(
     mended: Release | None = MENDED["solve"],
 ) -> Row:
     return Row(
-        f"`grad(lambda a: jvp({name}, (a,), (v,))[1])(a)`", gives, right,
+        f"`grad` of the `jvp` of `{name}`", gives, right,
         "`func.value_and_grads`", show, REFUSED, "`func.hvp(f, a, v)`",
         mended=mended,
     )  # fmt: skip
 
 
 ROWS = [
-    of_jvp("lambda a: torch.linalg.solve(a, b).sin().sum()", *SOLVED, derivative_of_jvp_of_solve),
+    of_jvp("torch.linalg.solve(a, b)", *SOLVED, derivative_of_jvp_of_solve),
     of_jvp(
-        "lambda a: torch.linalg.solve_ex(a, b).result.sin().sum()",
+        "torch.linalg.solve_ex(a, b)",
         *SOLVED, derivative_of_jvp_of_solve_ex,
     ),
     of_jvp(
-        "lambda a: torch.linalg.tensorsolve(a, b).sin().sum()",
+        "torch.linalg.tensorsolve(a, b)",
         *SOLVED, derivative_of_jvp_of_tensorsolve,
     ),
     of_jvp(
-        "lambda a: torch.linalg.householder_product(a, t).sin().sum()",
+        "torch.linalg.householder_product(a, t)",
         [[0.0, 0.0], [-3.128, 0.0]], [[0.0, 0.0], [-1.646, 0.0]],
         derivative_of_jvp_of_householder_product, None,
     ),
     Row(
-        "`grad` of `grad` of `grad` of the sine of `torch.linalg.det(a)`",
+        "`grad` three times, of the sine of `torch.linalg.det(a)`",
         [[-27.42, 33.93], [7.998, 29.92]], [[-25.03, 32.73], [3.205, 26.33]],
         _NESTED, third_of_det,
         mended=MENDED["det"],
     ),
     *(
         Row(
-            f"two `jvp` around `grad`, where `f` is the sum of sines of `{name}`",
+            f"two `jvp` around `grad`, `f` with `{name}`",
             [[1.2646, -10.691], [6.0863, -6.0306]], [[6.7824, 0.4418], [8.997, -1.4783]],
             "`jvp` of `func.hvp`", show, REFUSED, '`mode="reverse-over-reverse"`, differentiated',
             mended=MENDED["eig"],
@@ -323,24 +323,21 @@ ROWS = [
         )
     ),
     Row(
-        "two `jvp` around `grad`, where `f` is the sine of `torch.prod(a)`, and `a` has a zero",
+        "two `jvp` around `grad`, `f` the sine of `torch.prod(a)`, `a` with a zero",
         [[18.0, 30.0], [-28.0, 15.0]], [[36.0, 54.0], [-28.0, 30.0]],
         "`jvp` of `func.hvp`", third_of_prod,
     ),
     Row(
-        "`jvp` of `jvp`, where `f` is the sum of exponentials of `torch.cumprod(x, 0)`, and `x` "
-        "has a zero",
+        "`jvp` of `jvp`, `f` with `torch.cumprod(x, 0)`, `x` with a zero",
         53.39, 59.39, "`func.value_and_grads` of it", jvp_of_jvp_of_cumprod,
     ),
     Row(
-        "`jvp(grad(f), (a,), (v,))[1]`, where `f` has a `torch.linalg.cholesky(a)`, and `v` is not "
-        "symmetric",
+        "`jvp(grad(f), (a,), (v,))[1]`, `f` with `torch.linalg.cholesky(a)`, `v` not symmetric",
         [[0.01242, -0.02484], [-0.02484, 0.04967]], [[-0.01499, -0.1052], [-0.1052, 0.04967]],
         "`func.hvp`", hessian_of_cholesky,
     ),
     Row(
-        "a second derivative through `weight_norm` (the hook and the parametrization, too), with "
-        "`torch.autograd.grad`",
+        "a second derivative through `weight_norm`, in each form",
         *NORMALIZED, _EAGER, second_of_weight_norm, REFUSED, _NESTED,
     ),
     Row(
@@ -348,30 +345,29 @@ ROWS = [
         *NORMALIZED, _NESTED, second_of_weight_norm_in_func,
     ),
     Row(
-        "a second derivative with respect to the values of a `sparse_coo_tensor`, "
-        "with `torch.autograd.grad`",
+        "a second derivative by the values of a `sparse_coo_tensor`",
         *ENTRIES, _EAGER, second_of_sparse_values, REFUSED, "with a dense tensor",
     ),
     Row(
-        "`grad` of `grad` with respect to the values of a `sparse_coo_tensor`",
+        "`grad` of `grad` by the values of a `sparse_coo_tensor`",
         *ENTRIES, _NESTED, second_of_sparse_values_in_func, REFUSED, "with a dense tensor",
     ),
     Row(
-        "a second derivative through `torch.cond`, with `torch.autograd.grad`",
-        [0.0, 0.0], [-0.5605, 0.3555], _EAGER, second_of_cond, REFUSED, "with an `if`",
+        "a second derivative through `torch.cond`",
+        [0.0, 0.0], [-0.5605, 0.3555], _EAGER, second_of_cond, REFUSED, "an `if`",
     ),
     Row(
-        "a second derivative through `scan`, with `torch.autograd.grad`",
+        "a second derivative through `scan`",
         [-0.1278, 0.0009], [-0.4894, 0.0605], _EAGER, second_of_scan, REFUSED,
-        "with a loop of Python",
+        "a loop",
     ),
     Row(
-        "a second derivative through `while_loop`, with `torch.autograd.grad`",
+        "a second derivative through `while_loop`",
         [-0.1502, 0.0873], [-0.2297, 0.1169], _EAGER, second_of_while_loop, REFUSED,
-        "with a loop of Python",
+        "a loop",
     ),
     Row(
-        "`torch.linalg.lu_solve`, under a `vmap` over the factors and another over `b`",
+        "`torch.linalg.lu_solve`, under one `vmap` over factors and one over `b`",
         [[0.7, 1.8], [26.0, 62.0]], [[0.7, 1.8], [0.5, 1.375]],
         "`func.value_and_grads` in two `vmap`", lu_solve_in_two_vmaps, REFUSED,
         "with `torch.linalg.solve`",

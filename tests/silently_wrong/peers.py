@@ -209,10 +209,8 @@ def weight_used_outside_in_backpack(device: torch.device) -> Case:
 
 
 REFUSED = gradkit.UnsupportedGraphError
-CHECKPOINTED = "two inner steps of a module with a checkpoint inside: the meta-gradient"
-OUTSIDE = (
-    "`layer(x) * layer.weight`, squared: the gradients of two samples with respect to the weight"
-)
+CHECKPOINTED = "two inner steps of a module with a checkpoint: the meta-gradient"
+OUTSIDE = "`layer(x) * layer.weight`, squared: of two samples, by the weight"
 RECOMPUTE = '`memory="recompute"` instead'
 ROWS = [
     Row(
@@ -231,7 +229,7 @@ ROWS = [
         "with `use_reentrant=False`", by="TorchJD",
     ),
     Row(
-        "`jac(3 * y, [w, y])`, where `y = 2 * w` has a hook `g * 100`: with respect to `y`",
+        "`jac(3 * y, [w, y])`, where `y = 2 * w` has a hook `g * 100`: by `y`",
         [3.0], [300.0], "`per_loss_grads`", hook_in_torchjd, by="TorchJD",
     ),
     Row(
@@ -244,7 +242,7 @@ ROWS = [
         by="TorchOpt",
     ),
     Row(
-        "a step of Adam where one of two gradients is 0: with respect to a scale of the gradients",
+        "Adam, one of two gradients 0: by a scale of the gradients",
         float("nan"), -0.05, "`meta.adam`", a_dead_unit_in_torchopt, by="TorchOpt",
     ),
     Row(

@@ -294,17 +294,16 @@ ROWS = [
     ),
     Row(
         "`loss_1.backward(retain_graph=True)` and `loss_2.backward()`, after one forward pass of "
-        "DDP: `.grad`",
+        "DDP",
         [11.0], [12.0], "`per_loss_grads(losses, ddp)`", shown(ddp_and_two_passes), REFUSED,
         "`distributed.per_loss_grads(losses, ddp)`",
     ),
     Row(
-        "`backward(params, grads)`, of a loss computed with `ddp.module`: `.grad`",
+        "`backward(params, grads)`, of a loss of `ddp.module`",
         [2.0], [10.0], "`add_grads_(ddp, grads, hooks=True)`", shown(ddp_passed_by_and_handed_over),
     ),
     Row(
-        "one `autograd.grad` in the first iteration of DDP with `static_graph=True`: what later "
-        "`.backward()` calls leave",
+        "`.backward()` after one `autograd.grad` in the first iteration, `static_graph=True`",
         [2.0], [10.0], "`value_and_grads(loss, params)`", shown(ddp_with_a_static_graph), REFUSED,
         "after which `.backward()` is",
     ),

@@ -55,13 +55,11 @@ def view_whose_base_changed(device: torch.device) -> Case:
 
 ROWS = [
     Row(
-        "`y.retain_grad()`, `early = 3 * y`, `y.mul_(5)`, `(early + 7 * y).backward()`: of the `y` "
-        "that was retained",
+        "`y.retain_grad()`, `early = 3 * y`, `y.mul_(5)`, `(early + 7 * y).backward()`: first `y`",
         [7.0], [38.0], "`safe_retain`", retained_then_changed,
     ),
     Row(
-        "`view = base[:1]` with a hook, `base.mul_(5)`, `(3 * view).backward()`: what the hook "
-        "gets",
+        "`view = base[:1]` with a hook, `base.mul_(5)`, `(3 * view).backward()`: for the hook",
         None, [15.0], "`safe_retain`", view_whose_base_changed, gradkit.UnsupportedGraphError,
     ),
 ]  # fmt: skip

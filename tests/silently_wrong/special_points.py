@@ -138,28 +138,24 @@ ROWS = [
         0.0, -3.2899, "`func.hvp`", second_of_sinc_at_zero,
     ),
     Row(
-        "`jvp` of `torch.logcumsumexp(x, 0)`, where `x` is `[0, 100, 1000]`",
+        "`jvp` of `torch.logcumsumexp(x, 0)` at `[0, 100, 1000]`",
         [0.0, 0.0, 3.0], [1.0, 2.0, 3.0], "`func.jvp`", jvp_of_logcumsumexp,
     ),
     Row(
-        "`grad(lambda y: grad(torch.pow)(two, y))(zero)`: by the exponent, the slope of `x**y`",
+        "`grad(lambda y: grad(torch.pow)(two, y))(zero)`",
         0.0, 0.5, "`func.value_and_grads`, nested", second_of_a_zeroth_power,
     ),
 ]  # fmt: skip
 
-_SEEN = (
-    "`func.value_and_grads`, and inside `gradkit.checked()`: right; `per_loss_grads`, and with "
-    '`unused="error"`: `UnsupportedGraphError`; `value_and_grads`'
-)
+_SEEN = "`func`, `checked()`: right; `per_loss_grads`: `UnsupportedGraphError`; `value_and_grads`"
 UNSEEN = [
     Row(
-        "`grad(torch.linalg.det(a), a)`, where `a` is `[[1, 2], [2, 4]]`, which is singular",
+        "`grad(torch.linalg.det(a), a)` at `[[1, 2], [2, 4]]`",
         [[0.0, 0.0], [0.0, 0.0]], [[4.0, -2.0], [-2.0, 1.0]],
         _SEEN, gradient_of_a_singular_matrix, same=True,
     ),
     Row(
-        '`grad(five.scatter_reduce(0, zeros, x, "amax", include_self=False), x)` at `[5, 3]`, '
-        "where `five` is `[5]`: a tie with what is not included",
+        '`grad(five.scatter_reduce(0, zeros, x, "amax", include_self=False), x)` at `[5, 3]`',
         [0.5, 0.0], [1.0, 0.0], _SEEN, tie_with_what_is_not_included, same=True,
     ),
     Row(
@@ -172,7 +168,7 @@ UNSEEN = [
     ),
     Row(
         "`grad(cosine_similarity(x, y, dim=0, eps=1.0), x)` at `[0.4, 0.3]`, where `y` is `[1, 0]`",
-        [0.68, -0.24], [1.0, 0.0], "inside `gradkit.checked()`: right; `value_and_grads`",
+        [0.68, -0.24], [1.0, 0.0], "`checked()`: right; `value_and_grads`",
         cosine_below_its_eps, same=True,
     ),
     Row(
@@ -181,8 +177,7 @@ UNSEEN = [
         block_diag_of_an_empty_vector, same=True,
     ),
     Row(
-        "`grad(x.to_sparse().to_dense().sum(), x)` at `[0, 1]`: torch documents that gradients of "
-        "sparse tensors are masked",
+        "`grad(x.to_sparse().to_dense().sum(), x)` at `[0, 1]`, as torch documents",
         [0.0, 1.0], [1.0, 1.0], "every call", zeros_made_sparse, same=True,
     ),
 ]  # fmt: skip

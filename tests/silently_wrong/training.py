@@ -124,12 +124,11 @@ def learning_rate_of_asgd(device: torch.device) -> Case:
 
 ROWS = [
     Row(
-        "two steps of `SGD(momentum=0.9)`: with respect to a scale of the gradients",
+        "two steps of `SGD(momentum=0.9)`: by a scale of the gradients",
         -0.1, -0.29, "`meta.sgd`", first_step_with_momentum,
     ),
     Row(
-        "a step of Adam, AdamW, NAdam, RMSprop and Adagrad where one of two gradients is 0: "
-        "with respect to a scale of the gradients",
+        "Adam, AdamW, NAdam, RMSprop, Adagrad, one of two gradients 0: by a scale of gradients",
         [float("nan")] * 5, [-0.05, -0.05, -0.0528, -0.1653, -0.05],
         "`meta.from_torch`", a_dead_unit,
     ),
@@ -138,11 +137,11 @@ ROWS = [
         [-6.604e-6], [0.0], "`meta.adam`", count_of_steps, tolerance=1e-8,
     ),
     Row(
-        "`SGD(weight_decay=tensor)`: the gradient that was given, afterwards",
+        "`SGD(weight_decay=tensor)`: the given gradient",
         [1.5], [1.0], "`meta.sgd`", weight_decay_that_is_learned,
     ),
     Row(
-        "a step of `ASGD(lr=tensor)`: with respect to the learning rate",
+        "a step of `ASGD(lr=tensor)`: by the learning rate",
         None, -0.9985, "`meta.from_torch`", learning_rate_of_asgd,
         gradkit.UnsupportedOptimizerError,
     ),

@@ -22,11 +22,8 @@ from tests.silently_wrong._row import Case, D, Row
 from tests.silently_wrong.operations import NORMALIZED, second_of_weight_norm_compiled
 from tests.silently_wrong.processes import ddp_passed_by, parameters_of_ddp, shown
 
-CHECKED = "inside `gradkit.checked()`: right"
-UNCHECKED = (
-    "`func.value_and_grads`, and inside `gradkit.checked()`: `UnsupportedGraphError`; "
-    "`value_and_grads`"
-)
+CHECKED = "`checked()`: right"
+UNCHECKED = "`func`, `checked()`: `UnsupportedGraphError`; `value_and_grads`"
 
 
 def value_changed_behind_autograd(device: torch.device) -> Case:
@@ -333,7 +330,7 @@ def operator_without_autograd(device: torch.device) -> Case:
 
 
 REFUSED = "`UnsupportedGraphError`"
-BY_CHECKED = f"inside `gradkit.checked()`: {REFUSED}; `value_and_grads`"
+BY_CHECKED = f"`checked()`: {REFUSED}; `value_and_grads`"
 
 
 def _times_ten(grad: Tensor) -> None:
@@ -440,7 +437,7 @@ def second_of_a_backward_with_a_constant(device: torch.device) -> Case:
 ROWS = [
     *special_points.UNSEEN,
     Row(
-        "`w.data.add_(1)` after the loss `w * w` at 1: with respect to `w`",
+        "`w.data.add_(1)` after the loss `w * w`: by `w`",
         [4.0], [2.0], "`value_and_grads`", value_changed_behind_autograd, same=True,
     ),
     Row(
@@ -450,15 +447,15 @@ ROWS = [
         same=True,
     ),
     Row(
-        "`grad(torch.cat([zeros, zeros.as_strided_scatter(x, (1,), (1,), 1)]) @ factors, x)`, the "
-        "factors `[0, 1, 2, 3]`",
+        "`grad(torch.cat([zeros, zeros.as_strided_scatter(x, (1,), (1,), 1)]) @ "
+        "[0, 1, 2, 3], x)`",
         [1.0], [3.0],
         UNCHECKED, by_source_of_as_strided_scatter,
         same=True,
     ),
     Row(
-        "`grad((torch.special.bessel_j0(w) + w**2).sum(), w)` at 1; 23 more functions of "
-        "`torch.special` drop their graph",
+        "`grad((torch.special.bessel_j0(w) + w**2).sum(), w)`; 23 more of "
+        "`torch.special`",
         [2.0], [1.5599],
         f"`func.value_and_grads`: right; {CHECKED}; `func.check_grads`: `GradientCheckError`; "
         "`value_and_grads`",
@@ -473,15 +470,14 @@ ROWS = [
         [0.0], [1.5410], UNCHECKED, sample_of_normal, same=True,
     ),
     Row(
-        "checkpointed steps on `strength * (w - start)**2` at `w = start`, recomputed after "
-        "`strength` went from 1 to 3: with respect to `w`",
+        "checkpointed steps on `k * (w - start)**2` at `start`; `k` went from 1 to 3",
         [0.8, 0.8], [1.2, 1.2],
-        "`meta.unroll`, `strength` in the batch: right; `memory=\"recompute\"`",
+        "`meta.unroll`, `k` in the batch: right; `memory=\"recompute\"`",
         proximal_term_that_changed, same=True,
     ),
     Row(
-        "`grad((cube(w) + w).sum(), w)` at 1, where `cube` is an operator of a library without an "
-        "autograd kernel, as of a C++ extension; torch warns once",
+        "`grad((cube(w) + w).sum(), w)` of an operator without an autograd kernel; "
+        "torch warns once",
         [1.0], [4.0], UNCHECKED,
         operator_without_autograd, same=True,
     ),
@@ -495,31 +491,30 @@ ROWS = [
         [3.0], None, "`value_and_grads(loss, w)`", retained_grad_inside, same=True,
     ),
     Row(
-        "`grad(norm(x * w).square().sum(), w)`, where `norm` is a `BatchNorm1d` in eval mode whose "
-        "running statistics have changed since",
+        "`grad(norm(x * w).square().sum(), w)`, a batch norm in eval mode whose statistics "
+        "have changed since",
         [14.142], [20.0], "`value_and_grads`", statistics_changed_since, same=True,
     ),
     Row(
-        "`grad(checkpoint(lambda x: (w * x) ** 2, x), w)` at 2, where `x` is 3, and `w` is doubled "
-        "by an optimizer's step before",
+        "`grad(checkpoint(lambda x: (w * x) ** 2, x), w)` at 2, where `x` is 3; `w` was "
+        "doubled since",
         [72.0], [36.0], BY_CHECKED, weight_stepped_after_a_checkpoint, same=True,
     ),
     Row(
-        "the same of `(w * x * b) ** 2`, a function that adds 1 to the buffer `b` before: it is 1, "
-        "and 2 where it is recomputed",
+        "the same of `(w * x * b) ** 2`, a function that adds 1 to the buffer `b`",
         [144.0], [36.0], BY_CHECKED, buffer_written_in_a_checkpoint, same=True,
     ),
     Row(
-        "the same, where `b` is a random number of numpy",
+        "the same, `b` a random number of numpy",
         [9.431], [14.606], BY_CHECKED, numbers_of_numpy_in_a_checkpoint, same=True,
     ),
     Row(
-        "the same of `sin(w * x * v)`, where `v` is 5, and `v.requires_grad_()` comes between",
+        "the same of `sin(w * x * v)`, `v` 5, with `v.requires_grad_()` between",
         [14.403], [2.314], BY_CHECKED, factor_that_is_unfrozen_after_a_checkpoint, same=True,
     ),
     Row(
-        "`grad(rrelu(w, training=True), w).isnan()`, under saved-tensor hooks that copy: memory "
-        "that nothing has written, which is nan here",
+        "`grad(rrelu(w, training=True), w).isnan()`, under saved-tensor hooks that copy"
+        ": unwritten memory",
         [True], [False],
         f"with `create_graph=True`: {REFUSED}; {BY_CHECKED}",
         noise_of_rrelu_copied_by_a_hook, same=True,
@@ -527,42 +522,40 @@ ROWS = [
     Row(
         "`grad((2 * w).sum() + linear(x, w).sum(), w)`, where `w` was made in inference mode",
         [[2.0]], [[3.0]],
-        f"`value_and_grads` without `2 * w`, where torch has None: {REFUSED}; with it",
+        f"`value_and_grads` without `2 * w`: {REFUSED}; with it",
         parameter_of_inference_mode, same=True,
     ),
     Row(
-        "`grad(a + z, (a, b))`, where `z = b * 1` has a hook that calls `g.data.mul_(10)`: with "
-        "respect to `a`",
+        "`grad(a + z, (a, b))`, where `z = b * 1` has a hook `g.data.mul_(10)`: by `a`",
         [10.0], [1.0], f"{CHECKED}; `value_and_grads`", hook_that_writes_through_data, same=True,
     ),
     Row(
-        "`grad(a + z + c, (a, b))`, where that hook calls `g.mul_(10)` and keeps `g`, and "
-        "`c = a * 1` is older than `z`: with respect to `a`",
+        "`grad(a + z + c, (a, b))`, the hook `g.mul_(10)` keeps `g`, and "
+        "`c = a * 1` is older: by `a`",
         [20.0], [2.0], "`value_and_grads`", hook_that_writes_on_a_part_of_a_sum, same=True,
     ),
     Row(
-        "`grad((a + z)[index], (a, b))` with that hook: with respect to `a`",
+        "`grad((a + z)[index], (a, b))` with that hook: by `a`",
         [10.0], [1.0], f"{CHECKED}; `value_and_grads`", hook_that_writes_where_torch_has_written,
         same=True,
     ),
     Row(
-        "`grad(y + y, (a, b))` with that hook, where `y = a + z`: with respect to `a`",
+        "`grad(y + y, (a, b))` with that hook, `y = a + z`: by `a`",
         [20.0], [2.0], f"{CHECKED}; `value_and_grads`", hook_that_writes_below_a_sum, same=True,
     ),
     Row(
-        "`grad(z + y, (a, b))`, where `y = 2 * a`, and `z = b * 1` has a hook that calls "
-        "`g.mul_(10)`: with respect to `a`",
+        "`grad(z + y, (a, b))`, `y = 2 * a`, `z = b * 1` with a hook `g.mul_(10)`: "
+        "by `a`",
         [20.0], [2.0], f"{CHECKED}; `value_and_grads`", hook_that_writes_beside_another_operation,
         same=True,
     ),
     Row(
-        "`grad(f(w + 0), w)`, where the backward of `f` returns one array of numpy in every pass: "
-        "after a pass with five times the loss",
+        "`grad(f(w + 0), w)`, where the backward of `f` returns one array of numpy every time",
         [5.0], [1.0], "`value_and_grads(f(w), w)`: right; `value_and_grads(f(w + 0), w)`",
         gradient_in_a_workspace, same=True,
     ),
     Row(
-        "a second derivative of `f(w) + w**2` at 1, where `f` is a cube whose backward is "
+        "a second derivative of `f(w) + w**2` where the backward of the cube `f` is "
         "`g * 3 * x.detach()**2`",
         [2.0], [8.0],
         "`func.check_grads`: `GradientCheckError`; `value_and_grads(..., create_graph=True)`",
@@ -579,7 +572,7 @@ ROWS = [
         shown(parameters_of_ddp), same=True,
     ),
     Row(
-        "`backward(params, grads)`, of a loss computed with `ddp.module`: `.grad`",
+        "`backward(params, grads)`, of a loss of `ddp.module`",
         [2.0], [10.0], "`add_grads_(params, grads, hooks=True)`", shown(ddp_passed_by), same=True,
     ),
 ]  # fmt: skip
