@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("libcst")
 
-from gradkit._migrate.migrate import migrate
-from tests.migrate.loops import execute
+from gradkit_migrate import migrate
+from loops import execute
 
 LOOP = """
 import torch

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("libcst")
 
-from gradkit._migrate.migrate import migrate
-from tests.migrate.loops import execute
+from gradkit_migrate import migrate
+from loops import execute
 
 HEAD = """
 import torch
@@ -98,6 +97,11 @@ def programs(draw: st.DrawFn) -> str:
 
 # torch's, of a loop whose scheduler steps first: one of the orders, and it runs on as written.
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@settings(
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(source=programs())
 def test_whatever_is_moved_leaves_the_same_weights(device: torch.device, source: str) -> None:
     result = migrate(source.encode())

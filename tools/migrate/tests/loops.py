@@ -157,43 +157,6 @@ def run():
 """,
         "                        gradkit.step_(optimizer, optimizer, grads)",
     ),
-    "trainer class": (
-        """
-from __future__ import annotations
-
-import torch
-from torch import nn, Tensor
-from torch.nn.utils import clip_grad_norm_
-
-
-class Trainer:
-    def __init__(self, model: nn.Module, lr: float = 1e-2) -> None:
-        self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-        self.criterion = nn.CrossEntropyLoss()
-        self.norms: list[float] = []
-
-    def train_step(self, x: Tensor, y: Tensor) -> float:
-        self.model.train()
-        self.model.zero_grad(set_to_none=True)
-        loss = self.criterion(self.model(x), y)
-        loss.backward()
-        norm = clip_grad_norm_(self.model.parameters(), max_norm=0.3)  # keep it stable
-        self.optimizer.step()
-        self.norms.append(norm.item())
-        return loss.item()
-
-    def fit(self, data):
-        return [self.train_step(x, y) for x, y in data]
-
-
-def run():
-    trainer = Trainer(new_model())
-    losses = trainer.fit(batches)
-    return [trainer.model], losses + trainer.norms
-""",
-        "norm = gradkit.step_(self.optimizer, self.model, grads, max_norm=0.3)",
-    ),
     "recurrent, clipped": (
         """
 import torch
@@ -295,38 +258,7 @@ def run():
         (F.cross_entropy(net(x), y) + 0.1 * net(x).mean()).backward(); opt.step(); log.append(1)
     return [net], log
 """,
-        "_, grads = gradkit.value_and_grads(l, net); gradkit.step_(opt, net, grads)",
-    ),
-    "clipped, by arguments": (
-        """
-import torch
-import torch.nn as nn
-import torch.optim as optim
-
-def train(model, iterator, optimizer, criterion, clip):
-    model.train()
-    epoch_loss = 0
-    for i, (src, trg) in enumerate(iterator):
-        optimizer.zero_grad()
-        output = model(src)
-        loss = criterion(output, trg)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        epoch_loss += loss.item()
-    return epoch_loss / len(iterator)
-
-def run():
-    net = new_model()
-    net.apply(lambda m: None)
-    optimizer = optim.Adam(net.parameters(), lr=0.01)
-    criterion = nn.CrossEntropyLoss()
-    log = []
-    for epoch in range(2):
-        log.append(train(net, batches, optimizer, criterion, clip=0.1))
-    return [net], log
-""",
-        "gradkit.step_(optimizer, model, grads, max_norm=clip)",
+        "_, grads = gradkit.value_and_grads(l, opt); gradkit.step_(opt, opt, grads)",
     ),
     "two players": (
         """
@@ -394,7 +326,7 @@ def run():
         log.append(finish_episode((actions == y).float().tolist(), list(dist.log_prob(actions))))
     return [model], log
 """,
-        "_, grads = gradkit.value_and_grads(policy_loss, model)",
+        "_, grads = gradkit.value_and_grads(policy_loss, optimizer)",
     ),
     "warm-up and logging between": (
         """
@@ -481,7 +413,7 @@ def run():
                 raise
     return [net], [skipped]
 """,
-        "    no_such_package_of_theirs = None\nimport gradkit\n",
+        "import os\nimport torch\nimport gradkit\n\ntry:",
     ),
     "a factory of optimizers": (
         """

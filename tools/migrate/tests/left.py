@@ -42,7 +42,7 @@ for i, (x, y) in enumerate(loader):
         optimizer.step()
         optimizer.zero_grad()
 """,
-        r"step\(\) is in another block.*accumulate",
+        r"step\(\) and backward\(\) are in different blocks",
     ),
     "accumulation in an inner loop": (
         """
@@ -53,7 +53,7 @@ for x, y in loader:
         loss.backward()
     optimizer.step()
 """,
-        r"several times for one step",
+        r"in a loop that step\(\) is outside of: gradients may accumulate",
     ),
     "cleared once": (
         """
@@ -142,7 +142,7 @@ for x, y in loader:
     err_fake.backward()
     optimizer.step()
 """,
-        r"several backward calls .*lines 14, 17.*label\.fill_\(0\).*between",
+        r"several backward calls before one step\(\) \(lines 14, 17\)",
     ),
     "a list of losses": (
         instead_of("loss.backward()", "[part.backward() for part in [loss]]"),
@@ -279,7 +279,7 @@ def train(optimizer: "Engine"):
         cross_entropy(model(x), y).backward()
         optimizer.step()
 """,
-        r"annotated 'Engine'",
+        r'annotated "Engine"',
     ),
     "unknown call between": (between("callbacks.after_backward()"), r"after_backward\(\).*between"),
     "the model is passed on between": (between("print(model)"), r"print\(model\).*between"),
@@ -295,11 +295,11 @@ def train(optimizer: "Engine"):
     ),
     "step under a condition": (
         instead_of("optimizer.step()", "if torch.isfinite(loss): optimizer.step()"),
-        r"step\(\) is in another block, `if torch\.isfinite\(loss\):` \(line 14\), and may not run",
+        r"different blocks, and one may run without the other",
     ),
     "in a with": (
         instead_of("loss.backward()", "with record_function('b'): loss.backward()"),
-        r"backward\(\) is in another block, `with record_function\('b'\):` \(line 13\)$",
+        r"different blocks, and one may run without the other",
     ),
     "clipped by value": (
         between("nn.utils.clip_grad_value_(model.parameters(), 1.0)"),
@@ -335,6 +335,22 @@ def train(model, optimizer):
         optimizer.step()
 """,
         r"may not be exactly what optimizer has",
+    ),
+    "clipped, and made by another function": (
+        """
+class Trainer:
+    def __init__(self, model):
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(self):
+        for x, y in loader:
+            self.optimizer.zero_grad()
+            cross_entropy(self.model(x), y).backward()
+            clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+""",
+        r"may not be exactly what self\.optimizer has, because of line 13: `self\.optimizer = ",
     ),
     "a group is added": (
         "optimizer.add_param_group({'params': [torch.ones(2)]})\n" + between(CLIP),

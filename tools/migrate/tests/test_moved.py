@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("libcst")
 
-from gradkit._migrate.migrate import Migrated, migrate
-from tests.migrate.loops import MOVED, execute
+from gradkit_migrate import Migrated, migrate
+from loops import MOVED, execute
 
 
 def moved(source: str) -> str:

@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-from gradkit._migrate.migrate import migrate
-from tests.migrate.left import LEFT, LOOP, SETUP
+from gradkit_migrate import migrate
+from left import LEFT, LOOP, SETUP
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -27,13 +27,11 @@ def test_a_loop_that_is_not_sure_is_left(device: torch.device, name: str) -> Non
 
 
 def test_the_loop_that_they_vary_is_moved(device: torch.device) -> None:
-    pytest.importorskip("libcst")
     result = migrate((SETUP + LOOP).encode())
     assert (result.moved, result.skipped) == (1, [])
 
 
 def test_a_class_that_is_only_imported_wraps_nothing(device: torch.device) -> None:
-    pytest.importorskip("libcst")
     optional = """
 try:
     from accelerate import Accelerator
