@@ -10,7 +10,7 @@ from gradkit_migrate import reasons
 from gradkit_migrate.calls import CLIP, LoopCall, Optimizers, clip_values
 from gradkit_migrate.params import Owner
 from gradkit_migrate.reasons import Advice, NotSureError
-from gradkit_migrate.source import Node, Source, arguments, constant, dotted, last_name
+from gradkit_migrate.source import Node, Source, arguments, dotted, last_name
 
 BUILTINS = {
     "print", "len", "float", "int", "str", "bool", "round", "abs", "min", "max", "sum", "range",

@@ -13,7 +13,6 @@ from gradkit_migrate.source import (
     FUNCTIONS,
     LOOPS,
     Called,
-    Node,
     Source,
     arguments,
     called,

@@ -28,15 +28,9 @@ UNSEEN = (
 )
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return the exit status."""
     options = _parse(arguments)
-    try:
-        import libcst  # noqa: F401
-    except ImportError:
-        text = "libcst is needed for this, and is not installed: pip install gradkit[migrate]"
-        print(text, file=sys.stderr)
-        return 2
     files = [file for path in options.paths for file in _files(path)]
     results = [_migrate_file(file, write=options.write) for file in dict.fromkeys(files)]
     unread = results.count(None)
@@ -53,7 +47,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gradkit-migrate",
         description=DESCRIPTION,

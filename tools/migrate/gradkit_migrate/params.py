@@ -210,7 +210,8 @@ class Owners:
         if is_setting or self._is_being_made(node):
             return True
         bound = self._source.bindings.get(dotted(node), [])
-        return bool(bound) and all(map(self._is_new_container, bound))
+        own = [one for one in bound if one.function is self._source.function(node)] or bound
+        return bool(own) and all(map(self._is_new_container, own))
 
     def _is_new_container(self, bound: Binding) -> bool:
         if isinstance(bound.value, cst.Call):

@@ -10,7 +10,6 @@ from typing import Any
 import libcst as cst
 from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor
-from libcst.metadata import ExpressionContext
 
 from gradkit_migrate.between import norm_name
 from gradkit_migrate.calls import clip_values

@@ -25,7 +25,12 @@ def execute(source: str | bytes, device: torch.device) -> tuple[list[Tensor], li
     batches = [
         (torch.randn(5, 4, device=device), torch.randint(3, (5,), device=device)) for _ in range(4)
     ]
-    namespace = {"device": device, "batches": batches, "new_model": new_model, "__name__": "loop"}
+    namespace: dict[str, Any] = {
+        "device": device,
+        "batches": batches,
+        "new_model": new_model,
+        "__name__": "loop",
+    }
     exec(compile(source, "loop.py", "exec"), namespace)
     modules, log = namespace["run"]()
     state = [value for module in modules for value in module.state_dict().values()]

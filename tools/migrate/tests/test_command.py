@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-
-from gradkit_migrate.command import main
 from gradkit_migrate import migrate
+from gradkit_migrate.command import main
 
 LOOP = '''"""A loop."""
 import torch

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-
 from gradkit_migrate import migrate
 from loops import execute
 
@@ -118,9 +117,9 @@ def test_groups_that_are_complete_before_the_loop_may_be_cleared_late(
     assert_same(source, result.source, device)
 
 
-@pytest.mark.parametrize("name", {**CHANGES, **KEPT})
+@pytest.mark.parametrize("name", [*CHANGES, *KEPT])
 def test_clipping_with_other_groups_is_left(device: torch.device, name: str) -> None:
-    source = program({**CHANGES, **KEPT}[name]).replace(
+    source = program((CHANGES | KEPT)[name]).replace(
         "        optimizer.step()",
         "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1)\n        optimizer.step()",
     )

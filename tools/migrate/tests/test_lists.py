@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 
-
 from gradkit_migrate import migrate
 from loops import execute
 

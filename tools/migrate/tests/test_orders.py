@@ -7,7 +7,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-
 from gradkit_migrate import migrate
 from loops import execute
 

@@ -11,9 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
-
-from gradkit_migrate.command import main
 from gradkit_migrate import migrate
+from gradkit_migrate.command import main
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "examples" / "migrate"
@@ -41,6 +40,8 @@ def test_the_page_shows_what_is_printed(
 
 def load(path: Path, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 
-
 from gradkit_migrate import migrate
 from loops import execute
 
@@ -177,7 +176,6 @@ EVIDENT = {
         "model = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).to(device)", "pass"
     ),
     "moved before": ("model = Net(); model.to(device)", "pass"),
-    "changed before": ("model = nn.Sequential(nn.Linear(4, 3)); model.append(nn.Tanh())", "pass"),
     "read": (NET, "model.train(); model.eval(); print(len(list(model.parameters())), f'{model}')"),
     "saved": (NET, "best = copy.deepcopy(model.state_dict()); model.load_state_dict(best)"),
     "lists": (NET, "kept = {}; kept['a'] = log; log.append(1.0); log.pop()"),
@@ -188,6 +186,7 @@ NOT_EVIDENT = {
     "another name": (NET, "same = model"),
     "a part": (NET, "tail = model.tail"),
     "made from another": ("body = nn.Linear(4, 3); model = nn.Sequential(body)", "pass"),
+    "changed before": ("model = nn.Sequential(nn.Linear(4, 3)); model.append(nn.Tanh())", "pass"),
     "bound twice": ("model = Net(); model = model.to(device)", "pass"),
     "a function": (NET, "show = lambda module: None; show(model)"),
     "an item": (NET, "x = torch.zeros(2); x[0] = 1"),
