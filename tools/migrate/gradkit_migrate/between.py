@@ -12,10 +12,6 @@ from gradkit_migrate.params import Owner
 from gradkit_migrate.reasons import Advice, NotSureError
 from gradkit_migrate.source import Node, Source, arguments, dotted, last_name
 
-BUILTINS = {
-    "print", "len", "float", "int", "str", "bool", "round", "abs", "min", "max", "sum", "range",
-    "enumerate", "zip", "isinstance", "format", "repr", "list", "tuple", "dict",
-}  # fmt: skip
 # Of tensors, lists, strings, meters, progress bars and loggers, which are given values alone.
 METHODS = {
     "item", "detach", "cpu", "numpy", "tolist", "size", "numel", "dim", "float", "long", "int",
@@ -72,7 +68,7 @@ class GradNeutrality:
 
     def _is_neutral_call(self, call: cst.Call) -> bool:
         name, source = last_name(call), self._source
-        if source.is_builtin(call.func, BUILTINS):
+        if source.is_builtin(call.func):
             return True
         if source.is_from(call.func, *MODULES):
             inner = source.is_from(call.func, *NOT_OF_TORCH)

@@ -43,8 +43,14 @@ class Optimizers:
         last = text.rpartition(".")[2]
         if not text or text in self.modules or SCHEDULER_NAME.search(last):
             return False
-        made = any(self.is_made(one.value) for one in self._source.bindings.get(text, ()))
-        return made or text in self._cleared or bool(OPTIMIZER_NAME.search(last))
+        values = [one.value for one in self._source.bindings.get(text, ())]
+        other = any(OPTIMIZER_NAME.search(dotted(v).rpartition(".")[2]) for v in values)
+        return (
+            other
+            or any(map(self.is_made, values))
+            or text in self._cleared
+            or bool(OPTIMIZER_NAME.search(last))
+        )
 
     def may_be_optimizer(self, node: cst.BaseExpression) -> bool:
         """Return whether an expression may stand for an optimizer that has another name."""

@@ -11,10 +11,7 @@ from gradkit_migrate.calls import SCHEDULER_NAME, LoopCall, Optimizers
 from gradkit_migrate.reasons import NotSureError
 from gradkit_migrate.source import Node, Position, Source, called, constant, dotted, last_name
 
-METHODS = {"step", "zero_grad", "state_dict", "load_state_dict", "state", "defaults"}
-BUILTINS = {"print", "len", "str", "repr", "isinstance", "type", "id", "bool", "hasattr"}
 GIVEN = ("torch.optim.lr_scheduler.", "transformers.", "gradkit.")
-HARMLESS = (cst.Return, cst.Comparison, cst.ComparisonTarget, cst.If, cst.Expr)
 NUMBERS = (cst.Comparison, cst.BinaryOperation, cst.FormattedStringExpression, cst.Index)
 
 
@@ -53,50 +50,27 @@ class GroupChanges:
             is_list = node.attr.value == "param_groups" and not self._reads_options(node)
             if is_list or node.attr.value == "add_param_group":
                 yield node
-        for value in source.nodes(source.module):
-            if self._optimizers.is_optimizer(dotted(value)) and self._may_be_changed(value):
-                yield value
+        for call in source.calls:
+            given = (arg.value for arg in call.args)
+            taken = [one for one in given if self._optimizers.is_optimizer(dotted(one))]
+            yield from [] if self._leaves_alone(call) else taken
 
-    def _may_be_changed(self, node: Node) -> bool:
-        """Return whether an optimizer is used for more than its step, or gets another name."""
-        source, parent = self._source, self._source.parents[node]
-        if not source.is_read(node) or source.full_names(node) or self._is_ours(dotted(node)):
-            return False  # of torch.optim, or a function
-        if isinstance(parent, cst.Attribute):
-            return parent.attr.value not in METHODS | {"param_groups"}
-        if isinstance(parent, cst.Call):
-            return False  # a function that makes one
-        if isinstance(parent, cst.Arg):
-            return not self._leaves_alone(source.parents[parent])
-        if isinstance(parent, cst.Element) and isinstance(source.parents[parent], cst.Tuple):
-            parent = source.parents[source.parents[parent]]
-        if isinstance(parent, cst.Assign):
-            every = (one for bindings in source.bindings.values() for one in bindings)
-            names = [dotted(one.node) for one in every if one.value is node]
-            return not names or not all(map(self._optimizers.is_optimizer, names))
-        return not isinstance(parent, HARMLESS)
-
-    def _is_ours(self, name: str) -> bool:
-        return name in self._source.functions or name in self._source.classes
-
-    def _leaves_alone(self, call: Node) -> bool:
+    def _leaves_alone(self, call: cst.Call) -> bool:
         """Return whether a call changes no groups, or its function is read here, too."""
-        if not isinstance(call, cst.Call):
-            return False
-        of_scaler = isinstance(call.func, cst.Attribute) and last_name(call) in {"step", "unscale_"}
-        is_known = self._source.is_from(call.func, *GIVEN) or SCHEDULER_NAME.search(last_name(call))
-        is_builtin = self._source.is_builtin(call.func, BUILTINS)
-        return of_scaler or bool(is_known) or is_builtin or self._is_ours(last_name(call))
+        source, name = self._source, last_name(call)
+        of_scaler = isinstance(call.func, cst.Attribute) and name in {"step", "unscale_"}
+        is_known = source.is_from(call.func, *GIVEN) or SCHEDULER_NAME.search(name)
+        is_ours = name in source.functions or name in source.classes
+        return of_scaler or bool(is_known) or is_ours or source.is_builtin(call.func)
 
     def _reads_options(self, node: cst.Attribute) -> bool:
         """Return whether the list of groups is used for options of groups alone: `["lr"]`."""
         source, whole = self._source, self._source.parents[node]
-        if isinstance(whole, cst.Arg):
-            call = source.parents[whole]
-            if isinstance(call, cst.Call) and source.is_builtin(call.func, {"enumerate", "len"}):
-                whole = source.parents[call] if last_name(call) == "enumerate" else call
-                if whole is call:
-                    return True
+        call = source.parents[whole] if isinstance(whole, cst.Arg) else None
+        if isinstance(call, cst.Call) and source.is_builtin(call.func, {"len"}):
+            return True
+        if isinstance(call, cst.Call) and source.is_builtin(call.func, {"enumerate"}):
+            whole = source.parents[call]
         if isinstance(whole, cst.For | cst.CompFor):
             names = {name.value for name in source.walk(whole.target, cst.Name)}
             used = source.walk(source.function(whole), cst.Name)

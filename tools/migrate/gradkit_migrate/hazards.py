@@ -28,13 +28,7 @@ GRAPHS = "move the loop without the captured graph first"
 RENAME = "rename it, so that `import gradkit` can be added"
 HOOKS = "see 'Which hooks run' in docs/moving_a_loop.md; gradkit.backward_(loss) runs all"
 REENTRANT = "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-HOOK_NAMES = {
-    "register_hook", "register_full_backward_hook", "register_full_backward_pre_hook",
-    "register_backward_hook", "register_module_full_backward_hook", "register_multi_grad_hook",
-    "register_module_full_backward_pre_hook", "register_module_backward_hook",
-    "register_post_accumulate_grad_hook", "register_step_pre_hook", "register_step_post_hook",
-    "register_optimizer_step_pre_hook", "register_optimizer_step_post_hook", "watch",
-}  # fmt: skip
+HOOK = re.compile(r"watch$|register_(?!(module_)?forward|state|load)\w*hook$")
 SEVERAL_NAMES = {
     "DistributedDataParallel", "DDP", "FullyShardedDataParallel", "FSDP", "fully_shard",
     "DataParallel", "no_sync", "ZeroRedundancyOptimizer", "DistributedOptimizer", "deepspeed",
@@ -73,8 +67,6 @@ def _hazards(source: Source) -> Iterator[Hazard]:
     for name in source.walk(source.module, cst.Name):
         line = source.line(name)
         yield from _of_name(source, name, line)
-        if name.value == "gradkit" and not _is_gradkit(source, name):
-            yield line, "the name gradkit is used for something else", RENAME
     for attribute in source.walk(source.module, cst.Attribute):
         if attribute.attr.value == "grad" and not source.full_names(attribute) & PURE_GRAD:
             yield source.line(attribute), f"{source.text(attribute)[:40]} is used", READ
@@ -88,33 +80,24 @@ def _hazards(source: Source) -> Iterator[Hazard]:
         yield from _of_call(source, call, source.line(call))
 
 
-def _is_gradkit(source: Source, name: cst.Name) -> bool:
-    """Return whether a name is gradkit's: used, imported as a whole, or imported from."""
-    parent = source.parents[name]
-    is_attribute = isinstance(parent, cst.Attribute) and parent.attr is name
-    if is_attribute or isinstance(parent, cst.ImportFrom | cst.Arg):
-        return True
-    is_whole = isinstance(parent, cst.ImportAlias) and parent.name is name
-    from_it = isinstance(source.parents[parent], cst.ImportFrom)
-    return (is_whole and not from_it) or source.is_from(name, "gradkit")
-
-
 def _of_name(source: Source, name: cst.Name, line: int) -> Iterator[Hazard]:
     word, parent = name.value, source.parents[name]
-    for names, text, by_hand in (
-        (HOOK_NAMES, "hooks run in the backward pass", HOOKS),
-        (SEVERAL_NAMES, "the model is wrapped for several processes or devices", SEVERAL),
-        (GRAPH_NAMES, "the step is captured or compiled with its backward pass", GRAPHS),
-    ):
-        if word in names:
-            yield line, f"{text} ({word})", by_hand
+    if HOOK.match(word):
+        yield line, f"hooks run in the backward pass ({word})", HOOKS
+    if word in SEVERAL_NAMES:
+        yield line, f"the model is wrapped for several processes or devices ({word})", SEVERAL
+    if word in GRAPH_NAMES:
+        yield line, f"the step is captured or compiled with its backward pass ({word})", GRAPHS
+    is_import = isinstance(parent, cst.ImportAlias)
+    is_bound = isinstance(parent, cst.Param) or (source.is_stored(name) and not is_import)
+    if word == "gradkit" and is_bound:
+        yield line, "the name gradkit is used for something else", RENAME
     if PROCESSES.search(word) and not (isinstance(parent, cst.Arg) and parent.keyword is name):
         yield line, f"the program runs in several processes ({word})", SEVERAL
     last = {full.rpartition(".")[2] for full in source.full_names(name)}
     wraps = {WRAPPERS[one] for one in {word, *last} & WRAPPERS.keys()}
     if not wraps or source.is_stored(name):
         return
-    is_import = isinstance(parent, cst.ImportAlias)
     used = [call for call in source.calls if last_name(call).startswith(tuple(wraps))]
     if used or not is_import:
         yield line, f"{word} may wrap the model and the optimizer", WRAPPED
@@ -154,17 +137,17 @@ def first_freezing(source: Source, made: list[Node]) -> Node | None:
 def _freezing(source: Source) -> Iterator[Node]:
     """Yield each place that may set requires_grad to False."""
     for node in source.walk(source.module, cst.Attribute):
-        if node.attr.value == "requires_grad" and source.is_stored(node):
-            outer = source.statement(node)
-            if constant(getattr(outer, "value", None)) is not True:
-                yield node
+        value = getattr(source.statement(node), "value", None)
+        is_flag = node.attr.value == "requires_grad" and source.is_stored(node)
+        if is_flag and constant(value) is not True:
+            yield node
     for call in source.calls:
         given = list(arguments(call, "0", "1", "2").values())
         if last_name(call) == "requires_grad_" and given and constant(given[0]) is not True:
             yield call
         elif last_name(call) == "setattr" and len(given) == 3 and constant(given[2]) is not True:
-            if not isinstance(given[1], cst.SimpleString) or constant(given[1]) == "requires_grad":
-                yield call
+            name = constant(given[1])
+            yield from [call] if name == "requires_grad" or not isinstance(name, str) else []
 
 
 def _is_late(source: Source, made: list[Node], node: Node, seen: frozenset[Function]) -> bool:

@@ -146,10 +146,10 @@ class _File:
         source = self.source
         called = {call.func for call in source.calls}
         for node in source.walk(source.module, cst.Attribute):
-            if node.attr.value == "step" and node not in called:
-                if self._optimizers.is_optimizer(dotted(node.value)):
-                    reason = f"{source.text(node)} is used without being called"
-                    yield SkippedLoop(source.line(node), reason, reasons.STEP)
+            is_bound = node.attr.value == "step" and node not in called
+            if is_bound and self._optimizers.is_optimizer(dotted(node.value)):
+                reason = f"{source.text(node)} is used without being called"
+                yield SkippedLoop(source.line(node), reason, reasons.STEP)
         matched = [call for step in steps for call in step.calls]
         with_backward = {call.function for call in self._calls if call.kind == "backward"}
         for call in self._calls:

@@ -16,6 +16,7 @@ import libcst as cst
 from gradkit_migrate.calls import Optimizers
 from gradkit_migrate.groups import GroupChanges
 from gradkit_migrate.source import (
+    BUILTINS,
     Binding,
     Function,
     Node,
@@ -32,15 +33,9 @@ READS = {
     "parameters", "named_parameters", "buffers", "named_buffers", "state_dict", "zero_grad",
 }  # fmt: skip
 RETURNS_ITSELF = {"train", "eval", "to", "cuda", "cpu", "double", "float"}
-READERS = {
-    "print", "len", "str", "repr", "format", "isinstance", "type", "id", "bool", "sum", "min",
-    "max", "any", "all", "list", "tuple", "set", "enumerate", "zip", "iter", "map", "filter",
-}  # fmt: skip
 OF_TORCH = ("torch.optim.", "torch.nn.utils.clip_grad", "torch.save", "copy.deepcopy", "gradkit.")
-READING = (
-    cst.For, cst.CompFor, cst.BinaryOperation, cst.Comparison, cst.StarredElement, cst.Expr,
-    cst.FormattedStringExpression,
-)  # fmt: skip
+SHOWN = (cst.Comparison, cst.FormattedStringExpression)
+READING = (*SHOWN, cst.For, cst.CompFor, cst.BinaryOperation, cst.StarredElement)
 # What changes the parts of a module.
 CHANGES = {
     "append", "extend", "insert", "remove", "pop", "clear", "update", "setdefault", "popitem",
@@ -97,10 +92,6 @@ class Owners:
         assigned = self._source.assigned(name, function)
         return own[0] if len(own) == len(assigned) == 1 else None
 
-    def _last_bound(self, name: str, made: Binding) -> Binding:
-        own = self._source.bindings.get(name, ())
-        return next((one for one in reversed(own) if one.function is made.function), made)
-
     def _is_before(self, node: Node, made: Binding) -> bool:
         """Return whether some code has run, for good, when an optimizer is made."""
         is_first = self._source.at(node) < self._source.at(made.node)
@@ -113,7 +104,8 @@ class Owners:
         is_argument = name in parameters(made.function)
         assigned = source.assigned(name, made.function)
         if len(assigned) != 1 or not (is_argument or (bound and self._is_new_module(bound.value))):
-            yield self._last_bound(name, made).node
+            own = [one.node for one in source.bindings.get(name, ())]
+            yield [made.node, *own][-1]
         for one in assigned:
             yield from (n.node for n in one.references if not self._reads_module(n.node, made))
         yield from (node for node in self._changes() if not self._is_before(node, made))
@@ -150,7 +142,7 @@ class Owners:
             if name in {"train", "eval"} or self._is_before(node, made):
                 return name in READS or (name in RETURNS_ITSELF and is_alone)
             return name in READS
-        return self._is_read_by(node, {"print", "len", "isinstance", "type"})
+        return self._is_read(node, {"print", "len", "isinstance", "type"}, SHOWN)
 
     def _is_returned(self, node: Node, made: Binding) -> bool:
         """Return whether the function of a loop ends, and returns a value itself."""
@@ -160,13 +152,13 @@ class Owners:
         )
         return is_own and any(isinstance(one, cst.Return) for one in around)
 
-    def _is_read_by(self, node: Node, builtins: set[str]) -> bool:
+    def _is_read(self, node: Node, builtins: set[str], reading: tuple[type, ...]) -> bool:
         """Return whether a value is read by what keeps and changes nothing."""
         parent, outer, *_ = self._source.ancestors(node)
         if isinstance(parent, cst.Arg) and isinstance(outer, cst.Call):
             is_builtin = self._source.is_builtin(outer.func, builtins)
             return is_builtin or self._source.is_from(outer.func, *OF_TORCH)
-        return isinstance(parent, READING)
+        return isinstance(parent, reading)
 
     def _changes(self) -> Iterator[Node]:
         """Yield each place in the file that may change the parts of some module."""
@@ -185,10 +177,8 @@ class Owners:
 
     def _is_no_part(self, node: cst.Attribute) -> bool:
         """Return whether an attribute is of a new object, of no module, or has a plain value."""
-        statement = self._source.statement(node)
-        if self._source.is_from(node, *SETTINGS) or self._is_plain(
-            getattr(statement, "value", None)
-        ):
+        value = getattr(self._source.statement(node), "value", None)
+        if self._source.is_from(node, *SETTINGS) or self._is_plain(value):
             return True
         owner = self._source.class_of(node)
         is_plain_object = owner is not None and not owner.bases and dotted(node.value) == "self"
@@ -206,8 +196,8 @@ class Owners:
         """Return whether an expression is a new list or dict, a group's options, or settings."""
         while isinstance(node, cst.Subscript):
             node = node.value
-        is_setting = self._source.is_from(node, *SETTINGS) or dotted(node).endswith(".param_groups")
-        if is_setting or self._is_being_made(node):
+        of_groups = dotted(node).endswith(".param_groups")
+        if of_groups or self._source.is_from(node, *SETTINGS) or self._is_being_made(node):
             return True
         bound = self._source.bindings.get(dotted(node), [])
         own = [one for one in bound if one.function is self._source.function(node)] or bound
@@ -227,12 +217,13 @@ class Owners:
         is_one = isinstance(statement, cst.Assign) and len(statement.targets) == 1
         is_new = bound is not None and is_one and self._makes_list(bound.value)
         if not is_new or source.loops(made.node):
-            yield self._last_bound(name, made).node
+            own = [one.node for one in source.bindings.get(name, ())]
+            yield [made.node, *own][-1]
         for one in source.assigned(name, made.function):
             for use in one.references:
                 item = source.parents[use.node]
                 is_item = isinstance(item, cst.Subscript) and source.is_read(item)
-                if not (is_item or self._is_read_by(use.node, READERS)):
+                if not (is_item or self._is_read(use.node, BUILTINS, READING)):
                     yield use.node
         yield from (c for c in source.calls if source.is_builtin(c.func, CHANGING_CALLS))
 

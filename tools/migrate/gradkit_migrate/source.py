@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -27,6 +27,12 @@ Position: TypeAlias = tuple[int, int]  # line from 1, column from 0
 FUNCTIONS = (cst.FunctionDef, cst.Lambda, cst.Module)
 BLOCKS = (cst.Module, cst.IndentedBlock, cst.SimpleStatementSuite)
 LOOPS = (cst.For, cst.While)
+# Of Python's own: these read what they are given, and run nothing but its own methods.
+BUILTINS = {
+    "print", "len", "float", "int", "str", "bool", "round", "abs", "min", "max", "sum", "range",
+    "enumerate", "zip", "isinstance", "format", "repr", "list", "tuple", "dict", "set", "id", "type",
+    "any", "all", "iter", "hasattr",
+}  # fmt: skip
 N = TypeVar("N", bound=cst.CSTNode)
 
 
@@ -57,10 +63,6 @@ class Source:
             self._children[parent].append(child)
         self.calls = list(self.walk(self.module, cst.Call))
         self.classes = {one.name.value: one for one in self.walk(self.module, cst.ClassDef)}
-        aliases = self.walk(self.module, cst.ImportAlias)
-        self.imported = {
-            (one.evaluated_alias or one.evaluated_name).split(".")[0] for one in aliases
-        }
         self.functions: dict[str, list[cst.FunctionDef]] = defaultdict(list)
         for function in self.walk(self.module, cst.FunctionDef):
             self.functions[function.name.value].append(function)
@@ -124,11 +126,6 @@ class Source:
         """Return the class in which a node stands, if it stands in one."""
         around = (one for one in self.ancestors(node) if isinstance(one, cst.ClassDef))
         return next(around, None)
-
-    def is_method(self, function: Node) -> bool:
-        """Return whether a function is one of a class."""
-        outer = list(self.ancestors(function))[:2]
-        return len(outer) == 2 and isinstance(outer[1], cst.ClassDef)
 
     def loops(self, node: Node) -> list[Node]:
         """Return the loops of its own function in which a node is, from the inside out."""
@@ -203,7 +200,7 @@ class Source:
         names = self.full_names(node)
         return bool(names) and all(name.startswith(prefixes) for name in names)
 
-    def is_builtin(self, node: Node, names: set[str]) -> bool:
+    def is_builtin(self, node: Node, names: Collection[str] = BUILTINS) -> bool:
         """Return whether a name is one of these built-in names."""
         return self.full_names(node) == {f"builtins.{dotted(node)}"} and dotted(node) in names
 
@@ -218,12 +215,12 @@ class Source:
         return names
 
     def _names_around(self, node: Node) -> Iterator[Called]:
-        around = (one for one in self.ancestors(node) if isinstance(one, cst.FunctionDef))
-        for function in around:
-            owner = self.class_of(function) if self.is_method(function) else None
-            is_new = owner is not None and function.name.value == "__init__"
-            name = owner.name.value if owner and is_new else function.name.value
-            yield owner is not None and not is_new, name
+        for function in (one for one in self.ancestors(node) if isinstance(one, cst.FunctionDef)):
+            name, (_, owner, *_) = function.name.value, [*self.ancestors(function), None]
+            is_method = isinstance(owner, cst.ClassDef)
+            if isinstance(owner, cst.ClassDef) and name == "__init__":
+                is_method, name = False, owner.name.value
+            yield is_method, name
 
     def _is_bound(self, node: Node) -> bool:
         defines = (cst.FunctionDef, cst.ClassDef, cst.Param, cst.AsName, cst.ImportAlias)

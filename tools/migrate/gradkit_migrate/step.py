@@ -154,7 +154,7 @@ class StepMatcher:
     def _between(
         self, advice: Advice, calls: Sequence[LoopCall], neutral: GradNeutrality
     ) -> tuple[list[Statement], LoopCall | None, LoopCall | None]:
-        """Return what stands between, the clip and the unscale_; raise if `.grad` may be touched."""
+        """Return what stands between, the clip and the unscale_; raise if it may touch `.grad`."""
         source, backward, step = self._source, advice.backward, advice.step
         every = source.statements(source.block(backward.statement))
         between = [one for one in every if backward.at < source.at(one) < step.at]
