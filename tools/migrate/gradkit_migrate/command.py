@@ -22,9 +22,9 @@ EPILOG = (
     "exit status: 0 if nothing is left, 1 if something is, or a file cannot be read, 2 if misused"
 )
 SKIPPED = {"__pycache__", "node_modules", "site-packages", "venv", "env"}
-UNSEEN = (
-    "note: the optimizer comes from elsewhere, and is taken for a plain torch.optim.Optimizer of a "
-    "model in one process; for DistributedDataParallel: gradkit.distributed.value_and_grads"
+ASSUMED = (
+    "note: optimizers that come from elsewhere are taken for plain ones of torch.optim in one "
+    "process; for DistributedDataParallel: gradkit.distributed.value_and_grads"
 )
 
 
@@ -40,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unread:
         counts += f", {_count(unread, 'file')} not read"
     _say(f"{_count(len(results), 'file')}: {counts}")
+    if moved:
+        _say(ASSUMED)
     return int(skipped + unread > 0)
 
 
@@ -92,8 +94,6 @@ def _migrate_file(file: Path, *, write: bool) -> tuple[int, int] | None:
         return None
     for part in result.skipped:
         _say(f"{file}:{part.line}: left: {part.reason}\n    by hand: {part.by_hand}")
-    for line in result.unseen:
-        _say(f"{file}:{line}: {UNSEEN}")
     if result.moved and write:
         file.write_bytes(result.source)
         print(f"wrote {file}")

@@ -79,14 +79,11 @@ class GroupChanges:
 
     def _is_option(self, group: Node) -> bool:
         """Return whether a group is read by a key of its options."""
-        parent, outer, *_ = self._source.ancestors(group)
+        parent = self._source.parents[group]
         if not self._source.is_read(group):
             return isinstance(group, cst.Name)
         if isinstance(parent, cst.Subscript) and parent.value is group:
             return isinstance(_key(parent), str) and _key(parent) != "params"
-        if isinstance(parent, cst.Attribute) and isinstance(outer, cst.Call) and outer.args:
-            key = constant(outer.args[0].value)
-            return parent.attr.value == "get" and isinstance(key, str) and key != "params"
         return isinstance(parent, NUMBERS)
 
     def _is_kept(self, node: Node) -> bool:

@@ -28,22 +28,20 @@ class Migrated:
     source: bytes
     moved: int
     skipped: list[SkippedLoop]
-    unseen: list[int]  # the lines of steps whose optimizer may come from another file
 
 
 def migrate(source: bytes) -> Migrated:
     """Return a file's source with its loops moved, and what is left."""
     _check_syntax(source)
     if not any(word in source for word in (b"backward", b"zero_grad")):
-        return Migrated(source, 0, [], [])
+        return Migrated(source, 0, [])
     file = _File(Source(source))
     steps, skipped = file.steps()
     if not steps:
-        return Migrated(source, 0, skipped, [])
+        return Migrated(source, 0, skipped)
     new = rewrite(file.source, steps)
     _check_syntax(new)  # an error here would be ours
-    unseen = [step.step.line for step in steps if not file.matcher.is_made_here(step.step)]
-    return Migrated(new, len(steps), skipped, unseen)
+    return Migrated(new, len(steps), skipped)
 
 
 def _check_syntax(source: bytes) -> None:
@@ -85,7 +83,7 @@ class _File:
         skipped = [
             SkippedLoop(call.line, f"{call.receiver}.step takes a closure", reasons.CLOSURE)
             for call in calls
-            if call.kind == "closure" and (backward or not self.matcher.sees_closure(call))
+            if call.kind == "closure"
         ]
         for call in backward:
             try:

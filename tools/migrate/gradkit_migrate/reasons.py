@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import libcst as cst
 
 from gradkit_migrate.calls import LoopCall, clip_values
-from gradkit_migrate.source import Node, Source, last_name
+from gradkit_migrate.source import Node, Source
 
 ACCUMULATE = (
     "add the gradients as values, grads = gradkit.tree.add(grads, new), then one gradkit.step_; "
@@ -113,8 +113,6 @@ class Advice:
             return SEVERAL_BACKWARD if "backward" in kinds else ONE_OPTIMIZER
         if "zero" in kinds:
             return f"leave it out, if it does not clear what is stepped: {self.moved()}"
-        if any(last_name(call).startswith("clip_grad_") for call in inner):
-            return self.clipped_as_it_is()
         return f"if it uses no gradients, move it before backward(); else {self.otherwise()}"
 
     def clipped_in_step(self, call: cst.Call) -> str:

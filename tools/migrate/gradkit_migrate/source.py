@@ -30,8 +30,8 @@ LOOPS = (cst.For, cst.While)
 # Of Python's own: these read what they are given, and run nothing but its own methods.
 BUILTINS = {
     "print", "len", "float", "int", "str", "bool", "round", "abs", "min", "max", "sum", "range",
-    "enumerate", "zip", "isinstance", "format", "repr", "list", "tuple", "dict", "set", "id", "type",
-    "any", "all", "iter", "hasattr",
+    "enumerate", "zip", "isinstance", "format", "repr", "list", "tuple", "dict", "set", "id",
+    "type", "any", "all", "iter", "hasattr",
 }  # fmt: skip
 N = TypeVar("N", bound=cst.CSTNode)
 

@@ -22,7 +22,6 @@ from gradkit_migrate.source import (
     constant,
     dotted,
     last_name,
-    parameters,
 )
 
 COMPILED = re.compile(r"compile|jit|script")
@@ -61,9 +60,8 @@ class StepMatcher:
         self._clearing = ClearingCheck(source, running)
         self._groups = GroupChanges(source, optimizers)
         self._owners = Owners(source, optimizers, self._groups)
-        self._closures = {
-            name for call in calls if call.kind == "closure" for name in closures(call)
-        }
+        given = (arg.value for call in calls if call.kind == "closure" for arg in call.call.args)
+        self._closures = {"closure", *map(dotted, given)} - {""}
 
     def match(self, backward: LoopCall, calls: Sequence[LoopCall]) -> TrainingStep:
         """Return the step that a backward call belongs to."""
@@ -86,16 +84,6 @@ class StepMatcher:
         params = owner.name if is_evident else step.optimizer
         return TrainingStep(backward, step, zeros, clip, unscale, params)
 
-    def sees_closure(self, call: LoopCall) -> bool:
-        """Return whether the closure of a step is in this file, where its backward is seen."""
-        return closures(call) <= {*self._source.functions, ""}
-
-    def is_made_here(self, step: LoopCall) -> bool:
-        """Return whether the optimizer of a step is no argument, and this file makes it."""
-        values = [one.value for one in self._source.bindings.get(step.optimizer, ())]
-        is_made = any(map(self._optimizers.is_made, values)) and not any(map(dotted, values))
-        return is_made and step.optimizer not in parameters(step.function)
-
     def _check_backward(self, backward: LoopCall) -> None:
         call, line, shown = backward.call, backward.line, self._source.shown
         given = arguments(call)
@@ -108,7 +96,7 @@ class StepMatcher:
             raise NotSureError(line, f"{shown(call)} has options", fix)
         function = backward.function
         name = function.name.value if isinstance(function, cst.FunctionDef) else ""
-        if isinstance(function, cst.Lambda) or name in {*self._closures, "closure"} - {""}:
+        if isinstance(function, cst.Lambda) or name in self._closures:
             raise NotSureError(line, "backward() is in a closure", reasons.CLOSURE)
         if not backward.is_statement:
             raise NotSureError(line, shown(backward.statement), reasons.STEP)
@@ -182,8 +170,3 @@ class StepMatcher:
                 if any(min(lines) <= line <= max(lines) for line in bound):
                     reason = f"{text} is assigned between zero_grad() and step()"
                     raise NotSureError(backward.line, reason, reasons.STEP)
-
-
-def closures(call: LoopCall) -> set[str]:
-    """Return the names of the functions that a step is given, '' for a lambda."""
-    return {dotted(arg.value) for arg in call.call.args}

@@ -184,60 +184,13 @@ def test_a_loss_on_several_lines_keeps_them(device: torch.device) -> None:
     assert "_, grads = gradkit.value_and_grads((loss\n     + 1), model)  # one more\n" in new
 
 
-def test_a_step_with_an_optimizer_from_elsewhere_has_a_note(
+def test_what_is_taken_for_granted_is_said_once(
     device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "engine.py"
-    lines = "opt.zero_grad()", "loss.backward()", "opt.step()"
-    file.write_text("def step(opt, loss):\n    " + "\n    ".join(lines) + "\n", encoding="utf-8")
-    assert main([str(file)]) == 0
-    assert f"{file}:4: note: the optimizer comes from elsewhere" in capsys.readouterr().err
-
-
-FIT = """import torch
-
-def fit(model, data):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in data:
-        optimizer.zero_grad()
-        model(x).sum().backward()
-        optimizer.step()
-
-def train(model, data, optimizer):
-    for x in data:
-        optimizer.zero_grad()
-        model(x).sum().backward()
-        optimizer.step()
-"""
-TRAINER = """import torch
-
-class Trainer:
-    def __init__(self, model, optimizer):
-        self.model, self.optimizer = model, optimizer
-
-    def fit(self, data):
-        for x in data:
-            self.optimizer.zero_grad()
-            self.model(x).sum().backward()
-            self.optimizer.step()
-"""
-MADE = "\ndef make(model):\n    groups = [{'params': model.parameters()}]\n"
-MADE += "    sgd = torch.optim.SGD(groups, lr=0.1)\n"
-
-
-@pytest.mark.parametrize(
-    ("source", "lines"),
-    [
-        (FIT, [14]),
-        (f"{FIT}{MADE}    train(model, [], sgd)\n", [14]),  # by any caller, perhaps
-        (TRAINER, [11]),
-        (f"{TRAINER}{MADE}    Trainer(model, sgd)\n", [11]),
-        (TRAINER.replace("= model, optimizer", "= model, torch.optim.SGD([model])"), []),
-    ],
-)  # fmt: skip
-def test_an_optimizer_is_the_one_of_its_scope(
-    device: torch.device, source: str, lines: list[int]
-) -> None:
-    result = migrate(source.encode())
-    assert result.skipped == []
-    assert result.unseen == lines
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text(LOOP, encoding="utf-8")
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().err.count("note: optimizers that come from elsewhere") == 1
+    (tmp_path / "a.py").write_text(LEFT, encoding="utf-8")
+    assert main([str(tmp_path / "a.py")]) == 1
+    assert "note: " not in capsys.readouterr().err

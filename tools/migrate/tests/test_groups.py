@@ -39,6 +39,8 @@ HELPERS = {
 }
 CHANGES = {
     "a group": f"optimizer.add_param_group{GROUP}",
+    "by another name": f"same = optimizer; same.add_param_group{GROUP}",
+    "in a list": f"[one.add_param_group{GROUP} for one in [optimizer]]",
     "by getattr": f"getattr(optimizer, 'add_' + 'param_group'){GROUP}",
     "in a group": "optimizer.param_groups[0]['params'].append(scale)",
     "in a group, passed on": "first_of(optimizer.param_groups[0]).append(scale)",
@@ -49,10 +51,8 @@ CHANGES = {
 KEPT = {
     "a name for the method": f"add = optimizer.add_param_group; add{GROUP}",
     "the list of groups": "groups = optimizer.param_groups; first_of(groups[0]).append(scale)",
-    "another name": f"same = optimizer; same.add_param_group{GROUP}",
     "a list": f"calls = []; calls.append(optimizer.add_param_group); calls[0]{GROUP}",
     "a function": f"keeper = (lambda one: [one])(optimizer); keeper[0].add_param_group{GROUP}",
-    "a loop": f"for one in [optimizer]: one.add_param_group{GROUP}",
 }
 OPTIONS = {
     "a rate": "for g in optimizer.param_groups: g['lr'] = 0.05",
