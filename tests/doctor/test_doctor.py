@@ -317,7 +317,7 @@ def test_a_missing_extra_is_said_to_be(
 def test_migrate_says_how_to_get_it(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "gradkit_migrate", None)
+    monkeypatch.setitem(sys.modules, "gradkit_migrate.command", None)
     assert main(["migrate", "train.py"]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)

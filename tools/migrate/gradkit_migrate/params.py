@@ -34,6 +34,10 @@ READS = {
 }  # fmt: skip
 RETURNS_ITSELF = {"train", "eval", "to", "cuda", "cpu", "double", "float"}
 OF_TORCH = ("torch.optim.", "torch.nn.utils.clip_grad", "torch.save", "copy.deepcopy", "gradkit.")
+OF_OPTIMIZER = {
+    "step", "zero_grad", "state_dict", "load_state_dict", "param_groups", "state", "defaults",
+    "add_param_group",
+}  # fmt: skip
 SHOWN = (cst.Comparison, cst.FormattedStringExpression)
 READING = (*SHOWN, cst.For, cst.CompFor, cst.BinaryOperation, cst.StarredElement)
 # What changes the parts of a module.
@@ -83,7 +87,9 @@ class Owners:
         if not (name and is_torchs and source.precedes(source.statement(made.node), at)):
             return Owner(doubt=made.node)
         doubts = self._of_module(name, made) if is_module else self._of_list(name, made)
-        first = min([*self._groups.nodes, *doubts], key=source.at, default=None)
+        uses = (use.node for one in source.assigned(optimizer, function) for use in one.references)
+        others = (node for node in uses if not self._keeps_groups(node, made))
+        first = min([*self._groups.nodes, *others, *doubts], key=source.at, default=None)
         return Owner(name, is_module, first)
 
     def _bound_once(self, name: str, function: Function) -> Binding | None:
@@ -91,6 +97,13 @@ class Owners:
         own = [one for one in self._source.bindings.get(name, ()) if one.function is function]
         assigned = self._source.assigned(name, function)
         return own[0] if len(own) == len(assigned) == 1 else None
+
+    def _keeps_groups(self, node: Node, made: Binding) -> bool:
+        """Return whether an optimizer is stepped, read, or given to a call: see `groups.py`."""
+        parent = self._source.parents[node]
+        if isinstance(parent, cst.Attribute):
+            return parent.attr.value in OF_OPTIMIZER
+        return isinstance(parent, (cst.Arg, *SHOWN)) or self._is_returned(node, made)
 
     def _is_before(self, node: Node, made: Binding) -> bool:
         """Return whether some code has run, for good, when an optimizer is made."""
@@ -118,11 +131,15 @@ class Owners:
         return all(map(self._is_number, names))
 
     def _is_number(self, name: cst.Name) -> bool:
-        """Return whether a name is no argument, and is given numbers and the like alone."""
-        bound = self._source.bindings.get(name.value, ())
-        is_argument = name.value in parameters(self._source.function(name))
-        is_plain = all(self._is_plain(one.value) for one in bound)
-        return name.value == "device" or (is_plain and not is_argument)
+        """Return whether a name is that of a number, of a class or a function, or imported."""
+        source, parent = self._source, self._source.parents[name]
+        bound = source.bindings.get(name.value, ())
+        if name.value == "device" or bound:
+            return name.value == "device" or all(self._is_plain(one.value) for one in bound)
+        is_called = isinstance(parent, cst.Call) and parent.func is name
+        is_ours = name.value in source.functions or name.value in source.classes
+        is_known = bool(source.full_names(name)) or is_called or is_ours
+        return is_known and name.value not in parameters(source.function(name))
 
     def _is_plain(self, value: Node | None) -> bool:
         """Return whether a value is a number, a text, or an answer of True or False."""

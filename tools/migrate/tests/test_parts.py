@@ -192,6 +192,8 @@ NOT_EVIDENT = {
     "an item": (NET, "x = torch.zeros(2); x[0] = 1"),
     "an attribute": (NET, "model.kind = [1]"),
     "moved after": (NET, "model.to(device)"),
+    "an optimizer in a list": (NET, "same = [optimizer]"),
+    "an optimizer that is set up anew": (NET, "optimizer.__init__(model.parameters(), lr=0.1)"),
 }  # fmt: skip
 
 
