@@ -16,7 +16,8 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 # What is long, starts processes or compiles is left out; Hypothesis draws a few cases of each law.
 FAST := -m 'not slow and not long and not processes' --hypothesis-profile fast \
-	$(addprefix --ignore=tests/,docs benchmarks distributed silently_wrong func/test_compile.py)
+	$(addprefix --ignore=tests/,docs benchmarks distributed silently_wrong func/test_compile.py) \
+	--ignore=tools
 
 # A command that fails leaves no half-written file of constraints.
 .DELETE_ON_ERROR:
@@ -76,8 +77,8 @@ $(VENV)/demo: $(VENV)/constraints.txt
 	PIP_CONSTRAINT=$(CONSTRAINTS) $(PIP) -e '.[examples]'
 	touch $@
 
-$(VENV)/ready: $(VENV)/constraints.txt
-	PIP_CONSTRAINT=$(CONSTRAINTS) $(PIP) -e '.[test,examples,plot,docs]'
+$(VENV)/ready: $(VENV)/constraints.txt tools/migrate/pyproject.toml
+	PIP_CONSTRAINT=$(CONSTRAINTS) $(PIP) -e '.[test,examples,plot,docs]' -e tools/migrate
 	touch $(VENV)/demo $@
 
 # The virtual environment, and nothing run.

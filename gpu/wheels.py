@@ -17,7 +17,7 @@ NAMES = (
     "optree", "typing_extensions",
     "pytest", "iniconfig", "packaging", "pluggy", "Pygments",
     "pytest-xdist", "execnet", "pytest-cov", "coverage",
-    "hypothesis", "sortedcontainers", "sybil", "expecttest", "libcst", "PyYAML",
+    "hypothesis", "sortedcontainers", "sybil", "expecttest",
     "torchjd", "quadprog", "qpsolvers",
     "opacus", "opt_einsum", "backpack-for-pytorch", "einops", "unfoldNd", "higher",
     "torchopt", "graphviz",

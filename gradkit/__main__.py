@@ -1,6 +1,6 @@
 """`python -m gradkit` shows what is installed, and runs common mistakes about gradients.
 
-`python -m gradkit migrate` rewrites training loops; see `python -m gradkit migrate --help`.
+`python -m gradkit migrate` rewrites training loops, where gradkit-migrate is installed.
 
 The twelve mistakes of docs/confusions.md run on every device here: the output shows what torch
 does, what gradkit returns, and whether both are as expected. Where torch computes a derivative
@@ -19,14 +19,13 @@ import torch
 
 from gradkit._core.devices import available_devices
 from gradkit._doctor.run_and_print import as_json, doctor_report, print_report
-from gradkit._migrate.command import main as migrate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return the exit status: 0 if everything is as expected, 1 if not."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["migrate"]:
-        return migrate(given[1:])
+        return _migrate(given[1:])
     options = _parse(given)
     report = doctor_report(options.device or available_devices())
     try:
@@ -39,6 +38,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Python flushes once more as it exits, which would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if report.equal else 1
+
+
+def _migrate(arguments: Sequence[str]) -> int:
+    """Run the command of the other distribution, or say how to get it."""
+    try:
+        from gradkit_migrate.command import main as migrate
+    except ImportError:
+        text = (
+            "gradkit-migrate is not installed: pip install ./tools/migrate in a checkout of gradkit"
+        )
+        print(text, file=sys.stderr)
+        return 2
+    return migrate(arguments)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

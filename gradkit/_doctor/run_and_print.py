@@ -27,7 +27,6 @@ _WIDTH = 110
 # The packages of the extras in pyproject.toml that users install.
 EXTRAS = {
     "plot": ("matplotlib", "rich"),
-    "migrate": ("libcst",),
     "torchjd": ("torchjd",),
     "examples": ("scikit-learn", "rich", "matplotlib"),
 }

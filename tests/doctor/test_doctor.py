@@ -314,6 +314,16 @@ def test_a_missing_extra_is_said_to_be(
     assert "plot: no-such-package missing" in out
 
 
+def test_migrate_says_how_to_get_it(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "gradkit_migrate.command", None)
+    assert main(["migrate", "train.py"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "pip install ./tools/migrate" in err
+
+
 def test_without_rich_it_is_plain_text(
     device: torch.device, capsys: pytest.CaptureFixture[str], no_rich: None
 ) -> None:

@@ -1,0 +1,34 @@
+"""Loops of other people's: moved, they leave the same weights; moved again, nothing changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradkit_migrate import Migrated, migrate
+from loops import MOVED, execute
+
+
+def moved(source: str) -> str:
+    result = migrate(source.encode())
+    assert result.skipped == []
+    assert result.moved > 0
+    return result.source.decode()
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_moved_loop_leaves_the_same_weights(device: torch.device, name: str) -> None:
+    source, becomes = MOVED[name]
+    new = moved(source)
+    assert becomes in new
+    assert ".backward(" not in new
+    (theirs, their_log), (ours, our_log) = execute(source, device), execute(new, device)
+    for theirs_one, ours_one in zip(theirs, ours, strict=True):
+        assert torch.equal(theirs_one, ours_one)
+    assert our_log == their_log
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_what_was_moved_is_not_changed_again(device: torch.device, name: str) -> None:
+    new = moved(MOVED[name][0]).encode()
+    assert migrate(new) == Migrated(new, 0, [])
