@@ -156,8 +156,8 @@ def _run(number: int, confusion: dict[str, str], device: torch.device) -> Findin
 
 def _run_program(program: str, device: torch.device, finding: Finding) -> None:
     leaf = partial(_leaf, device)
-    names = {"gradkit": gradkit, "torch": torch, "autograd": torch.autograd, "warnings": warnings}
-    names |= {"leaf": leaf, "w": leaf(1, 2), "error_of": error_of}
+    names: dict[str, Any] = {"leaf": leaf, "w": leaf(1, 2), "error_of": error_of}
+    names |= {"gradkit": gradkit, "torch": torch, "autograd": torch.autograd, "warnings": warnings}
     code: list[str] = []
     for line in program.splitlines():
         found = _CHECK.fullmatch(line)

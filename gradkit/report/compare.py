@@ -12,6 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gradkit._autograd.directional import (
+    APIS,
+    Tensors,
+    differentiate,
+    dot,
+    in_double,
+    random_like,
+)
 from gradkit._checks.reachability import refuse_no_variables
 from gradkit._compat.autograd import post_accumulate_hooks, tensor_hooks
 from gradkit._compat.transforms import transforms
@@ -21,15 +29,7 @@ from gradkit._core.options import check_option
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
-from gradkit.func._check_grads import (
-    APIS,
-    Derivatives,
-    Tensors,
-    differentiate,
-    dot,
-    in_double,
-    random_like,
-)
+from gradkit.func._check_grads import Derivatives
 from gradkit.report.charts import draw_differences
 from gradkit.report.steps import BACKWARD, FUNC, GRAD, PER_LOSS, Step, moved, read_step, why_refused
 from gradkit.report.tables import Block, Report, Table, folded, listed, plural, styled
@@ -368,9 +368,9 @@ def _errors_of_products(step: Step) -> tuple[dict[str, dict[str, float]], dict[s
     refused: dict[str, str] = {}
     for api, mode in product(APIS, ("reverse", "forward")):
         name = f"{mode}-over-reverse ({api})"
-        gradient = partial(differentiate, ("reverse", api), total, partial(random_like, 1))
+        gradient = partial(differentiate, total, "reverse", api, partial(random_like, 1))
         try:
-            values = at.evaluate(partial(differentiate, (mode, api), gradient, lambda _: along))
+            values = at.evaluate(partial(differentiate, gradient, mode, api, lambda _: along))
             ahead, behind = (at.evaluate(gradient, [s * eps * x for x in along]) for s in (1, -1))
         except Exception as error:  # the losses could be computed: torch cannot run the mode
             refused[name] = why_refused(error)
