@@ -160,13 +160,13 @@ def _run_program(program: str, device: torch.device, finding: Finding) -> None:
     names |= {"gradkit": gradkit, "torch": torch, "autograd": torch.autograd, "warnings": warnings}
     code: list[str] = []
     for line in program.splitlines():
-        found = _CHECK.fullmatch(line)
-        if found is None:
+        parts = _CHECK.fullmatch(line)
+        if parts is None:
             code.append(line)
             continue
         exec("\n".join(code), names)
         code.clear()
-        who, what, got, expected = found.groups()
+        who, what, got, expected = parts.groups()
         getattr(finding, who).append(check(what, eval(got, names), eval(expected, names)))
 
 

@@ -79,8 +79,7 @@ def check_grads(
         order: The highest derivative.
         modes: A tuple of `"reverse"`, `"forward"`, or both. A mode for which torch has no formula
             is left out; if no mode of an order is left, the call raises.
-        atol: The largest absolute error, beside `rtol` and rounding, of a derivative along a random
-            direction. Scale a function of small derivatives up.
+        atol: The largest absolute error, along a random direction, beside `rtol` and rounding.
         rtol: The largest relative error.
         eps: The length of the step of finite differences; a thirtieth and 30 times it serve, too.
 
@@ -128,7 +127,7 @@ def _check_options(order: object, modes: Any, **positive: Any) -> None:
     checks = {"order": (is_positive_int(order), order, "a positive int", "2")}
     is_list = isinstance(modes, tuple | list | set | frozenset) and len(modes) > 0
     both = "a tuple of 'reverse', 'forward'", '("reverse", "forward")'
-    checks["modes"] = is_list and {*modes} <= {*_BOTH}, modes, *both
+    checks["modes"] = is_list and all(m in _BOTH for m in modes), modes, *both
     for name, value in positive.items():
         is_right = isinstance(value, int | float) and value > 0
         checks[name] = is_right, value, "a positive number", "1e-6"

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradkit._autograd.directional import (
-    APIS,
-    Tensors,
-    differentiate,
-    dot,
-    in_double,
-    random_like,
-)
+from gradkit._autograd.directional import APIS, Tensors, differentiate, dot, in_double, random_like
 from gradkit._checks.reachability import refuse_no_variables
 from gradkit._compat.autograd import post_accumulate_hooks, tensor_hooks
 from gradkit._compat.transforms import transforms
@@ -31,7 +24,18 @@ from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func._check_grads import Derivatives
 from gradkit.report.charts import draw_differences
-from gradkit.report.steps import BACKWARD, FUNC, GRAD, PER_LOSS, Step, moved, read_step, why_refused
+from gradkit.report.steps import (
+    BACKWARD,
+    FUNC,
+    GRAD,
+    PER_LOSS,
+    Step,
+    distance,
+    moved,
+    read_step,
+    same_bits,
+    why_refused,
+)
 from gradkit.report.tables import Block, Report, Table, folded, listed, plural, styled
 
 if TYPE_CHECKING:
@@ -57,7 +61,6 @@ _TIED = (
 _FROZEN = "frozen: torch.func differentiates with respect to whatever it is given"
 _HOOK = "a tensor hook on the leaf: torch.func runs none, and a pass per loss runs it for each"
 _DROPOUT = "dropout: under torch.func the same random numbers may fall on other places"
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ORDER = "rounding: a joint pass adds the losses in the graph, one pass per loss adds the gradients"
 _ROUNDED = 1e-5  # what finite differences in float64 are sure of
 _EPS = 1e-6
@@ -134,25 +137,14 @@ class Comparison(Report):
         params, differing = plural(len(self._names), "param"), len(self.differing())
         result = f"{differing} of {params} differ" if differing else f"the same bits in {params}"
         title = f"{self.called}: .backward() against {listed(list(self.differences))}: {result}"
-        blocks = [title, self._table(), *self._reasons(), *self._products()]
+        blocks = [title, _table(self.differences, _cell), *self._reasons(), *self._products()]
         return [*blocks, *refused, *self.notes]
 
     def _products(self) -> list[Block]:
         if not self.products:
             return []
         text = "Hessian-vector products in float64: how far each is from finite differences"
-        modes = self.products.values()
-        cells = {
-            name: tuple(_error(leaves[name]) for leaves in modes) for name in next(iter(modes))
-        }
-        rows = [[label, str(len(group)), *kind] for label, group, kind in folded(cells)]
-        return [text, Table(["param", "count", *self.products], rows)]
-
-    def _table(self) -> Table:
-        methods = self.differences.values()
-        groups = folded({name: tuple(leaves[name] for leaves in methods) for name in self._names})
-        rows = [[label, str(len(names)), *map(_cell, kind)] for label, names, kind in groups]
-        return Table(["param", "count", *self.differences], rows)
+        return [text, _table(self.products, _error)]
 
     def _reasons(self) -> list[str]:
         names: dict[tuple[str, str], list[str]] = {}
@@ -161,6 +153,14 @@ class Comparison(Report):
                 if not difference.same:
                     names.setdefault((method, difference.reason), []).append(name)
         return [f"{method} ({listed(some)}): {why}" for (method, why), some in names.items()]
+
+
+def _table(columns: dict[str, dict[str, Any]], cell: Callable[[Any], str]) -> Table:
+    """Return a column for each method, and a row for leaves that are alike in all."""
+    names = next(iter(columns.values()))
+    groups = folded({name: tuple(cell(of[name]) for of in columns.values()) for name in names})
+    rows = [[label, str(len(some)), *cells] for label, some, cells in groups]
+    return Table(["param", "count", *columns], rows)
 
 
 def _error(relative: float) -> str:
@@ -382,50 +382,3 @@ def _errors_of_products(step: Step) -> tuple[dict[str, dict[str, float]], dict[s
         leaves = zip(step.names, step.params.leaves, strict=True)
         errors[name] = {leaf: by_id[id(x)] for leaf, x in leaves if id(x) in by_id}
     return errors, refused
-
-
-def distance(a: Tensor | None, b: Tensor | None) -> tuple[float, float]:
-    """Return the largest absolute difference, and the largest in units in the last place."""
-    # Such a unit is one number of the coarser of the two dtypes. None is zero; NaN equals itself.
-    if a is None or b is None:
-        present = b if a is None else a
-        return (0.0, 0.0) if present is None else distance(present, torch.zeros_like(present))
-    x, y = _common(a, b)
-    if not x.numel():
-        return 0.0, 0.0
-    equal = (x == y) | (x.isnan() & y.isnan())
-    gap = torch.where(equal, 0.0, (x.double() - y.double()).abs()).nan_to_num(math.inf, math.inf)
-    # The bits of floats are ordered as their magnitudes are. The sum of two magnitudes of float64
-    # is out of range for integers.
-    left, right = (_bits(t.abs()).long() for t in (x, y))
-    apart = x.signbit() != y.signbit()
-    ulps = torch.where(apart, left.double() + right.double(), (left - right).abs().double())
-    ulps = torch.where(x.isfinite() & y.isfinite(), ulps, math.inf).masked_fill(equal, 0.0)
-    return gap.max().item(), ulps.max().item()
-
-
-def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
-    """Return whether two gradients have the same bits, or are both None; NaN equals itself."""
-    if a is None or b is None:
-        return a is b
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    x, y = _common(a, b)
-    nan = x.isnan()
-    return torch.equal(nan, y.isnan()) and torch.equal(_bits(x)[~nan], _bits(y)[~nan])
-
-
-def _common(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both as real vectors of the coarser dtype; on the CPU if their devices differ."""
-    x, y = (t.detach().to_dense().reshape(-1) for t in (a, b))
-    x, y = (
-        torch.view_as_real(t.resolve_conj()).reshape(-1) if t.is_complex() else t for t in (x, y)
-    )
-    if x.device != y.device:
-        x, y = x.cpu(), y.cpu()
-    dtype = max(x.dtype, y.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-    return x.to(dtype), y.to(dtype)
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.resolve_neg().contiguous().view(_INTEGERS[x.element_size()])

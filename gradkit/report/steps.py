@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
@@ -295,3 +296,53 @@ def moved(step: Step, device: torch.device) -> Step:
             memo[id(tensor)].requires_grad_(tensor.requires_grad)
     tree, args = deepcopy((step.tree, step.args), memo)
     return read_step(step.fn, tree, args)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def distance(a: Tensor | None, b: Tensor | None) -> tuple[float, float]:
+    """Return the largest absolute difference, and the largest in units in the last place."""
+    # Such a unit is one number of the coarser of the two dtypes. None is zero; NaN equals itself.
+    if a is None or b is None:
+        present = b if a is None else a
+        return (0.0, 0.0) if present is None else distance(present, torch.zeros_like(present))
+    x, y = _common(a, b)
+    if not x.numel():
+        return 0.0, 0.0
+    equal = (x == y) | (x.isnan() & y.isnan())
+    gap = torch.where(equal, 0.0, (x.double() - y.double()).abs()).nan_to_num(math.inf, math.inf)
+    # The bits of floats are ordered as their magnitudes are. The sum of two magnitudes of float64
+    # is out of range for integers.
+    left, right = (_bits(t.abs()).long() for t in (x, y))
+    apart = x.signbit() != y.signbit()
+    ulps = torch.where(apart, left.double() + right.double(), (left - right).abs().double())
+    ulps = torch.where(x.isfinite() & y.isfinite(), ulps, math.inf).masked_fill(equal, 0.0)
+    return gap.max().item(), ulps.max().item()
+
+
+def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return whether two gradients have the same bits, or are both None; NaN equals itself."""
+    if a is None or b is None:
+        return a is b
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    x, y = _common(a, b)
+    nan = x.isnan()
+    return torch.equal(nan, y.isnan()) and torch.equal(_bits(x)[~nan], _bits(y)[~nan])
+
+
+def _common(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both as real vectors of the coarser dtype; on the CPU if their devices differ."""
+    x, y = (t.detach().to_dense().reshape(-1) for t in (a, b))
+    x, y = (
+        torch.view_as_real(t.resolve_conj()).reshape(-1) if t.is_complex() else t for t in (x, y)
+    )
+    if x.device != y.device:
+        x, y = x.cpu(), y.cpu()
+    dtype = max(x.dtype, y.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    return x.to(dtype), y.to(dtype)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.resolve_neg().contiguous().view(_INTEGERS[x.element_size()])

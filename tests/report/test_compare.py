@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradkit
 from gradkit.report import Comparison, compare
-from gradkit.report.compare import distance, same_bits
+from gradkit.report.steps import distance, same_bits
 from tests.helpers import Scribble, unchanged
 from tests.strategies import HOOKLESS, Program, build, programs
 
