@@ -24,7 +24,6 @@ _STYLES = ("-", "--", ":", "-.")  # for the second, third, ... use of the colour
 _WINDOW = 2  # steps averaged on either side
 _MAX_NUMBERS = 16
 _MAX_ROWS = 40
-_EQUAL = "equal, bit for bit"
 
 # Of the graphs of losses.
 _LOSS, _HEAD, _TRUNK, _PARAMS, _EDGE = "#fff3cd", "#e3f2fd", "#bbdefb", "#f1f1f1", "#555555"
@@ -135,45 +134,27 @@ def _draw_line(ax: Axes, steps: Sequence[int], values: Sequence[float], index: i
 def draw_differences(
     names: Sequence[str], gaps: Mapping[str, Mapping[str, float]], ax: Axes | None
 ) -> Axes:
-    """Draw the largest difference of each named leaf: a ring where a method differs, else a dot."""
+    """Draw the largest difference of each named leaf, a ring for each method; 0 where equal."""
     ax = axes_or_new(ax, (8, 1.5 + 0.35 * min(len(names), _MAX_ROWS)))
     for index, (method, by_leaf) in enumerate(gaps.items()):
+        gap = [by_leaf.get(name, 0.0) for name in names]
+        size = 11 - 3 * (index % 3)  # no ring hides another where the differences are equal
         colour = _COLOURS[index % len(_COLOURS)]
-        # Of several sizes: no ring or dot hides another where the differences are equal.
-        size = 11 - 3 * (index % 3)
-        differing = [row for row, name in enumerate(names) if name in by_leaf]
-        same = [row for row, name in enumerate(names) if name not in by_leaf]
-        gap = [by_leaf[names[row]] for row in differing]
-        if differing:
-            ax.plot(gap, differing, "o", color=colour, ms=size, fillstyle="none", label=method)
-        # The legend shows a marker that is in the picture, and every method that ran.
-        if same or not differing:
-            label = "" if differing else f"{method} ({_EQUAL})"
-            ax.plot([0.0] * len(same), same, "o", color=colour, ms=0.7 * size, label=label)
+        ax.plot(gap, range(len(gap)), "o", color=colour, ms=size, fillstyle="none", label=method)
     ax.legend(frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
-    if names:
-        _scale_gaps(ax, [gap for by_leaf in gaps.values() for gap in by_leaf.values()])
+    every = [gap for by_leaf in gaps.values() for gap in by_leaf.values()]
+    sizes = [gap for gap in every if gap and math.isfinite(gap)]
+    if sizes:  # linear close to zero, for None against zero
+        ax.set_xscale("symlog", linthresh=min(sizes))
     else:
-        ax.text(0.5, 0.5, _EQUAL, transform=ax.transAxes, ha="center", va="center")
+        ax.set(xlim=(-0.1, 1), xticks=[0])
+    if not names:
+        ax.text(0.5, 0.5, "equal, bit for bit", transform=ax.transAxes, ha="center", va="center")
     ticks = _labelled(len(names))
     ax.set_yticks(ticks, [names[row] for row in ticks])
     ax.invert_yaxis()
-    ax.set_xlabel(f"largest absolute difference from .backward() (dots: {_EQUAL})")
+    ax.set_xlabel("largest absolute difference from .backward() (0: equal, bit for bit)")
     return ax
-
-
-def _scale_gaps(ax: Axes, gaps: Sequence[float]) -> None:
-    """Scale x by powers of ten, and linearly close to zero, for None against zero."""
-    sizes = [gap for gap in gaps if gap and math.isfinite(gap)]
-    if not sizes:
-        ax.set(xlim=(-0.1, 1), xticks=[0])
-        return
-    low, high = math.floor(math.log10(min(sizes))), math.ceil(math.log10(max(sizes)))
-    ax.set_xscale("symlog", linthresh=10.0**low, linscale=0.5)
-    stride = -(-(high - low + 1) // 8)
-    ax.set_xticks([0, *(10.0**power for power in range(low, high + 1, stride))])
-    ax.minorticks_off()
-    ax.set_xlim(left=-0.3 * 10.0**low)
 
 
 def draw(explanation: Explanation, ax: Axes | None) -> Axes:

@@ -1,4 +1,4 @@
-"""One step of training as `compare` runs it: by each of torch's methods, from the same state."""
+"""A step of training by each of torch's methods, from one state; how far gradients are apart."""
 
 from __future__ import annotations
 
