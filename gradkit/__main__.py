@@ -3,9 +3,7 @@
 `python -m gradkit migrate` rewrites training loops, where gradkit-migrate is installed.
 
 The twelve mistakes of docs/confusions.md run on every device here: the output shows what torch
-does, what gradkit returns, and whether both are as expected. Where torch computes a derivative
-wrongly without an error, gradkit raises; whether the torch that is installed is still wrong there
-is tried as well.
+does, what gradkit returns, and whether both are as expected.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from gradkit._core.devices import available_devices
-from gradkit._doctor.run_and_print import as_json, doctor_report, print_report
+from gradkit._doctor.report import doctor_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,10 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(given)
     report = doctor_report(options.device or available_devices())
     try:
-        if options.json:
-            print(as_json(report))
-        else:
-            print_report(report)
+        print(report.as_json() if options.json else report)
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has read all it wants
         # Python flushes once more as it exits, which would raise again.

@@ -83,7 +83,7 @@ class GradientCheckError(GradkitError, AssertionError):
         order: 1 for a gradient, 2 for its derivative, and so on.
         mode: `"reverse"`, `"forward"`, or a succession: `"forward-over-reverse"`.
         difference: By how much it is wrong, along a random direction.
-        operation: The operation that is wrong by itself, if there is one.
+        operation: Where to look: the only custom Function above the leaf, or operation on it.
     """
 
     def __init__(

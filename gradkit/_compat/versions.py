@@ -13,8 +13,8 @@ FLOORS: dict[str, Release] = {"torch": (2, 11), "optree": (0, 14)}  # as in pypr
 NEWEST: Release = (2, 15)  # the newest torch that all tests were run on
 
 # The first release in which the derivatives of an operation, or of a node of the graph, are not
-# silently wrong, or not missing. What is not here is in all of them; `python -m gradkit` tries each
-# that was wrong. What raises where is by `_checks.wrong_derivatives_table`.
+# silently wrong, or not missing. What is not here is in all of them; tests/sweep tries each that
+# was wrong. What raises where is by `_checks.wrong_derivatives_table`.
 MENDED: dict[str, Release] = {
     "det": (2, 15),
     "slogdet": (2, 15),
@@ -84,7 +84,7 @@ def warn_if_untested(version: str = torch.__version__) -> None:
         warnings.warn(
             f"torch {version} is newer than {NEWEST[0]}.{NEWEST[1]}, the newest that this gradkit "
             "was run on. What older versions compute wrongly still raises; `python -m gradkit` "
-            "shows what this one computes",
+            "shows what this one does",
             GradkitWarning,
             stacklevel=2,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from traceback import walk_tb
 from types import FrameType
@@ -14,7 +14,14 @@ import torch
 from gradkit._checks.higher_derivatives import way_out_of
 from gradkit._checks.special_functions import missing_derivative
 from gradkit._compat.transforms import BATCH, BATCH_FAILURES, transforms
-from gradkit.errors import GradkitError, UnsupportedGraphError, message
+from gradkit.errors import (
+    GradientCheckError,
+    GradkitError,
+    StructureError,
+    UnsupportedGraphError,
+    first_line,
+    message,
+)
 
 R = TypeVar("R")
 _MAKE_FUNCTIONAL = "call, params, buffers = gradkit.func.make_functional(module)"
@@ -255,3 +262,69 @@ def independent(where: str) -> str:
     )
     fix = f"compute it from fn's own arguments: {_MAKE_FUNCTIONAL}"
     return message(where, expected, got, fix)
+
+
+NO_TENSOR = (
+    "at least one floating-point or complex tensor", "none", "return the tensors to differentiate",
+)  # fmt: skip
+OTHER_RESULT = (
+    "a function that gives the same when it runs again from the same random state",
+    "another result than before: it reads something that has changed since",
+    "pass what changes as an argument, and seed a generator of its own inside of fn",
+)
+
+
+INSIDE_A_TRANSFORM = (
+    "a call outside of torch.func's transforms and of torch.compile", "one inside",
+    "call it outside, on the transformed function",
+)  # fmt: skip
+
+
+def not_in_double(got: str) -> StructureError:
+    """Return the error for a function that does not compute in float64."""
+    expected = "a function that computes in float64 from float64 copies of its arguments"
+    fix = (
+        "leave out casts, and pass the tensors and modules that it uses as arguments, "
+        "check_grads(fn, params, module), or call module.double()"
+    )
+    return StructureError(message("fn", expected, got, fix))
+
+
+def no_derivative(order: int, modes: Sequence[str], cause: Exception) -> str:
+    """Return the text of the error for a function that torch cannot differentiate so often."""
+    expected = f"a function with a derivative of order {order} in {' or '.join(modes)} mode"
+    got = f"torch's error, {type(cause).__name__}: {first_line(cause)}"
+    fix = f"order={order - 1}, or other modes; around attention: sdpa_kernel(SDPBackend.MATH)"
+    if order == 1:
+        fix = "let fn leave its arguments as they are, and compute by differentiable operations"
+    return message("fn", expected, got, fix)
+
+
+def wrong_derivative(
+    where: str,
+    operation: str | None,
+    kind: tuple[tuple[str, ...], str],
+    expected: float,
+    got: float,
+    symmetric: bool,
+    right: Sequence[tuple[str, ...]],
+    kinks: Sequence[Sequence[float]],
+) -> GradientCheckError:
+    """Return the error for a derivative that finite differences contradict."""
+    order, mode = len(kind[0]), _mode(kind[0])
+    fixes = ["make the matrix symmetric in fn, (a + a.mT) / 2"] if symmetric else []
+    if right:
+        fixes.append(f"differentiate by what agrees: {', '.join(map(_mode, right))}")
+    fix = "; or ".join(fixes) or "look for detach(), .data or a custom backward in fn"
+    if kinks:
+        pair = f"finite differences give {kinks[0][0]:.6g} and {kinks[0][1]:.6g}"
+        fix = f"check at another point: fn has a kink or a pole at this one ({pair})"
+    along = f"for the derivative of order {order} along a random direction"
+    through = f", through {operation}" if operation else ""
+    aim = f"{expected:.6g} (finite differences) {along}"
+    text = message(where, aim, f"{got:.6g} from {mode} ({kind[1]}){through}", fix)
+    return GradientCheckError(text, where, order, mode, abs(got - expected), operation)
+
+
+def _mode(modes: Sequence[str]) -> str:
+    return "-over-".join(reversed(modes))

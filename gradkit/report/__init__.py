@@ -6,11 +6,10 @@ a frozen dataclass that prints as text, in rich and in a notebook, and has `.plo
 `History` is a record of conflicts over training.
 """
 
-from gradkit.report._compare.compare import Comparison, Difference, compare
-from gradkit.report._conflicts.conflicts import Conflicts, conflicts
-from gradkit.report._conflicts.history import History
-from gradkit.report._explain.explain import explain
-from gradkit.report._explain.explanation import Explanation, LossGraph, Part, Verdict
+from gradkit.report.compare import Comparison, Difference, compare
+from gradkit.report.conflicts import Conflicts, History, conflicts
+from gradkit.report.explain import explain
+from gradkit.report.explanation import Explanation, LossGraph, Part, Verdict
 
 __all__ = [
     "Comparison",

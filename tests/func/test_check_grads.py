@@ -49,35 +49,35 @@ def householder(a: Tensor) -> Tensor:
     return torch.linalg.householder_product(a, tau).sin().sum()
 
 
-# An operation, what is wrong about it, and its name in the message.
+# What is wrong, and the operation on the argument, which is named in the message.
 WRONG: dict[str, tuple[Callable[[Tensor], Tensor], int, str, str]] = {
     "jvp of solve": (
         lambda a: torch.linalg.solve(a, torch.ones_like(a[0])).sin().sum(),
-        2, "reverse-over-forward", "torch.linalg.solve",
+        2, "reverse-over-forward", "LinalgSolveEx",
     ),
     "jvp of tensorsolve": (
         lambda a: torch.linalg.tensorsolve(a, torch.ones_like(a[0])),
-        2, "reverse-over-forward", "torch.linalg.tensorsolve",
+        2, "reverse-over-forward", "View",
     ),
     "jvp of householder_product": (
-        householder, 2, "reverse-over-forward", "torch.linalg.householder_product",
+        householder, 2, "reverse-over-forward", "LinalgHouseholderProduct",
     ),
     "eigvalsh": (
         lambda a: torch.linalg.eigvalsh(a).sin().sum(),
-        2, "forward-over-reverse", "torch.linalg.eigvalsh",
+        2, "forward-over-reverse", "LinalgEigh",
     ),
     "cholesky": (
         lambda a: torch.linalg.cholesky(a).sin().sum(),
-        1, "forward", "torch.linalg.cholesky",
+        1, "forward", "LinalgCholeskyEx",
     ),
     "a Gaussian": (
         lambda a: torch.distributions.MultivariateNormal(torch.zeros(3).to(a), a).log_prob(
             torch.ones(3).to(a)
         ),
-        1, "forward", "torch.linalg.cholesky_ex",
+        1, "forward", "LinalgCholeskyEx",
     ),
     "sparse values": (
-        lambda a: sparse(a[0]), 2, "reverse-over-reverse", "torch.sparse_coo_tensor",
+        lambda a: sparse(a[0]), 2, "reverse-over-reverse", "Select",
     ),
 }  # fmt: skip
 
@@ -85,15 +85,14 @@ WRONG: dict[str, tuple[Callable[[Tensor], Tensor], int, str, str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_what_torch_gets_wrong_is_found(device: torch.device, case: str) -> None:
     fn, order, mode, operation = WRONG[case]
-    if is_mended(operation.rpartition(".")[2]):
+    if is_mended(case.rpartition(" ")[2]):
         check_grads(fn, spd(device))
         return
     with pytest.raises(gradkit.GradientCheckError) as caught:
         check_grads(fn, spd(device))
     error = caught.value
     assert (error.leaf, error.order, error.mode) == ("args[0]", order, mode)
-    # A Gaussian takes the factor of its covariance by one or the other, and checks the argument.
-    assert str(error.operation).removesuffix("_ex") == operation.removesuffix("_ex")
+    assert error.operation == operation
     assert error.difference > 1e-4
     assert f"order {order}" in str(error)
     assert str(error.operation) in str(error)
@@ -111,7 +110,7 @@ def test_weight_norm_is_named_with_its_leaf(device: torch.device) -> None:
     x = torch.randn(5, 4, device=device)
     check_grads(loss, params, x, order=1)
     if device.type == "cpu":
-        with pytest.raises(gradkit.GradientCheckError, match=r"torch\._weight_norm") as caught:
+        with pytest.raises(gradkit.GradientCheckError, match="through WeightNorm") as caught:
             check_grads(loss, params, x)
         assert caught.value.leaf == "args[0]['parametrizations.weight.original1']"
         assert caught.value.mode == "reverse-over-reverse"
@@ -191,7 +190,7 @@ def test_once_differentiable_is_found_however_it_is_hidden(device: torch.device,
 
     w = torch.ones(2, device=device)
     check_grads(fn, w, order=1)
-    with pytest.raises(gradkit.GradientCheckError, match="in Cube") as caught:
+    with pytest.raises(gradkit.GradientCheckError, match="through Cube") as caught:
         check_grads(fn, w)
     assert (caught.value.order, caught.value.mode) == (2, "reverse-over-reverse")
 
@@ -225,7 +224,7 @@ def leaves(device: torch.device) -> dict[str, Tensor]:
 
 def test_a_wrong_backward_is_found_at_its_leaf(device: torch.device) -> None:
     check_grads(product, leaves(device))
-    with pytest.raises(gradkit.GradientCheckError, match="in Product") as caught:
+    with pytest.raises(gradkit.GradientCheckError, match="through Product") as caught:
         check_grads(lambda t: product(t, once=1.01), leaves(device))
     error = caught.value
     assert (error.leaf, error.order, error.mode) == ("args[0]['b']", 1, "reverse")
@@ -267,7 +266,7 @@ def test_the_third_derivative(device: torch.device) -> None:
 
     x = torch.randn(3, 4, device=device)
     check_grads(norm, x, modes=["reverse"])
-    with pytest.raises(gradkit.GradientCheckError, match="layer_norm") as caught:
+    with pytest.raises(gradkit.GradientCheckError, match="through NativeLayerNorm") as caught:
         check_grads(norm, x, modes=["reverse"], order=3)
     assert caught.value.mode == "reverse-over-reverse-over-reverse"
 
@@ -457,6 +456,6 @@ def test_a_derivative_that_should_be_zero_is_no_kink(device: torch.device) -> No
         return product({"a": t["a"], "b": t["b"]}, once=1.5) + t["c"] - t["c"].detach()
 
     tree = {**leaves(device), "c": torch.randn(3, device=device)}
-    with pytest.raises(gradkit.GradientCheckError, match="write torch") as caught:
+    with pytest.raises(gradkit.GradientCheckError, match="through Add") as caught:
         check_grads(fn, {**tree, "a": tree["a"] * 0})
     assert caught.value.leaf == "args[0]['c']"

@@ -146,7 +146,6 @@ def test_a_small_module_is_measured_by_itself(device: torch.device) -> None:
 @pytest.mark.parametrize("by", [None, "module"])
 @pytest.mark.parametrize("size", [1.0, 1e-30])
 def test_all_numbers_are_read_at_once(device: torch.device, by: Any, size: float) -> None:
-    """And once more where squares would leave the range of float32."""
     entries = torch.full((4,), size, device=device)
     per_loss = {
         "a": {"m.v.w": entries, "m.b": None, "n.w": entries * 0},
@@ -155,7 +154,7 @@ def test_all_numbers_are_read_at_once(device: torch.device, by: Any, size: float
     }
     with host_reads() as seen:
         conflicts(per_loss, by=by)
-    assert seen == ["tolist"] if size == 1.0 else seen.count("tolist") == 2
+    assert seen == ["tolist"]
 
 
 def test_every_prefix_is_a_module(device: torch.device) -> None:

@@ -11,8 +11,8 @@ from torch.func import vmap
 
 import gradkit
 from gradkit import func
-from gradkit._doctor import defects
 from tests.silently_wrong._row import Case, D, Row
+from tests.sweep import defects
 
 
 def _rows(fn: Callable[[Tensor], Tensor], x: Tensor) -> Case:

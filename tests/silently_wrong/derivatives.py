@@ -13,9 +13,9 @@ from torch.func import jvp, vmap
 import gradkit
 from gradkit import func
 from gradkit._compat.versions import MENDED
-from gradkit._doctor import defects
 from tests.helpers import OnceCubed
 from tests.silently_wrong._row import Case, D, Row
+from tests.sweep import defects
 
 
 def _derivative_of_jvp(fn: Callable[[Tensor], Tensor], device: torch.device) -> Case:

@@ -13,8 +13,8 @@ from torch.func import grad, jvp, vmap
 import gradkit
 from gradkit import func
 from gradkit._compat.versions import MENDED, Release
-from gradkit._doctor import defects, matrix_examples
 from tests.silently_wrong._row import Case, D, Row
+from tests.sweep import defects, matrix_examples
 
 Function = Callable[[Tensor], Tensor]
 

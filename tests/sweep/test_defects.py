@@ -8,8 +8,8 @@ from torch import Tensor
 
 from gradkit._checks.transform_bugs import DROPPED, EVERY_TRANSFORM_BUG
 from gradkit._compat import versions
-from gradkit._doctor import defects, run_and_print
-from gradkit._doctor.defects import DEFECTS, Defect, Trial
+from tests.sweep import defects
+from tests.sweep.defects import DEFECTS, Defect
 
 BY_NAME = {f"{defect.operation}: {defect.derivative}": defect for defect in DEFECTS}
 here = pytest.mark.skipif(versions.is_untested(), reason="a torch that gradkit was not run on")
@@ -32,27 +32,6 @@ def test_every_operation_that_is_refused_is_tried(device: torch.device) -> None:
     # tests/distributed/test_table.py tries DTensors: it takes processes. The others raised.
     elsewhere = {"DTensor", "CdistBackward0", "PdistBackward0"}
     assert set(versions.MENDED) - elsewhere <= keys
-
-
-def of(outcome: str, *, refused: bool, device: torch.device) -> run_and_print.DoctorReport:
-    trial = Trial(str(device), "det", "the gradient", outcome, refused)
-    return run_and_print.DoctorReport({}, {str(device): ""}, {}, [], [trial])
-
-
-@pytest.mark.parametrize("newer", [False, True])
-def test_what_makes_the_doctor_say_no(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, newer: bool
-) -> None:
-    """A newer torch that is right where gradkit still raises is no mistake, and is told."""
-    monkeypatch.setattr(run_and_print, "is_untested", lambda: newer)
-    assert of("wrong", refused=True, device=device).equal
-    assert of("right", refused=False, device=device).equal
-    assert not of("wrong", refused=False, device=device).equal
-    needless = of("right", refused=True, device=device)
-    assert needless.equal is newer
-    text = run_and_print.as_text(needless)
-    assert "torch is right, and gradkit raises" in text
-    assert "1 silently wrong derivatives of torch: 0 are wrong in this one" in text
 
 
 def test_a_defect_that_raises_is_not_silent(device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """The defects of torch's derivatives for which gradkit raises: what torch gives, and what is right.
 
-`python -m gradkit` tries each on the torch that is installed. docs/silently_wrong.md has a row for
+test_defects.py tries each on the torch that is installed. docs/silently_wrong.md has a row for
 each, with what gradkit does.
 """
 
@@ -17,7 +17,7 @@ from torch.func import grad, jacrev, jvp, vmap
 from torch.nn import functional
 
 from gradkit._compat.versions import is_mended
-from gradkit._doctor import matrix_examples
+from tests.sweep import matrix_examples
 
 D = torch.float64
 Function: TypeAlias = Callable[[Tensor], Tensor]

@@ -20,9 +20,8 @@ from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params, read_params, refuse_distributed
 from gradkit._core.pytree import PyTree
 from gradkit.errors import UnsupportedGraphError, describe
-from gradkit.report._explain.explanation import Explanation, LossGraph, Part
-from gradkit.report._explain.why_unreached import Reachability
-from gradkit.report._view.rendering import listed
+from gradkit.report.explanation import Explanation, LossGraph, Part, Reachability
+from gradkit.report.tables import listed
 
 
 def explain(losses: PyTree, params: PyTree) -> Explanation:

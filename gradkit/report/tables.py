@@ -1,4 +1,4 @@
-"""Results as sentences and tables: plain text, rich and HTML; many names in few lines."""
+"""Results as sentences and tables: by rich where it is installed, else plain text."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import import_module
+from io import StringIO
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -16,19 +17,19 @@ if TYPE_CHECKING:
 K = TypeVar("K", bound=Hashable)
 _FILL: Any = {"width": 100, "break_long_words": False, "break_on_hyphens": False}
 _NUMBER = re.compile(r"[+-]?(\d|inf|nan)|same$|$")
-_RICH = {"good": "green", "bad": "red", "quiet": "dim", "": ""}
-_CSS = {"good": "color:#2e7d32", "bad": "color:#c62828", "quiet": "color:#888", "": ""}
 
 
 class Styled(str):
-    """A table cell with a style, `"good"`, `"bad"`, `"quiet"` or none, for outputs with colours."""
+    """A table cell with a style of rich's, such as `"green"`."""
 
-    style: str
+    style = ""
 
-    def __new__(cls, text: str, style: str) -> Styled:
-        cell = super().__new__(cls, text)
-        cell.style = style
-        return cell
+
+def styled(text: str, style: str) -> Styled:
+    """Return a cell in a style."""
+    cell = Styled(text)
+    cell.style = style
+    return cell
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,13 @@ class Report:
         return Group(*(Text(f"{b}\n") if isinstance(b, str) else _rich_table(b) for b in blocks))
 
     def _repr_html_(self) -> str:
-        return "\n".join(map(_html, self._blocks()))
+        try:
+            from rich.console import Console
+        except ImportError:
+            return f"<pre>{escape(str(self))}</pre>"
+        console = Console(width=120, record=True, file=StringIO())
+        console.print(self)
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
 def import_extra(name: str) -> Any:
@@ -104,23 +111,8 @@ def _rich_table(table: Table) -> Any:
     for index, column in enumerate(table.columns):
         grid.add_column(Text(column), justify="right" if table.is_number(index) else "left")
     for row in table.rows:
-        grid.add_row(*(Text(str(cell), style=_RICH[_style(cell)]) for cell in row))
+        grid.add_row(*(Text(str(cell), style=getattr(cell, "style", "")) for cell in row))
     return grid
-
-
-def _html(block: Block) -> str:
-    if isinstance(block, str):
-        return f"<p>{escape(block)}</p>"
-    head = "".join(f"<th>{escape(column)}</th>" for column in block.columns)
-    body = ""
-    for row in block.rows:
-        cells = (f'<td style="{_CSS[_style(cell)]}">{escape(cell)}</td>' for cell in row)
-        body += f"<tr>{''.join(cells)}</tr>"
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _style(cell: str) -> str:
-    return cell.style if isinstance(cell, Styled) else ""
 
 
 def folded(kinds: Mapping[str, K], prefix: str = "") -> list[tuple[str, list[str], K]]:
@@ -134,12 +126,6 @@ def folded(kinds: Mapping[str, K], prefix: str = "") -> list[tuple[str, list[str
         head, dot, _ = name.removeprefix(prefix).partition(".")
         children.setdefault(f"{prefix}{head}{dot}", {})[name] = kind
     return [group for child, below in children.items() for group in folded(below, child)]
-
-
-def prefixes(name: str) -> list[str]:
-    """Return the modules that a parameter is in, from the outermost: `a.b.w` gives `a`, `a.b`."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def listed(names: Sequence[str], limit: int = 4) -> str:

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from gradkit._autograd.directional import APIS, Tensors, differentiate, dot, in_double, random_like
 from gradkit._checks.reachability import refuse_no_variables
+from gradkit._compat.autograd import post_accumulate_hooks, tensor_hooks
 from gradkit._compat.transforms import transforms
 from gradkit._core.call import Call, Pass, check_option
 from gradkit._core.devices import available_devices
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
-from gradkit.report._compare.distance import distance, same_bits
-from gradkit.report._compare.products import errors_of_products
-from gradkit.report._compare.runner import BACKWARD, FUNC, GRAD, PER_LOSS, RunResult, StepRunner
-from gradkit.report._compare.step import Step, moved, read_step
-from gradkit.report._compare.why_different import model_reason, reason
-from gradkit.report._view.charts import draw_differences
-from gradkit.report._view.rendering import Block, Report, Styled, Table, folded, listed, plural
+from gradkit.func._check_grads import Derivatives
+from gradkit.report.charts import draw_differences
+from gradkit.report.steps import (
+    BACKWARD,
+    FUNC,
+    GRAD,
+    PER_LOSS,
+    Step,
+    distance,
+    moved,
+    read_step,
+    same_bits,
+    why_refused,
+)
+from gradkit.report.tables import Block, Report, Table, folded, listed, plural, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,8 +52,18 @@ _POST_HOOKS = (
     "post-accumulate-grad hooks, which only .backward() runs, were left out: often they step an "
     "optimizer."
 )
-
+_NONE = "None against zero: no loss reaches it, which torch.func fills with zeros"
+_STALE = "stale .grad: .backward() adds to what is already in .grad"
+_TIED = (
+    "tied: torch.func gives each place of the tensor its own part of the gradient; the parts add up"
+)
+_FROZEN = "frozen: torch.func differentiates with respect to whatever it is given"
+_HOOK = "a tensor hook on the leaf: torch.func runs none, and a pass per loss runs it for each"
+_DROPOUT = "dropout: under torch.func the same random numbers may fall on other places"
+_ORDER = "rounding: a joint pass adds the losses in the graph, one pass per loss adds the gradients"
 _ROUNDED = 1e-5  # what finite differences in float64 are sure of
+_EPS = 1e-6
+_SEED = 3  # of the direction of products: the Hessian is symmetric, so one serves all modes
 
 
 @dataclass(frozen=True)
@@ -52,7 +75,7 @@ class Difference:
         absolute: The largest absolute difference of an entry, where None is zero.
         ulps: The largest difference in units in the last place: how many numbers of the coarser of
             the two dtypes lie between two entries.
-        reason: Why, as far as a check has shown; `"unknown"` otherwise; empty if `same`.
+        reason: What is there and may be why; `"unknown"` if nothing is; empty if `same`.
     """
 
     same: bool
@@ -113,25 +136,14 @@ class Comparison(Report):
         params, differing = plural(len(self._names), "param"), len(self.differing())
         result = f"{differing} of {params} differ" if differing else f"the same bits in {params}"
         title = f"{self.called}: .backward() against {listed(list(self.differences))}: {result}"
-        blocks = [title, self._table(), *self._reasons(), *self._products()]
+        blocks = [title, _table(self.differences, _cell), *self._reasons(), *self._products()]
         return [*blocks, *refused, *self.notes]
 
     def _products(self) -> list[Block]:
         if not self.products:
             return []
         text = "Hessian-vector products in float64: how far each is from finite differences"
-        modes = self.products.values()
-        cells = {
-            name: tuple(_error(leaves[name]) for leaves in modes) for name in next(iter(modes))
-        }
-        rows = [[label, str(len(group)), *kind] for label, group, kind in folded(cells)]
-        return [text, Table(["param", "count", *self.products], rows)]
-
-    def _table(self) -> Table:
-        methods = self.differences.values()
-        groups = folded({name: tuple(leaves[name] for leaves in methods) for name in self._names})
-        rows = [[label, str(len(names)), *map(_cell, kind)] for label, names, kind in groups]
-        return Table(["param", "count", *self.differences], rows)
+        return [text, _table(self.products, _error)]
 
     def _reasons(self) -> list[str]:
         names: dict[tuple[str, str], list[str]] = {}
@@ -142,17 +154,25 @@ class Comparison(Report):
         return [f"{method} ({listed(some)}): {why}" for (method, why), some in names.items()]
 
 
+def _table(columns: dict[str, dict[str, Any]], cell: Callable[[Any], str]) -> Table:
+    """Return a column for each method, and a row for leaves that are alike in all."""
+    names = next(iter(columns.values()))
+    groups = folded({name: tuple(cell(of[name]) for of in columns.values()) for name in names})
+    rows = [[label, str(len(some)), *cells] for label, some, cells in groups]
+    return Table(["param", "count", *columns], rows)
+
+
 def _error(relative: float) -> str:
-    return Styled("same", "good") if relative < _ROUNDED else Styled(f"{relative:.2g}", "bad")
+    return styled("same", "green") if relative < _ROUNDED else styled(f"{relative:.2g}", "red")
 
 
 def _cell(difference: Difference) -> str:
     if difference.same:
-        return Styled("same", "good")
+        return styled("same", "green")
     if difference.reason.startswith("None against zero"):
-        return Styled("0, not None", "bad")
+        return styled("0, not None", "red")
     ulps = f"{difference.ulps:,.0f}" if difference.ulps < 1e6 else f"{difference.ulps:.0e}"
-    return Styled(f"{difference.absolute:.2g} ({ulps} ulp)", "bad")
+    return styled(f"{difference.absolute:.2g} ({ulps} ulp)", "red")
 
 
 def compare(
@@ -166,7 +186,8 @@ def compare(
     """Return where `.backward()`, `torch.autograd.grad` and `torch.func` give other gradients.
 
     Each method runs the same step from the same weights, buffers, `.grad` and random states, which
-    are as before afterwards. Each reason for a difference is one that a further run has shown.
+    are as before afterwards. A reason is something that is there, and may be why: a stale `.grad`,
+    a tied parameter, a hook, dropout.
 
     Example:
         >>> import torch, gradkit
@@ -224,27 +245,24 @@ def compare(
     with leave_inference_mode(record=True):
         step = read_step(loss_fn, params, args)
         second = _second(step, other, second_device)
-        runner = StepRunner(step)
         if not step.params.variables:
-            with runner.isolated():
+            with step.isolated():
                 losses = step.losses()
             refuse_no_variables(Call(losses, losses.leaves, [Pass([0], step.params)]))
-        methods = [GRAD, FUNC, *([PER_LOSS] if runner.forward.differentiable > 1 else [])]
-        results = {method: runner.run(method) for method in [BACKWARD, *methods]}
-        whys = {method: partial(reason, runner, method) for method in methods}
-        for name, another in second.items():
-            results[name] = another.run(BACKWARD)
-            whys[name] = partial(model_reason, runner, another)
-        products, refused = errors_of_products(runner) if order == 2 else ({}, {})
-        ran = {name: result for name, result in results.items() if not result.refused}
-        return Comparison(
-            called=step.called,
-            values={name: result.values for name, result in ran.items()},
-            refused={n: run.refused for n, run in results.items() if run.refused} | refused,
-            differences={n: _differences(runner, ran[n], whys[n]) for n in whys if n in ran},
-            notes=_notes(runner),
-            products=products,
-        )
+        methods = [GRAD, FUNC, *([PER_LOSS] if step.forward.differentiable > 1 else [])]
+        results = {method: step.run(method) for method in [BACKWARD, *methods]}
+        results |= {name: another.run(BACKWARD) for name, another in second.items()}
+        products, refused = _errors_of_products(step) if order == 2 else ({}, {})
+    ran = {name: result for name, result in results.items() if not result.refused}
+    base = ran[BACKWARD].grads
+    return Comparison(
+        called="loss_fn(params, *args)" if step.takes_params else "loss_fn(*args)",
+        values={name: result.values for name, result in ran.items()},
+        refused={n: run.refused for n, run in results.items() if run.refused} | refused,
+        differences={n: _differences(step, n, base, ran[n].grads) for n in ran if n != BACKWARD},
+        notes=_notes(step),
+        products=products,
+    )
 
 
 def _read_device(device: torch.device | str | None, other: PyTree) -> torch.device | None:
@@ -264,7 +282,7 @@ def _read_device(device: torch.device | str | None, other: PyTree) -> torch.devi
     return checked
 
 
-def _second(step: Step, other: PyTree, device: torch.device | None) -> dict[str, StepRunner]:
+def _second(step: Step, other: PyTree, device: torch.device | None) -> dict[str, Step]:
     if other is None and device is None:
         return {}
     if not step.takes_params:
@@ -273,7 +291,7 @@ def _second(step: Step, other: PyTree, device: torch.device | None) -> dict[str,
         fix = "loss_fn=lambda model, x: ..., which can run with another model"
         raise OptionError(message(option, expected, describe(value), fix))
     if device is not None:
-        return {f"on {device}": StepRunner(moved(step, device))}
+        return {f"on {device}": moved(step, device)}
     second = read_step(step.fn, other, step.args)
     devices = [leaf.device for leaf in second.params.leaves if leaf is not None]
     if devices:
@@ -283,7 +301,7 @@ def _second(step: Step, other: PyTree, device: torch.device | None) -> dict[str,
         expected = f"the names and shapes of params, {listed(shapes)}"
         fix = "pass a model of the same architecture"
         raise StructureError(message("other", expected, listed(other_shapes), fix))
-    return {"other": StepRunner(second)}
+    return {"other": second}
 
 
 def _shapes(step: Step) -> list[str]:
@@ -293,24 +311,73 @@ def _shapes(step: Step) -> list[str]:
 
 
 def _differences(
-    runner: StepRunner, result: RunResult, why: Callable[[int], str]
+    step: Step, method: str, base: Sequence[Tensor | None], other: Sequence[Tensor | None]
 ) -> dict[str, Difference]:
-    base = runner.run(BACKWARD)
     differences = {}
-    for index, name in enumerate(runner.step.names):
-        if runner.leaves[index] is not None:
-            pair = base.grads[index], result.grads[index]
-            differences[name] = Difference(True, 0.0, 0.0)
-            if not same_bits(*pair):
-                differences[name] = Difference(False, *distance(*pair), why(index))
+    for index, pair in enumerate(zip(base, other, strict=True)):
+        if step.params.leaves[index] is not None:
+            is_same = same_bits(*pair)
+            why = "" if is_same else _reason(step, method, index, *pair)
+            far = (0.0, 0.0) if is_same else distance(*pair)
+            differences[step.names[index]] = Difference(is_same, *far, why)
     return differences
 
 
-def _notes(runner: StepRunner) -> tuple[str, ...]:
-    notes = [_DRAWS] if runner.forward.draws else []
-    notes += [_WRITES_GRAD] if runner.forward.writes_grad else []
-    leaves = zip(runner.step.names, runner.leaves, strict=True)
-    hooked = [name for name, leaf in leaves if getattr(leaf, "_post_accumulate_grad_hooks", None)]
-    if hooked:
-        notes.append(f"{listed(hooked)}: {_POST_HOOKS}")
-    return tuple(notes)
+def _reason(step: Step, method: str, index: int, base: Tensor | None, other: Tensor | None) -> str:
+    """Return what is there at a leaf that may be why a method differs from `.backward()`."""
+    leaf, is_func = step.params.leaves[index], method == FUNC
+    is_zero = other is None or not other.detach().to_dense().count_nonzero()
+    if is_func and base is None and is_zero and leaf.requires_grad:
+        return _NONE
+    there = {
+        _STALE: leaf.grad is not None and method != PER_LOSS,
+        _HOOK: bool(tensor_hooks(leaf)) and method in (FUNC, PER_LOSS),
+        _TIED: is_func and sum(one is leaf for one in step.params.leaves) > 1,
+        _FROZEN: is_func and not leaf.requires_grad,
+        _DROPOUT: is_func and step.forward.draws,
+    }
+    reasons = [reason for reason, is_there in there.items() if is_there]
+    return "; ".join(reasons) or (_ORDER if method == PER_LOSS else "unknown")
+
+
+def _notes(step: Step) -> tuple[str, ...]:
+    notes = [_DRAWS] if step.forward.draws else []
+    notes += [_WRITES_GRAD] if step.forward.writes_grad else []
+    leaves = zip(step.names, step.params.leaves, strict=True)
+    hooked = [name for name, leaf in leaves if leaf is not None and post_accumulate_hooks(leaf)]
+    return (*notes, *([f"{listed(hooked)}: {_POST_HOOKS}"] if hooked else []))
+
+
+def _errors_of_products(step: Step) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """Return how far off each mode is at each leaf, relative to the product; and what raised."""
+    inputs = step.inputs
+    constants = {key: in_double(x) for key, x in inputs.items()}
+    variables = {id(x): x for x in inputs.values() if x.requires_grad}
+    slots = {key: list(variables).index(id(x)) for key, x in inputs.items() if id(x) in variables}
+
+    def total(tensors: Tensors) -> Tensors:
+        here = constants | {key: tensors[slot] for key, slot in slots.items()}
+        losses = step.losses_at(here, copy=in_double).leaves
+        return [torch.stack([loss.reshape(()) for loss in losses]).sum()]
+
+    at = Derivatives(total, list(map(in_double, variables.values())), step.isolated)
+    along = random_like(_SEED, at.point)
+    eps = _EPS / math.sqrt(dot(along, along))
+    errors: dict[str, dict[str, float]] = {}
+    refused: dict[str, str] = {}
+    for api, mode in product(APIS, ("reverse", "forward")):
+        name = f"{mode}-over-reverse ({api})"
+        gradient = partial(differentiate, total, "reverse", api, partial(random_like, 1))
+        try:
+            values = at.evaluate(partial(differentiate, gradient, mode, api, lambda _: along))
+            ahead, behind = (at.evaluate(gradient, [s * eps * x for x in along]) for s in (1, -1))
+        except Exception as error:  # the losses could be computed: torch cannot run the mode
+            refused[name] = why_refused(error)
+            continue
+        expected = [(a - b) / (2 * eps) for a, b in zip(ahead, behind, strict=True)]
+        size = max((float(x.abs().max()) for x in expected if x.numel()), default=0.0) or 1.0
+        gaps = [distance(a, b)[0] / size for a, b in zip(values, expected, strict=True)]
+        by_id = dict(zip(variables, gaps, strict=True))
+        leaves = zip(step.names, step.params.leaves, strict=True)
+        errors[name] = {leaf: by_id[id(x)] for leaf, x in leaves if id(x) in by_id}
+    return errors, refused

@@ -1,1 +1,0 @@
-"""`compare`: where torch's methods give different gradients, and why."""

@@ -1,1 +1,0 @@
-"""`conflicts`: which losses have gradients that oppose each other."""

@@ -1,1 +1,0 @@
-"""`explain`: which loss reaches which parameter, and why not."""

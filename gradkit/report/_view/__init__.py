@@ -1,1 +1,0 @@
-"""How results are shown: text, tables, charts."""

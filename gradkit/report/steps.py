@@ -1,0 +1,348 @@
+"""A step of training by each of torch's methods, from one state; how far gradients are apart."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
+from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import Optimizer
+
+from gradkit._autograd import engine
+from gradkit._compat.autograd import post_accumulate_hooks
+from gradkit._compat.undoing import undo_stack
+from gradkit._core import pytree
+from gradkit._core.call import Losses, read_losses, require_graph
+from gradkit._core.graph import Subgraph
+from gradkit._core.params import Params, read_params
+from gradkit._core.pytree import PyTree
+from gradkit._core.user_code import captured_by
+from gradkit._state.grad_attribute import copy_into_grads, grad_dtypes_put_back, grads_put_back
+from gradkit._state.module_state import attributes_put_back
+from gradkit._state.snapshot import Snapshot
+from gradkit.errors import LeafTypeError, StructureError, describe, first_line, message
+from gradkit.report.explanation import checkpointed_tensors
+
+# The parameters of all modules, each once, by name; and lone tensors, by their index in `leaves`.
+Inputs: TypeAlias = dict[str | int, Tensor]
+BACKWARD, GRAD, FUNC, PER_LOSS = ".backward()", "autograd.grad", "torch.func", "loss by loss"
+
+
+class RunResult(NamedTuple):
+    """What a method gave: a gradient or None for each leaf and the losses, or why torch raised."""
+
+    grads: Sequence[Tensor | None]
+    values: tuple[float, ...] = ()
+    refused: str = ""
+
+
+class ForwardPass(NamedTuple):
+    """What one run of the forward pass shows; tensors are leaves, by id."""
+
+    leaves: dict[int, Tensor]  # those in reentrant checkpoints, too
+    draws: bool
+    writes_grad: bool
+    differentiable: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A loss function and its arguments; `tree` is the params with iterators read once."""
+
+    fn: Callable[..., PyTree]
+    tree: PyTree
+    args: tuple[Any, ...]
+    takes_params: bool
+    params: Params
+    names: list[str]
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The leaves of the tree: tensors, None, and modules as a whole."""
+        return pytree.flatten(self.tree)[0]
+
+    @cached_property
+    def modules(self) -> nn.Module:
+        """The modules in the params, each once, as one whose forward calls its argument."""
+        return _Container({id(m): m for m in self.leaves if isinstance(m, nn.Module)}.values())
+
+    @property
+    def inputs(self) -> Inputs:
+        """What torch.func differentiates."""
+        named = self.modules.named_parameters()
+        given: dict[str | int, Any] = {**dict(named), **dict(enumerate(self.leaves))}
+        tensors = {key: x for key, x in given.items() if isinstance(x, Tensor)}
+        return {k: x for k, x in tensors.items() if x.is_floating_point() or x.is_complex()}
+
+    @cached_property
+    def snapshot(self) -> Snapshot:
+        """The state that every run starts from."""
+        captured = captured_by((self.fn, self.args, list(self.modules)))  # type: ignore[call-overload]
+        arguments = [t for t in _tensors_in(self.args) if t.requires_grad]  # others are copied
+        return Snapshot(captured, [*_tensors_in(self.params.leaves), *arguments])
+
+    @cached_property
+    def forward(self) -> ForwardPass:
+        """What one run of the forward pass shows."""
+        with self.isolated():
+            before = self.snapshot.random_states()
+            losses = self.losses()
+            graph = Subgraph(losses.leaves)
+            inside = checkpointed_tensors(graph)
+            return ForwardPass(
+                graph.leaves | {key: x for key, x in inside.items() if x.is_leaf},
+                draws=self.snapshot.random_states() != before,
+                writes_grad=self.snapshot.has_grads(),
+                differentiable=len(require_graph(losses, losses.leaves)),
+            )
+
+    def losses(self) -> Losses:
+        """Call the function on the params themselves, and check its losses."""
+        args = _copied(self.args)
+        out = self.fn(self.tree, *args) if self.takes_params else self.fn(*args)
+        return read_losses(out, scalar=True)
+
+    def losses_at(self, inputs: Inputs, copy: Callable[[Tensor], Tensor] = Tensor.clone) -> Losses:
+        """Call the function with other tensors in place of its inputs."""
+        leaves, spec = pytree.flatten(self.tree)
+        tree = pytree.unflatten(spec, [inputs.get(i, leaf) for i, leaf in enumerate(leaves)])
+        # In a transform, only buffers that are made in it can be written on.
+        named = {name: copy(buffer) for name, buffer in self.modules.named_buffers()}
+        named |= {key: x for key, x in inputs.items() if isinstance(key, str)}
+        call = partial(self.fn, *((tree,) if self.takes_params else ()), *_copied(self.args, copy))
+        with attributes_put_back(self.modules):
+            return read_losses(functional_call(self.modules, named, (call,)), scalar=True)
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Restore the state after a block, in which no post-accumulate-grad hooks run."""
+        with self.snapshot.restored(), torch.enable_grad(), undo_stack() as stack:
+            _empty(map(post_accumulate_hooks, self.snapshot.leaves), stack)
+            yield
+
+    def run(self, method: str) -> RunResult:
+        """Return what a method gives; all keep the graph, which the caller's may share."""
+        if method == FUNC:
+            with self.isolated():
+                return self._by_func()
+        by_id = {id(leaf): leaf for leaf in self.params.leaves if leaf is not None}
+        leaves = list((by_id | self.forward.leaves).values())
+        with self.isolated(), undo_stack() as stack:
+            stack.enter_context(grads_put_back(leaves))
+            stack.enter_context(grad_dtypes_put_back(leaves))
+            _empty(map(post_accumulate_hooks, leaves), stack)
+            stale = [self.snapshot.grads.get(key) for key in by_id]
+            copy_into_grads(list(by_id.values()), stale)
+            return self._by_engine(method)
+
+    def _by_engine(self, method: str) -> RunResult:
+        losses = self.losses()
+        roots = [losses.leaves[index] for index in require_graph(losses, losses.leaves)]
+        if method == GRAD:
+            try:
+                grads = engine.reference_grad(roots, self.params.variables)
+            except RuntimeError as error:
+                return RunResult([], refused=why_refused(error))
+            return RunResult(self.params.per_leaf(grads), _values(losses.leaves))
+        for outputs in [[root] for root in roots] if method == PER_LOSS else [roots]:
+            engine.reference_backward(outputs)
+        grads = [None if leaf is None else leaf.grad for leaf in self.params.leaves]
+        return RunResult(grads, _values(losses.leaves))
+
+    def _by_func(self) -> RunResult:
+        leaves, inputs = self.leaves, self.inputs
+        if not self.takes_params and not all(isinstance(leaf, nn.Module) for leaf in leaves):
+            text = "it needs tensors outside of modules as arguments: loss_fn(params, *args)"
+            return RunResult([], refused=text)
+
+        def total(inputs: Inputs) -> tuple[Tensor, list[Tensor]]:
+            losses = self.losses_at(inputs).leaves
+            first, *others = (loss.reshape(()) for loss in losses)
+            return sum(others, start=first), losses
+
+        try:
+            detached = {key: x.detach() for key, x in inputs.items()}
+            (by_input,), losses = engine.reference_func_grads(total, detached)
+        except Exception as error:  # the losses could be computed without torch.func
+            return RunResult([], refused=why_refused(error))
+        by_id = {id(inputs[key]): grad for key, grad in by_input.items() if isinstance(key, str)}
+        grads: list[Tensor | None] = []
+        for index, leaf in enumerate(leaves):
+            is_module = isinstance(leaf, nn.Module)
+            parts = [by_id.get(id(p)) for p in leaf.parameters()] if is_module else []
+            grads += parts if is_module else [by_input.get(index)]
+        return RunResult(grads, _values(losses))
+
+
+class _Container(nn.ModuleList):
+    def forward(self, call: Callable[[], PyTree]) -> PyTree:
+        return call()
+
+
+def _values(losses: Sequence[Tensor]) -> tuple[float, ...]:
+    return tuple(float(loss.detach()) for loss in losses)
+
+
+def why_refused(error: Exception) -> str:
+    """Return the class of an error and its first line."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _empty(tables: Iterable[Any], stack: ExitStack) -> None:
+    """Empty tables of hooks, which torch reads in each pass, until the stack is unwound."""
+    for table in filter(None, tables):
+        stack.callback(table.update, dict(table))
+        table.clear()
+
+
+def read_step(fn: Any, params: PyTree, args: tuple[Any, ...]) -> Step:
+    """Check the arguments of `compare`."""
+    if not callable(fn):
+        expected, fix = "a function that computes the losses", "lambda params: ..."
+        raise StructureError(message("loss_fn", expected, describe(fn), fix))
+    tree = _without_iterators(params)
+    opened = read_params(tree)
+    for index, leaf in enumerate(opened.leaves):
+        if leaf is not None and not leaf.is_leaf:
+            where = pytree.path(opened.spec, index, "params")
+            expected = "a leaf tensor, which .backward() gives a .grad"
+            fix = "pass the tensors that it was computed from"
+            raise LeafTypeError(message(where, expected, f"{describe(leaf)} with a history", fix))
+    _check_args(args)
+    names = pytree.labels(opened.spec, "param")
+    return Step(fn, tree, args, _takes_params(fn, tree, args), opened, names)
+
+
+def _without_iterators(tree: PyTree) -> PyTree:
+    leaves, spec = pytree.flatten(tree)
+    if not any(isinstance(leaf, Iterator | ValuesView | Optimizer) for leaf in leaves):
+        return tree
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Optimizer):
+            leaves[index] = tuple(p for group in leaf.param_groups for p in group["params"])
+        elif isinstance(leaf, Iterator | ValuesView):
+            leaves[index] = tuple(leaf)
+    return _without_iterators(pytree.unflatten(spec, leaves))
+
+
+def _check_args(args: tuple[Any, ...]) -> None:
+    leaves, spec = pytree.flatten(args)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and not leaf.is_leaf:
+            got = f"{describe(leaf)} with a history, which is a constant for torch.func"
+            fix = "compute it in loss_fn, or pass x.detach()"
+        elif isinstance(leaf, Iterator):
+            got, fix = f"the {type(leaf).__name__}, which can be read only once", "list(...)"
+        else:
+            continue
+        where = pytree.path(spec, index, "args")
+        raise LeafTypeError(message(where, "the same argument in every run", got, fix))
+
+
+def _takes_params(fn: Callable[..., PyTree], tree: PyTree, args: tuple[Any, ...]) -> bool:
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return True  # a builtin without a signature
+    for takes_params, given in ((True, (tree, *args)), (False, args)):
+        with suppress(TypeError):
+            signature.bind(*given)
+            return takes_params
+    expected = (
+        f"a function of (params, *args), {len(args) + 1} arguments; or of (*args), if it holds its "
+        "modules itself"
+    )
+    got, fix = f"one of {signature}", "lambda params, x, y: ..."
+    raise StructureError(message("loss_fn", expected, got, fix))
+
+
+def _copied(
+    args: tuple[Any, ...], copy: Callable[[Tensor], Tensor] = Tensor.clone
+) -> tuple[Any, ...]:
+    """Copy the arguments that a function may write on: all but those that require grad."""
+    leaves, spec = pytree.flatten(args)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and (copy is not Tensor.clone or not leaf.requires_grad):
+            leaves[index] = copy(leaf)
+    copies: tuple[Any, ...] = pytree.unflatten(spec, leaves)
+    return copies
+
+
+def _tensors_in(tree: PyTree) -> list[Tensor]:
+    """Return the tensors in a tree, and all parameters, buffers and attributes of its modules."""
+    tensors = pytree.tensors(tree)
+    for module in [leaf for leaf in pytree.flatten(tree)[0] if isinstance(leaf, nn.Module)]:
+        attributes = [value for part in module.modules() for value in vars(part).values()]
+        tensors += [*module.parameters(), *module.buffers(), *filter(torch.is_tensor, attributes)]
+    return tensors
+
+
+def moved(step: Step, device: torch.device) -> Step:
+    """Return the step with copies of its modules and tensors on another device, ties kept."""
+    memo: dict[int, Any] = {}
+    for tensor in _tensors_in((step.tree, step.args)):
+        if tensor.is_leaf and id(tensor) not in memo:
+            there = tensor.detach().to(device, copy=True)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(there, requires_grad=False) if is_parameter else there
+            memo[id(tensor)].requires_grad_(tensor.requires_grad)
+    tree, args = deepcopy((step.tree, step.args), memo)
+    return read_step(step.fn, tree, args)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def distance(a: Tensor | None, b: Tensor | None) -> tuple[float, float]:
+    """Return the largest absolute difference, and the largest in units in the last place."""
+    # Such a unit is one number of the coarser of the two dtypes. None is zero; NaN equals itself.
+    if a is None or b is None:
+        present = b if a is None else a
+        return (0.0, 0.0) if present is None else distance(present, torch.zeros_like(present))
+    x, y = _common(a, b)
+    if not x.numel():
+        return 0.0, 0.0
+    equal = (x == y) | (x.isnan() & y.isnan())
+    gap = torch.where(equal, 0.0, (x.double() - y.double()).abs()).nan_to_num(math.inf, math.inf)
+    # The bits of floats are ordered as their magnitudes are. The sum of two magnitudes of float64
+    # is out of range for integers.
+    left, right = (_bits(t.abs()).long() for t in (x, y))
+    apart = x.signbit() != y.signbit()
+    ulps = torch.where(apart, left.double() + right.double(), (left - right).abs().double())
+    ulps = torch.where(x.isfinite() & y.isfinite(), ulps, math.inf).masked_fill(equal, 0.0)
+    return gap.max().item(), ulps.max().item()
+
+
+def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return whether two gradients have the same bits, or are both None; NaN equals itself."""
+    if a is None or b is None:
+        return a is b
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    x, y = _common(a, b)
+    nan = x.isnan()
+    return torch.equal(nan, y.isnan()) and torch.equal(_bits(x)[~nan], _bits(y)[~nan])
+
+
+def _common(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both as real vectors of the coarser dtype; on the CPU if their devices differ."""
+    x, y = (t.detach().to_dense().reshape(-1) for t in (a, b))
+    x, y = (
+        torch.view_as_real(t.resolve_conj()).reshape(-1) if t.is_complex() else t for t in (x, y)
+    )
+    if x.device != y.device:
+        x, y = x.cpu(), y.cpu()
+    dtype = max(x.dtype, y.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    return x.to(dtype), y.to(dtype)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.resolve_neg().contiguous().view(_INTEGERS[x.element_size()])
