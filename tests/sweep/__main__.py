@@ -9,7 +9,8 @@ import argparse
 import multiprocessing
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 
@@ -98,8 +99,12 @@ def at_degenerate_points(options: argparse.Namespace) -> None:
     _PARTS.extend((name, partial(_one, case)) for name, case in at_limits().items())
     found = findings.Found()
     run = partial(_at_points, options.count, options.seconds)
-    with multiprocessing.get_context("fork").Pool(options.processes) as pool:
-        for name, one in pool.imap(run, range(len(_PARTS))):
+    with ThreadPoolExecutor(options.processes) as pool:
+        each = pool.map(partial(_in_a_process, run), range(len(_PARTS)))
+        for (name, _), one in zip(_PARTS, each, strict=True):
+            if one is None:
+                print(f"{name}: torch has ended the process", flush=True)
+                continue
             found.add(one)
             for line in findings.lines(name, one.findings):
                 print(line, flush=True)
@@ -110,11 +115,26 @@ def _one(case: Case, _: int) -> list[Case]:
     return [case]
 
 
-def _at_points(count: int, seconds: float, index: int) -> tuple[str, findings.Found]:
+def _in_a_process(run: Callable[[int], findings.Found], index: int) -> findings.Found | None:
+    """Return a result from a process of its own, None if that ended: empty tensors crash torch."""
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=lambda: sender.send(run(index)))
+    process.start()
+    sender.close()
+    try:
+        result: findings.Found = receiver.recv()
+    except EOFError:
+        return None
+    finally:
+        process.join()
+    return result
+
+
+def _at_points(count: int, seconds: float, index: int) -> findings.Found:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    name, make = _PARTS[index]
-    return name, findings.at_points(make(count), seconds=seconds)
+    return findings.at_points(_PARTS[index][1](count), seconds=seconds)
 
 
 _PARTS: list[tuple[str, Make]] = []
