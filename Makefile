@@ -1,4 +1,4 @@
-# Everything below sets itself up: `make demo` and `make test` are all a fresh machine needs.
+# Each target sets itself up: `make demo` and `make test` are all that a fresh machine needs.
 PYTHON ?= python3
 # Another torch, Python or optree, in a virtual environment of its own:
 # make test TORCH=2.11.0 PYTHON=python3.12 OPTREE=0.14.0. All are in the folder VENVS.
@@ -22,7 +22,19 @@ FAST := -m 'not slow and not long and not processes' --hypothesis-profile fast \
 # A command that fails leaves no half-written file of constraints.
 .DELETE_ON_ERROR:
 
-.PHONY: demo test test-fast test-slow coverage check style types bench docs clean
+.PHONY: help demo test test-fast test-slow coverage check style types bench docs clean
+
+help:
+	@echo 'make demo       the main example, on real data'
+	@echo 'make test       all tests but the slow tier'
+	@echo 'make test-fast  under a minute, while you work'
+	@echo 'make test-slow  examples in full, other tools, sweeps'
+	@echo 'make check      ruff, strict types, import-linter, docs with warnings as errors'
+	@echo 'make bench      what gradkit costs; ROOMS="training guarded" for some of it'
+	@echo 'make docs       the site, in docs/_build/html'
+	@echo 'make fuzz       random programs with gradkit and with plain torch; SECONDS=600 SEED=1'
+	@echo 'make gpu        all tests and benchmarks on CUDA; make gpu-wheels for a machine without network'
+	@echo 'make clean      remove what these have made'
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/multitask_digits.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import tempfile
 from collections.abc import Iterator
 
 import optree
@@ -45,6 +46,18 @@ def pytest_configure(config: pytest.Config) -> None:
     Shard.parse(config.getoption("--shard"))
     if ONLY and ONLY not in HERE:
         raise pytest.UsageError(f"GRADKIT_TEST_DEVICE is {ONLY!r}; there is: {', '.join(HERE)}")
+    if not hasattr(config, "workerinput"):  # the workers of pytest-xdist inherit it
+        remove_temporary_files(config)
+
+
+def remove_temporary_files(config: pytest.Config) -> None:
+    """Have everything that tests, torch and examples leave in the temporary folder removed."""
+    folder = tempfile.TemporaryDirectory(prefix="gradkit-tests-", ignore_cleanup_errors=True)
+    patch = pytest.MonkeyPatch()
+    patch.setenv("TMPDIR", folder.name)
+    patch.setattr(tempfile, "tempdir", None)  # which it has read before
+    config.add_cleanup(patch.undo)
+    config.add_cleanup(folder.cleanup)
 
 
 def pytest_report_header() -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import gradkit
+from tests import house
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "gradkit"
@@ -19,7 +20,6 @@ SOURCES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE
 TESTS = {
     path: ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.glob("tests/**/test_*.py")
 }
-LONGEST = 600  # lines of a file
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 # What stands for a term of the field's, and is none itself. (`target` is one in a user's program.)
@@ -203,11 +203,26 @@ def test_private_attributes_of_tensors_are_read_in_one_room(device: torch.device
     assert not broken, listed(broken)
 
 
-def test_no_file_is_long(device: torch.device) -> None:
+def test_the_package_is_within_its_budget(device: torch.device) -> None:
+    """`python -m tests.house` prints the table."""
+    total = house.total()
+    assert total["files"] <= house.FILES
+    assert total["lines"] <= house.LINES
+
+
+def test_a_file_is_neither_long_nor_short_without_a_reason(device: torch.device) -> None:
     files = [*SOURCES, *TOOL.rglob("*.py")]
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
-    long = {str(p.relative_to(ROOT)): n for p, n in lengths.items() if n > LONGEST}
+    long = {str(p.relative_to(ROOT)): n for p, n in lengths.items() if n > house.LONGEST}
     assert long == {}
+    short = [p for p, n in lengths.items() if n < house.SHORT and not p.name.startswith("__")]
+    # A reason takes a sentence after the line that says what the file is.
+    unreasoned = [str(p.relative_to(ROOT)) for p in short if "\n\n" not in docstring_of(p)]
+    assert unreasoned == []
+
+
+def docstring_of(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
 
 
 def public_objects() -> set[tuple[str, str]]:

@@ -1,4 +1,7 @@
-"""The devices that torch can use here."""
+"""The devices that torch can use here.
+
+Apart, as all rooms ask for them.
+"""
 
 from __future__ import annotations
 

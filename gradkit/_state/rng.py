@@ -1,4 +1,7 @@
-"""The states of the random number generators."""
+"""The states of the random number generators.
+
+Apart, as its names are short: a caller says `rng.states(tensors)`.
+"""
 
 from __future__ import annotations
 
