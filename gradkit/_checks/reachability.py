@@ -138,9 +138,10 @@ def refuse_cast_since_forward(call: Call, results: Sequence[Grads]) -> None:
 
 def _without_gradient(call: Call, results: Sequence[Grads]) -> list[tuple[Params, int]]:
     """Return the leaves that have no gradient of any pass."""
-    by_variable = zip(*results, strict=True) if len(call.params) == 1 else [(None,)]
-    if all(set(map(type, grads)) != {type(None)} for grads in by_variable):
-        return []  # each variable has a gradient of some loss
+    if len(call.params) == 1:
+        by_variable = zip(*results, strict=True)
+        if all(set(map(type, grads)) != {type(None)} for grads in by_variable):
+            return []  # each variable has a gradient of some loss
     missing: dict[int, tuple[Params, int]] = {}
     arrived: set[int] = set()
     for grads, (_, params) in zip(results, call.passes, strict=True):
