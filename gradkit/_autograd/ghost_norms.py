@@ -18,7 +18,7 @@ from gradkit._checks.checked import is_checked
 from gradkit._checks.sample_independence import (
     BatchDim,
     NotProvedError,
-    Use,
+    SharedOperand,
     uses_shared_by_samples,
 )
 from gradkit._compat.autograd import current_pass
@@ -37,11 +37,11 @@ class Factors(NamedTuple):
 
 
 PerSampleGrads: TypeAlias = Factors | Tensor  # or the gradients themselves, `[B, *variable.shape]`
-Rule: TypeAlias = Callable[[Use, Tensor, Tensor], PerSampleGrads]
+Rule: TypeAlias = Callable[[SharedOperand, Tensor, Tensor], PerSampleGrads]
 Terms: TypeAlias = Callable[[Node, Tensor], Tensor]
 
 
-def per_sample_gradients(use: Use, cotangent: Tensor, variable: Tensor) -> PerSampleGrads:
+def per_sample_gradients(use: SharedOperand, cotangent: Tensor, variable: Tensor) -> PerSampleGrads:
     """Return the gradients at a use, given the cotangent of what its node returned."""
     return RULES[use.kind](use, cotangent, variable.detach())
 
@@ -54,7 +54,7 @@ def _by_sample(tensor: Tensor, batch: BatchDim) -> Tensor:
 
 
 def _matrix(name: str, *, transposed: bool, scale: str | None = None) -> Rule:
-    def rule(use: Use, cotangent: Tensor, _: Tensor) -> PerSampleGrads:
+    def rule(use: SharedOperand, cotangent: Tensor, _: Tensor) -> PerSampleGrads:
         if scale is not None and saved(use.node, scale) != 1:
             cotangent = cotangent * saved(use.node, scale)
         rows = _by_sample(saved(use.node, name), use.batch)
@@ -64,20 +64,20 @@ def _matrix(name: str, *, transposed: bool, scale: str | None = None) -> Rule:
     return rule
 
 
-def _vector(use: Use, cotangent: Tensor, _: Tensor) -> PerSampleGrads:
+def _vector(use: SharedOperand, cotangent: Tensor, _: Tensor) -> PerSampleGrads:
     rows = _by_sample(saved(use.node, "self"), use.batch)
     grads = _by_sample(cotangent, use.batch)
     return torch.bmm(grads.unsqueeze(1), rows).squeeze(1)
 
 
-def _embedding(use: Use, cotangent: Tensor, _: Tensor) -> PerSampleGrads:
+def _embedding(use: SharedOperand, cotangent: Tensor, _: Tensor) -> PerSampleGrads:
     positions = _by_sample(saved(use.node, "indices"), use.batch).flatten(1)
     grads = _by_sample(cotangent, use.batch).flatten(1, -2)
     (padding,) = saved_ints(use.node, "padding_idx")
     return Factors(positions, grads.masked_fill((positions == padding).unsqueeze(-1), 0))
 
 
-def _kernel(use: Use, cotangent: Tensor, weight: Tensor) -> PerSampleGrads:
+def _kernel(use: SharedOperand, cotangent: Tensor, weight: Tensor) -> PerSampleGrads:
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     options = [saved(use.node, name) for name in names]
 
@@ -96,7 +96,7 @@ def _sum_over_uses(terms: Terms, *, by_channel: bool = False) -> Rule:
     """Return the rule of a variable that was broadcast: the sum of terms for each element."""
 
     # There is a term for each element of its node's output, whose channels are dimension 1.
-    def rule(use: Use, cotangent: Tensor, variable: Tensor) -> PerSampleGrads:
+    def rule(use: SharedOperand, cotangent: Tensor, variable: Tensor) -> PerSampleGrads:
         rank = cotangent.dim()
         shape = (len(variable), *([1] * (rank - 2))) if by_channel else tuple(variable.shape)
         batch = use.batch
@@ -213,7 +213,7 @@ def ghost_norms(rows: JacobianRows, index: int) -> Tensor | None:
 
 
 def _squared_norms(
-    rows: JacobianRows, index: int, uses: Sequence[Use]
+    rows: JacobianRows, index: int, uses: Sequence[SharedOperand]
 ) -> dict[int, _SquaredNorms] | None:
     """Return squared norms of which some digits are right; None if float64 has not enough."""
     variables = rows.params.variables
@@ -268,13 +268,13 @@ class _GhostPass:
 
     def __init__(
         self,
-        uses: Sequence[Use],
+        uses: Sequence[SharedOperand],
         variables: Sequence[Tensor],
         dtype: torch.dtype | None,  # of the products; None is that of their factors
     ) -> None:
         self._variables = variables
         self._dtype = dtype
-        self._by_node: dict[Node, list[Use]] = defaultdict(list)
+        self._by_node: dict[Node, list[SharedOperand]] = defaultdict(list)
         self._left: dict[int, int] = defaultdict(int)  # how many uses of a variable are to come
         for use in uses:
             self._by_node[use.node].append(use)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -38,13 +38,7 @@ class ForwardMonitor(TorchFunctionMode):
         self._blocks = 1  # that have not ended; torch.compile cannot trace a property here
 
     @leave_uncompiled
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation; inside a call of gradkit.func, its own monitor sees to that."""
         is_watched = self._blocks and torch.is_grad_enabled() and not active_monitors()
         name = name_of(func) if is_watched else None

@@ -57,7 +57,8 @@ def of_symmetric(operation: Operation, a: Tensor, *args: Any, **kwargs: Any) -> 
 
 def logcumsumexp(operation: Operation | None, input: Tensor, dim: int) -> Tensor:
     """Return what torch.logcumsumexp does."""
-    # Its gradient takes the logarithm of the cotangent, whose derivative at zero is lost.
+    # Its gradient takes the logarithm of the cotangent, whose derivative at zero is lost; of its
+    # jvp: https://github.com/pytorch/pytorch/issues/196705
     if not input.dim():
         return input.clone()
     least = torch.finfo(input.dtype).min  # of -inf beside -inf the difference would be nan
@@ -75,25 +76,15 @@ def logcumsumexp(operation: Operation | None, input: Tensor, dim: int) -> Tensor
 def embedding(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
     """Return what it does; the rows of padding are constants in forward mode, too."""
     rows: Tensor = operation(*args, **kwargs)
-    read = _padding if operation is functional.embedding else _padding_of_operator
-    indices, padding_idx = read(*args, **kwargs)
-    if padding_idx is None or padding_idx < 0:
+    is_operator = operation is not functional.embedding
+    names = "weight indices padding_idx" if is_operator else "input weight padding_idx"
+    given = edge_formulas.by_name(names, args, kwargs)
+    padding_idx = given.get("padding_idx")
+    if padding_idx is None or (is_operator and padding_idx < 0):
         return rows
-    is_padding = (indices == padding_idx).contiguous()
+    indices = given["indices" if is_operator else "input"]
+    is_padding = (indices == padding_idx % len(given["weight"])).contiguous()
     return torch.where(is_padding[..., None], rows.detach(), rows)
-
-
-def _padding(
-    input: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any
-) -> tuple[Tensor, int | None]:
-    # Counted from the end, if it is negative.
-    return input, None if padding_idx is None else padding_idx % len(weight)
-
-
-def _padding_of_operator(
-    _: Tensor, indices: Tensor, padding_idx: int = -1, *__: Any, **___: Any
-) -> tuple[Tensor, int]:
-    return indices, padding_idx
 
 
 def linspace(
@@ -104,25 +95,15 @@ def linspace(
     base: float | None = None,
     **options: Any,
 ) -> Tensor:
-    """Return what torch.linspace does, or with a base torch.logspace: it drops its graph."""
+    """Return what torch.linspace and torch.logspace do: they drop the graph."""
+    if base is None and "logspace" in operation.__name__:
+        base = 10.0
     ends = [x.detach() if isinstance(x, Tensor) else x for x in (start, end)]
     exact: Tensor = operation(*ends, steps, **options | ({} if base is None else {"base": base}))
     along = torch.linspace(0, 1, steps, device=exact.device)
     points = start + (end - start) * along.to(torch.promote_types(exact.dtype, along.dtype))
     same = (points if base is None else base**points).to(exact.dtype)
     return exact + (same - same.detach()) if exact.is_floating_point() else exact
-
-
-def logspace(
-    operation: Operation,
-    start: Tensor | float,
-    end: Tensor | float,
-    steps: int,
-    base: float = 10.0,
-    **options: Any,
-) -> Tensor:
-    """Return what torch.logspace does: it drops its graph."""
-    return linspace(operation, start, end, steps, base, **options)
 
 
 FORMULAS: dict[str, Callable[..., Any]] = {
@@ -132,23 +113,9 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "embedding": embedding,
     "linear_cross_entropy": linear_cross_entropy,
     **dict.fromkeys(("cholesky", "cholesky_ex", "eigh", "eigvalsh"), of_symmetric),
-    "linspace": linspace,
-    "logspace": logspace,
+    **dict.fromkeys(("linspace", "logspace"), linspace),
     **SPECIAL_FUNCTIONS,
-    "det": edge_formulas.det,
-    "prod": edge_formulas.prod,
-    "cumprod": edge_formulas.cumprod,
-    "scatter_reduce": edge_formulas.scatter_reduce,
-    "index_reduce": edge_formulas.index_reduce,
-    "sinc": edge_formulas.sinc,
-    **dict.fromkeys(("pow", "float_power"), edge_formulas.pow),
-    "polar": edge_formulas.polar,
-    "binary_cross_entropy": edge_formulas.binary_cross_entropy,
-    **dict.fromkeys(("softshrink", "hardshrink"), edge_formulas.shrink),
-    "cosine_similarity": edge_formulas.cosine_similarity,
-    "gaussian_nll_loss": edge_formulas.gaussian_nll_loss,
-    "vander": edge_formulas.vander,
-    "block_diag": edge_formulas.block_diag,
+    **edge_formulas.EDGE_FORMULAS,
 }
 
 
@@ -182,19 +149,6 @@ def _attention_of(node: Any) -> OfNode:
     return formula, inputs if mask is None else [*inputs, mask]
 
 
-def _weight_norm_of(node: Any) -> OfNode:
-    return partial(weight_norm, None, dim=saved(node, "dim")), [saved(node, "v"), saved(node, "g")]
-
-
-def _logcumsumexp_of(node: Any) -> OfNode:
-    (dim,) = saved_ints(node, "dim")
-    return partial(logcumsumexp, None, dim=dim), [saved(node, "self")]
-
-
-def _hardsigmoid_of(node: Any) -> OfNode:
-    return lambda x: functional.relu6(x + 3) / 6, [saved(node, "self")]
-
-
 _FUSED_ATTENTION = (
     "FlashAttention", "FlashAttentionForCpu", "EfficientAttention", "CudnnAttention",
     "FusedAttentionOverrideable",
@@ -202,9 +156,18 @@ _FUSED_ATTENTION = (
 # By the kind of node.
 NODE_FORMULAS: dict[str, Callable[[Any], OfNode]] = {
     **{f"ScaledDotProduct{kernel}Backward0": _attention_of for kernel in _FUSED_ATTENTION},
-    "WeightNormInterfaceBackward0": _weight_norm_of,
-    "LogcumsumexpBackward0": _logcumsumexp_of,
-    "HardsigmoidBackward0": _hardsigmoid_of,
+    "WeightNormInterfaceBackward0": lambda node: (
+        partial(weight_norm, None, dim=saved(node, "dim")),
+        [saved(node, "v"), saved(node, "g")],
+    ),
+    "LogcumsumexpBackward0": lambda node: (
+        partial(logcumsumexp, None, dim=saved_ints(node, "dim")[0]),
+        [saved(node, "self")],
+    ),
+    "HardsigmoidBackward0": lambda node: (
+        lambda x: functional.relu6(x + 3) / 6,
+        [saved(node, "self")],
+    ),
 }
 
 

@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.transforms import (
-    DERIVATIVES,
     FORWARD,
     apply_function,
+    differentiated_around,
     forward_mode_on,
     recording_levels,
     transforms,
@@ -31,32 +31,20 @@ from gradkit._core import pytree
 def function_with_differentiated_jvp(args: Sequence[Any]) -> Any:
     """Return a Function, the first argument, whose jvp is differentiated where others need that."""
     function, *given = args
-    if function in _made or not _are_differentiated(given):
-        return function
-    return _made_differentiable(function)
-
-
-def _are_differentiated(given: Sequence[Any]) -> bool:
     stack = transforms()
-    if FORWARD not in stack:
-        return False
-    innermost = len(stack) - 1 - stack[::-1].index(FORWARD)
-    if not DERIVATIVES.isdisjoint(stack[:innermost]):
-        return True
-    return any(isinstance(x, Tensor) and 0 in recording_levels(x) for x in given)
+    if function in _made or FORWARD not in stack:
+        return function
+    is_differentiated = differentiated_around(stack, FORWARD) or any(
+        isinstance(x, Tensor) and 0 in recording_levels(x) for x in given
+    )
+    return _made_differentiable(function) if is_differentiated else function
 
 
 class DifferentiatedJvps(TorchFunctionMode):
     """Sees the Functions that others call: in a jvp, a backward, a rule for vmap."""
 
     @leave_uncompiled
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation."""
         if func is apply_function:
             args = function_with_differentiated_jvp(args), *args[1:]

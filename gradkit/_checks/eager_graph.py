@@ -32,8 +32,10 @@ def check_call(call: Call, allowed: Collection[str] = ()) -> None:
         higher_derivatives.refuse_inside_transforms(call)
         if any(call.functions) or call.unused == "error" or len(call.passes) > 1:
             special_points.refuse_in_call(call)  # what looks at the graph for this, too
-    if call.functions.refused:
-        _refuse_nodes_by_loss(call, allowed)
+    below = call.graph.below
+    if call.functions.refused and refusal_reasons(below(call.differentiated).kinds, allowed):
+        for index in call.differentiated:
+            refuse_nodes(below([index]).kinds, call.losses.path(index), allowed)
     if not call.plain_leaves:
         reachability.refuse_unreached_views_and_subclasses(call)
         reachability.refuse_compiled_together(call)
@@ -41,19 +43,10 @@ def check_call(call: Call, allowed: Collection[str] = ()) -> None:
         reachability.refuse_unreached(call)
     walks = call.create_graph or len(call.passes) > 1 or open_monitors
     if walks or [*map(getrefcount, RECOMPUTING)] != IDLE:
-        roots = map(call.outputs.__getitem__, call.differentiated)
-        recomputations.refuse_other_tensors(roots, lambda: call, thorough=bool(walks))
+        _refuse_other_tensors(call, thorough=bool(walks))
     if len(call.outputs) > 1:
         # The pass for one loss would free the graph of another. A lone one the engine refuses.
         refuse_freed(call, thorough=len(call.passes) > 1)
-
-
-def _refuse_nodes_by_loss(call: Call, allowed: Collection[str]) -> None:
-    if not refusal_reasons(call.graph.below(call.differentiated).kinds, allowed):
-        return
-    for index in call.differentiated:
-        kinds = call.graph.below([index]).kinds
-        refuse_nodes(kinds, call.losses.path(index), allowed)
 
 
 def check_backward(call: Call) -> None:
@@ -67,17 +60,20 @@ def check_backward(call: Call) -> None:
 def check_backward_to_leaves(call: Call) -> None:
     """Raise if `.backward()` for all leaves would leave `.grad` wrong, or as it was."""
     for index in call.differentiated:
-        refuse_freed_root(call, index)
+        if graph.is_freed(call.outputs[index]):
+            raise FreedGraphError(freed_message(call.losses, [index]))
         if call.create_graph:
-            below = call.graph.below([index])
+            below, where = call.graph.below([index]), partial(call.losses.path, index)
             leaves = list(below.leaves.values())
-            higher_derivatives.refuse_wrong_derivative(
-                partial(call.losses.path, index), leaves, below
-            )
+            higher_derivatives.refuse_wrong_derivative(where, leaves, below)
     walks = call.create_graph or open_monitors
     if walks or [*map(getrefcount, RECOMPUTING)] != IDLE:
-        roots = map(call.outputs.__getitem__, call.differentiated)
-        recomputations.refuse_other_tensors(roots, lambda: call, thorough=bool(walks))
+        _refuse_other_tensors(call, thorough=bool(walks))
+
+
+def _refuse_other_tensors(call: Call, *, thorough: bool) -> None:
+    roots = map(call.outputs.__getitem__, call.differentiated)
+    recomputations.refuse_other_tensors(roots, lambda: call, thorough=thorough)
 
 
 def refuse_freed(call: Call, *, thorough: bool) -> None:
@@ -88,10 +84,8 @@ def refuse_freed(call: Call, *, thorough: bool) -> None:
         return
     for group, params in call.passes:
         for index in group:
-            root = call.outputs[index]
-            if (thorough or graph.is_freed(root)) and _executes_freed(
-                call.graph.below([index]), params
-            ):
+            is_doubtful = thorough or graph.is_freed(call.outputs[index])
+            if is_doubtful and _executes_freed(call.graph.below([index]), params):
                 raise FreedGraphError(freed_message(call.losses, [index]))
 
 
@@ -134,12 +128,6 @@ def _executes_freed(below: Subgraph, params: Params) -> bool:
     return any_released(below.leading_to(params.variables), names_by_kind(below.kinds))
 
 
-def refuse_freed_root(call: Call, index: int) -> None:
-    """Raise if a loss has been differentiated before."""
-    if graph.is_freed(call.outputs[index]):
-        raise FreedGraphError(freed_message(call.losses, [index]))
-
-
 def freed_message(losses: Losses, indices: Iterable[int]) -> str:
     """Return the message for a second pass through the graph of some losses."""
     return message(
@@ -153,10 +141,9 @@ def freed_message(losses: Losses, indices: Iterable[int]) -> str:
 
 def losses_freed(losses: Losses) -> Sequence[int]:
     """Return the losses whose graphs hold a freed node; all of them if none is known to."""
-    every = range(len(losses.leaves))
-    nodes = {index: Subgraph([losses.leaves[index]]).nodes for index in every}
-    freed_losses = [index for index in every if any(map(has_released, nodes[index]))]
-    return freed_losses or every
+    graphs = [Subgraph([leaf]).nodes for leaf in losses.leaves]
+    freed = [index for index, nodes in enumerate(graphs) if any(map(has_released, nodes))]
+    return freed or range(len(graphs))
 
 
 # [F1, M4, M5]; the names are those of `user_code.REFUSED`.

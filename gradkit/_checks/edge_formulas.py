@@ -7,7 +7,7 @@ operation itself runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,11 @@ from gradkit._compat.transforms import BATCH, DERIVATIVES, FORWARD, recording_le
 from gradkit.errors import UnsupportedGraphError, message
 
 Operation = Callable[..., Any]
+
+
+def by_name(names: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an operation is given, by the names of its parameters."""
+    return dict(zip(names.split(), args, strict=False)) | dict(kwargs)
 
 
 def with_value(value: Tensor, formula: Tensor) -> Tensor:
@@ -32,7 +37,11 @@ def det(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
     value: Tensor = operation(matrix)
     if not value.numel() or not matrix.size(-1) or _torch_is_right(matrix, value):
         return value
-    _refuse_fifth_derivative(matrix)
+    if order_of(matrix) > _FEW < matrix.size(-1):
+        expected, got = "at most the fourth derivative of det", "the fifth, which has no formula"
+        fix = "take it eagerly, by value_and_grads(..., create_graph=True), of a matrix that is "
+        fix += "not singular"
+        raise UnsupportedGraphError(message("torch.linalg.det", expected, got, fix))
     constant = matrix.detach()
     finite = torch.where(constant.isfinite(), constant, 0)  # of others there is no decomposition
     left, singular, right = torch.linalg.svd(finite)
@@ -65,10 +74,8 @@ def _det_near_diagonal(matrix: Tensor, least: Tensor) -> Tensor:
 def _det_of_four(matrix: Tensor) -> Tensor:
     """Return the determinant of a matrix of four rows, by the minors of two and two of them."""
     first, second, third, fourth = matrix.unbind(-2)
-    upper, lower = (
-        first[..., :, None] * second[..., None, :],
-        third[..., None] * fourth[..., None, :],
-    )
+    upper = first[..., :, None] * second[..., None, :]
+    lower = third[..., None] * fourth[..., None, :]
     a, b = upper - upper.mT, lower - lower.mT
     pairs = [(0, 1, 2, 3), (0, 2, 3, 1), (0, 3, 1, 2), (1, 2, 0, 3), (1, 3, 2, 0), (2, 3, 0, 1)]
     return torch.stack([a[..., i, j] * b[..., k, m] for i, j, k, m in pairs]).sum(0)
@@ -96,16 +103,6 @@ def order_of(tensor: Tensor) -> int:
     return sum(kind in DERIVATIVES for kind in transforms()) + eager
 
 
-def _refuse_fifth_derivative(matrix: Tensor) -> None:
-    if order_of(matrix) > _FEW < matrix.size(-1):
-        expected, got = "at most the fourth derivative of det", "the fifth, which has no formula"
-        fix = (
-            "take it eagerly, by value_and_grads(..., create_graph=True), of a matrix that is not "
-        )
-        fix += "singular"
-        raise UnsupportedGraphError(message("torch.linalg.det", expected, got, fix))
-
-
 def prod(operation: Operation, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return what torch.prod does."""
     value: Tensor = operation(input, *args, **kwargs)
@@ -121,7 +118,7 @@ def prod(operation: Operation, input: Tensor, *args: Any, **kwargs: Any) -> Tens
 
 
 def cumprod(operation: Operation, input: Tensor, dim: int, **kwargs: Any) -> Tensor:
-    """Return what torch.cumprod does."""
+    """Return what torch.cumprod does: https://github.com/pytorch/pytorch/issues/196701."""
     value: Tensor = operation(input, dim, **kwargs)
     (x,) = _with_dimensions(input.to(value.dtype))
     x = x.movedim(dim, -1)
@@ -151,6 +148,7 @@ def scatter_reduce(
     include_self: bool = True,
 ) -> Tensor:
     """Return what torch.scatter_reduce does; a value that is not included is no tie."""
+    # A product's derivative in forward mode: https://github.com/pytorch/pytorch/issues/196702
     options: Any = {"reduce": reduce, "include_self": include_self}
     src = src[tuple(map(slice, index.shape))]  # the rest is not read
     if reduce == "prod" and index.numel() and not _has_no_zeros(src):
@@ -216,26 +214,23 @@ _TERMS = 13  # of the series of sinc: the rest is smaller than rounding, in high
 
 def sinc(operation: Operation, input: Tensor) -> Tensor:
     """Return what torch.sinc does; near zero by its series, where torch's rule cancels."""
-    value: Tensor = operation(input)
+    value: Tensor = operation(input)  # https://github.com/pytorch/pytorch/issues/196703
     if value.dtype != input.dtype:
         return value  # of integers
     is_small = input.detach().abs() < 0.25
-    if _is_on_host(value) and not is_small.any():
+    if _nowhere(is_small):
         return value
     square = (math.pi * torch.where(is_small, input, 0)).square()
     series = torch.ones_like(square)
     for n in range(2 * _TERMS, 0, -2):
         series = 1 - square / (n * (n + 1)) * series
-    return with_value(
-        value, torch.where(is_small, series, operation(torch.where(is_small, 1, input)))
-    )
+    elsewhere = operation(torch.where(is_small, 1, input))
+    return with_value(value, torch.where(is_small, series, elsewhere))
 
 
 def _nowhere(mask: Tensor) -> bool:
     """Return whether a condition is known to hold nowhere; only what is on the host is read."""
-    if torch.compiler.is_compiling() or BATCH in transforms() or mask.device.type != "cpu":
-        return False
-    return not mask.any()
+    return _is_on_host(mask) and not mask.any()
 
 
 def is_zeroth_power(base: Tensor, exponent: Tensor) -> Tensor:
@@ -246,7 +241,9 @@ def is_zeroth_power(base: Tensor, exponent: Tensor) -> Tensor:
 def pow(operation: Operation, input: Any, exponent: Any, **kwargs: Any) -> Tensor:
     """Return a power; where the exponent is zero, torch takes the slope for a constant."""
     value: Tensor = operation(input, exponent, **kwargs)
-    if not (isinstance(input, Tensor) and isinstance(exponent, Tensor) and _varies(exponent)):
+    if not isinstance(input, Tensor) or not isinstance(exponent, Tensor):
+        return value
+    if not (exponent.is_floating_point() or exponent.is_complex()):
         return value
     x, y = input.to(value.dtype), exponent.to(value.dtype)
     # A derivative more is wrong of one less than the exponent; eager code does not say how many.
@@ -258,10 +255,6 @@ def pow(operation: Operation, input: Any, exponent: Any, **kwargs: Any) -> Tenso
     there = (torch.where(is_whole, y, 0) * torch.where(is_whole, x, 1).log()).exp()
     elsewhere = torch.where(is_whole, 1, x) ** torch.where(is_whole, 0.5, y)
     return with_value(value, torch.where(is_whole, there, elsewhere))
-
-
-def _varies(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def polar(operation: Operation, abs: Tensor, angle: Tensor, **kwargs: Any) -> Tensor:
@@ -280,17 +273,15 @@ def is_saturated(p: Tensor) -> Tensor:
 def binary_cross_entropy(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
     """Return what binary_cross_entropy does, by its logarithms, which are at least -100."""
     value: Tensor = operation(*args, **kwargs)
-    names = ("input", "target", "weight", "size_average", "reduce", "reduction")
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = by_name("input target weight size_average reduce reduction", args, kwargs)
     p, labels, weight = given["input"], given["target"], given.get("weight")
     is_near = is_saturated(p.detach())
     if _nowhere(is_near):
         return value
     near = torch.where(is_near, p, 0.5)
     positive, negative = near.log().clamp_min(-100), (-near).log1p().clamp_min(-100)
-    each: Tensor = functional.binary_cross_entropy(
-        torch.where(is_near, 0.5, p), labels, reduction="none"
-    )
+    elsewhere = torch.where(is_near, 0.5, p)
+    each: Tensor = functional.binary_cross_entropy(elsewhere, labels, reduction="none")
     each = torch.where(is_near, (labels - 1) * negative - labels * positive, each)
     each = each if weight is None else each * weight
     if value.shape == each.shape:
@@ -324,8 +315,7 @@ def cosine_similarity(
 
 def gaussian_nll_loss(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
     """Return what it does, with a clamp that forward mode ignores, too, as is documented."""
-    names = ("input", "target", "var", "full", "eps", "reduction")
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = by_name("input target var full eps reduction", args, kwargs)
     if isinstance(given["var"], Tensor):
         constant, eps = given["var"].detach(), given.get("eps", 1e-6)
         clamped = torch.where(constant < 0, constant, constant.clamp_min(eps))  # it refuses those
@@ -353,3 +343,11 @@ def block_diag(operation: Operation, *tensors: Any) -> Tensor:
     matrices = [x.reshape(1, 0) if x.shape == (0,) else x for x in given]
     result: Tensor = operation(*matrices) if given is tensors else operation(matrices)
     return result
+
+
+_NAMED_ALIKE = (
+    det, prod, cumprod, scatter_reduce, index_reduce, sinc, pow, polar, binary_cross_entropy,
+    cosine_similarity, gaussian_nll_loss, vander, block_diag,
+)  # fmt: skip
+EDGE_FORMULAS: dict[str, Operation] = {formula.__name__: formula for formula in _NAMED_ALIKE}
+EDGE_FORMULAS |= {"float_power": pow, "softshrink": shrink, "hardshrink": shrink}

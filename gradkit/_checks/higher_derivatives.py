@@ -11,18 +11,17 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from gradkit._checks.differentiable_formulas import has_formula
-from gradkit._checks.special_functions import without_second
+from gradkit._checks.special_functions import DIFFERENTIABLE, Reason, without_second
 from gradkit._checks.special_points import KINDS, refuse_special_points
 from gradkit._checks.wrong_derivatives_table import NODES, SWEPT
 from gradkit._compat.autograd import forward_class
 from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.dynamo import COMPILED
-from gradkit._compat.nodes import DRAW_AFTER_SAVING, IN_EVAL_MODE, kind_of_node
+from gradkit._compat.nodes import DRAW_AFTER_SAVING, IN_EVAL_MODE, kind_of_node, names_of_nodes
 from gradkit._compat.transforms import is_differentiated_tensor
 from gradkit._compat.versions import is_mended, is_seen
 from gradkit._core.call import Call
 from gradkit._core.graph import Subgraph
-from gradkit._core.params import Params
 from gradkit._core.user_code import user_functions
 from gradkit.errors import UnsupportedGraphError, message
 
@@ -41,22 +40,21 @@ _ATTENTION = (
     "`with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):` around the forward pass; or let "
     "gradkit run that (gradkit.func.hvp and linearize, gradkit.meta.unroll)",
 )
-_CTC_LOSS = ("ctc_loss", "leave it out of what is differentiated twice")
+_FUSED_ATTENTION = """
+    FlashAttention EfficientAttention CudnnAttention ScaledDotProductFlashAttention
+    ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention
+    ScaledDotProductFlashAttentionForCpu ScaledDotProductFusedAttentionOverrideable
+"""
 _EVER_MISSING: dict[str, tuple[str, str]] = {
-    **{
-        f"{prefix}{kernel}Backward0": _ATTENTION
-        for kernel in ("FlashAttention", "EfficientAttention", "CudnnAttention")
-        for prefix in ("", "ScaledDotProduct")
-    },
-    "ScaledDotProductFlashAttentionForCpuBackward0": _ATTENTION,
-    "ScaledDotProductFusedAttentionOverrideableBackward0": _ATTENTION,
+    **dict.fromkeys(names_of_nodes(_FUSED_ATTENTION), _ATTENTION),
     "CdistBackward0": ("cdist", "(a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)"),
     "PdistBackward0": ("pdist", "take the norms of the differences: (a - b).norm(dim=-1)"),
     "HardsigmoidBackward0": ("hardsigmoid", "write relu6(x + 3) / 6"),
     "EmbeddingBagBackward0": ("embedding_bag", "add up what nn.functional.embedding gives"),
-    "CtcLossBackward0": _CTC_LOSS,
-    "CtcLossBackward1": _CTC_LOSS,
-    "CudnnCtcLossBackward0": _CTC_LOSS,
+    **dict.fromkeys(
+        names_of_nodes("CtcLoss CtcLoss.1 CudnnCtcLoss"),
+        ("ctc_loss", "leave it out of what is differentiated twice"),
+    ),
     "MultiMarginLossBackward0": ("multi_margin_loss", "write it out in other operations"),
     "MultilabelMarginLossBackward0": ("multilabel_margin_loss", "write it out"),
     "SegmentReduceBackward0": ("segment_reduce", "use index_add, or scatter_reduce"),
@@ -72,16 +70,20 @@ _MISSING = {kind: text for kind, text in _EVER_MISSING.items() if not is_mended(
 # function was computed from where that is not saved, and is left out then.
 # What draws after it has saved is looked at, too, which hooks of saved tensors may have spoiled.
 _REFUSED = {kind.removesuffix(IN_EVAL_MODE) for kind in _WRONG} | {COMPILED} | _MISSING.keys()
-_REFUSED |= {kind.__name__ for kind in KINDS}  # for what they have saved
-_REFUSED |= {kind.__name__ for kind in DRAW_AFTER_SAVING}
+_REFUSED |= {kind.__name__ for kind in KINDS | DRAW_AFTER_SAVING}  # for what they have saved
 _DTENSORS_ARE_WRONG = not is_mended("DTensor")
 
 
 def refuse_wrong_derivatives(call: Call) -> None:
     """Raise if torch would get the derivative of a pass of the call wrong, or drop it."""
     for group, params in call.passes:
-        if _DTENSORS_ARE_WRONG:
-            _refuse_dtensors(params)
+        for index, variable in enumerate(params.variables if _DTENSORS_ARE_WRONG else ()):
+            if is_dtensor(variable):
+                got = "a DTensor, whose second derivative torch "
+                got += f"{torch.__version__} gets silently wrong"
+                fix = "leave out create_graph=True; or install torch 2.12 or newer"
+                where = params.path(index)
+                raise UnsupportedGraphError(message(where, "a tensor of this process", got, fix))
         for index in group:
             below = call.graph.below([index])
             refuse_wrong_derivative(partial(call.losses.path, index), params.variables, below)
@@ -90,15 +92,6 @@ def refuse_wrong_derivatives(call: Call) -> None:
 def may_be_wrong(kinds: Iterable[type]) -> bool:
     """Return whether the derivative of a pass through torch's nodes of these types may be."""
     return not _REFUSED.isdisjoint([kind.__name__ for kind in kinds])
-
-
-def _refuse_dtensors(params: Params) -> None:
-    for index, variable in enumerate(params.variables):
-        if is_dtensor(variable):
-            expected, got = "a tensor of this process", "a DTensor, whose second derivative"
-            torch_is = f"{got} torch {torch.__version__} gets silently wrong"
-            fix = "leave out create_graph=True; or install torch 2.12 or newer"
-            raise UnsupportedGraphError(message(params.path(index), expected, torch_is, fix))
 
 
 def refuse_wrong_derivative(
@@ -123,11 +116,11 @@ def refuse_wrong_derivative(
         if kind in once:
             raise UnsupportedGraphError(undifferentiable_message(where(), kind))
         if name in _WRONG:
-            raise UnsupportedGraphError(_wrong(where(), name))
+            raise UnsupportedGraphError(message(where(), *_wrong(name)))
         if name in _MISSING:
             raise UnsupportedGraphError(message(where(), *without_second(*_MISSING[name])))
         if name == COMPILED and not user_functions([kind]):
-            raise UnsupportedGraphError(_compiled(where()))
+            raise UnsupportedGraphError(message(where(), *_OF_COMPILED))
 
 
 def _is_once_differentiable(kind: Any) -> bool:
@@ -146,28 +139,22 @@ _WRAPPER_CODE = once_differentiable(lambda ctx: None).__code__
 
 def undifferentiable_message(where: str, kind: type) -> str:
     """Return the message for a Function whose gradients cannot be differentiated."""
-    name = kind.__name__.removesuffix("Backward").removesuffix("Generated")
+    got = kind.__name__.removesuffix("Backward").removesuffix("Generated")
+    got += ", a Function whose backward cannot be: it is once_differentiable, or cuts the path to "
+    got += "its gradients (no_grad, detach(), .data, NumPy, a kernel that autograd does not know)"
     fix = "leave out create_graph=True; take unroll(..., first_order=True)"
     if not forward_class(kind).__module__.startswith("torch."):
         fix += "; or give it a backward made of operations that can be differentiated, that "
         fix += "returns None where there is none"
-    return message(
-        where,
-        "a graph whose derivative can be differentiated",
-        f"{name}, a Function whose backward cannot be: it is once_differentiable, or cuts the path "
-        "to its gradients (no_grad, detach(), .data, NumPy, a kernel that autograd does not know)",
-        fix,
-    )
+    return message(where, DIFFERENTIABLE, got, fix)
 
 
-def _compiled(where: str) -> str:
-    return message(
-        where,
-        "a graph whose derivative can be differentiated",
-        "a graph that torch.compile has compiled, whose derivative cannot be",
-        "leave out create_graph=True; call the module that is not compiled; or compile the "
-        "function that takes all derivatives",
-    )
+_OF_COMPILED = (
+    DIFFERENTIABLE,
+    "a graph that torch.compile has compiled, whose derivative cannot be",
+    "leave out create_graph=True; call the module that is not compiled; or compile the "
+    "function that takes all derivatives",
+)
 
 
 def way_out_of(operator: str) -> str | None:
@@ -176,24 +163,19 @@ def way_out_of(operator: str) -> str | None:
     return _MISSING.get(f"{name}Backward0", (None, None))[1]
 
 
-def _wrong(where: str, name: str) -> str:
+def _wrong(name: str) -> Reason:
     if _WRONG[name] == "2":
         operation, fix = _SECOND.get(name, (name, "write it out in other operations"))
         got = f"{operation}, whose second derivative torch gets silently wrong"
         fix = f"leave out create_graph=True; take unroll(..., first_order=True); or {fix}"
-        return message(where, "a graph whose derivative can be differentiated", got, fix)
-    return message(
-        where,
-        "a graph whose derivative can be differentiated again",
-        f"a second derivative through {name.removesuffix('BackwardBackward0')}, whose "
-        "third torch gets silently wrong",
-        "leave out create_graph=True, or an unroll inside of another, in the last call; or use "
-        "group_norm or rms_norm, or write the norm out",
-    )
+        return DIFFERENTIABLE, got, fix
+    got = f"a second derivative through {name.removesuffix('BackwardBackward0')}, whose third torch"
+    fix = "leave out create_graph=True, or an unroll inside of another, in the last call; or use "
+    fix += "group_norm or rms_norm, or write the norm out"
+    return f"{DIFFERENTIABLE} again", f"{got} gets silently wrong", fix
 
 
 # By the kind of node: the operation, and what to write in its place.
-_LOOP = "a loop of Python"
 _SECOND = {
     "WeightNormInterfaceBackward0": (
         "weight_norm",
@@ -214,8 +196,8 @@ _SECOND = {
         "leave out its options",
     ),
     "CondAutogradOpBackward": ("torch.cond", "torch.where, or an if of Python"),
-    "ScanAutogradOpBackward": ("scan", _LOOP),
-    "WhileLoopAutogradOpBackward": ("while_loop", _LOOP),
+    "ScanAutogradOpBackward": ("scan", "a loop of Python"),
+    "WhileLoopAutogradOpBackward": ("while_loop", "a loop of Python"),
 }
 
 
@@ -223,11 +205,7 @@ def refuse_inside_transforms(call: Call) -> None:
     """Raise if a transform of torch.func would take the gradients of a call for constants."""
     for index, output in enumerate(call.outputs):
         if is_differentiated_tensor(output):
-            raise UnsupportedGraphError(
-                message(
-                    call.losses.path(index),
-                    "a loss outside of torch.func's grad, vjp and jvp",
-                    "one inside: the transform would take the gradient for a constant",
-                    "pass create_graph=True, so that it is differentiated, too",
-                )
-            )
+            expected = "a loss outside of torch.func's grad, vjp and jvp"
+            got = "one inside: the transform would take the gradient for a constant"
+            fix = "pass create_graph=True, so that it is differentiated, too"
+            raise UnsupportedGraphError(message(call.losses.path(index), expected, got, fix))

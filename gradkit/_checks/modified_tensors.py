@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, is_not
-from typing import TypeAlias
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from gradkit._checks.checked import is_checked
+from gradkit._checks.special_functions import Reason
 from gradkit._compat.autograd import forward_line, sequence_number, tensor_hooks
-from gradkit._compat.nodes import WRITTEN_VIEW, changed_since_saved
+from gradkit._compat.nodes import WRITTEN_VIEW, changed_since_saved, names_of_nodes
 from gradkit._core import user_code
 from gradkit._core.call import Call
 from gradkit._core.graph import OF_LOST_HISTORY, Subgraph, edge, leaf_tensors
 from gradkit._core.params import Params
 from gradkit.errors import UnsupportedGraphError, describe, message
-
-Reason: TypeAlias = tuple[str, str, str]  # expected, got, what to do
 
 _EXPECTED = "saved tensors as they were in the forward pass"
 _FIX = (
@@ -36,15 +34,11 @@ def modified_since_saved(nodes: Iterable[Node]) -> Reason | None:
     for node in sorted(nodes, key=sequence_number, reverse=True):  # as a pass executes them
         changed = changed_since_saved(node)
         if changed is not None:
-            return _reason(node, *changed)
+            line, (name, error) = forward_line(node), changed
+            got = f"`{name}` of {node.name()} changed in place since"
+            got += f"{f', saved in {line}' if line else ''}: {without_hint(error)}"
+            return _EXPECTED, got, _fix(error) + ("" if line else _ANOMALY)
     return None
-
-
-def _reason(node: Node, name: str, error: str) -> Reason:
-    line = forward_line(node)
-    saved_in = "" if line is None else f", saved in {line}"
-    got = f"`{name}` of {node.name()} changed in place since{saved_in}: {without_hint(error)}"
-    return _EXPECTED, got, _fix(error) if line else _fix(error) + _ANOMALY
 
 
 def _fix(error: str) -> str:
@@ -58,23 +52,22 @@ def without_hint(error: str) -> str:
 
 def modified_message(error: RuntimeError, call: Call) -> str:
     """Return the message for torch's error that a saved tensor was changed in place."""
-    reasons: dict[int, Reason] = {}
+    each = ((index, modified_since_saved(nodes)) for index, nodes in nodes_by_loss(call))
+    reasons = {index: reason for index, reason in each if reason is not None}
+    # A graph inside a backward function shows only in torch's own text.
+    got = f"one changed in place since: {without_hint(str(error))}"
+    affected = list(reasons) or call.differentiated
+    reason = next(iter(reasons.values()), (_EXPECTED, got, _fix(str(error))))
+    return message(", ".join(map(call.losses.path, affected[:3])), *reason)
+
+
+def nodes_by_loss(call: Call) -> Iterator[tuple[int, Collection[Node]]]:
+    """Yield each loss that a call differentiates, and the nodes that its pass executes."""
     for group, params in call.passes:
         for index in group:
             below = call.graph.below([index])
-            nodes = below.leading_to(params.variables) if params.variables else below.nodes
-            reason = modified_since_saved(nodes)
-            if reason is not None:
-                reasons[index] = reason
-    # A graph inside a backward function shows only in torch's own text.
-    unknown = (
-        _EXPECTED,
-        f"one changed in place since: {without_hint(str(error))}",
-        _fix(str(error)),
-    )
-    affected = list(reasons) or call.differentiated
-    reason = next(iter(reasons.values()), unknown)
-    return message(", ".join(map(call.losses.path, affected[:3])), *reason)
+            # `.backward()` for all leaves is for no variables in particular.
+            yield index, below.leading_to(params.variables) if params.variables else below.nodes
 
 
 _version = attrgetter("_version")
@@ -170,19 +163,16 @@ def refuse_modified(
         counter = _WriteCounter(below)
         for index, version in versions.items():
             if version > counter.most_writes(variables[index]):
-                raise UnsupportedGraphError(_modified(where(), path(index), variables[index]))
+                expected = f"a gradient of {where()} that nothing has changed since it was computed"
+                got = f"that of {describe(variables[index])}, on which a tensor's hook, a "
+                got += "module's, or the backward of a custom Function has written in place"
+                raise UnsupportedGraphError(message(path(index), expected, got, _NEW_TENSOR))
 
 
-def _modified(where: str, path: str, variable: Tensor) -> str:
-    return message(
-        path,
-        f"a gradient of {where} that nothing has changed since it was computed",
-        f"that of {describe(variable)}, on which a tensor's hook, a module's, or "
-        "the backward of a custom Function has written in place",
-        "return a new tensor there: lambda grad: grad.clamp(-1, 1), and not grad.clamp_(-1, 1); "
-        "`with gradkit.checked():` around an eager call, for losses that are computed anew, names "
-        "the place",
-    )
+_NEW_TENSOR = (
+    "return a new tensor there: lambda grad: grad.clamp(-1, 1), and not grad.clamp_(-1, 1); `with "
+    "gradkit.checked():` around an eager call, for losses that are computed anew, names the place"
+)
 
 
 class _WriteCounter:
@@ -211,7 +201,10 @@ class _WriteCounter:
                 name = user.name()
                 if name in _WRITE_ON_THEIR_OWN or name.count("Backward") > 1:
                     return float("inf")  # so do some nodes of derivatives of derivatives
-                if _is_function(type(user)):
+                # Python or generated code may build in place; what calls a module's backward hooks
+                # hands on what it was given.
+                is_function = issubclass(type(user), BackwardCFunction)
+                if is_function and name != "BackwardHookFunctionBackward":
                     return float("inf")
                 if name in _MAKE_NEW or user in seen:
                     continue
@@ -222,40 +215,27 @@ class _WriteCounter:
         return most
 
 
-def _is_function(kind: type) -> bool:
-    """Return whether nodes of a type run Python or generated code, which may build in place."""
-    # Not the one that calls a module's backward hooks: it hands on what it was given.
-    return issubclass(kind, BackwardCFunction) and kind.__name__ != "BackwardHookFunctionBackward"
-
-
 # Backward functions that write on what they have made before anyone else has it: found among all
 # operations of torch's own test inputs, on torch 2.11 to 2.15.
-_WRITE_ON_THEIR_OWN = frozenset((
-    "AminmaxBackward0", "AsStridedBackward0", "BinaryCrossEntropyBackward0",
-    "BinaryCrossEntropyWithLogitsBackward0", "ClampBackward0", "ClampMaxBackward1",
-    "ClampMinBackward1", "CopysignBackward0", "CummaxBackward0", "CumminBackward0",
-    "FftC2RBackward0", "FmaxBackward0", "FminBackward0", "GatherBackward0", "IndexBackward0",
-    "IndexSelectBackward0", "KthvalueBackward0", "LinalgHouseholderProductBackward0",
-    "MaskedSelectBackward0", "MaxBackward0", "MaxBackward1", "MkldnnRnnLayerBackward0",
-    "MaxPool2DWithIndicesBackwardBackward0", "MaximumBackward0", "MedianBackward0",
-    "MedianBackward1", "MinBackward0", "MinBackward1", "MinimumBackward0", "ModeBackward0",
-    "NanmedianBackward0", "NanmedianBackward1", "NativeGroupNormBackward0", "NextafterBackward0",
-    "NormalBackward1", "NormalBackward3", "OrmqrBackward0", "SortBackward0", "SortBackward1",
-    "TakeBackward0", "TopkBackward0", "TraceBackward0",
-    "AsStridedBackward0_copy", "AsStridedScatterBackward0", "torch::autograd::CopySlices",
+_WRITE_ON_THEIR_OWN = {
+    "MaxPool2DWithIndicesBackwardBackward0", "AsStridedBackward0_copy",
+    "torch::autograd::CopySlices",
     "GeneratedBackwardFor_torch_nn__linear_cross_entropy_batch_chunked_no_reduction_defaultBackward",
-))  # fmt: skip
+}.union(names_of_nodes("""
+    Aminmax AsStrided AsStridedScatter BinaryCrossEntropy BinaryCrossEntropyWithLogits Clamp
+    ClampMax.1 ClampMin.1 Copysign Cummax Cummin FftC2R Fmax Fmin Gather Index IndexSelect Kthvalue
+    LinalgHouseholderProduct MaskedSelect Max Max.1 Maximum Median Median.1 Min Min.1 Minimum
+    MkldnnRnnLayer Mode Nanmedian Nanmedian.1 NativeGroupNorm Nextafter Normal.1 Normal.3 Ormqr Sort
+    Sort.1 Take Topk Trace
+"""))  # fmt: skip
 # The most common of those that make a new tensor, and never hand on the one that they were given.
-_MAKE_NEW = {"ClampBackward1"} | {
-    f"{name}Backward0"
-    for name in (
-        "Abs", "AdaptiveAvgPool2D", "AvgPool2D", "Bmm", "Convolution", "Cos",
-        "CudnnBatchNorm", "Div", "Dot", "Elu", "Embedding", "Exp", "Flip", "Gelu", "LeakyRelu",
-        "Log", "LogSoftmax", "MaskedFill", "MaxPool2DWithIndices", "Mean", "Mm", "MseLoss", "Mul",
-        "Mv", "NativeBatchNorm", "NativeDropout", "NativeLayerNorm", "Neg", "NllLoss", "Pow",
-        "Relu", "Roll", "Rsqrt", "ScaledDotProductEfficientAttention",
-        "ScaledDotProductFlashAttention", "ScaledDotProductFlashAttentionForCpu", "Select",
-        "Sigmoid", "Silu", "Sin", "Slice", "SmoothL1Loss", "Softmax", "Softplus", "Sqrt", "Tanh",
-        "Tril", "Triu", "Where",
-    )
-}  # fmt: skip
+_MAKE_NEW = frozenset(
+    names_of_nodes("""
+    Abs AdaptiveAvgPool2D AvgPool2D Bmm Clamp.1 Convolution Cos CudnnBatchNorm Div Dot Elu Embedding
+    Exp Flip Gelu LeakyRelu Log LogSoftmax MaskedFill MaxPool2DWithIndices Mean Mm MseLoss Mul Mv
+    NativeBatchNorm NativeDropout NativeLayerNorm Neg NllLoss Pow Relu Roll Rsqrt
+    ScaledDotProductEfficientAttention ScaledDotProductFlashAttention
+    ScaledDotProductFlashAttentionForCpu Select Sigmoid Silu Sin Slice SmoothL1Loss Softmax Softplus
+    Sqrt Tanh Tril Triu Where
+""")
+)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from gradkit._checks.transform_bugs import (
     NOT_SWEPT,
     TRANSFORM_BUGS,
     OpCall,
-    differentiated_around,
 )
 from gradkit._compat.dynamo import functions_traced, leave_uncompiled
 from gradkit._compat.nodes import output_shape, saved, saved_or
@@ -36,6 +35,7 @@ from gradkit._compat.transforms import (
     carries_graph,
     carries_tangent,
     differentiated,
+    differentiated_around,
     jvp_level,
     layers,
     level_of,
@@ -52,17 +52,15 @@ __all__ = ["TRANSFORM_BUGS", "OpMonitor"]
 
 # An operator called as torch.ops.aten.add, or with its overload.
 OPERATOR, OVERLOAD = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
-_WITH_DERIVATIVES = frozenset({"aten", "prim", "prims"})
+_OF_TORCH = frozenset({"aten", "prim", "prims"})
 _WITHOUT_DERIVATIVE = "torch::autograd::WarnNotImplemented"
+_RESULT = "the shape of the result"
 
 
 def is_foreign(func: Callable[..., Any]) -> bool:
     """Return whether this is an operator that torch itself does not define."""
-    return isinstance(func, (OPERATOR, OVERLOAD)) and _library(func) not in _WITH_DERIVATIVES
-
-
-def _library(func: Callable[..., Any]) -> str:
-    return str(func).partition(".")[0]
+    is_operator = isinstance(func, (OPERATOR, OVERLOAD))
+    return is_operator and str(func).partition(".")[0] not in _OF_TORCH
 
 
 def refuse_dropped(func: Callable[..., Any], given: Any, result: Any) -> None:
@@ -72,7 +70,11 @@ def refuse_dropped(func: Callable[..., Any], given: Any, result: Any) -> None:
     if not outputs:
         return
     inputs = pytree.tensors(given)
-    if any(map(_ends_backward_passes, outputs)) or _lose_graph(inputs, outputs):
+    nodes = [layer.grad_fn for output in outputs for layer in layers(output)]
+    is_cut = any(node is not None and node.name() == _WITHOUT_DERIVATIVE for node in nodes)
+    if torch.is_grad_enabled() and not any(map(carries_graph, outputs)):  # a kernel falls through
+        is_cut |= any(map(carries_graph, inputs))
+    if is_cut:
         got = "one without an autograd kernel: torch takes its derivative as zero"
         fix = "torch.library.register_autograd, or an Autograd kernel in C++"
     elif any(map(carries_tangent, inputs)) and not any(map(carries_tangent, outputs)):
@@ -85,85 +87,55 @@ def refuse_dropped(func: Callable[..., Any], given: Any, result: Any) -> None:
     raise UnsupportedGraphError(message(where, expected, got, fix))
 
 
-def _lose_graph(inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> bool:
-    """Return whether nothing is recorded: an autograd kernel falls through."""
-    if not torch.is_grad_enabled() or any(map(carries_graph, outputs)):
-        return False
-    return any(map(carries_graph, inputs))
+# By the kind of node: the operation, and how it saves the arguments that its bug depends on.
+_OPERATION_OF_NODE: dict[str, tuple[str, dict[str, str]]] = {
+    "CdistBackward0": ("cdist", {}),
+    "RollBackward0": ("roll", {"input": _RESULT}),
+    "MaskedSelectBackward0": ("masked_select", {"input": "self", "mask": "mask"}),
+    "IndexFillBackward1": ("index_fill", {"value": _RESULT}),
+    "SelectScatterBackward0": ("select_scatter", {}),
+    "LinalgDetBackward0": ("det", {}),
+    "LinalgSlogdetBackward0": ("slogdet", {}),
+    "CholeskyInverseBackward0": ("cholesky_inverse", {}),
+    "TriangularSolveBackward0": ("triangular_solve", {}),
+    "ScatterReduceBackward0": ("scatter_reduce", {"reduce": "reduce"}),
+    "NativeLayerNormBackward0": ("layer_norm", {"weight": "weight"}),
+    "NativeBatchNormBackward0": ("batch_norm", {"weight": "weight"}),
+    "CudnnBatchNormBackward0": ("batch_norm", {"weight": "weight"}),
+    "MiopenBatchNormBackward0": ("batch_norm", {"weight": "weight"}),
+}
 
 
-def _ends_backward_passes(output: Tensor) -> bool:
-    nodes = (layer.grad_fn for layer in layers(output))
-    return any(node is not None and node.name() == _WITHOUT_DERIVATIVE for node in nodes)
-
-
-Read: TypeAlias = Callable[[Any], dict[str, Any]]
-
-
-def ops_of(nodes: Iterable[Node]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _operations_in(nodes: Iterable[Node]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name of each such operation, and those of its arguments that the bug depends on."""
     for node in nodes:
-        operation = _OPERATIONS.get(type(node).__name__)
-        if operation is not None:
-            name, read = operation
-            yield _name_of_norm(node) if read is _batch_norm else name, read(node)
-
-
-def _nothing(_: Any) -> dict[str, Any]:
-    return {}
-
-
-def _result(node: Any) -> Tensor:
-    """Return a tensor of the shape of the result, without data."""
-    return torch.empty(output_shape(node, 0), device="meta")
-
-
-def _batch_norm(node: Any) -> dict[str, Any]:
-    training = saved_or(True, node, "training")  # cuDNN's is that of training alone
-    return {"weight": saved(node, "weight"), "training": training, "use_input_stats": training}
-
-
-def _name_of_norm(node: Any) -> str:
-    # instance_norm is a batch_norm of one sample that has all channels of all samples.
-    return "instance_norm" if output_shape(node, 0)[0] == 1 else "batch_norm"
-
-
-_OPERATIONS: dict[str, tuple[str, Read]] = {
-    "CdistBackward0": ("cdist", _nothing),
-    "RollBackward0": ("roll", lambda node: {"input": _result(node)}),
-    "MaskedSelectBackward0": (
-        "masked_select",
-        lambda node: {"input": saved(node, "self"), "mask": saved(node, "mask")},
-    ),
-    "IndexFillBackward1": ("index_fill", lambda node: {"value": _result(node)}),
-    "SelectScatterBackward0": ("select_scatter", _nothing),
-    "LinalgDetBackward0": ("det", _nothing),
-    "LinalgSlogdetBackward0": ("slogdet", _nothing),
-    "CholeskyInverseBackward0": ("cholesky_inverse", _nothing),
-    "TriangularSolveBackward0": ("triangular_solve", _nothing),
-    "ScatterReduceBackward0": ("scatter_reduce", lambda node: {"reduce": saved(node, "reduce")}),
-    "NativeLayerNormBackward0": ("layer_norm", lambda node: {"weight": saved(node, "weight")}),
-    "NativeBatchNormBackward0": ("batch_norm", _batch_norm),
-    "CudnnBatchNormBackward0": ("batch_norm", _batch_norm),
-    "MiopenBatchNormBackward0": ("batch_norm", _batch_norm),
-}
+        name, names = _OPERATION_OF_NODE.get(type(node).__name__, ("", {}))
+        if not name:
+            continue
+        arguments = {
+            argument: torch.empty(output_shape(node, 0), device="meta")
+            if kept is _RESULT
+            else saved(node, kept)
+            for argument, kept in names.items()
+        }
+        if name == "batch_norm":
+            # instance_norm is a batch_norm of one sample that has all channels of all samples.
+            name = "instance_norm" if output_shape(node, 0)[0] == 1 else name
+            training = saved_or(True, node, "training")  # cuDNN's is that of training alone
+            arguments |= {"training": training, "use_input_stats": training}
+        yield name, arguments
 
 
 _BACKWARD_PASS = "a backward pass"
 _FUNCTION = "a Function"
 _NAMES: dict[Any, str] = {
     getattr(owner, alias): name
-    for alias, name in [
-        *((name, name) for name in (*TRANSFORM_BUGS, *BY_FORMULA)),
-        *ALIASES.items(),
-    ]
+    for alias, name in ALIASES.items()
     for owner in (torch, Tensor, torch.linalg, torch.special, functional)
     if hasattr(owner, alias)
-} | {
-    torch.autograd.grad: _BACKWARD_PASS,
-    autograd_grad: _BACKWARD_PASS,
-    apply_function: _FUNCTION,
 }
+_NAMES |= {torch.autograd.grad: _BACKWARD_PASS, autograd_grad: _BACKWARD_PASS}
+_NAMES[apply_function] = _FUNCTION
 _IN_PLACE = {
     getattr(owner, name)
     for name in IN_PLACE
@@ -217,13 +189,7 @@ class OpMonitor(TorchFunctionMode):
             yield
 
     @leave_uncompiled
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, unless it has a known bug here."""
         name = name_of(func)
         constants = self._tangents_from and not torch.is_grad_enabled()
@@ -282,11 +248,9 @@ class OpMonitor(TorchFunctionMode):
     def _note(self, name: str, call: OpCall) -> None:
         bug = TRANSFORM_BUGS[name]
         if name == "batch_norm" and self._per_sample and call.argument(5, "training"):
-            got = (
-                "batch_norm in train mode, which mixes the samples of a batch, so that no "
-                "sample has a separate gradient"
-            )
             expected = "a function of one sample at a time"
+            got = "batch_norm in train mode, which mixes the samples of a batch, so that no sample "
+            got += "has a separate gradient"
             fix = "module.eval(), or a GroupNorm in its place"
             raise UnsupportedGraphError(message("per_sample_grads", expected, got, fix))
         if bug.wrong_now(call):
@@ -302,7 +266,7 @@ class OpMonitor(TorchFunctionMode):
         """Note the operations in the graph of some losses as if they had been called here."""
         if torch.compiler.is_compiling():  # which shows no graph
             return
-        for name, arguments in ops_of(Subgraph(losses).nodes):
+        for name, arguments in _operations_in(Subgraph(losses).nodes):
             if name in TRANSFORM_BUGS:
                 self._note(name, OpCall((), arguments, False, transforms(), self._outer))
 
@@ -329,12 +293,8 @@ class OpMonitor(TorchFunctionMode):
             wrong += self._wrong_derivative
         if wrong:
             return f"torch gets it silently wrong for {', '.join(dict.fromkeys(wrong))}"
-        if BATCH not in self._outer:
-            return None
-        return (
-            "in a vmap around the call it would be a batch of batches, for which some rules of "
-            "torch are silently wrong"
-        )
+        got = "in a vmap around the call it would be a batch of batches, for which some rules of "
+        return f"{got}torch are silently wrong" if BATCH in self._outer else None
 
 
 def name_of(func: Callable[..., Any]) -> str | None:
@@ -342,8 +302,9 @@ def name_of(func: Callable[..., Any]) -> str | None:
     name = _NAMES.get(func)
     if name is None and (func is _POW or func is _IPOW):
         return "pow"
-    if name is None and isinstance(func, (OVERLOAD, OPERATOR)):
-        return _name_of_operator(func)
+    if name is None and isinstance(func, (OVERLOAD, OPERATOR)):  # torch.ops.aten.name
+        packet = func.overloadpacket if isinstance(func, OVERLOAD) else func
+        return ALIASES.get(packet.__name__)
     return name
 
 
@@ -353,7 +314,9 @@ def run_by_eager_code(
     """Run what eager code calls, by its formula where a first derivative of it would be wrong."""
     if name == _FUNCTION:
         args = function_with_differentiated_jvp(args), *args[1:]
-    elif name != _BACKWARD_PASS and _may_be_differentiated((args, kwargs)):
+    elif name != _BACKWARD_PASS and (
+        any(map(carries_graph, pytree.tensors((args, kwargs)))) or differentiated()
+    ):
         stack = transforms()
         if DERIVATIVES.isdisjoint(stack):
             stack = (EAGER, *stack)
@@ -366,18 +329,6 @@ def run_by_eager_code(
         elif TRANSFORM_BUGS[name].wrong_now(call):
             _raise(name)
     return func(*args, **kwargs)
-
-
-def _may_be_differentiated(given: Any) -> bool:
-    """Return whether one of the tensors that an operation is given has a graph."""
-    return any(map(carries_graph, pytree.tensors(given))) or differentiated()
-
-
-def _name_of_operator(func: Any) -> str | None:
-    """Return the name of a buggy operator that was called as torch.ops.aten.name."""
-    packet = func.overloadpacket if isinstance(func, OVERLOAD) else func
-    name = ALIASES.get(packet.__name__, packet.__name__)
-    return name if name in TRANSFORM_BUGS or name in BY_FORMULA else None
 
 
 def _needs_formula(name: str, call: OpCall) -> bool:
@@ -412,9 +363,8 @@ def _value_in_place(name: str, call: OpCall) -> Tensor:
 
 
 def _raise(name: str) -> NoReturn:
-    bug = TRANSFORM_BUGS[name]
-    expected = "an operation whose derivative torch gets right here"
     owners = torch, torch.linalg, torch.special
-    where = next(owner.__name__ for owner in owners if hasattr(owner, name))
+    owner = next(owner.__name__ for owner in owners if hasattr(owner, name))
+    bug, expected = TRANSFORM_BUGS[name], "an operation whose derivative torch gets right here"
     got = f"{name}: {bug.what}"
-    raise UnsupportedGraphError(message(f"{where}.{name}", expected, got, bug.fix))
+    raise UnsupportedGraphError(message(f"{owner}.{name}", expected, got, bug.fix))

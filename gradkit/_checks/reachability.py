@@ -17,12 +17,7 @@ from gradkit._core.constant_function import ZERO_DERIVATIVE_NODE
 from gradkit._core.graph import Subgraph, edge, has_rebuilt_history, was_used_before_change
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import Params
-from gradkit.errors import (
-    UnreachedParamError,
-    UnsupportedGraphError,
-    describe,
-    message,
-)
+from gradkit.errors import UnreachedParamError, UnsupportedGraphError, describe, message
 
 _CUT = (
     "none: the loss was not computed from it, or the path is cut (detach(), .data, .item(), "
@@ -37,15 +32,11 @@ def refuse_no_variables(call: Call) -> None:
         if one.params.variables:
             return
     where = " and ".join(dict.fromkeys(params.root for params in call.params))
-    raise UnreachedParamError(
-        message(
-            where,
-            f"a path from {_names(call.losses, call.passes)}",
-            "none: no tensor there requires grad",
-            "call requires_grad_() on the parameters before the forward pass; state_dict() and "
-            ".data are detached, so pass the module",
-        )
-    )
+    expected = f"a path from {_names(call.losses, call.passes)}"
+    got = "none: no tensor there requires grad"
+    fix = "call requires_grad_() on the parameters before the forward pass; state_dict() and "
+    fix += ".data are detached, so pass the module"
+    raise UnreachedParamError(message(where, expected, got, fix))
 
 
 def refuse_unreached(call: Call) -> None:
@@ -140,9 +131,6 @@ def _has_zero_derivative(call: Call, one: Pass) -> bool:
     return ZERO_DERIVATIVE_NODE in set(map(type, executed))
 
 
-_ONLY_NONE = {type(None)}
-
-
 def refuse_cast_since_forward(call: Call, results: Sequence[Grads]) -> None:
     """Raise if a leaf has no gradient since it was moved or cast after the losses were computed."""
     _refuse_replaced(_without_gradient(call, results), call)
@@ -150,10 +138,10 @@ def refuse_cast_since_forward(call: Call, results: Sequence[Grads]) -> None:
 
 def _without_gradient(call: Call, results: Sequence[Grads]) -> list[tuple[Params, int]]:
     """Return the leaves that have no gradient of any pass."""
-    if len(call.params) == 1 and all(
-        set(map(type, by_pass)) != _ONLY_NONE for by_pass in zip(*results, strict=True)
-    ):
-        return []  # each variable has a gradient of some loss
+    if len(call.params) == 1:
+        by_variable = zip(*results, strict=True)
+        if all(set(map(type, grads)) != {type(None)} for grads in by_variable):
+            return []  # each variable has a gradient of some loss
     missing: dict[int, tuple[Params, int]] = {}
     arrived: set[int] = set()
     for grads, (_, params) in zip(results, call.passes, strict=True):
@@ -182,14 +170,10 @@ def _refuse_replaced(missing: Sequence[tuple[Params, int]], call: Call) -> None:
             continue
         below = call.graph.below(call.differentiated)
         if id(variable) in below.leaves and edge(variable).node not in below.nodes:
-            raise UnreachedParamError(
-                message(
-                    params.path(index),
-                    "the parameter as it was when the losses were computed",
-                    f"{describe(variable)}, moved or cast since",
-                    "call .to(), .double(), ... on the model before the forward pass",
-                )
-            )
+            expected = "the parameter as it was when the losses were computed"
+            got = f"{describe(variable)}, moved or cast since"
+            fix = "call .to(), .double(), ... on the model before the forward pass"
+            raise UnreachedParamError(message(params.path(index), expected, got, fix))
 
 
 def refuse_nothing_reached(call: Call) -> NoReturn:
@@ -220,31 +204,22 @@ def refuse_gathered(params: Params) -> None:
     gathered = gathered_params()
     for index, variable in enumerate(params.variables if gathered else ()):
         if id(variable) in gathered:
-            raise UnsupportedGraphError(
-                message(
-                    params.path(index),
-                    "a parameter of this process, or a shard of one",
-                    "one that fully_shard has gathered for the backward pass: its gradient would "
-                    "not be reduced, and its .grad is that of no shard",
-                    "gradkit.distributed.value_and_grads(losses, module); or make the call before "
-                    "the forward pass, or after the backward pass",
-                )
-            )
+            expected = "a parameter of this process, or a shard of one"
+            got = "one that fully_shard has gathered for the backward pass: its gradient would not "
+            got += "be reduced, and its .grad is that of no shard"
+            fix = "gradkit.distributed.value_and_grads(losses, module); or make the call before "
+            fix += "the forward pass, or after the backward pass"
+            raise UnsupportedGraphError(message(params.path(index), expected, got, fix))
 
 
 def refuse_unreached_shard(params: Params, index: int) -> None:
     """Raise if an unreached variable is a shard: the graph holds the unsharded parameter."""
     variable = params.variables[index]
     if type(variable) not in PLAIN_TYPES and is_fsdp_shard(variable):
-        raise UnsupportedGraphError(
-            message(
-                params.path(index),
-                "a parameter that the losses reach",
-                "a DTensor that they do not: the parameters of a fully_shard module are not in the "
-                "graph",
-                "call gradkit.distributed.value_and_grads(losses, module)",
-            )
-        )
+        expected, got = "a parameter that the losses reach", "a DTensor that they do not: the "
+        got += "parameters of a fully_shard module are not in the graph"
+        fix = "call gradkit.distributed.value_and_grads(losses, module)"
+        raise UnsupportedGraphError(message(params.path(index), expected, got, fix))
 
 
 def is_fsdp_shard(variable: Tensor) -> bool:
@@ -252,15 +227,13 @@ def is_fsdp_shard(variable: Tensor) -> bool:
     if not is_dtensor(variable):
         return False
     # Not any DTensor: those of `distributed.make_functional` may be unused.
-    shards = distributed.shards_of(distributed.groups_of(distributed.all_states()))
-    return any(variable is param for shard in shards for param in distributed.module_params(shard))
+    each = map(distributed.module_params, distributed.all_shards())
+    return any(variable is param for params in each for param in params)
 
 
 def gathered_params() -> set[int]:
     """Return the ids of the unsharded parameters into which `fully_shard` gathers shards."""
     # Until the backward pass has ended, a module may show them as its parameters: plain tensors, in
     # a graph that need not hold a node of `fully_shard`. Their gradients are not synchronized [M9].
-    shards = distributed.shards_of(distributed.groups_of(distributed.all_states()))
-    return {
-        id(param) for shard in shards if (param := distributed.unsharded_param(shard)) is not None
-    }
+    gathered = map(distributed.unsharded_param, distributed.all_shards())
+    return {id(param) for param in gathered if param is not None}

@@ -11,25 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradkit._checks.modified_tensors import without_hint
-from gradkit._checks.recomputed_values import (
-    compare_values,
-    differs,
-    has_values,
-    what_changed,
-)
-from gradkit._compat.checkpoints import (
-    Frame,
-    changed_argument,
-    copies_waiting,
-    frame_of,
-    frames_around,
-    frames_waiting,
-    function_of,
-    is_checkpoint_error,
-    is_last_saved,
-    preserves_rng_state,
-)
+from gradkit._checks.modified_tensors import nodes_by_loss, without_hint
+from gradkit._checks.recomputed_values import compare_values, differs, has_values, what_changed
+from gradkit._compat import checkpoints
+from gradkit._compat.checkpoints import Frame
 from gradkit._compat.nodes import (
     DRAW_AFTER_SAVING,
     hooked_tensors,
@@ -37,7 +22,7 @@ from gradkit._compat.nodes import (
     raise_freed,
     saved,
 )
-from gradkit._compat.transforms import default_unpack_hook, differentiated, is_transform_tensor
+from gradkit._compat.transforms import default_hooks, differentiated, is_transform_tensor
 from gradkit._core import graph, pytree
 from gradkit._core.call import Call
 from gradkit._core.graph import nodes_in_order
@@ -63,14 +48,15 @@ def before(inputs: PyTree) -> StateBeforeCall | None:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or differentiated():
         return None
     nodes = {graph.edge(tensor).node for tensor in _differentiable(inputs)}
-    return StateBeforeCall(frames_waiting(), nodes, default_unpack_hook())
+    hooks = default_hooks() or (None, None)
+    return StateBeforeCall(checkpoints.frames_waiting(), nodes, hooks[1])
 
 
 def refuse(out: PyTree, snapshot: StateBeforeCall | None) -> None:
     """Raise if the graph of a call's result would be recomputed with other parameters."""
     if snapshot is None:
         return
-    frames = frames_waiting()
+    frames = checkpoints.frames_waiting()
     if frames <= 0:
         return  # there is no checkpoint anywhere, and no graph to walk
     # One that was made meanwhile is seen wherever its output is. If another one went meanwhile,
@@ -79,15 +65,11 @@ def refuse(out: PyTree, snapshot: StateBeforeCall | None) -> None:
         _recomputes(node, snapshot.outer)
         for node in graph.nodes_below(_differentiable(out), snapshot.nodes)
     ):
-        got = (
-            "one with torch.utils.checkpoint: its backward pass would recompute with the "
-            "module's own parameters, not the ones of this call"
-        )
-        fix = (
-            "switch it off in the module, and checkpoint the whole call: torch.utils."
-            "checkpoint.checkpoint(call, params, buffers, x, use_reentrant=False); in meta.unroll, "
-            'memory="recompute" does the same'
-        )
+        got = "one with torch.utils.checkpoint: its backward pass would recompute with the "
+        got += "module's own parameters, not the ones of this call"
+        fix = "switch it off in the module, and checkpoint the whole call: torch.utils.checkpoint."
+        fix += "checkpoint(call, params, buffers, x, use_reentrant=False); in meta.unroll, "
+        fix += 'memory="recompute" does the same'
         expected = "a module without checkpoints inside"
         raise UnsupportedGraphError(message("module", expected, got, fix))
 
@@ -101,7 +83,7 @@ def _differentiable(tree: PyTree) -> list[Tensor]:
 
 def _recomputes(node: Node, outer: object) -> bool:
     hooks = [one.unpack_hook for one in hooked_tensors(node)]
-    return any(hook is not outer and frame_of(hook) is not None for hook in hooks)
+    return any(hook is not outer and checkpoints.frame_of(hook) is not None for hook in hooks)
 
 
 def refuse_other_tensors(
@@ -109,45 +91,38 @@ def refuse_other_tensors(
 ) -> None:
     """Raise if a pass would get other tensors than its forward pass had, as far as that shows."""
     # `call` is what an error names; to make one takes longer than to look at a checkpoint.
-    if thorough or copies_waiting():
+    if thorough or checkpoints.copies_waiting():
         below = call().graph.below(call().differentiated)
         for node in below.nodes if below.kinds & DRAW_AFTER_SAVING else ():
             _refuse_lost_noise(call(), node)
-    if frames_waiting() <= 0:
+    if checkpoints.frames_waiting() <= 0:
         return
     frames = _frames(nodes_in_order(losses))
     for frame, node in frames.items():
         if type(node) in DRAW_AFTER_SAVING:
             _refuse_lost_noise(call(), node)
-        error = changed_argument(frame)
-        if error is not None:
-            _refuse_changed_argument(call(), frame, node, error)
+        error = checkpoints.changed_argument(frame)
+        if error is not None and (where := _loss_through(call(), node)) is not None:
+            expected = f"the arguments of a checkpoint, of {_function(frame)}, as they were in its "
+            got = f"one changed in place since: {without_hint(error)}"
+            fix = "take the gradients before the write; or give the checkpoint a copy, h.clone()"
+            raise UnsupportedGraphError(message(where, f"{expected}forward pass", got, fix))
     for frame in frames:
-        if not preserves_rng_state(frame):
+        if not checkpoints.preserves_rng_state(frame):
             _WatchedRecomputation(frame, call().losses.path(call().differentiated[0]))
     if any(map(has_values, frames)):
         compare_values(frames, call().graph.below(call().differentiated).nodes)
-
-
-def _refuse_changed_argument(call: Call, frame: Frame, node: Node, error: str) -> None:
-    where = _loss_through(call, node)
-    if where is not None:
-        expected = f"the arguments of a checkpoint, of {_function(frame)}, as they were in its "
-        expected += "forward pass"
-        got = f"one changed in place since: {without_hint(error)}"
-        fix = "take the gradients before the write; or give the checkpoint a copy, h.clone()"
-        raise UnsupportedGraphError(message(where, expected, got, fix))
 
 
 def _frames(nodes: Iterable[Node]) -> dict[Frame, Node]:
     """Return the checkpoints that recompute what nodes have saved, and the last node of each."""
     frames: dict[Frame, Node] = {}
     complete: set[Frame] = set()
-    waiting = frames_waiting()  # in this process; to ask a node takes microseconds
+    waiting = checkpoints.frames_waiting()  # in this process; to ask a node takes microseconds
     for node in nodes:
         for packed in _hooked(node):
-            frame = frame_of(packed.unpack_hook)
-            if frame is not None and is_last_saved(frame, packed.data):
+            frame = checkpoints.frame_of(packed.unpack_hook)
+            if frame is not None and checkpoints.is_last_saved(frame, packed.data):
                 frames[frame] = node
                 complete.add(frame)
             elif frame is not None:
@@ -156,7 +131,7 @@ def _frames(nodes: Iterable[Node]) -> dict[Frame, Node]:
             break
     inner = list(frames)
     for frame in inner:  # which grows meanwhile
-        for around in frames_around(frame):
+        for around in checkpoints.frames_around(frame):
             if around not in frames:
                 frames[around] = frames[frame]
                 inner.append(around)
@@ -172,13 +147,8 @@ def _hooked(node: Node) -> list[Any]:
 
 def _loss_through(call: Call, node: Node) -> str | None:
     """Return the path of a loss whose pass executes a node, if one does."""
-    for group, params in call.passes:
-        for index in group:
-            below = call.graph.below([index])
-            # `.backward()` for all leaves is for no variables in particular.
-            if node in (below.leading_to(params.variables) if params.variables else below.nodes):
-                return call.losses.path(index)
-    return None
+    through = (index for index, nodes in nodes_by_loss(call) if node in nodes)
+    return next(map(call.losses.path, through), None)
 
 
 def _refuse_lost_noise(call: Call, node: Node) -> None:
@@ -196,11 +166,11 @@ def _loses_noise(node: Any) -> str:
     hook = packed["noise"].unpack_hook
     if hook in (None, raise_freed) or not saved(node, "training"):
         return ""
-    frame = frame_of(hook)
+    frame = checkpoints.frame_of(hook)
     if frame is None:
         return "was given to hooks of saved tensors, such as save_on_cpu, which may have copied it"
     before = [one.data for name, one in packed.items() if name != "result"]  # it is drawn
-    if any(is_last_saved(frame, data) for data in before):
+    if any(checkpoints.is_last_saved(frame, data) for data in before):
         return "is the last tensor that a checkpoint saves, and its recomputation ends with that"
     return ""
 
@@ -223,24 +193,21 @@ class _WatchedRecomputation:
         finally:  # torch ends it by an exception where it has all that it needs
             # One that sets a seed of its own draws the same as before.
             if rng.differ(before) and torch.initial_seed() == seed:
-                raise UnsupportedGraphError(_draws_anew(frame, self._where))
-
-
-def _draws_anew(frame: Frame | None, where: str) -> str:
-    expected = "a checkpoint that draws the same random numbers when it recomputes"
-    got = f"one of {_function(frame)} with preserve_rng_state=False, which draws others"
-    fix = "leave that out: checkpoint(fn, x, use_reentrant=False)"
-    return message(where, expected, got, fix)
+                expected = "a checkpoint that draws the same random numbers when it recomputes"
+                got = f"one of {_function(frame)} with preserve_rng_state=False, which draws others"
+                fix = "leave that out: checkpoint(fn, x, use_reentrant=False)"
+                raise UnsupportedGraphError(message(self._where, expected, got, fix))
 
 
 def refuse_checkpoint_error(error: RuntimeError, where: str, losses: Iterable[Tensor] = ()) -> None:
     """Raise in the place of torch's error if a checkpoint has recomputed other tensors."""
-    if not is_checkpoint_error(error):
+    if not checkpoints.is_checkpoint_error(error):
         return
     frames = list(_frames(nodes_in_order(losses)))
-    differing = [frame for frame in frames if differs(frame)]
-    frame = next(iter(differing or frames)) if len(differing or frames) == 1 else None
-    changes = [change for one in differing or frames for change in what_changed(one)]
+    differing = list(filter(differs, frames))
+    suspects = differing or frames
+    frame = suspects[0] if len(suspects) == 1 else None
+    changes = [change for one in suspects for change in what_changed(one)]
     got = f"one of {_function(frame)} that "
     got += "gives other values now" if differing else f"saves others now ({first_line(error)})"
     if changes:
@@ -259,7 +226,7 @@ _RUN_AGAIN = (
 
 def _function(frame: Frame | None) -> str:
     """Return the name, and the line, of what a checkpoint runs."""
-    function = None if frame is None else function_of(frame)
+    function = None if frame is None else checkpoints.function_of(frame)
     code = getattr(function, "__code__", None)
     if code is not None:
         return f"{code.co_qualname} ({code.co_filename}, line {code.co_firstlineno})"

@@ -16,17 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradkit._compat.checkpoints import (
-    Frame,
-    determinism_checks,
-    frame_of,
-    function_of,
-    keyword_arguments_of,
-    modes_disabled,
-)
+from gradkit._compat import checkpoints
+from gradkit._compat.checkpoints import Frame
 from gradkit._compat.distributed import local_tensor
 from gradkit._compat.nodes import IN_EVAL_MODE, kind_of_node, packed_tensors
-from gradkit._compat.transforms import default_unpack_hook
+from gradkit._compat.transforms import default_hooks
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.user_code import captured_by
 
@@ -68,7 +62,7 @@ def _fingerprint(tensor: Tensor) -> tuple[Tensor | None, float]:
     """Return a projection and the norm of a tensor, and its precision."""
     if type(tensor) not in PLAIN_TYPES and not hasattr(tensor, "to_local"):
         return None, 0.0
-    with torch.no_grad(), modes_disabled():  # a selective checkpoint counts operations
+    with torch.no_grad(), checkpoints.modes_disabled():  # a selective checkpoint counts operations
         x = local_tensor(tensor.detach())
         # A workspace, in bytes, has parts that nothing has written.
         if x.layout != torch.strided or x.is_meta or x.is_quantized or x.dtype == torch.uint8:
@@ -84,9 +78,10 @@ class ForwardState:
     """The versions and modes of what a checkpoint's function refers to, in its forward pass."""
 
     def __init__(self, frame: Frame) -> None:
-        captured = captured_by([function_of(frame), keyword_arguments_of(frame)])
+        function, kwargs = checkpoints.function_of(frame), checkpoints.keyword_arguments_of(frame)
+        captured = captured_by([function, kwargs])
         self._modules = [
-            (f"{name or 'the module'}", ref(part), part.training)
+            (name or "the module", ref(part), part.training)
             for module in captured
             if isinstance(module, nn.Module)
             for name, part in module.named_modules()
@@ -122,7 +117,7 @@ def _state(tensor: Tensor) -> tuple[int, bool]:
 
 def _value(check: Callable[[Tensor], Any], tensor: Tensor) -> SavedValue:
     """Return what torch compares of a tensor by itself, and its fingerprint."""
-    frame = frame_of(default_unpack_hook())
+    frame = checkpoints.frame_of((default_hooks() or (None, None))[1])
     begins = frame is not None and not (frame.x_metadatas or frame.forward_completed)
     return SavedValue(check(tensor), tensor, ForwardState(frame) if begins else None)
 
@@ -138,17 +133,17 @@ class _Recording:
         """Record until the last of some blocks that overlap has ended."""
         with self._lock:
             if not self._blocks:
-                self._before = dict(determinism_checks)
+                self._before = dict(checkpoints.determinism_checks)
             self._blocks.add(block)
             for name, check in self._before.items():
-                determinism_checks[name] = partial(_value, check)
+                checkpoints.determinism_checks[name] = partial(_value, check)
 
     def leave_block(self, block: object) -> None:
         """End a block, which may have ended before."""
         with self._lock:
             self._blocks.discard(block)
             if not self._blocks:
-                determinism_checks.update(self._before)
+                checkpoints.determinism_checks.update(self._before)
 
 
 recording = _Recording()
@@ -184,9 +179,5 @@ def differs(frame: Frame) -> bool:
 
 def what_changed(frame: Frame) -> list[str]:
     """Return what a checkpoint's function refers to that has changed, if that was recorded."""
-    state = next((value.state for value in _values(frame) if value.state is not None), None)
-    return [] if state is None else state.changes()
-
-
-def _values(frame: Frame) -> list[SavedValue]:
-    return [value for value in frame.x_metadatas if isinstance(value, SavedValue)]
+    states = (getattr(value, "state", None) for value in frame.x_metadatas)
+    return next((state.changes() for state in states if isinstance(state, ForwardState)), [])

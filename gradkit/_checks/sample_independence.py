@@ -13,10 +13,12 @@ from torch.autograd.graph import Node
 from gradkit._compat.nodes import (
     Shape,
     hooked_tensors,
+    names_of_nodes,
     output_dtype,
     output_shape,
     saved,
     saved_ints,
+    saved_or,
 )
 from gradkit._core.graph import Subgraph, edge, is_leaf_node, leaf_tensors
 
@@ -102,14 +104,6 @@ def _each(follow: Follow, count: int | None = None) -> BatchDimRule:
     return rule
 
 
-def _elementwise(_: Node, batch: BatchDim, shape: Shape) -> BatchDim | None:
-    return batch.broadcast(shape)
-
-
-def _view(_: Node, batch: BatchDim, shape: Shape) -> BatchDim:
-    return batch.viewed(shape)
-
-
 def permutation(node: Node) -> list[int]:
     """Return for each dimension of what a transposition returned which one of its input it was."""
     dims = list(range(len(output_shape(node, 0))))
@@ -123,21 +117,9 @@ def permutation(node: Node) -> list[int]:
     return dims
 
 
-def _transposed(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
-    return batch.at(shape, permutation(node)[batch.dim])
-
-
 def _reduction(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
     dims = {dim % len(shape) for dim in saved_ints(node, "dim")}
-    return batch.without(shape, dims, keepdim=saved(node, "keepdim"))
-
-
-def _selection(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
-    return batch.without(shape, {dim % len(shape) for dim in saved_ints(node, "dim")})
-
-
-def _nll(_: Node, batch: BatchDim, shape: Shape) -> BatchDim:
-    return batch.without(shape, {1})
+    return batch.without(shape, dims, keepdim=saved_or(False, node, "keepdim"))
 
 
 def _stacked(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
@@ -182,11 +164,8 @@ def _batch_norm(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
 def _addmm(node: Node, batch: BatchDim, shapes: list[Shape | None]) -> InputBatchDims:
     bias, rows, _ = shapes
     samples = _first(node, batch, batch.shape if rows is None else rows)
-    return [
-        None if bias is None else batch.broadcast(bias),
-        None if rows is None else samples,
-        None,
-    ]
+    shared = None if bias is None else batch.broadcast(bias)
+    return [shared, None if rows is None else samples, None]
 
 
 def _embedding(node: Node, batch: BatchDim, shapes: list[Shape | None]) -> InputBatchDims:
@@ -196,9 +175,7 @@ def _embedding(node: Node, batch: BatchDim, shapes: list[Shape | None]) -> Input
 
 
 def _named(names: str, rule: BatchDimRule) -> dict[str, BatchDimRule]:
-    """Return a rule by kinds of nodes: `Sum.1` is SumBackward1, without a number it is 0."""
-    parts = (name.partition(".") for name in names.split())
-    return {f"{name}Backward{number or 0}": rule for name, _, number in parts}
+    return dict.fromkeys(names_of_nodes(names), rule)
 
 
 _ELEMENTWISE = """
@@ -223,12 +200,11 @@ _ATTENTION = """
 _OF_TWO = f"{_ON_IMAGES.format('2D')} Tril Triu UpsampleBicubic2D UpsampleBilinear2D"
 _OF_THREE = f"{_ON_IMAGES.format('3D')} PixelShuffle"
 _RULES = {
-    **_named(_ELEMENTWISE, _each(_elementwise)),
-    **_named(_VIEWS, _each(_view)),
-    **_named("T Transpose Permute", _each(_transposed)),
-    **_named(_REDUCTIONS, _each(_reduction)),
-    **_named("Select Unbind", _each(_selection)),
-    **_named("NllLoss NllLoss2D", _each(_nll, 1)),
+    **_named(_ELEMENTWISE, _each(lambda _, batch, shape: batch.broadcast(shape))),
+    **_named(_VIEWS, _each(lambda _, batch, shape: batch.viewed(shape))),
+    **_named("T Transpose Permute", _each(lambda n, b, shape: b.at(shape, permutation(n)[b.dim]))),
+    **_named(f"{_REDUCTIONS} Select Unbind", _each(_reduction)),
+    **_named("NllLoss NllLoss2D", _each(lambda _, batch, shape: batch.without(shape, {1}), 1)),
     **_named("Stack", _each(_stacked)),
     **_named(_ALONG, _each(_along("dim"))),
     **_named("Flip", _each(_along("dims"))),
@@ -245,11 +221,11 @@ _RULES = {
 }
 
 
-_TRANSPOSITIONS = {"TBackward0", "TransposeBackward0", "PermuteBackward0"}
+_TRANSPOSITIONS = frozenset(names_of_nodes("T Transpose Permute"))
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class SharedOperand:
     """An operation in which all samples share a variable."""
 
     node: Node
@@ -269,7 +245,7 @@ def uses_shared_by_samples(
     below: Subgraph,
     variables: Sequence[Tensor],
     known: Collection[tuple[str, int, bool]],
-) -> list[Use]:
+) -> list[SharedOperand]:
     """Return where the samples share variables; raise if a sample may depend on another."""
     # From the vector down, each tensor gets a `BatchDim`. If one gets two that differ, if samples
     # share what was computed from a variable, or if a use is not of a known kind, nothing is
@@ -278,7 +254,7 @@ def uses_shared_by_samples(
     leading = below.leading_to(variables)
     top = edge(loss)[:2]
     batches = {top: BatchDim((loss.numel(),), 0, 1, loss.numel()).viewed(tuple(loss.shape))}
-    uses: list[Use] = []
+    uses: list[SharedOperand] = []
     stack = [top]
     while stack:
         output = stack.pop()
@@ -306,16 +282,12 @@ def _number(node: Node, numbers: Mapping[int, int]) -> int:
 
 
 def _use(
-    output: tuple[Node, int],
-    operand: int,
-    child: Node,
-    batch: BatchDim,
-    numbers: Mapping[int, int],
-) -> Use:
+    output: tuple[Node, int], operand: int, child: Node, batch: BatchDim, numbers: Mapping[int, int]
+) -> SharedOperand:
     transposed = type(child).__name__ in _TRANSPOSITIONS and permutation(child) == [1, 0]
     leaf = child.next_functions[0][0] if transposed else child
     if leaf is None or not is_leaf_node(leaf) or output[1] or hooked_tensors(output[0]):
         raise NotProvedError  # to read what a hook has may recompute a checkpoint
     if output_dtype(*output) != output_dtype(leaf, 0):
         raise NotProvedError
-    return Use(output[0], operand, transposed, _number(leaf, numbers), batch)
+    return SharedOperand(output[0], operand, transposed, _number(leaf, numbers), batch)

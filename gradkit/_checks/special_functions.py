@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from gradkit._compat.transforms import forward_mode_on, layers, without_tangent
+from gradkit._compat.transforms import forward_mode_on, layers, without_innermost_tangent
 from gradkit.errors import UnsupportedGraphError, message
 
 Reason: TypeAlias = tuple[str, str, str]  # expected, got, what to do
 
+DIFFERENTIABLE = "a graph whose derivative can be differentiated"
 _EXPECTED = "operations that have a derivative in torch"
 _CONSTANT = "if its result is meant as a constant, give it x.detach()"
 _BY_FUNCTION = "a torch.autograd.Function whose backward has its derivative"
@@ -94,11 +95,9 @@ def _without_any(name: str) -> Reason:
 
 def without_second(operation: str, fix: str) -> Reason:
     """Return the reason for an operation whose second derivative torch does not have."""
-    return (
-        "a graph whose derivative can be differentiated",
-        f"{operation}, whose second derivative torch does not have",
-        f"leave out create_graph=True; take unroll(..., first_order=True); or {fix}",
-    )
+    got = f"{operation}, whose second derivative torch does not have"
+    fix = f"leave out create_graph=True; take unroll(..., first_order=True); or {fix}"
+    return DIFFERENTIABLE, got, fix
 
 
 Operation = Callable[..., Any]
@@ -106,15 +105,14 @@ Operation = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Family:
-    """Bessel functions f_n of one kind.
+    """Bessel functions f_n of one kind, of which torch.special has the first, or the first two.
 
     With m = n + half, 2 f_n' = below (n / m) f_{n-1} + above ((n + 2 half) / m) f_{n+1}, and
     (2 m / x) f_n = below f_{n-1} - above f_{n+1}: DLMF 10.6.1, 10.29.1 and 10.51, which are 9.1.27,
     9.6.26 and 10.1.19 of Abramowitz and Stegun. So derivatives of any order are sums of them.
     """
 
-    zero: Callable[[Tensor], Tensor]
-    one: Callable[[Tensor], Tensor]
+    name: str  # torch's, without n
     below: int
     above: int
     is_regular: bool = True  # at zero, where its power series is
@@ -134,9 +132,11 @@ class Family:
 
     def value(self, n: int, x: Tensor) -> Tensor:
         """Return f_n."""
+        before: Tensor = getattr(torch.special, f"{self.name}0")(x)
         if n == 0:
-            return self.zero(x)
-        before, now = self.zero(x), self.one(x)
+            return before
+        one = getattr(torch.special, f"{self.name}1", None)
+        now: Tensor = (before - x.cos()) / x if one is None else one(x)
         for k in range(1, n):
             both = self.below * before - 2 * (k + self.half) / x * now
             before, now = now, self.above * both
@@ -180,12 +180,11 @@ class _Bessel(Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        # Torch switches forward mode off here, and so the tangents of transforms around this one.
+        # Without this, transforms around this one would lose their tangents here.
         (x,) = ctx.saved_tensors
         with forward_mode_on():
-            along: Tensor = tangents[-1]
-            slope: Tensor = ctx.family.slope(ctx.n, without_tangent(x))
-            return along * slope
+            along: Tensor = tangents[-1] * ctx.family.slope(ctx.n, without_innermost_tangent(x))
+            return along
 
 
 def _bessel(family: Family, n: int, operation: Operation, *args: Any, **kwargs: Any) -> Any:
@@ -243,72 +242,36 @@ def _refuse(operation: Operation, where: str, fix: str) -> None:
     raise UnsupportedGraphError(message("torch.special", expected, got, fix))
 
 
-def _twice(_: int, x: Tensor, now: Tensor, last: Tensor) -> Tensor:
-    return 2 * x * now - last
-
-
-def _hermite_h(k: int, x: Tensor, now: Tensor, last: Tensor) -> Tensor:
-    return 2 * x * now - 2 * k * last
-
-
-def _hermite_he(k: int, x: Tensor, now: Tensor, last: Tensor) -> Tensor:
-    return x * now - k * last
-
-
-def _laguerre(k: int, x: Tensor, now: Tensor, last: Tensor) -> Tensor:
-    return ((2 * k + 1 - x) * now - k * last) / (k + 1)
-
-
-def _legendre(k: int, x: Tensor, now: Tensor, last: Tensor) -> Tensor:
-    return ((2 * k + 1) * x * now - k * last) / (k + 1)
-
-
-_special = torch.special
-_FAMILIES = {
-    "bessel_j": Family(_special.bessel_j0, _special.bessel_j1, 1, -1),
-    "bessel_y": Family(_special.bessel_y0, _special.bessel_y1, 1, -1, is_regular=False),
-    "modified_bessel_i": Family(_special.modified_bessel_i0, _special.modified_bessel_i1, 1, 1),
-    "modified_bessel_k": Family(
-        _special.modified_bessel_k0, _special.modified_bessel_k1, -1, -1, is_regular=False
-    ),
-    "scaled_modified_bessel_k": Family(
-        _special.scaled_modified_bessel_k0,
-        _special.scaled_modified_bessel_k1,
-        -1,
-        -1,
-        is_regular=False,
-        scaled=True,
-    ),
-    "spherical_bessel_j": Family(
-        _special.spherical_bessel_j0,
-        lambda x: (_special.spherical_bessel_j0(x) - x.cos()) / x,
-        1,
-        -1,
-        half=0.5,
-    ),
-}
-# The kinds of Chebyshev polynomials, by p_{-1}.
+_FAMILIES = (
+    Family("bessel_j", 1, -1),
+    Family("bessel_y", 1, -1, is_regular=False),
+    Family("modified_bessel_i", 1, 1),
+    Family("modified_bessel_k", -1, -1, is_regular=False),
+    Family("scaled_modified_bessel_k", -1, -1, is_regular=False, scaled=True),
+    Family("spherical_bessel_j", 1, -1, half=0.5),
+)
+# The kinds of Chebyshev polynomials, by p_{-1}; and other polynomials, by their recurrence.
 _CHEBYSHEV: dict[str, Callable[[Tensor], Tensor]] = {
     "t": lambda x: x,
     "u": torch.zeros_like,
     "v": torch.ones_like,
     "w": lambda x: -torch.ones_like(x),
 }
-_OTHERS = {
-    "hermite_polynomial_h": _hermite_h,
-    "hermite_polynomial_he": _hermite_he,
-    "laguerre_polynomial_l": _laguerre,
-    "legendre_polynomial_p": _legendre,
+_OTHERS: dict[str, Step] = {
+    "hermite_polynomial_h": lambda k, x, now, last: 2 * x * now - 2 * k * last,
+    "hermite_polynomial_he": lambda k, x, now, last: x * now - k * last,
+    "laguerre_polynomial_l": lambda k, x, now, last: ((2 * k + 1 - x) * now - k * last) / (k + 1),
+    "legendre_polynomial_p": lambda k, x, now, last: ((2 * k + 1) * x * now - k * last) / (k + 1),
 }
 SPECIAL_FUNCTIONS: dict[str, Operation] = {
-    f"{name}{n}": partial(_bessel, family, n)
-    for name, family in _FAMILIES.items()
+    f"{family.name}{n}": partial(_bessel, family, n)
+    for family in _FAMILIES
     for n in (0, 1)
-    if hasattr(_special, f"{name}{n}")
+    if hasattr(torch.special, f"{family.name}{n}")
 }
 SPECIAL_FUNCTIONS |= {
     f"{shifted}chebyshev_polynomial_{kind}": partial(
-        _polynomial, _twice, before, is_shifted=bool(shifted)
+        _polynomial, lambda _, x, now, last: 2 * x * now - last, before, is_shifted=bool(shifted)
     )
     for kind, before in _CHEBYSHEV.items()
     for shifted in ("", "shifted_")

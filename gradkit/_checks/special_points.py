@@ -30,9 +30,8 @@ def _of_det(node: Node, *, create_graph: bool) -> str | None:
     size = value.detach().abs()
     limits = torch.finfo(size.dtype)
     if not create_graph:
-        is_wrong = size < limits.tiny / limits.eps
         got = "the determinant of a singular matrix, for whose gradient torch gives zero"
-        return got if is_wrong.any() else None
+        return got if (size < limits.tiny / limits.eps).any() else None
     # There, and everywhere in torch.func and below a dispatch mode, such as that of `checked`,
     # torch differentiates a decomposition for the second.
     if is_transform_tensor(matrix):
@@ -86,10 +85,8 @@ def _of_pow(node: Node, *, create_graph: bool) -> str | None:
 
 
 def _of_polar(node: Node, *, create_graph: bool) -> str | None:
-    is_zero = (saved(node, "result").detach() == 0).any()
-    return (
-        "polar of a radius of zero, for which torch gives a gradient of zero" if is_zero else None
-    )
+    got = "polar of a radius of zero, for which torch gives a gradient of zero"
+    return got if (saved(node, "result").detach() == 0).any() else None
 
 
 def _of_binary_cross_entropy(node: Node, *, create_graph: bool) -> str | None:

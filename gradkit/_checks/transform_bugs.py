@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -42,16 +43,6 @@ class OpCall:
         """Return the call as it is if eager code differentiates what the transforms give."""
         return replace(self, stack=(EAGER, *self.stack), outer=(EAGER, *self.outer))
 
-    def differentiated_outside(self) -> bool:
-        """Return whether a batched backward pass through the monitored function is possible."""
-        return not DERIVATIVES.isdisjoint(self.outer)
-
-
-def differentiated_around(stack: Stack, kind: str) -> bool:
-    """Return whether a transform of this kind stands inside one that differentiates."""
-    last = len(stack) - 1 - stack[::-1].index(kind) if kind in stack else 0
-    return not DERIVATIVES.isdisjoint(stack[:last])
-
 
 def holds(stack: Stack, part: Stack) -> bool:
     """Return whether a stack holds some transforms, in their order."""
@@ -77,14 +68,16 @@ class TransformBug:
     @property
     def what(self) -> str:
         """What is wrong, in words."""
-        several = dict.fromkeys(_WORDS.get(stack, "its derivative") for stack in self.stacks)
-        return f"{', or '.join(several)} is silently {self.gives}"
+        words = [_WORDS.get(" ".join(stack), "its derivative") for stack in self.stacks]
+        return f"{', or '.join(dict.fromkeys(words))} is silently {self.gives}"
 
     def wrong_now(self, call: OpCall) -> bool:
         """Return whether the call is wrong, or will be with the transforms around it."""
+        # What is around the monitored function may run a batched backward pass through it.
+        is_batched = not DERIVATIVES.isdisjoint(call.outer)
         return any(
             self.concerns(call, stack)
-            and (holds(call.stack, stack) or (stack == _BATCHED and call.differentiated_outside()))
+            and (holds(call.stack, stack) or (stack == _BATCHED and is_batched))
             for stack in self.stacks
         )
 
@@ -98,23 +91,18 @@ class TransformBug:
 
 
 _OF_BATCHED = "a derivative of a batched gradient, grad(vmap(grad(f))),"
-_WORDS: dict[Stack, str] = {
-    ("Jvp",): "its forward-mode derivative",
-    ("Grad", "Jvp"): "the derivative of its jvp",
-    ("Jvp", "Jvp"): "the derivative of its jvp",
-    ("Jvp", "Grad"): "the jvp of its gradient",
-    ("Grad", "Grad"): "its second derivative",
-    ("Grad", "Grad", "Grad"): "its third derivative",
-    ("Jvp", "Grad", "Grad"): "its third derivative",
-    ("Jvp", "Jvp", "Grad"): "its third derivative by forward mode",
-    ("Jvp", "Jvp", "Jvp"): "its third derivative by forward mode",
-    ("Vmap",): "what vmap makes of it",
-    ("Grad", "Vmap"): "the derivative of its batching rule",
-    ("Vmap", "Vmap"): "a batch of batches",
-    _BATCHED: "a batched backward pass through it",
-    _DERIVATIVE_OF_BATCHED: _OF_BATCHED,
-    ("Grad", "Vmap", "Grad"): _OF_BATCHED,
-    ("Jvp", "Vmap", "Grad"): _OF_BATCHED,
+_WORDS = {
+    "Jvp": "its forward-mode derivative",
+    **dict.fromkeys(("Grad Jvp", "Jvp Jvp"), "the derivative of its jvp"),
+    "Jvp Grad": "the jvp of its gradient",
+    "Grad Grad": "its second derivative",
+    **dict.fromkeys(("Grad Grad Grad", "Jvp Grad Grad"), "its third derivative"),
+    **dict.fromkeys(("Jvp Jvp Grad", "Jvp Jvp Jvp"), "its third derivative by forward mode"),
+    "Vmap": "what vmap makes of it",
+    "Grad Vmap": "the derivative of its batching rule",
+    "Vmap Vmap": "a batch of batches",
+    "Grad +Vmap": "a batched backward pass through it",
+    **dict.fromkeys(("Grad Grad +Vmap", "Grad Vmap Grad", "Jvp Vmap Grad"), _OF_BATCHED),
 }
 _OVER_JVP = "take the jvp of the gradient: hvp(f, primals, tangents)"
 _FORWARD = 'hvp(..., mode="reverse-over-reverse"), and grad or jacrev in place of jvp or jacfwd'
@@ -122,29 +110,15 @@ _INSIDE = "take every derivative inside of the vmap, two at most; or use group_n
 _SOLVED = f"{_OVER_JVP}; or torch.linalg.inv(a) @ b"
 
 
-def _of_norm(position: int, functional: int) -> Condition:
-    """Return the condition of a norm: batched, it is wrong only with a weight."""
-
-    def concerns(call: OpCall, stack: Stack) -> bool:
-        weight = call.argument(functional if call.functional else position, "weight")
-        return weight is not None or not {BATCH, _PASS} & set(stack)
-
-    return concerns
+def _of_norm(call: OpCall, stack: Stack, *, position: int = 1, functional: int = 3) -> bool:
+    """Return whether a norm is wrong: batched, it is so only with a weight."""
+    weight = call.argument(functional if call.functional else position, "weight")
+    return weight is not None or not {BATCH, _PASS} & set(stack)
 
 
-def _by_its_own_statistics(name: str) -> Condition:
-    of_norm, default = _of_norm(1, 3), name == "use_input_stats"
-
-    def concerns(call: OpCall, stack: Stack) -> bool:
-        flag = call.argument(5, name)
-        return bool(default if flag is None else flag) and of_norm(call, stack)
-
-    return concerns
-
-
-def _broadcasts(call: OpCall, _: Stack) -> bool:
-    shapes = call.argument(0, "input").shape, call.argument(1, "mask").shape
-    return len(set(shapes)) > 1
+def _of_own_statistics(call: OpCall, stack: Stack, *, name: str, default: bool) -> bool:
+    flag = call.argument(5, name)
+    return bool(default if flag is None else flag) and _of_norm(call, stack)
 
 
 def _is_differentiated(call: OpCall, stack: Stack) -> bool:
@@ -175,18 +149,15 @@ def _may_vary(call: OpCall, _: Stack) -> bool:
 # Of these torch gives a result without a graph, or with a gradient of zero.
 DROPPED_BY_FORMULA = (*SPECIAL_FUNCTIONS, "linspace", "logspace")
 DROPPED = (*DROPPED_BY_FORMULA, "airy_ai", "normal")
+_dropped = partial(TransformBug, concerns=_may_vary, gives="zero")
 _BY_HAND: dict[str, TransformBug] = {
-    "airy_ai": TransformBug(
+    "airy_ai": _dropped(
         "if the result is meant as a constant, give it x.detach(); or a torch.autograd.Function "
-        "whose backward multiplies by Ai'(x)",
-        concerns=_may_vary,
-        gives="zero",
+        "whose backward multiplies by Ai'(x)"
     ),
-    "normal": TransformBug(
+    "normal": _dropped(
         "mean + std * torch.randn_like(mean); or, if the sample is meant as a constant, give it "
-        "mean.detach() and std.detach()",
-        concerns=_may_vary,
-        gives="zero",
+        "mean.detach() and std.detach()"
     ),
     "cdist": TransformBug("(a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)"),
     "as_strided_scatter": TransformBug("index_put, or torch.where", concerns=_is_differentiated),
@@ -195,7 +166,8 @@ _BY_HAND: dict[str, TransformBug] = {
         concerns=lambda call, _: call.argument(0, "input").dim() == 0,
     ),
     "masked_select": TransformBug(
-        "expand the tensor to the shape of the mask first", concerns=_broadcasts
+        "expand the tensor to the shape of the mask first",
+        concerns=lambda call, _: call.argument(0, "input").shape != call.argument(1, "mask").shape,
     ),
     "index_fill": TransformBug(
         "torch.where, or index_put",
@@ -211,17 +183,24 @@ _BY_HAND: dict[str, TransformBug] = {
     "lu_solve": TransformBug("torch.linalg.solve(a, b)"),
     # This and scatter_reduce, where only the graph tells of a call. Others run by formulas.
     "det": TransformBug(f"{_OVER_JVP}; a third derivative by gradkit.value_and_grads, eagerly"),
+    # https://github.com/pytorch/pytorch/issues/192540 and 196698
     **dict.fromkeys(("slogdet", "logdet", "householder_product"), TransformBug(_OVER_JVP)),
     **dict.fromkeys(("solve", "solve_ex", "tensorsolve"), TransformBug(_SOLVED)),
+    # https://github.com/pytorch/pytorch/issues/196682
     **dict.fromkeys(
         ("cholesky_inverse", "triangular_solve", "eig", "eigvals"), TransformBug(_FORWARD)
     ),
     "scatter_reduce": TransformBug(
         _FORWARD, concerns=lambda call, _: call.argument(4, "reduce") == "prod"
     ),
-    "layer_norm": TransformBug(_INSIDE, concerns=_of_norm(2, 2)),
-    "batch_norm": TransformBug(_INSIDE, concerns=_by_its_own_statistics("training")),
-    "instance_norm": TransformBug(_INSIDE, concerns=_by_its_own_statistics("use_input_stats")),
+    # https://github.com/pytorch/pytorch/issues/196700 and 175754; 196699 and 186256
+    "layer_norm": TransformBug(_INSIDE, concerns=partial(_of_norm, position=2, functional=2)),
+    "batch_norm": TransformBug(
+        _INSIDE, concerns=partial(_of_own_statistics, name="training", default=False)
+    ),
+    "instance_norm": TransformBug(
+        _INSIDE, concerns=partial(_of_own_statistics, name="use_input_stats", default=True)
+    ),
 }
 
 
@@ -281,4 +260,5 @@ _WRITTEN = (*TRANSFORM_BUGS, *BY_FORMULA)
 _EVERY_ALIAS |= {
     prefix + name: name for name in _WRITTEN for prefix in ("_", "linalg_", "_linalg_", "special_")
 }
-ALIASES = {alias: name for alias, name in _EVERY_ALIAS.items() if name in _WRITTEN}
+ALIASES = {name: name for name in _WRITTEN}
+ALIASES |= {alias: name for alias, name in _EVERY_ALIAS.items() if name in _WRITTEN}

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import Context, ContextVar
 from functools import cache, partial
 from logging import DEBUG, getLogger
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from threading import get_ident
 from typing import Any, cast
 
@@ -50,10 +50,8 @@ def calling_thread() -> int:
     return here
 
 
-def sequence_number(node: Node) -> int:
-    """Return how many nodes its thread had made before a node; the largest number for a leaf's."""
-    number: int = node._sequence_nr()
-    return number
+# How many nodes its thread had made before a node; the largest number for that of a leaf.
+sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
 
 
 def forward_line(node: Node) -> str | None:
@@ -126,20 +124,14 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
-def forward_class(kind: Any) -> Any:
-    """Return the Function whose nodes are of a type."""
-    return kind._forward_cls
+# The Function whose nodes are of a type, and the type of the nodes of a Function.
+forward_class: Callable[[Any], Any] = attrgetter("_forward_cls")
+node_type: Callable[[Any], type] = attrgetter("_backward_cls")
 
 
 def run_in_place_of_backward(node: Node, backward: Callable[..., Any]) -> None:
     """Let passes run a function in place of the backward of a Function's node."""
     cast("Any", node).apply = backward  # which the engine looks up. Run on torch 2.13.
-
-
-def node_type(function: Any) -> type:
-    """Return the type of the nodes of a Function."""
-    kind: type = function._backward_cls
-    return kind
 
 
 def operator_schema(func: Any) -> Any:
@@ -169,10 +161,10 @@ def unflatten_dense(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return cast("tuple[Tensor, ...]", parts)
 
 
-def without_torch_function() -> AbstractContextManager[object]:
-    """Let no tensor subclass change what torch functions return in a block."""
-    context: AbstractContextManager[object] = torch._C.DisableTorchFunctionSubclass()
-    return context
+# Let no tensor subclass change what torch functions return in a block.
+without_torch_function: Callable[[], AbstractContextManager[object]] = (
+    torch._C.DisableTorchFunctionSubclass
+)
 
 
 @contextmanager
@@ -205,21 +197,17 @@ def from_batch(tensor: Tensor, level: int, size: int) -> Tensor:
 is_batch: Callable[[Any], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 
-def without_function_modes() -> AbstractContextManager[object]:
-    """Let no TorchFunctionMode see what is called in a block. Run on torch 2.13."""
-    context: AbstractContextManager[object] = torch._C.DisableTorchFunction()
-    return context
+# Let no TorchFunctionMode see what is called in a block. Run on torch 2.13.
+without_function_modes: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
 
 
 @contextmanager
 def plain_recurrent_kernels() -> Iterator[None]:
     """Switch off the kernels for whole recurrent layers: no second derivative, and no batches."""
     # Not by `torch.backends`: its flags may be frozen, and its contexts set others, too.
-    cudnn, mkldnn = torch._C._get_cudnn_enabled(), torch._C._get_mkldnn_enabled()
-    with (
-        undone(partial(torch._C._set_cudnn_enabled, cudnn)),
-        undone(partial(torch._C._set_mkldnn_enabled, mkldnn)),
-    ):
-        torch._C._set_cudnn_enabled(False)
-        torch._C._set_mkldnn_enabled(False)
+    put_cudnn, put_mkldnn = torch._C._set_cudnn_enabled, torch._C._set_mkldnn_enabled
+    before = torch._C._get_cudnn_enabled(), torch._C._get_mkldnn_enabled()
+    with undone(partial(put_cudnn, before[0])), undone(partial(put_mkldnn, before[1])):
+        put_cudnn(False)
+        put_mkldnn(False)
         yield

@@ -142,6 +142,5 @@ determinism_checks: dict[str, Callable[[Tensor], Any]] = (
 )
 
 
-def modes_disabled() -> AbstractContextManager[Any]:
-    """Run operations that no mode around sees, a selective checkpoint's neither."""
-    return _disable_current_modes()
+# Runs operations that no mode around sees, a selective checkpoint's neither.
+modes_disabled: Callable[[], AbstractContextManager[Any]] = _disable_current_modes

@@ -13,7 +13,6 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
 from gradkit._compat.undoing import INSIDE
@@ -22,10 +21,9 @@ from gradkit._compat.undoing import INSIDE
 SINK = "_DDPSinkBackward"
 
 
-def sink_is_static(node: Node) -> bool:
+def sink_is_static(node: Any) -> bool:
     """Return whether the module that added a `SINK` node has static_graph."""
-    sink: Any = node
-    return bool(sink.ddp_weakref().static_graph)
+    return bool(node.ddp_weakref().static_graph)
 
 
 def modules_in(module: nn.Module) -> list[Any]:
@@ -69,8 +67,7 @@ def zero_buckets(module: DistributedDataParallel) -> list[Any]:
 def run_comm_hook(module: DistributedDataParallel, bucket: Any) -> Tensor:
     """Return what the communication hook makes of a bucket's buffer."""
     reduced: Any = module.reducer._run_comm_hook(bucket).wait()
-    tensor: Tensor = reduced if isinstance(reduced, Tensor) else reduced[0]
-    return tensor
+    return cast("Tensor", reduced if isinstance(reduced, Tensor) else reduced[0])
 
 
 # The node that the forward pass of a sharded module adds.
@@ -128,10 +125,14 @@ def shards_of(groups: Iterable[Any]) -> list[Any]:
     return [shard for group in groups for shard in group.fsdp_params]
 
 
+def all_shards() -> list[Any]:
+    """Return the shards of all `fully_shard` modules of this process."""
+    return shards_of(groups_of(all_states()))
+
+
 def unsharded_param(shard: Any) -> Tensor | None:
     """Return the parameter that stands in the graph; None before a forward."""
-    param: Tensor | None = getattr(shard, "_unsharded_param", None)
-    return param
+    return cast("Tensor | None", getattr(shard, "_unsharded_param", None))
 
 
 def module_params(shard: Any) -> list[Tensor]:
@@ -177,7 +178,6 @@ def _is_of_fsdp(hook: object) -> bool:
 
 def is_dtensor(leaf: object) -> bool:
     """Return whether this is a DTensor."""
-    # Looked up, not imported: a process that has not imported it has no such tensor.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(leaf, module.DTensor)
 
@@ -187,38 +187,32 @@ def mesh_of(leaf: Any) -> object:
     return leaf.device_mesh if is_dtensor(leaf) else None
 
 
-def full_tensor(leaf: Tensor) -> Tensor:
+def full_tensor(leaf: Any) -> Tensor:
     """Return the whole tensor of a DTensor, which is a collective; any other tensor as it is."""
     # To `item()` and `bool()`, a DTensor that is still to be summed over its ranks is this rank's
     # part; the maximum of one with an empty shard fails on that rank while the others wait [M8].
-    if not is_dtensor(leaf):
-        return leaf
-    sharded: Any = leaf
-    return cast("Tensor", sharded.full_tensor())
+    return cast("Tensor", leaf.full_tensor() if is_dtensor(leaf) else leaf)
 
 
-def replicated(leaf: Tensor) -> Tensor:
+def replicated(leaf: Any) -> Tensor:
     """Return a DTensor of which each rank holds the whole; any other tensor as it is."""
     # Only in some versions of torch is a copy of a partial sum the sum.
     if not is_dtensor(leaf):
-        return leaf
+        return cast("Tensor", leaf)
     from torch.distributed.tensor import Replicate
 
-    sharded: Any = leaf
-    whole = [Replicate()] * sharded.device_mesh.ndim
-    return cast("Tensor", sharded.redistribute(placements=whole))
+    whole = [Replicate()] * leaf.device_mesh.ndim
+    return cast("Tensor", leaf.redistribute(placements=whole))
 
 
-def local_part(leaf: Tensor) -> Tensor:
+def local_part(leaf: Any) -> Tensor:
     """Return this rank's part of a DTensor; any other tensor as it is."""
-    sharded: Any = leaf
-    return cast("Tensor", sharded.to_local()) if is_dtensor(leaf) else leaf
+    return cast("Tensor", leaf.to_local() if is_dtensor(leaf) else leaf)
 
 
-def sharding(leaf: Tensor) -> Hashable:
+def sharding(leaf: Any) -> Hashable:
     """Return what DTensors that are sharded alike have in common; None for any other tensor."""
-    sharded: Any = leaf
-    return (sharded.device_mesh, sharded.placements) if is_dtensor(leaf) else None
+    return (leaf.device_mesh, leaf.placements) if is_dtensor(leaf) else None
 
 
 def are_aligned(a: Any, b: Any) -> bool:
@@ -259,12 +253,11 @@ def sharded_rows(tensor: Tensor, mesh: Any) -> Tensor:
     return nn.Parameter(shards, requires_grad=tensor.requires_grad)
 
 
-def has_rows_on(tensor: object, mesh: Any) -> bool:
+def has_rows_on(tensor: Any, mesh: Any) -> bool:
     """Return whether this is a DTensor whose rows are divided over this mesh."""
-    sharded: Any = tensor
-    if not is_dtensor(tensor) or sharded.device_mesh != mesh:
+    if not is_dtensor(tensor) or tensor.device_mesh != mesh:
         return False
-    return len(sharded.placements) == 1 and bool(sharded.placements[0].is_shard(0))
+    return len(tensor.placements) == 1 and bool(tensor.placements[0].is_shard(0))
 
 
 def placement(tensor: Any) -> str:
@@ -295,7 +288,7 @@ def local_tensor(tensor: Any) -> Tensor:
     if not is_dtensor(tensor):
         return cast("Tensor", tensor)
     with torch.no_grad(), INSIDE:
-        return cast("Tensor", tensor.detach().to_local())
+        return local_part(tensor.detach())
 
 
 def store() -> Any:

@@ -80,10 +80,8 @@ def functions_traced() -> int:
 def inlined_function() -> str:
     """Return what a message says of the last Function: its derivative would be wrong compiled."""
     expected = "in what is compiled, Functions under one first-order reverse-mode call"
-    got = (
-        f"{_traced[-1]} under a vmap, a jvp or a second derivative, where torch.compile "
-        "differentiates its forward, and ignores its backward"
-    )
+    got = f"{_traced[-1]} under a vmap, a jvp or a second derivative, where torch.compile "
+    got += "differentiates its forward, and ignores its backward"
     return message("fn", expected, got, "leave the call uncompiled: torch.compiler.disable(call)")
 
 

@@ -56,6 +56,12 @@ def saved_or(default: Any, node: Node, *names: str) -> Any:
     return default
 
 
+def names_of_nodes(operations: str) -> list[str]:
+    """Return the names of the types of nodes: `Sum.1` is SumBackward1, without a number it is 0."""
+    parts = (operation.partition(".") for operation in operations.split())
+    return [f"{name}Backward{number or 0}" for name, _, number in parts]
+
+
 IN_EVAL_MODE = " in eval mode"
 
 
@@ -110,13 +116,11 @@ def packed_tensors(node: Node) -> list[tuple[str, Any]]:
     return packed
 
 
-_functions: Any = torch._C._functions
 # The nodes of rrelu. Torch saves its noise first, and draws it then, into the same memory:
 # https://github.com/pytorch/pytorch/issues/193671
-DRAW_AFTER_SAVING: frozenset[type] = frozenset({
-    _functions.RreluWithNoiseBackward0,
-    _functions.RreluWithNoiseBackward1,
-})
+DRAW_AFTER_SAVING: frozenset[type] = frozenset(
+    map(node_type, ("RreluWithNoiseBackward0", "RreluWithNoiseBackward1"))
+)
 
 
 def has_released(node: Node) -> bool:
@@ -154,15 +158,10 @@ def any_released(nodes: Iterable[Node], names_of: Mapping[type, tuple[str, ...]]
 
 def raise_freed(_: object) -> NoReturn:
     """Raise, as the unpack hook of a saved tensor that has been released."""
-    raise FreedGraphError(
-        message(
-            "a loss",
-            "a graph that still holds its saved tensors",
-            "one that an earlier gradkit call has freed (Trying to backward through the graph a "
-            "second time)",
-            "pass retain_graph=True to the earlier call",
-        )
-    )
+    expected = "a graph that still holds its saved tensors"
+    got = "one that an earlier gradkit call has freed (Trying to backward through the graph a "
+    fix = "pass retain_graph=True to the earlier call"
+    raise FreedGraphError(message("a loss", expected, f"{got}second time)", fix))
 
 
 def changed_since_saved(node: Node) -> tuple[str, str] | None:

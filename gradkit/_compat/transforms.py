@@ -57,6 +57,12 @@ def differentiated() -> bool:
     return not DERIVATIVES.isdisjoint(transforms())
 
 
+def differentiated_around(stack: tuple[str, ...], kind: str) -> bool:
+    """Return whether a transform of this kind stands inside one that differentiates."""
+    last = len(stack) - 1 - stack[::-1].index(kind) if kind in stack else 0
+    return not DERIVATIVES.isdisjoint(stack[:last])
+
+
 def in_jvp() -> bool:
     """Return whether a jvp is around this call; `no_grad` does not switch its tangents off."""
     return "Jvp" in transforms()
@@ -108,18 +114,15 @@ def in_dispatch_mode() -> bool:
 
 def slip_under_modes(mode: TorchFunctionMode) -> None:
     """Enter a mode as the outermost, but for that of the default device, which must be."""
-    _change_modes(lambda modes: modes.insert(_is_default_device(modes), mode))
+    # By its name: torch imports its module with the first default device.
+    first = [type(one).__name__ for one in function_modes()[:1]]
+    _change_modes(lambda modes: modes.insert(first == ["DeviceContext"], mode))
 
 
 def remove_function_mode(mode: TorchFunctionMode) -> None:
     """Leave a mode, wherever it stands; nothing if this thread is not in it."""
     if mode in function_modes():
         _change_modes(lambda modes: modes.remove(mode))
-
-
-def _is_default_device(modes: list[TorchFunctionMode]) -> bool:
-    # By its name: torch imports its module with the first default device.
-    return bool(modes) and type(modes[0]).__name__ == "DeviceContext"
 
 
 def _change_modes(change: Callable[[list[TorchFunctionMode]], None]) -> None:
@@ -158,35 +161,16 @@ def detach_keep_tangent(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
-def without_tangent(tensor: Tensor) -> Tensor:
-    """Return a tensor without the tangent of the innermost transform that differentiates it."""
-    # Those of transforms around that one, which `detach` would drop, are inside. Run on torch 2.13.
-    if _functorch.is_batchedtensor(tensor):
-        dim, level = _functorch.maybe_get_bdim(tensor), _functorch.maybe_get_level(tensor)
-        return _functorch._add_batch_dim(without_tangent(unwrapped(tensor)), dim, level)
-    if is_differentiated_tensor(tensor):
-        return unwrapped(tensor)
-    return forward_ad.unpack_dual(tensor).primal  # type: ignore[no-untyped-call, no-any-return]
+# Differentiates in forward mode, too, inside of a Function's `jvp`, where torch does not:
+# https://github.com/pytorch/pytorch/issues/197867
+forward_mode_on = partial(forward_ad._set_fwd_grad_enabled, True)
 
 
-def forward_mode_on() -> AbstractContextManager[object]:
-    """Differentiate in forward mode, too, inside of a Function's `jvp`, where torch does not."""
-    return forward_ad._set_fwd_grad_enabled(True)
-
-
-def level_of(tensor: Tensor) -> int:
-    """Return the transform level that a tensor belongs to, -1 for none."""
-    return _functorch.maybe_get_level(tensor)
-
-
-def is_transform_tensor(tensor: Tensor) -> bool:
-    """Return whether a transform has wrapped this tensor."""
-    return _functorch.is_functorch_wrapped_tensor(tensor)
-
-
-# Whether grad, vjp or jvp has wrapped a tensor.
+# The transform level that a tensor belongs to: -1 for none, -2 for one that has ended.
+level_of: Callable[[Tensor], int] = _functorch.maybe_get_level
+# Whether a transform has wrapped a tensor, and whether that is grad, vjp or jvp.
+is_transform_tensor: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 is_differentiated_tensor: Callable[[Tensor], bool] = _functorch.is_gradtrackingtensor
-unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
 
 
 def unbatched(tensor: Tensor) -> Tensor:
@@ -236,10 +220,7 @@ def carries_tangent(tensor: Tensor) -> bool:
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return what tells the memory of a tensor, or of what transforms wrap in it: storage first."""
     # Run on torch 2.13.
-    with (
-        torch._C.DisableTorchFunction(),
-        INSIDE,
-    ):  # each attribute would run the modes around this one
+    with torch._C.DisableTorchFunction(), INSIDE:  # a mode around would see each attribute
         *_, data = layers(tensor)
         if data.layout != torch.strided:
             return (id(data),)
@@ -264,12 +245,9 @@ def is_writable(tensor: Tensor, operands: Iterable[Tensor]) -> bool:
     return is_innermost and all(_batch_levels(operand) <= levels for operand in operands)
 
 
-_ENDED = -2  # what torch gives for the level of a tensor whose transform has returned
-
-
 def is_of_ended_transform(tensor: Tensor) -> bool:
     """Return whether a transform that has returned had wrapped this tensor."""
-    return level_of(tensor) == _ENDED
+    return level_of(tensor) == -2
 
 
 def without_ended_levels(tensor: Tensor) -> Tensor:
@@ -362,14 +340,7 @@ def _default_hooks_set_aside() -> Iterator[None]:
             autograd._push_saved_tensors_default_hooks(*aside.pop())
 
     with undone(put_back):
-        while (
-            hooks := default_hooks()
-        ) is not None:  # in one line both: no interrupt comes in between
+        while (hooks := default_hooks()) is not None:
+            # In one line both, so that no interrupt comes in between.
             aside += (hooks, autograd._pop_saved_tensors_default_hooks())[:1]
         yield
-
-
-def default_unpack_hook() -> object:
-    """Return the unpack hook that saved tensors get at present, if any."""
-    hooks = default_hooks()
-    return hooks[1] if hooks else None
