@@ -1,7 +1,7 @@
 """torch.select_scatter: the gradient of a batch, a vmap inside grad, is too large.
 
 For each sample the result is [0, x], of which the sum of cubes has the gradient 3 * x**2. One by
-one torch gives that; for this batch of two it gives twice as much.
+one torch gives that; for the batch it gives twice as much.
 """
 
 import torch
