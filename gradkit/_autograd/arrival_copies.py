@@ -29,7 +29,7 @@ from gradkit._compat.undoing import INSIDE, undo_stack, undone
 from gradkit._core import pytree, user_code
 from gradkit._core.ownership import copy_for, written_tensors
 from gradkit._core.params import Params
-from gradkit._core.user_code import Cotangents, register_own_hook_after_node
+from gradkit._core.user_code import Cotangents, register_own_hooks
 from gradkit.errors import warn_fallback
 
 
@@ -282,16 +282,15 @@ def without_shared_memory(
     with undo_stack() as stack:
         for node in nodes:
             if any(child is not None for child, _ in node.next_functions):
-                last = register_own_hook_after_node(
-                    node, lambda grads, _: _separated(grads, (), note_copy)
+                separate = partial(_separated, note_copy=note_copy)
+                (last,) = register_own_hooks(
+                    partial(node.register_hook, lambda grads, _: separate(grads, ()))
                 )
                 stack.callback(last.remove)
                 hooks = cast("dict[int, object]", last.hooks_dict_ref())
                 others = [key for key in hooks if key != last.id]
                 if others:
-                    first = register_own_hook_after_node(
-                        node, partial(_separated, note_copy=note_copy)
-                    )
+                    (first,) = register_own_hooks(partial(node.register_hook, separate))
                     stack.callback(first.remove)
                     # The engine follows the order of insertion, and not OrderedDict's.
                     for key in (*others, last.id):

@@ -28,7 +28,7 @@ from gradkit._compat.undoing import undone
 from gradkit._core.graph import Subgraph, leaf_tensors, nodes_below
 from gradkit._core.user_code import (
     Cotangents,
-    register_own_hooks_around_node,
+    register_own_hooks,
     remove_hooks,
     user_functions,
 )
@@ -47,7 +47,10 @@ def refuse_undifferentiable(where: Callable[[], str], below: Subgraph) -> Iterat
         for node in below.nodes if kinds else ():
             if type(node) in kinds:
                 probe = _Probe(where, type(node), below)
-                handles += register_own_hooks_around_node(node, probe.before, probe.after)
+                handles += register_own_hooks(
+                    partial(node.register_prehook, probe.before),
+                    partial(node.register_hook, probe.after),
+                )
         yield
 
 
@@ -136,7 +139,7 @@ def differentiated_by_formula(below: Subgraph) -> Iterator[None]:
     with undone(partial(remove_hooks, handles)):
         if holds_formulas(below):
             for node in filter(has_formula, below.nodes):
-                handles += register_own_hooks_around_node(node, lambda _: None, _FormulaHook(node))
+                handles += register_own_hooks(partial(node.register_hook, _FormulaHook(node)))
         yield
 
 

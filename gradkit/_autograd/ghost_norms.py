@@ -294,8 +294,8 @@ class _GhostPass:
         captured = [node for node in self._by_node if node not in above]
         with undo_stack() as stack:
             for node in self._by_node.keys() & above:
-                arrive = partial(self._arrive, node)
-                stack.callback(user_code.register_own_hook_before_node(node, arrive).remove)
+                arrive = partial(node.register_prehook, partial(self._arrive, node))
+                stack.callback(user_code.remove_hooks, user_code.register_own_hooks(arrive))
             numbered = stack.enter_context(numbered_roots([loss]))
             roots = stack.enter_context(own_roots(numbered, self._own_passes.add))
             edges = [GradientEdge(node, 0) for node in captured]

@@ -94,13 +94,9 @@ def _factors(norms: Tensor, max_norm: float | Tensor) -> Tensor:
     return factors.masked_fill(norms.isinf(), torch.nan)
 
 
+@unrecorded()
 def norms(losses: Losses, params: Params, *, chunk_size: int | None, retain: bool) -> Tensor:
     """Return the norm of the gradient of each element of each loss."""
-    with unrecorded():
-        return _norms(losses, params, chunk_size=chunk_size, retain=retain)
-
-
-def _norms(losses: Losses, params: Params, *, chunk_size: int | None, retain: bool) -> Tensor:
     rows = read_jacobian_rows(losses, params)
     by_loss = [rows.zeros(loss.numel()) for loss in losses.leaves]
     begin = [sum(loss.numel() for loss in losses.leaves[:i]) for i in range(len(by_loss))]
@@ -172,13 +168,9 @@ def _norm(rows: JacobianRows, by_leaf: dict[int, Tensor], count: int) -> Tensor:
     return norm
 
 
+@unrecorded()
 def gramian(losses: Losses, params: Params, *, chunk_size: int | None, retain: bool) -> Tensor:
-    """Return the dot_leaves products of the gradients of all elements of all losses."""
-    with unrecorded():
-        return _gramian(losses, params, chunk_size=chunk_size, retain=retain)
-
-
-def _gramian(losses: Losses, params: Params, *, chunk_size: int | None, retain: bool) -> Tensor:
+    """Return the inner products of the gradients of all elements of all losses."""
     rows = read_jacobian_rows(losses, params)
     if not rows.elements:
         fix = "leave out losses without elements"

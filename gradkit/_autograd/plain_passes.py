@@ -28,7 +28,7 @@ from gradkit._compat.distributed import any_fully_sharded
 from gradkit._compat.dynamo import overwrites_saved_tensors
 from gradkit._compat.nodes import DRAW_AFTER_SAVING, any_released, names_by_kind
 from gradkit._compat.transforms import is_differentiated_tensor, is_ordinary
-from gradkit._core.call import Call, Grads, Losses, Pass, lone_loss
+from gradkit._core.call import Call, Grads, Losses, Pass
 from gradkit._core.grad_recorder import observers
 from gradkit._core.graph import (
     Subgraph,
@@ -42,7 +42,7 @@ from gradkit._core.graph import (
 )
 from gradkit._core.ownership import owned, owned_of_each
 from gradkit._core.params import NO_PARAMS, Params
-from gradkit._core.pytree import PyTree, unflatten
+from gradkit._core.pytree import PyTree, flatten, unflatten
 from gradkit._core.user_code import (
     first_pre_hooked,
     functions_alive,
@@ -115,7 +115,7 @@ def plain_backward(loss: Tensor) -> Tensor:
 
 
 def _call(loss: Tensor, params: Params, create_graph: bool) -> Call:
-    return Call(lone_loss(loss), [loss], [Pass([0], params)], create_graph=create_graph)
+    return Call(Losses(*flatten(loss)), [loss], [Pass([0], params)], create_graph=create_graph)
 
 
 def have_hooks(leaves: Sequence[Tensor]) -> bool:
@@ -155,7 +155,7 @@ def _is_differentiable(loss: Tensor, params: Params) -> bool:
 
 
 _dtype, _device, _layout = map(attrgetter, ("dtype", "device", "layout"))
-_requires_grad, _retains_grad = attrgetter("requires_grad"), attrgetter("retains_grad")
+_requires_grad = attrgetter("requires_grad")
 _ORDINARY = {Tensor}
 # Passes after which gradients are looked at together. What they may share lives until then.
 _TOGETHER = 4

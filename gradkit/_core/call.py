@@ -181,11 +181,6 @@ class Losses:
         return ", ".join(map(self.path, range(min(len(self.leaves), 3))))
 
 
-def lone_loss(loss: Tensor) -> Losses:
-    """Return a loss that has been checked, as the losses of a call."""
-    return Losses(*pytree.flatten(loss))
-
-
 def read_losses(
     tree: PyTree,
     *,

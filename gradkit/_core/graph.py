@@ -190,10 +190,11 @@ def nodes_in_order(
         for node in nodes:  # which grows meanwhile
             yield node
             for child, _ in node.next_functions:
-                if child not in reached and child is not None:
-                    if not oldest or sequence_number(child) >= oldest:
-                        reached.add(child)
-                        nodes.append(child)
+                if child is None or child in reached:
+                    continue
+                if not oldest or sequence_number(child) >= oldest:
+                    reached.add(child)
+                    nodes.append(child)
     finally:
         avoid_recursion(nodes)
 

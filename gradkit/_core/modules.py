@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -185,7 +185,10 @@ def watching_runs(
             hook.close()
 
     with undone(end):
-        handles += user_code.register_own_hooks_on_runs(module, before, after)
+        register = [partial(module.register_forward_hook, after)]
+        if before is not None:
+            register.append(partial(module.register_forward_pre_hook, before, with_kwargs=True))
+        handles += user_code.register_own_hooks(*register)
         yield
 
 

@@ -7,6 +7,7 @@ graph; torch's engine, and the transforms of torch.func, cannot tell it from one
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from operator import is_not
 from typing import Any, TypeAlias, cast
 from weakref import ref
@@ -27,7 +28,7 @@ from gradkit._core.graph import Subgraph, metadata
 from gradkit._core.user_code import (
     Cotangents,
     functions_alive,
-    register_own_hook_before_node,
+    register_own_hooks,
     user_functions,
 )
 
@@ -80,7 +81,7 @@ def _skip_functions_without_cotangents(below: Subgraph) -> None:
         if type(node) in kinds and _GUARDED not in metadata(node):
             metadata(node)[_GUARDED] = True
             guard = _EmptyPass(node)
-            register_own_hook_before_node(node, guard.before)
+            register_own_hooks(partial(node.register_prehook, guard.before))
             run_in_place_of_backward(node, guard.backward)
 
 

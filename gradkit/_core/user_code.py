@@ -16,11 +16,6 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils.hooks import RemovableHandle
 
 from gradkit._compat import distributed
@@ -87,7 +82,7 @@ def _cell(cell: CellType) -> list[Any]:
 Cotangents: TypeAlias = tuple[Tensor | None, ...]
 
 
-def _register(*registrations: Callable[[], RemovableHandle]) -> list[RemovableHandle]:
+def register_own_hooks(*registrations: Callable[[], RemovableHandle]) -> list[RemovableHandle]:
     """Register hooks of gradkit's, which `hooks_registered` does not count; all of them or none."""
     handles: list[RemovableHandle] = []
     try:
@@ -108,53 +103,8 @@ def remove_hooks(handles: Iterable[RemovableHandle]) -> None:
 
 
 def register_own_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-    """Register a hook of gradkit's on a tensor, which `hooks_registered` does not count."""
-    return _register(partial(tensor.register_hook, hook))[0]
-
-
-def register_own_hooks_around_node(
-    node: Node,
-    before: Callable[[Cotangents], Cotangents | None],
-    after: Callable[[Cotangents, Cotangents], Cotangents | None],
-) -> list[RemovableHandle]:
-    """Register hooks of gradkit's around a node, not counted either."""
-    return _register(partial(node.register_prehook, before), partial(node.register_hook, after))
-
-
-def register_own_hook_before_node(
-    node: Node, before: Callable[[Cotangents], Cotangents | None]
-) -> RemovableHandle:
-    """Register a hook of gradkit's on the cotangents that a node gets, not counted either."""
-    return _register(partial(node.register_prehook, before))[0]
-
-
-def register_own_hook_after_node(
-    node: Node, after: Callable[[Cotangents, Cotangents], Cotangents | None]
-) -> RemovableHandle:
-    """Register a hook of gradkit's on the gradients that a node makes, not counted either."""
-    return _register(partial(node.register_hook, after))[0]
-
-
-def register_own_hooks_on_runs(
-    module: nn.Module,
-    before: Callable[..., None] | None,
-    after: Callable[..., None],
-) -> list[RemovableHandle]:
-    """Register hooks of gradkit's around the forward pass of a module, not counted either."""
-    registrations = [partial(module.register_forward_hook, after)]
-    if before is not None:
-        registrations.append(partial(module.register_forward_pre_hook, before, with_kwargs=True))
-    return _register(*registrations)
-
-
-def register_own_hooks_around_steps(
-    before: Callable[[Optimizer, Any, Any], None], after: Callable[[Optimizer, Any, Any], None]
-) -> list[RemovableHandle]:
-    """Register hooks of gradkit's around steps of all optimizers, which are not counted either."""
-    return _register(
-        partial(register_optimizer_step_pre_hook, before),
-        partial(register_optimizer_step_post_hook, after),
-    )
+    """Register one hook of gradkit's, on a tensor."""
+    return register_own_hooks(partial(tensor.register_hook, hook))[0]
 
 
 def first_pre_hooked(leaves: Sequence[Tensor]) -> int | None:
