@@ -279,13 +279,15 @@ def without_shared_memory(
     """Copy what a node hands to more than one other, in every pass through these nodes."""
     # So a hook or a Function that writes on its gradient in place changes its own alone, whether it
     # runs before or after another has been captured, or summed up [A3, L3].
+    separate = partial(_separated, note_copy=note_copy)
+
+    def separate_each(grads: Cotangents, _: Cotangents) -> Cotangents:
+        return separate(grads, ())
+
     with undo_stack() as stack:
         for node in nodes:
             if any(child is not None for child, _ in node.next_functions):
-                separate = partial(_separated, note_copy=note_copy)
-                (last,) = register_own_hooks(
-                    partial(node.register_hook, lambda grads, _: separate(grads, ()))
-                )
+                (last,) = register_own_hooks(partial(node.register_hook, separate_each))
                 stack.callback(last.remove)
                 hooks = cast("dict[int, object]", last.hooks_dict_ref())
                 others = [key for key in hooks if key != last.id]

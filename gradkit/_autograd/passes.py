@@ -76,14 +76,22 @@ def plan_release(call: Call, extra: Sequence[Node]) -> list[ReleasePlan]:
     if same_params:
         below = call.graph.below(call.differentiated)
         return plan_parts(below.parts, below.leading_to(first.variables, extra))
-    needed_later: set[Node] = set()
+    return plan_sets([
+        call.graph.below(group).leading_to(
+            params.variables if call.outputs[group[0]].numel() else [], extra
+        )
+        for group, params in call.passes
+    ])
+
+
+def plan_sets(executed: Sequence[set[Node]]) -> list[ReleasePlan]:
+    """Return the plans of passes that execute these nodes."""
+    later: set[Node] = set()
     plans: list[ReleasePlan] = []
-    for group, params in reversed(call.passes):
-        variables = params.variables if call.outputs[group[0]].numel() else []
-        executed = call.graph.below(group).leading_to(variables, extra)
-        shared = not executed.isdisjoint(needed_later)
-        plans.append(ReleasePlan(shared, executed - needed_later if shared else ()))
-        needed_later |= executed
+    for nodes in reversed(executed):
+        shared = not nodes.isdisjoint(later)
+        plans.append(ReleasePlan(shared, nodes - later if shared else ()))
+        later |= nodes
     return plans[::-1]
 
 
@@ -353,13 +361,9 @@ def run_jointly(
     learned: Sequence[Tensor] = ()
     if by_loss is not None:
         learned = [w for w in by_loss if isinstance(w, Tensor) and w.requires_grad]
-    constants = len(group) < len(outputs)
-    grads = runner(call, learned).grads(
-        [outputs[index] for index in group] if constants else outputs,
-        [seeds[index] for index in group] if constants else seeds,
-        params.variables,
-        retain=retain,
-    )
+    if len(group) < len(outputs):  # without constants
+        outputs, seeds = [outputs[i] for i in group], [seeds[i] for i in group]
+    grads = runner(call, learned).grads(outputs, seeds, params.variables, retain=retain)
     return PassResult(call, [grads], values_of(losses, create_graph))
 
 
@@ -475,18 +479,9 @@ def trees_by_loss(result: PassResult, params: Params, unused: str) -> PyTree:
     return pytree.unflatten(losses.spec, trees)
 
 
-@dataclass(frozen=True, slots=True)
-class Players:
-    """Losses, and for each the params that are its own."""
-
-    losses: Losses
-    params: list[Params]
-
-
-def read_players(losses: Losses, params: PyTree) -> Players:
-    """Return the part of a tree of params that stands at the place of each loss."""
-    parts = params_of_each_loss(losses, params)
-    return Players(losses, list(map(read_params, parts, _roots(losses.spec))))
+def read_params_of_each(losses: Losses, params: PyTree) -> list[Params]:
+    """Return the params that stand at the place of each loss in a tree of params."""
+    return list(map(read_params, params_of_each_loss(losses, params), _roots(losses.spec)))
 
 
 @lru_cache(maxsize=64)
@@ -494,18 +489,18 @@ def _roots(spec: Structure) -> list[str]:
     return pytree.paths(spec, "params")
 
 
-def run_players(
-    players: Players,
+def run_simultaneously(
+    losses: Losses,
+    each: Sequence[Params],
     unused: str,
     create_graph: bool,
     retain_graph: bool | None,
     allowed: Collection[str] = (),
     runner: RunnerFactory = PassRunner,
 ) -> PassResult:
-    """Run a pass for each loss that carries a graph."""
-    losses = players.losses
-    group = require_graph(losses, losses.leaves, players.params)
-    passes = [Pass([index], players.params[index]) for index in group]
+    """Run a pass for each loss that carries a graph, with respect to its own params."""
+    group = require_graph(losses, losses.leaves, each)
+    passes = [Pass([index], each[index]) for index in group]
     call = Call(losses, losses.leaves, passes, unused, create_graph)
     check_call(call, allowed)
     run = runner(call)
@@ -517,14 +512,14 @@ def run_players(
     return PassResult(call, run_in_turn(call, differentiate, retain))
 
 
-def trees_by_player(result: PassResult, players: Players) -> PyTree:
-    """Return the tree of gradients, of the structure of the params."""
+def simultaneous_trees(result: PassResult, each: Sequence[Params]) -> PyTree:
+    """Return the tree of gradients of each loss with respect to its own params."""
     call = result.call
     by_loss = dict(zip(call.differentiated, result.grads, strict=True))
     trees = [
         grads_to_tree(
-            by_loss.get(i, [None] * len(part.variables)), part, call.unused, call.create_graph
+            by_loss.get(i, [None] * len(own.variables)), own, call.unused, call.create_graph
         )
-        for i, part in enumerate(players.params)
+        for i, own in enumerate(each)
     ]
-    return pytree.unflatten(players.losses.spec, trees)
+    return pytree.unflatten(call.losses.spec, trees)

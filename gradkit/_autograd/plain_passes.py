@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradkit._autograd.engine import run_backward_plainly, run_plainly
-from gradkit._autograd.passes import PassRunner, ReleasePlan, grads_to_tree, plan_parts, release
+from gradkit._autograd.passes import (
+    PassRunner,
+    ReleasePlan,
+    grads_to_tree,
+    plan_parts,
+    plan_sets,
+    release,
+)
 from gradkit._checks.checked import open_monitors
 from gradkit._checks.eager_graph import check_backward_to_leaves
 from gradkit._checks.higher_derivatives import may_be_wrong
@@ -255,15 +262,9 @@ def _plans_for_each(
     losses: Sequence[Tensor], each: Sequence[Params]
 ) -> tuple[Collection[Node], list[ReleasePlan]]:
     """Return the same, for the params of each loss."""
-    every: set[Node] = set()
-    plans: list[ReleasePlan] = []
-    later: set[Node] = set()  # what later passes execute
-    for loss, params in zip(reversed(losses), reversed(each), strict=True):
-        nodes, executed = nodes_executed(loss, set(map(id, params.variables)))
-        every.update(nodes)
-        plans.append(ReleasePlan(not executed.isdisjoint(later), executed - later))
-        later |= executed
-    return every, plans[::-1]
+    ids = [set(map(id, params.variables)) for params in each]
+    nodes, executed = zip(*map(nodes_executed, losses, ids), strict=True)
+    return set().union(*nodes), plan_sets(executed)
 
 
 def _common_seed(losses: Sequence[Tensor]) -> Tensor | None:
@@ -276,10 +277,8 @@ def _any_missing(results: Sequence[Grads], *, common: bool) -> bool:
     """Return whether some variable has a gradient of no loss; `common`: they are of all losses."""
     if not common:
         return type(None) in set(map(type, chain.from_iterable(results)))
-    missing: Sequence[int] = range(len(results[0]))
-    for grads in results:
-        missing = [index for index in missing if grads[index] is None]
-    return bool(missing)
+    by_variable = zip(*results, strict=True)
+    return any(all(grad is None for grad in grads) for grads in by_variable)
 
 
 def _separate_call(losses: Losses, each: Sequence[Params]) -> Call:
