@@ -28,9 +28,9 @@ from gradkit._core import user_code
 from gradkit._core.call import Call
 from gradkit._core.grad_recorder import (
     any_observers,
-    begin_of_passes,
     hidden_passes,
     observed_tensors,
+    observers,
 )
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._state.grad_attribute import grads_put_back, set_grads
@@ -336,11 +336,10 @@ def own_roots(outputs: Sequence[Tensor], begin: Callable[[int], None]) -> Iterat
 @contextmanager
 def numbered_roots(outputs: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
     """Yield what a pass is to start from if its number is asked for; else the outputs."""
-    begin = begin_of_passes()
-    if begin is None:
+    if observers.begin is None:
         yield outputs
     else:
-        with own_roots(outputs, begin) as roots:
+        with own_roots(outputs, observers.begin) as roots:
             yield roots
 
 

@@ -171,18 +171,17 @@ def owned_of_each(
 def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
     if _are_owned(grads, params, _UNSHARED):
         return ()
+    references = list(map(sys.getrefcount, grads))
     try:
-        uses = list(map(storage_use_count, map(storage_address, grads)))
+        return [
+            index
+            for index, grad in enumerate(grads)
+            if references[index] != _UNSHARED
+            or not are_alone_in_memory([grad])
+            or not is_laid_out(grad, params[index])
+        ]
     except _WITHOUT_STORAGE:
         return range(len(grads))  # always copied
-    references = list(map(sys.getrefcount, grads))
-    return [
-        index
-        for index, grad in enumerate(grads)
-        if references[index] != _UNSHARED
-        or not _only_views_share([grad], [uses[index]])
-        or not is_laid_out(grad, params[index])
-    ]
 
 
 # What a sparse tensor raises, or a wrapper without a storage.
@@ -199,15 +198,10 @@ def _are_owned(grads: list[Tensor], params: Iterable[Tensor], unshared: int) -> 
             and all(map(_is_contiguous, params))
             and not (0 in map(_address, grads) and any(map(is_zero_tensor, grads)))
             and set(map(sys.getrefcount, grads)) <= {unshared}  # only the caller's lists hold them
-            and _only_views_share(grads, list(map(storage_use_count, map(storage_address, grads))))
+            and are_alone_in_memory(grads)
         )
     except _WITHOUT_STORAGE:
         return False
-
-
-def are_alone_in_memory(tensors: list[Tensor]) -> bool:
-    """Return whether no other tensor has the storage of one, but a base nothing else refers to."""
-    return _only_views_share(tensors, list(map(storage_use_count, map(storage_address, tensors))))
 
 
 def is_laid_out(grad: Tensor, param: Tensor) -> bool:
@@ -228,14 +222,15 @@ def _is_dense(param: Tensor) -> bool:
     return torch.empty_like(param, device="meta").stride() == param.stride()
 
 
-def _only_views_share(grads: list[Tensor], uses: list[int]) -> bool:
-    """Return whether each storage has one tensor, or a view whose base nothing else refers to."""
+def are_alone_in_memory(tensors: list[Tensor]) -> bool:
+    """Return whether no other tensor has the storage of one, but a base nothing else refers to."""
+    uses = list(map(storage_use_count, map(storage_address, tensors)))
     counts = set(uses)
     if counts == {_STORAGE_UNSHARED}:
         return True
     if not counts <= {_STORAGE_UNSHARED, _VIEW_UNSHARED}:
         return False
-    bases = list(map(_base, compress(grads, map(_VIEW_UNSHARED.__eq__, uses))))
+    bases = list(map(_base, compress(tensors, map(_VIEW_UNSHARED.__eq__, uses))))
     if type(None) in map(type, bases):
         return False  # not a view, but a result of detach(), which shares memory, too
     return set(map(tensor_use_count, bases)) == {_BASE_UNSHARED} and set(

@@ -125,8 +125,7 @@ NO_PARAMS = Params(
 )
 
 
-def _clones(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.clone() for tensor in tensors]
+_clones: Copy = partial(map, Tensor.clone)
 
 
 def read_params(tree: PyTree, root: str = "params", *, allow_distributed: bool = False) -> Params:
@@ -279,23 +278,18 @@ def expand_params(
         return leaves, spec
     expanded: list[Any] = []
     for index, leaf in enumerate(leaves):
-        where = partial(pytree.path, spec, index, root)
-        expanded.append(_expanded(leaf, None if allow_distributed else where))
+        if isinstance(leaf, nn.Module):
+            leaf, classes = modules.named_parameters(leaf)
+            if not allow_distributed:
+                _refuse_distributed(classes, partial(pytree.path, spec, index, root))
+        elif isinstance(leaf, Optimizer):
+            leaf = tuple(p for group in leaf.param_groups for p in group["params"])
+        elif isinstance(leaf, Iterator | ValuesView):
+            leaf = tuple(leaf)
+        expanded.append(leaf)
     return expand_params(
         pytree.unflatten(spec, expanded), root, allow_distributed=allow_distributed
     )
-
-
-def _expanded(leaf: Any, where: Callable[[], str] | None) -> PyTree:
-    """Return the tensors that a leaf stands for; raise, with where, if they are distributed."""
-    if isinstance(leaf, nn.Module):
-        params, classes = modules.named_parameters(leaf)
-        if where is not None:
-            _refuse_distributed(classes, where)
-        return params
-    if isinstance(leaf, Optimizer):
-        return tuple(p for group in leaf.param_groups for p in group["params"])
-    return tuple(leaf) if isinstance(leaf, Iterator | ValuesView) else leaf
 
 
 def refuse_distributed(module: nn.Module, where: Callable[[], str]) -> None:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache, partial
 from itertools import chain
-from operator import attrgetter
 from threading import Lock
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
@@ -132,13 +131,10 @@ def first_pre_hooked(leaves: Sequence[Tensor]) -> int | None:
 
 
 def _nodes_of_leaves(leaves: Sequence[Tensor]) -> list[Node]:
-    plain = set(map(type, leaves)) <= PLAIN_TYPES and not any(map(_is_nested, leaves))
+    plain = all(type(leaf) in PLAIN_TYPES and not leaf.is_nested for leaf in leaves)
     if plain and not transforms():
         return accumulate_grad_nodes(leaves)
     return [edge(x).node for x in leaves]
-
-
-_is_nested = attrgetter("is_nested")
 
 
 def _first_with_pre_hooks(nodes: Sequence[Node]) -> int | None:
@@ -146,7 +142,7 @@ def _first_with_pre_hooks(nodes: Sequence[Node]) -> int | None:
     with _own_hooks.lock, INSIDE:
         for index, node in enumerate(nodes):
             # All that Python has registered there, ours among them until it is removed.
-            hooks = _removed(node.register_prehook(_no_change)).hooks_dict_ref()
+            hooks = _removed(node.register_prehook(lambda _: None)).hooks_dict_ref()
             _own_hooks.count += 1
             if hooks:
                 return index
@@ -159,10 +155,6 @@ def _removed(handle: RemovableHandle) -> RemovableHandle:
     finally:
         handle.remove()
     return handle
-
-
-def _no_change(_: Cotangents) -> None:
-    """Leave cotangents as they are."""
 
 
 # How many hooks there were, and the ids of tensors without pre-hooks. One that is made later has
@@ -265,10 +257,8 @@ def _classes_to_watch(_: str) -> _Watched:
         (each, cls.__name__ in REFUSED, not _from_torch(cls)) for each in every if (cls := each())
     ]
     del cls
-    # Most classes that torch brings have no instances.
-    return _Watched(
-        [kind for kind in kinds if any(kind[1:])], min(filter(None, map(_references, every)))
-    )
+    idle = min(filter(None, map(_references, every)))  # most of torch's have no instances
+    return _Watched([kind for kind in kinds if any(kind[1:])], idle)
 
 
 def _references(each: ref[type]) -> int:
