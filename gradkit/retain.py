@@ -111,10 +111,7 @@ class RetainedGrads:
 @disable_compile
 @contextmanager
 def safe_retain(
-    tensors: PyTree | nn.Module,
-    names: str | Sequence[str] | None = None,
-    *,
-    inputs: bool = False,
+    tensors: PyTree | nn.Module, names: str | Sequence[str] | None = None, *, inputs: bool = False
 ) -> Iterator[RetainedGrads]:
     """Keep the gradients of intermediate tensors, for every backward pass inside the block.
 

@@ -26,12 +26,7 @@ from gradkit._compat.transforms import (
 )
 from gradkit._compat.undoing import undone
 from gradkit._core.graph import Subgraph, leaf_tensors, nodes_below
-from gradkit._core.user_code import (
-    Cotangents,
-    register_own_hooks,
-    remove_hooks,
-    user_functions,
-)
+from gradkit._core.user_code import Cotangents, register_own_hooks, remove_hooks, user_functions
 from gradkit.errors import UnsupportedGraphError
 
 

@@ -26,12 +26,7 @@ from gradkit._compat.transforms import COMPILED_AUTOGRAD, autograd_grad, compile
 from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import user_code
 from gradkit._core.call import Call
-from gradkit._core.grad_recorder import (
-    any_observers,
-    hidden_passes,
-    observed_tensors,
-    observers,
-)
+from gradkit._core.grad_recorder import any_observers, hidden_passes, observed_tensors, observers
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._state.grad_attribute import grads_put_back, set_grads
 from gradkit._state.recomputed_tensors import recompute_hooks, recomputed_tensor_sources

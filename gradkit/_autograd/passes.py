@@ -452,11 +452,7 @@ def run_in_turn(
 
 
 def grads_to_tree(
-    grads: Grads,
-    params: Params,
-    unused: str,
-    create_graph: bool,
-    leading: tuple[int, ...] = (),
+    grads: Grads, params: Params, unused: str, create_graph: bool, leading: tuple[int, ...] = ()
 ) -> PyTree:
     """Return the tree of gradients, zeros for None if asked for; `leading` is the loss's shape."""
     if unused == "zeros":

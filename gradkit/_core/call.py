@@ -182,11 +182,7 @@ class Losses:
 
 
 def read_losses(
-    tree: PyTree,
-    *,
-    scalar: bool,
-    returned: bool = False,
-    may_be_aux: bool = False,
+    tree: PyTree, *, scalar: bool, returned: bool = False, may_be_aux: bool = False
 ) -> Losses:
     """Check a tree of losses: given by the caller, or `returned` by the caller's function."""
     leaves, spec = pytree.flatten(tree)

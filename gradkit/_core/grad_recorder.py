@@ -17,12 +17,7 @@ from gradkit._compat.transforms import is_transform_tensor, transforms
 from gradkit._compat.undoing import undone
 from gradkit._core import graph, user_code
 from gradkit._core.ownership import copy_for
-from gradkit.errors import (
-    LeafTypeError,
-    UnsupportedGraphError,
-    describe,
-    message,
-)
+from gradkit.errors import LeafTypeError, UnsupportedGraphError, describe, message
 
 # Where gradients arrive: a node and the number of its output. An in-place operation gives the same
 # tensor another one.

@@ -21,13 +21,7 @@ from gradkit._core import modules, pytree
 from gradkit._core.graph import refuse_lost_history
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.pytree import PyTree, Structure
-from gradkit.errors import (
-    LeafTypeError,
-    StructureError,
-    UnsupportedGraphError,
-    describe,
-    message,
-)
+from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 
 _requires_grad, _is_leaf = attrgetter("requires_grad"), attrgetter("is_leaf")
 _PARAMETER = {nn.Parameter}  # which is always a leaf

@@ -17,20 +17,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradkit._compat.autograd import current_pass, run_in_place_of_backward
-from gradkit._compat.transforms import (
-    is_of_ended_transform,
-    layers,
-    recording_levels,
-    transforms,
-)
+from gradkit._compat.transforms import is_of_ended_transform, layers, recording_levels, transforms
 from gradkit._core.constant_function import attach
 from gradkit._core.graph import Subgraph, metadata
-from gradkit._core.user_code import (
-    Cotangents,
-    functions_alive,
-    register_own_hooks,
-    user_functions,
-)
+from gradkit._core.user_code import Cotangents, functions_alive, register_own_hooks, user_functions
 
 Grads: TypeAlias = list[Tensor | None]
 
