@@ -110,30 +110,26 @@ class ArrivalCapture:
         # have written on it before. What its own hooks write belongs to it.
         self.versions: dict[int, int] = {}
         self._hooked = {id(v) for v in to_copy if tensor_hooks(v)}
-        copies = {id(v): _copied for v in to_copy if v.grad_fn is None}
+        ids = set(map(id, to_copy))
+        numbered = [(index, v) for index, v in enumerate(variables) if id(v) in ids]
+        leaves = [(index, v) for index, v in numbered if v.grad_fn is None]
+        copies: list[Copy] = [_copied] * len(leaves)
         if finder is not None:
-            for index, variable in enumerate(variables):
-                if id(variable) in copies:
-                    copies[id(variable)] = partial(_noted_and_copied, finder, index)
-        leaves = [v for v in to_copy if v.grad_fn is None]
-        stack.enter_context(copied_on_arrival(leaves, [copies[id(leaf)] for leaf in leaves]))
-        not_leaves = {id(v) for v in to_copy if v.grad_fn is not None}
-        for index, variable in enumerate(variables):
-            if id(variable) in not_leaves:
+            copies = [partial(_noted_and_copied, finder, index) for index, _ in leaves]
+        stack.enter_context(copied_on_arrival([leaf for _, leaf in leaves], copies))
+        hooks: list[tuple[Tensor, Callable[[Tensor], None]]] = []
+        for index, variable in numbered:
+            if variable.grad_fn is not None:
                 self._arrived[index] = {}
-                self._register(variable, partial(self._store, index, variable), stack)
-        if not_leaves:
+                hooks.append((variable, partial(self._store, index, variable)))
+        if hooks:
             with torch.enable_grad(), INSIDE:
                 leaf = torch.zeros((), device=variables[0].device, requires_grad=True)
                 root = leaf.view_as(leaf)
-            self._register(root, lambda _: self._own_pass.append(current_pass()), stack)
+            hooks.append((root, lambda _: self._own_pass.append(current_pass())))
             self.roots, self.leaves = [root], [leaf]
-
-    @staticmethod
-    def _register(
-        tensor: Tensor, hook: Callable[[Tensor], Tensor | None], stack: ExitStack
-    ) -> None:
-        stack.callback(user_code.register_own_hook(tensor, hook).remove)
+        for tensor, hook in hooks:
+            stack.callback(user_code.register_own_hook(tensor, hook).remove)
 
     def _store(self, index: int, variable: Tensor, grad: Tensor | None) -> None:
         if grad is not None:

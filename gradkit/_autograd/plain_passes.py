@@ -95,7 +95,7 @@ def plain_value_and_grads(
         return None
     if create_graph and not _is_differentiable(loss, params):
         return None
-    call = partial(_call, loss, params, create_graph)
+    call = partial(_call_for, loss, params, create_graph)
     if [*map(getrefcount, RECOMPUTING)] != IDLE:
         refuse_other_tensors([loss], call)
     grads = run_plainly(loss, variables, create_graph, create_graph, call)
@@ -112,7 +112,7 @@ def plain_value_and_grads(
 
 def plain_backward(loss: Tensor) -> Tensor:
     """Accumulate the gradients of a plain loss into `.grad`, and return its value."""
-    call = partial(_call, loss, NO_PARAMS, False)
+    call = partial(_call_for, loss, NO_PARAMS, False)
     if is_freed(loss):
         check_backward_to_leaves(call())  # which raises
     if [*map(getrefcount, RECOMPUTING)] != IDLE:
@@ -121,7 +121,7 @@ def plain_backward(loss: Tensor) -> Tensor:
     return loss.detach().clone()
 
 
-def _call(loss: Tensor, params: Params, create_graph: bool) -> Call:
+def _call_for(loss: Tensor, params: Params, create_graph: bool) -> Call:
     return Call(Losses(*flatten(loss)), [loss], [Pass([0], params)], create_graph=create_graph)
 
 
@@ -191,7 +191,11 @@ def plain_separate_grads(losses: Losses, each: Sequence[Params]) -> list[Grads] 
     hooked, functions = hooks_registered(), functions_alive()
     if functions.refused or (hooked and have_hooks(variables)):
         return None
-    call = partial(_separate_call, losses, each)
+
+    def call() -> Call:
+        passes = [Pass([index], params) for index, params in enumerate(each)]
+        return Call(losses, losses.leaves, passes)
+
     if [*map(getrefcount, RECOMPUTING)] != IDLE:
         refuse_other_tensors(losses.leaves, call)
     common = len(different) == 1
@@ -277,10 +281,7 @@ def _any_missing(results: Sequence[Grads], *, common: bool) -> bool:
     """Return whether some variable has a gradient of no loss; `common`: they are of all losses."""
     if not common:
         return type(None) in set(map(type, chain.from_iterable(results)))
-    by_variable = zip(*results, strict=True)
-    return any(all(grad is None for grad in grads) for grads in by_variable)
-
-
-def _separate_call(losses: Losses, each: Sequence[Params]) -> Call:
-    passes = [Pass([index], params) for index, params in enumerate(each)]
-    return Call(losses, losses.leaves, passes)
+    missing: Sequence[int] = range(len(results[0]))
+    for grads in results:
+        missing = [index for index in missing if grads[index] is None]
+    return bool(missing)

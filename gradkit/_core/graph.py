@@ -31,8 +31,7 @@ def edge(tensor: Tensor) -> GradientEdge:
 
 def leaf_tensors(nodes: Iterable[Node]) -> dict[int, Tensor]:
     """Return the leaf tensors whose gradients the nodes accumulate, by id."""
-    leaves = map(leaf_of, leaf_nodes(nodes))
-    return {id(leaf): leaf for leaf in leaves}
+    return {id(leaf): leaf for leaf in map(leaf_of, leaf_nodes(nodes))}
 
 
 def leaf_nodes(nodes: Iterable[Node]) -> list[Node]:
@@ -311,10 +310,9 @@ def _part(top: Node, index: int, reached_from: dict[Node, int], bounds: _Bounds)
 class _Bounds:
     """How far a walk goes whose passes end at intermediate values, as those of an inner loop do."""
 
-    # The graph of a loop may be a thousand times what a pass in it executes. A node's number is
-    # above those of the nodes that its thread made before; those of other threads, such as the
-    # engine's own for a device, have numbers of theirs. So a number alone leaves out nothing but
-    # what is below an end, where another end is all that matters.
+    # The graph of a loop may be a thousand times what one of its passes executes. Numbers of nodes
+    # grow within a thread only, and the engine has threads of its own: so a low number leaves out
+    # nothing but what is below an end, where another end is all that matters.
 
     def __init__(self, ends: Collection[Node]) -> None:
         self.ends = ends
@@ -452,15 +450,10 @@ class Subgraph:
         # own nodes are not executed: the engine only captures there.
         key = (*map(id, variables), *extra)
         if key not in self._leading:
-            self._leading[key] = (
-                self._inner if self._ends_at(variables) else self._walk_up(variables, extra)
-            )
+            is_whole = not self.ends and not self.stop
+            is_simple = is_whole and self.leaves.keys() <= set(map(id, variables))
+            self._leading[key] = self._inner if is_simple else self._walk_up(variables, extra)
         return self._leading[key]
-
-    def _ends_at(self, variables: Sequence[Tensor]) -> bool:
-        """Return whether all of the graph has been walked, and its leaves are all variables."""
-        walked = not self.ends and not self.stop
-        return walked and self.leaves.keys() <= set(map(id, variables))
 
     @cached_property
     def _inner(self) -> set[Node]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from gradkit._compat.distributed import (
     are_aligned,
@@ -18,7 +16,6 @@ from gradkit._compat.distributed import (
     local_part,
     sharded_like,
     sharding,
-    sum_over_shards,
 )
 from gradkit._compat.undoing import INSIDE
 from gradkit.errors import LeafTypeError, first_line, message
@@ -92,7 +89,8 @@ def dot_leaves(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return None
     if are_aligned(a, b):  # the graph would keep both whole tensors
-        # Each Function that is defined costs every call a look: not where nobody has shards.
+        from gradkit._core.shard_sum import shard_sum
+
         return shard_sum(_dot(local_part(a), local_part(b)), sharding(a))
     return _dot(a, b)
 
@@ -192,33 +190,3 @@ def from_real_vector(flat: Tensor, like: Tensor) -> Tensor:
         flat = torch.complex(flat[::2], flat[1::2])  # view_as_complex wants an even offset
     leaf = flat.reshape(like.shape).to(like.dtype)
     return sharded_like(leaf, like) if is_dtensor(like) else leaf
-
-
-def shard_sum(part: Tensor, sharded_as: Hashable) -> Tensor:
-    """Return the sum of what ranks have computed from their parts, differentiable."""
-    if not part.requires_grad:
-        return sum_over_shards(part, sharded_as)
-    return _AcrossShards.apply(part, sharded_as, True)  # type: ignore[no-untyped-call,no-any-return]
-
-
-# The sum is the same on all ranks, and so is its cotangent, which each rank gives to its own part.
-# The derivative of that is a sum again: torch's, of `DTensor.full_tensor`, leaves it out.
-class _AcrossShards(Function):
-    """The sum over the shards, on every rank; or, not `summed`, such a number for each part."""
-
-    @staticmethod
-    def forward(value: Tensor, sharded_as: Hashable, summed: bool) -> Tensor:
-        if not summed:
-            return value.clone()
-        return sum_over_shards(value.detach(), sharded_as)  # torch warns of one that requires grad
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-        _, ctx.sharded_as, ctx.summed = inputs
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        (cotangent,) = cotangents
-        if ctx.summed:
-            return _AcrossShards.apply(cotangent, ctx.sharded_as, False), None, None  # type: ignore[no-untyped-call]
-        return shard_sum(cotangent, ctx.sharded_as), None, None

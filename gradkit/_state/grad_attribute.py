@@ -21,31 +21,27 @@ from gradkit.errors import UnsupportedGraphError, describe, message
 
 _grad, _requires_grad, _version = map(attrgetter, ("grad", "requires_grad", "_version"))
 _shape, _dtype, _device, _layout = map(attrgetter, ("shape", "dtype", "device", "layout"))
-_address, _is_contiguous, _is_inference = (
-    Tensor.data_ptr,
-    Tensor.is_contiguous,
-    Tensor.is_inference,
-)
+_address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
 _PLAIN = frozenset({Tensor})
 _NONE = frozenset({type(None)})
 
 
 def write(leaf: Tensor, grad: Tensor | None) -> None:
     """Set `.grad` to a copy of a gradient, without its graph; None sets None."""
-    leaf.grad = _copy(leaf, grad)
+    leaf.grad = _copy_for_grad(leaf, grad)
 
 
-def _copy(leaf: Tensor, grad: Tensor | None) -> Tensor | None:
+def _copy_for_grad(leaf: Tensor, grad: Tensor | None) -> Tensor | None:
     return None if grad is None else copy_for(detach_keep_tangent(grad), leaf)
 
 
 def write_all(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-    """Do so for each pair; in half the time where all tensors are dense and contiguous."""
+    """Set the `.grad` of each leaf so; one pass over all where every tensor is contiguous."""
     leaves, grads = [leaf for leaf, _ in pairs], [grad for _, grad in pairs]
     if _are_contiguous(leaves, grads):
         set_grads(leaves, list(map(Tensor.clone, cast("list[Tensor]", grads))))
         return
-    set_grads(leaves, [_copy(leaf, grad) for leaf, grad in pairs])
+    set_grads(leaves, [_copy_for_grad(leaf, grad) for leaf, grad in pairs])
 
 
 def _are_contiguous(leaves: Sequence[Tensor], grads: Sequence[Any]) -> bool:
@@ -112,7 +108,7 @@ def _take_additions(totals: Sequence[Tensor]) -> bool:
     """Return whether torch adds to these dense tensors in place."""
     return (
         ARITHMETIC_DTYPES.issuperset(map(_dtype, totals))
-        and not any(map(_is_inference, totals))
+        and not any(map(Tensor.is_inference, totals))
         and (all(map(_is_contiguous, totals)) or not any(map(overlaps_itself, totals)))
     )
 

@@ -134,14 +134,10 @@ class SecondRun:
 
 
 _NO_PASS = -1
+# The second run that this code runs in.
 _innermost: ContextVar[SecondRun | None] = ContextVar("innermost", default=None)
 # A pass that fails calls nothing back: with it, its entry is gone.
 _of_passes: WeakValueDictionary[int, Differences] = WeakValueDictionary()
-
-
-def innermost_second_run() -> SecondRun | None:
-    """Return the second run that this code runs in."""
-    return _innermost.get()
 
 
 @contextmanager
@@ -190,7 +186,7 @@ class RerunState:
         self._kernels = attention_kernels()
         self._writes = _StorageWrites()
         self._checksums: Checksums = {}
-        self._around = innermost_second_run()
+        self._around = _innermost.get()
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
