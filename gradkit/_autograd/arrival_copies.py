@@ -77,7 +77,7 @@ class _HookGuard(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-Copy: TypeAlias = Callable[[Tensor | None], Tensor | None]
+CopyHook: TypeAlias = Callable[[Tensor | None], Tensor | None]
 
 
 class ArrivalCapture:
@@ -113,9 +113,9 @@ class ArrivalCapture:
         ids = set(map(id, to_copy))
         numbered = [(index, v) for index, v in enumerate(variables) if id(v) in ids]
         leaves = [(index, v) for index, v in numbered if v.grad_fn is None]
-        copies: list[Copy] = [_copied] * len(leaves)
+        copies: list[CopyHook] = [_cloned] * len(leaves)
         if finder is not None:
-            copies = [partial(_noted_and_copied, finder, index) for index, _ in leaves]
+            copies = [partial(_noted_and_cloned, finder, index) for index, _ in leaves]
         stack.enter_context(copied_on_arrival([leaf for _, leaf in leaves], copies))
         hooks: list[tuple[Tensor, Callable[[Tensor], None]]] = []
         for index, variable in numbered:
@@ -151,7 +151,7 @@ class ArrivalCapture:
 
 @contextmanager
 def copied_on_arrival(
-    tensors: Sequence[Tensor], copies: Sequence[Copy] | None = None
+    tensors: Sequence[Tensor], copies: Sequence[CopyHook] | None = None
 ) -> Iterator[None]:
     """Make the engine capture a copy of the gradient of each tensor that a pass ends at."""
     # Into the tables of hooks themselves: a handle for each would take longer than the copy.
@@ -163,19 +163,19 @@ def copied_on_arrival(
             table.pop(key, None)
 
     with undone(end):
-        for table, copy in zip(tables, copies or [_copied] * len(tables), strict=True):
+        for table, copy in zip(tables, copies or [_cloned] * len(tables), strict=True):
             table[key] = copy
         yield
 
 
-def _copied(grad: Tensor | None) -> Tensor | None:
+def _cloned(grad: Tensor | None) -> Tensor | None:
     return None if grad is None else grad.clone()  # None is an undefined gradient [D10]
 
 
-def _noted_and_copied(finder: WriteFinder, index: int, grad: Tensor | None) -> Tensor | None:
+def _noted_and_cloned(finder: WriteFinder, index: int, grad: Tensor | None) -> Tensor | None:
     if grad is not None and not is_batch(grad):  # that of another thread's pass
         finder.arrive(index, grad)
-    return _copied(grad)
+    return _cloned(grad)
 
 
 class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -202,6 +202,7 @@ _MULTI_GRAD_HOOK = message(
 )
 
 
+# https://github.com/pytorch/pytorch/issues/186256
 _NO_THIRD_DERIVATIVE = (
     "a graph whose derivative torch has",
     "the second derivative of a batch_norm or instance_norm, whose third torch does not have",

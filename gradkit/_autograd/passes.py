@@ -50,7 +50,7 @@ from gradkit._core.call import (
     require_graph,
 )
 from gradkit._core.grad_recorder import any_observers, observed_tensors
-from gradkit._core.graph import Part, Subgraph
+from gradkit._core.graph import OwnNodes, Subgraph
 from gradkit._core.ownership import owned, zeros_for
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree, Structure
@@ -95,7 +95,7 @@ def plan_sets(executed: Sequence[set[Node]]) -> list[ReleasePlan]:
     return plans[::-1]
 
 
-def plan_parts(parts: Sequence[Part], executed: set[Node]) -> list[ReleasePlan]:
+def plan_parts(parts: Sequence[OwnNodes], executed: set[Node]) -> list[ReleasePlan]:
     """Return the plans of passes that execute all of these nodes that are below their losses."""
     # So whatever is below a node that a later pass executes, that pass executes, too.
     return [
@@ -329,9 +329,7 @@ class PassResult:
         """Return the same with a pass for every loss, which gave nothing for constants."""
         if len(self.grads) == len(self.call.losses.leaves):
             return self
-        by_loss = {
-            one.losses[0]: grads for one, grads in zip(self.call.passes, self.grads, strict=True)
-        }
+        by_loss = dict(zip(self.call.differentiated, self.grads, strict=True))
         every = range(len(self.call.losses.leaves))
         nothing: Grads = [None] * len(params.variables)
         call = replace(self.call, passes=[Pass([index], params) for index in every])

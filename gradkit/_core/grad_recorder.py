@@ -31,7 +31,7 @@ class GradRecorder:
         self.tensor, self.edge = tensor, edge
         self.passes: list[Tensor] = []
         self._numbers: list[int] = []  # of these passes
-        self._is_compiled, self._may_be_hidden = is_compiled_node(edge.node), False
+        self._is_compiled, self._passed_unseen = is_compiled_node(edge.node), False
         self._where = where
         self._version = tensor._version
         self._thread = calling_thread()
@@ -47,7 +47,7 @@ class GradRecorder:
             self.passes.append(copy_for(grad, self.tensor))
             self._numbers.append(current_pass())
         elif self._is_compiled and grad is None:
-            self._may_be_hidden = True  # the pass went through what has made the tensor
+            self._passed_unseen = True  # the pass went through what has made the tensor
 
     def scale(self, passes: Set[int], factor: Tensor) -> None:
         """Multiply the gradients of passes with these numbers."""
@@ -65,7 +65,7 @@ class GradRecorder:
 
     def require_shown(self) -> None:
         """Raise if the graph does not show whether a pass depends on the tensor."""
-        if self._may_be_hidden:
+        if self._passed_unseen:
             raise UnsupportedGraphError(message(self._where(), *compiled_together("the losses")))
 
     def remove(self) -> None:

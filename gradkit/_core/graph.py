@@ -161,7 +161,7 @@ def _children(node: Node) -> list[Node]:
     return [child for child, _ in node.next_functions if child is not None]
 
 
-class Part(NamedTuple):
+class OwnNodes(NamedTuple):
     """What one of several roots reaches."""
 
     nodes: list[Node]  # those that it reaches, and no later root does
@@ -266,27 +266,27 @@ def kinds_in_short_pass(root: Tensor, ends: Collection[Node], most: int) -> set[
     return set(map(type, nodes))
 
 
-def parts_below(
+def own_nodes_of_each(
     roots: Iterable[Tensor], stop: Iterable[Node], ends: Collection[Node] = frozenset()
-) -> list[Part]:
+) -> list[OwnNodes]:
     """Return what each of the roots reaches, as `Subgraph` says of `stop` and `ends`."""
     tops = [root.grad_fn or edge(root).node for root in roots]
     last_first = list(enumerate(tops))[::-1]
     reached_from: dict[Node, int] = dict.fromkeys(stop, -1)  # the index of a root
     bounds = _Bounds(ends) if ends else _NO_BOUNDS
-    parts = [_part(top, index, reached_from, bounds) for index, top in last_first]
+    parts = [_own_nodes(top, index, reached_from, bounds) for index, top in last_first]
     if ends:
         for part, (index, _) in zip(parts, last_first, strict=True):
             bounds.extend_below_ends(part, index, reached_from)
-        if bounds.tell_nothing(reached_from.keys()):
-            return parts_below(roots, stop)
+        if bounds.may_hide_an_end(reached_from.keys()):
+            return own_nodes_of_each(roots, stop)
     avoid_recursion([node for part in parts for node in part.nodes], grows=bool(ends or stop))
     return parts[::-1]
 
 
-def _part(top: Node, index: int, reached_from: dict[Node, int], bounds: _Bounds) -> Part:
+def _own_nodes(top: Node, index: int, reached_from: dict[Node, int], bounds: _Bounds) -> OwnNodes:
     if top in reached_from:
-        return Part([], [top])
+        return OwnNodes([], [top])
     reached_from[top] = index
     nodes: list[Node] = [top]
     shared: list[Node] = []
@@ -304,7 +304,7 @@ def _part(top: Node, index: int, reached_from: dict[Node, int], bounds: _Bounds)
                     nodes.append(child)
             elif other != index:
                 shared.append(child)
-    return Part(nodes, shared)
+    return OwnNodes(nodes, shared)
 
 
 class _Bounds:
@@ -325,7 +325,7 @@ class _Bounds:
         """Return whether an old node leads to an end."""
         return self._leads_to(node, self.ends)
 
-    def extend_below_ends(self, part: Part, index: int, reached_from: dict[Node, int]) -> None:
+    def extend_below_ends(self, part: OwnNodes, index: int, reached_from: dict[Node, int]) -> None:
         """Add what is below the ends of a part, as far as it is as new as they are."""
         below = [node for node in part.nodes if node in self.ends]
         for node in below:  # which grows meanwhile
@@ -347,7 +347,7 @@ class _Bounds:
                 else:
                     self._left_out.append(child)
 
-    def tell_nothing(self, reached: Collection[Node]) -> bool:
+    def may_hide_an_end(self, reached: Collection[Node]) -> bool:
         """Return whether what was left out may lead to an end: all has to be walked."""
         if self._are_mixed:
             return True
@@ -357,7 +357,7 @@ class _Bounds:
         return bool(missing) and any(self._leads_to(node, missing) for node in self._left_out)
 
     @cached_property
-    def _marks_tell(self) -> bool:
+    def _marks_are_valid(self) -> bool:
         """Whether no end is below a marked node, as an older one may be."""
         return not any(_LEADS_BACK in metadata(end) for end in self.ends)
 
@@ -365,7 +365,7 @@ class _Bounds:
         # What has been looked through is marked, with all that is below: nothing that is made later
         # is there, and each node of a long loop is looked at once.
         seen, nodes = {top}, [top]
-        if self._marks_tell and _LEADS_BACK in metadata(top):
+        if self._marks_are_valid and _LEADS_BACK in metadata(top):
             return False
         for node in nodes:  # which grows meanwhile
             for child, _ in node.next_functions:
@@ -373,7 +373,7 @@ class _Bounds:
                     continue
                 if child in ends:
                     return True
-                if not (self._marks_tell and _LEADS_BACK in metadata(child)):
+                if not (self._marks_are_valid and _LEADS_BACK in metadata(child)):
                     seen.add(child)
                     nodes.append(child)
         for node in nodes:
@@ -406,9 +406,9 @@ class Subgraph:
         return set(self.stop).union(*(part.nodes for part in self.parts))
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[OwnNodes]:
         """For each root the nodes that it reaches, and no later root does."""
-        return parts_below(self.roots, self.stop, self.ends)
+        return own_nodes_of_each(self.roots, self.stop, self.ends)
 
     @cached_property
     def kinds(self) -> set[type]:

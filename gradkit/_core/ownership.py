@@ -42,7 +42,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
 def shared_by(written: Sequence[Tensor], read: Sequence[Tensor | None]) -> tuple[int, int] | None:
     """Return a tensor that is written, and another one in its memory; None if there is none."""
     # Both are indices of the two lists in succession. What is written may be read beside it.
-    if _are_apart([*written, *(y for y in read if y is not None)]):
+    if _are_disjoint([*written, *(y for y in read if y is not None)]):
         return None
     spans = [(*_span(x), index) for index, x in enumerate(written) if x.numel()]
     for index, (x, y) in enumerate(zip(written, read, strict=True)):
@@ -60,7 +60,7 @@ def shared_by(written: Sequence[Tensor], read: Sequence[Tensor | None]) -> tuple
     return None
 
 
-def _are_apart(tensors: Sequence[Tensor]) -> bool:
+def _are_disjoint(tensors: Sequence[Tensor]) -> bool:
     """Return whether tensors are contiguous, and no two share memory; False if unsure."""
     # One attribute of all at a time: a Python loop over the leaves takes as long as their sum.
     if not all(map(Tensor.is_contiguous, tensors)):

@@ -25,7 +25,7 @@ from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError,
 
 _requires_grad, _is_leaf = attrgetter("requires_grad"), attrgetter("is_leaf")
 _PARAMETER = {nn.Parameter}  # which is always a leaf
-Copy: TypeAlias = Callable[[list[Any]], Iterable[Any]]
+CopyAll: TypeAlias = Callable[[list[Any]], Iterable[Any]]
 EXPANDED = (nn.Module, Iterator, ValuesView, Optimizer)  # what stands for its tensors
 DIFFERENTIABLE = "a floating-point or complex tensor"  # what errors say that they expect
 
@@ -68,7 +68,7 @@ class Params:
                 first.setdefault(slot, index)
         return list(first.values())  # variables are numbered in the order of their first leaves
 
-    def per_leaf(self, values: Sequence[Any], copy: Copy | None = None) -> list[Any]:
+    def per_leaf(self, values: Sequence[Any], copy: CopyAll | None = None) -> list[Any]:
         """Return for each leaf the value of its variable; `copy` is for further leaves of it."""
         by_leaf = [None if slot is None else values[slot] for slot in self.slots]
         if copy is not None:
@@ -119,7 +119,7 @@ NO_PARAMS = Params(
 )
 
 
-_clones: Copy = partial(map, Tensor.clone)
+_clones: CopyAll = partial(map, Tensor.clone)
 
 
 def read_params(tree: PyTree, root: str = "params", *, allow_distributed: bool = False) -> Params:

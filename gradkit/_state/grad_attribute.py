@@ -97,14 +97,14 @@ def add_together(totals: list[Any], grads: list[Any]) -> bool:
         return False
     if not storages.isdisjoint(map(storage_address, grads)):
         return False  # what is added might change on the way
-    if not _take_additions(totals):
+    if not _can_be_added_to(totals):
         return False
     # One kernel for all takes a third of the time of one for each, and gives the same bits.
     torch._foreach_add_(totals, grads)
     return True
 
 
-def _take_additions(totals: Sequence[Tensor]) -> bool:
+def _can_be_added_to(totals: Sequence[Tensor]) -> bool:
     """Return whether torch adds to these dense tensors in place."""
     return (
         ARITHMETIC_DTYPES.issuperset(map(_dtype, totals))
@@ -122,7 +122,7 @@ def are_addable(totals: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
         # Another `.data` may have another shape or device than the `.grad`.
         and list(map(_shape, totals)) == list(map(_shape, grads))
         and list(map(_device, totals)) == list(map(_device, grads))
-        and _take_additions(totals)
+        and _can_be_added_to(totals)
     )
 
 
@@ -230,10 +230,8 @@ def _refuse_unassignable(leaves: Sequence[Tensor], grads: Sequence[Tensor | None
 def _copies_of_views(
     leaves: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return each `.grad` that may be overwritten through a buffer that it is part of, and a copy.
-
-    Not one that is part of a leaf itself, which the block is to change.
-    """
+    """Return each `.grad` that may be overwritten through a buffer around it, and a copy."""
+    # Not one that is part of a leaf itself, which the block is to change.
     views = [grad for grad in grads if grad is not None and _is_part_of_buffer(grad)]
     of_leaves = set(map(_memory, leaves)) if views else set()
     return [(grad, grad.detach().clone()) for grad in views if _memory(grad) not in of_leaves]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain, islice
 from operator import is_, itemgetter
 from threading import Event
@@ -46,25 +45,22 @@ _blocks: list[_Block] = []
 
 @contextmanager
 def alone_with(*modules: nn.Module) -> Iterator[None]:
-    """Let no other thread into such a block with these modules, or with one that shares a part.
-
-    Raises UnsupportedGraphError where two threads would wait for each other.
-    """
+    """Let no other thread into such a block with these modules; raise where both would wait."""
     if torch.compiler.is_compiling() or not modules:
         yield
         return
     block = _Block(modules)
-    with undone(partial(_end, block)):
+
+    def end() -> None:
+        if block in _blocks:
+            _blocks.remove(block)
+        block.ended.set()
+
+    with undone(end):
         _blocks.append(block)
         while len(_blocks) > 1 and (other := _blocking(block)):
             _wait(block, other)
         yield
-
-
-def _end(block: _Block) -> None:
-    if block in _blocks:
-        _blocks.remove(block)
-    block.ended.set()
 
 
 def _blocking(block: _Block) -> _Block | None:
@@ -180,10 +176,7 @@ def _is_same(container: Any, copy: Any) -> bool:
 def attributes_put_back(
     module: nn.Module, *, hooks: bool = False
 ) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Put back the attributes, lists and dictionaries of a module; with `hooks`, its hooks, too.
-
-    Yields its parts by name. Until the block ends, another thread waits at such a block.
-    """
+    """Put a module's attributes and containers back, its hooks too if asked; yield its parts."""
     # Otherwise what a forward pass computes from the tensors of a call would stay in the module: a
     # weight that a hook makes, a cache. And in a module that is part of another under two names,
     # torch.func.functional_call leaves the tensors of the call as its parameters.
