@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from gradkit._autograd.gramian import weights_from_gramian
 from gradkit._autograd.passes import (
     grads_to_tree,
-    read_players,
+    read_params_of_each,
     run_jointly,
-    run_players,
     run_separately,
+    run_simultaneously,
+    simultaneous_trees,
     trees_by_loss,
-    trees_by_player,
 )
 from gradkit._autograd.plain_passes import (
     are_plain,
@@ -391,21 +391,22 @@ def simultaneous_grads(
         Balduzzi et al. 2018, "The Mechanics of n-Player Differentiable Games", equation (1),
         https://arxiv.org/abs/1802.05642
     """
-    players = None
+    each = None
     if unused is _NONE and retain_graph is None and create_graph is False:
         flat_losses = Losses(*pytree.flatten(losses))
         if are_plain(flat_losses.leaves):
-            players = read_players(flat_losses, params)
-            grads = plain_separate_grads(flat_losses, players.params)
+            each = read_params_of_each(flat_losses, params)
+            grads = plain_separate_grads(flat_losses, each)
             if grads is not None:
                 trees = [
                     part.unflatten(row, copy_ties=False)
-                    for part, row in zip(players.params, grads, strict=True)
+                    for part, row in zip(each, grads, strict=True)
                 ]
                 return pytree.unflatten(flat_losses.spec, trees)
     check_pass_options(unused, create_graph, retain_graph)
     with leave_inference_mode():
-        players = players or read_players(read_losses(losses, scalar=True), params)
-        result = run_players(players, unused, create_graph, retain_graph)
+        read = read_losses(losses, scalar=True)
+        each = each or read_params_of_each(read, params)
+        result = run_simultaneously(read, each, unused, create_graph, retain_graph)
         require_reached(result.call, result.grads)
-        return trees_by_player(result, players)
+        return simultaneous_trees(result, each)

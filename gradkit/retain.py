@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from torch import Tensor, nn
@@ -110,10 +111,7 @@ class RetainedGrads:
 @disable_compile
 @contextmanager
 def safe_retain(
-    tensors: PyTree | nn.Module,
-    names: str | Sequence[str] | None = None,
-    *,
-    inputs: bool = False,
+    tensors: PyTree | nn.Module, names: str | Sequence[str] | None = None, *, inputs: bool = False
 ) -> Iterator[RetainedGrads]:
     """Keep the gradients of intermediate tensors, for every backward pass inside the block.
 
@@ -271,10 +269,8 @@ def _refuse_reentrant(names: list[str]) -> NoReturn:
 
 
 def _see_arguments(see: _SeeRun, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if kwargs:
-        see(name, (*args, kwargs) if args else kwargs)
-    else:
-        see(name, args[0] if len(args) == 1 else args)
+    every = (*args, kwargs) if kwargs else args
+    see(name, every[0] if len(every) == 1 else every)
 
 
 def _recorder_of_runs(
@@ -301,8 +297,9 @@ def _recorder_of_runs(
         if current_pass() != -1:
             # A checkpoint's recomputation, inside a backward pass: the graph exists already, but
             # for a reentrant one, which is without the hooks of the other kind.
-            has_graph = [id(leaf) in with_graph for leaf in leaves]
-            if default_hooks() is None and _is_any_unrecorded(runs[name], has_graph):
+            before = [zip(kept.recorders, leaves, strict=False) for kept in runs[name]]
+            without = (leaf for recorder, leaf in chain(*before) if recorder is None)
+            if default_hooks() is None and any(id(leaf) in with_graph for leaf in without):
                 recomputed.add(name)
             return
         is_required = name in required and not with_graph
@@ -318,12 +315,6 @@ def _recorder_of_runs(
         runs[name].append(_KeptTree(leaves, spec, recorders))
 
     return see
-
-
-def _is_any_unrecorded(runs: list[_KeptTree], has_graph: list[bool]) -> bool:
-    """Return whether what has a graph now had none in a run."""
-    pairs = [pair for kept in runs for pair in zip(kept.recorders, has_graph, strict=False)]
-    return any(has and recorder is None for recorder, has in pairs)
 
 
 def _one_or_all(runs: list[PyTree], missing: Any) -> PyTree:

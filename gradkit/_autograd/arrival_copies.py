@@ -29,7 +29,7 @@ from gradkit._compat.undoing import INSIDE, undo_stack, undone
 from gradkit._core import pytree, user_code
 from gradkit._core.ownership import copy_for, written_tensors
 from gradkit._core.params import Params
-from gradkit._core.user_code import Cotangents, register_own_hook_after_node
+from gradkit._core.user_code import Cotangents, register_own_hooks
 from gradkit.errors import warn_fallback
 
 
@@ -77,7 +77,7 @@ class _HookGuard(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-Copy: TypeAlias = Callable[[Tensor | None], Tensor | None]
+CopyHook: TypeAlias = Callable[[Tensor | None], Tensor | None]
 
 
 class ArrivalCapture:
@@ -110,30 +110,26 @@ class ArrivalCapture:
         # have written on it before. What its own hooks write belongs to it.
         self.versions: dict[int, int] = {}
         self._hooked = {id(v) for v in to_copy if tensor_hooks(v)}
-        copies = {id(v): _copied for v in to_copy if v.grad_fn is None}
+        ids = set(map(id, to_copy))
+        numbered = [(index, v) for index, v in enumerate(variables) if id(v) in ids]
+        leaves = [(index, v) for index, v in numbered if v.grad_fn is None]
+        copies: list[CopyHook] = [_cloned] * len(leaves)
         if finder is not None:
-            for index, variable in enumerate(variables):
-                if id(variable) in copies:
-                    copies[id(variable)] = partial(_noted_and_copied, finder, index)
-        leaves = [v for v in to_copy if v.grad_fn is None]
-        stack.enter_context(copied_on_arrival(leaves, [copies[id(leaf)] for leaf in leaves]))
-        not_leaves = {id(v) for v in to_copy if v.grad_fn is not None}
-        for index, variable in enumerate(variables):
-            if id(variable) in not_leaves:
+            copies = [partial(_noted_and_cloned, finder, index) for index, _ in leaves]
+        stack.enter_context(copied_on_arrival([leaf for _, leaf in leaves], copies))
+        hooks: list[tuple[Tensor, Callable[[Tensor], None]]] = []
+        for index, variable in numbered:
+            if variable.grad_fn is not None:
                 self._arrived[index] = {}
-                self._register(variable, partial(self._store, index, variable), stack)
-        if not_leaves:
+                hooks.append((variable, partial(self._store, index, variable)))
+        if hooks:
             with torch.enable_grad(), INSIDE:
                 leaf = torch.zeros((), device=variables[0].device, requires_grad=True)
                 root = leaf.view_as(leaf)
-            self._register(root, lambda _: self._own_pass.append(current_pass()), stack)
+            hooks.append((root, lambda _: self._own_pass.append(current_pass())))
             self.roots, self.leaves = [root], [leaf]
-
-    @staticmethod
-    def _register(
-        tensor: Tensor, hook: Callable[[Tensor], Tensor | None], stack: ExitStack
-    ) -> None:
-        stack.callback(user_code.register_own_hook(tensor, hook).remove)
+        for tensor, hook in hooks:
+            stack.callback(user_code.register_own_hook(tensor, hook).remove)
 
     def _store(self, index: int, variable: Tensor, grad: Tensor | None) -> None:
         if grad is not None:
@@ -155,7 +151,7 @@ class ArrivalCapture:
 
 @contextmanager
 def copied_on_arrival(
-    tensors: Sequence[Tensor], copies: Sequence[Copy] | None = None
+    tensors: Sequence[Tensor], copies: Sequence[CopyHook] | None = None
 ) -> Iterator[None]:
     """Make the engine capture a copy of the gradient of each tensor that a pass ends at."""
     # Into the tables of hooks themselves: a handle for each would take longer than the copy.
@@ -167,19 +163,19 @@ def copied_on_arrival(
             table.pop(key, None)
 
     with undone(end):
-        for table, copy in zip(tables, copies or [_copied] * len(tables), strict=True):
+        for table, copy in zip(tables, copies or [_cloned] * len(tables), strict=True):
             table[key] = copy
         yield
 
 
-def _copied(grad: Tensor | None) -> Tensor | None:
+def _cloned(grad: Tensor | None) -> Tensor | None:
     return None if grad is None else grad.clone()  # None is an undefined gradient [D10]
 
 
-def _noted_and_copied(finder: WriteFinder, index: int, grad: Tensor | None) -> Tensor | None:
+def _noted_and_cloned(finder: WriteFinder, index: int, grad: Tensor | None) -> Tensor | None:
     if grad is not None and not is_batch(grad):  # that of another thread's pass
         finder.arrive(index, grad)
-    return _copied(grad)
+    return _cloned(grad)
 
 
 class WriteFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -279,19 +275,20 @@ def without_shared_memory(
     """Copy what a node hands to more than one other, in every pass through these nodes."""
     # So a hook or a Function that writes on its gradient in place changes its own alone, whether it
     # runs before or after another has been captured, or summed up [A3, L3].
+    separate = partial(_separated, note_copy=note_copy)
+
+    def separate_each(grads: Cotangents, _: Cotangents) -> Cotangents:
+        return separate(grads, ())
+
     with undo_stack() as stack:
         for node in nodes:
             if any(child is not None for child, _ in node.next_functions):
-                last = register_own_hook_after_node(
-                    node, lambda grads, _: _separated(grads, (), note_copy)
-                )
+                (last,) = register_own_hooks(partial(node.register_hook, separate_each))
                 stack.callback(last.remove)
                 hooks = cast("dict[int, object]", last.hooks_dict_ref())
                 others = [key for key in hooks if key != last.id]
                 if others:
-                    first = register_own_hook_after_node(
-                        node, partial(_separated, note_copy=note_copy)
-                    )
+                    (first,) = register_own_hooks(partial(node.register_hook, separate))
                     stack.callback(first.remove)
                     # The engine follows the order of insertion, and not OrderedDict's.
                     for key in (*others, last.id):

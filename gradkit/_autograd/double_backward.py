@@ -26,12 +26,7 @@ from gradkit._compat.transforms import (
 )
 from gradkit._compat.undoing import undone
 from gradkit._core.graph import Subgraph, leaf_tensors, nodes_below
-from gradkit._core.user_code import (
-    Cotangents,
-    register_own_hooks_around_node,
-    remove_hooks,
-    user_functions,
-)
+from gradkit._core.user_code import Cotangents, register_own_hooks, remove_hooks, user_functions
 from gradkit.errors import UnsupportedGraphError
 
 
@@ -47,11 +42,14 @@ def refuse_undifferentiable(where: Callable[[], str], below: Subgraph) -> Iterat
         for node in below.nodes if kinds else ():
             if type(node) in kinds:
                 probe = _Probe(where, type(node), below)
-                handles += register_own_hooks_around_node(node, probe.before, probe.after)
+                handles += register_own_hooks(
+                    partial(node.register_prehook, probe.before),
+                    partial(node.register_hook, probe.after),
+                )
         yield
 
 
-class _Copy(NamedTuple):
+class _CopiedCotangent(NamedTuple):
     """What made a cotangent that a Function gets, and the leaf below it if that is no one's."""
 
     node: Node
@@ -63,14 +61,14 @@ class _Probe:
 
     def __init__(self, where: Callable[[], str], kind: type, graph: Subgraph) -> None:
         self._where, self._kind, self._graph = where, kind, graph
-        self._copies: dict[int, list[_Copy]] = {}  # by the number of the pass
+        self._copies: dict[int, list[_CopiedCotangent]] = {}  # by the number of the pass
 
     def before(self, cotangents: Cotangents) -> Cotangents | None:
         """Return copies of the cotangents, each with a node that made it."""
         if not torch.is_grad_enabled():  # a pass in another thread
             return None
         copies = self._copies[current_pass()] = []
-        return tuple(_copied(cotangent, copies) for cotangent in cotangents)
+        return tuple(_with_own_node(cotangent, copies) for cotangent in cotangents)
 
     def after(self, grads: Cotangents, _: Cotangents) -> Cotangents | None:
         """Raise if no gradient leads to a cotangent; detach those that lead to nothing else."""
@@ -106,7 +104,7 @@ class _Probe:
         return grad.requires_grad and ends <= new and not leads_on
 
 
-def _copied(cotangent: Tensor | None, copies: list[_Copy]) -> Tensor | None:
+def _with_own_node(cotangent: Tensor | None, copies: list[_CopiedCotangent]) -> Tensor | None:
     if cotangent is None or not (cotangent.is_floating_point() or cotangent.is_complex()):
         return cotangent
     copy = clone_with_node(cotangent)
@@ -115,7 +113,7 @@ def _copied(cotangent: Tensor | None, copies: list[_Copy]) -> Tensor | None:
         leaf = None
         if not is_transform_tensor(cotangent) and not cotangent.requires_grad:
             (leaf,) = leaf_tensors(child for child, _ in node.next_functions if child).values()
-        copies.append(_Copy(node, leaf))
+        copies.append(_CopiedCotangent(node, leaf))
     return copy
 
 
@@ -136,30 +134,26 @@ def differentiated_by_formula(below: Subgraph) -> Iterator[None]:
     with undone(partial(remove_hooks, handles)):
         if holds_formulas(below):
             for node in filter(has_formula, below.nodes):
-                handles += register_own_hooks_around_node(node, lambda _: None, _FormulaHook(node))
+                handles += register_own_hooks(
+                    partial(node.register_hook, partial(_by_formula, node))
+                )
         yield
 
 
-class _FormulaHook:
-    """A hook that runs after a node: it gives the node's gradients another derivative."""
-
-    def __init__(self, node: Any) -> None:
-        self._read, self._node = NODE_FORMULAS[type(node).__name__], node
-
-    def __call__(self, grads: Cotangents, cotangents: Cotangents) -> Cotangents | None:
-        """Return the gradients, with the derivative of the formula."""
-        cotangent, *_ = cotangents
-        if cotangent is None or not torch.is_grad_enabled():  # a pass in another thread
-            return None
-        formula, inputs = self._read(self._node)
-        indices = [index for index, grad in enumerate(grads) if grad is not None]
-        # Detached: torch's own derivative of them raises, even where nothing flows into it.
-        present = [grad.detach() for grad in grads if grad is not None]
-        outputs = _ByFormula.apply(formula, indices, cotangent, *inputs, *present)  # type: ignore[no-untyped-call]
-        result: list[Tensor | None] = [None] * len(grads)
-        for index, output in zip(indices, outputs, strict=True):
-            result[index] = output
-        return tuple(result)
+def _by_formula(node: Any, grads: Cotangents, cotangents: Cotangents) -> Cotangents | None:
+    """Return the gradients that a node has made, with the derivative of its formula."""
+    cotangent, *_ = cotangents
+    if cotangent is None or not torch.is_grad_enabled():  # a pass in another thread
+        return None
+    formula, inputs = NODE_FORMULAS[type(node).__name__](node)
+    indices = [index for index, grad in enumerate(grads) if grad is not None]
+    # Detached: torch's own derivative of them raises, even where nothing flows into it.
+    present = [grad.detach() for grad in grads if grad is not None]
+    outputs = _ByFormula.apply(formula, indices, cotangent, *inputs, *present)  # type: ignore[no-untyped-call]
+    result: list[Tensor | None] = [None] * len(grads)
+    for index, output in zip(indices, outputs, strict=True):
+        result[index] = output
+    return tuple(result)
 
 
 class _ByFormula(Function):

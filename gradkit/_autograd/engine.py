@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,12 +26,7 @@ from gradkit._compat.transforms import COMPILED_AUTOGRAD, autograd_grad, compile
 from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import user_code
 from gradkit._core.call import Call
-from gradkit._core.grad_recorder import (
-    any_observers,
-    begin_of_passes,
-    hidden_passes,
-    observed_tensors,
-)
+from gradkit._core.grad_recorder import any_observers, hidden_passes, observed_tensors, observers
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._state.grad_attribute import grads_put_back, set_grads
 from gradkit._state.recomputed_tensors import recompute_hooks, recomputed_tensor_sources
@@ -46,46 +41,37 @@ def run_grad(
     *,
     retain_graph: bool,
     is_grads_batched: bool = False,
-    prepared: bool = False,
 ) -> list[Tensor | None]:
     """Return the gradients of a weighted sum of outputs with respect to tensors or graph edges."""
-    if call.create_graph and not prepared:
-        options = {"retain_graph": retain_graph, "is_grads_batched": is_grads_batched}
-        with (
-            recompute_hooks(),
-            _refuse_undifferentiable(call) if call.functions.users else nullcontext(),
-        ):
-            return run_grad(call, outputs, inputs, seeds, **options, prepared=True)
-    try:
-        if (
-            is_grads_batched
-            or not call.no_subclasses
-            or function_mode_enabled()
-            or not _no_subclasses(outputs)
-        ):
-            grads: Sequence[Tensor | None] = torch.autograd.grad(
-                outputs,
-                inputs,
-                seeds,
-                retain_graph=retain_graph,
-                create_graph=call.create_graph,
-                allow_unused=True,
-                is_grads_batched=is_grads_batched,
-            )
-        else:
-            cotangents = tuple(map(_seed, outputs, seeds))
-            grads = run_engine(
-                tuple(outputs),
-                cotangents,
-                retain_graph,
-                call.create_graph,
-                tuple(inputs),
-                True,
-            )
-    except RuntimeError as error:
-        _raise_named(error, call)
-        raise
-    return _without_partial_sums(grads, inputs) if recomputed_tensor_sources else list(grads)
+    grads: Sequence[Tensor | None]
+    with (
+        recompute_hooks() if call.create_graph else INSIDE,
+        _refuse_undifferentiable(call) if call.create_graph and call.functions.users else INSIDE,
+    ):
+        try:
+            if (
+                is_grads_batched
+                or not call.no_subclasses
+                or function_mode_enabled()
+                or not PLAIN_TYPES.issuperset(map(type, outputs))
+            ):
+                grads = torch.autograd.grad(
+                    outputs,
+                    inputs,
+                    seeds,
+                    retain_graph=retain_graph,
+                    create_graph=call.create_graph,
+                    allow_unused=True,
+                    is_grads_batched=is_grads_batched,
+                )
+            else:
+                cotangents = tuple(map(_seed, outputs, seeds))
+                options = retain_graph, call.create_graph, tuple(inputs), True
+                grads = run_engine(tuple(outputs), cotangents, *options)
+        except RuntimeError as error:
+            _raise_named(error, call)
+            raise
+        return _without_partial_sums(grads, inputs) if recomputed_tensor_sources else list(grads)
 
 
 def run_plainly(
@@ -140,16 +126,12 @@ def run_batch(
         raise
 
 
-def _no_subclasses(tensors: Sequence[Tensor]) -> bool:
-    return PLAIN_TYPES.issuperset(map(type, tensors))
-
-
 def _seed(output: Tensor, seed: Tensor | None) -> Tensor:
     return torch.ones_like(output) if seed is None else seed
 
 
 def _refuse_undifferentiable(call: Call) -> AbstractContextManager[None]:
-    return refuse_undifferentiable(partial(_paths, call), call.graph.below(call.differentiated))
+    return refuse_undifferentiable(call.losses.first_paths, call.graph.below(call.differentiated))
 
 
 def run_backward(
@@ -161,12 +143,14 @@ def run_backward(
     retain_graph: bool,
 ) -> None:
     """Accumulate the gradient of a weighted sum of outputs into `.grad` of some, or all, leaves."""
-    with (
-        _grads_restored_on_error(call)
-        if call.create_graph and call.functions.users
-        else nullcontext()
-    ):
-        _run_backward(call, outputs, seeds, variables, retain_graph=retain_graph)
+    restoring = call.create_graph and call.functions.users
+    with _grads_restored_on_error(call) if restoring else INSIDE:
+        try:
+            options = retain_graph, call.create_graph
+            torch.autograd.backward(outputs, seeds, *options, inputs=variables)
+        except RuntimeError as error:
+            _raise_named(error, call)
+            raise
 
 
 @contextmanager
@@ -183,47 +167,25 @@ def _grads_restored_on_error(call: Call) -> Iterator[None]:
         raise
 
 
-def _run_backward(
-    call: Call,
-    outputs: Sequence[Tensor],
-    seeds: Sequence[Tensor | None],
-    variables: list[Tensor] | None,
-    *,
-    retain_graph: bool,
-) -> None:
-    try:
-        torch.autograd.backward(
-            outputs,
-            seeds,
-            retain_graph=retain_graph,
-            create_graph=call.create_graph,
-            inputs=variables,
-        )
-    except RuntimeError as error:
-        _raise_named(error, call)
-        raise
-
-
 def _raise_named(error: RuntimeError, call: Call) -> None:
     """Raise gradkit's error for one of the engine's, if there is one."""
-    if "through the graph a second time" in str(error):
+    text, where = str(error), call.losses.first_paths()
+    if "through the graph a second time" in text:
         raise FreedGraphError(freed_message(call.losses, losses_freed(call.losses))) from error
-    if "_will_engine_execute_node" in str(error):
+    if "_will_engine_execute_node" in text:
         raise UnsupportedGraphError(_MULTI_GRAD_HOOK) from error
-    if "does not support 3rd+ order derivatives" in str(error):
-        raise UnsupportedGraphError(_no_third_derivative(call)) from error
-    reason = missing_derivative(error)
-    if reason is not None:
-        raise UnsupportedGraphError(message(_paths(call), *reason)) from error
-    without = re.search(r"through (\S+) but no autograd formula was registered", str(error))
-    if without is not None:
-        raise UnsupportedGraphError(_no_formula(_paths(call), without[1])) from error
-    if "non-empty donated buffers" in str(error):
-        raise UnsupportedGraphError(message(_paths(call), *DONATED)) from error
-    if "under selective activation checkpoint" in str(error):
-        raise UnsupportedGraphError(message(_paths(call), *_SELECTIVE)) from error
-    refuse_checkpoint_error(error, _paths(call), call.outputs)
-    if any(text in str(error) for text in CHANGED):
+    without = re.search(r"through (\S+) but no autograd formula was registered", text)
+    known = {
+        "does not support 3rd+ order derivatives": _NO_THIRD_DERIVATIVE,
+        "non-empty donated buffers": DONATED,
+        "under selective activation checkpoint": _SELECTIVE,
+    }
+    reason = next((reason for part, reason in known.items() if part in text), None)
+    reason = reason or missing_derivative(error) or (without and _no_formula(without[1]))
+    if reason:
+        raise UnsupportedGraphError(message(where, *reason)) from error
+    refuse_checkpoint_error(error, where, call.outputs)
+    if any(change in text for change in CHANGED):
         raise UnsupportedGraphError(modified_message(error, call)) from error
 
 
@@ -240,27 +202,21 @@ _MULTI_GRAD_HOOK = message(
 )
 
 
-def _no_formula(where: str, operator: str) -> str:
-    return message(
-        where,
+# https://github.com/pytorch/pytorch/issues/186256
+_NO_THIRD_DERIVATIVE = (
+    "a graph whose derivative torch has",
+    "the second derivative of a batch_norm or instance_norm, whose third torch does not have",
+    "use group_norm or rms_norm, or write the norm out",
+)
+
+
+def _no_formula(operator: str) -> tuple[str, str, str]:
+    return (
         "a graph of operators that have a backward formula",
         f"one with torch.ops.{operator}, which has none",
         "torch.library.register_autograd; or, if its result is meant as a constant, give it "
         "x.detach()",
     )
-
-
-def _no_third_derivative(call: Call) -> str:
-    return message(
-        _paths(call),
-        "a graph whose derivative torch has",
-        "the second derivative of a batch_norm or instance_norm, whose third torch does not have",
-        "use group_norm or rms_norm, or write the norm out",
-    )
-
-
-def _paths(call: Call) -> str:
-    return ", ".join(map(call.losses.path, range(min(3, len(call.losses.leaves)))))
 
 
 def accumulate_through_engine(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
@@ -376,11 +332,10 @@ def own_roots(outputs: Sequence[Tensor], begin: Callable[[int], None]) -> Iterat
 @contextmanager
 def numbered_roots(outputs: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
     """Yield what a pass is to start from if its number is asked for; else the outputs."""
-    begin = begin_of_passes()
-    if begin is None:
+    if observers.begin is None:
         yield outputs
     else:
-        with own_roots(outputs, begin) as roots:
+        with own_roots(outputs, observers.begin) as roots:
             yield roots
 
 

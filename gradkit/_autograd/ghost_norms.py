@@ -41,11 +41,6 @@ Rule: TypeAlias = Callable[[SharedOperand, Tensor, Tensor], PerSampleGrads]
 Terms: TypeAlias = Callable[[Node, Tensor], Tensor]
 
 
-def per_sample_gradients(use: SharedOperand, cotangent: Tensor, variable: Tensor) -> PerSampleGrads:
-    """Return the gradients at a use, given the cotangent of what its node returned."""
-    return RULES[use.kind](use, cotangent, variable.detach())
-
-
 def _by_sample(tensor: Tensor, batch: BatchDim) -> Tensor:
     """Return a tensor of the output's shape up to the samples' dimension as `[B, T, ...]`."""
     rows = tensor.movedim(batch.dim, 0)
@@ -209,7 +204,7 @@ def ghost_norms(rows: JacobianRows, index: int) -> Tensor | None:
     if squares is None:
         return None
     rows.note([ARRIVED if number in squares else None for number in range(len(variables))])
-    return _sum(rows, loss, [square.squares for square in squares.values()]).sqrt_()
+    return _total(rows, loss, [square.squares for square in squares.values()]).sqrt_()
 
 
 def _squared_norms(
@@ -237,13 +232,13 @@ def _have_cancelled(rows: JacobianRows, loss: Tensor, squares: dict[int, _Square
     summed = [square.summed for square in squares.values() if square.summed is not None]
     if not summed:
         return False
-    total = _sum(rows, loss, [square.squares for square in squares.values()])
+    total = _total(rows, loss, [square.squares for square in squares.values()])
     share = max(_CANCELLED[variable.dtype] for variable in rows.params.variables)
-    least = share * _sum(rows, loss, summed)
+    least = share * _total(rows, loss, summed)
     return not total.is_meta and bool((total < least).any())  # the host has to wait for it
 
 
-def _sum(rows: JacobianRows, loss: Tensor, parts: Sequence[Tensor]) -> Tensor:
+def _total(rows: JacobianRows, loss: Tensor, parts: Sequence[Tensor]) -> Tensor:
     total = rows.zeros(loss.numel())
     for part in parts:
         total += part.to(total)
@@ -294,8 +289,8 @@ class _GhostPass:
         captured = [node for node in self._by_node if node not in above]
         with undo_stack() as stack:
             for node in self._by_node.keys() & above:
-                arrive = partial(self._arrive, node)
-                stack.callback(user_code.register_own_hook_before_node(node, arrive).remove)
+                arrive = partial(node.register_prehook, partial(self._arrive, node))
+                stack.callback(user_code.remove_hooks, user_code.register_own_hooks(arrive))
             numbered = stack.enter_context(numbered_roots([loss]))
             roots = stack.enter_context(own_roots(numbered, self._own_passes.add))
             edges = [GradientEdge(node, 0) for node in captured]
@@ -312,10 +307,11 @@ class _GhostPass:
 
     def _add(self, node: Node, cotangent: Tensor | None) -> None:
         for use in self._by_node[node]:
+            variable = self._variables[use.variable]
             self._left[use.variable] -= 1
             if cotangent is not None:
                 with torch.no_grad(), without_autocast(cotangent.device), INSIDE:
-                    part = per_sample_gradients(use, cotangent, self._variables[use.variable])
+                    part = RULES[use.kind](use, cotangent, variable.detach())
                     self._parts[use.variable].append(part)
                     if not self._left[use.variable]:
                         self._finish(use.variable)
@@ -356,7 +352,11 @@ def _products_are_less(factors: list[Factors], size: int) -> bool:
 def _squares_of_products(factors: list[Factors]) -> _SquaredNorms:
     """Return the squared norms of sums of products: `<left left^T, right right^T>`."""
     if len(factors) == 1 and factors[0].right.shape[1] == 1:
-        return _SquaredNorms(_squares_of_outer_products(*factors[0]))
+        left, right = factors[0]
+        squares = norms_of_rows(right).square_()
+        return _SquaredNorms(
+            squares if left.dim() == 2 else squares * norms_of_rows(left).square_()
+        )
     # A variable of several uses has the cross terms of each two of them.
     total = summed = torch.zeros_like(factors[0].right[:, 0, 0])
     for i, (left, right) in enumerate(factors):
@@ -370,11 +370,6 @@ def _squares_of_products(factors: list[Factors]) -> _SquaredNorms:
             else:
                 total = total + 2 * terms.sum((1, 2))
     return _SquaredNorms(total.clamp_(min=0), summed.square())
-
-
-def _squares_of_outer_products(left: Tensor, right: Tensor) -> Tensor:
-    squares = norms_of_rows(right).square_()
-    return squares if left.dim() == 2 else squares * norms_of_rows(left).square_()
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:

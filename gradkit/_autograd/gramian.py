@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradkit._autograd.consume_on_arrival import ConsumingRunner
+from gradkit._autograd.consume_on_arrival import Consume, ConsumingRunner
 from gradkit._autograd.engine import unrecorded
 from gradkit._autograd.ghost_norms import ghost_norms
 from gradkit._autograd.jacobian_rows import JacobianRows, read_jacobian_rows
@@ -94,13 +94,9 @@ def _factors(norms: Tensor, max_norm: float | Tensor) -> Tensor:
     return factors.masked_fill(norms.isinf(), torch.nan)
 
 
+@unrecorded()
 def norms(losses: Losses, params: Params, *, chunk_size: int | None, retain: bool) -> Tensor:
     """Return the norm of the gradient of each element of each loss."""
-    with unrecorded():
-        return _norms(losses, params, chunk_size=chunk_size, retain=retain)
-
-
-def _norms(losses: Losses, params: Params, *, chunk_size: int | None, retain: bool) -> Tensor:
     rows = read_jacobian_rows(losses, params)
     by_loss = [rows.zeros(loss.numel()) for loss in losses.leaves]
     begin = [sum(loss.numel() for loss in losses.leaves[:i]) for i in range(len(by_loss))]
@@ -136,12 +132,13 @@ def _of_all_rows(
 
 def _norm_of_row(rows: JacobianRows, row: int, retain: bool) -> Tensor:
     by_leaf: dict[int, Tensor] = {}
-
-    def consume(index: int, grad: Tensor) -> None:
-        by_leaf[index] = _norm_of(grad)
-
-    rows.run_one(ConsumingRunner(rows.call, consume=consume), row, retain=retain)
+    rows.run_one(ConsumingRunner(rows.call, consume=_into(by_leaf, _norm_of)), row, retain=retain)
     return _norm(rows, by_leaf, 1)[0]
+
+
+def _into(by_leaf: dict[int, Tensor], fn: Callable[[Tensor], Tensor]) -> Consume:
+    """Return what puts a function of the gradients of each leaf into a dictionary."""
+    return lambda index, grad: by_leaf.update({index: fn(grad)})
 
 
 def _norm_of(grad: Tensor) -> Tensor:
@@ -155,11 +152,7 @@ def _batched(rows: JacobianRows, indices: range, chunk_size: int | None) -> Tens
     for start in range(indices.start, indices.stop, size):
         stop = min(start + size, indices.stop)
         by_leaf: dict[int, Tensor] = {}
-
-        def consume(index: int, stack: Tensor, by_leaf: dict[int, Tensor] = by_leaf) -> None:
-            by_leaf[index] = norms_of_rows(stack)
-
-        rows.run_batch([slice(start, stop)], consume)
+        rows.run_batch([slice(start, stop)], _into(by_leaf, norms_of_rows))
         parts.append(_norm(rows, by_leaf, stop - start))
     return torch.cat(parts)
 
@@ -172,13 +165,9 @@ def _norm(rows: JacobianRows, by_leaf: dict[int, Tensor], count: int) -> Tensor:
     return norm
 
 
+@unrecorded()
 def gramian(losses: Losses, params: Params, *, chunk_size: int | None, retain: bool) -> Tensor:
-    """Return the dot_leaves products of the gradients of all elements of all losses."""
-    with unrecorded():
-        return _gramian(losses, params, chunk_size=chunk_size, retain=retain)
-
-
-def _gramian(losses: Losses, params: Params, *, chunk_size: int | None, retain: bool) -> Tensor:
+    """Return the inner products of the gradients of all elements of all losses."""
     rows = read_jacobian_rows(losses, params)
     if not rows.elements:
         fix = "leave out losses without elements"
@@ -222,16 +211,12 @@ def by_blocks(
 def _products(rows: JacobianRows, parts: Sequence[slice]) -> Tensor:
     """Return the products of some rows, from one vmapped pass."""
     products: dict[int, Tensor] = {}
-
-    def consume(index: int, stack: Tensor) -> None:
-        products[index] = products_of_rows(stack)
-
-    rows.run_batch(parts, consume)
+    rows.run_batch(parts, _into(products, products_of_rows))
     size = sum(part.stop - part.start for part in parts)
-    return _sum(products, rows.zeros(size, size))
+    return _add_products(products, rows.zeros(size, size))
 
 
-def _sum(by_leaf: dict[int, Tensor], total: Tensor) -> Tensor:
+def _add_products(by_leaf: dict[int, Tensor], total: Tensor) -> Tensor:
     """Add what the variables gave, in their order and not in that of arrival."""
     for index in sorted(by_leaf):
         product = by_leaf[index]
@@ -256,7 +241,7 @@ def _sequential(rows: JacobianRows, held_at_a_time: int) -> Tensor:
             products: list[dict[int, Tensor]] = [{} for _ in held]
             _consume_row(rows, held, at, column, products)
             for row, by_leaf in zip(group, products, strict=True):
-                _sum(by_leaf, total[row, column])
+                _add_products(by_leaf, total[row, column])
     return total
 
 

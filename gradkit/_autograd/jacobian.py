@@ -126,7 +126,7 @@ def why_not_batched(below: Subgraph, allowed: Collection[str] = ()) -> str | Non
     return None
 
 
-class Passes(Protocol):
+class JacobianPasses(Protocol):
     """Runs engine passes: eager ones, or those inside a level of torch.func."""
 
     @property
@@ -163,32 +163,28 @@ class JacobianBuffer:
         self._are_plain = list(map(_is_plain, variables))
         self._columns = torch.arange(loss.numel(), device=loss.device)
 
-    def run_one(self, passes: Passes, element: int, *, retain: bool) -> None:
+    def run_one(self, passes: JacobianPasses, element: int, *, retain: bool) -> None:
         """Run the pass of one element."""
         seed = (self._columns == element).to(self._loss.dtype).view(self._loss.shape)
         grads = passes.grads([self._loss], [seed], self._variables, retain=retain)
-        in_place = not passes.create_graph
-        for index, grad in enumerate(grads):
-            if grad is None:
-                continue  # a structural zero, or an element that a custom Function left out
-            if in_place and self._are_plain[index] and _is_plain(grad):
-                self._next(index, element, grad.dtype)[element].copy_(grad)
-                self._filled[index] = element + 1
-            else:
-                self._parts[index].append((element, uncompressed(grad).unsqueeze(0)))
+        rows = [None if grad is None else uncompressed(grad).unsqueeze(0) for grad in grads]
+        self._add(rows, element, in_place=not passes.create_graph)
 
-    def run_batch(self, passes: Passes, start: int, stop: int) -> None:
+    def run_batch(self, passes: JacobianPasses, start: int, stop: int) -> None:
         """Run the vmapped pass of the elements from `start` to `stop`, and keep the graph."""
         grads = passes.batched_grads(self._loss, one_hot(self._loss, start, stop), self._variables)
-        in_place = not passes.create_graph
-        for index, grad in enumerate(grads):
-            if grad is None:
-                continue
-            if in_place and self._are_plain[index] and _is_plain(grad):
-                self._next(index, start, grad.dtype)[start:stop].copy_(grad)
+        self._add(grads, start, in_place=not passes.create_graph)
+
+    def _add(self, rows: list[Tensor | None], start: int, *, in_place: bool) -> None:
+        for index, some in enumerate(rows):
+            if some is None:
+                continue  # a structural zero, or an element that a custom Function left out
+            if in_place and self._are_plain[index] and _is_plain(some):
+                stop = start + len(some)
+                self._next(index, start, some.dtype)[start:stop].copy_(some)
                 self._filled[index] = stop
             else:
-                self._parts[index].append((start, grad))
+                self._parts[index].append((start, some))
 
     def _next(self, index: int, start: int, dtype: torch.dtype) -> Tensor:
         """Return the elements of a variable, those before the one at `start` filled."""
@@ -248,7 +244,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def sequential(
-    passes: Passes, loss: Tensor, variables: list[Tensor], *, retain: bool
+    passes: JacobianPasses, loss: Tensor, variables: list[Tensor], *, retain: bool
 ) -> list[Tensor | None]:
     """Return the gradients of a loss of shape S, each `S + variable.shape`: a pass an element."""
     if loss.dim() == 0:
@@ -266,7 +262,12 @@ def sequential(
 
 
 def batched(
-    passes: Passes, loss: Tensor, variables: list[Tensor], *, retain: bool, chunk_size: int | None
+    passes: JacobianPasses,
+    loss: Tensor,
+    variables: list[Tensor],
+    *,
+    retain: bool,
+    chunk_size: int | None,
 ) -> list[Tensor | None]:
     """Return what `sequential` does, to rounding, in vmapped passes."""
     buffer = JacobianBuffer(loss, variables)

@@ -35,9 +35,7 @@ class JacobianRows:
     call: Call  # with a pass for each loss
     params: Params
     allowed: Collection[str] = ()  # kinds of nodes that raise otherwise; the caller sees to them
-    elements: list[tuple[int, int]] = field(
-        init=False
-    )  # the indices of the loss, and of the element
+    elements: list[tuple[int, int]] = field(init=False)  # the number of a loss, and of an element
     arrived: Grads = field(init=False)  # not None if a gradient of some loss has arrived
 
     def __post_init__(self) -> None:

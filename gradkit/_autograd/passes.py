@@ -50,7 +50,7 @@ from gradkit._core.call import (
     require_graph,
 )
 from gradkit._core.grad_recorder import any_observers, observed_tensors
-from gradkit._core.graph import Part, Subgraph
+from gradkit._core.graph import OwnNodes, Subgraph
 from gradkit._core.ownership import owned, zeros_for
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree, Structure
@@ -76,18 +76,26 @@ def plan_release(call: Call, extra: Sequence[Node]) -> list[ReleasePlan]:
     if same_params:
         below = call.graph.below(call.differentiated)
         return plan_parts(below.parts, below.leading_to(first.variables, extra))
-    needed_later: set[Node] = set()
+    return plan_sets([
+        call.graph.below(group).leading_to(
+            params.variables if call.outputs[group[0]].numel() else [], extra
+        )
+        for group, params in call.passes
+    ])
+
+
+def plan_sets(executed: Sequence[set[Node]]) -> list[ReleasePlan]:
+    """Return the plans of passes that execute these nodes."""
+    later: set[Node] = set()
     plans: list[ReleasePlan] = []
-    for group, params in reversed(call.passes):
-        variables = params.variables if call.outputs[group[0]].numel() else []
-        executed = call.graph.below(group).leading_to(variables, extra)
-        shared = not executed.isdisjoint(needed_later)
-        plans.append(ReleasePlan(shared, executed - needed_later if shared else ()))
-        needed_later |= executed
+    for nodes in reversed(executed):
+        shared = not nodes.isdisjoint(later)
+        plans.append(ReleasePlan(shared, nodes - later if shared else ()))
+        later |= nodes
     return plans[::-1]
 
 
-def plan_parts(parts: Sequence[Part], executed: set[Node]) -> list[ReleasePlan]:
+def plan_parts(parts: Sequence[OwnNodes], executed: set[Node]) -> list[ReleasePlan]:
     """Return the plans of passes that execute all of these nodes that are below their losses."""
     # So whatever is below a node that a later pass executes, that pass executes, too.
     return [
@@ -321,9 +329,7 @@ class PassResult:
         """Return the same with a pass for every loss, which gave nothing for constants."""
         if len(self.grads) == len(self.call.losses.leaves):
             return self
-        by_loss = {
-            one.losses[0]: grads for one, grads in zip(self.call.passes, self.grads, strict=True)
-        }
+        by_loss = dict(zip(self.call.differentiated, self.grads, strict=True))
         every = range(len(self.call.losses.leaves))
         nothing: Grads = [None] * len(params.variables)
         call = replace(self.call, passes=[Pass([index], params) for index in every])
@@ -353,13 +359,9 @@ def run_jointly(
     learned: Sequence[Tensor] = ()
     if by_loss is not None:
         learned = [w for w in by_loss if isinstance(w, Tensor) and w.requires_grad]
-    constants = len(group) < len(outputs)
-    grads = runner(call, learned).grads(
-        [outputs[index] for index in group] if constants else outputs,
-        [seeds[index] for index in group] if constants else seeds,
-        params.variables,
-        retain=retain,
-    )
+    if len(group) < len(outputs):  # without constants
+        outputs, seeds = [outputs[i] for i in group], [seeds[i] for i in group]
+    grads = runner(call, learned).grads(outputs, seeds, params.variables, retain=retain)
     return PassResult(call, [grads], values_of(losses, create_graph))
 
 
@@ -448,11 +450,7 @@ def run_in_turn(
 
 
 def grads_to_tree(
-    grads: Grads,
-    params: Params,
-    unused: str,
-    create_graph: bool,
-    leading: tuple[int, ...] = (),
+    grads: Grads, params: Params, unused: str, create_graph: bool, leading: tuple[int, ...] = ()
 ) -> PyTree:
     """Return the tree of gradients, zeros for None if asked for; `leading` is the loss's shape."""
     if unused == "zeros":
@@ -475,18 +473,9 @@ def trees_by_loss(result: PassResult, params: Params, unused: str) -> PyTree:
     return pytree.unflatten(losses.spec, trees)
 
 
-@dataclass(frozen=True, slots=True)
-class Players:
-    """Losses, and for each the params that are its own."""
-
-    losses: Losses
-    params: list[Params]
-
-
-def read_players(losses: Losses, params: PyTree) -> Players:
-    """Return the part of a tree of params that stands at the place of each loss."""
-    parts = params_of_each_loss(losses, params)
-    return Players(losses, list(map(read_params, parts, _roots(losses.spec))))
+def read_params_of_each(losses: Losses, params: PyTree) -> list[Params]:
+    """Return the params that stand at the place of each loss in a tree of params."""
+    return list(map(read_params, params_of_each_loss(losses, params), _roots(losses.spec)))
 
 
 @lru_cache(maxsize=64)
@@ -494,18 +483,18 @@ def _roots(spec: Structure) -> list[str]:
     return pytree.paths(spec, "params")
 
 
-def run_players(
-    players: Players,
+def run_simultaneously(
+    losses: Losses,
+    each: Sequence[Params],
     unused: str,
     create_graph: bool,
     retain_graph: bool | None,
     allowed: Collection[str] = (),
     runner: RunnerFactory = PassRunner,
 ) -> PassResult:
-    """Run a pass for each loss that carries a graph."""
-    losses = players.losses
-    group = require_graph(losses, losses.leaves, players.params)
-    passes = [Pass([index], players.params[index]) for index in group]
+    """Run a pass for each loss that carries a graph, with respect to its own params."""
+    group = require_graph(losses, losses.leaves, each)
+    passes = [Pass([index], each[index]) for index in group]
     call = Call(losses, losses.leaves, passes, unused, create_graph)
     check_call(call, allowed)
     run = runner(call)
@@ -517,14 +506,14 @@ def run_players(
     return PassResult(call, run_in_turn(call, differentiate, retain))
 
 
-def trees_by_player(result: PassResult, players: Players) -> PyTree:
-    """Return the tree of gradients, of the structure of the params."""
+def simultaneous_trees(result: PassResult, each: Sequence[Params]) -> PyTree:
+    """Return the tree of gradients of each loss with respect to its own params."""
     call = result.call
     by_loss = dict(zip(call.differentiated, result.grads, strict=True))
     trees = [
         grads_to_tree(
-            by_loss.get(i, [None] * len(part.variables)), part, call.unused, call.create_graph
+            by_loss.get(i, [None] * len(own.variables)), own, call.unused, call.create_graph
         )
-        for i, part in enumerate(players.params)
+        for i, own in enumerate(each)
     ]
-    return pytree.unflatten(players.losses.spec, trees)
+    return pytree.unflatten(call.losses.spec, trees)

@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradkit._autograd.engine import run_backward_plainly, run_plainly
-from gradkit._autograd.passes import PassRunner, ReleasePlan, grads_to_tree, plan_parts, release
+from gradkit._autograd.passes import (
+    PassRunner,
+    ReleasePlan,
+    grads_to_tree,
+    plan_parts,
+    plan_sets,
+    release,
+)
 from gradkit._checks.checked import open_monitors
 from gradkit._checks.eager_graph import check_backward_to_leaves
 from gradkit._checks.higher_derivatives import may_be_wrong
@@ -28,7 +35,7 @@ from gradkit._compat.distributed import any_fully_sharded
 from gradkit._compat.dynamo import overwrites_saved_tensors
 from gradkit._compat.nodes import DRAW_AFTER_SAVING, any_released, names_by_kind
 from gradkit._compat.transforms import is_differentiated_tensor, is_ordinary
-from gradkit._core.call import Call, Grads, Losses, Pass, lone_loss
+from gradkit._core.call import Call, Grads, Losses, Pass
 from gradkit._core.grad_recorder import observers
 from gradkit._core.graph import (
     Subgraph,
@@ -42,7 +49,7 @@ from gradkit._core.graph import (
 )
 from gradkit._core.ownership import owned, owned_of_each
 from gradkit._core.params import NO_PARAMS, Params
-from gradkit._core.pytree import PyTree, unflatten
+from gradkit._core.pytree import PyTree, flatten, unflatten
 from gradkit._core.user_code import (
     first_pre_hooked,
     functions_alive,
@@ -88,7 +95,7 @@ def plain_value_and_grads(
         return None
     if create_graph and not _is_differentiable(loss, params):
         return None
-    call = partial(_call, loss, params, create_graph)
+    call = partial(_call_for, loss, params, create_graph)
     if [*map(getrefcount, RECOMPUTING)] != IDLE:
         refuse_other_tensors([loss], call)
     grads = run_plainly(loss, variables, create_graph, create_graph, call)
@@ -105,7 +112,7 @@ def plain_value_and_grads(
 
 def plain_backward(loss: Tensor) -> Tensor:
     """Accumulate the gradients of a plain loss into `.grad`, and return its value."""
-    call = partial(_call, loss, NO_PARAMS, False)
+    call = partial(_call_for, loss, NO_PARAMS, False)
     if is_freed(loss):
         check_backward_to_leaves(call())  # which raises
     if [*map(getrefcount, RECOMPUTING)] != IDLE:
@@ -114,8 +121,8 @@ def plain_backward(loss: Tensor) -> Tensor:
     return loss.detach().clone()
 
 
-def _call(loss: Tensor, params: Params, create_graph: bool) -> Call:
-    return Call(lone_loss(loss), [loss], [Pass([0], params)], create_graph=create_graph)
+def _call_for(loss: Tensor, params: Params, create_graph: bool) -> Call:
+    return Call(Losses(*flatten(loss)), [loss], [Pass([0], params)], create_graph=create_graph)
 
 
 def have_hooks(leaves: Sequence[Tensor]) -> bool:
@@ -155,7 +162,7 @@ def _is_differentiable(loss: Tensor, params: Params) -> bool:
 
 
 _dtype, _device, _layout = map(attrgetter, ("dtype", "device", "layout"))
-_requires_grad, _retains_grad = attrgetter("requires_grad"), attrgetter("retains_grad")
+_requires_grad = attrgetter("requires_grad")
 _ORDINARY = {Tensor}
 # Passes after which gradients are looked at together. What they may share lives until then.
 _TOGETHER = 4
@@ -184,7 +191,11 @@ def plain_separate_grads(losses: Losses, each: Sequence[Params]) -> list[Grads] 
     hooked, functions = hooks_registered(), functions_alive()
     if functions.refused or (hooked and have_hooks(variables)):
         return None
-    call = partial(_separate_call, losses, each)
+
+    def call() -> Call:
+        passes = [Pass([index], params) for index, params in enumerate(each)]
+        return Call(losses, losses.leaves, passes)
+
     if [*map(getrefcount, RECOMPUTING)] != IDLE:
         refuse_other_tensors(losses.leaves, call)
     common = len(different) == 1
@@ -255,15 +266,9 @@ def _plans_for_each(
     losses: Sequence[Tensor], each: Sequence[Params]
 ) -> tuple[Collection[Node], list[ReleasePlan]]:
     """Return the same, for the params of each loss."""
-    every: set[Node] = set()
-    plans: list[ReleasePlan] = []
-    later: set[Node] = set()  # what later passes execute
-    for loss, params in zip(reversed(losses), reversed(each), strict=True):
-        nodes, executed = nodes_executed(loss, set(map(id, params.variables)))
-        every.update(nodes)
-        plans.append(ReleasePlan(not executed.isdisjoint(later), executed - later))
-        later |= executed
-    return every, plans[::-1]
+    ids = [set(map(id, params.variables)) for params in each]
+    nodes, executed = zip(*map(nodes_executed, losses, ids), strict=True)
+    return set().union(*nodes), plan_sets(executed)
 
 
 def _common_seed(losses: Sequence[Tensor]) -> Tensor | None:
@@ -280,8 +285,3 @@ def _any_missing(results: Sequence[Grads], *, common: bool) -> bool:
     for grads in results:
         missing = [index for index in missing if grads[index] is None]
     return bool(missing)
-
-
-def _separate_call(losses: Losses, each: Sequence[Params]) -> Call:
-    passes = [Pass([index], params) for index, params in enumerate(each)]
-    return Call(losses, losses.leaves, passes)

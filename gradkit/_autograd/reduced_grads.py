@@ -34,7 +34,7 @@ def values_and_reduced_grads(
     results: list[Any] = [None] * len(params.variables)
 
     def consume(index: int, grad: Tensor) -> None:
-        results[index] = _call(functions[index], grad, partial(params.path, index))
+        results[index] = _reduced(functions[index], grad, partial(params.path, index))
 
     with put_back_on_error(*functions):
         result = run_jointly(
@@ -64,7 +64,7 @@ def _read_functions(fn: PyTree, params: Params) -> list[Function]:
     return functions
 
 
-def _call(function: Function, grad: Tensor, path: Callable[[], str]) -> Any:
+def _reduced(function: Function, grad: Tensor, path: Callable[[], str]) -> Any:
     """Return the result of a function, which shares no memory with the gradient."""
     if grad.is_sparse:
         grad = grad.coalesce()

@@ -6,12 +6,17 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -26,7 +31,7 @@ from gradkit._checks.recomputed_values import recording
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.transforms import function_modes, remove_function_mode, slip_under_modes
 from gradkit._compat.undoing import undo_stack
-from gradkit._core.user_code import register_own_hooks_around_steps
+from gradkit._core.user_code import register_own_hooks
 from gradkit.errors import warn_fallback
 
 
@@ -105,7 +110,10 @@ class StepMonitor:
         if self not in open_monitors:
             open_monitors.append(self)
         if not self._handles:
-            self._handles += register_own_hooks_around_steps(self._before, self._after)
+            self._handles += register_own_hooks(
+                partial(register_optimizer_step_pre_hook, self._before),
+                partial(register_optimizer_step_post_hook, self._after),
+            )
 
     def leave_block(self, block: object) -> None:
         """Stop, if this is the last block; to leave one again does no harm."""

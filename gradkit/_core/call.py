@@ -181,17 +181,8 @@ class Losses:
         return ", ".join(map(self.path, range(min(len(self.leaves), 3))))
 
 
-def lone_loss(loss: Tensor) -> Losses:
-    """Return a loss that has been checked, as the losses of a call."""
-    return Losses(*pytree.flatten(loss))
-
-
 def read_losses(
-    tree: PyTree,
-    *,
-    scalar: bool,
-    returned: bool = False,
-    may_be_aux: bool = False,
+    tree: PyTree, *, scalar: bool, returned: bool = False, may_be_aux: bool = False
 ) -> Losses:
     """Check a tree of losses: given by the caller, or `returned` by the caller's function."""
     leaves, spec = pytree.flatten(tree)
@@ -324,24 +315,25 @@ def read_weights(weights: PyTree, losses: Losses) -> list[float | Tensor] | None
     tree = pytree.unflatten(losses.spec, losses.leaves)
     by_loss = pytree.broadcast_prefix(weights, "weights", tree, "losses")
     for index, weight in enumerate(by_loss):
-        fix = "pass a number"
-        if callable(weight) and not isinstance(weight, Tensor):
-            fix = "weights=weighting, for all losses, in gradkit.value_and_grads(losses, params)"
-        fits = is_number(weight)
-        if isinstance(weight, Tensor):
-            fix = "weights=list(weights) for a tensor of several"
-            if losses.spec.type is dict:
-                fix = "weights=dict(zip(losses, weights)) for a tensor of several"
-            if weight.layout != torch.strided:
-                fix = "pass weight.to_dense()"
-            elif weight.is_meta:
-                fix = "pass a weight that has a value"
-            fits = _is_weight(weight, losses.leaves[index])
-        if not fits:
+        is_tensor = isinstance(weight, Tensor)
+        if not (_is_weight(weight, losses.leaves[index]) if is_tensor else is_number(weight)):
             where = f"the weight of {losses.path(index)}"
             expected = "a real number that fits in a float, or a real tensor of one element"
+            fix = _advice_for_weight(weight, losses)
             raise LeafTypeError(message(where, expected, describe(weight), fix))
     return cast("list[float | Tensor]", by_loss)
+
+
+def _advice_for_weight(weight: object, losses: Losses) -> str:
+    if not isinstance(weight, Tensor):
+        of_all = "weights=weighting, for all losses, in gradkit.value_and_grads(losses, params)"
+        return of_all if callable(weight) else "pass a number"
+    if weight.layout != torch.strided:
+        return "pass weight.to_dense()"
+    if weight.is_meta:
+        return "pass a weight that has a value"
+    several = "dict(zip(losses, weights))" if losses.spec.type is dict else "list(weights)"
+    return f"weights={several} for a tensor of several"
 
 
 Grads: TypeAlias = list[Tensor | None]

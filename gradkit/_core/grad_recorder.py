@@ -17,12 +17,7 @@ from gradkit._compat.transforms import is_transform_tensor, transforms
 from gradkit._compat.undoing import undone
 from gradkit._core import graph, user_code
 from gradkit._core.ownership import copy_for
-from gradkit.errors import (
-    LeafTypeError,
-    UnsupportedGraphError,
-    describe,
-    message,
-)
+from gradkit.errors import LeafTypeError, UnsupportedGraphError, describe, message
 
 # Where gradients arrive: a node and the number of its output. An in-place operation gives the same
 # tensor another one.
@@ -36,7 +31,7 @@ class GradRecorder:
         self.tensor, self.edge = tensor, edge
         self.passes: list[Tensor] = []
         self._numbers: list[int] = []  # of these passes
-        self._is_compiled, self._may_be_hidden = is_compiled_node(edge.node), False
+        self._is_compiled, self._passed_unseen = is_compiled_node(edge.node), False
         self._where = where
         self._version = tensor._version
         self._thread = calling_thread()
@@ -46,12 +41,13 @@ class GradRecorder:
     def _record(self, grad: Tensor | None) -> None:
         if calling_thread() != self._thread:
             return
-        if grad is not None and not in_hidden_pass():  # None is an undefined gradient [D10]
+        is_hidden = bool(_hidden_passes) and current_pass() in _hidden_passes
+        if grad is not None and not is_hidden:  # None is an undefined gradient [D10]
             # A copy, because the node below may write on its cotangent [L3].
             self.passes.append(copy_for(grad, self.tensor))
             self._numbers.append(current_pass())
         elif self._is_compiled and grad is None:
-            self._may_be_hidden = True  # the pass went through what has made the tensor
+            self._passed_unseen = True  # the pass went through what has made the tensor
 
     def scale(self, passes: Set[int], factor: Tensor) -> None:
         """Multiply the gradients of passes with these numbers."""
@@ -63,20 +59,25 @@ class GradRecorder:
         """Raise if the tensor is a view that was changed in place: its history is rebuilt [L2]."""
         tensor = self.tensor
         if tensor.grad_fn is not None and tensor._is_view() and tensor._version != self._version:
-            where, expected = self._where(), "a tensor whose history stays as it was at the call"
-            got = "a view that was changed in place since, directly or through its base: torch "
-            got += "rebuilds its history, so that gradients no longer arrive at the former value"
+            where = self._where()
             fix = f"pass a clone, h = h.clone(), instead of {where}; or change a copy"
-            raise UnsupportedGraphError(message(where, expected, got, fix))
+            raise UnsupportedGraphError(message(where, *_REBUILT, fix))
 
     def require_shown(self) -> None:
         """Raise if the graph does not show whether a pass depends on the tensor."""
-        if self._may_be_hidden:
+        if self._passed_unseen:
             raise UnsupportedGraphError(message(self._where(), *compiled_together("the losses")))
 
     def remove(self) -> None:
         """Record no more."""
         self._handle.remove()
+
+
+_REBUILT = (
+    "a tensor whose history stays as it was at the call",
+    "a view that was changed in place since, directly or through its base: torch rebuilds its "
+    "history, so that gradients no longer arrive at the former value",
+)
 
 
 class Recorders:
@@ -184,16 +185,6 @@ def any_observers() -> bool:
 def observed_tensors() -> list[tuple[Tensor, GradientEdge]]:
     """Return the extra tensors and their edges, or raise what an observer raises."""
     return [pair for observer in observers.active for pair in observer.before_pass()]
-
-
-def in_hidden_pass() -> bool:
-    """Return whether this hook runs in a pass that is hidden from observers."""
-    return bool(_hidden_passes) and current_pass() in _hidden_passes
-
-
-def begin_of_passes() -> Callable[[int], None] | None:
-    """Return what is to be called with the number of a pass as it begins, if anything is."""
-    return observers.begin
 
 
 @contextmanager

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from operator import attrgetter
+from random import Random
 from threading import local
 from typing import Any, NamedTuple, cast
 
@@ -29,8 +31,7 @@ def edge(tensor: Tensor) -> GradientEdge:
 
 def leaf_tensors(nodes: Iterable[Node]) -> dict[int, Tensor]:
     """Return the leaf tensors whose gradients the nodes accumulate, by id."""
-    leaves = map(leaf_of, leaf_nodes(nodes))
-    return {id(leaf): leaf for leaf in leaves}
+    return {id(leaf): leaf for leaf in map(leaf_of, leaf_nodes(nodes))}
 
 
 def leaf_nodes(nodes: Iterable[Node]) -> list[Node]:
@@ -110,111 +111,57 @@ def metadata(node: Node) -> dict[str, object]:
 
 # A node that Python has seen is freed through Python, each inside the one above it: a chain of some
 # 40,000 such nodes overflows the stack.
-MOST_TO_FREE_AT_ONCE = 3_000
-_HELD_BY_ONE = 1_000
-_FREED_IN_ORDER = "gradkit: the next nodes below, the newest last"
+_MOST_FREED_AT_ONCE = 3_000
+_ONE_IN = 64
+_CHILDREN = "gradkit: the nodes right below, freed after this one"
+_random = Random(0)
 
 
-def free_in_order(nodes: Sequence[Node]) -> None:
-    """Let long chains of nodes be freed one after the other, the newest first."""
-    # A list lets go of its items from its end, so that each node dies while the list still holds
-    # those below it. In a chain one node in a thousand holds such a list of the next thousand:
-    # whichever tensor of the graph outlives the others, not many nodes are above the next list. It
-    # holds only what is below itself, and nothing lives longer for it.
-    if _FREED_IN_ORDER in metadata(nodes[0]):
-        return
-    heights = _heights(nodes)
-    metadata(nodes[0])[_FREED_IN_ORDER] = []
-    held: set[Node] = set()
-    for top, height in heights.items():
-        if height and height % _HELD_BY_ONE == 0:
-            band = _next_below(top, height - _HELD_BY_ONE, heights, held)
-            metadata(top)[_FREED_IN_ORDER] = sorted(band, key=heights.__getitem__)
-
-
-class _Growing(local):
-    """What Python has seen in this thread of graphs that are looked at part by part."""
+class _Waiting(local):
+    """The nodes that this thread is about to let go of, above a None while it does so."""
 
     def __init__(self) -> None:
-        self.seen = 0  # nodes, since the last that were put in order
-        self.newest = 0  # the number of the newest of those
+        self.nodes: list[Node | None] = []
 
 
-_growing = _Growing()
+class _FreedAfter:
+    """Holds the nodes right below another, so that they are freed after it, and not inside."""
+
+    waiting = _Waiting()
+
+    def __init__(self, below: list[Node]) -> None:
+        self._below = below
+
+    def __del__(self) -> None:
+        waiting = self.waiting.nodes
+        if waiting:  # this is inside of the loop below
+            waiting += self._below
+            return
+        waiting += (None, *self._below)
+        self._below.clear()
+        try:
+            while len(waiting) > 1:
+                waiting.pop()
+        finally:
+            waiting.clear()
 
 
-def keep_freeable(tops: Collection[Node], seen: int) -> None:
-    """Note that nodes above these have been seen, as in each step of a loop; order those below."""
-    # As `free_in_order`, but all nodes since the last time are in a few lists: one for those that
-    # are below the same tops, which these share. So a top holds only what is below itself.
-    _growing.seen += seen
-    if _growing.seen < MOST_TO_FREE_AT_ONCE:
-        return
-    oldest = _growing.newest
-    _growing.seen, _growing.newest = 0, max(map(sequence_number, tops))
-    if _growing.newest < oldest:  # those of another thread
-        oldest = 0
-    nodes = _reached(tops, oldest)
-    above = dict.fromkeys(nodes, 0)  # for each node the tops above it, as bits
-    for bit, top in enumerate(tops):
-        above[top] |= 1 << bit
-    for node in nodes:
-        for child, _ in node.next_functions:
-            if child in above:
-                above[child] |= above[node]
-    lists: dict[int, list[Node]] = {}
-    for node in reversed(nodes):  # the newest last, which goes first
-        if node not in tops:
-            lists.setdefault(above[node], []).append(node)
-    # What is below more tops is not above what is below fewer: it goes later.
-    every = sorted(lists.items(), key=lambda item: -item[0].bit_count())
-    for bit, top in enumerate(tops):
-        metadata(top)[_FREED_IN_ORDER] = [held for bits, held in every if bits >> bit & 1]
+def avoid_recursion(nodes: list[Node], *, grows: bool = False) -> None:
+    """Let long chains among nodes be freed without recursion; `grows`: each call sees a part."""
+    # One node in 64, picked at random, cuts each chain: not by their order, in which all those of
+    # one branch of a regular graph may stand at multiples of 64.
+    if grows or len(nodes) > _MOST_FREED_AT_ONCE:
+        count = int(len(nodes) / _ONE_IN + _random.random())
+        for picked in _random.sample(nodes, count) if count else ():
+            for node in (picked, *_children(picked)):  # which the walk has seen, too
+                metadata(node)[_CHILDREN] = _FreedAfter(_children(node))
 
 
-def _reached(tops: Collection[Node], oldest: int) -> list[Node]:
-    """Return these nodes and those below them, the newest first; without older ones, and leaves."""
-    nodes = list(tops)
-    reached = set(nodes)
-    for node in nodes:  # which grows meanwhile
-        for child, _ in node.next_functions:
-            if child is not None and child not in reached and sequence_number(child) >= oldest:
-                reached.add(child)
-                if not is_leaf_node(child):
-                    nodes.append(child)
-    return sorted(nodes, key=sequence_number, reverse=True)
+def _children(node: Node) -> list[Node]:
+    return [child for child, _ in node.next_functions if child is not None]
 
 
-def _next_below(top: Node, least: int, heights: dict[Node, int], held: set[Node]) -> list[Node]:
-    """Return the nodes below one and above a height that no other holds."""
-    nodes = [top]
-    for node in nodes:  # which grows meanwhile
-        for child, _ in node.next_functions:
-            if child is not None and child not in held and heights.get(child, 0) > least:
-                held.add(child)
-                nodes.append(child)
-    return nodes[1:]
-
-
-def _heights(nodes: Sequence[Node]) -> dict[Node, int]:
-    """Return for each node the length of the longest chain of these nodes that is below it."""
-    heights: dict[Node, int] = {}
-    every = set(nodes)
-    stack = list(nodes)
-    while stack:
-        node = stack[-1]
-        below = {child for child, _ in node.next_functions if child in every}
-        missing = [child for child in below if child not in heights]
-        if missing and node not in heights:
-            stack += missing
-            continue
-        stack.pop()
-        if node not in heights:
-            heights[node] = max((heights[child] + 1 for child in below), default=0)
-    return heights
-
-
-class Part(NamedTuple):
+class OwnNodes(NamedTuple):
     """What one of several roots reaches."""
 
     nodes: list[Node]  # those that it reaches, and no later root does
@@ -225,59 +172,37 @@ def nodes_below(roots: Iterable[Tensor], stop: Iterable[Node] = (), oldest: int 
     """Return every node that a pass from these roots could visit, without entering `stop`."""
     # Nor what has a number below `oldest`, which tells of nodes of one thread; a root that has one
     # was made in another.
-    tops = [root.grad_fn or edge(root).node for root in roots]
+    return set(nodes_in_order(roots, stop, oldest))
+
+
+def nodes_in_order(
+    roots: Iterable[Tensor], stop: Iterable[Node] = (), oldest: int = 0
+) -> Iterator[Node]:
+    """Yield those nodes, the next to the roots first; the caller may stop."""
+    tops = dict.fromkeys(root.grad_fn or edge(root).node for root in roots)
     if oldest and any(sequence_number(top) < oldest for top in tops):
         oldest = 0
     reached = set(stop)
-    nodes = [top for top in dict.fromkeys(tops) if top not in reached]
+    nodes = [top for top in tops if top not in reached]
     reached.update(nodes)
-    for node in nodes:  # which grows meanwhile
-        for child, _ in node.next_functions:
-            if child not in reached and child is not None:
-                if oldest and sequence_number(child) < oldest:
+    try:
+        for node in nodes:  # which grows meanwhile
+            yield node
+            for child, _ in node.next_functions:
+                if child is None or child in reached:
                     continue
-                reached.add(child)
-                nodes.append(child)
-    if len(nodes) > MOST_TO_FREE_AT_ONCE:
-        free_in_order(nodes)
-    return set(nodes)
-
-
-def nodes_in_order(roots: Iterable[Tensor]) -> Iterator[Node]:
-    """Yield the nodes below some roots, those next to them first; the caller may stop."""
-    nodes = list(dict.fromkeys(root.grad_fn or edge(root).node for root in roots))
-    reached = set(nodes)
-    for node in nodes:  # which grows meanwhile
-        yield node
-        for child, _ in node.next_functions:
-            if child not in reached and child is not None:
-                reached.add(child)
-                nodes.append(child)
-    if len(nodes) > MOST_TO_FREE_AT_ONCE:
-        free_in_order(nodes)
+                if not oldest or sequence_number(child) >= oldest:
+                    reached.add(child)
+                    nodes.append(child)
+    finally:
+        avoid_recursion(nodes)
 
 
 def nodes_of_types(root: Tensor, most: Mapping[type, int]) -> list[Node]:
     """Return the nodes below a root of some types, of each of which there are no more than said."""
     # So the walk ends where all have been seen, as those of a custom loss are at once.
-    missing = sum(most.values())
-    if not missing:
-        return []
-    nodes = [root.grad_fn or edge(root).node]
-    reached, of_types = set(nodes), []
-    for node in nodes:  # which grows meanwhile
-        if type(node) in most:
-            of_types.append(node)
-            missing -= 1
-            if not missing and len(nodes) <= MOST_TO_FREE_AT_ONCE:
-                return of_types
-        for child, _ in node.next_functions:
-            if child not in reached and child is not None:
-                reached.add(child)
-                nodes.append(child)
-    if len(nodes) > MOST_TO_FREE_AT_ONCE:
-        free_in_order(nodes)
-    return of_types
+    every = (node for node in nodes_in_order([root]) if type(node) in most)
+    return list(islice(every, sum(most.values())))
 
 
 def nodes_executed(root: Tensor, leaves: Collection[int]) -> tuple[list[Node], set[Node]]:
@@ -303,8 +228,7 @@ def nodes_executed(root: Tensor, leaves: Collection[int]) -> tuple[list[Node], s
         above = [parent for parent in parents[node] if parent not in executed]
         executed.update(above)
         leading += above
-    if len(nodes) > MOST_TO_FREE_AT_ONCE:
-        free_in_order(nodes)
+    avoid_recursion(nodes)
     return nodes, executed
 
 
@@ -338,34 +262,31 @@ def kinds_in_short_pass(root: Tensor, ends: Collection[Node], most: int) -> set[
                 reached.add(child)
                 below.append(child)
     if ends:
-        keep_freeable(ends, len(nodes) + len(below))
+        avoid_recursion(nodes + below, grows=True)
     return set(map(type, nodes))
 
 
-def parts_below(
+def own_nodes_of_each(
     roots: Iterable[Tensor], stop: Iterable[Node], ends: Collection[Node] = frozenset()
-) -> list[Part]:
+) -> list[OwnNodes]:
     """Return what each of the roots reaches, as `Subgraph` says of `stop` and `ends`."""
     tops = [root.grad_fn or edge(root).node for root in roots]
     last_first = list(enumerate(tops))[::-1]
     reached_from: dict[Node, int] = dict.fromkeys(stop, -1)  # the index of a root
     bounds = _Bounds(ends) if ends else _NO_BOUNDS
-    parts = [_part(top, index, reached_from, bounds) for index, top in last_first]
+    parts = [_own_nodes(top, index, reached_from, bounds) for index, top in last_first]
     if ends:
         for part, (index, _) in zip(parts, last_first, strict=True):
             bounds.extend_below_ends(part, index, reached_from)
-        if bounds.tell_nothing(reached_from.keys()):
-            return parts_below(roots, stop)
-    if sum(len(part.nodes) for part in parts) > MOST_TO_FREE_AT_ONCE:
-        free_in_order([node for part in parts for node in part.nodes])
-    elif ends or stop:
-        keep_freeable(set(ends or stop), sum(len(part.nodes) for part in parts))
+        if bounds.may_hide_an_end(reached_from.keys()):
+            return own_nodes_of_each(roots, stop)
+    avoid_recursion([node for part in parts for node in part.nodes], grows=bool(ends or stop))
     return parts[::-1]
 
 
-def _part(top: Node, index: int, reached_from: dict[Node, int], bounds: _Bounds) -> Part:
+def _own_nodes(top: Node, index: int, reached_from: dict[Node, int], bounds: _Bounds) -> OwnNodes:
     if top in reached_from:
-        return Part([], [top])
+        return OwnNodes([], [top])
     reached_from[top] = index
     nodes: list[Node] = [top]
     shared: list[Node] = []
@@ -383,16 +304,15 @@ def _part(top: Node, index: int, reached_from: dict[Node, int], bounds: _Bounds)
                     nodes.append(child)
             elif other != index:
                 shared.append(child)
-    return Part(nodes, shared)
+    return OwnNodes(nodes, shared)
 
 
 class _Bounds:
     """How far a walk goes whose passes end at intermediate values, as those of an inner loop do."""
 
-    # The graph of a loop may be a thousand times what a pass in it executes. A node's number is
-    # above those of the nodes that its thread made before; those of other threads, such as the
-    # engine's own for a device, have numbers of theirs. So a number alone leaves out nothing but
-    # what is below an end, where another end is all that matters.
+    # The graph of a loop may be a thousand times what one of its passes executes. Numbers of nodes
+    # grow within a thread only, and the engine has threads of its own: so a low number leaves out
+    # nothing but what is below an end, where another end is all that matters.
 
     def __init__(self, ends: Collection[Node]) -> None:
         self.ends = ends
@@ -405,7 +325,7 @@ class _Bounds:
         """Return whether an old node leads to an end."""
         return self._leads_to(node, self.ends)
 
-    def extend_below_ends(self, part: Part, index: int, reached_from: dict[Node, int]) -> None:
+    def extend_below_ends(self, part: OwnNodes, index: int, reached_from: dict[Node, int]) -> None:
         """Add what is below the ends of a part, as far as it is as new as they are."""
         below = [node for node in part.nodes if node in self.ends]
         for node in below:  # which grows meanwhile
@@ -427,7 +347,7 @@ class _Bounds:
                 else:
                     self._left_out.append(child)
 
-    def tell_nothing(self, reached: Collection[Node]) -> bool:
+    def may_hide_an_end(self, reached: Collection[Node]) -> bool:
         """Return whether what was left out may lead to an end: all has to be walked."""
         if self._are_mixed:
             return True
@@ -437,7 +357,7 @@ class _Bounds:
         return bool(missing) and any(self._leads_to(node, missing) for node in self._left_out)
 
     @cached_property
-    def _marks_tell(self) -> bool:
+    def _marks_are_valid(self) -> bool:
         """Whether no end is below a marked node, as an older one may be."""
         return not any(_LEADS_BACK in metadata(end) for end in self.ends)
 
@@ -445,7 +365,7 @@ class _Bounds:
         # What has been looked through is marked, with all that is below: nothing that is made later
         # is there, and each node of a long loop is looked at once.
         seen, nodes = {top}, [top]
-        if self._marks_tell and _LEADS_BACK in metadata(top):
+        if self._marks_are_valid and _LEADS_BACK in metadata(top):
             return False
         for node in nodes:  # which grows meanwhile
             for child, _ in node.next_functions:
@@ -453,13 +373,12 @@ class _Bounds:
                     continue
                 if child in ends:
                     return True
-                if not (self._marks_tell and _LEADS_BACK in metadata(child)):
+                if not (self._marks_are_valid and _LEADS_BACK in metadata(child)):
                     seen.add(child)
                     nodes.append(child)
         for node in nodes:
             metadata(node)[_LEADS_BACK] = True
-        if len(nodes) > MOST_TO_FREE_AT_ONCE:
-            free_in_order(nodes)
+        avoid_recursion(nodes)
         return False
 
 
@@ -487,9 +406,9 @@ class Subgraph:
         return set(self.stop).union(*(part.nodes for part in self.parts))
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[OwnNodes]:
         """For each root the nodes that it reaches, and no later root does."""
-        return parts_below(self.roots, self.stop, self.ends)
+        return own_nodes_of_each(self.roots, self.stop, self.ends)
 
     @cached_property
     def kinds(self) -> set[type]:
@@ -531,15 +450,10 @@ class Subgraph:
         # own nodes are not executed: the engine only captures there.
         key = (*map(id, variables), *extra)
         if key not in self._leading:
-            self._leading[key] = (
-                self._inner if self._ends_at(variables) else self._walk_up(variables, extra)
-            )
+            is_whole = not self.ends and not self.stop
+            is_simple = is_whole and self.leaves.keys() <= set(map(id, variables))
+            self._leading[key] = self._inner if is_simple else self._walk_up(variables, extra)
         return self._leading[key]
-
-    def _ends_at(self, variables: Sequence[Tensor]) -> bool:
-        """Return whether all of the graph has been walked, and its leaves are all variables."""
-        walked = not self.ends and not self.stop
-        return walked and self.leaves.keys() <= set(map(id, variables))
 
     @cached_property
     def _inner(self) -> set[Node]:

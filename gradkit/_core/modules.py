@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -25,10 +25,7 @@ _NONE = frozenset({type(None)})
 
 
 def list_distinct(module: nn.Module) -> tuple[list[Tensor], Structure, set[type]] | None:
-    """Return the values of `dict(module.named_parameters())`, its structure, and the classes.
-
-    None if a part lists them in a way of its own.
-    """
+    """Return what `named_parameters` lists, its structure, and the classes; None if not sure."""
     parts = _read(module)
     if parts is None:
         return None
@@ -61,11 +58,9 @@ def named_parameters(module: nn.Module) -> tuple[dict[str, Tensor], set[type]]:
 
 
 def _read(module: nn.Module) -> tuple[list[Tensor | None], Keys, set[type]] | None:
-    """Return the parameters, what their names are made of, and the classes; None if torch has to.
-
-    That is, where a part lists in a way of its own, or one with parts is in several places.
-    """
-    # In a fifth of torch's time, without its generators: a step of small layers asks twice, and
+    """Return the parameters, what their names are made of, and the classes; None if not sure."""
+    # Torch has to list where a part does so in its own way, or one with parts is in several places.
+    # This takes a fifth of its time, without generators: a step of small layers asks twice, and
     # would spend a tenth of its time on it. Names are put together once for all calls.
     if "named_parameters" in module.__dict__:
         return None
@@ -185,7 +180,10 @@ def watching_runs(
             hook.close()
 
     with undone(end):
-        handles += user_code.register_own_hooks_on_runs(module, before, after)
+        register = [partial(module.register_forward_hook, after)]
+        if before is not None:
+            register.append(partial(module.register_forward_pre_hook, before, with_kwargs=True))
+        handles += user_code.register_own_hooks(*register)
         yield
 
 

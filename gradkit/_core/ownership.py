@@ -42,7 +42,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
 def shared_by(written: Sequence[Tensor], read: Sequence[Tensor | None]) -> tuple[int, int] | None:
     """Return a tensor that is written, and another one in its memory; None if there is none."""
     # Both are indices of the two lists in succession. What is written may be read beside it.
-    if _are_apart([*written, *(y for y in read if y is not None)]):
+    if _are_disjoint([*written, *(y for y in read if y is not None)]):
         return None
     spans = [(*_span(x), index) for index, x in enumerate(written) if x.numel()]
     for index, (x, y) in enumerate(zip(written, read, strict=True)):
@@ -60,7 +60,7 @@ def shared_by(written: Sequence[Tensor], read: Sequence[Tensor | None]) -> tuple
     return None
 
 
-def _are_apart(tensors: Sequence[Tensor]) -> bool:
+def _are_disjoint(tensors: Sequence[Tensor]) -> bool:
     """Return whether tensors are contiguous, and no two share memory; False if unsure."""
     # One attribute of all at a time: a Python loop over the leaves takes as long as their sum.
     if not all(map(Tensor.is_contiguous, tensors)):
@@ -171,18 +171,17 @@ def owned_of_each(
 def _not_owned(grads: list[Tensor], params: Sequence[Tensor]) -> Sequence[int]:
     if _are_owned(grads, params, _UNSHARED):
         return ()
+    references = list(map(sys.getrefcount, grads))
     try:
-        uses = list(map(storage_use_count, map(storage_address, grads)))
+        return [
+            index
+            for index, grad in enumerate(grads)
+            if references[index] != _UNSHARED
+            or not are_alone_in_memory([grad])
+            or not is_laid_out(grad, params[index])
+        ]
     except _WITHOUT_STORAGE:
         return range(len(grads))  # always copied
-    references = list(map(sys.getrefcount, grads))
-    return [
-        index
-        for index, grad in enumerate(grads)
-        if references[index] != _UNSHARED
-        or not _only_views_share([grad], [uses[index]])
-        or not is_laid_out(grad, params[index])
-    ]
 
 
 # What a sparse tensor raises, or a wrapper without a storage.
@@ -199,15 +198,10 @@ def _are_owned(grads: list[Tensor], params: Iterable[Tensor], unshared: int) -> 
             and all(map(_is_contiguous, params))
             and not (0 in map(_address, grads) and any(map(is_zero_tensor, grads)))
             and set(map(sys.getrefcount, grads)) <= {unshared}  # only the caller's lists hold them
-            and _only_views_share(grads, list(map(storage_use_count, map(storage_address, grads))))
+            and are_alone_in_memory(grads)
         )
     except _WITHOUT_STORAGE:
         return False
-
-
-def are_alone_in_memory(tensors: list[Tensor]) -> bool:
-    """Return whether no other tensor has the storage of one, but a base nothing else refers to."""
-    return _only_views_share(tensors, list(map(storage_use_count, map(storage_address, tensors))))
 
 
 def is_laid_out(grad: Tensor, param: Tensor) -> bool:
@@ -228,14 +222,15 @@ def _is_dense(param: Tensor) -> bool:
     return torch.empty_like(param, device="meta").stride() == param.stride()
 
 
-def _only_views_share(grads: list[Tensor], uses: list[int]) -> bool:
-    """Return whether each storage has one tensor, or a view whose base nothing else refers to."""
+def are_alone_in_memory(tensors: list[Tensor]) -> bool:
+    """Return whether no other tensor has the storage of one, but a base nothing else refers to."""
+    uses = list(map(storage_use_count, map(storage_address, tensors)))
     counts = set(uses)
     if counts == {_STORAGE_UNSHARED}:
         return True
     if not counts <= {_STORAGE_UNSHARED, _VIEW_UNSHARED}:
         return False
-    bases = list(map(_base, compress(grads, map(_VIEW_UNSHARED.__eq__, uses))))
+    bases = list(map(_base, compress(tensors, map(_VIEW_UNSHARED.__eq__, uses))))
     if type(None) in map(type, bases):
         return False  # not a view, but a result of detach(), which shares memory, too
     return set(map(tensor_use_count, bases)) == {_BASE_UNSHARED} and set(

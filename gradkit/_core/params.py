@@ -21,17 +21,11 @@ from gradkit._core import modules, pytree
 from gradkit._core.graph import refuse_lost_history
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.pytree import PyTree, Structure
-from gradkit.errors import (
-    LeafTypeError,
-    StructureError,
-    UnsupportedGraphError,
-    describe,
-    message,
-)
+from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 
 _requires_grad, _is_leaf = attrgetter("requires_grad"), attrgetter("is_leaf")
 _PARAMETER = {nn.Parameter}  # which is always a leaf
-Copy: TypeAlias = Callable[[list[Any]], Iterable[Any]]
+CopyAll: TypeAlias = Callable[[list[Any]], Iterable[Any]]
 EXPANDED = (nn.Module, Iterator, ValuesView, Optimizer)  # what stands for its tensors
 DIFFERENTIABLE = "a floating-point or complex tensor"  # what errors say that they expect
 
@@ -74,7 +68,7 @@ class Params:
                 first.setdefault(slot, index)
         return list(first.values())  # variables are numbered in the order of their first leaves
 
-    def per_leaf(self, values: Sequence[Any], copy: Copy | None = None) -> list[Any]:
+    def per_leaf(self, values: Sequence[Any], copy: CopyAll | None = None) -> list[Any]:
         """Return for each leaf the value of its variable; `copy` is for further leaves of it."""
         by_leaf = [None if slot is None else values[slot] for slot in self.slots]
         if copy is not None:
@@ -125,8 +119,7 @@ NO_PARAMS = Params(
 )
 
 
-def _clones(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.clone() for tensor in tensors]
+_clones: CopyAll = partial(map, Tensor.clone)
 
 
 def read_params(tree: PyTree, root: str = "params", *, allow_distributed: bool = False) -> Params:
@@ -279,23 +272,18 @@ def expand_params(
         return leaves, spec
     expanded: list[Any] = []
     for index, leaf in enumerate(leaves):
-        where = partial(pytree.path, spec, index, root)
-        expanded.append(_expanded(leaf, None if allow_distributed else where))
+        if isinstance(leaf, nn.Module):
+            leaf, classes = modules.named_parameters(leaf)
+            if not allow_distributed:
+                _refuse_distributed(classes, partial(pytree.path, spec, index, root))
+        elif isinstance(leaf, Optimizer):
+            leaf = tuple(p for group in leaf.param_groups for p in group["params"])
+        elif isinstance(leaf, Iterator | ValuesView):
+            leaf = tuple(leaf)
+        expanded.append(leaf)
     return expand_params(
         pytree.unflatten(spec, expanded), root, allow_distributed=allow_distributed
     )
-
-
-def _expanded(leaf: Any, where: Callable[[], str] | None) -> PyTree:
-    """Return the tensors that a leaf stands for; raise, with where, if they are distributed."""
-    if isinstance(leaf, nn.Module):
-        params, classes = modules.named_parameters(leaf)
-        if where is not None:
-            _refuse_distributed(classes, where)
-        return params
-    if isinstance(leaf, Optimizer):
-        return tuple(p for group in leaf.param_groups for p in group["params"])
-    return tuple(leaf) if isinstance(leaf, Iterator | ValuesView) else leaf
 
 
 def refuse_distributed(module: nn.Module, where: Callable[[], str]) -> None:

@@ -6,16 +6,13 @@ import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
 from gradkit._compat.versions import require
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit.errors import StructureError, describe, message
-
-if TYPE_CHECKING:
-    pass
 
 try:
     import optree

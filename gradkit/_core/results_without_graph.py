@@ -7,6 +7,7 @@ graph; torch's engine, and the transforms of torch.func, cannot tell it from one
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from operator import is_not
 from typing import Any, TypeAlias, cast
 from weakref import ref
@@ -16,20 +17,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradkit._compat.autograd import current_pass, run_in_place_of_backward
-from gradkit._compat.transforms import (
-    is_of_ended_transform,
-    layers,
-    recording_levels,
-    transforms,
-)
+from gradkit._compat.transforms import is_of_ended_transform, layers, recording_levels, transforms
 from gradkit._core.constant_function import attach
 from gradkit._core.graph import Subgraph, metadata
-from gradkit._core.user_code import (
-    Cotangents,
-    functions_alive,
-    register_own_hook_before_node,
-    user_functions,
-)
+from gradkit._core.user_code import Cotangents, functions_alive, register_own_hooks, user_functions
 
 Grads: TypeAlias = list[Tensor | None]
 
@@ -80,7 +71,7 @@ def _skip_functions_without_cotangents(below: Subgraph) -> None:
         if type(node) in kinds and _GUARDED not in metadata(node):
             metadata(node)[_GUARDED] = True
             guard = _EmptyPass(node)
-            register_own_hook_before_node(node, guard.before)
+            register_own_hooks(partial(node.register_prehook, guard.before))
             run_in_place_of_backward(node, guard.backward)
 
 

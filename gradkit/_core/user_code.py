@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache, partial
 from itertools import chain
-from operator import attrgetter
 from threading import Lock
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
@@ -16,11 +15,6 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils.hooks import RemovableHandle
 
 from gradkit._compat import distributed
@@ -87,7 +81,7 @@ def _cell(cell: CellType) -> list[Any]:
 Cotangents: TypeAlias = tuple[Tensor | None, ...]
 
 
-def _register(*registrations: Callable[[], RemovableHandle]) -> list[RemovableHandle]:
+def register_own_hooks(*registrations: Callable[[], RemovableHandle]) -> list[RemovableHandle]:
     """Register hooks of gradkit's, which `hooks_registered` does not count; all of them or none."""
     handles: list[RemovableHandle] = []
     try:
@@ -108,53 +102,8 @@ def remove_hooks(handles: Iterable[RemovableHandle]) -> None:
 
 
 def register_own_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-    """Register a hook of gradkit's on a tensor, which `hooks_registered` does not count."""
-    return _register(partial(tensor.register_hook, hook))[0]
-
-
-def register_own_hooks_around_node(
-    node: Node,
-    before: Callable[[Cotangents], Cotangents | None],
-    after: Callable[[Cotangents, Cotangents], Cotangents | None],
-) -> list[RemovableHandle]:
-    """Register hooks of gradkit's around a node, not counted either."""
-    return _register(partial(node.register_prehook, before), partial(node.register_hook, after))
-
-
-def register_own_hook_before_node(
-    node: Node, before: Callable[[Cotangents], Cotangents | None]
-) -> RemovableHandle:
-    """Register a hook of gradkit's on the cotangents that a node gets, not counted either."""
-    return _register(partial(node.register_prehook, before))[0]
-
-
-def register_own_hook_after_node(
-    node: Node, after: Callable[[Cotangents, Cotangents], Cotangents | None]
-) -> RemovableHandle:
-    """Register a hook of gradkit's on the gradients that a node makes, not counted either."""
-    return _register(partial(node.register_hook, after))[0]
-
-
-def register_own_hooks_on_runs(
-    module: nn.Module,
-    before: Callable[..., None] | None,
-    after: Callable[..., None],
-) -> list[RemovableHandle]:
-    """Register hooks of gradkit's around the forward pass of a module, not counted either."""
-    registrations = [partial(module.register_forward_hook, after)]
-    if before is not None:
-        registrations.append(partial(module.register_forward_pre_hook, before, with_kwargs=True))
-    return _register(*registrations)
-
-
-def register_own_hooks_around_steps(
-    before: Callable[[Optimizer, Any, Any], None], after: Callable[[Optimizer, Any, Any], None]
-) -> list[RemovableHandle]:
-    """Register hooks of gradkit's around steps of all optimizers, which are not counted either."""
-    return _register(
-        partial(register_optimizer_step_pre_hook, before),
-        partial(register_optimizer_step_post_hook, after),
-    )
+    """Register one hook of gradkit's, on a tensor."""
+    return register_own_hooks(partial(tensor.register_hook, hook))[0]
 
 
 def first_pre_hooked(leaves: Sequence[Tensor]) -> int | None:
@@ -182,13 +131,10 @@ def first_pre_hooked(leaves: Sequence[Tensor]) -> int | None:
 
 
 def _nodes_of_leaves(leaves: Sequence[Tensor]) -> list[Node]:
-    plain = set(map(type, leaves)) <= PLAIN_TYPES and not any(map(_is_nested, leaves))
+    plain = all(type(leaf) in PLAIN_TYPES and not leaf.is_nested for leaf in leaves)
     if plain and not transforms():
         return accumulate_grad_nodes(leaves)
     return [edge(x).node for x in leaves]
-
-
-_is_nested = attrgetter("is_nested")
 
 
 def _first_with_pre_hooks(nodes: Sequence[Node]) -> int | None:
@@ -196,7 +142,7 @@ def _first_with_pre_hooks(nodes: Sequence[Node]) -> int | None:
     with _own_hooks.lock, INSIDE:
         for index, node in enumerate(nodes):
             # All that Python has registered there, ours among them until it is removed.
-            hooks = _removed(node.register_prehook(_no_change)).hooks_dict_ref()
+            hooks = _removed(node.register_prehook(lambda _: None)).hooks_dict_ref()
             _own_hooks.count += 1
             if hooks:
                 return index
@@ -209,10 +155,6 @@ def _removed(handle: RemovableHandle) -> RemovableHandle:
     finally:
         handle.remove()
     return handle
-
-
-def _no_change(_: Cotangents) -> None:
-    """Leave cotangents as they are."""
 
 
 # How many hooks there were, and the ids of tensors without pre-hooks. One that is made later has
@@ -315,10 +257,8 @@ def _classes_to_watch(_: str) -> _Watched:
         (each, cls.__name__ in REFUSED, not _from_torch(cls)) for each in every if (cls := each())
     ]
     del cls
-    # Most classes that torch brings have no instances.
-    return _Watched(
-        [kind for kind in kinds if any(kind[1:])], min(filter(None, map(_references, every)))
-    )
+    idle = min(filter(None, map(_references, every)))  # most of torch's have no instances
+    return _Watched([kind for kind in kinds if any(kind[1:])], idle)
 
 
 def _references(each: ref[type]) -> int:

@@ -12,12 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from gradkit._compat.dynamo import leave_uncompiled
-from gradkit._compat.transforms import (
-    batched_like,
-    is_writable,
-    memory_of,
-    without_ended_levels,
-)
+from gradkit._compat.transforms import batched_like, is_writable, memory_of, without_ended_levels
 from gradkit._core import pytree
 from gradkit._core.pytree import PyTree
 from gradkit.errors import UnsupportedGraphError, message

@@ -21,31 +21,27 @@ from gradkit.errors import UnsupportedGraphError, describe, message
 
 _grad, _requires_grad, _version = map(attrgetter, ("grad", "requires_grad", "_version"))
 _shape, _dtype, _device, _layout = map(attrgetter, ("shape", "dtype", "device", "layout"))
-_address, _is_contiguous, _is_inference = (
-    Tensor.data_ptr,
-    Tensor.is_contiguous,
-    Tensor.is_inference,
-)
+_address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
 _PLAIN = frozenset({Tensor})
 _NONE = frozenset({type(None)})
 
 
 def write(leaf: Tensor, grad: Tensor | None) -> None:
     """Set `.grad` to a copy of a gradient, without its graph; None sets None."""
-    leaf.grad = _copy(leaf, grad)
+    leaf.grad = _copy_for_grad(leaf, grad)
 
 
-def _copy(leaf: Tensor, grad: Tensor | None) -> Tensor | None:
+def _copy_for_grad(leaf: Tensor, grad: Tensor | None) -> Tensor | None:
     return None if grad is None else copy_for(detach_keep_tangent(grad), leaf)
 
 
 def write_all(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-    """Do so for each pair; in half the time where all tensors are dense and contiguous."""
+    """Set the `.grad` of each leaf so; one pass over all where every tensor is contiguous."""
     leaves, grads = [leaf for leaf, _ in pairs], [grad for _, grad in pairs]
     if _are_contiguous(leaves, grads):
         set_grads(leaves, list(map(Tensor.clone, cast("list[Tensor]", grads))))
         return
-    set_grads(leaves, [_copy(leaf, grad) for leaf, grad in pairs])
+    set_grads(leaves, [_copy_for_grad(leaf, grad) for leaf, grad in pairs])
 
 
 def _are_contiguous(leaves: Sequence[Tensor], grads: Sequence[Any]) -> bool:
@@ -101,18 +97,18 @@ def add_together(totals: list[Any], grads: list[Any]) -> bool:
         return False
     if not storages.isdisjoint(map(storage_address, grads)):
         return False  # what is added might change on the way
-    if not _take_additions(totals):
+    if not _can_be_added_to(totals):
         return False
     # One kernel for all takes a third of the time of one for each, and gives the same bits.
     torch._foreach_add_(totals, grads)
     return True
 
 
-def _take_additions(totals: Sequence[Tensor]) -> bool:
+def _can_be_added_to(totals: Sequence[Tensor]) -> bool:
     """Return whether torch adds to these dense tensors in place."""
     return (
         ARITHMETIC_DTYPES.issuperset(map(_dtype, totals))
-        and not any(map(_is_inference, totals))
+        and not any(map(Tensor.is_inference, totals))
         and (all(map(_is_contiguous, totals)) or not any(map(overlaps_itself, totals)))
     )
 
@@ -126,7 +122,7 @@ def are_addable(totals: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
         # Another `.data` may have another shape or device than the `.grad`.
         and list(map(_shape, totals)) == list(map(_shape, grads))
         and list(map(_device, totals)) == list(map(_device, grads))
-        and _take_additions(totals)
+        and _can_be_added_to(totals)
     )
 
 
@@ -234,10 +230,8 @@ def _refuse_unassignable(leaves: Sequence[Tensor], grads: Sequence[Tensor | None
 def _copies_of_views(
     leaves: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return each `.grad` that may be overwritten through a buffer that it is part of, and a copy.
-
-    Not one that is part of a leaf itself, which the block is to change.
-    """
+    """Return each `.grad` that may be overwritten through a buffer around it, and a copy."""
+    # Not one that is part of a leaf itself, which the block is to change.
     views = [grad for grad in grads if grad is not None and _is_part_of_buffer(grad)]
     of_leaves = set(map(_memory, leaves)) if views else set()
     return [(grad, grad.detach().clone()) for grad in views if _memory(grad) not in of_leaves]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain, islice
 from operator import is_, itemgetter
 from threading import Event
@@ -21,7 +20,7 @@ from gradkit.errors import UnsupportedGraphError, message
 _LONGEST_WAIT = 600.0  # seconds
 
 
-class _Use:
+class _Block:
     """A block of one thread in which modules are its own."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -29,9 +28,9 @@ class _Use:
         # In a backward pass, the thread that waits for it: what that uses is the pass's to use.
         self.thread = calling_thread()
         self.ended = Event()
-        self.waits_for: _Use | None = None
+        self.waits_for: _Block | None = None
 
-    def shares_with(self, other: _Use) -> bool:
+    def shares_with(self, other: _Block) -> bool:
         """Return whether some module is a part of both."""
         return not self._parts().isdisjoint(other._parts())
 
@@ -41,70 +40,67 @@ class _Use:
 
 # In the order in which they began. One that is not the first waits for those before it; appending
 # and removing need no lock.
-_uses: list[_Use] = []
+_blocks: list[_Block] = []
 
 
 @contextmanager
 def alone_with(*modules: nn.Module) -> Iterator[None]:
-    """Let no other thread into such a block with these modules, or with one that shares a part.
-
-    Raises UnsupportedGraphError where two threads would wait for each other.
-    """
+    """Let no other thread into such a block with these modules; raise where both would wait."""
     if torch.compiler.is_compiling() or not modules:
         yield
         return
-    use = _Use(modules)
-    with undone(partial(_end, use)):
-        _uses.append(use)
-        while len(_uses) > 1 and (other := _blocking(use)):
-            _wait(use, other)
+    block = _Block(modules)
+
+    def end() -> None:
+        if block in _blocks:
+            _blocks.remove(block)
+        block.ended.set()
+
+    with undone(end):
+        _blocks.append(block)
+        while len(_blocks) > 1 and (other := _blocking(block)):
+            _wait(block, other)
         yield
 
 
-def _end(use: _Use) -> None:
-    if use in _uses:
-        _uses.remove(use)
-    use.ended.set()
-
-
-def _blocking(use: _Use) -> _Use | None:
+def _blocking(block: _Block) -> _Block | None:
     """Return a block of another thread that has to end before this one begins, if there is one."""
-    before = list(_uses)
-    before = before[: before.index(use)]
+    before = list(_blocks)
+    before = before[: before.index(block)]
     for index, other in enumerate(before):
-        if other.thread == use.thread or not other.shares_with(use):
+        if other.thread == block.thread or not other.shares_with(block):
             continue
         # One that waits for a block around this one, of this thread, has not begun.
-        around = (one for one in before[:index] if one.thread == use.thread)
+        around = (one for one in before[:index] if one.thread == block.thread)
         if not any(one.shares_with(other) for one in around):
             return other
     return None
 
 
-def _wait(use: _Use, other: _Use) -> None:
-    use.waits_for = other
-    if _wait_for_each_other(use) or not other.ended.wait(_LONGEST_WAIT):
-        names = " and ".join(sorted({type(module).__name__ for module in use.modules}))
+def _wait(block: _Block, other: _Block) -> None:
+    block.waits_for = other
+    if _wait_for_each_other(block) or not other.ended.wait(_LONGEST_WAIT):
+        names = " and ".join(sorted({type(module).__name__ for module in block.modules}))
         expected = "a module, and parts of it, that no other thread uses, or not for long"
         got = f"{names} in a call of another thread, which waits for this one, or has not returned "
         got += f"for {_LONGEST_WAIT:.0f} seconds"
         fix = "copy.deepcopy(module) for each thread; or call modules that share parts in one order"
         raise UnsupportedGraphError(message("module", expected, got, fix))
-    use.waits_for = None
+    block.waits_for = None
 
 
-def _wait_for_each_other(use: _Use) -> bool:
+def _wait_for_each_other(block: _Block) -> bool:
     """Return whether the thread that a block waits for waits, in the end, for its own thread."""
     seen: set[int] = set()
-    waiting: _Use | None = use
+    waiting: _Block | None = block
     # One that has ended is still there until the thread that waits for it runs again.
     while waiting and (other := waiting.waits_for) and not other.ended.is_set():
-        if other.thread == use.thread:
+        if other.thread == block.thread:
             return True
         if other.thread in seen:
             return False
         seen.add(other.thread)
-        of_thread = (one for one in list(_uses) if one.thread == other.thread)
+        of_thread = (one for one in list(_blocks) if one.thread == other.thread)
         waiting = next((one for one in of_thread if one.waits_for), None)
     return False
 
@@ -180,10 +176,7 @@ def _is_same(container: Any, copy: Any) -> bool:
 def attributes_put_back(
     module: nn.Module, *, hooks: bool = False
 ) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Put back the attributes, lists and dictionaries of a module; with `hooks`, its hooks, too.
-
-    Yields its parts by name. Until the block ends, another thread waits at such a block.
-    """
+    """Put a module's attributes and containers back, its hooks too if asked; yield its parts."""
     # Otherwise what a forward pass computes from the tensors of a call would stay in the module: a
     # weight that a hook makes, a cache. And in a module that is part of another under two names,
     # torch.func.functional_call leaves the tensors of the call as its parameters.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
@@ -63,54 +62,32 @@ def recompute_hooks() -> AbstractContextManager[Any]:
     if not recomputed_tensor_sources or differentiated() or torch.compiler.is_compiling():
         return nullcontext()  # torch.func's derivatives have no hooks for saved tensors
     pack, unpack = default_hooks() or (None, None)
-    return saved_tensors_hooks(lambda tensor: _pack(tensor, pack, unpack), _unpack)
+    return saved_tensors_hooks(lambda tensor: _pack(tensor, pack, unpack), lambda packed: packed())
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
-    """A tensor that is recomputed, or a view of one."""
-
-    recompute: Recompute
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int | SymInt
-
-
-@dataclass(frozen=True, slots=True)
-class _Versioned:
-    """Any other tensor: with hooks, torch does not see that it was changed in place."""
-
-    tensor: Tensor
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class _ByOuterHooks:
-    """What the hooks around ours, of a checkpoint of the whole call, say, have made of a tensor."""
-
-    packed: Any
-    unpack: Callable[[Any], Tensor]
-
-
-def _pack(tensor: Tensor, pack: Any, unpack: Any) -> object:
+def _pack(tensor: Tensor, pack: Any, unpack: Any) -> Callable[[], Tensor]:
+    """Return what gives a saved tensor in the backward pass."""
     if (recompute := _recompute_of(tensor)) is not None:
-        return _View(recompute, tensor.size(), tensor.stride(), tensor.storage_offset())
-    if pack is not None:
-        return _ByOuterHooks(pack(tensor), unpack)
-    return _Versioned(tensor, tensor._version)
+        shape = tensor.size(), tensor.stride(), tensor.storage_offset()
+        return partial(_recomputed_view, recompute, *shape)
+    if pack is not None:  # of the hooks around ours, as of a checkpoint of the whole call
+        return partial(unpack, pack(tensor))
+    return partial(_unchanged, tensor, tensor._version)
 
 
-def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, _View):
-        with torch.no_grad(), INSIDE:
-            whole = packed.recompute()
-            register_recompute(whole, packed.recompute)
-            # torch connects it with the graph of what was saved.
-            return whole.as_strided(packed.size, packed.stride, packed.offset)
-    if isinstance(packed, _ByOuterHooks):
-        return packed.unpack(packed.packed)
-    tensor: Tensor = packed.tensor
-    if tensor._version != packed.version:
+def _recomputed_view(
+    recompute: Recompute, size: torch.Size, stride: tuple[int, ...], offset: int | SymInt
+) -> Tensor:
+    with torch.no_grad(), INSIDE:
+        whole = recompute()
+        register_recompute(whole, recompute)
+        # torch connects it with the graph of what was saved.
+        return whole.as_strided(size, stride, offset)
+
+
+def _unchanged(tensor: Tensor, version: int) -> Tensor:
+    """Return a tensor; raise if it was written on, which torch does not see where hooks are."""
+    if tensor._version != version:
         refuse_changed(f"a tensor of shape {tuple(tensor.shape)}", "the graph")
     return tensor
 

@@ -104,12 +104,16 @@ class Differences:
 
 def different_result(where: str) -> UnsupportedGraphError:
     """Return the error for a second run that differs."""
-    expected = "a function that gives the same when it runs again, in the backward pass"
-    got = "another result than before: it reads something that has changed since (a "
-    got += "variable of a loop, a module, a list), or draws from its own generator"
-    fix = 'pass what changes as an argument, in the batch, say; or run it once: memory="store", '
-    fix += "chunk_size=None"
-    return UnsupportedGraphError(message(where, expected, got, fix))
+    return UnsupportedGraphError(message(where, *_DIFFERENT))
+
+
+_DIFFERENT = (
+    "a function that gives the same when it runs again, in the backward pass",
+    "another result than before: it reads something that has changed since (a variable of a loop, "
+    "a module, a list), or draws from its own generator",
+    'pass what changes as an argument, in the batch, say; or run it once: memory="store", '
+    "chunk_size=None",
+)
 
 
 @dataclass
@@ -130,14 +134,10 @@ class SecondRun:
 
 
 _NO_PASS = -1
+# The second run that this code runs in.
 _innermost: ContextVar[SecondRun | None] = ContextVar("innermost", default=None)
 # A pass that fails calls nothing back: with it, its entry is gone.
 _of_passes: WeakValueDictionary[int, Differences] = WeakValueDictionary()
-
-
-def innermost_second_run() -> SecondRun | None:
-    """Return the second run that this code runs in."""
-    return _innermost.get()
 
 
 @contextmanager
@@ -186,7 +186,7 @@ class RerunState:
         self._kernels = attention_kernels()
         self._writes = _StorageWrites()
         self._checksums: Checksums = {}
-        self._around = innermost_second_run()
+        self._around = _innermost.get()
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
@@ -204,20 +204,18 @@ class RerunState:
         """Return whether an operator of the first run made a tensor; until outputs are recorded."""
         return self._writes.has_made(tensor)
 
-    def _other_autocast(self) -> list[tuple[str, bool, torch.dtype]]:
-        return [one for one in self._autocast if one != _autocast(one[0])]
-
     @contextmanager
     def second_run(self) -> Iterator[SecondRun]:
         """Restore the state of the first run inside the block, and today's after it."""
-        now = _current(self._writes.snapshots)
+        now = [(storage, _copied_storage(storage)) for storage, _ in self._writes.snapshots]
         kernels = attention_kernels()
         states = rng.current(self._rng)
         with undo_stack() as stack:
             stack.enter_context(undone(partial(rng.restore, states)))
             rng.restore(self._rng)
-            for device, enabled, dtype in self._other_autocast():
-                stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype))
+            for device, enabled, dtype in self._autocast:
+                if (device, enabled, dtype) != _autocast(device):
+                    stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype))
             stack.enter_context(undone(partial(enable_attention_kernels, kernels)))
             stack.enter_context(undone(partial(_restore, now)))
             enable_attention_kernels(self._kernels)
@@ -270,7 +268,11 @@ class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if operator_schema(func) is None:
-            raise UnsupportedGraphError(_not_recorded(func))
+            got = f"torch.{func}, which runs functions whose operations torch does not show"
+            expected = "operations that can run a second time"
+            fix = 'torch.where, or an if or a loop of Python; or memory="store" in unroll'
+            where = "a step that is computed again"
+            raise UnsupportedGraphError(message(where, expected, got, fix))
         written = written_tensors(func, args, kwargs)
         for tensor in written:
             self._snapshot(tensor)
@@ -294,15 +296,7 @@ class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage, key = tensor.untyped_storage(), storage_key(tensor)
             if key not in self._known:
                 self._known.add(key)
-                self.snapshots.append((storage, _copy(storage)))
-
-
-def _not_recorded(func: Any) -> str:
-    """Return the message for a higher-order operator."""
-    expected = "operations that can run a second time"
-    got = f"torch.{func}, which runs functions whose operations torch does not show"
-    fix = 'torch.where, or an if or a loop of Python; or memory="store" in unroll'
-    return message("a step that is computed again", expected, got, fix)
+                self.snapshots.append((storage, _copied_storage(storage)))
 
 
 _writes_of_run: ContextVar[_StorageWrites | None] = ContextVar("writes_of_run", default=None)
@@ -328,18 +322,13 @@ def recording_writes() -> Iterator[None]:
         yield
 
 
-def _current(snapshots: Snapshots) -> Snapshots:
-    """Return new snapshots of the same storages."""
-    return [(storage, _copy(storage)) for storage, _ in snapshots]
-
-
 def _restore(snapshots: Snapshots) -> None:
     """Write the copies back to their storages; version counters do not count it."""
     for storage, copy in snapshots:
         storage.copy_(copy)
 
 
-def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+def _copied_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return cast("torch.UntypedStorage", storage.clone())  # type: ignore[no-untyped-call]
 
 

@@ -47,7 +47,7 @@ class Snapshot:
         states += [(generator, generator.get_state()) for generator in self._generators]
         with undo_stack() as stack:
             stack.enter_context(undone(partial(rng.restore, states)))
-            stack.enter_context(undone(partial(_restore_python_states, others)))
+            stack.enter_context(undone(partial(_restore_python_states, *others)))
             stack.enter_context(grads_put_back(self.leaves))
             stack.enter_context(grad_dtypes_put_back(self.leaves))
             # Before `.grad`, which must fit.
@@ -84,10 +84,8 @@ _LARGEST_STATE = 1 << 16
 
 @contextmanager
 def put_back_on_error(*functions: object) -> Iterator[None]:
-    """Put back, if the block raises, what these functions of the user's may have written on.
-
-    The buffers and attributes of the modules that they refer to, small tensors, and random states.
-    """
+    """Put back, if the block raises, what these functions of the user's may have written on."""
+    # Buffers and attributes of the modules that they refer to, small tensors, and random states.
     # A transform around refuses writes on what is outside, or has copies made.
     if torch.compiler.is_compiling() or transforms() or is_capturing():
         yield
@@ -141,7 +139,7 @@ def _python_states() -> tuple[Any, Any]:
     return random.getstate(), None if numpy is None else numpy.random.get_state()
 
 
-def _restore_python_states(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    if states[1] is not None:
-        sys.modules["numpy"].random.set_state(states[1])
+def _restore_python_states(of_python: Any, of_numpy: Any) -> None:
+    random.setstate(of_python)
+    if of_numpy is not None:
+        sys.modules["numpy"].random.set_state(of_numpy)

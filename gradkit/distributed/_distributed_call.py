@@ -6,7 +6,12 @@ from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradkit._autograd.passes import PassResult, Players, RunnerFactory, read_players, run_players
+from gradkit._autograd.passes import (
+    PassResult,
+    RunnerFactory,
+    read_params_of_each,
+    run_simultaneously,
+)
 from gradkit._core import pytree
 from gradkit._core.call import (
     Grads,
@@ -99,8 +104,8 @@ def run(
     runner: RunnerFactory,
 ) -> PassResult:
     """Run a pass for each loss and its own part; all other params count as unreached."""
-    players, columns = _parts(losses, params)
-    result = run_players(players, unused, create_graph, retain_graph, allowed, runner)
+    each, columns = _own_params(losses, params)
+    result = run_simultaneously(losses, each, unused, create_graph, retain_graph, allowed, runner)
     rows: list[Grads] = []
     for index, grads in zip(result.call.differentiated, result.grads, strict=True):
         row: Grads = [None] * len(params.variables)
@@ -110,15 +115,15 @@ def run(
     return _with_params(result, [params] * len(losses.leaves), rows)
 
 
-def own_parts(result: PassResult, params: Params, unused: str) -> tuple[PassResult, Players]:
+def own_parts(result: PassResult, params: Params, unused: str) -> tuple[PassResult, list[Params]]:
     """Return of the gradients of each loss those of its own part."""
-    players, columns = _parts(result.call.losses, params)
+    each, columns = _own_params(result.call.losses, params)
     own = [
         [grads[column] for column in columns[index]]
         for index, grads in zip(result.call.differentiated, result.grads, strict=True)
     ]
     result = replace(result, call=replace(result.call, unused=unused))
-    return _with_params(result, players.params, own), players
+    return _with_params(result, each, own), each
 
 
 def _with_params(result: PassResult, params: list[Params], grads: list[Grads]) -> PassResult:
@@ -126,9 +131,9 @@ def _with_params(result: PassResult, params: list[Params], grads: list[Grads]) -
     return replace(result, call=replace(result.call, passes=passes), grads=grads)
 
 
-def _parts(losses: Losses, params: Params) -> tuple[Players, list[list[int]]]:
-    """Return the part of each loss, and the indices of its variables among all."""
+def _own_params(losses: Losses, params: Params) -> tuple[list[Params], list[list[int]]]:
+    """Return the params of each loss, and the indices of its variables among all."""
     tensors = pytree.unflatten(params.spec, params.with_variables(params.variables))
-    players = read_players(losses, tensors)
+    each = read_params_of_each(losses, tensors)
     columns = {id(variable): index for index, variable in enumerate(params.variables)}
-    return players, [[columns[id(v)] for v in part.variables] for part in players.params]
+    return each, [[columns[id(v)] for v in own.variables] for own in each]

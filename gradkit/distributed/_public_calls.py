@@ -223,9 +223,9 @@ def simultaneous_grads(
             name, losses, modules, run, False, create_graph, retain_graph
         )
         result, params = _fsdp.run(call, shards) if shards else _ddp.run(call, replicas)
-        result, players = _distributed_call.own_parts(result, params, unused)
+        result, each = _distributed_call.own_parts(result, params, unused)
         require_reached(result.call, result.grads, unused)
-        return passes.trees_by_player(result, players)
+        return passes.simultaneous_trees(result, each)
 
 
 @disable_compile

@@ -72,7 +72,7 @@ def test_what_is_ours_already_is_not_copied(
         copies.append(grad)
         return grad.clone()
 
-    monkeypatch.setattr(arrival_copies, "_copied", count)
+    monkeypatch.setattr(arrival_copies, "_cloned", count)
     monkeypatch.setattr(ownership, "copy_for", count)
     nn.Linear(1, 1).register_forward_hook(lambda *_: None)
     layer = nn.Linear(4, 4).to(device)

@@ -110,7 +110,7 @@ def modes() -> dict[str, Any]:
         "checked": list(checked.open_monitors),
         "monitors": op_monitor.active_monitors(),
         "writes": rerun._writes_of_run.get(),
-        "uses": list(module_state._uses),
+        "uses": list(module_state._blocks),
         "steps": [
             dict(_OPTIMIZERS._global_optimizer_pre_hooks),
             dict(_OPTIMIZERS._global_optimizer_post_hooks),

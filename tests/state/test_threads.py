@@ -24,7 +24,7 @@ def _threads_take_turns_often() -> Iterator[None]:
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
-    assert not module_state._uses
+    assert not module_state._blocks
 
 
 class Branch(nn.Module):
