@@ -36,7 +36,6 @@ _CHECK = re.compile(r"(torch|gradkit): (.+) => (.+) == (.+)")
 # The packages of the extras in pyproject.toml that users install.
 EXTRAS = {
     "plot": ("matplotlib", "rich"),
-    "migrate": ("libcst",),
     "torchjd": ("torchjd",),
     "examples": ("scikit-learn", "rich", "matplotlib"),
 }

@@ -6,7 +6,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
 from contextlib import ExitStack, contextmanager, suppress
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
@@ -110,14 +109,14 @@ class Step:
         out = self.fn(self.tree, *args) if self.takes_params else self.fn(*args)
         return read_losses(out, scalar=True)
 
-    def losses_at(self, inputs: Inputs, copy: Callable[[Tensor], Tensor] = Tensor.clone) -> Losses:
+    def losses_at(self, inputs: Inputs) -> Losses:
         """Call the function with other tensors in place of its inputs."""
         leaves, spec = pytree.flatten(self.tree)
         tree = pytree.unflatten(spec, [inputs.get(i, leaf) for i, leaf in enumerate(leaves)])
         # In a transform, only buffers that are made in it can be written on.
-        named = {name: copy(buffer) for name, buffer in self.modules.named_buffers()}
+        named = {name: buffer.clone() for name, buffer in self.modules.named_buffers()}
         named |= {key: x for key, x in inputs.items() if isinstance(key, str)}
-        call = partial(self.fn, *((tree,) if self.takes_params else ()), *_copied(self.args, copy))
+        call = partial(self.fn, *((tree,) if self.takes_params else ()), *_copied(self.args))
         with attributes_put_back(self.modules):
             return read_losses(functional_call(self.modules, named, (call,)), scalar=True)
 
@@ -264,14 +263,12 @@ def _takes_params(fn: Callable[..., PyTree], tree: PyTree, args: tuple[Any, ...]
     raise StructureError(message("loss_fn", expected, got, fix))
 
 
-def _copied(
-    args: tuple[Any, ...], copy: Callable[[Tensor], Tensor] = Tensor.clone
-) -> tuple[Any, ...]:
+def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Copy the arguments that a function may write on: all but those that require grad."""
     leaves, spec = pytree.flatten(args)
     for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and (copy is not Tensor.clone or not leaf.requires_grad):
-            leaves[index] = copy(leaf)
+        if isinstance(leaf, Tensor) and not leaf.requires_grad:
+            leaves[index] = leaf.clone()
     copies: tuple[Any, ...] = pytree.unflatten(spec, leaves)
     return copies
 
@@ -283,19 +280,6 @@ def _tensors_in(tree: PyTree) -> list[Tensor]:
         attributes = [value for part in module.modules() for value in vars(part).values()]
         tensors += [*module.parameters(), *module.buffers(), *filter(torch.is_tensor, attributes)]
     return tensors
-
-
-def moved(step: Step, device: torch.device) -> Step:
-    """Return the step with copies of its modules and tensors on another device, ties kept."""
-    memo: dict[int, Any] = {}
-    for tensor in _tensors_in((step.tree, step.args)):
-        if tensor.is_leaf and id(tensor) not in memo:
-            there = tensor.detach().to(device, copy=True)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(there, requires_grad=False) if is_parameter else there
-            memo[id(tensor)].requires_grad_(tensor.requires_grad)
-    tree, args = deepcopy((step.tree, step.args), memo)
-    return read_step(step.fn, tree, args)
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
