@@ -41,7 +41,6 @@ from gradkit.distributed._agreement import (
     PASSES,
     Description,
     Group,
-    RemoteErrors,
     agree_or_raise,
     collective_errors,
     read_specs,
@@ -86,7 +85,6 @@ class ShardedParam:
     mesh: DeviceMesh
     group: Group
     order: CollectiveOrder
-    remote_errors: RemoteErrors
 
     @property
     def rows(self) -> int:
@@ -122,8 +120,7 @@ class ShardedParam:
         return from_rows(kept, self.mesh, self.shape)
 
     def _collective_errors(self, what: str) -> AbstractContextManager[None]:
-        what = f"{what} of params[{self.name!r}]"
-        return collective_errors(self.group, what=what, remote_errors=self.remote_errors.of_others)
+        return collective_errors(self.group, what=f"{what} of params[{self.name!r}]")
 
     def local(self, shard: Tensor) -> Tensor:
         """Return the rows of this rank."""
@@ -164,7 +161,14 @@ def _padded(tensor: Tensor, rows: int) -> Tensor:
     return padded
 
 
-class Gather(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+        ctx.param = inputs[1]
+        ctx.set_materialize_grads(False)
+
+
+class Gather(_Collective):
     """The whole parameter, on every rank."""
 
     @staticmethod
@@ -172,14 +176,11 @@ class Gather(torch.autograd.Function):
         return param.gather(shard)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-        ctx.param = inputs[1]
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         (cotangent,) = cotangents
-        return None if cotangent is None else _apply(ReduceScatter, cotangent, ctx.param), None
+        if cotangent is None:
+            return None, None
+        return ReduceScatter.apply(cotangent, ctx.param), None  # type: ignore[no-untyped-call]
 
     @staticmethod
     def vmap(_: Any, in_dims: Sequence[int | None], shard: Tensor, param: ShardedParam) -> Any:
@@ -188,7 +189,7 @@ class Gather(torch.autograd.Function):
         return gather(shard, param), None  # the same for all samples
 
 
-class ReduceScatter(torch.autograd.Function):
+class ReduceScatter(_Collective):
     """The mean over the ranks, in shards."""
 
     @staticmethod
@@ -196,30 +197,21 @@ class ReduceScatter(torch.autograd.Function):
         return param.reduce(full)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-        ctx.param = inputs[1]
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         (cotangent,) = cotangents
         if cotangent is None:
             return None, None
         # That of a sum over all rows, say, is replicated.
-        return _apply(Gather, to_rows(cotangent), ctx.param), None
+        return gather(to_rows(cotangent), ctx.param), None
 
     @staticmethod
     def vmap(_: Any, in_dims: Sequence[int | None], full: Tensor, param: ShardedParam) -> Any:
         raise UnsupportedGraphError(param.batched("gradients"))
 
 
-def _apply(function: Any, tensor: Tensor, param: ShardedParam) -> Tensor:
-    return cast("Tensor", function.apply(tensor, param))
-
-
 def gather(shard: Tensor, param: ShardedParam) -> Tensor:
     """Return the whole parameter, differentiable."""
-    return _apply(Gather, shard, param)
+    return cast("Tensor", Gather.apply(shard, param))  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -334,7 +326,7 @@ def make_functional(
         backward passes through `out` in the same order. It raises `StructureError` on all ranks if
         params, modes or the order of earlier passes differ between them, a tensor is not such a
         DTensor, or the module has got or lost parameters; and `CollectiveError` if a rank is
-        missing, with its error if it has failed in the call.
+        missing, or has failed in the call.
 
     Raises:
         CollectiveError: A rank has failed, is missing, or is too late.
@@ -354,10 +346,9 @@ def make_functional(
     group = require_group(mesh.get_group(), _CALL)
     inner, _, buffers = functional(module)
     params = {name: distributed.sharded_rows(own[name], mesh) for name in names}
-    order, remote_errors = CollectiveOrder(), RemoteErrors(group.rank, group.size)
-    apart = _group_apart(group, mesh)
+    order, apart = CollectiveOrder(), _group_apart(group, mesh)
     placed = {
-        name: ShardedParam(name, index, param.shape, mesh, apart, order, remote_errors)
+        name: ShardedParam(name, index, param.shape, mesh, apart, order)
         for index, (name, param) in enumerate(params.items())
     }
 
@@ -369,7 +360,7 @@ def make_functional(
         finally:
             order.reset()
         pairs = [(given[name], param) for name, param in placed.items()]
-        with remote_errors.report_own(), gathering(module, pairs):
+        with gathering(module, pairs):
             return inner(given, buffers, *args, **kwargs)
 
     first = {name: _of_first_rank(own[name], group, mesh) for name in buffers}

@@ -33,13 +33,13 @@ _layout, _is_nested, _requires_grad, _dtype, _device = map(
     attrgetter, ("layout", "is_nested", "requires_grad", "dtype", "device")
 )
 _DENSE = {torch.strided}
-_FOREACH = ("cpu", "cuda")  # devices whose kernels torch runs for a list of tensors
+_FOREACH = ("cpu", "cuda")  # devices that have the `torch._foreach_*` kernels
 
 
 def are_dense(leaves: Collection[Any]) -> TypeGuard[list[Tensor]]:
     """Return whether all leaves, of which there are some, are plain dense tensors."""
     return (
-        not torch.compiler.is_compiling()  # which reads no attributes of many at a time
+        not torch.compiler.is_compiling()  # torch.compile takes no map over an attrgetter
         and PLAIN_TYPES.issuperset(map(type, leaves))
         and set(map(_layout, leaves)) == _DENSE
         and not any(map(_is_nested, leaves))
@@ -59,7 +59,7 @@ def are_dense_constants(leaves: Collection[Any]) -> TypeGuard[list[Tensor]]:
 def are_of_one_kind(
     leaves: Iterable[Tensor], dtypes: Collection[torch.dtype] = ARITHMETIC_DTYPES
 ) -> bool:
-    """Return whether tensors are of one of these dtypes, on one device with kernels for lists."""
+    """Return whether tensors are all of one of these dtypes, on one CPU or CUDA device."""
     own_dtypes, devices = set(map(_dtype, leaves)), set(map(_device, leaves))
     return (
         len(own_dtypes) == len(devices) == 1
@@ -68,8 +68,8 @@ def are_of_one_kind(
     )
 
 
-def take_one_kernel(leaves: Sequence[Any]) -> TypeGuard[list[Tensor]]:
-    """Return whether one kernel takes all leaves: dense constants of one kind."""
+def foreach_takes(leaves: Sequence[Any]) -> TypeGuard[list[Tensor]]:
+    """Return whether one `torch._foreach_*` kernel takes all leaves: dense constants of a kind."""
     return are_dense_constants(leaves) and are_of_one_kind(leaves)
 
 
@@ -199,8 +199,8 @@ def map(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     if not callable(function):
         fix = "gradkit.tree.map(fn, tree, ...), the function first"
         raise OptionError(message("fn", "a function of leaves", describe(function), fix))
-    others = {f"rest[{index}]": other for index, other in enumerate(rest)}
-    return _map_rows(partial(apply_with_zeros, fn), {"tree": tree, **others})
+    trees = aligned_leaves({"tree": tree, **_named(rest)})
+    return _unflatten_rows(partial(apply_with_zeros, fn), *trees)
 
 
 def add(a: PyTree, b: PyTree, *rest: PyTree) -> PyTree:
@@ -226,12 +226,19 @@ def add(a: PyTree, b: PyTree, *rest: PyTree) -> PyTree:
     Source:
         `torch.add`, leaf by leaf.
     """
-    others = {f"rest[{index}]": other for index, other in enumerate(rest)}
-    trees, spec = aligned_leaves({"a": a, "b": b, **others})
-    if take_one_kernel([*chain.from_iterable(trees)]):
-        add_two: Any = torch._foreach_add
-        return pytree.unflatten(spec, reduce(add_two, trees))
-    return _unflatten_rows(add_leaves, trees, spec)
+    return _combined(torch._foreach_add, add_leaves, {"a": a, "b": b, **_named(rest)})
+
+
+def _named(rest: Sequence[PyTree]) -> dict[str, PyTree]:
+    return {f"rest[{index}]": tree for index, tree in enumerate(rest)}
+
+
+def _combined(foreach: Any, by_leaf: Callable[..., Leaf], trees: Mapping[str, PyTree]) -> PyTree:
+    """Return trees combined from the left, by a kernel for lists where it takes all leaves."""
+    leaves, spec = aligned_leaves(trees)
+    if foreach_takes([*chain.from_iterable(leaves)]):
+        return pytree.unflatten(spec, reduce(foreach, leaves))
+    return _unflatten_rows(by_leaf, leaves, spec)
 
 
 def sub(a: PyTree, b: PyTree) -> PyTree:
@@ -256,10 +263,7 @@ def sub(a: PyTree, b: PyTree) -> PyTree:
     Source:
         `torch.sub`, leaf by leaf.
     """
-    trees, spec = aligned_leaves({"a": a, "b": b})
-    if take_one_kernel([*trees[0], *trees[1]]):
-        return pytree.unflatten(spec, torch._foreach_sub(*cast("Any", trees)))
-    return _unflatten_rows(_sub_leaves, trees, spec)
+    return _combined(torch._foreach_sub, _sub_leaves, {"a": a, "b": b})
 
 
 def _sub_leaves(a: Leaf, b: Leaf) -> Leaf:
@@ -389,7 +393,7 @@ def stack(trees: Iterable[PyTree]) -> PyTree:
     def stacked(*row: Tensor) -> Tensor:
         return torch.stack([x.to_dense() for x in row])
 
-    return _map_rows(partial(apply_with_zeros, stacked), named)
+    return _unflatten_rows(partial(apply_with_zeros, stacked), *aligned_leaves(named))
 
 
 def unstack(tree: PyTree) -> list[PyTree]:
@@ -441,7 +445,7 @@ def aligned_leaves(trees: Mapping[str, PyTree]) -> tuple[list[list[Leaf]], Struc
 
 def _plainly_alike(trees: Sequence[list[Any]]) -> bool:
     """Return whether all leaves are plain tensors, of the same shapes in each tree."""
-    if torch.compiler.is_compiling():  # which reads no attributes of many at a time
+    if torch.compiler.is_compiling():  # torch.compile takes no map over an attrgetter
         return False
     if not all(PLAIN_TYPES.issuperset(builtins.map(type, leaves)) for leaves in trees):
         return False
@@ -485,14 +489,10 @@ def _check_row(row: Sequence[Any], names: Sequence[str], spec: Structure, index:
             raise StructureError(message(path(name), expected, f"{tuple(leaf.shape)}", fix))
 
 
-def _map_rows(fn: Callable[..., Any], trees: Mapping[str, PyTree]) -> PyTree:
-    """Return a tree like the first, of `fn` of one leaf of each tree."""
-    return _unflatten_rows(fn, *aligned_leaves(trees))
-
-
 def _unflatten_rows(
     fn: Callable[..., Any], trees: Sequence[Sequence[Leaf]], spec: Structure
 ) -> PyTree:
+    """Return a tree of `fn` of one leaf of each tree."""
     return pytree.unflatten(spec, [fn(*row) for row in zip(*trees, strict=True)])
 
 

@@ -59,32 +59,8 @@ class InPlaceOperation:
             self.second(y)
 
 
-@dataclass(frozen=True)
-class _Leaves:
-    """The leaves of two trees, all checked: nothing that is done with them raises."""
-
-    pairs: list[tuple[Tensor, Tensor]]  # where both trees have a tensor
-    alone: list[Tensor]  # of the first tree, where the second has None
-    entries: list[_Entry]  # where the first is None, and the second has a tensor
-
-    def change(self, operation: InPlaceOperation) -> None:
-        """Run an operation on all leaves, pairs of a kind together."""
-        for indices in group_alike([x for x, _ in self.pairs]).values():
-            group = [self.pairs[index] for index in indices]
-            operation.both([x for x, _ in group], [y for _, y in group])
-        for x in self.alone:
-            operation.first(x)
-        for container, key, leaf in self.entries:
-            container[key] = operation.second(leaf)
-
-
 def run_in_place(operation: InPlaceOperation, tree: PyTree, other: PyTree, name: str) -> None:
     """Change the tensors of a tree by those of another one, or raise before anything is changed."""
-    _read(tree, other, name, operation).change(operation)
-
-
-def _read(tree: PyTree, other: PyTree, name: str, operation: InPlaceOperation) -> _Leaves:
-    """Open and check both trees."""
     if transforms():
         expected = "a call outside of torch.func's transforms"
         fix = "gradkit.tree.add, which is pure"
@@ -99,7 +75,13 @@ def _read(tree: PyTree, other: PyTree, name: str, operation: InPlaceOperation) -
     entries = _entries(tree, rows, spec)
     _refuse_shared_memory(rows, spec, name)
     pairs = [(x, y) for x, y in rows if x is not None and y is not None]
-    return _Leaves(pairs, [x for x, y in rows if x is not None and y is None], entries)
+    for indices in group_alike([x for x, _ in pairs]).values():
+        operation.both([pairs[i][0] for i in indices], [pairs[i][1] for i in indices])
+    for x, y in rows:
+        if x is not None and y is None:
+            operation.first(x)
+    for container, key, leaf in entries:
+        container[key] = operation.second(leaf)
 
 
 def _plainly_fit(by_tree: Sequence[list[Any]], operation: InPlaceOperation) -> bool:
@@ -140,9 +122,12 @@ def _defect(x: Leaf, y: Leaf, operation: InPlaceOperation) -> _Defect | None:
 
 def _defect_in_place(x: Tensor, y: Leaf, operation: InPlaceOperation) -> _Defect | None:
     """Return why a tensor cannot hold the result."""
-    if torch.compiler.is_compiling():
-        pass  # which cannot tell
-    elif x.is_inference() and not torch.is_inference_mode_enabled():
+    # torch.compile cannot tell whether a tensor was made in inference mode.
+    if (
+        not torch.compiler.is_compiling()
+        and x.is_inference()
+        and not torch.is_inference_mode_enabled()
+    ):
         got, fix = "one made in inference mode", "clone it"
         return StructureError, "tree", "a tensor that can be changed in place", got, fix
     if y is not None:
@@ -180,13 +165,8 @@ def _without_kernel(x: Leaf, y: Leaf, operation: InPlaceOperation) -> _Defect | 
         return None
     got = f"{describe(present[0])} of layout {present[0].layout}, of which torch says: {reason}"
     fix = "both trees as dense float32: gradkit.tree.map(lambda x: x.to_dense().float(), tree)"
-    return (
-        StructureError,
-        "" if x is None else "tree",
-        "a tensor that torch can change so",
-        got,
-        fix,
-    )
+    root, expected = "" if x is None else "tree", "a tensor that torch can change so"
+    return StructureError, root, expected, got, fix
 
 
 def _entries(tree: PyTree, rows: Sequence[Sequence[Leaf]], spec: Structure) -> list[_Entry]:

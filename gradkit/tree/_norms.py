@@ -24,8 +24,8 @@ from gradkit.tree._arithmetic import (
     apply_with_zeros,
     are_dense_constants,
     dot,
+    foreach_takes,
     scale_leaves,
-    take_one_kernel,
 )
 
 
@@ -68,7 +68,7 @@ def global_norm(tree: PyTree, *, batch_dims: int = 0) -> Tensor:
 
 
 def _norm_of_leaves(leaves: Sequence[Leaf]) -> Tensor:
-    if take_one_kernel(leaves):
+    if foreach_takes(leaves):
         return _checked_norm(leaves, _norm_of_alike)
     if are_dense_constants(leaves):
         return _checked_norm(leaves, torch.nn.utils.get_total_norm)
@@ -167,7 +167,7 @@ def clip_by_global_norm(grads: PyTree, max_norm: float | Tensor) -> tuple[PyTree
     fix = "gradkit.tree.clip_by_global_norm(grads, 1.0), or leave the call out"
     max_norm = check_number("max_norm", max_norm, fix, nonnegative=True)
     (leaves,), spec = aligned_leaves({"grads": grads})
-    alike = leaves if take_one_kernel(leaves) else None
+    alike = leaves if foreach_takes(leaves) else None
     norm = _norm_of_leaves(leaves) if alike is None else _checked_norm(alike, _norm_of_alike)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if alike is None or isinstance(max_norm, Tensor):  # of another dtype, say, or with a graph
