@@ -24,7 +24,7 @@ from gradkit.errors import (
 
 _T = TypeVar("_T")
 Digest: TypeAlias = tuple[int, ...]
-# Named in the invariants: what a rank has gathered and reduced between two calls.
+# The name, among the invariants, of what a rank has gathered and reduced between two calls.
 PASSES = "the passes since the last call"
 NO_DIGEST: Digest = (0, 0, 0, 0)
 _FAILED = NO_DIGEST
@@ -41,7 +41,7 @@ class Group(NamedTuple):
     call: str  # the public call, for errors
     rank: int
     size: int
-    device: torch.device  # that small messages are sent from
+    device: torch.device  # where the messages of agreements are sent from
 
     @property
     def this_rank(self) -> str:
@@ -96,7 +96,7 @@ class GradSpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
-    graph: bool  # it carries one, which is to go on through the reduction
+    graph: bool  # whether it carries a graph, which the reduction continues
     layout: torch.layout
     dense_dim: int  # the number of dense dimensions of a sparse gradient
 
@@ -139,7 +139,7 @@ class GradSpec(NamedTuple):
         return f"{with_article(kind)} tensor of shape {self.shape} on {self.device}{graph}"
 
 
-# Of each gradient of a rank, or over all ranks; None if there is none.
+# One for each gradient, of one rank or agreed by all; None where there is no gradient.
 Specs: TypeAlias = tuple[GradSpec | None, ...]
 
 
@@ -148,7 +148,7 @@ def read_specs(grads: Sequence[Tensor | None], *, differentiable: bool = False) 
     present = [grad for grad in grads if grad is not None]
     if set(map(_layout, present)) != {torch.strided}:
         return tuple(GradSpec.of(grad, differentiable=differentiable) for grad in grads)
-    # One attribute of all gradients at a time: a Python loop would take longer than the reduction.
+    # `map` over an attribute at a time: a Python loop would take longer than the reduction.
     columns = tuple(tuple(map(read, present)) for read in (_shape, _dtype, _device))
     graphs = tuple(map(_requires_grad, present)) if differentiable else ()
     absent = () if len(present) == len(grads) else tuple(grad is None for grad in grads)
@@ -173,7 +173,7 @@ RankInvariants: TypeAlias = tuple[tuple[str, Hashable], ...]
 
 
 class Description(NamedTuple):
-    """What ranks must have in common, of which they compare the `repr`."""
+    """What ranks compare, by a digest of its `repr`."""
 
     invariants: RankInvariants  # by name
     specs: Specs  # of the gradients

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 class CollectiveOrder(RecomputedTensorSource):
     """The collectives that a rank has taken part in since the last call, as a number."""
 
-    # Ranks whose graphs differ could mix up parameters of one shape.
+    # Without it, ranks with different graphs could swap parameters of one shape unnoticed.
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,11 @@ class CollectiveOrder(RecomputedTensorSource):
     def add(self, index: int, kind: int) -> None:
         """Count a collective for a parameter."""
         self._count += 1
-        self._digest = hash((self._digest, index, kind))  # of numbers: the same in every process
+        self._digest = hash((
+            self._digest,
+            index,
+            kind,
+        ))  # hashes of ints do not differ between processes
 
     def __str__(self) -> str:
         return f"{self._count} gathers and means, of checksum {self._digest % 10**6}"
@@ -107,14 +111,14 @@ class ShardedParam:
     def reduce(self, full: Tensor) -> Tensor:
         """Return the mean over the ranks, in shards; not differentiable."""
         factor = 1 / self.group.size
-        sum_overflows = full.dtype == torch.float16  # of numbers whose mean does not
+        sum_overflows = full.dtype == torch.float16  # although the mean does not
         padded = _padded(full * factor if sum_overflows else full, self.rows * self.group.size)
         local = padded.new_empty(self.rows, *self.shape[1:])
         self.order.add(self.index, 1)
         with self._collective_errors("the mean of the gradient"):
             reduce_scatter_into(local, padded, self.group.handle)
         if not sum_overflows:
-            local.mul_(factor)  # of the shard: the whole gradient is in memory only once
+            local.mul_(factor)  # after the collective: no second copy of the whole gradient
         begin = min(self.rows * self.group.rank, self.shape[0])
         kept = local[: min(self.rows, self.shape[0] - begin)]
         return from_rows(kept, self.mesh, self.shape)
@@ -201,7 +205,7 @@ class ReduceScatter(_Collective):
         (cotangent,) = cotangents
         if cotangent is None:
             return None, None
-        # That of a sum over all rows, say, is replicated.
+        # The cotangent of a sum over all rows, say, is replicated.
         return gather(to_rows(cotangent), ctx.param), None
 
     @staticmethod
@@ -255,7 +259,7 @@ class _Gatherer:
         key = id(tensor), torch.is_grad_enabled()
         if key not in self._gathered:
             whole = self._gathered[key] = gather(tensor, param)
-            if not is_transform_tensor(whole):  # no hooks for what those save
+            if not is_transform_tensor(whole):  # saved-tensor hooks do not run for these
                 register_recompute(whole, param.recompute(tensor))
         return self._gathered[key]
 
@@ -369,9 +373,9 @@ def make_functional(
 
 def _group_apart(group: Group, mesh: DeviceMesh) -> Group:
     """Return a group for gathers and means alone, the same one for all modules."""
-    # A rank that has raised in a call, and goes on, would send its next message, of whatever kind,
-    # to those that wait for its shard: gloo takes it for one if it is no longer.
-    if group.device.type != mesh.device_type:  # messages and shards have different backends
+    # A rank that raises in a call and goes on sends its next message while others wait for its
+    # shard: in one group, gloo would take a message that is no longer for that shard.
+    if group.device.type != mesh.device_type:  # messages and shards are on different backends
         return group
     if group.handle not in _groups_apart:
         _groups_apart[group.handle] = distributed.group_like(group.handle, mesh.device_type)
@@ -420,7 +424,7 @@ def _refuse_wrapped(module: nn.Module) -> None:
 
 
 def _values(own: Named, state_dict: _Tensors) -> Named:
-    """Return the values of a state dict for the tensors of a module; its own if not saved."""
+    """Return the values of a state dict by name, or the module's own where it has none."""
     values: Named = {}
     for name, tensor in own.items():
         value = state_dict.get(name, tensor)
@@ -434,7 +438,7 @@ def _values(own: Named, state_dict: _Tensors) -> Named:
 
 
 def _check_value(name: str, value: Tensor, mesh: DeviceMesh | None) -> None:
-    """Raise if a parameter, which has a mesh, or a buffer cannot be taken over."""
+    """Raise if a buffer (no mesh) or a parameter (a mesh) cannot be used."""
     where = _of_module(name)
     if value.is_meta:
         got, fix = "one on the meta device", "make_functional(module, mesh, state_dict)"
@@ -461,7 +465,7 @@ def _of_first_rank(buffer: Tensor, group: Group, mesh: DeviceMesh) -> Tensor:
 
 
 def _refuse_changed(module: nn.Module, placed: Mapping[str, ShardedParam]) -> None:
-    """Raise if parameters were added to a module, which would be this rank's alone, or removed."""
+    """Raise if the module has got parameters, which would not be sharded, or lost some."""
     names = {name for name, _ in module.named_parameters()}
     if names != placed.keys():
         name = min(names ^ placed.keys())

@@ -33,14 +33,13 @@ from gradkit.distributed._agreement import (
 )
 from gradkit.errors import LeafTypeError, UnsupportedGraphError, describe, message
 
-# The default of DistributedDataParallel: enough that latency does not count, and little memory
-# beside the gradients themselves.
+# DistributedDataParallel's default: latency does not count, and it is little memory.
 BUCKET_BYTES = 25 * 2**20
 # Gradients that are sent together, each with its index.
 Bucket: TypeAlias = list[tuple[int, GradSpec]]
 _layout, _dtype, _requires_grad = map(attrgetter, ("layout", "dtype", "requires_grad"))
 _is_floating_point = torch.Tensor.is_floating_point
-# The dtypes of eight bits and less: torch has no arithmetic of them.
+# Dtypes of eight bits and less, for which torch has no arithmetic.
 _NOT_SUMMED = frozenset(
     each
     for each in vars(torch).values()

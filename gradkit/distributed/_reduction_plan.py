@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import takewhile
 from threading import RLock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gradkit._autograd.arrival_copies import copied_on_arrival
 from gradkit._autograd.passes import PassRunner
-from gradkit._compat.undoing import INSIDE, undone
-from gradkit._core import user_code
+from gradkit._compat.undoing import INSIDE
 from gradkit.distributed._agreement import (
     Digest,
     Group,
@@ -38,8 +38,8 @@ from gradkit.distributed._reduction import (
 from gradkit.errors import CollectiveError
 
 _MOST_PLANS = 64
-# Of buckets that are sent during a pass: enough that latency does not count, and soon filled. A
-# gradient of as many bytes as `LARGE` is sent alone, which saves a copy of its sum.
+# The bytes of a bucket that is sent during a pass: latency does not count, and it is soon filled. A
+# gradient of `LARGE` bytes or more is sent alone, which saves a copy of its sum.
 EARLY_BYTES = 4 * 2**20
 LARGE = 2**20
 
@@ -70,8 +70,8 @@ def keep_plan(
     # All buckets of a plan are in memory at once: those of several losses could be many.
     if key not in _plans and to_send and (joint or len(to_send) == 1):
         kinds = [bucket[0][1] for bucket in to_send]
-        # The last entry is read: on another device than small messages are sent from, that would
-        # take longer than another agreement.
+        # The host reads the last entry: of gradients on a GPU that takes longer than another
+        # agreement over the CPU.
         if all(kind.layout == torch.strided and kind.device == group.device.type for kind in kinds):
             plan = ReductionPlan(read_specs(grads), digest_of(common), to_send)
     _plans[key] = plan
@@ -93,14 +93,14 @@ def _nbytes(bucket: Bucket) -> int:
 
 
 class PlannedReduction:
-    """The reduction of one call by a plan."""
+    """Sums the gradients of one call, as an earlier one of the same structure did."""
 
     def __init__(self, plan: ReductionPlan, group: Group, scale: float) -> None:
         self._plan, self._group, self._scale = plan, group, scale
         self._early = [_EarlyBucket(bucket, plan.own) for bucket in plan.buckets[:-1]]
         self._arrivals: Counter[int] = Counter()
         self._lock = RLock()  # a pass has a thread for each device
-        self._sent: list[tuple[Tensor, Callable[[], None]]] = []  # flat buckets, and their waits
+        self._sent: list[tuple[Tensor, Callable[[], None]]] = []  # and what waits
 
     @property
     def runner(self) -> Callable[..., PassRunner]:
@@ -120,7 +120,7 @@ class PlannedReduction:
         return self._received(local) if self._sent[-1][0][-1] == 0 else None
 
     def _received(self, local: LocalGrads) -> list[Tensor | None]:
-        """Return the sums, where the memory of a rank's own gradients is, if it has them."""
+        """Return the sums, in the memory of this rank's own gradients where it has them."""
         reduced: list[Tensor | None] = [None] * len(local.grads)
         for bucket, (flat, _) in zip(self._plan.buckets, self._sent, strict=True):
             grads = results(bucket, local, in_place=True)
@@ -133,29 +133,18 @@ class PlannedReduction:
         return reduced
 
     def _is_as_planned(self, grads: Sequence[Tensor | None]) -> bool:
-        # A pass inside of a hook, or in another thread, goes through the same parameters.
+        # A pass inside of a hook, or in another thread, runs the hooks of the same parameters.
         once = Counter(index for bucket in self._early for index in bucket.expected)
         return self._arrivals == once and read_specs(grads) == self._plan.own
 
-    @contextmanager
-    def sending(self, variables: Sequence[Tensor]) -> Iterator[None]:
+    def sending(self, variables: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Send each bucket but the last as soon as a pass in the block has filled it."""
-        # Into the tables of hooks themselves: a handle for each would take longer.
-        hooks = {
+        hooks: dict[int, Any] = {
             index: partial(self._arrive, bucket, index)
             for bucket in self._early
             for index in bucket.expected
         }
-        tables = {index: user_code.hooks_of(variables[index]) for index in hooks}
-
-        def remove() -> None:
-            for table in tables.values():
-                table.pop(self, None)
-
-        with undone(remove):
-            for index, hook in hooks.items():
-                tables[index][self] = hook
-            yield
+        return copied_on_arrival([variables[index] for index in hooks], list(hooks.values()))
 
     def _arrive(self, bucket: _EarlyBucket, index: int, grad: Tensor | None) -> None:
         with self._lock, INSIDE:

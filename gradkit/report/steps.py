@@ -113,7 +113,7 @@ class Step:
         """Call the function with other tensors in place of its inputs."""
         leaves, spec = pytree.flatten(self.tree)
         tree = pytree.unflatten(spec, [inputs.get(i, leaf) for i, leaf in enumerate(leaves)])
-        # In a transform, only buffers that are made in it can be written on.
+        # torch.func refuses writes on buffers that were made outside of the transform.
         named = {name: buffer.clone() for name, buffer in self.modules.named_buffers()}
         named |= {key: x for key, x in inputs.items() if isinstance(key, str)}
         call = partial(self.fn, *((tree,) if self.takes_params else ()), *_copied(self.args))
@@ -196,7 +196,7 @@ def why_refused(error: Exception) -> str:
 
 
 def _empty(tables: Iterable[Any], stack: ExitStack) -> None:
-    """Empty tables of hooks, which torch reads in each pass, until the stack is unwound."""
+    """Empty tables of hooks until the stack is unwound."""
     for table in filter(None, tables):
         stack.callback(table.update, dict(table))
         table.clear()
@@ -317,13 +317,11 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _common(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both as real vectors of the coarser dtype; on the CPU if their devices differ."""
+    """Return both as real vectors of the coarser dtype."""
     x, y = (t.detach().to_dense().reshape(-1) for t in (a, b))
     x, y = (
         torch.view_as_real(t.resolve_conj()).reshape(-1) if t.is_complex() else t for t in (x, y)
     )
-    if x.device != y.device:
-        x, y = x.cpu(), y.cpu()
     dtype = max(x.dtype, y.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     return x.to(dtype), y.to(dtype)
 

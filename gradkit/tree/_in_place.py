@@ -29,12 +29,12 @@ from gradkit.errors import (
 )
 from gradkit.tree._arithmetic import Leaf, aligned_leaves, group_alike
 
-# Of tensors of one device, dtype and layout, and as many others.
+# Changes tensors of one device, dtype and layout by as many others.
 _Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor]], object]
 _dtype, _layout, _device, _requires_grad = map(
     attrgetter, ("dtype", "layout", "device", "requires_grad")
 )
-# A list or dict of the caller's, the index or key in it, and the leaf of the second tree.
+# A container in the first tree, the index or key of a None in it, and the second tree's leaf.
 _Entry: TypeAlias = tuple[Any, Any, Tensor]
 _Defect: TypeAlias = tuple[type[GradkitError], str, str, str, str]
 
@@ -50,7 +50,7 @@ class InPlaceOperation:
     may_be_sparse: bool
 
     def on_copies(self, x: Leaf, y: Leaf) -> None:
-        """Run it for two leaves, and change neither."""
+        """Run it on copies of two leaves."""
         if x is not None and y is not None:
             self.both([x.clone()], [y])
         elif x is not None:
@@ -189,7 +189,7 @@ def _entries(tree: PyTree, rows: Sequence[Sequence[Leaf]], spec: Structure) -> l
 
 def _refuse_shared_memory(rows: Sequence[Sequence[Leaf]], spec: Structure, name: str) -> None:
     """Raise if a change of one leaf would change another one, which is still to be read."""
-    if torch.compiler.is_compiling():  # which knows no addresses
+    if torch.compiler.is_compiling():  # there are no addresses yet
         return
     indices = [index for index, (x, _) in enumerate(rows) if _has_address(x)]
     written = [cast("Tensor", rows[index][0]) for index in indices]

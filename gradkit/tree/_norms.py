@@ -77,7 +77,7 @@ def _norm_of_leaves(leaves: Sequence[Leaf]) -> Tensor:
 
 
 def _norm_of_alike(leaves: list[Tensor]) -> Tensor:
-    # What get_total_norm computes, without a look at the device of each norm: a fifth of its time.
+    # As get_total_norm, in a fifth of its time: it looks at the device of each norm.
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(leaves)))
     return norm
 
@@ -214,7 +214,7 @@ def cosine(a: PyTree, b: PyTree) -> Tensor:
 
 def _about_one(leaves: Sequence[Leaf], maximum: Tensor) -> list[Leaf]:
     """Return leaves divided by a number near the largest entry: their squares stay in range."""
-    if maximum.dtype == torch.float64:  # out of whose range the number may be for other leaves
+    if maximum.dtype == torch.float64:  # leaves of other dtypes may not hold the factor
         leaves = [
             None if x is None else x.to(torch.promote_types(x.dtype, torch.float64)) for x in leaves
         ]
