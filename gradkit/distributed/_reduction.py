@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
@@ -18,7 +17,7 @@ from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import is_dual, transforms
 from gradkit._core import pytree
 from gradkit._core.call import check_bool, check_option
-from gradkit._core.ownership import PLAIN_TYPES, empty_for, leave_inference_mode
+from gradkit._core.ownership import empty_for, leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.distributed._agreement import (
     Description,
@@ -32,13 +31,12 @@ from gradkit.distributed._agreement import (
     require_group,
 )
 from gradkit.errors import LeafTypeError, UnsupportedGraphError, describe, message
+from gradkit.tree._arithmetic import are_dense_constants
 
 # DistributedDataParallel's default: latency does not count, and it is little memory.
 BUCKET_BYTES = 25 * 2**20
 # Gradients that are sent together, each with its index.
 Bucket: TypeAlias = list[tuple[int, GradSpec]]
-_layout, _dtype, _requires_grad = map(attrgetter, ("layout", "dtype", "requires_grad"))
-_is_floating_point = torch.Tensor.is_floating_point
 # Dtypes of eight bits and less, for which torch has no arithmetic.
 _NOT_SUMMED = frozenset(
     each
@@ -121,13 +119,9 @@ def all_reduce(
 def _are_plain(leaves: Sequence[Any]) -> bool:
     """Return whether all leaves are dense gradients without a graph, which need no other check."""
     return (
-        set(map(type, leaves)) <= PLAIN_TYPES
-        and set(map(_layout, leaves)) <= {torch.strided}
-        and all(map(_is_floating_point, leaves))
-        and _NOT_SUMMED.isdisjoint(map(_dtype, leaves))
-        and not any(map(_requires_grad, leaves))
-        and not transforms()
-        and not any(map(is_dual, leaves))
+        are_dense_constants(leaves)
+        and all(map(Tensor.is_floating_point, leaves))
+        and _NOT_SUMMED.isdisjoint(leaf.dtype for leaf in leaves)
     )
 
 

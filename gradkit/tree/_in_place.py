@@ -27,13 +27,11 @@ from gradkit.errors import (
     describe,
     message,
 )
-from gradkit.tree._arithmetic import Leaf, aligned_leaves, group_alike
+from gradkit.tree._arithmetic import Leaf, aligned_leaves, are_dense, are_of_one_kind, group_alike
 
 # Changes tensors of one device, dtype and layout by as many others.
 _Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor]], object]
-_dtype, _layout, _device, _requires_grad = map(
-    attrgetter, ("dtype", "layout", "device", "requires_grad")
-)
+_requires_grad = attrgetter("requires_grad")
 # A container in the first tree, the index or key of a None in it, and the second tree's leaf.
 _Entry: TypeAlias = tuple[Any, Any, Tensor]
 _Defect: TypeAlias = tuple[type[GradkitError], str, str, str, str]
@@ -87,12 +85,9 @@ def run_in_place(operation: InPlaceOperation, tree: PyTree, other: PyTree, name:
 def _plainly_fit(by_tree: Sequence[list[Any]], operation: InPlaceOperation) -> bool:
     """Return whether all leaves are ordinary tensors of one kind that no graph records."""
     leaves = [leaf for column in by_tree for leaf in column]
-    if torch.compiler.is_compiling() or not PLAIN_TYPES.issuperset(map(type, leaves)):
-        return False
-    dtypes, layouts = set(map(_dtype, leaves)), set(map(_layout, leaves))
     return (
-        (len(dtypes), len(set(map(_device, leaves))), layouts) == (1, 1, {torch.strided})
-        and dtypes <= ARITHMETIC_DTYPES
+        are_dense(leaves)
+        and are_of_one_kind(leaves)
         and abs(operation.number) <= _FITS_ALL_DTYPES
         and not (torch.is_grad_enabled() and any(map(_requires_grad, leaves)))
         and not any(map(Tensor.is_inference, by_tree[0]))

@@ -22,7 +22,6 @@ from gradkit.tree._arithmetic import (
     Leaf,
     aligned_leaves,
     apply_with_zeros,
-    are_dense_constants,
     dot,
     foreach_takes,
     scale_leaves,
@@ -70,8 +69,6 @@ def global_norm(tree: PyTree, *, batch_dims: int = 0) -> Tensor:
 def _norm_of_leaves(leaves: Sequence[Leaf]) -> Tensor:
     if foreach_takes(leaves):
         return _checked_norm(leaves, _norm_of_alike)
-    if are_dense_constants(leaves):
-        return _checked_norm(leaves, torch.nn.utils.get_total_norm)
     present = [leaf for leaf in leaves if leaf is not None]
     return _checked_norm([*map(stored_values, present)], _norm) if present else torch.zeros(())
 
