@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import builtins  # `map` is gradkit's in this module
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from itertools import chain
@@ -29,7 +29,7 @@ from gradkit._core.params import DIFFERENTIABLE, expand_params
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, OptionError, StructureError, describe, message
 
-_layout, _is_nested, _requires_grad, _dtype, _device = map(
+_layout, _is_nested, _requires_grad, _dtype, _device = builtins.map(
     attrgetter, ("layout", "is_nested", "requires_grad", "dtype", "device")
 )
 _DENSE = {torch.strided}
@@ -40,9 +40,9 @@ def are_dense(leaves: Collection[Any]) -> TypeGuard[list[Tensor]]:
     """Return whether there are leaves, and all are plain dense tensors."""
     return (
         not torch.compiler.is_compiling()  # torch.compile takes no map over an attrgetter
-        and PLAIN_TYPES.issuperset(map(type, leaves))
-        and set(map(_layout, leaves)) == _DENSE
-        and not any(map(_is_nested, leaves))
+        and PLAIN_TYPES.issuperset(builtins.map(type, leaves))
+        and set(builtins.map(_layout, leaves)) == _DENSE
+        and not any(builtins.map(_is_nested, leaves))
     )
 
 
@@ -50,7 +50,7 @@ def are_dense_constants(leaves: Collection[Any]) -> TypeGuard[list[Tensor]]:
     """Return whether all are plain dense tensors without a graph, a tangent or a transform."""
     return (
         are_dense(leaves)
-        and not any(map(_requires_grad, leaves))
+        and not any(builtins.map(_requires_grad, leaves))
         and not transforms()
         and not in_dual_level()
     )
@@ -60,7 +60,7 @@ def are_of_one_kind(
     leaves: Iterable[Tensor], dtypes: Collection[torch.dtype] = ARITHMETIC_DTYPES
 ) -> bool:
     """Return whether tensors are all of one of these dtypes, on one CPU or CUDA device."""
-    own_dtypes, devices = set(map(_dtype, leaves)), set(map(_device, leaves))
+    own_dtypes, devices = set(builtins.map(_dtype, leaves)), set(builtins.map(_device, leaves))
     return (
         len(own_dtypes) == len(devices) == 1
         and own_dtypes.issubset(dtypes)
