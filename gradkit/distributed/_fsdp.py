@@ -40,7 +40,7 @@ def run(call: DistributedCall, modules: Sequence[nn.Module]) -> tuple[PassResult
     states = distributed.states_of(modules)
     groups = distributed.groups_of(states)
     shards = [shard.sharded_param for shard in distributed.shards_of(groups)]
-    ranks = _groups_of_ranks(shards, call.name)
+    ranks = require_groups(modules, call.name)
     # In the groups of all mesh dimensions: if one rank raises, all raise.
     plan = agree_in_all(ranks, partial(_make_plan, call, groups), same_reach=True)
     runner = partial(
@@ -56,12 +56,9 @@ def run(call: DistributedCall, modules: Sequence[nn.Module]) -> tuple[PassResult
 def require_groups(modules: Sequence[nn.Module], call: str) -> list[Group]:
     """Return the groups of all dimensions of the modules' meshes."""
     groups = distributed.groups_of(distributed.states_of(modules))
-    return _groups_of_ranks([shard.sharded_param for shard in distributed.shards_of(groups)], call)
-
-
-def _groups_of_ranks(shards: Sequence[Any], call: str) -> list[Group]:
-    meshes = {id(shard.device_mesh): shard.device_mesh for shard in shards}.values()
-    handles = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+    meshes = [shard.sharded_param.device_mesh for shard in distributed.shards_of(groups)]
+    each = {id(mesh): mesh for mesh in meshes}.values()
+    handles = [mesh.get_group(dim) for mesh in each for dim in range(mesh.ndim)]
     return [require_group(handle, call) for handle in handles]
 
 

@@ -397,7 +397,7 @@ def _read(
     values = own if state_dict is None else _values(own, state_dict)
     for name, value in values.items():
         _check_value(name, value, mesh if name in params else None)
-    paths = partial(map, _of_module, values)
+    paths = partial(map, "module.{}".format, values)
     invariants = (("the call", _NAME), ("the names", (tuple(values), len(params))))
     specs = read_specs(list(values.values()), differentiable=True)
     return (values, list(params)), Description(invariants, specs, paths)
@@ -419,7 +419,7 @@ def _refuse_wrapped(module: nn.Module) -> None:
         if id(param) in unsharded:
             got = "one that fully_shard has gathered for the backward pass"
             fix = "make the call before the forward pass, or after the backward pass"
-            where = _of_module(name)
+            where = f"module.{name}"
             raise UnsupportedGraphError(message(where, "a sharded parameter", got, fix))
 
 
@@ -439,7 +439,7 @@ def _values(own: Named, state_dict: _Tensors) -> Named:
 
 def _check_value(name: str, value: Tensor, mesh: DeviceMesh | None) -> None:
     """Raise if a buffer (no mesh) or a parameter (a mesh) cannot be used."""
-    where = _of_module(name)
+    where = f"module.{name}"
     if value.is_meta:
         got, fix = "one on the meta device", "make_functional(module, mesh, state_dict)"
         raise LeafTypeError(message(where, "a tensor with values", got, fix))
@@ -452,10 +452,6 @@ def _check_value(name: str, value: Tensor, mesh: DeviceMesh | None) -> None:
         expected = f"a plain tensor, or a DTensor that is Shard(0) on {mesh}"
         fix = "call fully_shard with this mesh, or pass the plain module"
         raise StructureError(message(where, expected, distributed.placement(value), fix))
-
-
-def _of_module(name: str) -> str:
-    return f"module.{name}"
 
 
 def _of_first_rank(buffer: Tensor, group: Group, mesh: DeviceMesh) -> Tensor:
@@ -472,7 +468,7 @@ def _refuse_changed(module: nn.Module, placed: Mapping[str, ShardedParam]) -> No
         expected = "the parameters that the module had in make_functional"
         got = "a new parameter" if name in names else "none any more"
         fix = "call make_functional again, after the module has changed"
-        raise StructureError(message(_of_module(name), expected, got, fix))
+        raise StructureError(message(f"module.{name}", expected, got, fix))
 
 
 def _describe_call(

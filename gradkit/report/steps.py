@@ -103,11 +103,12 @@ class Step:
                 differentiable=len(require_graph(losses, losses.leaves)),
             )
 
-    def losses(self) -> Losses:
-        """Call the function on the params themselves, and check its losses."""
-        args = _copied(self.args)
-        out = self.fn(self.tree, *args) if self.takes_params else self.fn(*args)
-        return read_losses(out, scalar=True)
+    def losses(self, tree: PyTree = None) -> Losses:
+        """Call the function, on the params themselves unless a tree like them is given."""
+        params = (self.tree if tree is None else tree,) if self.takes_params else ()
+        # It may write on arguments that do not require grad.
+        args = pytree.map_tensors(lambda x: x if x.requires_grad else x.clone(), self.args)
+        return read_losses(self.fn(*params, *args), scalar=True)
 
     def losses_at(self, inputs: Inputs) -> Losses:
         """Call the function with other tensors in place of its inputs."""
@@ -116,9 +117,9 @@ class Step:
         # torch.func refuses writes on buffers that were made outside of the transform.
         named = {name: buffer.clone() for name, buffer in self.modules.named_buffers()}
         named |= {key: x for key, x in inputs.items() if isinstance(key, str)}
-        call = partial(self.fn, *((tree,) if self.takes_params else ()), *_copied(self.args))
         with attributes_put_back(self.modules):
-            return read_losses(functional_call(self.modules, named, (call,)), scalar=True)
+            losses: Losses = functional_call(self.modules, named, (partial(self.losses, tree),))
+        return losses
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
@@ -149,7 +150,7 @@ class Step:
             try:
                 grads = engine.reference_grad(roots, self.params.variables)
             except RuntimeError as error:
-                return RunResult([], refused=why_refused(error))
+                return RunResult([], refused=_why_refused(error))
             return RunResult(self.params.per_leaf(grads), _values(losses.leaves))
         for outputs in [[root] for root in roots] if method == PER_LOSS else [roots]:
             engine.reference_backward(outputs)
@@ -171,7 +172,7 @@ class Step:
             detached = {key: x.detach() for key, x in inputs.items()}
             (by_input,), losses = engine.reference_func_grads(total, detached)
         except Exception as error:  # the losses could be computed without torch.func
-            return RunResult([], refused=why_refused(error))
+            return RunResult([], refused=_why_refused(error))
         by_id = {id(inputs[key]): grad for key, grad in by_input.items() if isinstance(key, str)}
         grads: list[Tensor | None] = []
         for index, leaf in enumerate(leaves):
@@ -190,7 +191,7 @@ def _values(losses: Sequence[Tensor]) -> tuple[float, ...]:
     return tuple(float(loss.detach()) for loss in losses)
 
 
-def why_refused(error: Exception) -> str:
+def _why_refused(error: Exception) -> str:
     """Return the class of an error and its first line."""
     return f"{type(error).__name__}: {first_line(error)}"
 
@@ -261,16 +262,6 @@ def _takes_params(fn: Callable[..., PyTree], tree: PyTree, args: tuple[Any, ...]
     )
     got, fix = f"one of {signature}", "lambda params, x, y: ..."
     raise StructureError(message("loss_fn", expected, got, fix))
-
-
-def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Copy the arguments that a function may write on: all but those that require grad."""
-    leaves, spec = pytree.flatten(args)
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and not leaf.requires_grad:
-            leaves[index] = leaf.clone()
-    copies: tuple[Any, ...] = pytree.unflatten(spec, leaves)
-    return copies
 
 
 def _tensors_in(tree: PyTree) -> list[Tensor]:

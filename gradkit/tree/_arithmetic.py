@@ -263,11 +263,11 @@ def sub(a: PyTree, b: PyTree) -> PyTree:
     Source:
         `torch.sub`, leaf by leaf.
     """
-    return _combined(torch._foreach_sub, _sub_leaves, {"a": a, "b": b})
 
+    def difference(x: Leaf, y: Leaf) -> Leaf:
+        return add_leaves(x, None if y is None else -y)
 
-def _sub_leaves(a: Leaf, b: Leaf) -> Leaf:
-    return add_leaves(a, None if b is None else -b)
+    return _combined(torch._foreach_sub, difference, {"a": a, "b": b})
 
 
 def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
