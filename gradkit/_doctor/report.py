@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from importlib import metadata, resources
 from textwrap import shorten
 from typing import Any, TypeAlias
@@ -154,7 +153,9 @@ def _run(number: int, confusion: dict[str, str], device: torch.device) -> Findin
 
 
 def _run_program(program: str, device: torch.device, finding: Finding) -> None:
-    leaf = partial(_leaf, device)
+    def leaf(*values: float) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device, requires_grad=True)
+
     names: dict[str, Any] = {"leaf": leaf, "w": leaf(1, 2), "error_of": error_of}
     names |= {"gradkit": gradkit, "torch": torch, "autograd": torch.autograd, "warnings": warnings}
     code: list[str] = []
@@ -167,10 +168,6 @@ def _run_program(program: str, device: torch.device, finding: Finding) -> None:
         code.clear()
         who, what, got, expected = parts.groups()
         getattr(finding, who).append(check(what, eval(got, names), eval(expected, names)))
-
-
-def _leaf(device: torch.device, *values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device, requires_grad=True)
 
 
 def error_of(call: Callable[[], object], text: str) -> str:

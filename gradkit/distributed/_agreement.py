@@ -7,7 +7,6 @@ import struct
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from itertools import count
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradkit._compat.distributed import store
 from gradkit.errors import (
     CollectiveError,
     GradkitError,
@@ -24,49 +22,9 @@ from gradkit.errors import (
     with_article,
 )
 
-_NUMBERS = count()  # ranks make the same functions in the same order
-
-
-class RemoteErrors:
-    """The errors of a function that all ranks call, in the store that all ranks read."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-        self._number, self._call = next(_NUMBERS), 0
-
-    @contextmanager
-    def report_own(self) -> Iterator[None]:
-        """Write down what the block, the next call on all ranks, raises on this one."""
-        self._call += 1
-        try:
-            yield
-        except CollectiveError:  # of a rank that has waited for another
-            raise
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}".partition("\n")[0]
-            with suppress(RuntimeError):
-                store().set(self._key(self._rank), text)
-            raise
-
-    def of_others(self) -> str:
-        """Return what other ranks have written down in the last call; empty if nothing."""
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        lines = [(rank, self._read(rank)) for rank in others]
-        return "; ".join(f"an error on rank {n} in the call, {text}" for n, text in lines if text)
-
-    def _read(self, rank: int) -> str:
-        shared, key = store(), self._key(rank)
-        with suppress(RuntimeError):  # of a store that has gone with its rank
-            return str(shared.get(key).decode()) if shared.check([key]) else ""
-        return ""
-
-    def _key(self, rank: int) -> str:
-        return f"gradkit/{self._number}/{self._call}/{rank}"
-
-
 _T = TypeVar("_T")
 Digest: TypeAlias = tuple[int, ...]
-# Named in the invariants: what a rank has gathered and reduced between two calls.
+# The name, among the invariants, of what a rank has gathered and reduced between two calls.
 PASSES = "the passes since the last call"
 NO_DIGEST: Digest = (0, 0, 0, 0)
 _FAILED = NO_DIGEST
@@ -83,7 +41,7 @@ class Group(NamedTuple):
     call: str  # the public call, for errors
     rank: int
     size: int
-    device: torch.device  # that small messages are sent from
+    device: torch.device  # where the messages of agreements are sent from
 
     @property
     def this_rank(self) -> str:
@@ -111,14 +69,9 @@ def require_group(handle: Any, call: str) -> Group:
 
 @contextmanager
 def collective_errors(
-    group: Group,
-    *,
-    backend_only: bool = False,
-    what: str = "",
-    remote_errors: Callable[[], str] | None = None,
+    group: Group, *, backend_only: bool = False, what: str = ""
 ) -> Iterator[None]:
     """Raise CollectiveError for a RuntimeError in the block; `backend_only`: of the backend."""
-    # `what` is the collective; `remote_errors` returns what is known of other ranks.
     try:
         yield
     except RuntimeError as error:
@@ -133,18 +86,17 @@ def collective_errors(
             "look for the first error in the output of the other ranks: one has raised, was "
             "killed, is too slow, or has made another call"
         )
-        known = remote_errors() if remote_errors else ""
         where = f"{what}, in {group.this_rank}" if what else group.this_rank
-        raise CollectiveError(message(where, expected, known or got, fix)) from error
+        raise CollectiveError(message(where, expected, got, fix)) from error
 
 
 class GradSpec(NamedTuple):
-    """The kind of a gradient."""
+    """The shape, dtype, device and layout of a gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
-    graph: bool  # it carries one, which is to go on through the reduction
+    graph: bool  # whether it carries a graph, which the reduction continues
     layout: torch.layout
     dense_dim: int  # the number of dense dimensions of a sparse gradient
 
@@ -187,7 +139,7 @@ class GradSpec(NamedTuple):
         return f"{with_article(kind)} tensor of shape {self.shape} on {self.device}{graph}"
 
 
-# Of each gradient of a rank, or over all ranks; None if there is none.
+# One for each gradient, of one rank or agreed by all; None where there is no gradient.
 Specs: TypeAlias = tuple[GradSpec | None, ...]
 
 
@@ -196,7 +148,7 @@ def read_specs(grads: Sequence[Tensor | None], *, differentiable: bool = False) 
     present = [grad for grad in grads if grad is not None]
     if set(map(_layout, present)) != {torch.strided}:
         return tuple(GradSpec.of(grad, differentiable=differentiable) for grad in grads)
-    # One attribute of all gradients at a time: a Python loop would take longer than the reduction.
+    # `map` over an attribute at a time: a Python loop would take longer than the reduction.
     columns = tuple(tuple(map(read, present)) for read in (_shape, _dtype, _device))
     graphs = tuple(map(_requires_grad, present)) if differentiable else ()
     absent = () if len(present) == len(grads) else tuple(grad is None for grad in grads)
@@ -221,7 +173,7 @@ RankInvariants: TypeAlias = tuple[tuple[str, Hashable], ...]
 
 
 class Description(NamedTuple):
-    """What ranks must have in common, of which they compare the `repr`."""
+    """What ranks compare, by a digest of its `repr`."""
 
     invariants: RankInvariants  # by name
     specs: Specs  # of the gradients
@@ -233,8 +185,12 @@ class Agreement(NamedTuple):
     """What ranks have found out about each other."""
 
     specs: Specs  # of each gradient over all ranks
-    same_expected: bool  # all ranks expect the same gradients
     expected: tuple[Digest, ...] = ()  # by rank, where descriptions agree
+
+    @property
+    def same_expected(self) -> bool:
+        """Whether all ranks expect the same gradients."""
+        return len(set(self.expected)) == 1
 
 
 def agree_or_raise(
@@ -255,9 +211,7 @@ def agree_or_raise(
         fix = "look for it in the output of that rank"
         raise CollectiveError(message(group.this_rank, expected, got, fix))
     if all(other == digest for other in digests):
-        expected_by_rank = tuple(other[len(digest) :] for other in messages)
-        same_expected = len(set(expected_by_rank)) == 1
-        return ours, Agreement(description.specs, same_expected, expected_by_rank)
+        return ours, Agreement(description.specs, tuple(m[len(digest) :] for m in messages))
     by_rank: list[Any] = [None] * group.size
     paths = list(description.paths())
     invariants = [(name, str(value)) for name, value in description.invariants]
@@ -272,7 +226,7 @@ def agree_or_raise(
     common = tuple(_common_spec(group, path, column) for path, column in columns)
     for path, column in columns if same_reach else ():
         _require_same(group, path, ["none" if spec is None else "a gradient" for spec in column])
-    return ours, Agreement(common, same_expected=False)
+    return ours, Agreement(common)
 
 
 def agree_in_all(

@@ -47,7 +47,7 @@ _Replicas: TypeAlias = Sequence[DistributedDataParallel]
 # Leaf tensors, each with the gradient that is added to its `.grad`.
 _Pairs: TypeAlias = list[tuple[Tensor, Tensor | None]]
 _shape = attrgetter("shape")
-# In the names of torch's own hooks that step an optimizer.
+# torch's own hooks that step an optimizer have one of these in their names.
 _STEPPING = ("optim", "zero")
 
 
@@ -56,7 +56,8 @@ def run(call: DistributedCall, modules: _Replicas) -> tuple[PassResult, Params]:
     group = require_one_group(modules, call.name)
     hooked = with_comm_hook(modules)
     ignoring = any(module.parameters_to_ignore for module in modules)
-    # Hooks have buckets of their own; what is ignored is no part of the structure.
+    # Communication hooks have their own buckets, and the key of a plan says nothing of ignored
+    # parameters.
     plannable = not (hooked or ignoring or call.create_graph)
     losses, params, plan = _read_on_all_ranks(group, call, modules, hooked, plannable)
     planned = PlannedReduction(plan, group, 1 / group.size) if plan else None
@@ -121,7 +122,7 @@ def read_replicated(call: DistributedCall, modules: _Replicas) -> tuple[Losses, 
 
 
 def _plan_key(group: Group, call: DistributedCall, losses: Losses, params: Params) -> Hashable:
-    """Return what two calls with the same gradients have in common."""
+    """Return what is equal for two calls whose gradients can share a plan."""
     return (
         id(group.handle),
         call.rank_invariants(losses, params),
@@ -143,7 +144,7 @@ def _refuse_unreplicated(params: Params, tree: PyTree, modules: _Replicas) -> No
 
 def _refuse_static_graph(losses: Losses) -> None:
     """Raise if a pass would end the reduction of another module, with static_graph [M4]."""
-    if not user_code.functions_alive().refused:  # its node is one
+    if not user_code.functions_alive().refused:  # no node of DDP's is alive
         return
     for index, loss in enumerate(losses.leaves):
         for node in graph.nodes_below([loss]) if loss.requires_grad else ():
@@ -311,7 +312,7 @@ def _reduce_row(
     local: LocalGrads,
     specs: Specs,
 ) -> list[Tensor]:
-    """Return the means of the gradients of one loss, which stand at the indices of the row."""
+    """Return the means of the gradients of one loss; `row` has their indices."""
     params = [cast("Tensor", local.templates[index]) for index in row]
     kinds = [cast("GradSpec", specs[index]) for index in row]
     loss_shape = kinds[0].shape[: len(kinds[0].shape) - params[0].dim()]

@@ -39,7 +39,7 @@ class DistributedCall:
     create_graph: bool
     retain_graph: bool | None
     weights: PyTree = None
-    part: Hashable = None  # which part of the call this is, where it is run in parts
+    part: Hashable = None  # which rows these are, where the call runs a few rows at a time
 
     def read(self) -> tuple[Losses, Params]:
         """Return the losses, checked together with the weights, and the params."""
@@ -60,7 +60,7 @@ class DistributedCall:
         shapes = tuple(tuple(loss.shape) for loss in losses.leaves)
         # The gradient of a sum has the same structure whatever the number of losses.
         by_loss = (("losses", losses.spec), ("the shapes of losses", shapes))
-        # Gradients are sent in the order of the variables, which says nothing of their names.
+        # Gradients are sent by position: ranks must train the same parameters.
         trained = "all" if params.all_variables else tuple(params.slots)
         options = (
             ("module", params.spec),
@@ -116,7 +116,7 @@ def run(
 
 
 def own_parts(result: PassResult, params: Params, unused: str) -> tuple[PassResult, list[Params]]:
-    """Return of the gradients of each loss those of its own part."""
+    """Drop the gradients of each loss with respect to the others' params."""
     each, columns = _own_params(result.call.losses, params)
     own = [
         [grads[column] for column in columns[index]]

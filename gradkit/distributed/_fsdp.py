@@ -40,14 +40,9 @@ def run(call: DistributedCall, modules: Sequence[nn.Module]) -> tuple[PassResult
     states = distributed.states_of(modules)
     groups = distributed.groups_of(states)
     shards = [shard.sharded_param for shard in distributed.shards_of(groups)]
-    ranks = _groups_of_ranks(shards, call.name)
-
-    def read() -> tuple[_Plan, Description]:
-        plan = _make_plan(call, groups)
-        return plan, plan.description()
-
+    ranks = require_groups(modules, call.name)
     # In the groups of all mesh dimensions: if one rank raises, all raise.
-    plan = agree_in_all(ranks, read, same_reach=True)
+    plan = agree_in_all(ranks, partial(_make_plan, call, groups), same_reach=True)
     runner = partial(
         _ShardedRunner, shards=plan.shards, all_shards=shards, group=ranks[0], states=states
     )
@@ -61,12 +56,9 @@ def run(call: DistributedCall, modules: Sequence[nn.Module]) -> tuple[PassResult
 def require_groups(modules: Sequence[nn.Module], call: str) -> list[Group]:
     """Return the groups of all dimensions of the modules' meshes."""
     groups = distributed.groups_of(distributed.states_of(modules))
-    return _groups_of_ranks([shard.sharded_param for shard in distributed.shards_of(groups)], call)
-
-
-def _groups_of_ranks(shards: Sequence[Any], call: str) -> list[Group]:
-    meshes = {id(shard.device_mesh): shard.device_mesh for shard in shards}.values()
-    handles = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+    meshes = [shard.sharded_param.device_mesh for shard in distributed.shards_of(groups)]
+    each = {id(mesh): mesh for mesh in meshes}.values()
+    handles = [mesh.get_group(dim) for mesh in each for dim in range(mesh.ndim)]
     return [require_group(handle, call) for handle in handles]
 
 
@@ -83,23 +75,15 @@ def _refuse_former_fsdp(modules: Sequence[nn.Module]) -> None:
 class _Plan:
     """The passes of a call on this rank, checked before any rank runs one."""
 
-    call: DistributedCall
     losses: Losses
     params: Params  # whose variables are the sharded parameters
     unsharded: Params  # whose variables are the unsharded parameters in the graph
     shards: list[Tensor]  # the sharded parameters of those, whose `.grad` a pass writes
     columns: list[int | None]  # of `params` in `unsharded`; None if no loss reaches the parameter
-    specs: tuple[GradSpec | None, ...]  # of the gradients, by pass and variable of `params`
-
-    def description(self) -> Description:
-        """Return what must be the same on all ranks."""
-        path = partial(self.call.grad_path, self.losses, self.params)
-        invariants = self.call.rank_invariants(self.losses, self.params)
-        return Description(invariants, self.specs, partial(map, path, range(len(self.specs))))
 
 
-def _make_plan(call: DistributedCall, groups: Sequence[Any]) -> _Plan:
-    """Return the plan of a call, checked on this rank."""
+def _make_plan(call: DistributedCall, groups: Sequence[Any]) -> tuple[_Plan, Description]:
+    """Return the plan of a call, checked on this rank, and what must be the same on all."""
     _refuse_unsynchronized(groups)
     managed = {
         id(p): s for s in distributed.shards_of(groups) for p in distributed.module_params(s)
@@ -117,22 +101,23 @@ def _make_plan(call: DistributedCall, groups: Sequence[Any]) -> _Plan:
     unsharded = [leaves[key] for key in in_graph if key in leaves]
     columns = {id(leaf): index for index, leaf in enumerate(unsharded)}
     groups_of_losses = [every] if call.joint else [[index] for index in every]
-    specs = [
+    # Of the gradients, by loss and variable.
+    specs = tuple(
         GradSpec.of(param) if key in reached else None
         for reached in [view.below(group).leaves for group in groups_of_losses]
         for key, param in zip(in_graph, sharded, strict=True)
-    ]
+    )
     plan = _Plan(
-        call,
         losses,
         replace(given, variables=sharded),
         replace(given, variables=unsharded, no_subclasses=True, only_leaves=True),
         [managed[id(leaf)].sharded_param for leaf in unsharded],
         [columns.get(key) for key in in_graph],
-        tuple(specs),
     )
     _refuse_unreached_or_freed(plan)
-    return plan
+    path = partial(call.grad_path, losses, plan.params)
+    invariants = call.rank_invariants(losses, plan.params)
+    return plan, Description(invariants, specs, partial(map, path, range(len(specs))))
 
 
 def _refuse_unreached_or_freed(plan: _Plan) -> None:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradkit._autograd.engine import numbered_roots, unrecorded
 from gradkit._autograd.gramian import by_blocks, symmetrized, weights_of
 from gradkit._autograd.jacobian_rows import JacobianRows, read_jacobian_rows, warn_sequential
-from gradkit._autograd.passes import PassResult, PassRunner, RunnerFactory
+from gradkit._autograd.passes import PassResult, RunnerFactory
 from gradkit._autograd.passes import release as release_nodes
 from gradkit._checks.eager_graph import check_call
 from gradkit._checks.reachability import refuse_cast_since_forward
@@ -243,10 +243,8 @@ def _read_on_all_ranks(
             reason = "a communication hook reduces the gradients of one loss at a time"
         order = arrival_order(rows)
         expected = (int(reason is None), *digest_of(order)[1:])
-        invariants, paths = (
-            call.rank_invariants(losses, params),
-            partial(call.paths, losses, params),
-        )
+        invariants = call.rank_invariants(losses, params)
+        paths = partial(call.paths, losses, params)
         return (rows, order, reason), Description(invariants, (), paths, expected)
 
     (rows, order, reason), agreement = agree_or_raise(group, read)
@@ -261,8 +259,14 @@ def _read_on_all_ranks(
 def sequential(
     call: ElementsCall, run: RunOnModules, held_at_a_time: int | None, retain: bool
 ) -> Tensor:
-    """Return the products of all rows: of some that are held, with each that comes after them."""
-    run_rows = partial(_rows_between, call, run, retain)
+    """Return the products of all rows: some are held, and multiplied with each that comes later."""
+
+    def run_rows(start: int, stop: int | None, *, is_last: bool) -> tuple[PassResult, Params]:
+        # The last rows free the graph.
+        release = is_last and not retain
+        passes = partial(_run_rows, start=start, stop=stop, release=release)
+        return run(replace(call, passes=passes, part=(start, stop)))
+
     first, params = run_rows(0, held_at_a_time, is_last=True)
     rows = JacobianRows(first.call, params)
     count = len(rows.elements)
@@ -282,21 +286,6 @@ def sequential(
                 products.add(row, column, grads, result.grads[column])
     rows.require_reached()
     return symmetrized(products.sum())
-
-
-def _rows_between(
-    call: ElementsCall,
-    run: RunOnModules,
-    retain: bool,
-    start: int,
-    stop: int | None,
-    *,
-    is_last: bool,
-) -> tuple[PassResult, Params]:
-    """Return the reduced gradients of some rows; `is_last`: if they end it, free the graph."""
-    release = is_last and not retain
-    passes = partial(_run_rows, start=start, stop=stop, release=release)
-    return run(replace(call, passes=passes, part=(start, stop)))
 
 
 def _run_rows(
@@ -319,20 +308,17 @@ def _run_rows(
     check_call(call, allowed)
     passes = runner(call)
     rows = range(len(losses.leaves))[start:stop]
-    nothing: Grads = [None] * len(params.variables)
-    grads = [
-        _unrecorded_grads(passes, losses.leaves[index], params) if index in rows else list(nothing)
-        for index in every
-    ]
+    grads: list[Grads] = []
+    for index in every:
+        if index in rows:
+            with unrecorded(), numbered_roots([losses.leaves[index]]) as roots:
+                row = passes.grads(roots, [None], params.variables, retain=True)
+        else:
+            row = [None] * len(params.variables)
+        grads.append(row)
     if release and rows.stop == len(losses.leaves):
         release_nodes(call.graph.below(every).leading_to(params.variables))
     return PassResult(call, grads)
-
-
-def _unrecorded_grads(passes: PassRunner, loss: Tensor, params: Params) -> Grads:
-    """Return the gradients of a loss from a pass that safe_retain does not see."""
-    with unrecorded(), numbered_roots([loss]) as roots:
-        return passes.grads(roots, [None], params.variables, retain=True)
 
 
 class _Products:

@@ -41,7 +41,6 @@ from gradkit.distributed._agreement import (
     PASSES,
     Description,
     Group,
-    RemoteErrors,
     agree_or_raise,
     collective_errors,
     read_specs,
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
 class CollectiveOrder(RecomputedTensorSource):
     """The collectives that a rank has taken part in since the last call, as a number."""
 
-    # Ranks whose graphs differ could mix up parameters of one shape.
+    # Without it, ranks with different graphs could swap parameters of one shape unnoticed.
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +69,11 @@ class CollectiveOrder(RecomputedTensorSource):
     def add(self, index: int, kind: int) -> None:
         """Count a collective for a parameter."""
         self._count += 1
-        self._digest = hash((self._digest, index, kind))  # of numbers: the same in every process
+        self._digest = hash((
+            self._digest,
+            index,
+            kind,
+        ))  # hashes of ints do not differ between processes
 
     def __str__(self) -> str:
         return f"{self._count} gathers and means, of checksum {self._digest % 10**6}"
@@ -86,7 +89,6 @@ class ShardedParam:
     mesh: DeviceMesh
     group: Group
     order: CollectiveOrder
-    remote_errors: RemoteErrors
 
     @property
     def rows(self) -> int:
@@ -109,21 +111,20 @@ class ShardedParam:
     def reduce(self, full: Tensor) -> Tensor:
         """Return the mean over the ranks, in shards; not differentiable."""
         factor = 1 / self.group.size
-        sum_overflows = full.dtype == torch.float16  # of numbers whose mean does not
+        sum_overflows = full.dtype == torch.float16  # although the mean does not
         padded = _padded(full * factor if sum_overflows else full, self.rows * self.group.size)
         local = padded.new_empty(self.rows, *self.shape[1:])
         self.order.add(self.index, 1)
         with self._collective_errors("the mean of the gradient"):
             reduce_scatter_into(local, padded, self.group.handle)
         if not sum_overflows:
-            local.mul_(factor)  # of the shard: the whole gradient is in memory only once
+            local.mul_(factor)  # after the collective: no second copy of the whole gradient
         begin = min(self.rows * self.group.rank, self.shape[0])
         kept = local[: min(self.rows, self.shape[0] - begin)]
         return from_rows(kept, self.mesh, self.shape)
 
     def _collective_errors(self, what: str) -> AbstractContextManager[None]:
-        what = f"{what} of params[{self.name!r}]"
-        return collective_errors(self.group, what=what, remote_errors=self.remote_errors.of_others)
+        return collective_errors(self.group, what=f"{what} of params[{self.name!r}]")
 
     def local(self, shard: Tensor) -> Tensor:
         """Return the rows of this rank."""
@@ -164,7 +165,14 @@ def _padded(tensor: Tensor, rows: int) -> Tensor:
     return padded
 
 
-class Gather(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+        ctx.param = inputs[1]
+        ctx.set_materialize_grads(False)
+
+
+class Gather(_Collective):
     """The whole parameter, on every rank."""
 
     @staticmethod
@@ -172,14 +180,11 @@ class Gather(torch.autograd.Function):
         return param.gather(shard)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-        ctx.param = inputs[1]
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         (cotangent,) = cotangents
-        return None if cotangent is None else _apply(ReduceScatter, cotangent, ctx.param), None
+        if cotangent is None:
+            return None, None
+        return ReduceScatter.apply(cotangent, ctx.param), None  # type: ignore[no-untyped-call]
 
     @staticmethod
     def vmap(_: Any, in_dims: Sequence[int | None], shard: Tensor, param: ShardedParam) -> Any:
@@ -188,7 +193,7 @@ class Gather(torch.autograd.Function):
         return gather(shard, param), None  # the same for all samples
 
 
-class ReduceScatter(torch.autograd.Function):
+class ReduceScatter(_Collective):
     """The mean over the ranks, in shards."""
 
     @staticmethod
@@ -196,30 +201,21 @@ class ReduceScatter(torch.autograd.Function):
         return param.reduce(full)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-        ctx.param = inputs[1]
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         (cotangent,) = cotangents
         if cotangent is None:
             return None, None
-        # That of a sum over all rows, say, is replicated.
-        return _apply(Gather, to_rows(cotangent), ctx.param), None
+        # The cotangent of a sum over all rows, say, is replicated.
+        return gather(to_rows(cotangent), ctx.param), None
 
     @staticmethod
     def vmap(_: Any, in_dims: Sequence[int | None], full: Tensor, param: ShardedParam) -> Any:
         raise UnsupportedGraphError(param.batched("gradients"))
 
 
-def _apply(function: Any, tensor: Tensor, param: ShardedParam) -> Tensor:
-    return cast("Tensor", function.apply(tensor, param))
-
-
 def gather(shard: Tensor, param: ShardedParam) -> Tensor:
     """Return the whole parameter, differentiable."""
-    return _apply(Gather, shard, param)
+    return cast("Tensor", Gather.apply(shard, param))  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -263,7 +259,7 @@ class _Gatherer:
         key = id(tensor), torch.is_grad_enabled()
         if key not in self._gathered:
             whole = self._gathered[key] = gather(tensor, param)
-            if not is_transform_tensor(whole):  # no hooks for what those save
+            if not is_transform_tensor(whole):  # saved-tensor hooks do not run for these
                 register_recompute(whole, param.recompute(tensor))
         return self._gathered[key]
 
@@ -334,7 +330,7 @@ def make_functional(
         backward passes through `out` in the same order. It raises `StructureError` on all ranks if
         params, modes or the order of earlier passes differ between them, a tensor is not such a
         DTensor, or the module has got or lost parameters; and `CollectiveError` if a rank is
-        missing, with its error if it has failed in the call.
+        missing, or has failed in the call.
 
     Raises:
         CollectiveError: A rank has failed, is missing, or is too late.
@@ -354,10 +350,9 @@ def make_functional(
     group = require_group(mesh.get_group(), _CALL)
     inner, _, buffers = functional(module)
     params = {name: distributed.sharded_rows(own[name], mesh) for name in names}
-    order, remote_errors = CollectiveOrder(), RemoteErrors(group.rank, group.size)
-    apart = _group_apart(group, mesh)
+    order, apart = CollectiveOrder(), _group_apart(group, mesh)
     placed = {
-        name: ShardedParam(name, index, param.shape, mesh, apart, order, remote_errors)
+        name: ShardedParam(name, index, param.shape, mesh, apart, order)
         for index, (name, param) in enumerate(params.items())
     }
 
@@ -369,7 +364,7 @@ def make_functional(
         finally:
             order.reset()
         pairs = [(given[name], param) for name, param in placed.items()]
-        with remote_errors.report_own(), gathering(module, pairs):
+        with gathering(module, pairs):
             return inner(given, buffers, *args, **kwargs)
 
     first = {name: _of_first_rank(own[name], group, mesh) for name in buffers}
@@ -378,9 +373,9 @@ def make_functional(
 
 def _group_apart(group: Group, mesh: DeviceMesh) -> Group:
     """Return a group for gathers and means alone, the same one for all modules."""
-    # A rank that has raised in a call, and goes on, would send its next message, of whatever kind,
-    # to those that wait for its shard: gloo takes it for one if it is no longer.
-    if group.device.type != mesh.device_type:  # messages and shards have different backends
+    # A rank that raises in a call and goes on sends its next message while others wait for its
+    # shard: in one group, gloo would take a message that is no longer for that shard.
+    if group.device.type != mesh.device_type:  # messages and shards are on different backends
         return group
     if group.handle not in _groups_apart:
         _groups_apart[group.handle] = distributed.group_like(group.handle, mesh.device_type)
@@ -402,7 +397,7 @@ def _read(
     values = own if state_dict is None else _values(own, state_dict)
     for name, value in values.items():
         _check_value(name, value, mesh if name in params else None)
-    paths = partial(map, _of_module, values)
+    paths = partial(map, "module.{}".format, values)
     invariants = (("the call", _NAME), ("the names", (tuple(values), len(params))))
     specs = read_specs(list(values.values()), differentiable=True)
     return (values, list(params)), Description(invariants, specs, paths)
@@ -424,12 +419,12 @@ def _refuse_wrapped(module: nn.Module) -> None:
         if id(param) in unsharded:
             got = "one that fully_shard has gathered for the backward pass"
             fix = "make the call before the forward pass, or after the backward pass"
-            where = _of_module(name)
+            where = f"module.{name}"
             raise UnsupportedGraphError(message(where, "a sharded parameter", got, fix))
 
 
 def _values(own: Named, state_dict: _Tensors) -> Named:
-    """Return the values of a state dict for the tensors of a module; its own if not saved."""
+    """Return the values of a state dict by name, or the module's own where it has none."""
     values: Named = {}
     for name, tensor in own.items():
         value = state_dict.get(name, tensor)
@@ -443,8 +438,8 @@ def _values(own: Named, state_dict: _Tensors) -> Named:
 
 
 def _check_value(name: str, value: Tensor, mesh: DeviceMesh | None) -> None:
-    """Raise if a parameter, which has a mesh, or a buffer cannot be taken over."""
-    where = _of_module(name)
+    """Raise if a buffer (no mesh) or a parameter (a mesh) cannot be used."""
+    where = f"module.{name}"
     if value.is_meta:
         got, fix = "one on the meta device", "make_functional(module, mesh, state_dict)"
         raise LeafTypeError(message(where, "a tensor with values", got, fix))
@@ -459,10 +454,6 @@ def _check_value(name: str, value: Tensor, mesh: DeviceMesh | None) -> None:
         raise StructureError(message(where, expected, distributed.placement(value), fix))
 
 
-def _of_module(name: str) -> str:
-    return f"module.{name}"
-
-
 def _of_first_rank(buffer: Tensor, group: Group, mesh: DeviceMesh) -> Tensor:
     copy = buffer.detach().to(mesh.device_type, copy=True)
     dist.broadcast(copy, group=group.handle, group_src=0)
@@ -470,14 +461,14 @@ def _of_first_rank(buffer: Tensor, group: Group, mesh: DeviceMesh) -> Tensor:
 
 
 def _refuse_changed(module: nn.Module, placed: Mapping[str, ShardedParam]) -> None:
-    """Raise if parameters were added to a module, which would be this rank's alone, or removed."""
+    """Raise if the module has got parameters, which would not be sharded, or lost some."""
     names = {name for name, _ in module.named_parameters()}
     if names != placed.keys():
         name = min(names ^ placed.keys())
         expected = "the parameters that the module had in make_functional"
         got = "a new parameter" if name in names else "none any more"
         fix = "call make_functional again, after the module has changed"
-        raise StructureError(message(_of_module(name), expected, got, fix))
+        raise StructureError(message(f"module.{name}", expected, got, fix))
 
 
 def _describe_call(

@@ -316,8 +316,10 @@ def _wrapped_in(tree: PyTree) -> tuple[list[DistributedDataParallel], list[nn.Mo
     shards: list[nn.Module] = []
     for index, leaf in enumerate(leaves):
         parts = distributed.modules_in(leaf) if isinstance(leaf, nn.Module) else []
-        replicated = _instances(parts, (DistributedDataParallel,))
-        sharded = _instances(parts, distributed.module_classes())
+        replicated = [part for part in parts if isinstance(part, DistributedDataParallel)]
+        sharded: list[Any] = [
+            part for part in parts if isinstance(part, distributed.module_classes())
+        ]
         if bool(replicated) == bool(sharded) or (replicas and sharded) or (shards and replicated):
             where = pytree.path(spec, index, "module")
             got = "both" if replicated and sharded else describe(leaf)
@@ -325,8 +327,3 @@ def _wrapped_in(tree: PyTree) -> tuple[list[DistributedDataParallel], list[nn.Mo
         replicas += replicated
         shards += sharded
     return replicas, shards
-
-
-def _instances(parts: list[nn.Module], classes: tuple[type, ...]) -> list[Any]:
-    kinds = {kind for kind in set(map(type, parts)) if issubclass(kind, classes)}
-    return [part for part in parts if type(part) in kinds] if kinds else []

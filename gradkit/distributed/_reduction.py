@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
@@ -16,10 +15,9 @@ from gradkit._compat.autograd import flatten_dense, unflatten_dense
 from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.dynamo import disable_compile
 from gradkit._compat.transforms import is_dual, transforms
-from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import check_bool, check_option
-from gradkit._core.ownership import PLAIN_TYPES, empty_for, leave_inference_mode
+from gradkit._core.ownership import empty_for, leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.distributed._agreement import (
     Description,
@@ -33,15 +31,13 @@ from gradkit.distributed._agreement import (
     require_group,
 )
 from gradkit.errors import LeafTypeError, UnsupportedGraphError, describe, message
+from gradkit.tree._arithmetic import are_dense_constants
 
-# The default of DistributedDataParallel: enough that latency does not count, and little memory
-# beside the gradients themselves.
+# DistributedDataParallel's default: latency does not count, and it is little memory.
 BUCKET_BYTES = 25 * 2**20
 # Gradients that are sent together, each with its index.
 Bucket: TypeAlias = list[tuple[int, GradSpec]]
-_layout, _dtype, _requires_grad = map(attrgetter, ("layout", "dtype", "requires_grad"))
-_is_floating_point = torch.Tensor.is_floating_point
-# The dtypes of eight bits and less: torch has no arithmetic of them.
+# Dtypes of eight bits and less, for which torch has no arithmetic.
 _NOT_SUMMED = frozenset(
     each
     for each in vars(torch).values()
@@ -123,13 +119,9 @@ def all_reduce(
 def _are_plain(leaves: Sequence[Any]) -> bool:
     """Return whether all leaves are dense gradients without a graph, which need no other check."""
     return (
-        set(map(type, leaves)) <= PLAIN_TYPES
-        and set(map(_layout, leaves)) <= {torch.strided}
-        and all(map(_is_floating_point, leaves))
-        and _NOT_SUMMED.isdisjoint(map(_dtype, leaves))
-        and not any(map(_requires_grad, leaves))
-        and not transforms()
-        and not any(map(is_dual, leaves))
+        are_dense_constants(leaves)
+        and all(map(Tensor.is_floating_point, leaves))
+        and _NOT_SUMMED.isdisjoint(leaf.dtype for leaf in leaves)
     )
 
 
@@ -164,9 +156,7 @@ class LocalGrads:
     """The gradients that a rank adds to a reduction."""
 
     grads: Sequence[Tensor | None]
-    templates: Sequence[
-        Tensor | None
-    ]  # give the results their strides; may be None where grads are
+    templates: Sequence[Tensor | None]  # give the results their strides
     invariants: RankInvariants  # what else ranks must have in common
     path: Callable[[int], str]  # of a gradient, for errors
 
@@ -214,7 +204,9 @@ def reduce_grads(
         elif first.graph:
             sums = _sum_with_graph(group, in_layout(bucket, local.grads), scale)
         else:
-            sums = _sum_dense(group, bucket, local, scale, in_place=in_place)
+            flat = _sum_(group, flat_copy(in_layout(bucket, local.grads)), scale)
+            sums = results(bucket, local, in_place=in_place)
+            write(sums, flat)
         for (index, _), grad in zip(bucket, sums, strict=True):
             reduced[index] = grad
     return reduced
@@ -261,16 +253,6 @@ def start_sum_(group: Group, tensor: Tensor) -> Callable[[], None]:
     return wait
 
 
-def _sum_dense(
-    group: Group, bucket: Bucket, local: LocalGrads, scale: float | None, *, in_place: bool
-) -> list[Tensor]:
-    grads = in_layout(bucket, local.grads)
-    flat = _sum_(group, flat_copy(grads), scale)
-    grads = own_grads(bucket, local) if in_place else new_grads(bucket, local)
-    write(grads, flat)
-    return grads
-
-
 def in_layout(bucket: Bucket, grads: Sequence[Tensor | None]) -> list[Tensor]:
     """Return this rank's gradients in the layout that is sent; zeros for None."""
     pairs = ((grads[index], spec) for index, spec in bucket)
@@ -286,28 +268,15 @@ def flat_copy(grads: Sequence[Tensor]) -> Tensor:
     return flatten_dense(grads) if len(grads) > 1 else torch.cat([grads[0].ravel()])
 
 
-def own_grads(bucket: Bucket, local: LocalGrads) -> list[Tensor]:
-    """Return the gradients of this rank, and uninitialized ones for what it does not have."""
+def results(bucket: Bucket, local: LocalGrads, *, in_place: bool) -> list[Tensor]:
+    """Return where sums are written: new tensors, or `in_place` this rank's own gradients."""
     rows = [(local.grads[index], spec, local.templates[index]) for index, spec in bucket]
     return [
-        grad if grad is not None and grad.layout is spec.layout else _empty_grad(spec, grad, like)
+        grad
+        if in_place and grad is not None and grad.layout is spec.layout
+        else _empty_grad(spec, grad, like)
         for grad, spec, like in rows
     ]
-
-
-def new_grads(bucket: Bucket, local: LocalGrads) -> list[Tensor]:
-    """Return uninitialized gradients, in the strides that those of a rank have."""
-    grads = [local.grads[index] for index, _ in bucket]
-    templates = [local.templates[index] for index, _ in bucket]
-    if all(map(_is_plain, grads)) and all(map(_is_plain, templates)):
-        with torch.no_grad(), INSIDE:
-            return list(map(torch.empty_like, cast("list[Tensor]", grads)))
-    rows = zip(bucket, grads, templates, strict=True)
-    return [_empty_grad(spec, grad, like) for (_, spec), grad, like in rows]
-
-
-def _is_plain(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 def _empty_grad(spec: GradSpec, grad: Tensor | None, like: Tensor | None) -> Tensor:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import takewhile
 from threading import RLock
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gradkit._autograd.arrival_copies import copied_on_arrival
 from gradkit._autograd.passes import PassRunner
-from gradkit._compat.undoing import INSIDE, undone
-from gradkit._core import user_code
+from gradkit._compat.undoing import INSIDE
 from gradkit.distributed._agreement import (
     Digest,
     Group,
@@ -31,71 +31,25 @@ from gradkit.distributed._reduction import (
     buckets,
     flat_copy,
     in_layout,
-    own_grads,
+    results,
     start_sum_,
     write,
 )
 from gradkit.errors import CollectiveError
 
-
-class KeptBucket:
-    """A vector of the entries of dense gradients, and of a zero after them."""
-
-    # Two kernels for the list copy to the parts of the vector and back. To make these parts takes
-    # longer than both: as long as a third of the reduction of 200 gradients.
-
-    def __init__(self, bucket: Bucket, like: Tensor) -> None:
-        shapes = [torch.Size(spec.shape) for _, spec in bucket]
-        sizes = [shape.numel() for shape in shapes]
-        self._indices = [index for index, _ in bucket]
-        self.flat = like.new_empty(sum(sizes) + 1)
-        *parts, self._zero = torch.split(self.flat, [*sizes, 1])
-        self._parts = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-    def fill(self, grads: Sequence[Any]) -> None:
-        """Copy the bucket's gradients, out of all, to the vector."""
-        torch._foreach_copy_(self._parts, self._chosen(grads))
-        self._zero.zero_()
-
-    def write(self, grads: Sequence[Any]) -> None:
-        """Copy the vector to the bucket's gradients."""
-        torch._foreach_copy_(self._chosen(grads), self._parts)
-
-    def _chosen(self, grads: Sequence[Any]) -> list[Tensor]:
-        return [grads[index] for index in self._indices]
-
-
 _MOST_PLANS = 64
-# Of buckets that are sent during a pass: enough that latency does not count, and soon filled. A
-# gradient of as many bytes as `LARGE` is sent alone, which saves a copy of its sum.
+# The bytes of a bucket that is sent during a pass: latency does not count, and it is soon filled. A
+# gradient of `LARGE` bytes or more is sent alone, which saves a copy of its sum.
 EARLY_BYTES = 4 * 2**20
 LARGE = 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class ReductionPlan:
+class ReductionPlan(NamedTuple):
     """The gradients that ranks have agreed to sum, and expect to sum again."""
 
     own: Specs  # of this rank
     digest: Digest  # of the specs over all ranks
     buckets: list[Bucket]  # in the order in which they are sent
-    keeps_last: bool  # whether a vector is kept for the last of them
-    idle: list[KeptBucket] = field(default_factory=list)  # one at most; none while a call uses it
-
-    def take(self, grads: Sequence[Tensor | None]) -> KeptBucket | None:
-        """Return a vector for the last bucket of these gradients; None if none is kept for it."""
-        if not self.keeps_last:
-            return None
-        last = self.buckets[-1]
-        like = cast("Tensor", grads[last[0][0]])
-        with suppress(IndexError):  # another thread may be faster
-            if (kept := self.idle.pop()).flat.device == like.device:
-                return kept
-        return KeptBucket(last, like)
-
-    def give_back(self, kept: KeptBucket) -> None:
-        """Let a later call have a vector that no collective uses any more."""
-        self.idle[:] = [kept]
 
 
 # None for a key whose gradients have not been the same twice.
@@ -116,20 +70,13 @@ def keep_plan(
     # All buckets of a plan are in memory at once: those of several losses could be many.
     if key not in _plans and to_send and (joint or len(to_send) == 1):
         kinds = [bucket[0][1] for bucket in to_send]
-        # The last entry is read: on another device than small messages are sent from, that would
-        # take longer than another agreement.
+        # The host reads the last entry: of gradients on a GPU that takes longer than another
+        # agreement over the CPU.
         if all(kind.layout == torch.strided and kind.device == group.device.type for kind in kinds):
-            plan = _plan(read_specs(grads), digest_of(common), to_send)
+            plan = ReductionPlan(read_specs(grads), digest_of(common), to_send)
     _plans[key] = plan
     if len(_plans) > _MOST_PLANS:
         _plans.popitem(last=False)
-
-
-def _plan(own: Specs, digest: Digest, to_send: list[Bucket]) -> ReductionPlan:
-    last = to_send[-1]
-    is_small = _nbytes(last) <= LARGE  # it stays in memory
-    has_all = all(own[index] == spec for index, spec in last)
-    return ReductionPlan(own, digest, to_send, keeps_last=is_small and has_all)
 
 
 def _sent_early(specs: Specs) -> list[Bucket]:
@@ -146,17 +93,14 @@ def _nbytes(bucket: Bucket) -> int:
 
 
 class PlannedReduction:
-    """The reduction of one call by a plan."""
+    """Sums the gradients of one call, as an earlier one of the same structure did."""
 
     def __init__(self, plan: ReductionPlan, group: Group, scale: float) -> None:
-        self._plan = plan
-        self._group = group
-        self._scale = scale
+        self._plan, self._group, self._scale = plan, group, scale
         self._early = [_EarlyBucket(bucket, plan.own) for bucket in plan.buckets[:-1]]
         self._arrivals: Counter[int] = Counter()
         self._lock = RLock()  # a pass has a thread for each device
-        self._sent: list[tuple[Tensor, Callable[[], None]]] = []  # flat buckets, and their waits
-        self._kept: KeptBucket | None = None  # which is the last of these
+        self._sent: list[tuple[Tensor, Callable[[], None]]] = []  # and what waits
 
     @property
     def runner(self) -> Callable[..., PassRunner]:
@@ -173,21 +117,13 @@ class PlannedReduction:
                 report_failure(self._group)
             raise
         self._send_rest(local.grads if self._is_as_planned(local.grads) else None)
-        reduced = self._received(local) if self._sent[-1][0][-1] == 0 else None
-        if self._kept is not None:
-            self._plan.give_back(self._kept)
-        return reduced
+        return self._received(local) if self._sent[-1][0][-1] == 0 else None
 
     def _received(self, local: LocalGrads) -> list[Tensor | None]:
-        """Return the sums, where the memory of a rank's own gradients is, if it has them."""
+        """Return the sums, in the memory of this rank's own gradients where it has them."""
         reduced: list[Tensor | None] = [None] * len(local.grads)
         for bucket, (flat, _) in zip(self._plan.buckets, self._sent, strict=True):
-            if self._kept is not None and flat is self._kept.flat:
-                self._kept.write(local.grads)
-                for index, _ in bucket:
-                    reduced[index] = local.grads[index]
-                continue
-            grads = own_grads(bucket, local)
+            grads = results(bucket, local, in_place=True)
             if len(grads) == 1 and flat.shape == grads[0].shape and grads[0].is_contiguous():
                 grads = [flat]
             else:
@@ -197,29 +133,18 @@ class PlannedReduction:
         return reduced
 
     def _is_as_planned(self, grads: Sequence[Tensor | None]) -> bool:
-        # A pass inside of a hook, or in another thread, goes through the same parameters.
+        # A pass inside of a hook, or in another thread, runs the hooks of the same parameters.
         once = Counter(index for bucket in self._early for index in bucket.expected)
         return self._arrivals == once and read_specs(grads) == self._plan.own
 
-    @contextmanager
-    def sending(self, variables: Sequence[Tensor]) -> Iterator[None]:
+    def sending(self, variables: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Send each bucket but the last as soon as a pass in the block has filled it."""
-        # Into the tables of hooks themselves: a handle for each would take longer.
-        hooks = {
+        hooks: dict[int, Any] = {
             index: partial(self._arrive, bucket, index)
             for bucket in self._early
             for index in bucket.expected
         }
-        tables = [user_code.hooks_of(variables[index]) for index in hooks]
-
-        def end() -> None:
-            for table in tables:
-                table.pop(self, None)
-
-        with undone(end):
-            for table, hook in zip(tables, hooks.values(), strict=True):
-                table[self] = hook
-            yield
+        return copied_on_arrival([variables[index] for index in hooks], list(hooks.values()))
 
     def _arrive(self, bucket: _EarlyBucket, index: int, grad: Tensor | None) -> None:
         with self._lock, INSIDE:
@@ -236,18 +161,11 @@ class PlannedReduction:
 
     def _send_rest(self, grads: Sequence[Tensor | None] | None) -> None:
         """Send the buckets that are left, zeros for None, and wait for all."""
-        buckets_left = self._plan.buckets[len(self._sent) :]
-        kept = self._kept = None if grads is None else self._plan.take(grads)
-        if kept is not None:
-            buckets_left.pop()
-        for bucket in buckets_left:
+        for bucket in self._plan.buckets[len(self._sent) :]:
             tensors = in_layout(bucket, grads or [None] * len(self._plan.own))
             if bucket is self._plan.buckets[-1]:
                 tensors.append(tensors[0].new_full((1,), grads is None))
             self._send(flat_copy(tensors).mul_(self._scale))
-        if grads is not None and kept is not None:
-            kept.fill(grads)
-            self._send(kept.flat.mul_(self._scale))
         errors: list[CollectiveError] = []
         for _, wait in self._sent:
             try:

@@ -169,12 +169,12 @@ def capture_grads(params: PyTree) -> Iterator[Captured]:
 
 
 def _without_base(grad: Tensor | None) -> Tensor | None:
-    """Return a copy of a view of a buffer, of which the former `.grad` may be a view, too."""
+    """Copy a `.grad` that is a view of a buffer, as the former `.grad` may be, too."""
     return grad if grad is None or grad._base is None else grad.clone()
 
 
 def _owned(only: list[Tensor | None], leaf: Tensor) -> Tensor | None:
-    """Return a gradient, copied if something else than this list refers to it; not its graph."""
+    """Return the gradient in a list, copied if anything else refers to it and it has no graph."""
     if only[0] is not None and not only[0].requires_grad:
         own(cast("list[Tensor]", only), [leaf])
     return only[0]

@@ -49,13 +49,9 @@ def _refuse_computed(params: Params) -> None:
             raise LeafTypeError(message(where, "a leaf tensor, which has a .grad", got, advice))
 
 
-def match(params: Params, grads: PyTree) -> Pairs:
-    """Return each leaf tensor once with its gradient, after all checks."""
-    return match_leaves(params, grads, read_grad_leaves(params, grads))
-
-
-def match_leaves(params: Params, grads: PyTree, by_leaf: list[Any]) -> Pairs:
-    """Do so for the leaves that were read from the tree."""
+def match(params: Params, grads: PyTree, by_leaf: list[Any] | None = None) -> Pairs:
+    """Return each leaf tensor once with its gradient, checked; `by_leaf`: those read before."""
+    by_leaf = read_grad_leaves(params, grads) if by_leaf is None else by_leaf
     try:
         return _matched(params, by_leaf)
     except GradkitError as error:
@@ -63,7 +59,7 @@ def match_leaves(params: Params, grads: PyTree, by_leaf: list[Any]) -> Pairs:
 
 
 def read_grad_leaves(params: Params, grads: PyTree) -> list[Any]:
-    """Return what stands in `grads` in the place of each leaf of the params, not looked at."""
+    """Return what `grads` has in the place of each leaf of the params, unchecked."""
     if isinstance(grads, OrderedDict):
         _refuse_state_dict(grads, "grads")
     try:
@@ -80,7 +76,7 @@ def _matched(params: Params, by_leaf: list[Any]) -> Pairs:
         mismatch = _mismatch(leaf, grad)
         if mismatch is None and id(leaf) in pairs and _differ(pairs[id(leaf)][1], grad):
             expected = "the gradient that the same tensor has in another place"
-            mismatch = expected, "a different one", _THESE
+            mismatch = expected, "a different one", _PASS_GRADS_OF_PARAMS
         if mismatch is not None:
             where = pytree.path(params.spec, index, "grads")
             error = StructureError if isinstance(grad, Tensor | None) else LeafTypeError
@@ -109,7 +105,7 @@ def plainly_match(params: Params, *by_leaf: list[Any]) -> bool:
         return False
 
 
-_THESE = "pass the gradients of these very params"
+_PASS_GRADS_OF_PARAMS = "pass the gradients of these very params"
 
 
 def _mismatch(leaf: Tensor | None, grad: object) -> tuple[str, str, str] | None:
@@ -117,10 +113,10 @@ def _mismatch(leaf: Tensor | None, grad: object) -> tuple[str, str, str] | None:
     if grad is None:
         return None
     if not isinstance(grad, Tensor):
-        return "a tensor or None", describe(grad), _THESE
+        return "a tensor or None", describe(grad), _PASS_GRADS_OF_PARAMS
     if leaf is None or not leaf.requires_grad:
         why = "None" if leaf is None else "frozen; requires_grad_() would train it"
-        return f"None, as the param is {why}", describe(grad), _THESE
+        return f"None, as the param is {why}", describe(grad), _PASS_GRADS_OF_PARAMS
     if (leaf.is_nested and leaf.layout == torch.strided) or grad.is_nested != leaf.is_nested:
         fix = "nested tensors of layout torch.jagged, or loss.backward()"
         return "a gradient that .grad can be set to", f"{describe(grad)} of {describe(leaf)}", fix
@@ -133,10 +129,10 @@ def _mismatch(leaf: Tensor | None, grad: object) -> tuple[str, str, str] | None:
     )
     if not alike:
         in_dtype = "" if dtype in (None, leaf.dtype) else f", in {dtype}"
-        return f"the gradient of {describe(leaf)}{in_dtype}", describe(grad), _THESE
+        return f"the gradient of {describe(leaf)}{in_dtype}", describe(grad), _PASS_GRADS_OF_PARAMS
     if grad.layout in (leaf.layout, torch.sparse_coo):
         return None
-    # The engine can leave a dense `.grad` of a sparse leaf; no assignment can.
+    # The engine can give a sparse leaf a dense `.grad`; an assignment cannot.
     expected = f"a gradient of layout {leaf.layout} or torch.sparse_coo, which .grad can hold"
     fix = "grad.to_dense()" if leaf.layout == torch.strided else "grad.to_sparse()"
     return expected, f"one of layout {grad.layout}", f"give it another: {fix}"
@@ -146,6 +142,12 @@ def _differ(first: Tensor | None, second: Tensor | None) -> bool:
     if first is second or first is None or second is None:
         return first is not second
     return first.layout != second.layout or not same_values(first.to_dense(), second.to_dense())
+
+
+def path_of(params: Params, leaf: Tensor) -> str:
+    """Return the path of the first place in which a leaf stands."""
+    index = next(i for i, other in enumerate(params.leaves) if other is leaf)
+    return pytree.path(params.spec, index, "params")
 
 
 def unique(tensors: Iterable[Tensor | None]) -> list[Tensor]:

@@ -22,7 +22,7 @@ from gradkit._state import grad_attribute
 from gradkit.dotgrad._matching import (
     Pairs,
     match,
-    match_leaves,
+    path_of,
     plainly_match,
     read_grad_leaves,
     read_leaves,
@@ -170,12 +170,12 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
         by_leaf = read_grad_leaves(opened, grads)
         totals = [leaf.grad for leaf in opened.variables]
         if set(map(type, totals)) == {type(None)}:
-            pairs = match_leaves(opened, grads, by_leaf)
+            pairs = match(opened, grads, by_leaf)
             grad_attribute.write_all([pair for pair in pairs if pair[1] is not None])
             return
         if plainly_match(opened, by_leaf, totals) and grad_attribute.add_together(totals, by_leaf):
             return
-        pairs = [pair for pair in match_leaves(opened, grads, by_leaf) if pair[1] is not None]
+        pairs = [pair for pair in match(opened, grads, by_leaf) if pair[1] is not None]
         _refuse_unaddable(opened, pairs)
         apart = grad_attribute.apart_from_grads(pairs)
         grad_attribute.accumulate_all(cast("list[tuple[Tensor, Tensor]]", apart))
@@ -190,10 +190,8 @@ def _refuse_unaddable(params: Params, pairs: Pairs) -> None:
     for leaf, total, grad in sums:
         defect = _defect(leaf, total, grad)
         if defect is not None:
-            places = [index for index, other in enumerate(params.leaves) if other is leaf]
-            where = pytree.path(params.spec, places[0], "params")
             expected = "a .grad that can be added to in place"
-            raise UnsupportedGraphError(message(where, expected, *defect))
+            raise UnsupportedGraphError(message(path_of(params, leaf), expected, *defect))
 
 
 def _defect(leaf: Tensor, total: Tensor, grad: Tensor) -> tuple[str, str] | None:

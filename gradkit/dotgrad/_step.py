@@ -25,13 +25,12 @@ from gradkit._compat.modules import (
     scaler_put_back_on_error,
 )
 from gradkit._compat.undoing import INSIDE
-from gradkit._core import pytree
 from gradkit._core.call import check_number
 from gradkit._core.ownership import PLAIN_TYPES, are_alone_in_memory, leave_inference_mode
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit._state.grad_attribute import FormerGrads, grads_put_back, set_grads, write_all
-from gradkit.dotgrad._matching import Pairs, match, read_grad_leaves, read_leaves, unique
+from gradkit.dotgrad._matching import Pairs, match, path_of, read_grad_leaves, read_leaves, unique
 from gradkit.errors import (
     LeafTypeError,
     OptionError,
@@ -43,8 +42,8 @@ from gradkit.errors import (
 )
 from gradkit.tree._norms import clip_by_global_norm
 
-# tests/dotgrad/test_read_only_optimizers.py runs each with the options for which nothing is copied.
-# One that is not here is given copies: it may write on its gradients, or keep them.
+# Their steps only read the gradients: tests/dotgrad/test_read_only_optimizers.py. All others get
+# copies: they may write on gradients, or keep them.
 _NAMES = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam",
     "RMSprop", "Rprop", "SGD", "SparseAdam",
@@ -66,7 +65,7 @@ def only_reads(optimizer: Any) -> bool:
 
 
 def _writes(group: dict[str, Any]) -> bool:
-    """Return whether a step with these options writes on gradients, or was not tried for it."""
+    """Return whether a step with these options writes on gradients, or may."""
     if group.get("differentiable") or group.get("capturable"):
         return True
     # SGD adds Nesterov's momentum to the gradient itself where it takes all parameters at once.
@@ -85,7 +84,7 @@ def are_laid_out(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
         return False
 
 
-def are_apart_from_state(
+def share_no_memory_with(
     grads: list[Tensor],
     optimizer: Optimizer,
     own_params: Sequence[Tensor],
@@ -94,16 +93,16 @@ def are_apart_from_state(
     lists: int,
 ) -> bool:
     """Return whether no gradient shares memory with what a step of the optimizer writes on."""
-    # `tree`: the list, tuple or dictionary that alone, beside so many `lists`, this one among them,
-    # holds each; or None.
+    # `tree`: the caller's list, tuple or dict if it is flat: beside our own `lists` nothing else
+    # should refer to a gradient.
     try:
         if not are_alone_in_memory(grads):
             return False  # it may be a view of a parameter
     except (RuntimeError, TypeError):
         return False
     states = optimizer.state.values()
-    # What is a state of the optimizer, too, is in its dictionary, a parameter in its group: another
-    # that holds it, but where that dictionary is the tree.
+    # A parameter is in a group and a state in its dict, which would be one more reference (unless
+    # the tree is that dict itself).
     if (
         tree is not None
         and {_IN_TREE + lists}.issuperset(map(getrefcount, grads))
@@ -117,15 +116,6 @@ def are_apart_from_state(
 _one = [torch.empty(0)]
 _IN_TREE = next(map(getrefcount, _one))  # the count of a tensor that one container refers to
 del _one
-
-
-def warn_of_write(optimizer: Optimizer) -> None:
-    """Warn that a step has changed a gradient of the caller's."""
-    warn_fallback(
-        f"{type(optimizer).__name__} has changed the gradients that step_ was given, and that "
-        "gradkit takes for read-only. The step itself is right. Pass copies: "
-        "gradkit.tree.map(torch.clone, grads)"
-    )
 
 
 _STEPS = "an optimizer whose step() updates the parameters"
@@ -219,7 +209,7 @@ def step_(
         `torch.optim.Optimizer.step`; `torch.amp.GradScaler.step`;
         `torch.nn.utils.clip_grad_norm_`
     """
-    # A scaler unscales in place, and torch clips so.
+    # Unscaling and clipping are in place.
     may_lend = scaler is None and max_norm is None and only_reads(optimizer)
     if not may_lend:
         _check_arguments(optimizer, params, grads, scaler, max_norm)
@@ -231,7 +221,7 @@ def step_(
     may_lend = may_lend and not torch.is_inference_mode_enabled()
     if may_lend and _step_without_copies(optimizer, opened, grads, by_leaf, own_params):
         return None
-    pairs = _pairs_of_optimizer(opened, match(opened, grads), own_params)
+    pairs = _pairs_of_optimizer(opened, match(opened, grads, by_leaf), own_params)
     if scaler is not None and all(grad is None for _, grad in pairs):
         fix = "skip the step, and scaler.update()"
         raise StructureError(message("grads", "a gradient to unscale", "None everywhere", fix))
@@ -268,7 +258,7 @@ def _clip(params: list[Tensor], max_norm: float | Tensor) -> Tensor:
 def _step_without_copies(
     optimizer: Optimizer, params: Params, tree: PyTree, by_leaf: list[Any], own_params: list[Tensor]
 ) -> bool:
-    """Step with the caller's own gradients; return False if they have to be copied, or refused."""
+    """Step with the caller's gradients themselves; return False if that is not possible."""
     leaves, grads = params.leaves, by_leaf
     is_flat = type(tree) in _CONTAINERS and params.spec.num_nodes == len(leaves) + 1
     kinds = set(map(type, by_leaf))
@@ -283,7 +273,7 @@ def _step_without_copies(
         kinds <= PLAIN_TYPES
         and _are_trained(leaves, params, own_params)
         and are_laid_out(leaves, grads)
-        and are_apart_from_state(
+        and share_no_memory_with(
             grads,
             optimizer,
             own_params,
@@ -301,7 +291,11 @@ def _step_without_copies(
             are_lent = True
             optimizer.step()
             if list(map(_version, grads)) != versions:
-                warn_of_write(optimizer)
+                warn_fallback(
+                    f"{type(optimizer).__name__} has changed the gradients that step_ was given, "
+                    "and that gradkit takes for read-only. The step itself is right. Pass copies: "
+                    "gradkit.tree.map(torch.clone, grads)"
+                )
         except (RuntimeError, TypeError):  # of another shape, made in inference mode
             if are_lent:
                 raise
@@ -364,7 +358,7 @@ def _pairs_of_optimizer(params: Params, pairs: Pairs, own_params: Iterable[Tenso
     if others:
         got = f"{describe(others[0])} that it does not have: its gradient would be dropped"
         fix = _OF_OTHER_PARAMS if len(others) == len(with_grad) else _OF_SOME_PARAMS
-        where = _path(params, others[0])
+        where = path_of(params, others[0])
         raise StructureError(message(where, "a parameter of the optimizer", got, fix))
     return [pair for pair in pairs if id(pair[0]) in own]
 
@@ -384,11 +378,6 @@ def _refuse_sparse(params: Params, pairs: Pairs) -> None:
     for leaf, grad in pairs:
         if grad is not None and grad.layout != torch.strided:
             fix = "clipped, _ = gradkit.tree.clip_by_global_norm(grads, max_norm), and no max_norm"
-            expected, where = "dense gradients, which torch clips", _path(params, leaf)
+            expected, where = "dense gradients, which torch clips", path_of(params, leaf)
             got = f"{describe(grad)}, {grad.layout}"
             raise LeafTypeError(message(where, expected, got, fix))
-
-
-def _path(params: Params, leaf: Tensor) -> str:
-    index = next(i for i, x in enumerate(params.leaves) if x is leaf)
-    return pytree.path(params.spec, index, "params")

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import product
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from gradkit._autograd.directional import APIS, Tensors, differentiate, dot, in_double, random_like
 from gradkit._checks.reachability import refuse_no_variables
 from gradkit._compat.autograd import post_accumulate_hooks, tensor_hooks
 from gradkit._compat.transforms import transforms
-from gradkit._core.call import Call, Pass, check_option
-from gradkit._core.devices import available_devices
+from gradkit._core.call import Call, Pass
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
-from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
-from gradkit.func._check_grads import Derivatives
+from gradkit.errors import UnsupportedGraphError, message
 from gradkit.report.charts import draw_differences
 from gradkit.report.steps import (
     BACKWARD,
@@ -30,10 +23,8 @@ from gradkit.report.steps import (
     PER_LOSS,
     Step,
     distance,
-    moved,
     read_step,
     same_bits,
-    why_refused,
 )
 from gradkit.report.tables import Block, Report, Table, folded, listed, plural, styled
 
@@ -61,9 +52,6 @@ _FROZEN = "frozen: torch.func differentiates with respect to whatever it is give
 _HOOK = "a tensor hook on the leaf: torch.func runs none, and a pass per loss runs it for each"
 _DROPOUT = "dropout: under torch.func the same random numbers may fall on other places"
 _ORDER = "rounding: a joint pass adds the losses in the graph, one pass per loss adds the gradients"
-_ROUNDED = 1e-5  # what finite differences in float64 are sure of
-_EPS = 1e-6
-_SEED = 3  # of the direction of products: the Hessian is symmetric, so one serves all modes
 
 
 @dataclass(frozen=True)
@@ -94,9 +82,6 @@ class Comparison(Report):
         refused: For each method that torch cannot run, why.
         differences: `differences[method][leaf]`, for all methods but `.backward()` and the refused.
         notes: What holds for all methods, a sentence each.
-        products: With `order=2`, for each pair of modes and each leaf how far its Hessian-vector
-            product along a random direction is from finite differences, both in float64, relative
-            to the largest entry of the product.
     """
 
     called: str
@@ -104,7 +89,6 @@ class Comparison(Report):
     refused: dict[str, str]
     differences: dict[str, dict[str, Difference]]
     notes: tuple[str, ...]
-    products: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def same(self) -> bool:
@@ -136,14 +120,14 @@ class Comparison(Report):
         params, differing = plural(len(self._names), "param"), len(self.differing())
         result = f"{differing} of {params} differ" if differing else f"the same bits in {params}"
         title = f"{self.called}: .backward() against {listed(list(self.differences))}: {result}"
-        blocks = [title, _table(self.differences, _cell), *self._reasons(), *self._products()]
-        return [*blocks, *refused, *self.notes]
+        return [title, self._table(), *self._reasons(), *refused, *self.notes]
 
-    def _products(self) -> list[Block]:
-        if not self.products:
-            return []
-        text = "Hessian-vector products in float64: how far each is from finite differences"
-        return [text, _table(self.products, _error)]
+    def _table(self) -> Table:
+        """Return a column for each method, and a row for leaves that are alike in all."""
+        columns = self.differences.values()
+        groups = folded({name: tuple(_cell(of[name]) for of in columns) for name in self._names})
+        rows = [[label, str(len(some)), *cells] for label, some, cells in groups]
+        return Table(["param", "count", *self.differences], rows)
 
     def _reasons(self) -> list[str]:
         names: dict[tuple[str, str], list[str]] = {}
@@ -152,18 +136,6 @@ class Comparison(Report):
                 if not difference.same:
                     names.setdefault((method, difference.reason), []).append(name)
         return [f"{method} ({listed(some)}): {why}" for (method, why), some in names.items()]
-
-
-def _table(columns: dict[str, dict[str, Any]], cell: Callable[[Any], str]) -> Table:
-    """Return a column for each method, and a row for leaves that are alike in all."""
-    names = next(iter(columns.values()))
-    groups = folded({name: tuple(cell(of[name]) for of in columns.values()) for name in names})
-    rows = [[label, str(len(some)), *cells] for label, some, cells in groups]
-    return Table(["param", "count", *columns], rows)
-
-
-def _error(relative: float) -> str:
-    return styled("same", "green") if relative < _ROUNDED else styled(f"{relative:.2g}", "red")
 
 
 def _cell(difference: Difference) -> str:
@@ -175,14 +147,7 @@ def _cell(difference: Difference) -> str:
     return styled(f"{difference.absolute:.2g} ({ulps} ulp)", "red")
 
 
-def compare(
-    loss_fn: Callable[..., PyTree],
-    params: PyTree,
-    *args: Any,
-    other: PyTree = None,
-    device: torch.device | str | None = None,
-    order: int = 1,
-) -> Comparison:
+def compare(loss_fn: Callable[..., PyTree], params: PyTree, *args: Any) -> Comparison:
     """Return where `.backward()`, `torch.autograd.grad` and `torch.func` give other gradients.
 
     Each method runs the same step from the same weights, buffers, `.grad` and random states, which
@@ -205,12 +170,6 @@ def compare(
             modules itself, and params are theirs. It returns a tree of losses of one element each.
         params: A tree of leaf tensors, modules, None, and iterators or optimizers (as tuples).
         args: Further arguments. Tensors that do not require grad are copied for each run.
-        other: A second tree of the same structure: `loss_fn(other, *args)` is compared, too, with
-            args on its device.
-        device: Run a copy of params and args there, and compare this, too.
-        order: 2 compares Hessian-vector products, too: of every pair of modes, by torch.autograd
-            and by torch.func, with finite differences of the gradient. `gradkit.func.check_grads`
-            finds the operation that is wrong.
 
     Returns:
         For each method and leaf the largest difference from `.backward()` and the reason. Several
@@ -223,10 +182,7 @@ def compare(
         LeafTypeError: A leaf is no leaf tensor; a loss is no real floating-point tensor; an
             argument has a graph, or can be read only once.
         NotScalarLossError: A loss has not exactly one element.
-        OptionError: `order` is neither 1 nor 2; `device` is not available here; `other` and
-            `device` are both given, or one of them for a loss_fn of `(*args)`.
-        StructureError: A tree is empty, `other` does not match, or loss_fn is no function of these
-            arguments.
+        StructureError: A tree is empty, or loss_fn is no function of these arguments.
         UnreachedParamError: Nothing in params requires grad.
         UnsupportedGraphError: A module is wrapped for several processes; or the call is inside a
             torch.func transform.
@@ -240,74 +196,23 @@ def compare(
         got = f"one inside of {listed(active)}, in which .backward() cannot run"
         fix = "call it outside of the transformed function"
         raise UnsupportedGraphError(message("compare", expected, got, fix))
-    check_option("order", order, (1, 2))
-    second_device = _read_device(device, other)
     with leave_inference_mode(record=True):
         step = read_step(loss_fn, params, args)
-        second = _second(step, other, second_device)
         if not step.params.variables:
             with step.isolated():
                 losses = step.losses()
             refuse_no_variables(Call(losses, losses.leaves, [Pass([0], step.params)]))
         methods = [GRAD, FUNC, *([PER_LOSS] if step.forward.differentiable > 1 else [])]
         results = {method: step.run(method) for method in [BACKWARD, *methods]}
-        results |= {name: another.run(BACKWARD) for name, another in second.items()}
-        products, refused = _errors_of_products(step) if order == 2 else ({}, {})
     ran = {name: result for name, result in results.items() if not result.refused}
     base = ran[BACKWARD].grads
     return Comparison(
         called="loss_fn(params, *args)" if step.takes_params else "loss_fn(*args)",
         values={name: result.values for name, result in ran.items()},
-        refused={n: run.refused for n, run in results.items() if run.refused} | refused,
+        refused={n: run.refused for n, run in results.items() if run.refused},
         differences={n: _differences(step, n, base, ran[n].grads) for n in ran if n != BACKWARD},
         notes=_notes(step),
-        products=products,
     )
-
-
-def _read_device(device: torch.device | str | None, other: PyTree) -> torch.device | None:
-    """Return a device that holds numbers here; raise if it does not, or `other` is given, too."""
-    if device is None:
-        return None
-    if other is not None:
-        fix = "call compare once with other=, and once with device="
-        raise OptionError(message("device", "None where other is given", repr(device), fix))
-    try:
-        checked = torch.device(device)
-        torch.zeros((), device=checked).item()
-    except Exception as error:  # what torch raises depends on the kind of device
-        names = [repr(str(available)) for available in available_devices()]
-        allowed, fix = " or ".join(["None", *names]), f"device={names[-1]}"
-        raise OptionError(message("device", allowed, repr(device), fix)) from error
-    return checked
-
-
-def _second(step: Step, other: PyTree, device: torch.device | None) -> dict[str, Step]:
-    if other is None and device is None:
-        return {}
-    if not step.takes_params:
-        option, value = ("device", device) if other is None else ("other", other)
-        expected = "None for a loss_fn(*args), which holds its modules itself"
-        fix = "loss_fn=lambda model, x: ..., which can run with another model"
-        raise OptionError(message(option, expected, describe(value), fix))
-    if device is not None:
-        return {f"on {device}": moved(step, device)}
-    second = read_step(step.fn, other, step.args)
-    devices = [leaf.device for leaf in second.params.leaves if leaf is not None]
-    if devices:
-        second = replace(second, args=moved(step, devices[0]).args)
-    shapes, other_shapes = _shapes(step), _shapes(second)
-    if other_shapes != shapes:
-        expected = f"the names and shapes of params, {listed(shapes)}"
-        fix = "pass a model of the same architecture"
-        raise StructureError(message("other", expected, listed(other_shapes), fix))
-    return {"other": second}
-
-
-def _shapes(step: Step) -> list[str]:
-    """Return the names of the leaves, each with its shape."""
-    pairs = zip(step.names, step.params.leaves, strict=True)
-    return [name if leaf is None else f"{name} {tuple(leaf.shape)}" for name, leaf in pairs]
 
 
 def _differences(
@@ -346,38 +251,3 @@ def _notes(step: Step) -> tuple[str, ...]:
     leaves = zip(step.names, step.params.leaves, strict=True)
     hooked = [name for name, leaf in leaves if leaf is not None and post_accumulate_hooks(leaf)]
     return (*notes, *([f"{listed(hooked)}: {_POST_HOOKS}"] if hooked else []))
-
-
-def _errors_of_products(step: Step) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Return how far off each mode is at each leaf, relative to the product; and what raised."""
-    inputs = step.inputs
-    constants = {key: in_double(x) for key, x in inputs.items()}
-    variables = {id(x): x for x in inputs.values() if x.requires_grad}
-    slots = {key: list(variables).index(id(x)) for key, x in inputs.items() if id(x) in variables}
-
-    def total(tensors: Tensors) -> Tensors:
-        here = constants | {key: tensors[slot] for key, slot in slots.items()}
-        losses = step.losses_at(here, copy=in_double).leaves
-        return [torch.stack([loss.reshape(()) for loss in losses]).sum()]
-
-    at = Derivatives(total, list(map(in_double, variables.values())), step.isolated)
-    along = random_like(_SEED, at.point)
-    eps = _EPS / math.sqrt(dot(along, along))
-    errors: dict[str, dict[str, float]] = {}
-    refused: dict[str, str] = {}
-    for api, mode in product(APIS, ("reverse", "forward")):
-        name = f"{mode}-over-reverse ({api})"
-        gradient = partial(differentiate, total, "reverse", api, partial(random_like, 1))
-        try:
-            values = at.evaluate(partial(differentiate, gradient, mode, api, lambda _: along))
-            ahead, behind = (at.evaluate(gradient, [s * eps * x for x in along]) for s in (1, -1))
-        except Exception as error:  # the losses could be computed: torch cannot run the mode
-            refused[name] = why_refused(error)
-            continue
-        expected = [(a - b) / (2 * eps) for a, b in zip(ahead, behind, strict=True)]
-        size = max((float(x.abs().max()) for x in expected if x.numel()), default=0.0) or 1.0
-        gaps = [distance(a, b)[0] / size for a, b in zip(values, expected, strict=True)]
-        by_id = dict(zip(variables, gaps, strict=True))
-        leaves = zip(step.names, step.params.leaves, strict=True)
-        errors[name] = {leaf: by_id[id(x)] for leaf, x in leaves if id(x) in by_id}
-    return errors, refused

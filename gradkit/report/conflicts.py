@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradkit._core import pytree
 from gradkit._core.call import check_option
-from gradkit._core.leaf_arithmetic import largest, real_vector
+from gradkit._core.leaf_arithmetic import real_vector
 from gradkit._core.pytree import PyTree
 from gradkit.errors import LeafTypeError, StructureError, message
 from gradkit.report.charts import cosine_text, draw_cosines, draw_history, mean
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MAX_COLUMNS, _MAX_PAIRS = 8, 6
-_CLEAR = 0.05  # in many dimensions, gradients that have nothing in common are less opposed
-_COLUMNS_AT_A_TIME = 1 << 18  # of the matrix of all gradients: those that are in float64
+_CLEAR = 0.05  # unrelated gradients of many entries have smaller cosines, of either sign
+_COLUMNS_AT_A_TIME = 1 << 18  # entries of each gradient that are cast to float64 at a time
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -159,14 +159,14 @@ def conflicts(
         parts = label.split(".")[:-1] if by else []
         modules |= dict.fromkeys(".".join(parts[: end + 1]) for end in range(len(parts)))
         groups.setdefault(".".join(parts), []).append(leaf)
-    blocks = [_block([[row[leaf] for leaf in g] for row in rows.rows]) for g in groups.values()]
+    blocks = [_products([[row[leaf] for leaf in g] for row in rows.rows]) for g in groups.values()]
     if not blocks:
-        blocks = [torch.zeros(len(names), 1 + len(names), dtype=torch.float64)]
+        blocks = [torch.zeros(len(names), len(names), dtype=torch.float64)]
     host = torch.stack([block.to(blocks[0]) for block in blocks]).cpu()
-    measured = {"": _norms_and_cosines(host)}  # what is in all, and in each module
+    measured = {"": _norms_and_cosines(host.sum(0))}  # what is in all, and in each module
     for module in modules:
         below = [block for g, block in zip(groups, host, strict=True) if _is_in(f"{g}.", module)]
-        measured[module] = _norms_and_cosines(torch.stack(below))
+        measured[module] = _norms_and_cosines(torch.stack(below).sum(0))
     numbers = torch.stack(list(measured.values())).tolist()
     total, *of_modules = (
         _describe(names, tuple(p for p in params if _is_in(p, module)), result[:, 1:], row)
@@ -180,7 +180,7 @@ def _is_in(param: str, module: str) -> bool:
 
 
 def _refuse_losses(rows: PerLossRows) -> None:
-    """Raise for losses in the place of their gradients: numbers, each with a graph."""
+    """Raise if these are the losses themselves: numbers, each with a graph."""
     leaves = [leaf for row in rows.rows for leaf in row]
     if len(leaves) == len(rows.rows) and all(
         leaf is not None and leaf.dim() == 0 and leaf.requires_grad for leaf in leaves
@@ -221,39 +221,28 @@ def _describe(
 
 
 @torch.no_grad()
-def _block(rows: list[list[Tensor | None]]) -> Tensor:
-    """Return of each row its largest entry, and the products of the rows divided by that."""
-    # `[K, 1 + K]`, in float64: no square over- or underflows.
+def _products(rows: list[list[Tensor | None]]) -> Tensor:
+    """Return the inner products of rows of leaves, `[K, K]`, in float64."""
     device = next(x.device for row in rows for x in row if x is not None)
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    tops = [largest(row).to(zero) if any(x is not None for x in row) else zero for row in rows]
-    scales = [torch.where((top > 0) & (top < math.inf), top, 1.0) for top in tops]
-    total = zero.expand(len(rows), len(rows))
+    total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=device)
     for column in zip(*rows, strict=True):
         vectors = {row: real_vector(x) for row, x in enumerate(column) if x is not None}
         split = (torch.split(vector, _COLUMNS_AT_A_TIME) for vector in vectors.values())
         for parts in zip(*split, strict=True):
-            scaled = [part.to(zero) / scales[row] for row, part in zip(vectors, parts, strict=True)]
-            total = total + with_zeros(products(scaled), list(vectors), len(rows))
-    return torch.cat([torch.stack(tops)[:, None], total.triu() + total.triu(1).T], 1)
+            product = products([part.to(total) for part in parts])
+            total = total + with_zeros(product, list(vectors), len(rows))
+    return total.triu() + total.triu(1).T
 
 
-def _norms_and_cosines(blocks: Tensor) -> Tensor:
-    """Return norms and cosines, `[K, 1 + K]`, of rows of which `_block` gave those of the parts."""
-    tops = blocks[..., 0]
-    scales = torch.where(tops.isfinite(), tops, 1.0)
-    scale = scales.amax(0)
-    scale = torch.where(scale > 0, scale, 1.0)
-    shares = scales / scale
-    matrix = (blocks[..., 1:] * shares[:, :, None] * shares[:, None, :]).sum(0)
-    lengths = matrix.diagonal().sqrt()
-    is_zero = lengths == 0
-    divisors = torch.where(is_zero, 1.0, lengths)
-    cosines = (matrix / (divisors[:, None] * divisors[None, :])).clamp(-1, 1)
-    ones = torch.where(divisors.isfinite(), 1.0, cosines.diagonal())
-    cosines.diagonal().copy_(ones)
+def _norms_and_cosines(product: Tensor) -> Tensor:
+    """Return norms and cosines, `[K, 1 + K]`, of rows with these inner products."""
+    norms = product.diagonal().sqrt()
+    is_zero = norms == 0
+    divisors = torch.where(is_zero, 1.0, norms)
+    cosines = (product / (divisors[:, None] * divisors[None, :])).clamp(-1, 1)
+    cosines.diagonal().copy_(torch.where(divisors.isfinite(), 1.0, math.nan))
     cosines = cosines.masked_fill(is_zero[:, None] | is_zero[None, :], 0.0)
-    return torch.cat([(lengths * scale)[:, None], cosines], 1)
+    return torch.cat([norms[:, None], cosines], 1)
 
 
 class History(Report):

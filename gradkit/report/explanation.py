@@ -279,7 +279,7 @@ class Reachability:
 
 
 def _leaf_node(leaf: Tensor) -> Node:
-    # torch takes a view to find it, and __torch_function__ would make that another tensor.
+    # torch finds the node by a view, which __torch_function__ could replace.
     with without_torch_function(), INSIDE:
         return edge(leaf).node
 

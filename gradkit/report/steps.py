@@ -6,7 +6,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
 from contextlib import ExitStack, contextmanager, suppress
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
@@ -104,22 +103,23 @@ class Step:
                 differentiable=len(require_graph(losses, losses.leaves)),
             )
 
-    def losses(self) -> Losses:
-        """Call the function on the params themselves, and check its losses."""
-        args = _copied(self.args)
-        out = self.fn(self.tree, *args) if self.takes_params else self.fn(*args)
-        return read_losses(out, scalar=True)
+    def losses(self, tree: PyTree = None) -> Losses:
+        """Call the function, on the params themselves unless a tree like them is given."""
+        params = (self.tree if tree is None else tree,) if self.takes_params else ()
+        # It may write on arguments that do not require grad.
+        args = pytree.map_tensors(lambda x: x if x.requires_grad else x.clone(), self.args)
+        return read_losses(self.fn(*params, *args), scalar=True)
 
-    def losses_at(self, inputs: Inputs, copy: Callable[[Tensor], Tensor] = Tensor.clone) -> Losses:
+    def losses_at(self, inputs: Inputs) -> Losses:
         """Call the function with other tensors in place of its inputs."""
         leaves, spec = pytree.flatten(self.tree)
         tree = pytree.unflatten(spec, [inputs.get(i, leaf) for i, leaf in enumerate(leaves)])
-        # In a transform, only buffers that are made in it can be written on.
-        named = {name: copy(buffer) for name, buffer in self.modules.named_buffers()}
+        # torch.func refuses writes on buffers that were made outside of the transform.
+        named = {name: buffer.clone() for name, buffer in self.modules.named_buffers()}
         named |= {key: x for key, x in inputs.items() if isinstance(key, str)}
-        call = partial(self.fn, *((tree,) if self.takes_params else ()), *_copied(self.args, copy))
         with attributes_put_back(self.modules):
-            return read_losses(functional_call(self.modules, named, (call,)), scalar=True)
+            losses: Losses = functional_call(self.modules, named, (partial(self.losses, tree),))
+        return losses
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
@@ -150,7 +150,7 @@ class Step:
             try:
                 grads = engine.reference_grad(roots, self.params.variables)
             except RuntimeError as error:
-                return RunResult([], refused=why_refused(error))
+                return RunResult([], refused=_why_refused(error))
             return RunResult(self.params.per_leaf(grads), _values(losses.leaves))
         for outputs in [[root] for root in roots] if method == PER_LOSS else [roots]:
             engine.reference_backward(outputs)
@@ -172,7 +172,7 @@ class Step:
             detached = {key: x.detach() for key, x in inputs.items()}
             (by_input,), losses = engine.reference_func_grads(total, detached)
         except Exception as error:  # the losses could be computed without torch.func
-            return RunResult([], refused=why_refused(error))
+            return RunResult([], refused=_why_refused(error))
         by_id = {id(inputs[key]): grad for key, grad in by_input.items() if isinstance(key, str)}
         grads: list[Tensor | None] = []
         for index, leaf in enumerate(leaves):
@@ -191,13 +191,13 @@ def _values(losses: Sequence[Tensor]) -> tuple[float, ...]:
     return tuple(float(loss.detach()) for loss in losses)
 
 
-def why_refused(error: Exception) -> str:
+def _why_refused(error: Exception) -> str:
     """Return the class of an error and its first line."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _empty(tables: Iterable[Any], stack: ExitStack) -> None:
-    """Empty tables of hooks, which torch reads in each pass, until the stack is unwound."""
+    """Empty tables of hooks until the stack is unwound."""
     for table in filter(None, tables):
         stack.callback(table.update, dict(table))
         table.clear()
@@ -264,18 +264,6 @@ def _takes_params(fn: Callable[..., PyTree], tree: PyTree, args: tuple[Any, ...]
     raise StructureError(message("loss_fn", expected, got, fix))
 
 
-def _copied(
-    args: tuple[Any, ...], copy: Callable[[Tensor], Tensor] = Tensor.clone
-) -> tuple[Any, ...]:
-    """Copy the arguments that a function may write on: all but those that require grad."""
-    leaves, spec = pytree.flatten(args)
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and (copy is not Tensor.clone or not leaf.requires_grad):
-            leaves[index] = copy(leaf)
-    copies: tuple[Any, ...] = pytree.unflatten(spec, leaves)
-    return copies
-
-
 def _tensors_in(tree: PyTree) -> list[Tensor]:
     """Return the tensors in a tree, and all parameters, buffers and attributes of its modules."""
     tensors = pytree.tensors(tree)
@@ -283,19 +271,6 @@ def _tensors_in(tree: PyTree) -> list[Tensor]:
         attributes = [value for part in module.modules() for value in vars(part).values()]
         tensors += [*module.parameters(), *module.buffers(), *filter(torch.is_tensor, attributes)]
     return tensors
-
-
-def moved(step: Step, device: torch.device) -> Step:
-    """Return the step with copies of its modules and tensors on another device, ties kept."""
-    memo: dict[int, Any] = {}
-    for tensor in _tensors_in((step.tree, step.args)):
-        if tensor.is_leaf and id(tensor) not in memo:
-            there = tensor.detach().to(device, copy=True)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(there, requires_grad=False) if is_parameter else there
-            memo[id(tensor)].requires_grad_(tensor.requires_grad)
-    tree, args = deepcopy((step.tree, step.args), memo)
-    return read_step(step.fn, tree, args)
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -333,13 +308,11 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _common(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both as real vectors of the coarser dtype; on the CPU if their devices differ."""
+    """Return both as real vectors of the coarser dtype."""
     x, y = (t.detach().to_dense().reshape(-1) for t in (a, b))
     x, y = (
         torch.view_as_real(t.resolve_conj()).reshape(-1) if t.is_complex() else t for t in (x, y)
     )
-    if x.device != y.device:
-        x, y = x.cpu(), y.cpu()
     dtype = max(x.dtype, y.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     return x.to(dtype), y.to(dtype)
 

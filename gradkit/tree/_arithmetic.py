@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import builtins  # `map` is gradkit's in this module
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from itertools import chain
@@ -29,28 +29,28 @@ from gradkit._core.params import DIFFERENTIABLE, expand_params
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, OptionError, StructureError, describe, message
 
-_layout, _is_nested, _requires_grad, _dtype, _device = map(
+_layout, _is_nested, _requires_grad, _dtype, _device = builtins.map(
     attrgetter, ("layout", "is_nested", "requires_grad", "dtype", "device")
 )
 _DENSE = {torch.strided}
-_FOREACH = ("cpu", "cuda")  # devices whose kernels torch runs for a list of tensors
+_FOREACH = ("cpu", "cuda")  # devices that have the `torch._foreach_*` kernels
 
 
 def are_dense(leaves: Collection[Any]) -> TypeGuard[list[Tensor]]:
-    """Return whether all leaves, of which there are some, are plain dense tensors."""
+    """Return whether there are leaves, and all are plain dense tensors."""
     return (
-        not torch.compiler.is_compiling()  # which reads no attributes of many at a time
-        and PLAIN_TYPES.issuperset(map(type, leaves))
-        and set(map(_layout, leaves)) == _DENSE
-        and not any(map(_is_nested, leaves))
+        not torch.compiler.is_compiling()  # torch.compile takes no map over an attrgetter
+        and PLAIN_TYPES.issuperset(builtins.map(type, leaves))
+        and set(builtins.map(_layout, leaves)) == _DENSE
+        and not any(builtins.map(_is_nested, leaves))
     )
 
 
 def are_dense_constants(leaves: Collection[Any]) -> TypeGuard[list[Tensor]]:
-    """Return whether they are that, without a graph or tangents, and outside of transforms."""
+    """Return whether all are plain dense tensors without a graph, a tangent or a transform."""
     return (
         are_dense(leaves)
-        and not any(map(_requires_grad, leaves))
+        and not any(builtins.map(_requires_grad, leaves))
         and not transforms()
         and not in_dual_level()
     )
@@ -59,8 +59,8 @@ def are_dense_constants(leaves: Collection[Any]) -> TypeGuard[list[Tensor]]:
 def are_of_one_kind(
     leaves: Iterable[Tensor], dtypes: Collection[torch.dtype] = ARITHMETIC_DTYPES
 ) -> bool:
-    """Return whether tensors are of one of these dtypes, on one device with kernels for lists."""
-    own_dtypes, devices = set(map(_dtype, leaves)), set(map(_device, leaves))
+    """Return whether tensors are all of one of these dtypes, on one CPU or CUDA device."""
+    own_dtypes, devices = set(builtins.map(_dtype, leaves)), set(builtins.map(_device, leaves))
     return (
         len(own_dtypes) == len(devices) == 1
         and own_dtypes.issubset(dtypes)
@@ -68,8 +68,8 @@ def are_of_one_kind(
     )
 
 
-def take_one_kernel(leaves: Sequence[Any]) -> TypeGuard[list[Tensor]]:
-    """Return whether one kernel takes all leaves: dense constants of one kind."""
+def foreach_takes(leaves: Sequence[Any]) -> TypeGuard[list[Tensor]]:
+    """Return whether one `torch._foreach_*` kernel takes all leaves: dense constants of a kind."""
     return are_dense_constants(leaves) and are_of_one_kind(leaves)
 
 
@@ -199,8 +199,8 @@ def map(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     if not callable(function):
         fix = "gradkit.tree.map(fn, tree, ...), the function first"
         raise OptionError(message("fn", "a function of leaves", describe(function), fix))
-    others = {f"rest[{index}]": other for index, other in enumerate(rest)}
-    return _map_rows(partial(apply_with_zeros, fn), {"tree": tree, **others})
+    trees = aligned_leaves({"tree": tree, **_named(rest)})
+    return _unflatten_rows(partial(apply_with_zeros, fn), *trees)
 
 
 def add(a: PyTree, b: PyTree, *rest: PyTree) -> PyTree:
@@ -226,12 +226,19 @@ def add(a: PyTree, b: PyTree, *rest: PyTree) -> PyTree:
     Source:
         `torch.add`, leaf by leaf.
     """
-    others = {f"rest[{index}]": other for index, other in enumerate(rest)}
-    trees, spec = aligned_leaves({"a": a, "b": b, **others})
-    if take_one_kernel([*chain.from_iterable(trees)]):
-        add_two: Any = torch._foreach_add
-        return pytree.unflatten(spec, reduce(add_two, trees))
-    return _unflatten_rows(add_leaves, trees, spec)
+    return _combined(torch._foreach_add, add_leaves, {"a": a, "b": b, **_named(rest)})
+
+
+def _named(rest: Sequence[PyTree]) -> dict[str, PyTree]:
+    return {f"rest[{index}]": tree for index, tree in enumerate(rest)}
+
+
+def _combined(foreach: Any, by_leaf: Callable[..., Leaf], trees: Mapping[str, PyTree]) -> PyTree:
+    """Return trees combined from the left, by a kernel for lists where it takes all leaves."""
+    leaves, spec = aligned_leaves(trees)
+    if foreach_takes([*chain.from_iterable(leaves)]):
+        return pytree.unflatten(spec, reduce(foreach, leaves))
+    return _unflatten_rows(by_leaf, leaves, spec)
 
 
 def sub(a: PyTree, b: PyTree) -> PyTree:
@@ -256,14 +263,11 @@ def sub(a: PyTree, b: PyTree) -> PyTree:
     Source:
         `torch.sub`, leaf by leaf.
     """
-    trees, spec = aligned_leaves({"a": a, "b": b})
-    if take_one_kernel([*trees[0], *trees[1]]):
-        return pytree.unflatten(spec, torch._foreach_sub(*cast("Any", trees)))
-    return _unflatten_rows(_sub_leaves, trees, spec)
 
+    def difference(x: Leaf, y: Leaf) -> Leaf:
+        return add_leaves(x, None if y is None else -y)
 
-def _sub_leaves(a: Leaf, b: Leaf) -> Leaf:
-    return add_leaves(a, None if b is None else -b)
+    return _combined(torch._foreach_sub, difference, {"a": a, "b": b})
 
 
 def scale(tree: PyTree, factor: float | Tensor) -> PyTree:
@@ -352,7 +356,7 @@ def dot(a: PyTree, b: PyTree) -> Tensor:
 
 
 def _plain_products(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
-    # What `dot_leaves` gives, in a third of its time.
+    # As `dot_leaves`, in a third of its time.
     with without_autocast(a[0].device), INSIDE:
         return [torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(a, b, strict=True)]
 
@@ -389,7 +393,7 @@ def stack(trees: Iterable[PyTree]) -> PyTree:
     def stacked(*row: Tensor) -> Tensor:
         return torch.stack([x.to_dense() for x in row])
 
-    return _map_rows(partial(apply_with_zeros, stacked), named)
+    return _unflatten_rows(partial(apply_with_zeros, stacked), *aligned_leaves(named))
 
 
 def unstack(tree: PyTree) -> list[PyTree]:
@@ -441,7 +445,7 @@ def aligned_leaves(trees: Mapping[str, PyTree]) -> tuple[list[list[Leaf]], Struc
 
 def _plainly_alike(trees: Sequence[list[Any]]) -> bool:
     """Return whether all leaves are plain tensors, of the same shapes in each tree."""
-    if torch.compiler.is_compiling():  # which reads no attributes of many at a time
+    if torch.compiler.is_compiling():  # torch.compile takes no map over an attrgetter
         return False
     if not all(PLAIN_TYPES.issuperset(builtins.map(type, leaves)) for leaves in trees):
         return False
@@ -485,14 +489,10 @@ def _check_row(row: Sequence[Any], names: Sequence[str], spec: Structure, index:
             raise StructureError(message(path(name), expected, f"{tuple(leaf.shape)}", fix))
 
 
-def _map_rows(fn: Callable[..., Any], trees: Mapping[str, PyTree]) -> PyTree:
-    """Return a tree like the first, of `fn` of one leaf of each tree."""
-    return _unflatten_rows(fn, *aligned_leaves(trees))
-
-
 def _unflatten_rows(
     fn: Callable[..., Any], trees: Sequence[Sequence[Leaf]], spec: Structure
 ) -> PyTree:
+    """Return a tree of `fn` of one leaf of each tree."""
     return pytree.unflatten(spec, [fn(*row) for row in zip(*trees, strict=True)])
 
 

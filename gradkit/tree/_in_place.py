@@ -27,14 +27,12 @@ from gradkit.errors import (
     describe,
     message,
 )
-from gradkit.tree._arithmetic import Leaf, aligned_leaves, group_alike
+from gradkit.tree._arithmetic import Leaf, aligned_leaves, are_dense, are_of_one_kind, group_alike
 
-# Of tensors of one device, dtype and layout, and as many others.
+# Changes tensors of one device, dtype and layout by as many others.
 _Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor]], object]
-_dtype, _layout, _device, _requires_grad = map(
-    attrgetter, ("dtype", "layout", "device", "requires_grad")
-)
-# A list or dict of the caller's, the index or key in it, and the leaf of the second tree.
+_requires_grad = attrgetter("requires_grad")
+# A container in the first tree, the index or key of a None in it, and the second tree's leaf.
 _Entry: TypeAlias = tuple[Any, Any, Tensor]
 _Defect: TypeAlias = tuple[type[GradkitError], str, str, str, str]
 
@@ -50,7 +48,7 @@ class InPlaceOperation:
     may_be_sparse: bool
 
     def on_copies(self, x: Leaf, y: Leaf) -> None:
-        """Run it for two leaves, and change neither."""
+        """Run it on copies of two leaves."""
         if x is not None and y is not None:
             self.both([x.clone()], [y])
         elif x is not None:
@@ -59,32 +57,8 @@ class InPlaceOperation:
             self.second(y)
 
 
-@dataclass(frozen=True)
-class _Leaves:
-    """The leaves of two trees, all checked: nothing that is done with them raises."""
-
-    pairs: list[tuple[Tensor, Tensor]]  # where both trees have a tensor
-    alone: list[Tensor]  # of the first tree, where the second has None
-    entries: list[_Entry]  # where the first is None, and the second has a tensor
-
-    def change(self, operation: InPlaceOperation) -> None:
-        """Run an operation on all leaves, pairs of a kind together."""
-        for indices in group_alike([x for x, _ in self.pairs]).values():
-            group = [self.pairs[index] for index in indices]
-            operation.both([x for x, _ in group], [y for _, y in group])
-        for x in self.alone:
-            operation.first(x)
-        for container, key, leaf in self.entries:
-            container[key] = operation.second(leaf)
-
-
 def run_in_place(operation: InPlaceOperation, tree: PyTree, other: PyTree, name: str) -> None:
     """Change the tensors of a tree by those of another one, or raise before anything is changed."""
-    _read(tree, other, name, operation).change(operation)
-
-
-def _read(tree: PyTree, other: PyTree, name: str, operation: InPlaceOperation) -> _Leaves:
-    """Open and check both trees."""
     if transforms():
         expected = "a call outside of torch.func's transforms"
         fix = "gradkit.tree.add, which is pure"
@@ -99,18 +73,21 @@ def _read(tree: PyTree, other: PyTree, name: str, operation: InPlaceOperation) -
     entries = _entries(tree, rows, spec)
     _refuse_shared_memory(rows, spec, name)
     pairs = [(x, y) for x, y in rows if x is not None and y is not None]
-    return _Leaves(pairs, [x for x, y in rows if x is not None and y is None], entries)
+    for indices in group_alike([x for x, _ in pairs]).values():
+        operation.both([pairs[i][0] for i in indices], [pairs[i][1] for i in indices])
+    for x, y in rows:
+        if x is not None and y is None:
+            operation.first(x)
+    for container, key, leaf in entries:
+        container[key] = operation.second(leaf)
 
 
 def _plainly_fit(by_tree: Sequence[list[Any]], operation: InPlaceOperation) -> bool:
     """Return whether all leaves are ordinary tensors of one kind that no graph records."""
     leaves = [leaf for column in by_tree for leaf in column]
-    if torch.compiler.is_compiling() or not PLAIN_TYPES.issuperset(map(type, leaves)):
-        return False
-    dtypes, layouts = set(map(_dtype, leaves)), set(map(_layout, leaves))
     return (
-        (len(dtypes), len(set(map(_device, leaves))), layouts) == (1, 1, {torch.strided})
-        and dtypes <= ARITHMETIC_DTYPES
+        are_dense(leaves)
+        and are_of_one_kind(leaves)
         and abs(operation.number) <= _FITS_ALL_DTYPES
         and not (torch.is_grad_enabled() and any(map(_requires_grad, leaves)))
         and not any(map(Tensor.is_inference, by_tree[0]))
@@ -140,9 +117,12 @@ def _defect(x: Leaf, y: Leaf, operation: InPlaceOperation) -> _Defect | None:
 
 def _defect_in_place(x: Tensor, y: Leaf, operation: InPlaceOperation) -> _Defect | None:
     """Return why a tensor cannot hold the result."""
-    if torch.compiler.is_compiling():
-        pass  # which cannot tell
-    elif x.is_inference() and not torch.is_inference_mode_enabled():
+    # torch.compile cannot tell whether a tensor was made in inference mode.
+    if (
+        not torch.compiler.is_compiling()
+        and x.is_inference()
+        and not torch.is_inference_mode_enabled()
+    ):
         got, fix = "one made in inference mode", "clone it"
         return StructureError, "tree", "a tensor that can be changed in place", got, fix
     if y is not None:
@@ -180,13 +160,8 @@ def _without_kernel(x: Leaf, y: Leaf, operation: InPlaceOperation) -> _Defect | 
         return None
     got = f"{describe(present[0])} of layout {present[0].layout}, of which torch says: {reason}"
     fix = "both trees as dense float32: gradkit.tree.map(lambda x: x.to_dense().float(), tree)"
-    return (
-        StructureError,
-        "" if x is None else "tree",
-        "a tensor that torch can change so",
-        got,
-        fix,
-    )
+    root, expected = "" if x is None else "tree", "a tensor that torch can change so"
+    return StructureError, root, expected, got, fix
 
 
 def _entries(tree: PyTree, rows: Sequence[Sequence[Leaf]], spec: Structure) -> list[_Entry]:
@@ -209,7 +184,7 @@ def _entries(tree: PyTree, rows: Sequence[Sequence[Leaf]], spec: Structure) -> l
 
 def _refuse_shared_memory(rows: Sequence[Sequence[Leaf]], spec: Structure, name: str) -> None:
     """Raise if a change of one leaf would change another one, which is still to be read."""
-    if torch.compiler.is_compiling():  # which knows no addresses
+    if torch.compiler.is_compiling():  # there are no addresses yet
         return
     indices = [index for index, (x, _) in enumerate(rows) if _has_address(x)]
     written = [cast("Tensor", rows[index][0]) for index in indices]

@@ -22,10 +22,9 @@ from gradkit.tree._arithmetic import (
     Leaf,
     aligned_leaves,
     apply_with_zeros,
-    are_dense_constants,
     dot,
+    foreach_takes,
     scale_leaves,
-    take_one_kernel,
 )
 
 
@@ -68,16 +67,14 @@ def global_norm(tree: PyTree, *, batch_dims: int = 0) -> Tensor:
 
 
 def _norm_of_leaves(leaves: Sequence[Leaf]) -> Tensor:
-    if take_one_kernel(leaves):
+    if foreach_takes(leaves):
         return _checked_norm(leaves, _norm_of_alike)
-    if are_dense_constants(leaves):
-        return _checked_norm(leaves, torch.nn.utils.get_total_norm)
     present = [leaf for leaf in leaves if leaf is not None]
     return _checked_norm([*map(stored_values, present)], _norm) if present else torch.zeros(())
 
 
 def _norm_of_alike(leaves: list[Tensor]) -> Tensor:
-    # What get_total_norm computes, without a look at the device of each norm: a fifth of its time.
+    # As get_total_norm, in a fifth of its time: it looks at the device of each norm.
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(leaves)))
     return norm
 
@@ -167,7 +164,7 @@ def clip_by_global_norm(grads: PyTree, max_norm: float | Tensor) -> tuple[PyTree
     fix = "gradkit.tree.clip_by_global_norm(grads, 1.0), or leave the call out"
     max_norm = check_number("max_norm", max_norm, fix, nonnegative=True)
     (leaves,), spec = aligned_leaves({"grads": grads})
-    alike = leaves if take_one_kernel(leaves) else None
+    alike = leaves if foreach_takes(leaves) else None
     norm = _norm_of_leaves(leaves) if alike is None else _checked_norm(alike, _norm_of_alike)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if alike is None or isinstance(max_norm, Tensor):  # of another dtype, say, or with a graph
@@ -214,7 +211,7 @@ def cosine(a: PyTree, b: PyTree) -> Tensor:
 
 def _about_one(leaves: Sequence[Leaf], maximum: Tensor) -> list[Leaf]:
     """Return leaves divided by a number near the largest entry: their squares stay in range."""
-    if maximum.dtype == torch.float64:  # out of whose range the number may be for other leaves
+    if maximum.dtype == torch.float64:  # leaves of other dtypes may not hold the factor
         leaves = [
             None if x is None else x.to(torch.promote_types(x.dtype, torch.float64)) for x in leaves
         ]

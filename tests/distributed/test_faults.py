@@ -151,7 +151,7 @@ class Failing(nn.Module):
 
 
 def fail_over_shards(device: torch.device, fault: str) -> None:
-    """What the other ranks wait for is named, and the rank if it could say what happened."""
+    """What the other ranks wait for is named."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     dist.barrier()
     wait_less()
@@ -171,11 +171,9 @@ def fail_over_shards(device: torch.device, fault: str) -> None:
         with pytest.raises(UserError):
             call(params, {}, x)
     else:
-        got = "got an error on rank 1 in the call, UserError: in the middle"
         with pytest.raises(gradkit.CollectiveError) as raised:
             call(params, {}, x)
         assert "the gather of params['last.weight'], in the call of" in str(raised.value)
-        assert (got in str(raised.value)) == (fault == "raises")
     # Who goes on as if nothing had happened gets no result, and gives none to others.
     with pytest.raises(gradkit.CollectiveError):
         call(params, {}, x)

@@ -103,43 +103,6 @@ def test_planned_gradients_are_what_backward_leaves(
     several.run(check_equal_to_backward, when)
 
 
-def check_kept_vector(device: torch.device) -> None:
-    """It is in no result, and a call that finds it in use, or has failed, makes another one."""
-    with new_plans("after the pass"):
-        model, other = wrapped(device), wrapped(device)
-        grads_of(model)
-        results = [grads_of(model, step) for step in (1, 2)]
-        (plan,) = _reduction_plan._plans.values()
-        assert plan is not None
-        (kept,) = plan.idle
-        results += [grads_of(model, 3)]
-        assert plan.idle == [kept]
-        plan.idle.clear()  # as while another thread is in a call
-        results += [grads_of(model, 4)]
-        (new,) = plan.idle
-        assert new is not kept
-        plan.give_back(kept)
-        bias = model.module.trunk[0].bias
-        handles = [] if dist.get_rank() else [bias.register_hook(raising)]
-        with pytest.raises(gradkit.CollectiveError if dist.get_rank() else UserError):
-            grads_of(model)
-        for handle in handles:
-            handle.remove()
-        results += [grads_of(model, 5)]
-        for step, ours in enumerate(results, 1):
-            assert_same(ours, backward_of(other, losses_of(other(batch(device, step)))))
-
-
-def raising(_: Tensor) -> Tensor:
-    raise UserError
-
-
-def test_the_vector_of_a_plan_is_in_no_result(several: Ranks, device: torch.device) -> None:
-    if device.type != "cpu":
-        pytest.skip("there is a plan where gradients and small messages are on one device")
-    several.run(check_kept_vector)
-
-
 def check_sent_during_the_pass(device: torch.device) -> None:
     sent: list[int] = []
     all_reduce = dist.all_reduce

@@ -380,49 +380,6 @@ def test_what_no_check_explains_is_unknown(device: torch.device, constant: float
     assert found.differences[FUNC]["param"].absolute == 1.0
 
 
-# --- A second model, another device --------------------------------------------------------------
-
-
-def test_another_model(layer: nn.Linear, x: Tensor) -> None:
-    twin, other = deepcopy(layer), deepcopy(layer)
-    with torch.no_grad():
-        other.weight.add_(1)
-    with as_before(layer, twin, other):
-        assert compare(mean_square, layer, x, other=twin).same
-        found = compare(mean_square, layer, x, other=other)
-    assert reasons(found, "other")["bias"] == "unknown"
-    double = compare(
-        lambda m, x: mean_square(m, x.to(m.weight.dtype)).float(), layer, x, other=twin.double()
-    )
-    assert reasons(double, "other")
-
-
-def test_another_mode_and_other_buffers(device: torch.device, x: Tensor) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(device)
-    other = deepcopy(model).eval()
-    assert "0.weight" in reasons(compare(mean_square, model, x, other=other), "other")
-    model.eval()
-    other[1].running_var.mul_(2)
-    assert "0.weight" in reasons(compare(mean_square, model, x, other=other), "other")
-
-
-def test_another_device(device: torch.device, layer: nn.Linear, x: Tensor) -> None:
-    """On a machine without another one, a copy on the same device gives the same bits."""
-    with as_before(layer):
-        found = compare(mean_square, layer, x, device="cpu")
-    assert set(found.differences) == {GRAD, FUNC, "on cpu"}
-    for difference in found.differences["on cpu"].values():
-        assert difference.absolute < 1e-5
-
-
-def test_a_copy_keeps_ties(device: torch.device, x: Tensor) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(device)
-    model[1].weight = model[0].weight
-    tree = {"model": model, "again": model[0].weight}
-    found = compare(lambda p, x: mean_square(p["model"], x), tree, x, device=device)
-    assert all(d.same for d in found.differences[f"on {device}"].values())
-
-
 # --- How it is called ----------------------------------------------------------------------------
 
 
@@ -470,32 +427,6 @@ def test_what_cannot_be_compared_is_refused(
     args = call(layer, x)
     with as_before(layer), pytest.raises(error, match=text):
         compare(*args)
-
-
-def test_a_second_model_that_does_not_fit_is_refused(layer: nn.Linear, x: Tensor) -> None:
-    with pytest.raises(gradkit.StructureError, match=r"weight \(2, 3\).*got weight \(4, 3\)"):
-        compare(mean_square, layer, x, other=nn.Linear(3, 4))
-    with pytest.raises(gradkit.StructureError, match="names and shapes"):
-        compare(mean_square, layer, x, other={"a": layer})
-    with pytest.raises(gradkit.OptionError, match=r"other: .*holds its modules"):
-        compare(lambda x: layer(x).sum(), layer, x, other=layer)
-    with pytest.raises(gradkit.OptionError, match=r"device: .*holds its modules"):
-        compare(lambda x: layer(x).sum(), layer, x, device="cpu")
-    with pytest.raises(gradkit.OptionError, match="device: expected None where other is given"):
-        compare(mean_square, layer, x, other=layer, device="cpu")
-
-
-@pytest.mark.parametrize("name", ["nowhere", "cuda:99", "meta", 1.5])
-def test_a_device_that_is_not_here_is_refused_before_anything_runs(
-    layer: nn.Linear, x: Tensor, name: Any
-) -> None:
-    ran = []
-    with (
-        as_before(layer),
-        pytest.raises(gradkit.OptionError, match="device: expected None or 'cpu'"),
-    ):
-        compare(lambda model, x: ran.append(1), layer, x, device=name)
-    assert not ran
 
 
 def test_inside_of_a_transform_it_is_refused(layer: nn.Linear, x: Tensor) -> None:

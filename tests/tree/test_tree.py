@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 import gradkit
 from gradkit import tree
+from gradkit.tree import _arithmetic
 from tests.helpers import assert_same_bits, same_bits, unchanged
 
 SHAPES = {"w": (2, 3), "b": (3,), "s": ()}
@@ -814,3 +815,13 @@ def test_what_an_aggregator_may_not_return(device: torch.device, bad: Any) -> No
         gradkit.combine(per_loss, bad)
     double = gradkit.combine(per_loss, lambda matrix: matrix.double().mean(0))["w"]
     assert same_bits(double, gradkit.combine(per_loss, lambda m: m.double().mean(0).float())["w"])
+
+
+def test_the_public_map_does_not_stand_in_for_the_builtin(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """It shadows `map` in its file; there it would flatten a tree for each look at the leaves."""
+    a = {"w": torch.ones(2, device=device)}
+    monkeypatch.setattr(_arithmetic, "map", None)
+    assert tree.dot(a, tree.add(a, a)).item() == 4.0
+    assert tree.clip_by_global_norm(a, 1.0)[1].item() == pytest.approx(2**0.5)
