@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradkit._autograd.directional import APIS, Tensors, differentiate, dot, in_double, random_like
 from gradkit._checks.reachability import refuse_no_variables
 from gradkit._compat.autograd import post_accumulate_hooks, tensor_hooks
 from gradkit._compat.transforms import transforms
@@ -21,7 +20,15 @@ from gradkit._core.devices import available_devices
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
-from gradkit.func._check_grads import Derivatives
+from gradkit.func._check_grads import (
+    APIS,
+    Derivatives,
+    Tensors,
+    differentiate,
+    dot,
+    in_double,
+    random_like,
+)
 from gradkit.report.charts import draw_differences
 from gradkit.report.steps import (
     BACKWARD,
