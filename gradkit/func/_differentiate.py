@@ -80,14 +80,14 @@ class OuterGraph:
 
 @dataclass(frozen=True)
 class LevelPasses:
-    """Runs passes inside a level."""
+    """Passes from the losses of one call of a function, which run inside its level."""
 
     variables: list[Tensor]  # the level's tensors to differentiate with respect to
     level: int | None  # its number; None while torch.compile traces, which cannot tell
     outer: OuterGraph
     monitor: OpMonitor  # what is known of the operations of the function
     path: Callable[[int], str]  # of a variable, as the caller would write it
-    create_graph: bool = True  # gradients stay tensors of their level, for no buffer to copy
+    create_graph: bool = True  # for jacobian: it stacks gradients, and copies none into a buffer
 
     def depends(self, output: Tensor) -> bool:
         """Return whether an output was computed from the variables; True while tracing."""
@@ -207,8 +207,8 @@ def differentiate(
     cut, enabled = cut_of(create_graph)
     if cut is not list:
         outer.create_graph = False
-    # What the function of a vmap, or of a loop in its stead, writes on tensors from outside is its
-    # own. torch.compile cannot ask for the memory of a tensor.
+    # Under vmap, or the loop in its place, what fn writes on a tensor from outside stays with its
+    # sample. torch.compile cannot ask for the memory of a tensor.
     ops = BatchableOps() if batched and not torch.compiler.is_compiling() else None
     monitor = OpMonitor(per_sample=per_sample, writes=ops)
     outside: list[Any] = []
@@ -217,7 +217,7 @@ def differentiate(
         if [tensor.dtype for tensor in tensors] != arguments.dtypes:
             for tensor, dtype in zip(tensors, arguments.dtypes, strict=True):
                 if tensor.dtype != dtype:
-                    tensor.grad_dtype = dtype  # not of the result alone: of the sum over uses [B1]
+                    tensor.grad_dtype = dtype  # torch adds up the uses of a leaf in it [B1]
         made = 0 if level is None else hooks_made()
         with monitor.noting():
             returned = fn(*arguments.with_variables(tensors), **kwargs)
@@ -280,7 +280,7 @@ def _trace_level(
     put_back: list[Callable[[Iterable[Tensor]], PyTree]] = []
 
     def inside(*tensors: Tensor) -> tuple[Tensor, list[Tensor]]:
-        # torch.compile takes the tensors that it is given for constants in a Function's `apply`.
+        # Views: in a Function's `apply`, torch.compile would take the inputs of vjp for constants.
         lists = fn([tensor.view_as(tensor) for tensor in tensors], None)
         flat, close = pytree.partition_tensors([list(part) for part in lists])
         put_back.append(close)

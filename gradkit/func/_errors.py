@@ -123,7 +123,7 @@ def _raised_by_torch(error: Exception) -> bool:
     # the last frame of what the caller's code raises is the caller's.
     if type(error) not in (*BATCH_FAILURES, NotImplementedError) or error.__traceback__ is None:
         return False
-    *_, (frame, _) = walk_tb(error.__traceback__)
+    *_, frame = _frames(error)
     return _module_of(frame).partition(".")[0] in {"gradkit", "torch"}
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -31,8 +30,6 @@ from gradkit._state.module_state import TensorSlots, alone_with, attributes_put_
 from gradkit._state.recomputed_tensors import is_recomputed
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 
-_grad_fn = attrgetter("grad_fn")
-
 
 def before(tensors: Iterable[Any], tree: PyTree = ()) -> StateBeforeCall | None:
     """Return the state before a call; most processes have no checkpoint, and no walk."""
@@ -41,9 +38,8 @@ def before(tensors: Iterable[Any], tree: PyTree = ()) -> StateBeforeCall | None:
         return None
     leaves = chain(tensors, pytree.flatten(tree)[0])
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    nodes = map(_grad_fn, inputs)
     # An edge costs some microseconds, and `refuse` asks for none where no checkpoint exists.
-    lazy = _nodes(inputs, list(nodes))  # those of now: an operation in place replaces them
+    lazy = _nodes(inputs, [x.grad_fn for x in inputs])  # of now: an operation in place replaces it
     return StateBeforeCall(snapshot.frames, cast("set[Node]", lazy), snapshot.outer)
 
 

@@ -364,7 +364,7 @@ def hvp(
     kernels = sdpa_kernel(SDPBackend.MATH)
     with one_forward_level(), leave_inference_mode(record=True), enabled, kernels:
         point, along = tuple(cut(arguments.variables)), tuple(cut(directions))
-        grads, products, losses = _run(grads_at, point, along, mode)
+        grads, products, losses = _grads_and_products(grads_at, point, along, mode)
     if cut is not list:
         grads, products, losses = cut(grads), cut(products), []
     # In forward mode, torch makes float64 of a 0-dim float32 times a number.
@@ -373,7 +373,7 @@ def hvp(
     return grad_tree, hv
 
 
-def _run(
+def _grads_and_products(
     grads_at: Callable[..., Any], point: tuple[Tensor, ...], along: tuple[Tensor, ...], mode: Mode
 ) -> tuple[Any, Any, list[Tensor]]:
     """Return the gradients at a point, their derivative along a direction, and the losses."""
@@ -415,8 +415,8 @@ class _FunctionRun:
     def __call__(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         is_traced = torch.compiler.is_compiling()
         if self.transposed and (is_traced or user_code_may_run()):
-            # The pass comes after the level, where its own tensors show no nodes of the graph; and
-            # torch.compile takes them for constants in a Function's `apply`.
+            # Views, whose nodes are still there when the pass runs, after the level has ended; and
+            # in a Function's `apply`, torch.compile would take the inputs of vjp for constants.
             tensors = tuple(
                 x.view_as(x) if x.layout == torch.strided else x.clone() for x in tensors
             )

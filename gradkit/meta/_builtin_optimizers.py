@@ -344,9 +344,6 @@ def _no_state_for(name: str, flag: str) -> OptionError:
     return OptionError(message(flag, expected, "True for a step", fix))
 
 
-_RULES = (_sgd, _adam, _rmsprop)
-
-
 def is_own_rule(opt: Optimizer) -> bool:
     """Return whether the update of an optimizer is of this file: no code of the caller's."""
-    return getattr(opt.rule, "func", opt.rule) in _RULES
+    return getattr(opt.rule, "func", opt.rule) in (_sgd, _adam, _rmsprop)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +28,7 @@ from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import hooks_made
 from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._state.snapshot import put_back_on_error
-from gradkit.errors import describe, level_of_the_caller, message
+from gradkit.errors import describe, message, warn_fallback
 from gradkit.func import _make_functional as checkpoints
 from gradkit.func._products import write_counts
 from gradkit.meta._inner_step import (
@@ -300,12 +299,10 @@ class _OptimalityCondition:
         residual = float(tree.global_norm(left) / size) if size > 0 else 0.0
         enough = max(self.tol, 100 * torch.finfo(size.dtype).eps)
         if not residual <= enough:
-            warnings.warn(
+            warn_fallback(
                 "gradkit.meta.implicit: the linear solve came to a relative residual of "
                 f"{residual:.2e}, not to tol={self.tol:g}: the gradient is as inexact. Raise "
-                "maxiter, add damping, use another solve, or pass warn=False.",
-                errors.GradkitWarning,
-                stacklevel=level_of_the_caller(),
+                "maxiter, add damping, use another solve, or pass warn=False."
             )
 
 

@@ -21,7 +21,7 @@ from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import describe, message
 
 Tensors: TypeAlias = list[Tensor]
-# A hyper-parameter of the tensors in a list: a number, or one number or tensor for each of them.
+# A hyper-parameter for a list of tensors: one number for all, or a number or tensor for each.
 Factor: TypeAlias = float | list[float | Tensor]
 
 
@@ -398,14 +398,14 @@ def check_grads(leaves: Sequence[Any], grads: Sequence[Any], spec: Structure, ro
 
 
 def select(value: Any, indices: Sequence[int]) -> Any:
-    """Return a setting for some of the tensors."""
+    """Return the part of a setting that is for the tensors of these indices."""
     if isinstance(value, tuple):
         return tuple(select(item, indices) for item in value)
     return [value[index] for index in indices] if isinstance(value, list) else value
 
 
 def as_factor(value: Any) -> Any:
-    """Return a setting whose tensors of one element do not change the shape of what they scale."""
+    """Return a setting with its tensors of one element 0-dim: they broadcast to any leaf."""
     if isinstance(value, tuple):
         return tuple(map(as_factor, value))
     if isinstance(value, list):
