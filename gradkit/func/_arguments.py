@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from gradkit import errors
 from gradkit._compat.transforms import carries_graph, transforms
 from gradkit._core import pytree
 from gradkit._core.call import (
@@ -38,13 +39,7 @@ from gradkit._core.results_without_graph import (
     with_zero_derivatives,
     without_ended_graph,
 )
-from gradkit.errors import (
-    LeafTypeError,
-    OptionError,
-    UnreachedParamError,
-    describe,
-    message,
-)
+from gradkit.errors import describe, message
 
 ArgNums: TypeAlias = int | tuple[int, ...]
 _dtype, _layout, _is_leaf, _requires_grad = map(
@@ -85,22 +80,14 @@ class Arguments:
 
     def to_tree(self, grads: Sequence[Tensor | None], leading: tuple[int, ...] = ()) -> PyTree:
         """Return gradients as the tree of the differentiated arguments; frozen leaves are zeros."""
-        params = self.params
-        by_leaf: Sequence[Tensor | None] = grads
+        params, by_leaf = self.params, grads
         if not params.all_variables:
-            by_leaf = self._per_leaf(grads, leading)
+            by_leaf = by_place = params.per_leaf(grads, copied)
+            for index, leaf in enumerate(params.leaves):
+                if self.unused != "none" and leaf is not None and params.slots[index] is None:
+                    by_place[index] = _zeros(leaf, leading)
         trees = pytree.unflatten(params.spec, by_leaf)
         return trees[0] if self.single else trees
-
-    def _per_leaf(
-        self, grads: Sequence[Tensor | None], leading: tuple[int, ...]
-    ) -> list[Tensor | None]:
-        params = self.params
-        by_leaf = params.per_leaf(grads, copied)
-        for index, leaf in enumerate(params.leaves):
-            if self.unused != "none" and leaf is not None and params.slots[index] is None:
-                by_leaf[index] = _zeros(leaf, leading)
-        return by_leaf
 
     def grads_to_tree(
         self,
@@ -113,7 +100,7 @@ class Arguments:
         """Return the result tree of gradients that this list alone refers to."""
         unreached = [index for index, grad in enumerate(grads) if grad is None]
         if self.unused == "error" and unreached:
-            raise UnreachedParamError(self._why_unreached(unreached[0]))
+            raise errors.UnreachedParamError(self._why_unreached(unreached[0]))
         result = _owned(grads, self.variables, leading)
         for index in unreached if self.unused == "zeros" else ():
             result[index] = _zeros(self.variables[index], leading)
@@ -125,7 +112,7 @@ class Arguments:
         if torch.compiler.is_compiling():
             return grads
         if not any(map(carries_graph, losses)):
-            has_any = _any_graph([grad for grad in grads if grad is not None])
+            has_any = any(grad is not None and grad.requires_grad for grad in grads)
             return list(map(without_ended_graph, grads)) if has_any else grads
         if refused is not None:
             return with_refused_derivatives(grads, losses, refused)
@@ -157,7 +144,7 @@ def read_arguments(
     """Check and flatten the arguments that a function is differentiated with respect to."""
     if unused != "zeros" and torch.compiler.is_compiling():
         expected = "'zeros' under torch.compile, which cannot tell what a loss reaches"
-        raise OptionError(message("unused", expected, repr(unused), "unused='zeros'"))
+        raise errors.OptionError(message("unused", expected, repr(unused), "unused='zeros'"))
     positions = _positions(argnums, len(args))
     given = tuple(args[position] for position in positions)
     leaves, spec = pytree.flatten(given)
@@ -181,18 +168,18 @@ def read_arguments(
         params = with_variables(leaves, spec, root or "args", path, is_variable or _is_variable)
     if not params.variables:
         where = root or ", ".join(f"args[{position}]" for position in positions)
-        raise UnreachedParamError(message(where, "a tensor to differentiate", *_why_none(given)))
-    dtypes = [_grad_dtype(tensor) for tensor in params.variables]
+        text = message(where, "a tensor to differentiate", *_why_none(given))
+        raise errors.UnreachedParamError(text)
+    # torch.compile cannot read `grad_dtype`, and in a transform the tensor is another one.
+    is_traced = torch.compiler.is_compiling()
+    dtypes = [x.dtype if is_traced else grad_dtype(x) for x in params.variables]
     arguments = Arguments(args, positions, isinstance(argnums, int), params, dtypes, root, unused)
-    if not torch.compiler.is_compiling():
-        _refuse_compressed(arguments)
+    if not is_traced:
+        expected = "a dense tensor, or a sparse one of layout torch.sparse_coo"
+        fix = "pass tensor.to_sparse(); or compute the loss eagerly: "
+        fix += "gradkit.value_and_grads(loss, w)"
+        _refuse_other_layouts(arguments, _WRAPPED, expected, fix)
     return arguments
-
-
-def _refuse_compressed(arguments: Arguments) -> None:
-    expected = "a dense tensor, or a sparse one of layout torch.sparse_coo"
-    fix = "pass tensor.to_sparse(); or compute the loss eagerly: gradkit.value_and_grads(loss, w)"
-    _refuse_other_layouts(arguments, _WRAPPED, expected, fix)
 
 
 def refuse_sparse(arguments: Arguments) -> None:
@@ -208,7 +195,7 @@ def _refuse_other_layouts(
         index = [x.layout in allowed for x in arguments.variables].index(False)
         where, refused = arguments.path(index), arguments.variables[index]
         got = f"{describe(refused)}, {refused.layout}"
-        raise LeafTypeError(message(where, expected, got, fix))
+        raise errors.LeafTypeError(message(where, expected, got, fix))
 
 
 _DENSE = frozenset({torch.strided})
@@ -218,7 +205,7 @@ _WRAPPED = _DENSE | {torch.sparse_coo}
 
 def _are_plain_variables(leaves: list[Any]) -> bool:
     """Return whether every leaf is a tensor to differentiate, each another one; False if unsure."""
-    # One attribute of all leaves at a time; torch.compile needs another way to tell tensors apart.
+    # One attribute of all leaves at a time takes the least time; torch.compile cannot ask for ids.
     return (
         not torch.compiler.is_compiling()
         and set(map(type, leaves)) <= PLAIN_TYPES
@@ -253,14 +240,14 @@ def _positions(argnums: object, count: int) -> tuple[int, ...]:
         return (argnums,)
     if count == 0:
         expected, fix = "positional arguments of the call", "pass the params by position"
-        raise OptionError(message("argnums", expected, "none in it", fix))
+        raise errors.OptionError(message("argnums", expected, "none in it", fix))
     numbers = _check_argnums(argnums)
     positions = tuple(n + count if n < 0 else n for n in numbers)
     in_range = all(0 <= position < count for position in positions)
     if not in_range or len(set(positions)) < len(positions):
         expected = f"different positions among the {count} positional arguments of the call"
         fix = "pass what is differentiated by position, and name each position once"
-        raise OptionError(message("argnums", expected, repr(argnums), fix))
+        raise errors.OptionError(message("argnums", expected, repr(argnums), fix))
     return positions
 
 
@@ -270,7 +257,7 @@ def _check_argnums(argnums: object) -> tuple[int, ...]:
         return numbers
     expected = "an int or a tuple of ints"
     fix = "argnums=0; the params go to the function that the call returns: value_and_grads(fn)(w)"
-    raise OptionError(message("argnums", expected, describe(argnums), fix))
+    raise errors.OptionError(message("argnums", expected, describe(argnums), fix))
 
 
 def _path(index: int, spec: Structure, positions: tuple[int, ...], root: str | None) -> str:
@@ -287,16 +274,15 @@ def _is_variable(leaf: object, where: Callable[[], str]) -> bool:
     if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
         return True
     fix = "pass it as an argument that argnums does not name: integers have no gradient"
-    raise LeafTypeError(message(where(), DIFFERENTIABLE, describe(leaf), fix))
-
-
-def _grad_dtype(tensor: Tensor) -> torch.dtype:
-    # torch.compile cannot read the attribute, and in a transform the tensor is another one.
-    return tensor.dtype if torch.compiler.is_compiling() else grad_dtype(tensor)
+    raise errors.LeafTypeError(message(where(), DIFFERENTIABLE, describe(leaf), fix))
 
 
 def check_options(
-    fn: object, argnums: object, has_aux: object, unused: object, create_graph: object
+    fn: object,
+    argnums: object = 0,
+    has_aux: object = False,
+    unused: object = "zeros",
+    create_graph: object = None,
 ) -> None:
     """Raise if what all functions of functions take is no function, or has no such value."""
     check_function(fn)
@@ -319,8 +305,12 @@ def _owned(
     if transforms():
         present = [grad.clone() for grad in present]
     elif torch.compiler.is_compiling():
-        pairs = zip(present, likes, strict=True)
-        present = copied(present, [_empty_for(grad, like, leading) for grad, like in pairs])
+        if leading:
+            buffers = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in present]
+        else:
+            pairs = zip(present, likes, strict=True)
+            buffers = [torch.empty_like(like, dtype=grad.dtype) for grad, like in pairs]
+        present = copied(present, buffers)
     elif any(map(_requires_grad, present)):
         present = [grad if grad.requires_grad else grad.clone() for grad in present]
     else:
@@ -331,24 +321,16 @@ def _owned(
     return [by_variable.get(index) for index in range(count)]
 
 
-def _empty_for(grad: Tensor, variable: Tensor, leading: tuple[int, ...]) -> Tensor:
-    if leading:
-        return torch.empty_like(grad, memory_format=torch.contiguous_format)
-    return torch.empty_like(variable, dtype=grad.dtype)
-
-
 def copied(tensors: Sequence[Tensor], buffers: Sequence[Tensor] | None = None) -> list[Tensor]:
     """Return copies that share no memory, in these buffers where torch.compile traces."""
-    if not tensors or not torch.compiler.is_compiling() or transforms() or _any_graph(tensors):
+    if not tensors or not torch.compiler.is_compiling():
+        return [tensor.clone() for tensor in tensors]
+    if transforms() or any(tensor.requires_grad for tensor in tensors):
         return [tensor.clone() for tensor in tensors]
     # By one operation for all: of several clones of one tensor, inductor makes one.
     into = [torch.empty_like(tensor) for tensor in tensors] if buffers is None else list(buffers)
     torch._foreach_copy_(into, list(tensors))
     return into
-
-
-def _any_graph(tensors: Sequence[Tensor]) -> bool:
-    return any(tensor.requires_grad for tensor in tensors)
 
 
 def _zeros(variable: Tensor, leading: tuple[int, ...]) -> Tensor:

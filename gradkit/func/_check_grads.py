@@ -7,8 +7,9 @@ values, so that a backward pass that takes its cotangent for a constant is found
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -17,13 +18,14 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad as _forward_ad
 from torch.autograd.function import BackwardCFunction
+from torch.func import jvp, vjp
 
 from gradkit import errors
-from gradkit._autograd import directional
-from gradkit._autograd.directional import Function, Tensors, dot, in_double, is_number, random_like
+from gradkit._autograd.engine import inner_grads
 from gradkit._checks.differentiated_jvps import DifferentiatedJvps
-from gradkit._compat.transforms import transforms
+from gradkit._compat.transforms import is_dual, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import check_function, is_positive_int
@@ -32,13 +34,18 @@ from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.user_code import captured_by
 from gradkit._state.snapshot import Snapshot
 from gradkit.errors import first_line, message
-from gradkit.func import _errors
 from gradkit.func._arguments import ArgNums, read_arguments, refuse_sparse
+from gradkit.func._errors import independent
 
+forward_ad: Any = _forward_ad  # whose functions have no types
+Tensors: TypeAlias = Sequence[Tensor]
+Function: TypeAlias = Callable[[Tensors], Tensors]
 Mode = Literal["reverse", "forward"]
 Kind: TypeAlias = tuple[tuple[str, ...], str, bool]  # modes from the innermost, API, varying or not
 
 _BOTH = ("reverse", "forward")
+# torch.func cannot enter every function, and for some it runs other formulas than the engine.
+APIS = ("torch.autograd", "torch.func")
 _STEPS = (1.0, 1 / 30, 30.0)  # a derivative that is wrong is so at each: no kink, no rounding
 _ROUNDING = 16 * torch.finfo(torch.float64).eps  # of what a function computes, roughly
 _KINK = 1e-2  # how much two finite differences may differ where there is none
@@ -106,39 +113,60 @@ def check_grads(
         here = arguments.at(pytree.unflatten(spec, [copies[id(x)] for x in leaves]))
 
         def flat(inputs: Tensors) -> Tensors:
-            return directional.dense_numbers(fn(*here.with_variables(inputs)))
+            returned = pytree.tensors(fn(*here.with_variables(inputs)))
+            return _dense(filter(is_number, returned))
 
         snapshot = Snapshot(captured, [*pytree.tensors(args), *filter(torch.is_tensor, captured)])
         options = tuple(dict.fromkeys(modes)), atol, rtol, eps
         at = Derivatives(flat, here.variables, snapshot.restored, *options)
         graph, inputs = _graph_in_double(at, partial(fn, *arguments.args))
-        if wrong := at.first_wrong(order):
-            *facts, leaf = wrong
-            where = "args" if leaf is None else arguments.path(leaf)
-            operation = None if leaf is None or not inputs else _last_operation(graph, inputs[leaf])
-            error = _errors.wrong_derivative(where, operation, *facts)
+
+        def names(leaf: int | None) -> tuple[str, str | None]:
+            if leaf is None:
+                return "args", None
+            return arguments.path(leaf), _last_operation(graph, inputs[leaf]) if inputs else None
+
+        error: Exception | None = at.first_error(order, names)
+        if error is None and inputs and not any(map(graph.reaches, inputs)):
+            error = independent("fn")
+        if error is not None:
             raise error
-        if inputs and not any(map(graph.reaches, inputs)):
-            raise errors.DetachedLossError(_errors.independent("fn"))
 
 
 def _check_options(order: object, modes: Any, **positive: Any) -> None:
-    checks = {"order": (is_positive_int(order), order, "a positive int", "2")}
     is_list = isinstance(modes, tuple | list | set | frozenset) and len(modes) > 0
-    both = "a tuple of 'reverse', 'forward'", '("reverse", "forward")'
-    checks["modes"] = is_list and all(m in _BOTH for m in modes), modes, *both
+    are_modes = is_list and all(m in _BOTH for m in modes)
+    checks = {
+        "order": (is_positive_int(order), order, "a positive int", "2"),
+        "modes": (are_modes, modes, "a tuple of 'reverse', 'forward'", '("reverse", "forward")'),
+    }
     for name, value in positive.items():
-        is_right = isinstance(value, int | float) and value > 0
-        checks[name] = is_right, value, "a positive number", "1e-6"
+        is_positive = isinstance(value, int | float) and value > 0
+        checks[name] = is_positive, value, "a positive number", "1e-6"
     for name, (is_right, value, expected, right) in checks.items():
         if not is_right:
             raise errors.OptionError(message(name, expected, repr(value), f"{name}={right}"))
     if torch.compiler.is_compiling() or transforms():
-        raise errors.UnsupportedGraphError(message("check_grads", *_errors.INSIDE_A_TRANSFORM))
+        expected = "a call outside of torch.func's transforms and of torch.compile"
+        fix = "call it outside, on the transformed function"
+        raise errors.UnsupportedGraphError(message("check_grads", expected, "one inside", fix))
 
 
 def _is_variable(leaf: object, where: Callable[[], str]) -> bool:
     return is_number(leaf) and not (isinstance(leaf, nn.Parameter) and not leaf.requires_grad)
+
+
+def is_number(x: object) -> bool:
+    """Return whether this is a floating-point or complex tensor."""
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def in_double(x: Any) -> Any:
+    """Return a float64 or complex128 copy of a tensor or a module; others as they are."""
+    if isinstance(x, Tensor):
+        dtype = torch.promote_types(x.dtype, torch.float64) if is_number(x) else x.dtype
+        return x.detach().to(dtype, copy=True)
+    return deepcopy(x).double() if isinstance(x, nn.Module) else x
 
 
 def _graph_in_double(at: Derivatives, original: Callable[[], Any]) -> tuple[Subgraph, Tensors]:
@@ -154,15 +182,29 @@ def _graph_in_double(at: Derivatives, original: Callable[[], Any]) -> tuple[Subg
     except RuntimeError as error:
         with at.isolated():
             original()  # raises the same, unless it is a matter of dtypes
-        raise _errors.not_in_double(f"torch's error: {first_line(error)}") from error
+        raise _not_in_double(f"torch's error: {first_line(error)}") from error
     if not first:
-        raise errors.LeafTypeError(message("fn", *_errors.NO_TENSOR))
+        expected = "at least one floating-point or complex tensor"
+        fix = "return the tensors to differentiate"
+        raise errors.LeafTypeError(message("fn", expected, "none", fix))
     if not all(map(partial(torch.allclose, rtol=1e-10, atol=1e-10, equal_nan=True), first, second)):
-        raise errors.UnsupportedGraphError(message("fn", *_errors.OTHER_RESULT))
+        expected = "a function that gives the same when it runs again from the same random state"
+        got = "another result than before: it reads something that has changed since"
+        fix = "pass what changes as an argument, and seed a generator of its own inside of fn"
+        raise errors.UnsupportedGraphError(message("fn", expected, got, fix))
     with suppress(RuntimeError):  # it changes its arguments in place
         for dtype in {x.dtype for x in at.evaluate(roots)} - {torch.float64, torch.complex128}:
-            raise _errors.not_in_double(f"a result in {dtype}")
+            raise _not_in_double(f"a result in {dtype}")
     return graphs[0] if graphs else (Subgraph([]), [])
+
+
+def _not_in_double(got: str) -> errors.StructureError:
+    expected = "a function that computes in float64 from float64 copies of its arguments"
+    fix = (
+        "leave out casts, and pass the tensors and modules that it uses as arguments, "
+        "check_grads(fn, params, module), or call module.double()"
+    )
+    return errors.StructureError(message("fn", expected, got, fix))
 
 
 def _last_operation(graph: Subgraph, leaf: Tensor) -> str | None:
@@ -173,6 +215,49 @@ def _last_operation(graph: Subgraph, leaf: Tensor) -> str | None:
     custom = [node for node in above if isinstance(node, BackwardCFunction)]
     names = {re.sub(r"Backward\d*$", "", type(node).__name__) for node in custom or last}
     return names.pop() if len(names) == 1 else None
+
+
+def random_like(seed: int, values: Tensors, *, varying: bool = False) -> list[Tensor]:
+    """Return the random tensors of a seed; `varying` ones depend on the values, too."""
+    source = torch.Generator().manual_seed(seed)
+    parts = [torch.randn(x.shape, dtype=x.dtype, generator=source).to(x.device) for x in values]
+    return [r * (1 + x) for r, x in zip(parts, values, strict=True)] if varying else parts
+
+
+def dot(a: Tensors, b: Tensors) -> float:
+    """Return the real inner product of two lists of tensors."""
+    return sum(float((x.conj() * y).real.sum()) for x, y in zip(a, b, strict=True))
+
+
+def _dense(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [x if x.layout == torch.strided else x.to_dense() for x in tensors]
+
+
+def differentiate(
+    fn: Function, mode: str, api: str, direction: Function, inputs: Tensors
+) -> list[Tensor]:
+    """Return a derivative of fn along a direction, of its outputs in reverse mode."""
+
+    def as_tuple(*xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(fn(xs))
+
+    if mode == "reverse" and api == "torch.func":
+        outputs, pull = vjp(as_tuple, *inputs)  # type: ignore[misc]
+        return _dense(pull(tuple(direction(outputs))))
+    if api == "torch.func":
+        return _dense(jvp(as_tuple, tuple(inputs), tuple(direction(inputs)))[1])
+    pairs: Iterable[tuple[Tensor, Tensor | None]]
+    if mode == "reverse":
+        nested = any(x.requires_grad or is_dual(x) for x in inputs)
+        outputs = fn([x.requires_grad_() for x in inputs])
+        grads = inner_grads(outputs, inputs, direction(outputs), create_graph=nested)
+        pairs = zip(inputs, grads, strict=True)
+    else:
+        tangents = tuple(direction(inputs))
+        with forward_ad.dual_level(), INSIDE:
+            outputs = fn(list(map(forward_ad.make_dual, inputs, tangents)))
+            pairs = list(map(forward_ad.unpack_dual, outputs))
+    return _dense(torch.zeros_like(x) if d is None else d for x, d in pairs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,8 +281,10 @@ class Derivatives:
         with self.isolated(), torch.enable_grad(), DifferentiatedJvps(), INSIDE:
             return [x.detach() for x in fn(inputs)]
 
-    def first_wrong(self, order: int) -> tuple[Any, ...] | None:
-        """Return the first derivative, up to an order, that is wrong."""
+    def first_error(
+        self, order: int, names: Callable[[int | None], tuple[str, str | None]]
+    ) -> errors.GradientCheckError | None:
+        """Return the error for the first derivative, up to an order, that is wrong."""
         at = self
         for degree in range(1, order + 1):
             values = at._values(degree)
@@ -212,14 +299,14 @@ class Derivatives:
             if wrong:
                 in_doubt = {modes for modes, *_ in wrong}
                 right = dict.fromkeys(modes for modes, *_ in values if modes not in in_doubt)
-                return at._at_worst_leaf(wrong[0], list(right))
+                return at._error_of(wrong[0], list(map(_mode, right)), names)
         return None
 
     def _values(self, degree: int) -> dict[Kind, float]:
         """Return the derivatives of an order that torch can run; raise if there are none."""
         values: dict[Kind, float] = {}
         failures: list[Exception] = []
-        for modes, api in product(product(self.modes, repeat=degree), directional.APIS):
+        for modes, api in product(product(self.modes, repeat=degree), APIS):
             for kind in ((modes, api, True), (modes, api, False)):
                 try:
                     values[kind] = self._value(kind)
@@ -229,8 +316,16 @@ class Derivatives:
         # Forward mode may be without a formula; what has no gradient is not tried at all.
         runs = {modes for modes, *_ in values}
         if not runs or (degree == 1 and "reverse" in self.modes and ("reverse",) not in runs):
-            text = _errors.no_derivative(degree, self.modes, failures[0])
-            raise errors.UnsupportedGraphError(text) from failures[0]
+            cause, tried = failures[0], " or ".join(self.modes)
+            expected = f"a function with a derivative of order {degree} in {tried} mode"
+            got = f"torch's error, {type(cause).__name__}: {first_line(cause)}"
+            fix = f"order={degree - 1}, or other modes; around attention: "
+            fix += "sdpa_kernel(SDPBackend.MATH)"
+            if degree == 1:
+                fix = "let fn leave its arguments as they are, and compute by differentiable "
+                fix += "operations"
+            text = message("fn", expected, got, fix)
+            raise errors.UnsupportedGraphError(text) from cause
         return values
 
     def _below(self, kind: Kind) -> Function:
@@ -238,7 +333,7 @@ class Derivatives:
         fn, (modes, api, varying) = self.fn, kind
         for number, mode in enumerate(modes[:-1]):
             direction = partial(random_like, 2 * number + (mode == "reverse"), varying=varying)
-            fn = partial(directional.differentiate, fn, mode, api, direction)
+            fn = partial(differentiate, fn, mode, api, direction)
         return fn
 
     def _tangents(self, kind: Kind, leaf: int | None) -> list[Tensor]:
@@ -250,7 +345,7 @@ class Derivatives:
         (modes, api, _), tangents = kind, self._tangents(kind, leaf)
         weights, is_reverse = partial(random_like, 2 * len(modes) - 1), modes[-1] == "reverse"
         direction = weights if is_reverse else lambda _: tangents
-        last = partial(directional.differentiate, self._below(kind), modes[-1], api, direction)
+        last = partial(differentiate, self._below(kind), modes[-1], api, direction)
         return dot(values := self.evaluate(last), tangents if is_reverse else weights(values))
 
     def _differences(self, kind: Kind, leaf: int | None, scale: float) -> list[float]:
@@ -281,18 +376,36 @@ class Derivatives:
                 return True
         return False
 
-    def _at_worst_leaf(self, kind: Kind, right: list[tuple[str, ...]]) -> tuple[Any, ...]:
-        """Return what `_errors.wrong_derivative` takes, and the leaf where it is farthest off."""
-        gap, leaf, value = -1.0, None, self._value(kind)
+    def _error_of(
+        self, kind: Kind, agreeing: list[str], names: Callable[[int | None], tuple[str, str | None]]
+    ) -> errors.GradientCheckError:
+        """Return the error for a wrong derivative, at the leaf where it is farthest off."""
+        gap, leaf, got = -1.0, None, self._value(kind)
         for index in range(len(self.point)):
             here = self._value(kind, index)
             off = abs(here - self._differences(kind, index, 1.0)[0])
             if not self._agrees(kind, here, index) and gap < inf and not off <= gap:
-                gap, leaf, value = off if isfinite(off) else inf, index, here
+                gap, leaf, got = off if isfinite(off) else inf, index, here
         expected, *sides, _ = self._differences(kind, leaf, 1.0)
         pairs = sides, [expected, self._differences(kind, leaf, 30.0)[0]]
-        kinks = [p for p in pairs if abs(p[0] - p[1]) > _KINK * max(abs(value), *map(abs, p))]
-        return kind[:2], expected, value, self.symmetric, right, kinks, leaf
+        kinks = [p for p in pairs if abs(p[0] - p[1]) > _KINK * max(abs(got), *map(abs, p))]
+        fixes = ["make the matrix symmetric in fn, (a + a.mT) / 2"] if self.symmetric else []
+        if agreeing:
+            fixes.append(f"differentiate by what agrees: {', '.join(agreeing)}")
+        fix = "; or ".join(fixes) or "look for detach(), .data or a custom backward in fn"
+        if kinks:
+            pair = f"finite differences give {kinks[0][0]:.6g} and {kinks[0][1]:.6g}"
+            fix = f"check at another point: fn has a kink or a pole at this one ({pair})"
+        (where, operation), order, mode = names(leaf), len(kind[0]), _mode(kind[0])
+        along = f"for the derivative of order {order} along a random direction"
+        through = f", through {operation}" if operation else ""
+        aim = f"{expected:.6g} (finite differences) {along}"
+        text = message(where, aim, f"{got:.6g} from {mode} ({kind[1]}){through}", fix)
+        return errors.GradientCheckError(text, where, order, mode, abs(got - expected), operation)
+
+
+def _mode(modes: Sequence[str]) -> str:
+    return "-over-".join(reversed(modes))
 
 
 def _is_symmetric(x: Tensor) -> bool:

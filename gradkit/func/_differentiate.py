@@ -7,7 +7,7 @@ that `torch.func.vjp` returns, the others would need zero cotangents, and 0 * in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
+from gradkit import errors
 from gradkit._autograd import engine
 from gradkit._autograd.passes import InnerPass
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
@@ -37,14 +38,7 @@ from gradkit._core.graph import Subgraph
 from gradkit._core.ownership import PLAIN_TYPES, leave_inference_mode
 from gradkit._core.pytree import PyTree, Structure
 from gradkit._core.user_code import functions_alive, hooks_made, user_functions
-from gradkit.errors import (
-    DetachedLossError,
-    LeafTypeError,
-    StructureError,
-    UnsupportedGraphError,
-    describe,
-    message,
-)
+from gradkit.errors import describe, message
 from gradkit.func._arguments import Arguments, copied
 from gradkit.func._errors import independent, named_errors
 from gradkit.func._vmap_or_loop import BatchableOps
@@ -77,7 +71,7 @@ class OuterGraph:
         """Return whether a derivative is right; raise if it is not, and will be taken."""
         try:
             check()
-        except UnsupportedGraphError as error:
+        except errors.UnsupportedGraphError as error:
             if may_differentiate or self.create_graph:
                 raise
             self.refused = str(error)
@@ -86,27 +80,27 @@ class OuterGraph:
 
 @dataclass(frozen=True)
 class LevelPasses:
-    """Runs passes inside a level."""
+    """Passes from the losses of one call of a function, which run inside its level."""
 
     variables: list[Tensor]  # the level's tensors to differentiate with respect to
     level: int | None  # its number; None while torch.compile traces, which cannot tell
     outer: OuterGraph
     monitor: OpMonitor  # what is known of the operations of the function
     path: Callable[[int], str]  # of a variable, as the caller would write it
-    create_graph: bool = True  # gradients stay tensors of their level, for no buffer to copy
+    create_graph: bool = True  # for jacobian: it stacks gradients, and copies none into a buffer
 
     def depends(self, output: Tensor) -> bool:
         """Return whether an output was computed from the variables; True while tracing."""
         # A tensor from outside may require grad, too, with a graph outside of the level.
         return self.level is None or (output.requires_grad and level_of(output) == self.level)
 
-    def reaches_any(self, outputs: Sequence[Tensor]) -> bool:
-        """Return whether a path leads from an output to a variable; True while tracing."""
+    def refuse_unreached(self, losses: Losses) -> None:
+        """Raise if no path leads from a loss to a variable; nobody can tell while tracing."""
         # A parameter that fn makes requires grad in its level, too, and leads nowhere.
-        if self.level is None:
-            return True
-        below = Subgraph(list(filter(self.depends, outputs)))
-        return any(map(below.reaches, self.variables))
+        if self.level is not None:
+            below = Subgraph(list(filter(self.depends, losses.leaves)))
+            if not any(map(below.reaches, self.variables)):
+                raise independent(losses.first_paths())
 
     def grads(
         self,
@@ -120,39 +114,35 @@ class LevelPasses:
         pairs = [p for p in zip(outputs, seeds, strict=True) if self.depends(p[0])]
         roots, cotangents = [output for output, _ in pairs], [seed for _, seed in pairs]
         retain = retain or self.outer.may_refuse_later  # a pass that is refused runs again
-
-        def run(create: bool) -> list[Tensor | None]:
-            options = {"retain": retain, "create": create}
-            return engine.transform_grads(roots, cotangents, variables, **options)
-
+        run = partial(engine.transform_grads, roots, cotangents, variables, retain=retain)
         weights = [seed for seed in cotangents if seed is not None]
         return self.guarded(run, roots, weights, variables)
 
     def guarded(
         self,
-        run: Callable[[bool], list[Tensor | None]],
+        run: Callable[..., list[Tensor | None]],
         roots: list[Tensor],
         weights: list[Tensor],
         variables: list[Tensor],
     ) -> list[Tensor | None]:
-        """Return the gradients of `run`, a pass that creates a graph or not, if they are right."""
+        """Return the gradients of the pass `run(create=...)`, if they are right."""
         # Without a graph, what differentiates the gradients would take them for constants.
         keep = self.outer.keeps(self.levels_around([*roots, *weights]))
         if self.level is None:
-            return run(keep)
+            return run(create=keep)
         below = Subgraph(roots)
         inner = InnerPass("the loss", self.path, variables, below, weights)
         if not keep and self._may_reach_outside(below):
-            return inner.guarded(partial(run, True), create_graph=False)
+            return inner.guarded(partial(run, create=True), create_graph=False)
         if keep:
             keep = self.check_derivative(below, variables)
         try:
-            return inner.guarded(partial(run, keep), create_graph=keep)
-        except UnsupportedGraphError as error:
+            return inner.guarded(partial(run, create=keep), create_graph=keep)
+        except errors.UnsupportedGraphError as error:
             if not (keep and self.outer.may_refuse_later):
                 raise
             self.outer.refused = str(error)
-        return inner.guarded(partial(run, False), create_graph=False)
+        return inner.guarded(partial(run, create=False), create_graph=False)
 
     def _may_reach_outside(self, below: Subgraph) -> bool:
         """Return whether code of the user's in the pass may use tensors that the losses do not."""
@@ -184,11 +174,9 @@ class LevelPasses:
         self, output: Tensor, seeds: Tensor, variables: list[Tensor]
     ) -> list[Tensor | None]:
         """Return stacked gradients for a batch of cotangents, from one vmapped pass."""
-
-        def run_one(seed: Tensor) -> tuple[list[Tensor | None], list[Tensor]]:
-            return self.grads([output], [seed], variables, retain=True), []
-
-        return engine.vmapped_grads(run_one, seeds)[0]
+        return engine.vmapped_grads(
+            lambda seed: (self.grads([output], [seed], variables, retain=True), []), seeds
+        )[0]
 
 
 @dataclass(frozen=True)
@@ -216,11 +204,11 @@ def differentiate(
 ) -> LevelResult:
     """Call a function in a new level, and `run` passes from its losses."""
     outer = OuterGraph(create_graph, differentiated(), torch.is_grad_enabled())
-    cut = cut_of(create_graph)
+    cut, enabled = cut_of(create_graph)
     if cut is not list:
         outer.create_graph = False
-    # What the function of a vmap, or of a loop in its stead, writes on tensors from outside is its
-    # own. torch.compile cannot ask for the memory of a tensor.
+    # Under vmap, or the loop in its place, what fn writes on a tensor from outside stays with its
+    # sample. torch.compile cannot ask for the memory of a tensor.
     ops = BatchableOps() if batched and not torch.compiler.is_compiling() else None
     monitor = OpMonitor(per_sample=per_sample, writes=ops)
     outside: list[Any] = []
@@ -229,33 +217,28 @@ def differentiate(
         if [tensor.dtype for tensor in tensors] != arguments.dtypes:
             for tensor, dtype in zip(tensors, arguments.dtypes, strict=True):
                 if tensor.dtype != dtype:
-                    tensor.grad_dtype = dtype  # not of the result alone: of the sum over uses [B1]
+                    tensor.grad_dtype = dtype  # torch adds up the uses of a leaf in it [B1]
         made = 0 if level is None else hooks_made()
         with monitor.noting():
             returned = fn(*arguments.with_variables(tensors), **kwargs)
             if ops is not None:
                 returned = ops.values(returned)
             outer.hooked = level is not None and hooks_made() > made
-            tree, aux = split_aux(returned) if has_aux else (returned, None)
-        losses = read_losses(tree, scalar=scalar, returned=True, may_be_aux=not has_aux)
+            losses, aux = read_returned(returned, has_aux=has_aux, scalar=scalar)
         passes = LevelPasses(list(tensors), level, outer, monitor, arguments.path)
         if not any(map(passes.depends, losses.leaves)):
-            raise DetachedLossError(independent(losses.first_paths()))
+            raise independent(losses.first_paths())
         if monitor.is_nested and level is not None:
             monitor.note_graph(list(filter(passes.depends, losses.leaves)))
         monitor.check()
         grads = run(losses, passes)
-        has_none = all(grad is None for part in grads for grad in part)
-        if has_none and not passes.reaches_any(losses.leaves):
-            raise DetachedLossError(independent(losses.first_paths()))
-        tensors_of_aux, put_aux_back = partition_aux(aux) if has_aux else ([], _no_aux)
+        if all(grad is None for part in grads for grad in part):
+            passes.refuse_unreached(losses)
+        tensors_of_aux, put_aux_back = partition_aux(aux)
         outside.extend((losses.spec, put_aux_back))
         return [losses.leaves, tensors_of_aux, *grads]
 
     enter = _trace_level if torch.compiler.is_compiling() else run_in_level
-    # Detached, and not under no_grad: below a level of torch.func, operators would take that for
-    # inference (the LSTM of the CPU keeps nothing for its backward pass then).
-    enabled = nullcontext() if cut is list else torch.enable_grad()
     with leave_inference_mode(record=True), enabled, INSIDE:
         point = cut(arguments.variables)
         values, tensors_of_aux, *grads = named_errors(lambda: enter(inside, point))
@@ -266,11 +249,17 @@ def differentiate(
     return LevelResult(values, spec, grads, put_aux_back(tensors_of_aux), outer.refused)
 
 
-def cut_of(create_graph: bool | None) -> Callable[[Iterable[Tensor]], list[Tensor]]:
-    """Return what is to be done to a call's tensors: `list` if they keep their graphs."""
-    if create_graph is None and not (torch.is_grad_enabled() or differentiated()):
-        return detached_but_tangents
-    return detached if create_graph is False else list
+def cut_of(
+    create_graph: bool | None,
+) -> tuple[Callable[[Iterable[Tensor]], list[Tensor]], AbstractContextManager[object]]:
+    """Return what cuts a call's tensors from their graphs, or `list`; and what it runs under."""
+    # Detached, and not under no_grad: below a level of torch.func, operators would take that for
+    # inference (the LSTM of the CPU keeps nothing for its backward pass then).
+    if create_graph is False:
+        return detached, torch.enable_grad()
+    if create_graph or torch.is_grad_enabled() or differentiated():
+        return list, nullcontext()
+    return detached_but_tangents, torch.enable_grad()
 
 
 def detached(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -291,7 +280,7 @@ def _trace_level(
     put_back: list[Callable[[Iterable[Tensor]], PyTree]] = []
 
     def inside(*tensors: Tensor) -> tuple[Tensor, list[Tensor]]:
-        # torch.compile takes the tensors that it is given for constants in a Function's `apply`.
+        # Views: in a Function's `apply`, torch.compile would take the inputs of vjp for constants.
         lists = fn([tensor.view_as(tensor) for tensor in tensors], None)
         flat, close = pytree.partition_tensors([list(part) for part in lists])
         put_back.append(close)
@@ -324,7 +313,7 @@ def _refuse_pair(losses: Losses) -> None:
             "if the second is no loss, return the first alone, or pass has_aux=True to a call that "
             "takes it; if both are losses, return a list of them"
         )
-        raise StructureError(message("fn", expected, got, fix))
+        raise errors.StructureError(message("fn", expected, got, fix))
 
 
 def _cotangent(weight: float | Tensor, loss: Tensor) -> Tensor:
@@ -341,12 +330,13 @@ def cast_to(dtypes: Sequence[torch.dtype], grads: Sequence[Tensor | None]) -> li
     ]
 
 
-def split_aux(returned: object) -> tuple[Any, Any]:
-    """Return the losses and aux that a function has returned."""
-    if isinstance(returned, tuple) and len(returned) == 2:
-        return returned[0], returned[1]
-    expected, fix = "(losses, aux), with has_aux=True", "return losses, aux"
-    raise StructureError(message("fn", expected, describe(returned), fix))
+def read_returned(returned: Any, *, has_aux: bool, scalar: bool) -> tuple[Losses, PyTree]:
+    """Check the losses that a function has returned, and split off its aux."""
+    if has_aux and not (isinstance(returned, tuple) and len(returned) == 2):
+        expected, fix = "(losses, aux), with has_aux=True", "return losses, aux"
+        raise errors.StructureError(message("fn", expected, describe(returned), fix))
+    tree, aux = returned if has_aux else (returned, None)
+    return read_losses(tree, scalar=scalar, returned=True, may_be_aux=not has_aux), aux
 
 
 def require_tensor_or_constant(leaf: object, where: Callable[[], str], fix: str) -> None:
@@ -355,7 +345,7 @@ def require_tensor_or_constant(leaf: object, where: Callable[[], str], fix: str)
         return
     expected = "a tensor, or a constant: a number, text, a function, a module"
     got = f"{describe(leaf)}, which is no tree that optree knows"
-    raise LeafTypeError(message(where(), expected, got, fix))
+    raise errors.LeafTypeError(message(where(), expected, got, fix))
 
 
 def partition_aux(aux: PyTree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], PyTree]]:
@@ -366,7 +356,3 @@ def partition_aux(aux: PyTree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]
         if type(leaf) not in PLAIN_TYPES:
             require_tensor_or_constant(leaf, partial(pytree.path, spec, index, "aux"), fix)
     return pytree.partition_tensors(aux)
-
-
-def _no_aux(_: Iterable[Tensor]) -> None:
-    return None

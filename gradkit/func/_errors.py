@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from traceback import walk_tb
 from types import FrameType
@@ -11,17 +11,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from gradkit import errors
 from gradkit._checks.higher_derivatives import way_out_of
 from gradkit._checks.special_functions import missing_derivative
 from gradkit._compat.transforms import BATCH, BATCH_FAILURES, transforms
-from gradkit.errors import (
-    GradientCheckError,
-    GradkitError,
-    StructureError,
-    UnsupportedGraphError,
-    first_line,
-    message,
-)
+from gradkit.errors import message
 
 R = TypeVar("R")
 _MAKE_FUNCTIONAL = "call, params, buffers = gradkit.func.make_functional(module)"
@@ -36,30 +30,37 @@ def named_errors(run: Callable[[], R], *, nested: bool = False) -> R:
     try:
         return run()
     except Exception as error:
-        name = _control_flow(error)
-        if name is not None:
-            got = f"torch's {name}, which torch.func cannot enter"
-            fix = f"use {_IN_ITS_PLACE[name]}; or {_EAGERLY}"
-            raise UnsupportedGraphError(message("fn", _DIFFERENTIABLE, got, fix)) from error
-        if not isinstance(error, BATCH_FAILURES):
+        why = _why_refused(error, nested)
+        if why is None:
             raise
-        hook = _hook_that_requires_grad(error)
-        if hook is not None:
-            raise UnsupportedGraphError(message("fn", _DIFFERENTIABLE, hook, _REMOVE)) from error
+        raise errors.UnsupportedGraphError(message("fn", *why)) from error
+
+
+def _why_refused(error: Exception, nested: bool) -> tuple[str, str, str] | None:
+    """Return what was expected of fn, what came and what to do; None if the error says it all."""
+    name = _control_flow(error)
+    if name is not None:
+        fix = f"use {_IN_ITS_PLACE[name]}; or {_EAGERLY}"
+        return _DIFFERENTIABLE, f"torch's {name}, which torch.func cannot enter", fix
+    if not isinstance(error, BATCH_FAILURES):
+        return None
+    hook = _hook_that_requires_grad(error)
+    if hook is not None:
+        return _DIFFERENTIABLE, hook, _REMOVE
+    text = str(error).partition("\n")[0].rstrip(".")
+    if not isinstance(error, errors.GradkitError):
         reason = missing_derivative(error)
-        if reason is not None and not isinstance(error, GradkitError):
-            raise UnsupportedGraphError(message("fn", *reason)) from error
-        for text, (expected, got, fix) in _KNOWN.items():
-            if text in str(error) and not isinstance(error, GradkitError):
+        if reason is not None:
+            return reason
+        for known, (expected, got, fix) in _KNOWN.items():
+            if any(part in str(error) for part in known):
                 got, fix = _of_torch(error) or (got, fix)
-                got = got or str(error).partition("\n")[0].rstrip(".")
-                raise UnsupportedGraphError(message("fn", expected, got, fix)) from error
-        stack = transforms()
-        if (stack or nested) and _raised_by_torch(error):
-            expected, fix = _BATCHED if BATCH in stack else _NESTED
-            got = str(error).partition("\n")[0].rstrip(".")
-            raise UnsupportedGraphError(message("fn", expected, got, fix)) from error
-        raise
+                return expected, got or text, fix
+    stack = transforms()
+    if not ((stack or nested) and _raised_by_torch(error)):
+        return None
+    expected, fix = _BATCHED if BATCH in stack else _NESTED
+    return expected, text, fix
 
 
 def _frames(error: Exception) -> Iterator[FrameType]:
@@ -73,7 +74,7 @@ def _module_of(frame: FrameType) -> str:
 def _control_flow(error: Exception) -> str | None:
     """Return the name of torch's control flow that raised an error of its own, if it did."""
     modules = [_module_of(frame) for frame in _frames(error)]
-    if isinstance(error, GradkitError) or not modules[-1].startswith("torch."):
+    if isinstance(error, errors.GradkitError) or not modules[-1].startswith("torch."):
         return None
     names = (module.removeprefix(_HIGHER_ORDER) for module in modules if _HIGHER_ORDER in module)
     return next((name for name in names if name in _IN_ITS_PLACE), None)
@@ -122,7 +123,7 @@ def _raised_by_torch(error: Exception) -> bool:
     # the last frame of what the caller's code raises is the caller's.
     if type(error) not in (*BATCH_FAILURES, NotImplementedError) or error.__traceback__ is None:
         return False
-    *_, (frame, _) = walk_tb(error.__traceback__)
+    *_, frame = _frames(error)
     return _module_of(frame).partition(".")[0] in {"gradkit", "torch"}
 
 
@@ -144,34 +145,18 @@ _OF_GAMMAS = (
     "; or sample Gammas, g = torch.distributions.Gamma(concentration, 1.0).rsample(), of which "
     "g / g.sum(-1, keepdim=True) is a Dirichlet, and g[..., 0] / g.sum(-1) a Beta"
 )
-_AUTOGRAD_CALL = (
-    _DIFFERENTIABLE,
-    "a call of backward(), retain_grad() or requires_grad_(), or of torch.autograd.functional",
-    "nest gradkit.func or torch.func calls, and return intermediate values as aux",
-)
 _REMOVE = (
     "remove the hook: handle.remove(); for a model of transformers, which has it for gradient "
     "checkpointing, model.gradient_checkpointing_disable() and model.disable_input_require_grads()"
 )
 _HIGHER_ORDER = "torch._higher_order_ops."
-_LOOP = "a loop of Python"
 # By the module of torch that has it.
 _IN_ITS_PLACE = {
     "cond": "torch.where, or an if of Python",
-    "scan": _LOOP,
-    "while_loop": _LOOP,
+    "scan": "a loop of Python",
+    "while_loop": "a loop of Python",
     "map": "torch.vmap, or a loop of Python",
 }
-_SAVED_HOOKS = (
-    _DIFFERENTIABLE,
-    "saved-tensor hooks: a checkpoint, or save_on_cpu",
-    f"leave them out, or {_EAGERLY}",
-)
-_MEMORY = (
-    _DIFFERENTIABLE,
-    "an operation that reads memory: numpy(), tolist(), or ctc_loss whose lengths are tuples",
-    f"give it constants from outside, lengths as tensors; or {_EAGERLY}",
-)
 RANDOM = "randomness error mode"
 _NOT_RANDOM = (
     'no random operation, with randomness="error"',
@@ -179,152 +164,93 @@ _NOT_RANDOM = (
     'randomness="different" for other numbers in each sample, or "same"',
 )
 ZERO_TENSOR = "ZeroTensors are immutable"
-_FORWARD = (
-    "operations that have a forward-mode derivative",
-    "",
-    'vjp in place of jvp; hvp(..., mode="reverse-over-reverse") and linearize, where torch has the '
-    "second derivative",
-)
-_INFERENCE = (
-    "tensors that autograd can save for the backward pass",
-    "one that was made in inference mode",
-    "tensor.clone(), outside of torch.inference_mode()",
-)
-# By a part of torch's text: what was expected, what came (torch's text if empty), what to do.
+# By parts of torch's text: what was expected, what came (torch's text if empty), what to do.
 _KNOWN = {
-    "saved tensor hooks": _SAVED_HOOKS,
-    "vmap over _NoopSaveInputs": _SAVED_HOOKS,  # a checkpoint, in torch 2.11
-    "backward() called inside a functorch transform": _AUTOGRAD_CALL,
-    "inside of a function being transformed by a functorch transform": _AUTOGRAD_CALL,
-    "would mutate a captured Tensor": (
+    ("saved tensor hooks", "vmap over _NoopSaveInputs"): (  # the latter: a checkpoint in torch 2.11
+        _DIFFERENTIABLE,
+        "saved-tensor hooks: a checkpoint, or save_on_cpu",
+        f"leave them out, or {_EAGERLY}",
+    ),
+    (
+        "backward() called inside a functorch transform",
+        "inside of a function being transformed by a functorch transform",
+    ): (
+        _DIFFERENTIABLE,
+        "a call of backward(), retain_grad() or requires_grad_(), or of torch.autograd.functional",
+        "nest gradkit.func or torch.func calls, and return intermediate values as aux",
+    ),
+    ("would mutate a captured Tensor",): (
         _DIFFERENTIABLE,
         "an in-place operation on a tensor from outside: batch norm in train mode, say",
         f"{_MAKE_FUNCTIONAL}, and return the new buffers as aux",
     ),
-    _SETUP_CONTEXT: (
+    (_SETUP_CONTEXT,): (
         _DIFFERENTIABLE,
         "an autograd.Function whose forward takes ctx, an operator of torch.library that has one, "
         "or a full backward hook of a module",
         f"give the Function a setup_context staticmethod; or {_EAGERLY}",
     ),
-    RANDOM: _NOT_RANDOM,
-    "while the running_mean or running_var": (
+    (RANDOM,): _NOT_RANDOM,
+    ("while the running_mean or running_var",): (
         "a function of one sample at a time",
         "a norm layer that updates its running statistics from a batch",
         "module.eval(), or track_running_stats=False",
     ),
-    "aten._has_same_storage_numel": (  # of the first thing that make_dual does
+    ("aten._has_same_storage_numel",): (  # of the first thing that make_dual does
         "tensors that have forward-mode derivatives in torch",
         "DTensors, which have none",
         'hvp(..., mode="reverse-over-reverse"), or linearize in place of jvp',
     ),
-    "Cannot access storage of Sparse": (
+    ("Cannot access storage of Sparse",): (
         "dense tensors, in forward mode",
         "sparse ones, which have no tangents in torch",
         'hvp(..., mode="reverse-over-reverse"), or vjp in place of jvp',
     ),
-    "NestedTensorImpl doesn't support": (
+    ("NestedTensorImpl doesn't support",): (
         "dense tensors",
         "nested ones, which torch.func cannot wrap",
         f"pass their parts, and nest them in fn; or {_EAGERLY}",
     ),
-    "forward AD": _FORWARD,
-    "forward mode AD": _FORWARD,
-    ZERO_TENSOR: _FORWARD,
-    "Inference tensors cannot be saved": _INFERENCE,
-    "requires_grad=True on inference tensor": _INFERENCE,
-    "leaf Variable that requires grad is being used in an in-place": (
+    ("forward AD", "forward mode AD", ZERO_TENSOR): (
+        "operations that have a forward-mode derivative",
+        "",
+        'vjp in place of jvp; hvp(..., mode="reverse-over-reverse") and linearize, where torch has '
+        "the second derivative",
+    ),
+    ("Inference tensors cannot be saved", "requires_grad=True on inference tensor"): (
+        "tensors that autograd can save for the backward pass",
+        "one that was made in inference mode",
+        "tensor.clone(), outside of torch.inference_mode()",
+    ),
+    ("leaf Variable that requires grad is being used in an in-place",): (
         "a function that leaves its arguments as they are",
         "one that changes an argument in place",
         "change a copy: x = x.clone(); a module with inplace=True takes x.clone()",
     ),
-    "mutating directly with `.data`": (
+    ("mutating directly with `.data`",): (
         "a function that leaves its arguments as they are",
         "an assignment to the .data of an argument",
         "compute what it should be as a value, and use that: w = torch.renorm(w, 2, 0, 1.0)",
     ),
-    "data pointer of Tensor that doesn't have storage": _MEMORY,
-    "Can't call numpy()": _MEMORY,
+    ("data pointer of Tensor that doesn't have storage", "Can't call numpy()"): (
+        _DIFFERENTIABLE,
+        "an operation that reads memory: numpy(), tolist(), or ctc_loss whose lengths are tuples",
+        f"give it constants from outside, lengths as tensors; or {_EAGERLY}",
+    ),
 }
 
 
-def refused_random() -> UnsupportedGraphError:
+def refused_random() -> errors.UnsupportedGraphError:
     """Return the error for random operations that the option does not allow."""
-    return UnsupportedGraphError(message("fn", *_NOT_RANDOM))
+    return errors.UnsupportedGraphError(message("fn", *_NOT_RANDOM))
 
 
-def independent(where: str) -> str:
-    """Return the text of the error for what does not depend on the arguments of a function."""
+def independent(where: str) -> errors.DetachedLossError:
+    """Return the error for what does not depend on the arguments of a function."""
     expected = "a loss computed from the arguments that argnums names"
     got = (
         "one that does not depend on them: fn uses a module, or tensors, from outside, or cuts "
         "the path (detach(), .data, .item(), no_grad, nn.Parameter(w))"
     )
     fix = f"compute it from fn's own arguments: {_MAKE_FUNCTIONAL}"
-    return message(where, expected, got, fix)
-
-
-NO_TENSOR = (
-    "at least one floating-point or complex tensor", "none", "return the tensors to differentiate",
-)  # fmt: skip
-OTHER_RESULT = (
-    "a function that gives the same when it runs again from the same random state",
-    "another result than before: it reads something that has changed since",
-    "pass what changes as an argument, and seed a generator of its own inside of fn",
-)
-
-
-INSIDE_A_TRANSFORM = (
-    "a call outside of torch.func's transforms and of torch.compile", "one inside",
-    "call it outside, on the transformed function",
-)  # fmt: skip
-
-
-def not_in_double(got: str) -> StructureError:
-    """Return the error for a function that does not compute in float64."""
-    expected = "a function that computes in float64 from float64 copies of its arguments"
-    fix = (
-        "leave out casts, and pass the tensors and modules that it uses as arguments, "
-        "check_grads(fn, params, module), or call module.double()"
-    )
-    return StructureError(message("fn", expected, got, fix))
-
-
-def no_derivative(order: int, modes: Sequence[str], cause: Exception) -> str:
-    """Return the text of the error for a function that torch cannot differentiate so often."""
-    expected = f"a function with a derivative of order {order} in {' or '.join(modes)} mode"
-    got = f"torch's error, {type(cause).__name__}: {first_line(cause)}"
-    fix = f"order={order - 1}, or other modes; around attention: sdpa_kernel(SDPBackend.MATH)"
-    if order == 1:
-        fix = "let fn leave its arguments as they are, and compute by differentiable operations"
-    return message("fn", expected, got, fix)
-
-
-def wrong_derivative(
-    where: str,
-    operation: str | None,
-    kind: tuple[tuple[str, ...], str],
-    expected: float,
-    got: float,
-    symmetric: bool,
-    right: Sequence[tuple[str, ...]],
-    kinks: Sequence[Sequence[float]],
-) -> GradientCheckError:
-    """Return the error for a derivative that finite differences contradict."""
-    order, mode = len(kind[0]), _mode(kind[0])
-    fixes = ["make the matrix symmetric in fn, (a + a.mT) / 2"] if symmetric else []
-    if right:
-        fixes.append(f"differentiate by what agrees: {', '.join(map(_mode, right))}")
-    fix = "; or ".join(fixes) or "look for detach(), .data or a custom backward in fn"
-    if kinks:
-        pair = f"finite differences give {kinks[0][0]:.6g} and {kinks[0][1]:.6g}"
-        fix = f"check at another point: fn has a kink or a pole at this one ({pair})"
-    along = f"for the derivative of order {order} along a random direction"
-    through = f", through {operation}" if operation else ""
-    aim = f"{expected:.6g} (finite differences) {along}"
-    text = message(where, aim, f"{got:.6g} from {mode} ({kind[1]}){through}", fix)
-    return GradientCheckError(text, where, order, mode, abs(got - expected), operation)
-
-
-def _mode(modes: Sequence[str]) -> str:
-    return "-over-".join(reversed(modes))
+    return errors.DetachedLossError(message(where, expected, got, fix))

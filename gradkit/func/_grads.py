@@ -158,11 +158,11 @@ def per_loss_grads(
         arguments = read_arguments(args, argnums, unused=unused)
 
         def run(losses: Losses, passes: LevelPasses) -> list[list[Tensor | None]]:
-            batch = jacobian.losses_to_batch(
-                strategy or _default_strategy(losses.leaves, chunk_size),
-                losses.leaves,
-                passes.monitor.why_not_batched,
-            )
+            # Where there is nothing to batch nobody has asked for it, and no warning is due.
+            asked = chunk_size is not None and any(loss.numel() != 1 for loss in losses.leaves)
+            chosen = strategy or ("batched" if asked else "sequential")
+            why_not = passes.monitor.why_not_batched
+            batch = jacobian.losses_to_batch(chosen, losses.leaves, why_not)
             last = max(i for i, loss in enumerate(losses.leaves) if passes.depends(loss))
             return [
                 _jacobian(loss, passes, chunk_size, batch=batch[index], retain=index < last)
@@ -180,12 +180,6 @@ def per_loss_grads(
         return (by_loss, result.aux) if has_aux else by_loss
 
     return call
-
-
-def _default_strategy(losses: list[Tensor], chunk_size: int | None) -> Strategy:
-    # Where there is nothing to batch nobody has asked for it, and no warning is due.
-    several = any(loss.numel() != 1 for loss in losses)
-    return "batched" if several and chunk_size is not None else "sequential"
 
 
 def _jacobian(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -31,8 +30,6 @@ from gradkit._state.module_state import TensorSlots, alone_with, attributes_put_
 from gradkit._state.recomputed_tensors import is_recomputed
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 
-_grad_fn = attrgetter("grad_fn")
-
 
 def before(tensors: Iterable[Any], tree: PyTree = ()) -> StateBeforeCall | None:
     """Return the state before a call; most processes have no checkpoint, and no walk."""
@@ -41,9 +38,8 @@ def before(tensors: Iterable[Any], tree: PyTree = ()) -> StateBeforeCall | None:
         return None
     leaves = chain(tensors, pytree.flatten(tree)[0])
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    nodes = map(_grad_fn, inputs)
     # An edge costs some microseconds, and `refuse` asks for none where no checkpoint exists.
-    lazy = _nodes(inputs, list(nodes))  # those of now: an operation in place replaces them
+    lazy = _nodes(inputs, [x.grad_fn for x in inputs])  # of now: an operation in place replaces it
     return StateBeforeCall(snapshot.frames, cast("set[Node]", lazy), snapshot.outer)
 
 
@@ -55,14 +51,13 @@ def _nodes(tensors: Sequence[Tensor], nodes: Sequence[Node | None]) -> Iterator[
 
 
 Named: TypeAlias = dict[str, Tensor]
+ModuleCall: TypeAlias = Callable[..., tuple[Any, Named]]  # returns the output and the new buffers
 _REFUSED_BY_TORCH = (nn.DataParallel, torch.jit.ScriptModule)
 _READS_ONLY = "a module that reads its parameters"
 _READS_GIVEN = "a module that computes with the parameters that the call was given"
 
 
-def make_functional(
-    module: nn.Module,
-) -> tuple[Callable[..., tuple[Any, Named]], Named, Named]:
+def make_functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
     """Return a module's forward as a pure function, with the parameters and buffers to call it on.
 
     Example:
@@ -112,9 +107,7 @@ def require_module(module: object) -> None:
         raise LeafTypeError(message("module", "an nn.Module", describe(module), fix))
 
 
-def functional(
-    module: nn.Module,
-) -> tuple[Callable[..., tuple[Any, Named]], Named, Named]:
+def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
     """Return what `make_functional` does, also of a module that FSDP has sharded."""
     with alone_with(module):  # in a call of another thread it has other tensors
         params: Named = dict(module.named_parameters())
@@ -141,12 +134,18 @@ def functional(
         # Copies: what the forward pass writes on is new.
         new = {name: t.clone() for name, t in read_named(buffers, buffer_names, "buffers").items()}
         snapshot = before([*given.values(), *new.values()], (args, kwargs))
+
+        def by_torch() -> tuple[Any, Named]:
+            both = {**given, **{name: new[first] for name, first in every_name.items()}}
+            return functional_call(module, both, args, kwargs), both
+
+        # While torch.compile traces, names of operations cannot be asked for: none is refused.
         if torch.compiler.is_compiling():
-            out, after = _traced_call(module, given, new, every_name, args, kwargs)
+            out, after = by_torch()
         else:
             replaced = [t for t, g in zip(own, given.values(), strict=True) if t is not g]
-            guard = ReadOnly(given.values(), replaced)
-            out, after = _call(module, given, new, every_name, args, kwargs, guard)
+            guard, run = ReadOnly(given.values(), replaced), partial(module, *args, **kwargs)
+            out, after = _run_on(module, given, new, guard, run, by_torch)
         recomputations.refuse(out, snapshot)
         _refuse_different_buffers(after, second_names)
         # A buffer that was assigned, and not written on, is in the dictionary.
@@ -155,25 +154,24 @@ def functional(
     return call, params, {name: buffer.detach().clone() for name, buffer in own_buffers.items()}
 
 
-def _call(
+def _run_on(
     module: nn.Module,
     given: Named,
     new: Named,
-    every_name: Mapping[str, str],
-    args: Any,
-    kwargs: Any,
     guard: ReadOnly,
+    run: Callable[[], Any],
+    by_torch: Callable[[], tuple[Any, Named]],
 ) -> tuple[Any, Named]:
-    """Return what a module returns for these tensors, and its buffers after it."""
+    """Return what a module returns for these tensors, put in place, and its buffers after it."""
     with attributes_put_back(module) as parts:
         with guard, _own_buffers(new) as own, own_parametrized_values(), INSIDE:
             slots = TensorSlots(parts)
             is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
             is_refused = is_tracing or isinstance(module, _REFUSED_BY_TORCH)
             if is_refused or not slots.fill({**given, **new}):
-                out, after = _traced_call(module, given, new, every_name, args, kwargs)
+                out, after = by_torch()
             else:
-                out, after = module(*args, **kwargs), {**new, **slots.buffers()}
+                out, after = run(), {**new, **slots.buffers()}
         return (out, after) if own is None else own.writes.values((out, after))
 
 
@@ -183,20 +181,6 @@ def _own_buffers(new: Named) -> AbstractContextManager[CopyOnWriteMode | None]:
         return nullcontext()
     memory = {memory_of(buffer) for buffer in new.values()}
     return CopyOnWriteMode(CopyOnWrite(lambda tensor: memory_of(tensor) in memory))
-
-
-def _traced_call(
-    module: nn.Module,
-    given: Named,
-    new: Named,
-    every_name: Mapping[str, str],
-    args: Any,
-    kwargs: Any,
-) -> tuple[Any, Named]:
-    """Return what `_call` does, for torch.compile and whatever else needs torch's own function."""
-    # While torch.compile traces, names of operations cannot be asked for: nothing is refused.
-    both = {**given, **{name: new[first] for name, first in every_name.items()}}
-    return functional_call(module, both, args, kwargs), both
 
 
 def _place(module: nn.Module, name: str) -> tuple[int, str]:
@@ -223,9 +207,10 @@ def _refuse_writing(module: nn.Module) -> None:
             raise UnsupportedGraphError(message(where, _READS_ONLY, got, fix))
 
 
-def read_named(tensors: object, names: list[str], root: str) -> Named:
+def read_named(tensors: Any, names: list[str], root: str) -> Named:
     """Return a dict that a call was given, checked, in the module's order."""
-    if type(tensors) is dict and _are_plain(tensors, names):
+    is_plain = type(tensors) is dict and list(tensors) == names
+    if is_plain and set(map(type, tensors.values())) <= PLAIN_TYPES:
         return {**tensors}
     if not isinstance(tensors, Mapping) or set(tensors) != set(names):
         got = _listed(list(tensors)) if isinstance(tensors, Mapping) else describe(tensors)
@@ -238,10 +223,6 @@ def read_named(tensors: object, names: list[str], root: str) -> Named:
             where, got = f"{root}[{name!r}]", describe(tensors[name])
             raise LeafTypeError(message(where, "a tensor", got, "pass a tensor"))
     return {name: tensors[name] for name in names}
-
-
-def _are_plain(tensors: dict[Any, Any], names: list[str]) -> bool:
-    return list(tensors) == names and set(map(type, tensors.values())) <= PLAIN_TYPES
 
 
 def _listed(names: list[Any]) -> str:

@@ -10,21 +10,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from gradkit import errors
 from gradkit._autograd import engine
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
 from gradkit._core.call import Unused, check_chunk_size, check_option
 from gradkit._core.ownership import empty_for, leave_inference_mode
 from gradkit._core.pytree import PyTree, Structure
-from gradkit._state import rng
-from gradkit.errors import (
-    LeafTypeError,
-    StructureError,
-    UnsupportedGraphError,
-    describe,
-    first_line,
-    message,
-)
+from gradkit.errors import describe, first_line, message
 from gradkit.func._arguments import ArgNums, Arguments, check_options, read_arguments
 from gradkit.func._differentiate import (
     detached,
@@ -33,7 +26,15 @@ from gradkit.func._differentiate import (
     partition_aux,
     require_tensor_or_constant,
 )
-from gradkit.func._vmap_or_loop import RANDOMNESS, Attempt, AuxOfEach, OneByOne, Randomness
+from gradkit.func._vmap_or_loop import (
+    RANDOMNESS,
+    AuxOfEach,
+    OneByOne,
+    Randomness,
+    VmapOrLoop,
+    chunks,
+    require_dense,
+)
 
 # Of the tensors of one sample; gives gradients, and the tensors of aux.
 _Gradients: TypeAlias = tuple[list[Tensor | None], list[Tensor]]
@@ -112,18 +113,13 @@ def per_sample_grads(
         of_one: list[Any] = []  # from the trace of one sample, or the last of a loop
         refused: list[str] = []
         aux_of_each = AuxOfEach()
+        run_pass = partial(gradient_of_the_sum, may_be_aux=not has_aux)
+        options: Any = {"has_aux": has_aux, "create_graph": create_graph}
+        options |= {"batched": True, "per_sample": True}
 
         def of_sample(*tensors: Tensor) -> _Gradients:
-            result = differentiate(
-                fn,
-                arguments.at(batch.with_tensors(tensors)),
-                kwargs,
-                partial(gradient_of_the_sum, may_be_aux=not has_aux),
-                has_aux=has_aux,
-                create_graph=create_graph,
-                batched=True,
-                per_sample=True,
-            )
+            here = arguments.at(batch.with_tensors(tensors))
+            result = differentiate(fn, here, kwargs, run_pass, **options)
             aux_of_each.check((result.values, result.aux))
             tensors_of_aux, put_back = partition_aux(result.aux)
             of_one[:] = [len(result.values), put_back]
@@ -139,7 +135,7 @@ def per_sample_grads(
                 tensors = detached(tensors)
             run = partial(batch.run, of_sample, tensors, first.variables, randomness, chunk_size)
             if batch.size:
-                attempt = Attempt("per_sample_grads", fn, tensors, randomness)
+                attempt = VmapOrLoop("per_sample_grads", fn, tensors, randomness)
                 grads, others = attempt.run(run, run, aux_of_each)
             else:
                 grads, others = _run_of_none(run)
@@ -152,24 +148,15 @@ def per_sample_grads(
 
 
 @dataclass(frozen=True)
-class _Batch:
+class _BatchedArguments:
     """The leaves of the arguments, and which of them are batched."""
 
     leaves: list[Any]  # of all positional arguments
     by_leaf: list[int | None]  # the batch dimension of each, if it is batched
     spec: Structure
     size: int  # the number of samples
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The batched tensors."""
-        pairs = zip(self.leaves, self.by_leaf, strict=True)
-        return [leaf for leaf, dim in pairs if dim is not None]
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """The batch dimension of each batched tensor."""
-        return tuple(dim for dim in self.by_leaf if dim is not None)
+    tensors: list[Tensor]  # the batched ones
+    dims: tuple[int, ...]  # the batch dimension of each of these
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> tuple[Any, ...]:
         """Return the arguments with other tensors in place of the batched ones."""
@@ -206,16 +193,10 @@ class _Batch:
         # One chunk is in memory beside the results. torch's own chunks are joined at the end, which
         # takes the memory of the results twice, and draw other numbers for each chunk on CUDA where
         # they are to be the same.
-        rng_states = rng.states(tensors)
         results: list[Tensor | None] = []
         parts: list[list[Tensor | None]] = []  # of gradients with a graph, which are joined
         aux_parts: list[list[Tensor]] = []
-        for start in range(0, self.size, chunk_size):
-            count = min(chunk_size, self.size - start)
-            if randomness == "same":
-                rng.restore(rng_states)
-            pairs = zip(tensors, self.dims, strict=True)
-            chunk = [tensor.narrow(dim, start, count) for tensor, dim in pairs]
+        for start, chunk in chunks(tensors, self.dims, self.size, chunk_size, randomness):
             grads, aux = vmap(*chunk)
             aux_parts.append(aux)
             # In a loop, not all samples need to reach the same.
@@ -229,7 +210,7 @@ class _Batch:
                 ]
             for result, grad in zip(results, grads, strict=True):
                 if result is not None and grad is not None:
-                    result[start : start + count].copy_(grad)
+                    result[start : start + len(grad)].copy_(grad)
         if parts:
             results = [_joined(of_variable) for of_variable in zip(*parts, strict=True)]
         return results, [torch.cat(of_chunks) for of_chunks in zip(*aux_parts, strict=True)]
@@ -242,14 +223,16 @@ def _joined(grads: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat([zero if grad is None else grad for grad in grads])
 
 
-def _read_batch(arguments: Arguments, in_dims: PyTree, kwargs: dict[str, Any]) -> _Batch:
+def _read_batch(arguments: Arguments, in_dims: PyTree, kwargs: dict[str, Any]) -> _BatchedArguments:
     """Check which arguments are batched, as in torch.vmap, and return them."""
     leaves, spec = pytree.flatten(arguments.args)
     dims = _read_dims(in_dims, arguments.args, arguments.positions)
     size = _size_of_batch(leaves, dims, spec)
     _refuse_unbatched(leaves, dims, spec, kwargs)
     _refuse_two_dims(arguments, pytree.unflatten(spec, dims))
-    return _Batch(leaves, dims, spec, size)
+    tensors = [leaf for leaf, dim in zip(leaves, dims, strict=True) if dim is not None]
+    own_dims = tuple(dim for dim in dims if dim is not None)
+    return _BatchedArguments(leaves, dims, spec, size, tensors, own_dims)
 
 
 def _refuse_unbatched(
@@ -264,7 +247,8 @@ def _refuse_unbatched(
         if any(isinstance(leaf, Tensor) for leaf in pytree.flatten(value)[0]):
             expected = "tensors in positional arguments, where in_dims says how they are batched"
             fix = "per_sample_grads(fn, in_dims=...)(params, x, y), all by position"
-            raise StructureError(message(name, expected, "a keyword argument with a tensor", fix))
+            got = "a keyword argument with a tensor"
+            raise errors.StructureError(message(name, expected, got, fix))
 
 
 def _refuse_two_dims(arguments: Arguments, dims: PyTree) -> None:
@@ -274,7 +258,8 @@ def _refuse_two_dims(arguments: Arguments, dims: PyTree) -> None:
         if slot is not None and first.setdefault(slot, dim) != dim:
             expected = "one batch dimension for a tensor, wherever it stands"
             got = f"{first[slot]} and {dim} for one tensor in two places"
-            raise StructureError(message("in_dims", expected, got, "pass a copy: tensor.clone()"))
+            fix = "pass a copy: tensor.clone()"
+            raise errors.StructureError(message("in_dims", expected, got, fix))
 
 
 def _read_dims(
@@ -291,7 +276,7 @@ def _read_dims(
     if not isinstance(by_arg, tuple | list) or len(by_arg) != len(args):
         expected = f"an int, or a tuple of {len(args)}, one entry for each positional argument"
         fix = f"in_dims={(None, *[0] * (len(args) - 1))}"
-        raise StructureError(message("in_dims", expected, describe(in_dims), fix))
+        raise errors.StructureError(message("in_dims", expected, describe(in_dims), fix))
     by_leaf: list[int | None] = []
     for position, (entry, arg) in enumerate(zip(by_arg, args, strict=True)):
         names = f"in_dims[{position}]", f"args[{position}]"
@@ -313,21 +298,19 @@ def _size_of_batch(leaves: list[Any], dims: list[int | None], spec: Structure) -
             if not is_int:
                 expected, got = "an int or None in in_dims, and no bool", f"the dimension {dim!r}"
             fix = "give in_dims, with None for what is not batched: in_dims=(None, 0, None)"
-            raise StructureError(message(where, expected, got, fix))
-        if leaf.layout != torch.strided or leaf.is_nested:
-            where, fix = pytree.path(spec, index, "args"), "pass x.to_dense(), or a padded tensor"
-            raise LeafTypeError(message(where, "a dense batch", f"one of {leaf.layout}", fix))
+            raise errors.StructureError(message(where, expected, got, fix))
+        require_dense(leaf, partial(pytree.path, spec, index, "args"))
         sizes.setdefault(leaf.shape[dim], index)
     if not sizes:
         fix = "pass the samples as an argument, or name their dimension in in_dims"
-        raise StructureError(message("args", "at least one batched tensor", "none", fix))
+        raise errors.StructureError(message("args", "at least one batched tensor", "none", fix))
     (size, first), *others = sizes.items()
     if others:
         other, index = others[0]
         expected = f"a batch of {size}, as {pytree.path(spec, first, 'args')} has"
         fix = "pass as many targets as inputs, or give in_dims, with None for what is not batched"
         where = pytree.path(spec, index, "args")
-        raise StructureError(message(where, expected, f"one of {other}", fix))
+        raise errors.StructureError(message(where, expected, f"one of {other}", fix))
     return size
 
 
@@ -335,8 +318,8 @@ def _run_of_none(run: Callable[[], _Gradients]) -> _Gradients:
     """Run over an empty batch, for which some operations have no rule."""
     try:
         return run()
-    except (UnsupportedGraphError, IndexError) as error:
+    except (errors.UnsupportedGraphError, IndexError) as error:
         expected = "at least one sample, to know what fn returns as aux, and what it reaches"
         got = f"an empty batch: {first_line(error.__cause__ or error)}"
         fix = "skip the batch; or leave out has_aux and unused"
-        raise StructureError(message("args", expected, got, fix)) from error
+        raise errors.StructureError(message("args", expected, got, fix)) from error

@@ -1,29 +1,32 @@
-"""Products with the Jacobian of a function, and with its Gauss-Newton matrix."""
+"""Products with the Jacobian of a function, its Hessian, and its Gauss-Newton matrix."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from threading import RLock
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gradkit import errors
 from gradkit._checks.op_monitor import OpMonitor
 from gradkit._compat.dynamo import functions_traced, inlined_function
 from gradkit._compat.transforms import carries_graph, differentiated, level_of, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
-from gradkit._core.call import Losses, check_bool, check_function, check_optional_bool, read_losses
+from gradkit._core.call import Losses, check_function, check_option
+from gradkit._core.leaf_arithmetic import same_values
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._core.user_code import hooks_made, user_code_may_run
-from gradkit.errors import DetachedLossError, UnsupportedGraphError, message
-from gradkit.func._arguments import Arguments, copied, read_arguments
+from gradkit.errors import describe, message, warn_fallback
+from gradkit.func._arguments import Arguments, check_options, copied, read_arguments
 from gradkit.func._differentiate import (
     LevelPasses,
     OuterGraph,
@@ -31,12 +34,18 @@ from gradkit.func._differentiate import (
     cut_of,
     detached,
     detached_but_tangents,
+    differentiate,
+    gradient_of_the_sum,
     partition_aux,
-    split_aux,
+    read_returned,
 )
-from gradkit.func._errors import independent, named_errors
+from gradkit.func._errors import ZERO_TENSOR, named_errors
 from gradkit.func._grads import value_and_grads
-from gradkit.func._hvp import check_direction, one_forward_level, read_directions, read_primals
+
+Mode: TypeAlias = Literal["forward-over-reverse", "reverse-over-reverse"]
+
+# torch's levels of forward mode are those of the process, and so is the choice of a kernel.
+_LOCK = RLock()
 
 
 def vjp(
@@ -77,22 +86,25 @@ def vjp(
     Source:
         `torch.func.vjp`, https://pytorch.org/docs/stable/func.api.html
     """
-    check_function(fn)
-    check_bool("has_aux", has_aux)
-    check_optional_bool("create_graph", create_graph)
+    check_options(fn, has_aux=has_aux, create_graph=create_graph)
     arguments = read_arguments(primals, tuple(range(len(primals))))
-    cut = cut_of(create_graph)
+    cut, enabled = cut_of(create_graph)
     run = _FunctionRun(fn, arguments, has_aux, OpMonitor(), transposed=True)
-    enabled = nullcontext() if cut is list else torch.enable_grad()  # as in `differentiate`
     with leave_inference_mode(record=True), enabled, INSIDE:
         point = cut(arguments.variables)
         results: Any = named_errors(lambda: torch.func.vjp(run, *point, has_aux=True))
         values, aux = (copied(cut(tensors)) for tensors in results[::2])
-    torch_pull, versions = results[1], _versions(point)
+    torch_pull, versions = results[1], write_counts(point)
 
     def pull(cotangents: PyTree) -> tuple[PyTree, ...]:
         _refuse_changed(arguments, point, versions)
-        seeds = list(_read_cotangents(run.outputs, values, cotangents))
+        by_leaf = pytree.flatten_up_to(run.outputs.spec, "values", cotangents, "cotangents")
+        seeds = [
+            torch.zeros_like(x) if c is None else c for x, c in zip(values, by_leaf, strict=True)
+        ]
+        for index, (value, seed) in enumerate(zip(values, seeds, strict=True)):
+            where = partial(pytree.path, run.outputs.spec, index, "cotangents")
+            check_direction(seed, value, where, "torch.ones_like(value)")
         with leave_inference_mode(record=True):
             pulled = partial(run.pulled, torch_pull, seeds, create_graph)
             grads, refused = named_errors(pulled)
@@ -138,9 +150,7 @@ def jvp(
     Source:
         `torch.func.jvp`, https://pytorch.org/docs/stable/func.api.html
     """
-    check_function(fn)
-    check_bool("has_aux", has_aux)
-    check_optional_bool("create_graph", create_graph)
+    check_options(fn, has_aux=has_aux, create_graph=create_graph)
     arguments = read_primals(primals)
     directions = read_directions(arguments, tangents)
     run = _FunctionRun(fn, arguments, has_aux, OpMonitor(), transposed=False)
@@ -202,24 +212,20 @@ def ggn_vp(
         Martens 2020, "New Insights and Perspectives on the Natural Gradient Method", section 8,
         https://arxiv.org/abs/1412.1193
     """
-    check_function(fn)
+    check_options(fn, create_graph=create_graph)
     check_function(loss, "loss")
-    check_optional_bool("create_graph", create_graph)
     arguments = read_arguments((params,), 0, "params")
     directions = read_directions(arguments, v, "v")
     outputs, pull, push = _linear_maps(fn, arguments)
     tangents = push(directions)
 
-    def gradient(outputs: PyTree) -> tuple[PyTree, Tensor]:
+    def gradient_and_value(outputs: PyTree) -> tuple[PyTree, Tensor]:
         value, grads = value_and_grads(loss)(outputs)
         return grads, value
 
-    _, multiply, value = vjp(gradient, outputs, has_aux=True)
+    _, multiply, value = vjp(gradient_and_value, outputs, has_aux=True)
     (cotangents,) = multiply(tangents)
-    (product,) = pull(cotangents)
-    if create_graph is False:
-        value, product = pytree.map_tensors(Tensor.detach, (value, product))
-    return value, product
+    return cast("tuple[Tensor, PyTree]", _without_graph(create_graph, (value, *pull(cotangents))))
 
 
 def linearize(
@@ -255,17 +261,17 @@ def linearize(
     Source:
         `torch.func.linearize`, https://pytorch.org/docs/stable/func.api.html
     """
-    check_function(fn)
-    check_optional_bool("create_graph", create_graph)
+    check_options(fn, create_graph=create_graph)
     arguments = read_arguments(primals, tuple(range(len(primals))))
     zeros = pytree.map_tensors(torch.zeros_like, arguments.args)
     read_directions(arguments, zeros)  # raises for complex ones
     values, _, push = _linear_maps(fn, arguments)
-
-    def cut(tree: PyTree) -> PyTree:
-        return pytree.map_tensors(Tensor.detach, tree) if create_graph is False else tree
-
+    cut = partial(_without_graph, create_graph)
     return cut(values), lambda *tangents: cut(push(read_directions(arguments, tangents)))
+
+
+def _without_graph(create_graph: bool | None, tree: PyTree) -> PyTree:
+    return pytree.map_tensors(Tensor.detach, tree) if create_graph is False else tree
 
 
 def _linear_maps(
@@ -284,13 +290,112 @@ def _linear_maps(
     with leave_inference_mode(record=True):
         ones = pytree.map_tensors(torch.ones_like, outputs)
     _, multiply = vjp(grads_of_variables, ones)
-    versions = _versions(arguments.variables)
+    versions = write_counts(arguments.variables)
 
     def push(directions: list[Tensor]) -> PyTree:
         _refuse_changed(arguments, arguments.variables, versions)
         return multiply(directions)[0]
 
     return outputs, pull, push
+
+
+def hvp(
+    fn: Callable[..., Any],
+    primals: PyTree,
+    tangents: PyTree,
+    *,
+    mode: Mode = "forward-over-reverse",
+    create_graph: bool | None = None,
+) -> tuple[PyTree, PyTree]:
+    """Return the gradient of a function, and its Hessian times a direction, in two passes.
+
+    Attention inside of `fn` is computed by torch's plain formula: the fused kernels have no second
+    derivative.
+
+    Example:
+        >>> import torch, gradkit
+        >>> def loss(w):
+        ...     return (w**3).sum()
+        >>> gradkit.func.hvp(loss, torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]))
+        (tensor([ 3., 12.]), tensor([6., 0.]))
+
+    Args:
+        fn: Returns real floating-point losses of one element each, which are added. A bare tuple of
+            two raises, as in `value_and_grads`.
+        primals: Where to differentiate: a tuple (no named one) is the positional arguments of
+            `fn`, any other tree its one argument. Its leaves are as in `value_and_grads`, but real;
+            a module stands for the dict of its named parameters here, too.
+        tangents: The direction, a tree like `primals` of tensors of the same shapes and dtypes. A
+            None in it is zero. A tensor that stands in several places of `primals` has the same
+            direction in all of them.
+        mode: `"forward-over-reverse"`, a forward pass through the gradient, takes the least time
+            and memory; `"reverse-over-reverse"` is for what has no forward-mode derivative, and
+            taken, with a `GradkitWarning`, where torch's formula for that fails, as of `mse_loss`.
+        create_graph: As in `value_and_grads`, for a third derivative.
+
+    Returns:
+        `(grads, hv)`, both like `primals`, their leaves as in `value_and_grads`.
+
+    Raises:
+        LeafTypeError: A leaf is no tensor that has a gradient, or complex.
+        OptionError: An option has no such value.
+        StructureError: `tangents` do not match `primals`.
+        GradkitError: As in `value_and_grads`.
+
+    Source:
+        Pearlmutter 1994, "Fast Exact Multiplication by the Hessian"; its arguments are those of
+        `torch.autograd.functional.hvp`, https://pytorch.org/docs/stable/autograd.html
+    """
+    check_options(fn, create_graph=create_graph)
+    check_option("mode", mode, ("forward-over-reverse", "reverse-over-reverse"))
+    arguments = read_primals(primals)
+    directions = read_directions(arguments, tangents)
+    refused: list[str | None] = []
+
+    def grads_at(*tensors: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        here = arguments.at(arguments.with_variables(tensors))
+        run = partial(gradient_of_the_sum, may_be_aux=True)
+        result = differentiate(fn, here, {}, run, has_aux=False, create_graph=None)
+        refused[:] = [result.refused]
+        pairs = zip(result.grads[0], here.variables, strict=True)
+        return tuple(torch.zeros_like(x) if g is None else g for g, x in pairs), result.values
+
+    cut, enabled = cut_of(create_graph)
+    kernels = sdpa_kernel(SDPBackend.MATH)
+    with one_forward_level(), leave_inference_mode(record=True), enabled, kernels:
+        point, along = tuple(cut(arguments.variables)), tuple(cut(directions))
+        grads, products, losses = _grads_and_products(grads_at, point, along, mode)
+    if cut is not list:
+        grads, products, losses = cut(grads), cut(products), []
+    # In forward mode, torch makes float64 of a 0-dim float32 times a number.
+    to_tree = partial(arguments.grads_to_tree, losses=losses, refused=refused[0])
+    grad_tree, hv = (to_tree(cast_to(arguments.dtypes, list(x))) for x in (grads, products))
+    return grad_tree, hv
+
+
+def _grads_and_products(
+    grads_at: Callable[..., Any], point: tuple[Tensor, ...], along: tuple[Tensor, ...], mode: Mode
+) -> tuple[Any, Any, list[Tensor]]:
+    """Return the gradients at a point, their derivative along a direction, and the losses."""
+    if mode == "forward-over-reverse":
+        forward: Any = partial(torch.func.jvp, grads_at, point, along, has_aux=True)
+        try:
+            return cast("tuple[Any, Any, Any]", named_errors(forward, nested=True))
+        except errors.UnsupportedGraphError as error:
+            # Some formulas of torch, that of mse_loss for one, write on the tangent of a constant.
+            if ZERO_TENSOR not in str(error):
+                raise
+        warn_fallback(
+            "hvp fell back from forward-over-reverse to reverse-over-reverse, and called fn again: "
+            f"torch's forward mode failed ({ZERO_TENSOR}), as it does for mse_loss. "
+            'mode="reverse-over-reverse" saves the first call.'
+        )
+
+    def reverse() -> tuple[Any, Any, list[Tensor]]:
+        grads, pull, losses = torch.func.vjp(grads_at, *point, has_aux=True)  # type: ignore[misc]
+        return grads, pull(along), losses
+
+    return named_errors(reverse, nested=True)
 
 
 @dataclass
@@ -303,38 +408,33 @@ class _FunctionRun:
     monitor: OpMonitor
     transposed: bool  # the pass that follows is a backward pass
     variables: list[Tensor] = field(init=False)
-    hooked: bool = field(init=False)
-    has_function: bool = field(init=False)  # while torch.compile traces
+    has_user_code: bool = field(init=False)  # hooks; while torch.compile traces, a Function
     outputs: Losses = field(init=False)
     put_aux_back: Callable[[Iterable[Tensor]], PyTree] = field(init=False)
 
     def __call__(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         is_traced = torch.compiler.is_compiling()
         if self.transposed and (is_traced or user_code_may_run()):
-            # The pass comes after the level, where its own tensors show no nodes of the graph; and
-            # torch.compile takes them for constants in a Function's `apply`.
+            # Views, whose nodes are still there when the pass runs, after the level has ended; and
+            # in a Function's `apply`, torch.compile would take the inputs of vjp for constants.
             tensors = tuple(
                 x.view_as(x) if x.layout == torch.strided else x.clone() for x in tensors
             )
-        made = functions_traced() if is_traced else hooks_made()
+        count = functions_traced if is_traced else hooks_made
+        made = count()
         with self.monitor.noting():
             returned = self.fn(*self.arguments.with_variables(tensors))
-        if is_traced:
-            self.has_function = functions_traced() > made
-        self.hooked = not is_traced and hooks_made() > made
-        tree, aux = split_aux(returned) if self.has_aux else (returned, None)
-        self.outputs = read_losses(tree, scalar=False, returned=True, may_be_aux=not self.has_aux)
+        self.has_user_code = count() > made
+        self.outputs, aux = read_returned(returned, has_aux=self.has_aux, scalar=False)
         self.variables = list(tensors)
-        if self.transposed and not torch.compiler.is_compiling():
-            passes = self._passes(None, level_of(tensors[0]))
-            if not passes.reaches_any(self.outputs.leaves):
-                raise DetachedLossError(independent(self.outputs.first_paths()))
+        if self.transposed and not is_traced:
+            self._passes(None, level_of(tensors[0])).refuse_unreached(self.outputs)
         tensors_of_aux, self.put_aux_back = partition_aux(aux)
         return tuple(self.outputs.leaves), tensors_of_aux
 
     def _passes(self, create_graph: bool | None, level: int) -> LevelPasses:
-        eager = torch.is_grad_enabled()
-        outer = OuterGraph(create_graph, differentiated(), eager, self.hooked)
+        is_recorded = differentiated(), torch.is_grad_enabled()
+        outer = OuterGraph(create_graph, *is_recorded, self.has_user_code)
         return LevelPasses(self.variables, level, outer, self.monitor, self.arguments.path)
 
     def pulled(
@@ -346,16 +446,16 @@ class _FunctionRun:
         """Return the gradients of a backward pass, and why their derivative would be wrong."""
 
         def run(create: bool) -> list[Tensor | None]:
-            grads = pull(tuple(seeds))
-            cut = detached if create_graph is False else detached_but_tangents
-            return [*grads] if create else [*cut(grads)]
+            cut: Any = detached if create_graph is False else detached_but_tangents
+            grads: list[Tensor | None] = (list if create else cut)(pull(tuple(seeds)))
+            return grads
 
         if torch.compiler.is_compiling():
-            if self.has_function and transforms():  # compiled, its second derivative would be 0
-                raise UnsupportedGraphError(inlined_function())
+            if self.has_user_code and transforms():  # compiled, its second derivative would be 0
+                raise errors.UnsupportedGraphError(inlined_function())
             return run(create_graph is not False), None
         self.monitor.check()
-        passes = self._passes(create_graph, _NO_LEVEL)
+        passes = self._passes(create_graph, -1)  # the level has ended; those around it are left
         roots = [output for output in self.outputs.leaves if output.grad_fn is not None]
         return passes.guarded(run, roots, list(seeds), self.variables), passes.outer.refused
 
@@ -368,10 +468,7 @@ class _FunctionRun:
         return outer.refused
 
 
-_NO_LEVEL = -1  # the level has ended; those around it are left
-
-
-def _versions(tensors: Iterable[Tensor]) -> list[int]:
+def write_counts(tensors: Iterable[Tensor]) -> list[int]:
     """Return how often each tensor was written on; none where nobody can tell."""
     if torch.compiler.is_compiling() or transforms():
         return []
@@ -380,20 +477,59 @@ def _versions(tensors: Iterable[Tensor]) -> list[int]:
 
 def _refuse_changed(arguments: Arguments, point: Sequence[Tensor], versions: list[int]) -> None:
     """Raise if a primal, which the graph of the function refers to, was changed in place since."""
-    for index, (before, after) in enumerate(zip(versions, _versions(point), strict=False)):
+    for index, (before, after) in enumerate(zip(versions, write_counts(point), strict=False)):
         if after != before:
             expected = "the primal as it was when the function ran"
             fix = "call it again after the change, or pass it a copy"
             got = "one that was changed in place since, or a tensor that shares its memory was"
-            raise UnsupportedGraphError(message(arguments.path(index), expected, got, fix))
+            raise errors.UnsupportedGraphError(message(arguments.path(index), expected, got, fix))
 
 
-def _read_cotangents(
-    outputs: Losses, values: Sequence[Tensor], cotangents: PyTree
-) -> Iterable[Tensor]:
-    by_leaf = pytree.flatten_up_to(outputs.spec, "values", cotangents, "cotangents")
-    for index, (value, cotangent) in enumerate(zip(values, by_leaf, strict=True)):
-        if cotangent is not None:
-            where = partial(pytree.path, outputs.spec, index, "cotangents")
-            check_direction(cotangent, value, where, "torch.ones_like(value)")
-        yield torch.zeros_like(value) if cotangent is None else cotangent
+def one_forward_level() -> AbstractContextManager[object]:
+    """Wait until no other thread is in forward mode."""
+    return nullcontext() if torch.compiler.is_compiling() else _LOCK
+
+
+def read_primals(primals: PyTree) -> Arguments:
+    """Check and flatten primals: a tuple of arguments, or another tree, the only argument."""
+    if type(primals) is tuple:
+        return read_arguments(primals, tuple(range(len(primals))))
+    return read_arguments((primals,), 0, "primals")
+
+
+def read_directions(arguments: Arguments, tangents: PyTree, root: str = "tangents") -> list[Tensor]:
+    """Return one direction for each variable."""
+    of = arguments.root or "primals"
+    primals = arguments.args[0] if arguments.single else arguments.args
+    _, spec = pytree.flatten(primals)
+    by_leaf = pytree.flatten_up_to(spec, of, tangents, root)
+    by_variable: dict[int, Tensor] = {}
+    for index, (slot, tangent) in enumerate(zip(arguments.params.slots, by_leaf, strict=True)):
+        if slot is None:
+            continue
+        variable = arguments.variables[slot]
+        if variable.dtype.is_complex:
+            path = pytree.path(spec, index, of)
+            fix = "differentiate with respect to torch.view_as_real of it"
+            raise errors.LeafTypeError(message(path, "a real tensor", describe(variable), fix))
+        where = partial(pytree.path, spec, index, root)
+        tangent = torch.zeros_like(variable) if tangent is None else tangent
+        check_direction(tangent, variable, where, "torch.randn_like(primal)")
+        first = by_variable.setdefault(slot, tangent)
+        is_same = first is tangent or (
+            not torch.compiler.is_compiling() and same_values(first, tangent)
+        )
+        if not is_same:
+            expected = "the direction that the same tensor has in its first place"
+            fix = "give a tensor the same direction in all its places"
+            raise errors.StructureError(message(where(), expected, "another one", fix))
+    return list(by_variable.values())
+
+
+def check_direction(direction: object, like: Tensor, where: Callable[[], str], fix: str) -> None:
+    """Raise if a tangent or cotangent is not a tensor like this one."""
+    if not isinstance(direction, Tensor):
+        raise errors.LeafTypeError(message(where(), "a tensor or None", describe(direction), fix))
+    here, there = ((x.shape, x.dtype, x.device) for x in (direction, like))
+    if here != there:
+        raise errors.StructureError(message(where(), describe(like), describe(direction), fix))

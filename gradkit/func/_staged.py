@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradkit import errors
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.passes import InnerPass
 from gradkit._checks import eager_graph, recomputations
@@ -31,14 +32,7 @@ from gradkit._core.pytree import PyTree, Structure
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._state.snapshot import put_back_on_error
-from gradkit.errors import (
-    DetachedLossError,
-    OptionError,
-    StructureError,
-    UnsupportedGraphError,
-    describe,
-    message,
-)
+from gradkit.errors import describe, message
 from gradkit.func import _make_functional as checkpoints
 from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._differentiate import cast_to, detached
@@ -46,41 +40,34 @@ from gradkit.func._errors import independent, named_errors
 from gradkit.func._grads import value_and_grads
 
 
-class Batch:
-    """A tree of tensors with one first dimension; what is no tensor belongs to every chunk."""
-
-    def __init__(self, tree: PyTree, root: str) -> None:
-        self._tree = tree
-        leaves, spec = pytree.flatten(tree)
-        sizes: dict[int, str] = {}
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                path = pytree.path(spec, index, root)
-                if leaf.dim() == 0:
-                    expected, got = "a tensor with a first dimension", "one without dimensions"
-                    fix = "close over it, or give it as a number"
-                    raise StructureError(message(path, expected, got, fix))
-                sizes.setdefault(leaf.shape[0], path)
-        if len(sizes) != 1:
-            got = ", ".join(f"{size} in {path}" for size, path in sizes.items()) or "no tensor"
-            fix = "pass tensors of as many rows; close over what is no part of the batch"
-            raise StructureError(message(root, "tensors with one first dimension", got, fix))
-        (self.size,) = sizes
-
-    def chunks(self, chunk_size: int | None) -> list[PyTree]:
-        """Return the parts of the batch, in order; one if there is no chunk size."""
-        if chunk_size is None or chunk_size >= self.size:
-            return [self._tree]
-        leaves, spec = pytree.flatten(self._tree)
-        count = -(-self.size // chunk_size)
-        columns = [
-            torch.split(leaf, chunk_size) if isinstance(leaf, Tensor) else [leaf] * count
-            for leaf in leaves
-        ]
-        return [pytree.unflatten(spec, parts) for parts in zip(*columns, strict=True)]
+def _row_chunks(tree: PyTree, chunk_size: int | None, root: str) -> list[PyTree]:
+    """Return the chunks of tensors with one first dimension; all get what is no tensor."""
+    leaves, spec = pytree.flatten(tree)
+    sizes: dict[int, str] = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            path = pytree.path(spec, index, root)
+            if leaf.dim() == 0:
+                expected, got = "a tensor with a first dimension", "one without dimensions"
+                fix = "close over it, or give it as a number"
+                raise errors.StructureError(message(path, expected, got, fix))
+            sizes.setdefault(leaf.shape[0], path)
+    if len(sizes) != 1:
+        got = ", ".join(f"{size} in {path}" for size, path in sizes.items()) or "no tensor"
+        fix = "pass tensors of as many rows; close over what is no part of the batch"
+        raise errors.StructureError(message(root, "tensors with one first dimension", got, fix))
+    (size,) = sizes
+    if chunk_size is None or chunk_size >= size:
+        return [tree]
+    count = -(-size // chunk_size)
+    columns = [
+        torch.split(leaf, chunk_size) if isinstance(leaf, Tensor) else [leaf] * count
+        for leaf in leaves
+    ]
+    return [pytree.unflatten(spec, parts) for parts in zip(*columns, strict=True)]
 
 
-def joined(trees: Sequence[PyTree], root: str) -> tuple[PyTree, list[list[int]]]:
+def _joined(trees: Sequence[PyTree], root: str) -> tuple[PyTree, list[list[int]]]:
     """Return trees of one structure as one, each tensor joined, and the rows of each by tree."""
     spec = pytree.flatten(trees[0])[1]
     columns = list(zip(*(pytree.flatten_up_to(spec, root, t, root) for t in trees), strict=True))
@@ -89,16 +76,9 @@ def joined(trees: Sequence[PyTree], root: str) -> tuple[PyTree, list[list[int]]]
             expected = "a tensor with a first dimension, along which those of the chunks are joined"
             fix = "return one row for each sample; or value[None], for one row a chunk"
             path = pytree.path(spec, index, root)
-            raise StructureError(message(path, expected, describe(column[0]), fix))
+            raise errors.StructureError(message(path, expected, describe(column[0]), fix))
     rows = [[tensor.shape[0] for tensor in column] for column in columns]
     return pytree.unflatten(spec, [torch.cat(column) for column in columns]), rows
-
-
-def separated(tree: PyTree, rows: list[list[int]]) -> list[PyTree]:
-    """Return the trees that `joined` would make this one of."""
-    leaves, spec = pytree.flatten(tree)
-    columns = [torch.split(leaf, sizes) for leaf, sizes in zip(leaves, rows, strict=True)]
-    return [pytree.unflatten(spec, parts) for parts in zip(*columns, strict=True)]
 
 
 class _EncodedChunk(NamedTuple):
@@ -114,18 +94,13 @@ class _EncodedChunk(NamedTuple):
         return pytree.unflatten(self.spec, detached(self.outputs))
 
 
-class EncoderStage:
+class _EncoderStage:
     """The outputs of a function for a whole batch, and the gradients of each chunk."""
 
     def __init__(
-        self,
-        encode: Callable[..., Any],
-        arguments: Arguments,
-        batch: Batch,
-        chunk_size: int | None,
+        self, encode: Callable[..., Any], arguments: Arguments, chunks: list[PyTree]
     ) -> None:
-        self._encode, self._arguments = encode, arguments
-        self._chunks = batch.chunks(chunk_size)
+        self._encode, self._arguments, self._chunks = encode, arguments, chunks
         self.is_differentiable = False  # whether an output depends on the variables
         self.captured: dict[int, Tensor] = {}  # what requires grad, and is no variable, by id
         self._only_run: _EncodedChunk | None = None  # if there is one chunk: it runs once
@@ -146,16 +121,17 @@ class EncoderStage:
             self._states.append(state)
             outputs.append(run.values())
             del run  # and with it the graph, before the next one is made
-        values, self._row_counts = joined(outputs, "encode(params, chunk)")
+        values, self._row_counts = _joined(outputs, "encode(params, chunk)")
         return values
 
     def grads(self, cotangents: PyTree) -> Iterator[list[Tensor | None]]:
         """Yield the gradients of each chunk, one for each variable."""
         if self._only_run is not None:
-            yield self._pass(self._only_run, cotangents)
+            yield self._pass(self._only_run, pytree.flatten(cotangents)[0])
             return
-        parts = separated(cotangents, self._row_counts)
-        for chunk, state, part in zip(self._chunks, self._states, parts, strict=True):
+        pairs = zip(pytree.flatten(cotangents)[0], self._row_counts, strict=True)
+        seeds = zip(*(torch.split(leaf, rows) for leaf, rows in pairs), strict=True)
+        for chunk, state, part in zip(self._chunks, self._states, seeds, strict=True):
             with state.second_run() as second:
                 run = self._run(chunk)
                 second.compare(run.outputs, "encode")
@@ -178,15 +154,19 @@ class EncoderStage:
         self.captured |= captured
         return _EncodedChunk(variables, outputs.leaves, outputs.spec, below)
 
-    def _pass(self, run: _EncodedChunk, cotangents: PyTree) -> list[Tensor | None]:
-        seeds: Sequence[Tensor] = pytree.flatten(cotangents)[0]
+    def _pass(self, run: _EncodedChunk, seeds: Sequence[Tensor]) -> list[Tensor | None]:
         eager_graph.refuse_nodes(map(type, run.below.nodes), "encode")
         one = InnerPass("encode", self._arguments.path, run.variables, run.below)
-        return one.guarded(
-            partial(inner_grads, run.outputs, run.variables, seeds), create_graph=False
-        )
+        run_pass = partial(inner_grads, run.outputs, run.variables, seeds)
+        return one.guarded(run_pass, create_graph=False)
 
 
+_INSIDE_A_TRANSFORM = message(
+    "func.staged_value_and_grads",
+    "a call outside of torch.func's transforms and torch.compile",
+    "one inside, which runs twice",
+    "gradkit.func.value_and_grads of the whole batch there",
+)
 _NO_DERIVATIVE = message(
     "func.staged_value_and_grads",
     "results that are used as they are",
@@ -272,21 +252,25 @@ def staged_value_and_grads(
     loss_stage = _LossStage(loss, _arguments_of(loss), loss_chunk_size, has_aux, weights)
 
     def run(params: PyTree, batch: PyTree) -> Any:
-        _refuse_transforms()
+        if transforms() or torch.compiler.is_compiling():
+            raise errors.UnsupportedGraphError(_INSIDE_A_TRANSFORM)
         arguments = read_arguments((params,), 0, "params")
         parts = pytree.flatten_up_to(towers, "encode", batch, "batch")
-        batches = [Batch(part, pytree.path(towers, i, "batch")) for i, part in enumerate(parts)]
-        stages = [
-            EncoderStage(encoder, arguments, part, chunk_size)
-            for encoder, part in zip(encoders, batches, strict=True)
+        chunks = [
+            _row_chunks(part, chunk_size, pytree.path(towers, i, "batch"))
+            for i, part in enumerate(parts)
         ]
+        pairs = zip(encoders, chunks, strict=True)
+        stages = [_EncoderStage(encoder, arguments, one) for encoder, one in pairs]
         outputs = pytree.unflatten(towers, [stage.outputs() for stage in stages])
         if loss_stage.arguments == 1 and not any(stage.is_differentiable for stage in stages):
-            raise DetachedLossError(independent("encode(params, chunk)"))
+            raise independent("encode(params, chunk)")
         captured: list[Tensor] = []
         given = outputs, arguments.args[0], batch
         values, aux, cotangents, of_loss = loss_stage.run(*given, captured)
-        total = _by_variable(of_loss, arguments)
+        total: list[Tensor | None] = [None] * len(arguments.variables)
+        if of_loss is not None:  # which uses the params itself
+            total = arguments.params.per_variable(pytree.flatten(of_loss)[0])
         by_tower = pytree.flatten_up_to(towers, "encode", cotangents, "outputs")
         for stage, cotangent in zip(stages, by_tower, strict=True):
             for part in stage.grads(cotangent):
@@ -305,14 +289,6 @@ def staged_value_and_grads(
     return call
 
 
-def _refuse_transforms() -> None:
-    if transforms() or torch.compiler.is_compiling():
-        expected = "a call outside of torch.func's transforms and torch.compile"
-        fix = "gradkit.func.value_and_grads of the whole batch there"
-        text = message("func.staged_value_and_grads", expected, "one inside, which runs twice", fix)
-        raise UnsupportedGraphError(text)
-
-
 def _arguments_of(loss: Callable[..., Any]) -> int:
     """Return how many of (outputs, params, batch) the loss takes."""
     try:
@@ -324,7 +300,7 @@ def _arguments_of(loss: Callable[..., Any]) -> int:
     if len(required) > 3:
         expected = "a function of (outputs), (outputs, params) or (outputs, params, batch)"
         got, fix = f"one of {len(required)} arguments", "functools.partial(loss, ...) for the rest"
-        raise OptionError(message("loss", expected, got, fix))
+        raise errors.OptionError(message("loss", expected, got, fix))
     return max(len(required), 1)
 
 
@@ -345,14 +321,14 @@ class _LossStage:
         # What the losses depend on besides is added to `captured`.
         if self.chunk_size is None:
             return self._run_one(outputs, params, batch, captured)
-        rows = Batch((outputs, batch) if self.arguments == 3 else (outputs,), "outputs")
+        rows = (outputs, batch) if self.arguments == 3 else (outputs,)
         values, grads, aux, cotangents = None, None, [], []
-        for chunk in rows.chunks(self.chunk_size):
+        for chunk in _row_chunks(rows, self.chunk_size, "outputs"):
             value, one_aux, cotangent, grad = self._run_one(chunk[0], params, chunk[-1], captured)
-            values, grads = _sum(values, value), _sum(grads, grad)
+            values, grads = _added(values, value), _added(grads, grad)
             aux.append(one_aux)
             cotangents.append(cotangent)
-        return values, tuple(aux), joined(cotangents, "outputs")[0], grads
+        return values, tuple(aux), _joined(cotangents, "outputs")[0], grads
 
     def _run_one(
         self, outputs: PyTree, params: PyTree, batch: PyTree, captured: list[Tensor]
@@ -364,33 +340,19 @@ class _LossStage:
             captured.extend(tensor for tensor in innermost if tensor.requires_grad)
             return returned
 
-        differentiated = value_and_grads(
-            loss,
-            0 if self.arguments == 1 else (0, 1),
-            has_aux=self.has_aux,
-            weights=self.weights,
-            create_graph=False,
-        )
+        options = {"has_aux": self.has_aux, "weights": self.weights, "create_graph": False}
+        differentiated = value_and_grads(loss, 0 if self.arguments == 1 else (0, 1), **options)
         result, grads = differentiated(*(outputs, params, batch)[: self.arguments])
         values, aux = result if self.has_aux else (result, None)
-        cotangents, of_params = (grads, None) if self.arguments == 1 else grads
-        return values, aux, cotangents, of_params
+        return values, aux, *((grads, None) if self.arguments == 1 else grads)
 
 
-def _by_variable(grads: PyTree, arguments: Arguments) -> list[Tensor | None]:
-    """Return the gradients of the loss by itself, which may not use the params, by variable."""
-    if grads is None:
-        return [None] * len(arguments.variables)
-    return arguments.params.per_variable(pytree.flatten(grads)[0])
-
-
-def _sum(total: PyTree, grads: PyTree) -> PyTree:
+def _added(total: PyTree, grads: PyTree) -> PyTree:
     """Return the sum of two trees, in the memory of the first where that is dense."""
-    if total is None or grads is None:
-        return grads if total is None else total
+    if total is None:
+        return grads
     into, spec = pytree.flatten(total)
-    added, _ = pytree.flatten(grads)
-    return pytree.unflatten(spec, list(map(_plus_, into, added)))
+    return pytree.unflatten(spec, list(map(_plus_, into, pytree.flatten(grads)[0])))
 
 
 def _plus_(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -399,10 +361,10 @@ def _plus_(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a.add_(b)
 
 
-def _marked(tree: PyTree, sources: Iterable[object]) -> PyTree:
+def _marked(tree: PyTree, sources: Iterable[Tensor]) -> PyTree:
     """Return a tree whose derivative raises: it would silently be zero."""
-    leaves, spec = pytree.flatten(tree)
-    tensors = [x for x in sources if isinstance(x, Tensor) and x.requires_grad]
-    if not tensors or not torch.is_grad_enabled():
+    carriers = [x for x in sources if x.requires_grad]
+    if not carriers or not torch.is_grad_enabled():
         return tree
-    return pytree.unflatten(spec, with_refused_derivatives(leaves, tensors, _NO_DERIVATIVE))
+    leaves, spec = pytree.flatten(tree)
+    return pytree.unflatten(spec, with_refused_derivatives(leaves, carriers, _NO_DERIVATIVE))

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from numbers import Number
-from typing import Any, Literal, TypeAlias, TypeGuard, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gradkit import errors
 from gradkit._compat.autograd import plain_recurrent_kernels
 from gradkit._compat.transforms import batched_like, level_of, transforms
 from gradkit._compat.undoing import undo_stack, undone
@@ -25,7 +26,7 @@ from gradkit._state import rng
 from gradkit._state.copy_on_write import CopyOnWrite, Kwargs, tensors_in
 from gradkit._state.module_state import alone_with, attributes_put_back
 from gradkit._state.rerun import attention_kernels, enable_attention_kernels
-from gradkit.errors import StructureError, UnsupportedGraphError, first_line, message, warn_fallback
+from gradkit.errors import first_line, message, warn_fallback
 from gradkit.func._errors import RANDOM, refused_random
 
 _RECURRENT = frozenset(
@@ -84,7 +85,7 @@ RANDOMNESS: tuple[Randomness, ...] = ("error", "same", "different")
 
 
 @dataclass(frozen=True)
-class Attempt:
+class VmapOrLoop:
     """A vmapped call, and the loop that is run if torch.vmap fails at it."""
 
     name: str  # what the warning calls it
@@ -97,13 +98,14 @@ class Attempt:
         if torch.compiler.is_compiling() or is_capturing():
             return batched()
         captured = captured_by(self.fn)
-        modules = list(filter(_has_attributes, captured))
+        modules = [one for one in captured if isinstance(one, nn.Module)]
+        modules = [one for one in modules if not isinstance(one, torch.jit.ScriptModule)]
         own = rng.states_of(_generators(captured))
         states = rng.states(self.tensors) + own
         with _modules_put_back(modules):
             try:
                 return batched()
-            except UnsupportedGraphError as error:
+            except errors.UnsupportedGraphError as error:
                 # What gradkit itself refuses has no cause.
                 reason = first_line(error.__cause__ or error)
                 if error.__cause__ is None or RANDOM in reason:
@@ -111,34 +113,54 @@ class Attempt:
         rng.restore(states)
         aux.start_loop()
         repeated = own if self.randomness == "same" else []
-        result = loop(one_by_one=OneByOne(modules, repeated))
+        result = loop(one_by_one=partial(_one_by_one, modules, repeated))
         if self.randomness == "error" and rng.differ(states):
             raise refused_random()
         warn_fallback(f"{self.name} fell back from torch.vmap to a loop: {reason}.")
         return result
 
 
-@dataclass(frozen=True)
-class OneByOne:
-    """Gives what vmap gives, for batches of one; modules start anew for each."""
+def require_dense(batch: Tensor, where: Callable[[], str]) -> None:
+    """Raise for a batch that cannot be split along a dimension."""
+    if batch.layout != torch.strided or batch.is_nested:
+        got, fix = f"one of {batch.layout}", "pass x.to_dense(), or a padded tensor"
+        raise errors.LeafTypeError(message(where(), "a dense batch", got, fix))
 
-    modules: list[nn.Module]  # those that the function refers to
-    repeated: rng.States  # of the generators that the function refers to, to be put back for each
 
-    def __call__(
-        self, fn: Callable[..., Any], dims: Sequence[int | None]
-    ) -> Callable[..., tuple[list[Any], list[Tensor]]]:
-        """Return a function of tensors with a batch of one."""
+def chunks(
+    tensors: Sequence[Any], dims: Sequence[int | None], count: int, size: int, randomness: str
+) -> Iterator[tuple[int, list[Any]]]:
+    """Yield where each chunk of a batch begins, and its tensors; all draw the "same" numbers."""
+    states = rng.states(tensors)
+    for start in range(0, count, size):
+        if randomness == "same":
+            rng.restore(states)
+        length = min(size, count - start)
+        pairs = zip(tensors, dims, strict=True)
+        yield start, [x if dim is None else x.narrow(dim, start, length) for x, dim in pairs]
 
-        def call(*tensors: Any) -> tuple[list[Any], list[Tensor]]:
-            pairs = zip(tensors, dims, strict=True)
-            rng.restore(self.repeated)
-            with _modules_put_back(self.modules):
-                grads, others = fn(*(x if dim is None else x.select(dim, 0) for x, dim in pairs))
-            stacked = [None if grad is None else grad.unsqueeze(0) for grad in grads]
-            return stacked, [other.unsqueeze(0) for other in others]
 
-        return call
+# Of a function of one sample, and the dimension of the batch in each tensor.
+OneByOne: TypeAlias = Callable[..., Callable[..., tuple[list[Any], list[Tensor]]]]
+
+
+def _one_by_one(
+    modules: list[nn.Module],
+    repeated: rng.States,
+    fn: Callable[..., Any],
+    dims: Sequence[int | None],
+) -> Callable[..., tuple[list[Any], list[Tensor]]]:
+    """Return what vmap does, for batches of one, each of which starts from the same state."""
+
+    def call(*tensors: Any) -> tuple[list[Any], list[Tensor]]:
+        pairs = zip(tensors, dims, strict=True)
+        rng.restore(repeated)
+        with _modules_put_back(modules):
+            grads, others = fn(*(x if dim is None else x.select(dim, 0) for x, dim in pairs))
+        stacked = [None if grad is None else grad.unsqueeze(0) for grad in grads]
+        return stacked, [other.unsqueeze(0) for other in others]
+
+    return call
 
 
 class AuxOfEach:
@@ -157,21 +179,17 @@ class AuxOfEach:
         if not self.is_loop:  # one call stands for all of a vmap
             return
         leaves, spec = pytree.flatten(tree)
-        kinds = [x.shape if isinstance(x, Tensor) else _comparable(x) for x in leaves]
+        constants = (Number, str, bytes, Enum)  # to be equal, not of one type alone
+        kinds = [
+            x.shape if isinstance(x, Tensor) else x if isinstance(x, constants) else type(x)
+            for x in leaves
+        ]
         if self._first is None:
             self._first = spec, kinds
         elif self._first != (spec, kinds):
             expected = "tensors of one shape for all that are stacked, and equal constants"
             fix = "return what differs as a tensor: loss.detach(), not loss.item()"
-            raise StructureError(message("aux", expected, "ones that differ", fix))
-
-
-def _comparable(leaf: object) -> object:
-    return leaf if isinstance(leaf, (Number, str, bytes, Enum)) else type(leaf)
-
-
-def _has_attributes(captured: object) -> TypeGuard[nn.Module]:
-    return isinstance(captured, nn.Module) and not isinstance(captured, torch.jit.ScriptModule)
+            raise errors.StructureError(message("aux", expected, "ones that differ", fix))
 
 
 def _generators(captured: Iterable[object]) -> Iterator[torch.Generator]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from gradkit.meta._optimizer import (
     StateLists,
     Tensors,
     Updated,
+    combine,
     optimizer_function,
     select,
 )
@@ -73,8 +75,8 @@ def sgd(
     """
     hyper = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
     hyper |= {"nesterov": nesterov, "maximize": maximize}
-    entries: dict[str, Callable[[Tensor], Any]] = {"momentum_buffer": lambda leaf: None}
-    return Optimizer("sgd", hyper, {**entries, **_COUNT}, _sgd, checks_ranges=True)
+    entries = {"momentum_buffer": lambda leaf: None, **_COUNT}
+    return Optimizer("sgd", hyper, entries, _sgd, checks_ranges=True)
 
 
 def _sgd(params: Tensors, grads: Tensors, state: StateLists, hyper: Settings) -> Updated:
@@ -86,14 +88,13 @@ def _sgd(params: Tensors, grads: Tensors, state: StateLists, hyper: Settings) ->
         raise OptionError(message("nesterov", expected, got, fix))
     grads = _optimizer.with_weight_decay(params, grads, hyper)
     new = {**state, "step": [step + 1 for step in state["step"]]}
-    if _optimizer.is_zero(momentum):
-        return _optimizer.descend(params, grads, hyper["lr"]), new
-    buffers = _momentum(state["momentum_buffer"], grads, momentum, dampening)
-    direction = _optimizer.add(grads, buffers, momentum) if nesterov else buffers
-    return _optimizer.descend(params, direction, hyper["lr"]), {
-        **new,
-        "momentum_buffer": buffers,
-    }
+    direction = grads
+    if not _optimizer.is_zero(momentum):
+        direction = _momentum(state["momentum_buffer"], grads, momentum, dampening)
+        new["momentum_buffer"] = direction
+        if nesterov:
+            direction = _optimizer.add(grads, direction, momentum)
+    return _optimizer.descend(params, direction, hyper["lr"]), new
 
 
 def _momentum(
@@ -105,7 +106,7 @@ def _momentum(
     if not started:
         return grads
     old = [buffer for buffer in buffers if buffer is not None]
-    share = _optimizer.one_minus(select(dampening, started))
+    share = combine(operator.sub, 1, select(dampening, started))
     decayed = _optimizer.scale(old, select(momentum, started))
     sums = _optimizer.add(decayed, select(grads, started), share)
     by_index = dict(zip(started, sums, strict=True))
@@ -201,8 +202,7 @@ def adamw(
 
 def _make(name: str, hyper: dict[str, Any]) -> Optimizer:
     averages = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if hyper["amsgrad"] else [])]
-    entries = dict(_COUNT)
-    entries |= dict.fromkeys(averages, torch.zeros_like)
+    entries = {**_COUNT, **dict.fromkeys(averages, torch.zeros_like)}
     return Optimizer(name, hyper, entries, partial(_adam, name), checks_ranges=True)
 
 
@@ -214,7 +214,7 @@ def _adam(
         raise _no_state_for(name, "amsgrad")
     if name == "adamw":
         if not _optimizer.is_zero(hyper["weight_decay"]):
-            shrinkage = _optimizer.product(hyper["lr"], hyper["weight_decay"])
+            shrinkage = combine(operator.mul, hyper["lr"], hyper["weight_decay"])
             params = _optimizer.descend(params, params, shrinkage)
         grads = _optimizer.ascent_as_descent(grads, hyper)
     else:
@@ -222,17 +222,17 @@ def _adam(
     beta, beta_sq = hyper["betas"]
     steps = [step + 1 for step in state["step"]]
     means = _optimizer.moving_average(state["exp_avg"], grads, beta)
-    squares = _optimizer.moving_average(state["exp_avg_sq"], _optimizer.mul(grads, grads), beta_sq)
+    squares = _optimizer.moving_average(state["exp_avg_sq"], _optimizer.squared(grads), beta_sq)
     new: StateLists = {"step": steps, "exp_avg": means, "exp_avg_sq": squares}
-    if "max_exp_avg_sq" in state:
-        new["max_exp_avg_sq"] = state["max_exp_avg_sq"]
     if hyper["amsgrad"]:
         squares = list(map(torch.maximum, state["max_exp_avg_sq"], squares))
         new["max_exp_avg_sq"] = squares
+    elif "max_exp_avg_sq" in state:
+        new["max_exp_avg_sq"] = state["max_exp_avg_sq"]
     first, second = _bias_correction(beta, steps), _bias_correction(beta_sq, steps)
-    roots = _optimizer.scale(_optimizer.sqrt(squares), _optimizer.power(second, -0.5))
+    roots = _optimizer.scale(_optimizer.sqrt(squares), combine(operator.pow, second, -0.5))
     direction = _divide_by_root(means, _optimizer.add_scalar(roots, hyper["eps"]), squares)
-    rate = _optimizer.product(hyper["lr"], _optimizer.power(first, -1.0))
+    rate = combine(operator.mul, hyper["lr"], combine(operator.pow, first, -1.0))
     return _optimizer.descend(params, direction, rate), new
 
 
@@ -303,11 +303,11 @@ def _rmsprop(params: Tensors, grads: Tensors, state: StateLists, hyper: Settings
         raise _no_state_for("rmsprop", "centered")
     grads = _optimizer.with_weight_decay(params, grads, hyper)
     alpha, momentum = hyper["alpha"], hyper["momentum"]
-    squares = _optimizer.moving_average(state["square_avg"], _optimizer.mul(grads, grads), alpha)
+    squares = _optimizer.moving_average(state["square_avg"], _optimizer.squared(grads), alpha)
     means, variances = state["grad_avg"], squares
     if hyper["centered"]:
         means = _optimizer.moving_average(means, grads, alpha)
-        variances = _optimizer.add(squares, _optimizer.mul(means, means), -1.0)
+        variances = _optimizer.add(squares, _optimizer.squared(means), -1.0)
     roots = _optimizer.add_scalar(_optimizer.sqrt(variances), hyper["eps"])
     direction, buffers = _divide_by_root(grads, roots, variances), state["momentum_buffer"]
     if not _optimizer.is_zero(momentum):
@@ -319,7 +319,10 @@ def _rmsprop(params: Tensors, grads: Tensors, state: StateLists, hyper: Settings
 
 def _divide_by_root(numerators: Tensors, denominators: Tensors, squares: Tensors) -> Tensors:
     """Return the quotients, whose derivative is taken as 0 where the square is 0."""
-    quotients = _optimizer.div(numerators, denominators)
+    if not transforms():
+        quotients: Iterable[Tensor] = torch._foreach_div(numerators, denominators)
+    else:
+        quotients = map(operator.truediv, numerators, denominators)
     return [
         torch.where(square == 0, q.detach(), q) if q.requires_grad or transforms() else q
         for q, square in zip(quotients, squares, strict=True)
@@ -341,9 +344,6 @@ def _no_state_for(name: str, flag: str) -> OptionError:
     return OptionError(message(flag, expected, "True for a step", fix))
 
 
-_RULES = (_sgd, _adam, _rmsprop)
-
-
 def is_own_rule(opt: Optimizer) -> bool:
     """Return whether the update of an optimizer is of this file: no code of the caller's."""
-    return getattr(opt.rule, "func", opt.rule) in _RULES
+    return getattr(opt.rule, "func", opt.rule) in (_sgd, _adam, _rmsprop)

@@ -7,12 +7,14 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from gradkit import errors
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.transforms import (
     differentiated,
@@ -25,15 +27,7 @@ from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import check_bool, is_number
 from gradkit._state.grad_attribute import set_grad
-from gradkit.errors import (
-    GradkitError,
-    LeafTypeError,
-    OptionError,
-    UnsupportedOptimizerError,
-    describe,
-    first_line,
-    message,
-)
+from gradkit.errors import describe, first_line, message
 from gradkit.meta._builtin_optimizers import adam, adamw, rmsprop, sgd
 from gradkit.meta._optimizer import (
     Optimizer,
@@ -143,87 +137,71 @@ class _TorchRule:
             got = "one without differentiable=True, or a subclass of SGD, whose first step torch "
             got += "cuts off; and gradients that require grad"
             fix = "call it under torch.no_grad(), or use another optimizer"
-            raise UnsupportedOptimizerError(message(name, expected, got, fix))
+            raise errors.UnsupportedOptimizerError(message(name, expected, got, fix))
+        calls = [(params, grads, state["torch"], hyper)]
+        if any(isinstance(value, list) for value in hyper.values()):  # one a leaf: a step for each
+            calls = [
+                ([p], [g], [s], {k: v[i] if isinstance(v, list) else v for k, v in hyper.items()})
+                for i, (p, g, s) in enumerate(zip(*calls[0][:3], strict=True))
+            ]
         try:
-            if any(isinstance(value, list) for value in hyper.values()):
-                return self._step_by_leaf(params, grads, state, hyper, create_graph)
-            return self._step(params, grads, state, hyper, create_graph)
+            done = [self._step(*call, create_graph) for call in calls]
+            new, states = (list(chain.from_iterable(parts)) for parts in zip(*done, strict=True))
+            return new, {"torch": states}
         except (RuntimeError, IndexError) as error:
-            if not transforms() or isinstance(error, GradkitError):
+            if not transforms() or isinstance(error, errors.GradkitError):
                 raise
             expected = "an optimizer that runs inside torch.func's transforms"
             got = f"one that does not: {first_line(error)}"
             fix = "use sgd, adam, adamw or rmsprop"
-            raise UnsupportedOptimizerError(message(name, expected, got, fix)) from error
-
-    def _step_by_leaf(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        state: StateLists,
-        hyper: Settings,
-        create_graph: bool,
-    ) -> Updated:
-        """Run torch's step for each leaf, with hyper-parameters of its own."""
-        new, states = [], []
-        for index, (param, grad, before) in enumerate(
-            zip(params, grads, state["torch"], strict=True)
-        ):
-            of_leaf = {k: v[index] if isinstance(v, list) else v for k, v in hyper.items()}
-            column = {"torch": [before]}
-            (after,), entries = self._step([param], [grad], column, of_leaf, create_graph)
-            new.append(after)
-            states += entries["torch"]
-        return new, {"torch": states}
+            raise errors.UnsupportedOptimizerError(message(name, expected, got, fix)) from error
 
     def _step(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        state: StateLists,
-        hyper: Settings,
-        create_graph: bool,
-    ) -> Updated:
-        """Run torch's step on fresh copies."""
+        self, params: Tensors, grads: Tensors, states: list[Any], hyper: Settings, graph: bool
+    ) -> tuple[Tensors, list[TorchState]]:
+        """Run torch's step on fresh copies, which carry a graph or not."""
         zeros = list(map(torch.zeros_like, grads))
         # p + 0 is a copy with the graph of p, and one that is batched if the gradient is.
         fresh = [p + z for p, z in zip(params, zeros, strict=True)]
-        if not create_graph:
+        if not graph:
             fresh = [p.detach() for p in fresh]
         # What torch writes in place for speed has no rule in a transform.
-        opt = self._temporary(fresh, hyper, create_graph or bool(transforms()))
-        for p, grad, zero, before in zip(fresh, grads, zeros, state["torch"], strict=True):
-            set_grad(p, grad.clone() if create_graph else grad.detach().clone())
-            opt.state[p] = {
-                key: self._copy(key, value, zero) if isinstance(value, Tensor) else value
-                for key, value in (before or self._first_state(p, hyper)).items()
-            }
+        opt = self._temporary(fresh, hyper, graph or bool(transforms()))
+        for p, grad, zero, before in zip(fresh, grads, zeros, states, strict=True):
+            set_grad(p, grad.clone() if graph else grad.detach().clone())
+            opt.state[p] = dict(before or self._first_state(p, hyper))
+            for key, x in opt.state[p].items():
+                if isinstance(x, Tensor):
+                    # A counter is the same for all of a batch; torch reads it as a number.
+                    is_shared = key in self._counters or x.shape != zero.shape
+                    opt.state[p][key] = x.clone() if is_shared else x + zero
         with warnings.catch_warnings(), _SafeSqrt(), INSIDE:
             warnings.simplefilter("ignore")  # torch warns of in-place writes, meant here
             opt.step()
         for p in fresh:
             set_grad(p, None)
-        return fresh, {"torch": [dict(opt.state[p]) for p in fresh]}
+        return fresh, [dict(opt.state[p]) for p in fresh]
 
     def _temporary(
         self, params: Tensors, hyper: Settings, differentiable: bool
     ) -> torch.optim.Optimizer:
         flags = {"foreach": False, "differentiable": differentiable}
         constants: dict[str, Any] = {k: flag for k, flag in flags.items() if k in self.arguments}
-        for key in hyper.keys() & _CONSTRUCTOR_ONLY:
-            value = hyper[key]
-            constants[key] = value.item() if isinstance(value, Tensor) else value
         # The constructor checks numbers; tensors, which it would read, are put in afterwards.
-        constants |= {key: value for key, value in hyper.items() if _all_numbers(value)}
+        for key, value in hyper.items():
+            if key in _CONSTRUCTOR_ONLY and isinstance(value, Tensor):
+                constants[key] = value.item()
+            elif key in _CONSTRUCTOR_ONLY or all(
+                map(is_number, value if isinstance(value, tuple) else (value,))
+            ):
+                constants[key] = value
         try:
             opt = self.optimizer(params, **constants)
         except (TypeError, ValueError) as error:
             name = self.optimizer.__name__
-            expected, fix = (
-                f"parameters and hyper-parameters that {name} takes",
-                f"see help({name})",
-            )
-            raise OptionError(message(name, expected, str(error), fix)) from error
+            expected = f"parameters and hyper-parameters that {name} takes"
+            text = message(name, expected, str(error), f"see help({name})")
+            raise errors.OptionError(text) from error
         opt.param_groups[0].update(hyper)
         return opt
 
@@ -234,11 +212,6 @@ class _TorchRule:
         numbers = [{key: x} for key, tree in trees.items() for x in pytree.flatten(tree)[0]]
         for one in ({}, *numbers):
             self._temporary([torch.zeros(1, 1)], {**scalars, **one}, False)
-
-    def _copy(self, key: str, value: Tensor, zero: Tensor) -> Tensor:
-        # A counter is the same for all of a batch; torch reads it as a number.
-        is_counter = key in self._counters
-        return value.clone() if is_counter or value.shape != zero.shape else value + zero
 
     @cached_property
     def _counters(self) -> set[str]:
@@ -283,7 +256,7 @@ def _check_class(optimizer: object) -> None:
         fix = "another class, such as torch.optim.Adam"
         if isinstance(optimizer, torch.optim.Optimizer):
             fix = f"the class itself: from_torch(torch.optim.{type(optimizer).__name__}, lr=0.1)"
-        raise UnsupportedOptimizerError(message("optimizer", expected, got, fix))
+        raise errors.UnsupportedOptimizerError(message("optimizer", expected, got, fix))
 
 
 def _check_numbers(where: str, key: str, value: Any, default: object) -> None:
@@ -300,7 +273,7 @@ def _check_numbers(where: str, key: str, value: Any, default: object) -> None:
     else:
         return
     if not fits:
-        raise OptionError(message(where, expected, describe(value), f"{key}={default!r}"))
+        raise errors.OptionError(message(where, expected, describe(value), f"{key}={default!r}"))
 
 
 def _is_like(value: object, default: object) -> bool:
@@ -316,27 +289,23 @@ def _check_hyper(name: str, hyper: Settings) -> None:
         if isinstance(value, tuple) and any(isinstance(x, Mapping | list) for x in value):
             expected, got = "one tuple for all leaves", "a tuple of trees"
             fix = "use adam or adamw, which take a tree for each of betas"
-            raise UnsupportedOptimizerError(message(where, expected, got, fix))
-        leaves = pytree.flatten(value)[0]
-        for x in leaves:
-            if isinstance(x, Tensor) and x.is_complex():
-                raise LeafTypeError(message(where, "a real number", describe(x), f"{key}.real"))
-        learned = list(filter(_is_learned, leaves))
+            raise errors.UnsupportedOptimizerError(message(where, expected, got, fix))
+        for x in pytree.tensors(value):
+            if x.is_complex():
+                text = message(where, "a real number", describe(x), f"{key}.real")
+                raise errors.LeafTypeError(text)
+        learned = list(filter(_is_learned, pytree.tensors(value)))
         if learned and key not in _DIFFERENTIABLE.get(name, ()):
-            expected = "a number: torch drops the gradient of this hyper-parameter, or "
-            expected += "gets it wrong"
+            expected = (
+                "a number: torch drops the gradient of this hyper-parameter, or gets it wrong"
+            )
             fix = "pass a number, or use sgd, adam, adamw or rmsprop, which keep every gradient"
-            raise UnsupportedOptimizerError(message(where, expected, describe(learned[0]), fix))
+            text = message(where, expected, describe(learned[0]), fix)
+            raise errors.UnsupportedOptimizerError(text)
 
 
-def _all_numbers(value: object) -> bool:
-    return all(map(is_number, value if isinstance(value, tuple) else (value,)))
-
-
-def _is_learned(value: object) -> bool:
-    return isinstance(value, Tensor) and (
-        value.requires_grad or is_differentiated_tensor(value) or is_dual(value)
-    )
+def _is_learned(x: Tensor) -> bool:
+    return x.requires_grad or is_differentiated_tensor(x) or is_dual(x)
 
 
 class _SafeSqrt(TorchFunctionMode):

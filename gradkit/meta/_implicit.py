@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit import tree
+from gradkit import errors, tree
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.passes import InnerPass
 from gradkit._checks import eager_graph, recomputations
@@ -29,22 +28,17 @@ from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import hooks_made
 from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._state.snapshot import put_back_on_error
-from gradkit.errors import (
-    DetachedLossError,
-    GradkitWarning,
-    LeafTypeError,
-    OptionError,
-    StructureError,
-    UnreachedParamError,
-    UnsupportedGraphError,
-    describe,
-    level_of_the_caller,
-    message,
-)
+from gradkit.errors import describe, message, warn_fallback
 from gradkit.func import _make_functional as checkpoints
-from gradkit.meta._inner_step import refuse_captured, runs_user_code
+from gradkit.func._products import write_counts
+from gradkit.meta._inner_step import (
+    InnerParams,
+    read_inner_params,
+    read_loss,
+    refuse_captured,
+    runs_user_code,
+)
 from gradkit.meta._optimizer import Tensors
-from gradkit.meta._trees import InnerParams, read_inner_params, read_loss
 
 # Multiplies a vector, given as a list of tensors, by the matrix.
 MatrixVectorProduct: TypeAlias = Callable[[Tensors], Tensors]
@@ -119,7 +113,14 @@ def implicit(
     """
     check_function(solver, "solver")
     check_function(inner_loss, "inner_loss")
-    _check_options(solve, maxiter, tol=tol, damping=damping)
+    if not callable(solve):
+        check_option("solve", solve, ("cg", "neumann"))
+    if not is_positive_int(maxiter):
+        raise errors.OptionError(message("maxiter", "a positive int", repr(maxiter), "maxiter=100"))
+    for name, value in {"tol": tol, "damping": damping}.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            expected = "a number that is not negative"
+            raise errors.OptionError(message(name, expected, repr(value), f"{name}=1e-6"))
     check_bool("warn", warn)
 
     def find(params: PyTree, outer: PyTree) -> PyTree:
@@ -128,17 +129,16 @@ def implicit(
             outer_tensors, rebuild_outer = pytree.partition_tensors(outer)
             outer_tensors = without_inference(outer_tensors)
             _check_tensors(inner.variables, outer_tensors)
-            versions = _versions(outer_tensors)
+            before = write_counts(outer_tensors)
             minimum = _minimize(solver, inner, rebuild_outer([x.detach() for x in outer_tensors]))
-            if _versions(outer_tensors) != versions:
-                raise UnsupportedGraphError(_WRITES_ON_OUTER)
-            condition = _OptimalityCondition(
-                lambda at, by: inner_loss(inner.tree(at), rebuild_outer(by)),
-                _linear_solver(solve, inner, maxiter, tol),
-                tol,
-                damping,
-                warn,
-            )
+            if write_counts(outer_tensors) != before:
+                raise errors.UnsupportedGraphError(_WRITES_ON_OUTER)
+
+            def loss(at: Tensors, by: Tensors) -> Tensor:
+                return inner_loss(inner.tree(at), rebuild_outer(by))
+
+            linear_solver = _linear_solver(solve, inner, maxiter, tol)
+            condition = _OptimalityCondition(loss, linear_solver, tol, damping, warn)
             return inner.tree(condition.attach(minimum, outer_tensors))
 
     return find
@@ -152,30 +152,16 @@ _WRITES_ON_OUTER = message(
 )
 
 
-def _versions(tensors: Tensors) -> list[int]:
-    return [x._version for x in tensors if not x.is_inference()]
-
-
-def _check_options(solve: object, maxiter: object, **numbers: object) -> None:
-    if not callable(solve):
-        check_option("solve", solve, ("cg", "neumann"))
-    if not is_positive_int(maxiter):
-        raise OptionError(message("maxiter", "a positive int", repr(maxiter), "maxiter=100"))
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            expected = "a number that is not negative"
-            raise OptionError(message(name, expected, repr(value), f"{name}=1e-6"))
-
-
 def _check_tensors(params: Tensors, outer: Tensors) -> None:
     if transforms() or any(map(is_dual, outer)):
         expected = "a call outside torch.func's transforms and forward mode"
         fix = "gradkit.value_and_grads(loss(find(params, outer)), outer), for several tasks the "
         fix += "mean of their losses in a Python loop; or unroll"
-        raise UnsupportedGraphError(message("find(params, outer)", expected, "one inside", fix))
+        text = message("find(params, outer)", expected, "one inside", fix)
+        raise errors.UnsupportedGraphError(text)
     if any(x.is_complex() for x in params):
         fix = "torch.view_as_real(tensor)"
-        raise LeafTypeError(message("params", "real tensors", "a complex one", fix))
+        raise errors.LeafTypeError(message("params", "real tensors", "a complex one", fix))
 
 
 def _minimize(solver: Callable[..., PyTree], params: InnerParams, outer: PyTree) -> Tensors:
@@ -187,9 +173,15 @@ def _minimize(solver: Callable[..., PyTree], params: InnerParams, outer: PyTree)
         solved = solver(params.tree(copies), outer)
     except RuntimeError as error:
         constant = [i for i, copy in enumerate(copies) if not copy.requires_grad]
-        is_detached = isinstance(error, DetachedLossError | UnreachedParamError)
+        is_detached = isinstance(error, errors.DetachedLossError | errors.UnreachedParamError)
         if constant and (is_detached or "does not require grad" in str(error)):
-            raise UnsupportedGraphError(_constant_start(params, constant[0])) from error
+            expected = (
+                "a tensor that requires grad, as the solver differentiates with respect to it"
+            )
+            fix = "find(tensor.requires_grad_(), outer); or in the solver, x = x.detach()"
+            fix += ".requires_grad_()"
+            text = message(params.path(constant[0]), expected, "one that does not", fix)
+            raise errors.UnsupportedGraphError(text) from error
         raise
     leaves = pytree.flatten_up_to(params.spec, "params", solved, root)
     minimum = params.per_variable(leaves)
@@ -201,14 +193,8 @@ def _minimize(solver: Callable[..., PyTree], params: InnerParams, outer: PyTree)
         if not fits or not (leaf is minimum[slot] or same_values(leaf, minimum[slot])):
             expected = f"one tensor of shape {tuple(shape)} wherever the variable stands"
             fix = "return params of the same shapes, and tied ones equal"
-            raise StructureError(message(root, expected, describe(leaf), fix))
+            raise errors.StructureError(message(root, expected, describe(leaf), fix))
     return [x.detach().clone() for x in minimum]
-
-
-def _constant_start(params: InnerParams, variable: int) -> str:
-    expected = "a tensor that requires grad, as the solver differentiates with respect to it"
-    fix = "find(tensor.requires_grad_(), outer); or in the solver, x = x.detach().requires_grad_()"
-    return message(params.path(variable), expected, "one that does not", fix)
 
 
 def _linear_solver(
@@ -241,7 +227,7 @@ def _read_direction(params: InnerParams, direction: PyTree, root: str) -> Tensor
         if not isinstance(leaf, Tensor) or leaf.shape != tensor.shape:
             expected = f"a tree like v, with a tensor of shape {tuple(tensor.shape)}"
             fix = "return the solution u of matvec(u) = v"
-            raise StructureError(message(root, expected, describe(leaf), fix))
+            raise errors.StructureError(message(root, expected, describe(leaf), fix))
     return [leaf.to(tensor.dtype) for leaf, tensor in zip(leaves, params.variables, strict=True)]
 
 
@@ -275,7 +261,7 @@ class _OptimalityCondition:
         loss, below = self._loss(at, by)
         refuse_captured("inner_loss", below, [*at, *by], self._state.made)
         if runs_user_code(below, hooks):  # which may use more than the loss does
-            slope = Subgraph(_slope(loss, at, below))
+            slope = Subgraph(_inner_gradient(loss, at, below))
             refuse_captured("inner_loss", slope, [*at, *by], self._state.made)
         return loss
 
@@ -296,10 +282,10 @@ class _OptimalityCondition:
             loss, below = self._loss(at, by)
             run.compare([loss], "inner_loss")
             run.differences.read()  # now: the solver reads, and warns of what it comes to
-            slope = _slope(loss, at, below)
+            slope = _inner_gradient(loss, at, below)
 
         def product(u: Tensors) -> Tensors:
-            hu = _or_zeros(_pulled(slope, at, u), at)
+            hu = _or_zeros(_hessian_product(slope, at, u), at)
             return tree.add(hu, tree.scale(u, self.damping)) if self.damping else hu
 
         u = self.linear_solver(product, cotangents)
@@ -313,12 +299,10 @@ class _OptimalityCondition:
         residual = float(tree.global_norm(left) / size) if size > 0 else 0.0
         enough = max(self.tol, 100 * torch.finfo(size.dtype).eps)
         if not residual <= enough:
-            warnings.warn(
+            warn_fallback(
                 "gradkit.meta.implicit: the linear solve came to a relative residual of "
                 f"{residual:.2e}, not to tol={self.tol:g}: the gradient is as inexact. Raise "
-                "maxiter, add damping, use another solve, or pass warn=False.",
-                GradkitWarning,
-                stacklevel=level_of_the_caller(),
+                "maxiter, add damping, use another solve, or pass warn=False."
             )
 
 
@@ -327,23 +311,21 @@ def _as_leaves(tensors: Sequence[Tensor]) -> Tensors:
     return [x.detach().requires_grad_(x.is_floating_point() or x.is_complex()) for x in tensors]
 
 
-def _slope(loss: Tensor, at: Tensors, below: Subgraph) -> Tensors:
+def _inner_gradient(loss: Tensor, at: Tensors, below: Subgraph) -> Tensors:
     """Return the gradient with respect to the minimum, to be differentiated again."""
     one = InnerPass("inner_loss", "params, variable {}".format, at, below)
     run = partial(inner_grads, [loss], at, create_graph=True)
     with recording_writes():
-        grads = one.guarded(run, create_graph=True)
-    return _or_zeros(grads, at)
+        return _or_zeros(one.guarded(run, create_graph=True), at)
 
 
-def _pulled(slope: Tensors, at: Tensors, u: Tensors) -> Sequence[Tensor | None]:
+def _hessian_product(slope: Tensors, at: Tensors, u: Tensors) -> Sequence[Tensor | None]:
     """Return the Hessian times u, which depends on u where a caller's solver differentiates it."""
     keep = torch.is_grad_enabled() and any(map(carries_graph, u))
     run = partial(inner_grads, slope, at, u, create_graph=keep, retain_graph=True)
     if not (keep or transforms()):
         return run()
-    below = Subgraph(slope)
-    monitor = OpMonitor()
+    below, monitor = Subgraph(slope), OpMonitor()
     monitor.note_graph(slope)
     monitor.check()
     if keep:
@@ -363,7 +345,7 @@ def _check_graph(loss: Tensor, at: Tensors) -> Subgraph:
     if below.leaves.keys().isdisjoint(map(id, at)):
         expected, got = "a loss that depends on params", "one that does not depend on them"
         fix = "compute it from inner_loss's own arguments"
-        raise UnreachedParamError(message("inner_loss", expected, got, fix))
+        raise errors.UnreachedParamError(message("inner_loss", expected, got, fix))
     return below
 
 
@@ -382,7 +364,7 @@ class _AtMinimum(torch.autograd.Function):
             expected = "a first derivative of an implicit gradient"
             got = "one that is to be differentiated again"
             fix = "leave out create_graph=True, or use unroll"
-            raise UnsupportedGraphError(message("create_graph", expected, got, fix))
+            raise errors.UnsupportedGraphError(message("create_graph", expected, got, fix))
         minimum, outer = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         needed = ctx.needs_input_grad[2 + ctx.count :]
         grads = ctx.condition.outer_grads(minimum, outer, needed, list(cotangents))

@@ -1,18 +1,22 @@
-"""A step of an inner loop, as a function of all that it reads."""
+"""A step of an inner loop: the params and loss that it reads, the step, and steps that run twice.
+
+The backward pass recomputes the last, which keep their inputs, and no graph.
+"""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeAlias
+from itertools import compress
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
+from gradkit import errors
 from gradkit._autograd.double_backward import holds_formulas
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.passes import InnerPass
@@ -22,81 +26,118 @@ from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
-from gradkit._core.call import Losses
+from gradkit._core.call import Losses, read_losses
 from gradkit._core.graph import Subgraph, edge
+from gradkit._core.params import Params, expand_params
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
-from gradkit._core.user_code import functions_alive, hooks_made, hooks_registered, user_functions
-from gradkit._state.rerun import recording_writes, what_first_run_made
-from gradkit.errors import (
-    OptionError,
-    UnreachedParamError,
-    UnsupportedGraphError,
-    describe,
-    message,
+from gradkit._core.user_code import (
+    captured_by,
+    functions_alive,
+    hooks_made,
+    hooks_registered,
+    user_functions,
 )
+from gradkit._state.rerun import RerunState, recording_writes, what_first_run_made
+from gradkit._state.snapshot import Snapshot
+from gradkit.errors import describe, message
 from gradkit.func import _make_functional as checkpoints
+from gradkit.func._arguments import Arguments, read_arguments, refuse_sparse
 from gradkit.func._differentiate import LevelPasses, differentiate
 from gradkit.meta._builtin_optimizers import is_own_rule
 from gradkit.meta._optimizer import Optimizer, StateLists, Tensors, check_grads, update
-from gradkit.meta._trees import InnerParams, read_loss, read_loss_and_buffers
 
 
-@dataclass(frozen=True)
-class GradTransform:
-    """A function of `(grads)`, or of `(grads, outer, state)`: a learned optimizer."""
+@dataclass(slots=True)
+class InnerParams(Params):
+    """Params whose variables an inner computation adapts; frozen parameters stay as they are."""
 
-    fn: Callable[..., PyTree]
-    is_learned: bool
+    arguments: Arguments  # the same variables, of a function of one argument
 
-    def __call__(
-        self, params: InnerParams, grads: list[Tensor | None], outer: PyTree, state: StateLists
-    ) -> list[Any]:
-        """Return the changed gradients of the variables."""
-        root = "grad_transform(grads)"
-
-        def tree(values: list[Any]) -> PyTree:
-            return pytree.unflatten(params.spec, params.per_leaf(values))
-
-        states = {name: tree(column) for name, column in state.items()} if self.is_learned else {}
-        more = (outer, states) if self.is_learned else ()
-        leaves = pytree.flatten_up_to(params.spec, "params", self.fn(tree(grads), *more), root)
-        pairs = zip(params.slots, leaves, strict=True)
-        movable = [None if slot is None else leaf for slot, leaf in pairs]
-        check_grads(params.leaves, movable, params.spec, root)
-        return params.per_variable(movable)
+    def tree(self, tensors: Sequence[Tensor]) -> PyTree:
+        """Return params with these tensors in all places of the variables."""
+        return pytree.unflatten(self.spec, self.with_variables(tensors))
 
 
-def read_grad_transform(fn: Callable[..., PyTree] | None) -> GradTransform | None:
-    """Read how many arguments the function takes, one or three."""
-    if fn is None:
-        return None
-    fits = [count for count in (1, 3) if callable(fn) and _takes(fn, count)]
-    if len(fits) != 1:
-        got = describe(fn) if not callable(fn) else f"one that takes {_signature(fn)}"
-        expected = "a function that takes (grads), or one that takes (grads, outer, state)"
-        fix = "grad_transform=lambda grads: fn(grads), or lambda grads, outer, state: ..."
-        raise OptionError(message("grad_transform", expected, got, fix))
-    return GradTransform(fn, fits == [3])
+def read_inner_params(tree: PyTree, *, dense: bool = False) -> InnerParams:
+    """Open and check params, of which none may be sparse if they are to be dense."""
+    leaves, spec = expand_params(tree, "params")
+    arguments = read_arguments((pytree.unflatten(spec, leaves),), 0, "params")
+    if dense:
+        refuse_sparse(arguments)
+    flat = arguments.params
+    facts = flat.no_subclasses, flat.only_leaves
+    return InnerParams(leaves, spec, flat.variables, flat.slots, "params", *facts, arguments)
 
 
-def _takes(fn: Callable[..., Any], count: int) -> bool:
-    """Return whether a function can be called with this many arguments."""
-    signature = _signature(fn)
-    if signature is None:
-        return count == 1  # a function of C, such as torch.sign
+def raised_where_it_would_take(error: Exception, fn: Callable[..., Any], *args: Any) -> bool:
+    """Return whether a function of the caller's has raised, and runs with other arguments."""
+    # It is run with them, and everything is as before. Not for what gradkit has said by name.
+    if isinstance(error, errors.GradkitError) or transforms():
+        return False
     try:
-        signature.bind(*[None] * count)
-    except TypeError:
+        with Snapshot(captured_by(fn), pytree.tensors(args)).restored():
+            fn(*args)
+    except Exception:
         return False
     return True
 
 
-def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
+def read_loss(returned: PyTree, fn: str, *, has_aux: bool = False) -> tuple[Tensor, PyTree]:
+    """Return the one loss, as a 0-dim tensor, and the aux that a function of the caller's gave."""
+    if has_aux and not (isinstance(returned, tuple) and len(returned) == 2):
+        expected, got = "(loss, aux), with has_aux=True", describe(returned)
+        raise errors.StructureError(message(fn, expected, got, "return loss, aux"))
+    tree, aux = returned if has_aux else (returned, None)
+    losses = read_losses(tree, scalar=True, returned=True, may_be_aux=not has_aux).leaves
+    if len(losses) != 1:
+        fix = (
+            "return their sum; or if this is (loss, aux), return the loss alone, or pass "
+            "has_aux=True to a call that takes it"
+        )
+        raise errors.NotScalarLossError(message(fn, "one loss", f"{len(losses)} losses", fix))
+    return losses[0].reshape(()), aux
+
+
+def read_loss_and_buffers(
+    returned: PyTree, buffers: PyTree, *, has_aux: bool
+) -> tuple[Tensor, tuple[PyTree, PyTree]]:
+    """Return the one loss, the next buffers and the aux that a function of the caller's gave."""
+    parts = ("loss", "buffers", "aux") if has_aux else ("loss", "buffers")
+    if not isinstance(returned, tuple) or len(returned) != len(parts):
+        expected, fix = f"({', '.join(parts)})", f"return {', '.join(parts)}"
+        where = "loss_fn(params, buffers, outer, batch)"
+        raise errors.StructureError(message(where, expected, describe(returned), fix))
+    loss, after, *aux = returned
+    root, spec = "the buffers that loss_fn returned", pytree.flatten(buffers)[1]
+    leaves = pytree.flatten_up_to(spec, "buffers", after, root)
+    after = pytree.unflatten(spec, leaves)
+    return read_loss((loss, None), "loss_fn", has_aux=True)[0], (after, aux[0] if aux else None)
+
+
+def takes_outer_and_state(grad_transform: Callable[..., PyTree] | None) -> bool:
+    """Return whether a `grad_transform` takes three arguments, as a learned optimizer does."""
+    fn = grad_transform
+    if fn is None:
+        return False
+    fits = [count for count in (1, 3) if callable(fn) and _takes(fn, count)]
+    if len(fits) != 1:
+        got = f"one that takes {inspect.signature(fn)}" if callable(fn) else describe(fn)
+        expected = "a function that takes (grads), or one that takes (grads, outer, state)"
+        fix = "grad_transform=lambda grads: fn(grads), or lambda grads, outer, state: ..."
+        raise errors.OptionError(message("grad_transform", expected, got, fix))
+    return fits == [3]
+
+
+def _takes(fn: Callable[..., Any], count: int) -> bool:
+    """Return whether a function can be called with this many arguments."""
     try:
-        return inspect.signature(fn)
+        inspect.signature(fn).bind(*[None] * count)
+    except TypeError:
+        return False
     except ValueError:
-        return None
+        return count == 1  # a function of C, such as torch.sign
+    return True
 
 
 def refuse_captured(
@@ -115,7 +156,7 @@ def refuse_captured(
         fix += (
             "; if it makes the tensor itself, by x.detach().requires_grad_(), not nn.Parameter(x)"
         )
-        raise UnsupportedGraphError(message(where, expected, got, fix))
+        raise errors.UnsupportedGraphError(message(where, expected, got, fix))
 
 
 def _references(below: Subgraph) -> dict[int, int]:
@@ -189,7 +230,8 @@ class InnerStep:
     loss_fn: Callable[..., Any]
     params: InnerParams
     opt: Optimizer
-    grad_transform: GradTransform | None
+    grad_transform: Callable[..., PyTree] | None
+    is_learned: bool  # whether that also takes the outer variables, and the optimizer's state
     first_order: bool
     has_buffers: bool
     has_aux: bool
@@ -208,29 +250,47 @@ class InnerStep:
             return read_loss_and_buffers(returned, carry.buffers, has_aux=self.has_aux)
 
         if transforms():
-            out = self._functional(loss_fn, carry.tensors, create_graph=create_graph)
+            out = self._functional(loss_fn, carry.tensors, create_graph)
         else:
             constants = partial(pytree.tensors, (inputs.outer, batch, buffers))
-            out = self._eager(loss_fn, carry.tensors, constants, create_graph=create_graph)
+            out = self._eager(loss_fn, carry.tensors, constants, create_graph)
         loss, grads, aux = out
         if self.has_buffers:
             buffers, aux = aux
         if self.grad_transform is not None:
             with recording_writes(), ForwardMonitor():
-                grads = self.grad_transform(self.params, grads, inputs.outer, carry.state)
-        with ExitStack() as stack:
-            if not is_own_rule(self.opt):
-                stack.enter_context(recording_writes())
-                stack.enter_context(ForwardMonitor())
-            new = update(self.opt, carry.tensors, grads, carry.state, inputs.hyper)
+                grads = self._transformed(self.grad_transform, grads, inputs.outer, carry.state)
+        run = partial(update, self.opt, carry.tensors, grads, carry.state, inputs.hyper)
+        if is_own_rule(self.opt):
+            new = run()
+        else:
+            with recording_writes(), ForwardMonitor():
+                new = run()
         return StepOutputs(Carry(*new, buffers), [loss], [aux], [])
+
+    def _transformed(
+        self, transform: Callable[..., PyTree], grads: Grads, outer: PyTree, state: StateLists
+    ) -> list[Any]:
+        """Return the gradients of the variables that the caller's function makes of these."""
+        params, root = self.params, "grad_transform(grads)"
+
+        def tree(values: list[Any]) -> PyTree:
+            return pytree.unflatten(params.spec, params.per_leaf(values))
+
+        args = [tree(grads)]
+        if self.is_learned:
+            args += [outer, {name: tree(column) for name, column in state.items()}]
+        leaves = pytree.flatten_up_to(params.spec, "params", transform(*args), root)
+        pairs = zip(params.slots, leaves, strict=True)
+        movable = [None if slot is None else leaf for slot, leaf in pairs]
+        check_grads(params.leaves, movable, params.spec, root)
+        return params.per_variable(movable)
 
     def _eager(
         self,
         loss_fn: LossOfParams,
         tensors: Tensors,
         constants: Callable[[], Tensors],
-        *,
         create_graph: bool,
     ) -> InnerGrads:
         twice = create_graph and not self.first_order  # whether the gradients get a graph, too
@@ -244,17 +304,15 @@ class InnerStep:
                 loss, aux = loss_fn(self.params.tree(variables))
             recomputations.refuse((loss, aux), before)
             below = _check_graph(loss, variables, create_graph=twice)
-            run = partial(
-                inner_grads, [loss], variables, create_graph=twice, retain_graph=create_graph
-            )
+            options: Any = {"create_graph": twice, "retain_graph": create_graph}
+            run = partial(inner_grads, [loss], variables, **options)
             if below is None:
                 grads = run()
             else:
                 one = InnerPass("the inner loss", self.params.path, variables, below)
                 made = None if twice or self.first_order else what_first_run_made()
                 if made is not None and runs_user_code(below, hooks):
-                    inputs = [*variables, *constants()]
-                    grads = _first_pass_of_two(one, loss, inputs, made)
+                    grads = _first_pass_of_two(one, loss, [*variables, *constants()], made)
                 else:
                     with recording_writes():
                         grads = one.guarded(run, create_graph=twice)
@@ -264,11 +322,11 @@ class InnerStep:
             got += "outside; or a checkpoint with use_reentrant=True cuts the path"
             fix = "compute it from loss_fn's own argument: call, params, buffers = "
             fix += "gradkit.func.make_functional(module)"
-            raise UnreachedParamError(message("the inner loss", expected, got, fix))
+            raise errors.UnreachedParamError(message("the inner loss", expected, got, fix))
         return loss, grads, aux
 
     def _functional(
-        self, loss_fn: LossOfParams, tensors: Tensors, *, create_graph: bool
+        self, loss_fn: LossOfParams, tensors: Tensors, create_graph: bool
     ) -> InnerGrads:
         def run(losses: Losses, passes: LevelPasses) -> list[Grads]:
             variables = passes.variables
@@ -313,3 +371,87 @@ def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -
     # Those that are alive may be the steps before this one.
     runs_user_code = hooks_registered() or (alive.users and user_functions(below.kinds))
     return below if runs_user_code or (create_graph and holds_formulas(below)) else None
+
+
+def run_recomputed(run: Steps, carry: Carry, inputs: StepInputs) -> StepOutputs:
+    """Run steps without keeping their graph; gradients flow to the carry and the inputs."""
+    tensors, rebuild = pytree.partition_tensors((carry, inputs))
+    segment = _Segment(run, rebuild, len(carry.tensors), RerunState(tensors))
+    outputs = _RecomputedSteps.apply(segment, *tensors)  # type: ignore[no-untyped-call]
+    return cast("StepOutputs", segment.rebuild_outputs(outputs))
+
+
+@dataclass
+class _Segment:
+    """Some steps as a function of a list of tensors, the variables first, that runs twice."""
+
+    run: Steps
+    rebuild: Callable[[Iterable[Tensor]], Any]
+    variables: int  # the number of them
+    state: RerunState
+    rebuild_outputs: Callable[[Iterable[Tensor]], Any] = field(init=False)
+    constants: set[int] = field(init=False)  # the ids of the buffers that carry no graph
+
+    def _flat_run(self, tensors: Sequence[Tensor], *, create_graph: bool) -> list[Tensor]:
+        steps_done = self.run(*self.rebuild(tensors), create_graph=create_graph)
+        buffers, _ = pytree.partition_tensors(steps_done.carry.buffers)
+        self.constants = {id(x) for x in buffers if not x.requires_grad}
+        outputs, self.rebuild_outputs = pytree.partition_tensors(steps_done)
+        return outputs
+
+    def values(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Run the steps for their values; return them, and those that have no gradient."""
+        inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+        for variable in inputs[: self.variables]:
+            variable.requires_grad_()
+        with torch.enable_grad(), self.state.first_run():
+            outputs = self._flat_run(inputs, create_graph=False)
+        refuse_captured("loss_fn", Subgraph(outputs), inputs, self.state.made)
+        self.state.record_outputs(outputs)
+        values = [x.detach().clone() for x in outputs]
+        pairs = zip(values, outputs, strict=True)
+        return values, [value for value, x in pairs if id(x) in self.constants]
+
+    def grads(
+        self, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None], needed: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Run the steps a second time, and a backward pass through them."""
+        create_graph = torch.is_grad_enabled()
+        with torch.enable_grad(), self.state.second_run() as run:
+            if create_graph:
+                # Views: the pass ends at these steps, and does not go on through those before.
+                inputs = [t.view_as(t) if t.requires_grad else t for t in tensors]
+            else:
+                pairs = zip(tensors, needed, strict=True)
+                inputs = [t.detach().requires_grad_(need) for t, need in pairs]
+            variables = list(compress(inputs, needed))
+            outputs = self._flat_run(inputs, create_graph=True)
+            run.compare(outputs, "loss_fn")
+            below = Subgraph(outputs, stop={edge(variable).node for variable in variables})
+            if create_graph:
+                refuse_wrong_derivative(lambda: "loss_fn", variables, below, by_formula=True)
+            one = InnerPass("loss_fn", "its input {}".format, variables, below, cotangents)
+            run_pass = partial(
+                inner_grads, outputs, variables, cotangents, create_graph=create_graph
+            )
+            reached = iter(one.guarded(run_pass, create_graph=create_graph))
+        return [next(reached) if need else None for need in needed]
+
+
+class _RecomputedSteps(torch.autograd.Function):
+    """A segment as one node of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, segment: _Segment, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.segment = segment
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        values, constants = segment.values(tensors)
+        # Statistics that required grad would be refused by batch norm in the next step.
+        ctx.mark_non_differentiable(*constants)
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        needed = ctx.needs_input_grad[1:]
+        return (None, *ctx.segment.grads(ctx.saved_tensors, cotangents, needed))

@@ -12,22 +12,16 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 
+from gradkit import errors
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
 from gradkit._core.call import check_bool, is_number
 from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree, Structure
-from gradkit.errors import (
-    LeafTypeError,
-    OptionError,
-    StructureError,
-    UnsupportedOptimizerError,
-    describe,
-    message,
-)
+from gradkit.errors import describe, message
 
 Tensors: TypeAlias = list[Tensor]
-# A hyper-parameter of the tensors in a list: a number, or one number or tensor for each of them.
+# A hyper-parameter for a list of tensors: one number for all, or a number or tensor for each.
 Factor: TypeAlias = float | list[float | Tensor]
 
 
@@ -52,33 +46,25 @@ def _with_factor(kernel: Any, op: Callable[..., Tensor], xs: Tensors, factor: Fa
     return list(kernel(xs, factor))
 
 
-def mul(xs: Tensors, ys: Tensors) -> Tensors:
-    """Return x * y."""
-    return list(map(operator.mul, xs, ys)) if transforms() else list(torch._foreach_mul(xs, ys))
-
-
-def div(xs: Tensors, ys: Tensors) -> Tensors:
-    """Return x / y."""
-    return list(map(operator.truediv, xs, ys)) if transforms() else list(torch._foreach_div(xs, ys))
+def squared(xs: Tensors) -> Tensors:
+    """Return x * x."""
+    return [x * x for x in xs] if transforms() else list(torch._foreach_mul(xs, xs))
 
 
 def add(xs: Tensors, ys: Tensors, alpha: Factor = 1.0) -> Tensors:
     """Return x + alpha * y."""
-    if isinstance(alpha, list):
-        return [_add_scaled(x, y, f) for x, y, f in zip(xs, ys, alpha, strict=True)]
     # With a graph, the foreach kernel would keep every y for its backward pass.
-    if transforms() or any(x.requires_grad for x in (*xs, *ys)):
-        return [torch.add(x, y, alpha=alpha) for x, y in zip(xs, ys, strict=True)]
+    if isinstance(alpha, list) or transforms() or any(x.requires_grad for x in (*xs, *ys)):
+        return [
+            x + f * y if isinstance(f, Tensor) else torch.add(x, y, alpha=f)
+            for x, y, f in zip(xs, ys, per_tensor(alpha, len(xs)), strict=True)
+        ]
     return list(torch._foreach_add(xs, ys, alpha=alpha))
-
-
-def _add_scaled(x: Tensor, y: Tensor, factor: float | Tensor) -> Tensor:
-    return x + factor * y if isinstance(factor, Tensor) else torch.add(x, y, alpha=factor)
 
 
 def moving_average(xs: Tensors, ys: Tensors, decay: Factor) -> Tensors:
     """Return decay * x + (1 - decay) * y."""
-    return add(scale(xs, decay), ys, one_minus(decay))
+    return add(scale(xs, decay), ys, combine(operator.sub, 1, decay))
 
 
 def sqrt(xs: Tensors) -> Tensors:
@@ -95,22 +81,12 @@ def safe_sqrt(x: Tensor) -> Tensor:
     return torch.where(is_zero, torch.zeros_like(x), torch.where(is_zero, 1.0, x).sqrt())
 
 
-def one_minus(factor: Factor) -> Factor:
-    """Return 1 - factor."""
-    return [1 - f for f in factor] if isinstance(factor, list) else 1 - factor
-
-
-def product(a: Factor, b: Factor) -> Factor:
-    """Return a * b."""
-    if not isinstance(a, list) and not isinstance(b, list):
-        return a * b
-    count = len(a) if isinstance(a, list) else len(b) if isinstance(b, list) else 0
-    return list(map(operator.mul, per_tensor(a, count), per_tensor(b, count)))
-
-
-def power(factor: Factor, exponent: float) -> Factor:
-    """Return factor ** exponent."""
-    return [f**exponent for f in factor] if isinstance(factor, list) else factor**exponent
+def combine(op: Callable[..., Any], a: Factor, b: Factor) -> Factor:
+    """Return `op(a, b)` of two factors."""
+    lists = [factor for factor in (a, b) if isinstance(factor, list)]
+    if not lists:
+        return cast("Factor", op(a, b))
+    return list(map(op, *(per_tensor(factor, len(lists[0])) for factor in (a, b))))
 
 
 def is_zero(factor: Factor) -> bool:
@@ -131,7 +107,7 @@ def with_weight_decay(params: Tensors, grads: Tensors, hyper: Mapping[str, Any])
 
 def descend(params: Tensors, direction: Tensors, lr: Factor) -> Tensors:
     """Return params - lr * direction."""
-    return add(params, direction, product(lr, -1.0))
+    return add(params, direction, combine(operator.mul, lr, -1.0))
 
 
 # A number, a tensor of one element, or a tree like params with one of these for each leaf.
@@ -188,7 +164,7 @@ class Optimizer:
         for index, leaf in enumerate(leaves):
             if leaf is not None and not isinstance(leaf, Tensor):
                 where, fix = pytree.path(spec, index, "params"), "pass a tree of tensors"
-                raise LeafTypeError(message(where, "a tensor or None", describe(leaf), fix))
+                raise errors.LeafTypeError(message(where, "a tensor or None", describe(leaf), fix))
         return _to_trees(spec, initial_state(self, leaves))
 
     def step(
@@ -248,7 +224,7 @@ def read_state(opt: Optimizer, state: object, leaves: Sequence[Any], spec: Struc
     if not isinstance(state, Mapping) or set(state) != set(opt.entries):
         expected = f"a state of {opt.name}, with {', '.join(opt.entries) or 'no entries'}"
         got = str(list(state)) if isinstance(state, Mapping) else describe(state)
-        raise StructureError(message("state", expected, got, "state = opt.init(params)"))
+        raise errors.StructureError(message("state", expected, got, "state = opt.init(params)"))
     columns = {
         name: pytree.flatten_up_to(spec, "params", state[name], f"state[{name!r}]")
         for name in opt.entries
@@ -262,23 +238,20 @@ def _check_entries(
     opt: Optimizer, columns: StateLists, leaves: Sequence[Any], spec: Structure
 ) -> None:
     """Raise for an entry that is no count, and no tensor of its leaf's shape."""
-    shapes = [getattr(leaf, "shape", None) for leaf in leaves]
     for name, column in columns.items():
-        is_count = name == "step"
-        for index, (shape, entry) in enumerate(zip(shapes, column, strict=True)):
-            if shape is None:
+        is_count, is_optional = name == "step", opt.entries[name] is not torch.zeros_like
+        for index, (leaf, entry) in enumerate(zip(leaves, column, strict=True)):
+            if leaf is None:
                 continue
             if isinstance(entry, Tensor):
-                fits = is_count or entry.shape == shape
-            elif is_count:
-                fits = is_number(entry)
+                fits = is_count or entry.shape == leaf.shape
             else:
-                fits = entry is None and opt.entries[name] is not torch.zeros_like
+                fits = is_number(entry) if is_count else entry is None and is_optional
             if not fits:
                 where = pytree.path(spec, index, f"state[{name!r}]")
-                expected = "a count" if is_count else f"a tensor of shape {tuple(shape)}"
+                expected = "a count" if is_count else f"a tensor of shape {tuple(leaf.shape)}"
                 fix = "state = opt.init(params), of these params"
-                raise StructureError(message(where, expected, describe(entry), fix))
+                raise errors.StructureError(message(where, expected, describe(entry), fix))
 
 
 _FLAGS = ("nesterov", "maximize", "amsgrad", "centered")
@@ -309,7 +282,8 @@ def _read_hyperparam(
     """Return a number, or a list with a number or a tensor for each leaf; of `betas`, a pair."""
     if name == "betas":
         if not isinstance(value, tuple | list) or len(value) != 2:
-            raise OptionError(message("betas", "a pair", describe(value), "betas=(0.9, 0.999)"))
+            text = message("betas", "a pair", describe(value), "betas=(0.9, 0.999)")
+            raise errors.OptionError(text)
         named = zip(("betas[0]", "betas[1]"), value, strict=True)
         return tuple(_read_hyperparam(one, beta, leaves, spec, moving) for one, beta in named)
     if is_number(value):
@@ -322,17 +296,17 @@ def _read_hyperparam(
         if not isinstance(number, Tensor):
             expected, fix = "a number or a tensor", f"{name}=0.1, or a tree like params"
             where = pytree.path(spec, index, where)
-            raise LeafTypeError(message(where, expected, describe(number), fix))
+            raise errors.LeafTypeError(message(where, expected, describe(number), fix))
         if index not in moving:
             continue
         if number.is_complex() and not leaf.is_complex():
             where, expected = pytree.path(spec, index, where), "a real number: the leaf is real"
-            raise LeafTypeError(message(where, expected, describe(number), f"{name}.real"))
+            raise errors.LeafTypeError(message(where, expected, describe(number), f"{name}.real"))
         is_plain = number.layout == torch.strided and (leaf.is_meta or not number.is_meta)
         if not is_plain or (number.numel() != 1 and number.shape != leaf.shape):
             expected = f"one number, or a dense tensor of shape {tuple(leaf.shape)} with values"
             where, fix = pytree.path(spec, index, where), "torch.full_like(leaf, 0.1)"
-            raise StructureError(message(where, expected, describe(number), fix))
+            raise errors.StructureError(message(where, expected, describe(number), fix))
     return values
 
 
@@ -344,7 +318,7 @@ def _check_ranges(hyper: Mapping[str, Hyper]) -> None:
             if is_number(number) and not (number >= 0 and (number < 1 or not is_beta)):
                 expected = "numbers of at least 0" + (", below 1" if is_beta else "")
                 fix = "betas=(0.9, 0.999)" if is_beta else f"{name}=0.1"
-                raise OptionError(message(name, expected, repr(number), fix))
+                raise errors.OptionError(message(name, expected, repr(number), fix))
 
 
 def require_optimizer(opt: object) -> None:
@@ -353,7 +327,7 @@ def require_optimizer(opt: object) -> None:
         expected, fix = "an optimizer of gradkit.meta", "gradkit.meta.sgd(lr=0.1)"
         if isinstance(opt, torch.optim.Optimizer):
             fix = f"gradkit.meta.from_torch(torch.optim.{type(opt).__name__}, lr=0.1)"
-        raise UnsupportedOptimizerError(message("opt", expected, describe(opt), fix))
+        raise errors.UnsupportedOptimizerError(message("opt", expected, describe(opt), fix))
 
 
 def update(
@@ -365,44 +339,23 @@ def update(
 ) -> Updated:
     """Return tensors and state after one step; without a gradient they stay as they are."""
     moving = [index for index, grad in enumerate(grads) if grad is not None]
+    after, after_state = list(tensors), {name: list(column) for name, column in state.items()}
     if not moving:
-        return list(tensors), state
-    if len(moving) < len(tensors):
-        return _update_some(opt, tensors, grads, state, settings, moving)
+        return after, state
+    old, of_moving = select(after, moving), select(list(grads), moving)
+    columns = {name: select(column, moving) for name, column in after_state.items()}
     new, entries = opt.rule(
-        list(tensors),
-        [_as_dtype(grad, x) for x, grad in zip(tensors, grads, strict=True) if grad is not None],
-        state,
-        {name: as_factor(value) for name, value in settings.items()},
+        old,
+        list(map(_as_dtype, of_moving, old)),
+        columns,
+        {name: as_factor(select(value, moving)) for name, value in settings.items()},
     )
-    given = list(zip(grads, *state.values(), strict=True))
-    state_lists = {name: list(map(_not_given, entries[name], given)) for name in state}
-    return list(map(_as_dtype, new, tensors)), state_lists
-
-
-def _update_some(
-    opt: Optimizer,
-    tensors: Sequence[Any],
-    grads: Sequence[Tensor | None],
-    state: StateLists,
-    settings: Settings,
-    moving: Sequence[int],
-) -> Updated:
-    """Return tensors and state after one step of those tensors that have a gradient."""
-    new, entries = update(
-        opt,
-        select(list(tensors), moving),
-        select(list(grads), moving),
-        {name: select(column, moving) for name, column in state.items()},
-        {name: select(value, moving) for name, value in settings.items()},
-    )
-    after = list(tensors)
-    state_lists = {name: list(column) for name, column in state.items()}
+    given = list(zip(of_moving, *columns.values(), strict=True))
     for i, index in enumerate(moving):
-        after[index] = new[i]
-        for name, column in state_lists.items():
-            column[index] = entries[name][i]
-    return after, state_lists
+        after[index] = _as_dtype(new[i], old[i])
+        for name, column in after_state.items():
+            column[index] = _not_given(entries[name][i], given[i])
+    return after, after_state
 
 
 def _as_dtype(x: Tensor, like: Tensor) -> Tensor:
@@ -437,21 +390,22 @@ def check_grads(leaves: Sequence[Any], grads: Sequence[Any], spec: Structure, ro
             expected = f"a gradient of shape {tuple(leaf.shape)}"
             fix = "pass the gradient with respect to this parameter"
             where = pytree.path(spec, index, root)
-            raise StructureError(message(where, expected, describe(grad), fix))
+            raise errors.StructureError(message(where, expected, describe(grad), fix))
         else:
             continue
-        raise LeafTypeError(message(pytree.path(spec, index, name), expected, describe(got), fix))
+        where = pytree.path(spec, index, name)
+        raise errors.LeafTypeError(message(where, expected, describe(got), fix))
 
 
 def select(value: Any, indices: Sequence[int]) -> Any:
-    """Return a setting for some of the tensors."""
+    """Return the part of a setting that is for the tensors of these indices."""
     if isinstance(value, tuple):
         return tuple(select(item, indices) for item in value)
     return [value[index] for index in indices] if isinstance(value, list) else value
 
 
 def as_factor(value: Any) -> Any:
-    """Return a setting whose tensors of one element do not change the shape of what they scale."""
+    """Return a setting with its tensors of one element 0-dim: they broadcast to any leaf."""
     if isinstance(value, tuple):
         return tuple(map(as_factor, value))
     if isinstance(value, list):
@@ -464,10 +418,8 @@ def check_names(owner: str, hyper: Iterable[str], known: Iterable[str], fix: str
     names = list(known)
     for name in hyper:
         if name not in names:
-            raise OptionError(
-                f"{owner} has no hyperparameter {name!r}; it has {', '.join(names)}.\n"
-                f"  What to do: {fix}"
-            )
+            text = f"{owner} has no hyperparameter {name!r}; it has {', '.join(names)}."
+            raise errors.OptionError(f"{text}\n  What to do: {fix}")
 
 
 F = TypeVar("F", bound=Callable[..., Optimizer])

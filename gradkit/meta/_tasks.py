@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from gradkit import tree
+from gradkit import errors, tree
 from gradkit._compat.transforms import recording_levels
 from gradkit._core import pytree
 from gradkit._core.call import (
@@ -24,22 +24,22 @@ from gradkit._core.call import (
 )
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_zero_derivatives
-from gradkit._state import rng
 from gradkit.distributed import all_reduce
 from gradkit.distributed._agreement import failures_reported, require_group
-from gradkit.errors import (
-    DetachedLossError,
-    LeafTypeError,
-    OptionError,
-    StructureError,
-    describe,
-    message,
-)
+from gradkit.errors import describe, message
 from gradkit.func._arguments import read_arguments
 from gradkit.func._differentiate import differentiate, gradient_of_the_sum
 from gradkit.func._errors import independent
-from gradkit.func._vmap_or_loop import RANDOMNESS, Attempt, AuxOfEach, OneByOne, Randomness
-from gradkit.meta._trees import (
+from gradkit.func._vmap_or_loop import (
+    RANDOMNESS,
+    AuxOfEach,
+    OneByOne,
+    Randomness,
+    VmapOrLoop,
+    chunks,
+    require_dense,
+)
+from gradkit.meta._inner_step import (
     InnerParams,
     raised_where_it_would_take,
     read_inner_params,
@@ -129,22 +129,21 @@ def mean_value_and_grads(
     check_optional_bool("create_graph", create_graph)
     if tasks_at_once is not None and not is_positive_int(tasks_at_once):
         expected, got = "a positive int or None", repr(tasks_at_once)
-        raise OptionError(message("tasks_at_once", expected, got, "tasks_at_once=None"))
+        raise errors.OptionError(message("tasks_at_once", expected, got, "tasks_at_once=None"))
     check_option("randomness", randomness, RANDOMNESS)
     ranks = None if group is None else require_group(group, "gradkit.meta.mean_value_and_grads")
     with nullcontext() if ranks is None else failures_reported(ranks):
         outer = read_inner_params(params)
         batch = _read_tasks(tasks, in_dims)
         try:
-            totals, aux = _sums(
+            totals, aux = _sum_over_tasks(
                 meta_loss_fn, has_aux, randomness, create_graph, outer, batch, tasks_at_once
             )
         except Exception as error:
-            if type(tasks) is list and raised_where_it_would_take(
-                error, meta_loss_fn, outer.tree(outer.variables), tasks[0]
-            ):
+            args = outer.tree(outer.variables), *(tasks[:1] if type(tasks) is list else ())
+            if len(args) == 2 and raised_where_it_would_take(error, meta_loss_fn, *args):
                 got = f"a list of {len(tasks)}, of which meta_loss_fn takes each as a task"
-                raise StructureError(message("tasks", _STACKED, got, _STACK)) from error
+                raise errors.StructureError(message("tasks", _STACKED, got, _STACK)) from error
             raise
     count: float | Tensor = batch.count
     if ranks is not None:
@@ -168,7 +167,7 @@ def _over_ranks(
     return sums, number
 
 
-def _sums(
+def _sum_over_tasks(
     meta_loss_fn: Callable[[PyTree, PyTree], Any],
     has_aux: bool,
     randomness: Randomness,
@@ -194,15 +193,9 @@ def _sums(
 
     def of_task(*parts: Any) -> tuple[list[Tensor], list[Tensor]]:
         arguments = read_arguments((outer.variables, batch.rebuild(parts)), 0)
-        one = differentiate(
-            loss_and_aux,
-            arguments,
-            {},
-            partial(gradient_of_the_sum, may_be_aux=False),
-            has_aux=True,
-            create_graph=create_graph,
-            batched=True,
-        )
+        run_pass = partial(gradient_of_the_sum, may_be_aux=False)
+        options: Any = {"has_aux": True, "create_graph": create_graph, "batched": True}
+        one = differentiate(loss_and_aux, arguments, {}, run_pass, **options)
         grads = arguments.grads_to_tree(one.grads[0], losses=one.values, refused=one.refused)
         aux_of_each.check(one.aux)
         tensors_of_aux, rebuild_aux = pytree.partition_tensors(one.aux)
@@ -214,11 +207,11 @@ def _sums(
     def loop(one_by_one: OneByOne) -> tuple[list[Tensor], list[Tensor]]:
         sums = run(one_by_one)
         if not any(depend):
-            raise DetachedLossError(independent("losses"))
+            raise independent("losses")
         return sums
 
     tensors = [*outer.variables, *batch.parts]
-    attempt = Attempt("mean_value_and_grads", meta_loss_fn, tensors, randomness)
+    attempt = VmapOrLoop("mean_value_and_grads", meta_loss_fn, tensors, randomness)
     totals, tensors_of_aux = attempt.run(run, loop, aux_of_each)
     return totals, put_back[0](tensors_of_aux)
 
@@ -241,58 +234,43 @@ class _Tasks:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the sums over the tasks, and what is stacked."""
         size = 1 if one_by_one else tasks_at_once or self.count
-        batched: Callable[..., Any]
-        if one_by_one:
-            batched = one_by_one(fn, self.dims)
-        else:
-            batched = vmap(fn, in_dims=tuple(self.dims), randomness=randomness)
+        in_vmap = partial(vmap, in_dims=tuple(self.dims), randomness=randomness)
+        batched: Any = one_by_one(fn, self.dims) if one_by_one else in_vmap(fn)
         totals: list[Tensor] = []
         stacked: list[list[Tensor]] = []
-        rng_states = rng.states(self.parts)
-        for start in range(0, self.count, size):
-            if randomness == "same" and start:
-                rng.restore(rng_states)
-            each, others = batched(*self._chunk(start, size))
+        for _, chunk in chunks(self.parts, self.dims, self.count, size, randomness):
+            each, others = batched(*chunk)
             sums = [one.sum(0) for one in each]
             totals = tree.add(totals, sums) if totals else sums
             stacked.append(others)
         # Copies: what does not depend on the task is one tensor, expanded.
         return totals, [torch.cat(of_chunks) for of_chunks in zip(*stacked, strict=True)]
 
-    def _chunk(self, start: int, size: int) -> list[Any]:
-        count = min(size, self.count - start)
-        pairs = zip(self.parts, self.dims, strict=True)
-        return [part if dim is None else part.narrow(dim, start, count) for part, dim in pairs]
-
 
 def _read_tasks(tasks: PyTree, in_dims: PyTree) -> _Tasks:
     """Open and check the tasks."""
     parts, spec = pytree.flatten(tasks)
     given = pytree.broadcast_prefix(in_dims, "in_dims", tasks, "tasks")
-    dims = [
-        dim if isinstance(part, Tensor) else None for part, dim in zip(parts, given, strict=True)
-    ]
+    pairs = zip(parts, given, strict=True)
+    dims = [dim if isinstance(part, Tensor) else None for part, dim in pairs]
     sizes: dict[int, str] = {}
     for index, (part, dim) in enumerate(zip(parts, dims, strict=True)):
         if dim is None:
             continue
         if type(dim) is not int:
-            raise OptionError(message("in_dims", "ints and None", repr(dim), "in_dims=0"))
+            raise errors.OptionError(message("in_dims", "ints and None", repr(dim), "in_dims=0"))
         where = pytree.path(spec, index, "tasks")
         if not -part.dim() <= dim < part.dim():
             expected = f"a tensor with the task dimension {dim!r}"
             fix = "give in_dims, with None for tensors that all tasks share"
-            raise OptionError(message(where, expected, describe(part), fix))
-        if part.layout != torch.strided or part.is_nested:
-            fix = "pass x.to_dense(), or a padded tensor"
-            raise LeafTypeError(message(where, "a dense batch", f"one of {part.layout}", fix))
+            raise errors.OptionError(message(where, expected, describe(part), fix))
+        require_dense(part, partial(pytree.path, spec, index, "tasks"))
         sizes.setdefault(part.shape[dim], where)
     if len(sizes) != 1 or 0 in sizes:
         expected = "tensors with one number of tasks, at least one"
         got = " and ".join(f"{size} in {where}" for size, where in sizes.items())
         fix = "stack the tensors of the tasks, and give in_dims, with None for shared tensors"
-        if isinstance(tasks, list | Iterator):
-            fix = _STACK
+        fix = _STACK if isinstance(tasks, list | Iterator) else fix
         got = got or f"none in {describe(tasks)}"
-        raise StructureError(message("tasks", expected, got, fix))
+        raise errors.StructureError(message("tasks", expected, got, fix))
     return _Tasks(parts, dims, next(iter(sizes)), spec.unflatten)

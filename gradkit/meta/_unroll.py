@@ -10,14 +10,25 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from gradkit import errors
 from gradkit._compat.transforms import differentiated, in_jvp, is_dual, transforms
 from gradkit._core import pytree
 from gradkit._core.call import check_bool, check_function, is_positive_int
 from gradkit._core.ownership import leave_inference_mode, without_inference
 from gradkit._core.pytree import PyTree
 from gradkit._state.snapshot import put_back_on_error
-from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
-from gradkit.meta._inner_step import Carry, InnerStep, StepInputs, StepOutputs, read_grad_transform
+from gradkit.errors import describe, message
+from gradkit.meta._inner_step import (
+    Carry,
+    InnerParams,
+    InnerStep,
+    StepInputs,
+    StepOutputs,
+    raised_where_it_would_take,
+    read_inner_params,
+    run_recomputed,
+    takes_outer_and_state,
+)
 from gradkit.meta._optimizer import (
     Optimizer,
     State,
@@ -28,8 +39,6 @@ from gradkit.meta._optimizer import (
     require_optimizer,
     select,
 )
-from gradkit.meta._recomputed_steps import run_recomputed
-from gradkit.meta._trees import InnerParams, raised_where_it_would_take, read_inner_params
 
 Memory: TypeAlias = Literal["store", "recompute"] | int
 Run: TypeAlias = Callable[[Carry, StepInputs], StepOutputs]
@@ -143,13 +152,17 @@ def unroll(
         Memory Cost", https://arxiv.org/abs/1604.06174, for the recomputation.
     """
     check_function(loss_fn, "loss_fn")
+    is_named = isinstance(memory, str) and memory in ("store", "recompute")
+    if not (is_named or is_positive_int(memory)):
+        expected = "'store', 'recompute' or a positive int"
+        raise errors.OptionError(message("memory", expected, repr(memory), "memory='store'"))
     flags = {"first_order": first_order, "trajectory": trajectory, "has_aux": has_aux}
-    _check_options(memory, flags)
+    for name, flag in flags.items():
+        check_bool(name, flag)
     require_optimizer(opt)
-    transform = read_grad_transform(grad_transform)
+    is_learned = takes_outer_and_state(grad_transform)
     has_buffers = buffers is not None
     enabled = torch.is_grad_enabled()
-    is_learned = transform is not None and transform.is_learned
     create_graph = (enabled or in_jvp()) and (is_learned or not first_order)
     with (
         put_back_on_error(loss_fn, grad_transform),
@@ -158,7 +171,8 @@ def unroll(
     ):
         data = _read_batches(batches)
         inner = read_inner_params(params, dense=True)  # a step is differentiated through views
-        step = InnerStep(loss_fn, inner, opt, transform, first_order, has_buffers, has_aux)
+        facts = grad_transform, is_learned, first_order, has_buffers, has_aux
+        step = InnerStep(loss_fn, inner, opt, *facts)
         tensors, rebuild = pytree.partition_tensors((outer, data, state, dict(opt.hyper), buffers))
         _refuse_graphs([*inner.variables, *tensors])
         outer, data, state, hyper, buffers = rebuild(without_inference(tensors))
@@ -178,7 +192,7 @@ def unroll(
             args = [inner.tree(inner.variables), *of_buffers, outer, batches]
             if type(batches) in (list, tuple) and raised_where_it_would_take(error, loss_fn, *args):
                 got = f"a {type(batches).__name__} that loss_fn takes as one of them"
-                raise StructureError(message("batches", _DATA, got, _ONE_BATCH)) from error
+                raise errors.StructureError(message("batches", _DATA, got, _ONE_BATCH)) from error
             raise
         states = {
             name: replace(inner, leaves=by_leaf[name]).tree(column)
@@ -190,24 +204,15 @@ def unroll(
         return Adapted(adapted, states, values, aux, carry.buffers, after_each)
 
 
-def _check_options(memory: object, flags: Mapping[str, object]) -> None:
-    is_named = isinstance(memory, str) and memory in ("store", "recompute")
-    if not is_named and not is_positive_int(memory):
-        expected = "'store', 'recompute' or a positive int"
-        raise OptionError(message("memory", expected, repr(memory), "memory='store'"))
-    for name, flag in flags.items():
-        check_bool(name, flag)
-
-
 def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
     """Return the data of each step, read before the first."""
     if isinstance(batches, Tensor | str | Mapping) or not isinstance(batches, Iterable):
         fix = "list(batches.unbind()), or [batch] * steps"
-        raise StructureError(message("batches", _DATA, describe(batches), fix))
+        raise errors.StructureError(message("batches", _DATA, describe(batches), fix))
     of_tensors = type(batches) is tuple and all(isinstance(x, Tensor) for x in batches)
     if of_tensors and len({(x.dtype, x.dim()) for x in pytree.tensors(batches)}) > 1:
         got = f"a tuple of {' and '.join(map(describe, pytree.tensors(batches)))}, as a batch is"
-        raise StructureError(message("batches", _DATA, got, _ONE_BATCH))
+        raise errors.StructureError(message("batches", _DATA, got, _ONE_BATCH))
     data, versions = [], []
     for batch in batches:
         leaves, spec = pytree.flatten(batch)
@@ -219,10 +224,10 @@ def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
         expected = "data that stays as it is: all of it is read before the first step"
         got = "a tensor that the iterator overwrites with the data of several steps"
         fix = "(batch.clone() for batch in batches)"
-        raise StructureError(message("batches", expected, got, fix))
+        raise errors.StructureError(message("batches", expected, got, fix))
     if not data:
         expected = "the data of at least one step"
-        raise StructureError(message("batches", expected, "none", "[batch] * steps"))
+        raise errors.StructureError(message("batches", expected, "none", "[batch] * steps"))
     return data
 
 
@@ -232,12 +237,13 @@ def _refuse_graphs(tensors: list[Tensor]) -> None:
         expected = "ordinary tensors, or those of torch.func.jvp"
         got = "dual tensors of torch.autograd.forward_ad"
         fix = "torch.func.jvp(f, primals, tangents)"
-        raise UnsupportedGraphError(message("unroll", expected, got, fix))
+        raise errors.UnsupportedGraphError(message("unroll", expected, got, fix))
     batched_only = bool(transforms()) and not differentiated()
     if batched_only and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         got = "a vmap around tensors that require grad, whose gradient would be taken outside"
         fix = "gradkit.meta.mean_value_and_grads(meta_loss, params, tasks); or torch.no_grad()"
-        raise UnsupportedGraphError(message("unroll", "a derivative inside the vmap", got, fix))
+        text = message("unroll", "a derivative inside the vmap", got, fix)
+        raise errors.UnsupportedGraphError(text)
 
 
 def _read_hyper(opt: Optimizer, hyper: dict[str, Any], params: InnerParams) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import gradkit
 from gradkit import func, meta
-from gradkit.func._hvp import Mode
+from gradkit.func._products import Mode
 from tests.helpers import assert_same_bits
 
 F64 = torch.float64
