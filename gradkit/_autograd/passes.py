@@ -410,9 +410,7 @@ def run_separately(
     group = require_graph(losses, losses.leaves, [params])
     passes = [Pass([index], params) for index in group]
     call = Call(losses, losses.leaves, passes, unused, create_graph)
-    if unused == "error":
-        every = range(len(losses.leaves))
-        refuse_unreached(replace(call, passes=[Pass([index], params) for index in every]))
+    _refuse_constant_losses(call, [params] * len(losses.leaves))
     check_call(call, allowed)
     if any(map(Tensor.dim, losses.leaves)):
         jacobian.refuse_nested(params)
@@ -463,6 +461,13 @@ def grads_to_tree(
     return params.unflatten(grads, copy_ties=not create_graph)
 
 
+def _refuse_constant_losses(call: Call, each: Sequence[Params]) -> None:
+    """Raise, under `unused="error"`, also for the params of a loss that has no pass."""
+    if call.unused == "error":
+        passes = [Pass([index], params) for index, params in enumerate(each)]
+        refuse_unreached(replace(call, passes=passes))
+
+
 def trees_by_loss(result: PassResult, params: Params, unused: str) -> PyTree:
     """Return the tree of trees of gradients; None, or zeros, for a loss without a pass."""
     losses = result.call.losses
@@ -496,6 +501,7 @@ def run_simultaneously(
     group = require_graph(losses, losses.leaves, each)
     passes = [Pass([index], each[index]) for index in group]
     call = Call(losses, losses.leaves, passes, unused, create_graph)
+    _refuse_constant_losses(call, each)
     check_call(call, allowed)
     run = runner(call)
 

@@ -199,8 +199,8 @@ class OpMonitor(TorchFunctionMode):
             args = function_with_differentiated_jvp(args), *args[1:]
         elif name is not None:
             is_functional, given = func in _FUNCTIONAL, (args, kwargs or {})
-            if self._writes is not None and name in BY_FORMULA:
-                given = self._writes.current(given)
+            if name in BY_FORMULA:
+                given = self._current(given)
             call = OpCall(*given, is_functional, transforms(), self._outer)
             if name not in BY_FORMULA:
                 self._note(name, call)
@@ -208,15 +208,22 @@ class OpMonitor(TorchFunctionMode):
                 if not _is_in_place(func):
                     return FORMULAS[name](func, *call.args, **call.kwargs)
                 func, args, kwargs = Tensor.copy_, (args[0], _value_in_place(name, call)), {}
+        if constants and not (self._writes and self._writes.redirects(func, kwargs)):
+            args, kwargs = self._current((args, kwargs or {}))
+            return self._run_on_constants(func, args, kwargs)
         if self._writes is not None:
+            if constants:  # what is written keeps its own tangents
+                args = (*args[:1], *pytree.map_tensors(self._constant, args[1:]))
             result = self._writes.run(func, args, kwargs or {})
-        elif constants:
-            return self._run_on_constants(func, args, kwargs or {})
         else:
             result = func(*args, **kwargs) if kwargs else func(*args)
         if is_foreign(func) and not (constants or torch.compiler.is_compiling()):
             refuse_dropped(func, (args, kwargs), result)
         return result
+
+    def _current(self, given: Any) -> Any:
+        """Return arguments with the copies of what the function has written on in their place."""
+        return given if self._writes is None else self._writes.current(given)
 
     def _run_on_constants(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an operation under no_grad on tensors without tangents: a jvp does not heed it."""
@@ -302,7 +309,8 @@ def name_of(func: Callable[..., Any]) -> str | None:
     name = _NAMES.get(func)
     if name is None and (func is _POW or func is _IPOW):
         return "pow"
-    if name is None and isinstance(func, (OVERLOAD, OPERATOR)):  # torch.ops.aten.name
+    # torch.ops.aten.name; an operator of the user's may have the same.
+    if name is None and isinstance(func, (OVERLOAD, OPERATOR)) and not is_foreign(func):
         packet = func.overloadpacket if isinstance(func, OVERLOAD) else func
         return ALIASES.get(packet.__name__)
     return name

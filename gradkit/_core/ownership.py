@@ -42,7 +42,8 @@ def overlaps_itself(tensor: Tensor) -> bool:
 def shared_by(written: Sequence[Tensor], read: Sequence[Tensor | None]) -> tuple[int, int] | None:
     """Return a tensor that is written, and another one in its memory; None if there is none."""
     # Both are indices of the two lists in succession. What is written may be read beside it.
-    if _are_disjoint([*written, *(y for y in read if y is not None)]):
+    tensors = [*written, *(y for y in read if y is not None)]
+    if _are_disjoint(tensors) or any(x.is_meta for x in tensors):  # meta tensors have no memory
         return None
     spans = [(*_span(x), index) for index, x in enumerate(written) if x.numel()]
     for index, (x, y) in enumerate(zip(written, read, strict=True)):
@@ -100,22 +101,21 @@ def _written_arguments(func: Any) -> list[tuple[int, str]]:
     schema = operator_schema(func)
     if schema is None:  # of a higher-order operator, such as torch.cond: torch lets none write
         return []
-    if func.overloadpacket.__name__ in _MISSING_FROM_SCHEMA:
-        return _MISSING_FROM_SCHEMA[func.overloadpacket.__name__]
+    missing = _MISSING_FROM_SCHEMA.get(func.overloadpacket.__name__, ())
     return [
         (index, argument.name)
         for index, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if argument.name in missing
+        or (argument.alias_info is not None and argument.alias_info.is_write)
     ]
 
 
 # Their schemas do not say that the running statistics are written to.
-_STATISTICS = [(3, "running_mean"), (4, "running_var")]
-_MISSING_FROM_SCHEMA: dict[str, list[tuple[int, str]]] = {
-    "native_batch_norm": _STATISTICS,
-    "cudnn_batch_norm": _STATISTICS,
-    "miopen_batch_norm": _STATISTICS,
-}
+_MISSING_FROM_SCHEMA = dict.fromkeys(
+    ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats",
+     "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"),
+    ("running_mean", "running_var"),
+)  # fmt: skip
 
 
 # A tensor of these types is one storage; a subclass may have several, or none.
@@ -278,8 +278,11 @@ def zeros_for(param: Tensor, leading: tuple[int, ...] = ()) -> Tensor:
     """Return a dense zero gradient for `param`, in the dtype of its gradient."""
     if type(param) not in PLAIN_TYPES or param.is_nested:
         zero = torch.zeros_like(param.detach(), dtype=grad_dtype(param))
+        if not leading:
+            return zero
         count = torch.Size(leading).numel()
-        return torch.stack([zero] * count).reshape(*leading, *param.shape) if leading else zero
+        rows = torch.stack([zero] * max(count, 1))  # torch stacks no empty list
+        return (rows if count else rows[:0]).reshape(*leading, *param.shape)
     return empty_for(param, grad_dtype(param), leading).zero_()
 
 

@@ -45,9 +45,13 @@ class CopyOnWrite:
         self._own: set[int] = set()  # the storages of copies
         self._outdated: dict[int, Tensor] = {}  # by storage, what a copy has replaced
 
+    def redirects(self, func: Callable[..., Any], kwargs: Kwargs | None) -> bool:
+        """Return whether an operation may write on a tensor."""
+        return _may_write(func) or bool(kwargs and _writes_by_option(kwargs))
+
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         """Run an operation on the copies."""
-        if not (self._copies or _may_write(func) or (kwargs and _writes_by_option(kwargs))):
+        if not (self._copies or self.redirects(func, kwargs)):
             return func(*args, **kwargs) if kwargs else func(*args)
         out = kwargs.get("out")
         if out is not None and any(map(self._is_shared, tensors_in((out,)))):

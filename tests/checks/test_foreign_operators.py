@@ -18,10 +18,12 @@ LIBRARY = torch.library.Library("gradkit_tests", "FRAGMENT")
 LIBRARY.define("cube(Tensor x) -> Tensor")
 LIBRARY.define("twice(Tensor x) -> Tensor")
 LIBRARY.define("order(Tensor x) -> Tensor")
+LIBRARY.define("normal(Tensor x) -> Tensor")  # as torch.normal, which has no derivative
 for kernel in ("CPU", "CUDA"):
     LIBRARY.impl("cube", lambda x: torch.empty_like(x).copy_(x.detach() ** 3), kernel)
     LIBRARY.impl("order", lambda x: x.argsort(), kernel)
 LIBRARY.impl("twice", lambda x: 2 * x, "CompositeImplicitAutograd")
+LIBRARY.impl("normal", lambda x: x / x.norm(), "CompositeImplicitAutograd")
 OPERATORS: Any = torch.ops.gradkit_tests
 
 
@@ -121,3 +123,9 @@ def test_an_operator_without_a_formula(device: torch.device) -> None:
             call(losses, [w])
     _, grad = gradkit.value_and_grads(constant(w.detach()).sum() + w.sum(), w)
     assert torch.equal(grad, torch.ones_like(w))
+
+
+def test_an_operator_is_not_that_of_torch_with_its_name(device: torch.device) -> None:
+    w = weight(device).detach()
+    _, grads = func.value_and_grads(lambda w: OPERATORS.normal(w)[0])(w)
+    torch.testing.assert_close(grads, torch.func.grad(lambda w: (w / w.norm())[0])(w))

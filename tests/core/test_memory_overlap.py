@@ -54,3 +54,8 @@ def test_plain_views_are_told_apart(device: torch.device) -> None:
         assert shared_by(list(parts), list(parts)) is None
     assert overlaps_itself(whole[:1].expand(3, 6))
     assert not overlaps_itself(whole[:, ::2])
+
+
+def test_meta_tensors_share_no_memory(device: torch.device) -> None:
+    one, two = (torch.ones(2, device="meta") for _ in range(2))
+    assert shared_by([one, two], [two, None]) is None

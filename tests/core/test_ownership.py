@@ -22,3 +22,30 @@ def test_memory_for_a_gradient(device: torch.device, shape: tuple[int, ...]) -> 
         6,
         *transposed.stride(),
     )
+
+
+class Marked(torch.Tensor):
+    """A subclass without anything of its own."""
+
+
+def test_rows_of_zeros_for_a_subclass(device: torch.device) -> None:
+    p = torch.ones(2, device=device).as_subclass(Marked)
+    for leading in ((0,), (3,), (2, 0)):
+        rows = ownership.zeros_for(p, leading)
+        assert type(rows) is Marked
+        assert rows.shape == (*leading, 2)
+        assert not rows.any()
+
+
+def test_what_an_operator_writes_on(device: torch.device) -> None:
+    x, mean, var, out = (torch.ones(2, device=device) for _ in range(4))
+    aten = torch.ops.aten
+    args = (x, None, None, mean, var, True, 0.1, 1e-5)
+    written = ownership.written_tensors(aten.native_batch_norm.default, args, {})
+    assert list(map(id, written)) == [id(mean), id(var)]
+    outs = {"out": out, "save_mean": out, "save_invstd": out}
+    written = ownership.written_tensors(aten.native_batch_norm.out, args, outs)
+    assert {id(mean), id(var), id(out)} == set(map(id, written))
+    gathered = (x, mean, var, mean, var, 0.1, 1e-5, 2)
+    written = ownership.written_tensors(aten.batch_norm_gather_stats.default, gathered, {})
+    assert set(map(id, written)) == {id(mean), id(var)}

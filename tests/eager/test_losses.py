@@ -508,3 +508,11 @@ def test_the_players_of_a_game_in_one_module(device: torch.device) -> None:
         params_of_each_loss(read, players)
     assert params_of_each_loss(read, list(players)) == list(players)
     assert params_of_each_loss(read_losses(losses[0], scalar=True), players) == [players]
+
+
+def test_the_params_of_a_constant_loss_are_unreached(device: torch.device) -> None:
+    q, r = (torch.ones(2, device=device, requires_grad=True) for _ in range(2))
+    losses = {"a": q.sum(), "b": torch.tensor(1.0, device=device)}
+    with pytest.raises(gradkit.UnreachedParamError, match=r"params\['b'\]"):
+        gradkit.simultaneous_grads(losses, {"a": q, "b": r}, unused="error")
+    assert gradkit.simultaneous_grads(losses, {"a": q, "b": r})["b"] is None

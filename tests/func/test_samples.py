@@ -786,3 +786,27 @@ def test_a_generator_of_the_caller_in_a_loop(
             assert len(grads[is_loop].unique(dim=0)) == count
     if randomness == "same":
         assert torch.equal(grads[False], grads[True])
+
+
+def of_a_constant(w: Tensor, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = w.sum()
+    return (w * x).square().sum() * scale
+
+
+def of_a_written_constant(w: Tensor, x: Tensor) -> Tensor:
+    scale = torch.zeros_like(w)
+    with torch.no_grad():
+        scale.add_(w)
+    return (w * x).square().sum() * scale.sum()
+
+
+@pytest.mark.parametrize("loss", [of_a_constant, of_a_written_constant])
+def test_what_is_under_no_grad_is_constant_in_a_jvp_around(
+    device: torch.device, loss: Callable[..., Tensor]
+) -> None:
+    w, x = torch.tensor([1.0, 2.0], device=device), torch.tensor([[1.0, 3], [2, 5]], device=device)
+    along = torch.tensor([1.0, 0.0], device=device)
+    products = torch.func.jvp(lambda w: per_sample_grads(loss)(w, x), (w,), (along,))[1]
+    # The scale, which is 3, is a constant in both derivatives.
+    torch.testing.assert_close(products, 2 * 3 * x.square() * along)
