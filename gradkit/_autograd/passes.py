@@ -69,7 +69,7 @@ class ReleasePlan(NamedTuple):
 def plan_release(call: Call, extra: Sequence[Node]) -> list[ReleasePlan]:
     """Return a plan for each pass, where every pass also reaches the `extra` nodes."""
     first = call.passes[0].params
-    # A loss without elements has no pass of its own.
+    # A loss without elements has no pass of its own, so its nodes may never be executed.
     same_params = all(one.params is first for one in call.passes) and all(
         call.outputs[one.losses[0]].numel() for one in call.passes
     )
@@ -202,9 +202,9 @@ class PassRunner:
     ) -> list[Tensor | None]:
         """Return the gradients of one pass of the call, owned unless they carry a graph."""
         # A seed is the cotangent of an output, of its shape; None is ones.
-        copied, is_unhooked = self.look_for_hooks(variables)
+        copied, runs_as_it_is = self.look_for_hooks(variables)
         versions: dict[int, int] = {}
-        if not is_unhooked or any_observers():
+        if not runs_as_it_is or any_observers():
             grads, versions = self._captured_grads(outputs, seeds, variables, copied, retain=retain)
         else:
             grads = run_grad(self.call, outputs, variables, seeds, retain_graph=retain)
@@ -272,8 +272,10 @@ class PassRunner:
         raise AssertionError("the variables are not those of a pass of the call")
 
     def look_for_hooks(self, variables: list[Tensor]) -> tuple[list[Tensor], bool]:
-        """Return the variables whose gradients a pass copies on arrival; whether it is unhooked."""
-        # That is, copies none, and writes no `.grad`. Looked for once a call.
+        """Return the variables whose gradients are copied on arrival; whether a pass runs as it is.
+
+        It does if it copies none, and writes no `.grad`. Looked for once a call.
+        """
         if not self._copied_variables:
             every, retained = self.call.params, self.retained()
             for params, copied in zip(every, variables_to_copy(self.call, every), strict=True):

@@ -17,7 +17,7 @@ from gradkit._compat.autograd import forward_line, sequence_number, tensor_hooks
 from gradkit._compat.nodes import WRITTEN_VIEW, changed_since_saved, names_of_nodes
 from gradkit._core import user_code
 from gradkit._core.call import Call
-from gradkit._core.graph import OF_LOST_HISTORY, Subgraph, edge, leaf_tensors
+from gradkit._core.graph import KEEP_HISTORY, Subgraph, edge, leaf_tensors
 from gradkit._core.params import Params
 from gradkit.errors import UnsupportedGraphError, describe, message
 
@@ -42,7 +42,7 @@ def modified_since_saved(nodes: Iterable[Node]) -> Reason | None:
 
 
 def _fix(error: str) -> str:
-    return OF_LOST_HISTORY if WRITTEN_VIEW in error else _FIX
+    return KEEP_HISTORY if WRITTEN_VIEW in error else _FIX
 
 
 def without_hint(error: str) -> str:

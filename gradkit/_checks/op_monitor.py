@@ -166,6 +166,8 @@ class OpMonitor(TorchFunctionMode):
         self._writes = writes  # what fn writes on tensors from outside is written on copies
         self._outer = transforms()
         self.is_nested = bool(self._outer)
+        # Operations that are wrong if the backward pass is batched; if it is differentiated; if
+        # eager code differentiates the result.
         self._wrong_batched: list[str] = []
         self._wrong_derivative: list[str] = []
         self._wrong_outside: list[str] = []

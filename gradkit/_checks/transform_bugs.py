@@ -1,4 +1,4 @@
-"""The operations whose derivative torch.func gets silently wrong, and where it does.
+"""Operations that torch.func gets wrong: which calls of them, on which releases, what to do.
 
 `wrong_derivatives_table` says under which transforms, as a sweep has found; here is what it cannot
 say: which calls of an operation are concerned, and what to write in its place.

@@ -1,4 +1,4 @@
-"""The graph of a call's losses: its nodes, walks down from the losses, and how it is let go."""
+"""The graph of a call's losses: its nodes, walks down from them, freeing without recursion."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def refuse_lost_history(tensors: Sequence[Tensor], path: Callable[[int], str]) -
             raise UnsupportedGraphError(message(path(index), *_LOST_HISTORY)) from error
 
 
-OF_LOST_HISTORY = (
+KEEP_HISTORY = (
     "take the gradients before the write, which an optimizer's step is, too; or take views of a "
     "copy, on which nothing writes: a, b = w.clone()"
 )
@@ -71,7 +71,7 @@ _LOST_HISTORY = (
     "a value as it was computed",
     "one of several views of a tensor (by iteration, unbind, split or chunk) that was changed in "
     "place since: torch has lost its history",
-    OF_LOST_HISTORY,
+    KEEP_HISTORY,
 )
 
 
@@ -153,7 +153,7 @@ def avoid_recursion(nodes: list[Node], *, grows: bool = False) -> None:
     if grows or len(nodes) > _MOST_FREED_AT_ONCE:
         count = int(len(nodes) / _ONE_IN + _random.random())
         for picked in _random.sample(nodes, count) if count else ():
-            for node in (picked, *_children(picked)):  # which the walk has seen, too
+            for node in (picked, *_children(picked)):  # its children get one, too
                 metadata(node)[_CHILDREN] = _FreedAfter(_children(node))
 
 
@@ -170,8 +170,8 @@ class OwnNodes(NamedTuple):
 
 def nodes_below(roots: Iterable[Tensor], stop: Iterable[Node] = (), oldest: int = 0) -> set[Node]:
     """Return every node that a pass from these roots could visit, without entering `stop`."""
-    # Nor what has a number below `oldest`, which tells of nodes of one thread; a root that has one
-    # was made in another.
+    # Nodes with a number below `oldest` are left out. Numbers compare within a thread only: where a
+    # root's own is lower, `oldest` is ignored.
     return set(nodes_in_order(roots, stop, oldest))
 
 
@@ -199,8 +199,8 @@ def nodes_in_order(
 
 
 def nodes_of_types(root: Tensor, most: Mapping[type, int]) -> list[Node]:
-    """Return the nodes below a root of some types, of each of which there are no more than said."""
-    # So the walk ends where all have been seen, as those of a custom loss are at once.
+    """Return the nodes of some types below a root; `most`: how many of each type exist at most."""
+    # The walk ends once their sum is found: those of a custom loss are found at once.
     every = (node for node in nodes_in_order([root]) if type(node) in most)
     return list(islice(every, sum(most.values())))
 
@@ -252,7 +252,7 @@ def kinds_in_short_pass(root: Tensor, ends: Collection[Node], most: int) -> set[
     if missing:
         return None
     oldest, below = min(map(sequence_number, ends), default=0), list(ends)
-    # An end, or what the pass executes: there, some end may be below another.
+    # If the walk below the ends meets one of these, an end may be below another.
     known = {*ends, *(node for node in nodes if not is_leaf_node(node))}
     for node in below:  # as far as it is as new as the ends, like `_Bounds`
         for child, _ in node.next_functions:
@@ -311,15 +311,15 @@ class _Bounds:
     """How far a walk goes whose passes end at intermediate values, as those of an inner loop do."""
 
     # The graph of a loop may be a thousand times what one of its passes executes. Numbers of nodes
-    # grow within a thread only, and the engine has threads of its own: so a low number leaves out
-    # nothing but what is below an end, where another end is all that matters.
+    # grow within a thread only, and the engine has threads of its own: so an old node above the
+    # ends is looked through (`leads_to_end`); only below an end its number alone leaves it out.
 
     def __init__(self, ends: Collection[Node]) -> None:
         self.ends = ends
         self.oldest = min(map(sequence_number, ends), default=0)
         self._below_ends: set[Node] = set()
         self._left_out: list[Node] = []  # right below those
-        self._are_mixed = False  # something below an end is an end, or above one for another root
+        self._are_nested = False  # something below an end is an end, or above one for another root
 
     def leads_to_end(self, node: Node) -> bool:
         """Return whether an old node leads to an end."""
@@ -334,11 +334,13 @@ class _Bounds:
                     continue
                 other = reached_from.get(child)
                 if child in self.ends:
-                    self._are_mixed = True
+                    self._are_nested = True
                 elif other is not None:
                     if other != index:
                         part.shared.append(child)
-                        self._are_mixed |= child not in self._below_ends and not is_leaf_node(child)
+                        self._are_nested |= child not in self._below_ends and not is_leaf_node(
+                            child
+                        )
                 elif sequence_number(child) >= self.oldest:
                     reached_from[child] = index
                     part.nodes.append(child)
@@ -349,7 +351,7 @@ class _Bounds:
 
     def may_hide_an_end(self, reached: Collection[Node]) -> bool:
         """Return whether what was left out may lead to an end: all has to be walked."""
-        if self._are_mixed:
+        if self._are_nested:
             return True
         # An end that was reached might be below another, too, but through what other threads made.
         # To exclude that, what each step of a loop adds would have to be looked through, always.

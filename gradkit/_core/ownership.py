@@ -41,7 +41,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 def shared_by(written: Sequence[Tensor], read: Sequence[Tensor | None]) -> tuple[int, int] | None:
     """Return a tensor that is written, and another one in its memory; None if there is none."""
-    # Both are indices of the two lists in succession. What is written may be read beside it.
+    # Both are indices into `written + read`; `read[i]` may be exactly `written[i]`.
     tensors = [*written, *(y for y in read if y is not None)]
     if _are_disjoint(tensors) or any(x.is_meta for x in tensors):  # meta tensors have no memory
         return None
@@ -140,7 +140,8 @@ def own(grads: list[Tensor], params: Sequence[Tensor], leading: tuple[int, ...] 
 
 def owned(grads: list[Tensor | None], params: Sequence[Tensor]) -> list[Tensor | None]:
     """Return gradients without a graph, each in memory of its own; None stays None."""
-    # Only the list, which is emptied if something has to be copied, may refer to them.
+    # Nothing but `grads` may refer to them. If something has to be copied, the list is changed in
+    # place, or emptied if it holds a None: use what is returned.
     if type(None) not in set(map(type, grads)):
         if not _are_owned(grads, params, _UNSHARED):  # type: ignore[arg-type]
             own(grads, params)  # type: ignore[arg-type]

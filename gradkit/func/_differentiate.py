@@ -68,7 +68,7 @@ class OuterGraph:
         return self.create_graph is None and not self.in_transform
 
     def allows(self, check: Callable[[], None], *, may_differentiate: bool) -> bool:
-        """Return whether a derivative is right; raise if it is not, and will be taken."""
+        """Run `check`, which raises for a wrong derivative; return whether none was refused."""
         try:
             check()
         except errors.UnsupportedGraphError as error:
@@ -87,7 +87,7 @@ class LevelPasses:
     outer: OuterGraph
     monitor: OpMonitor  # what is known of the operations of the function
     path: Callable[[int], str]  # of a variable, as the caller would write it
-    create_graph: bool = True  # for jacobian: it stacks gradients, and copies none into a buffer
+    create_graph: bool = True  # jacobian reads it, and stacks gradients; not the caller's option
 
     def depends(self, output: Tensor) -> bool:
         """Return whether an output was computed from the variables; True while tracing."""
