@@ -21,6 +21,7 @@ from gradkit._compat.checkpoints import Frame
 from gradkit._compat.distributed import local_tensor
 from gradkit._compat.nodes import IN_EVAL_MODE, kind_of_node, packed_tensors
 from gradkit._compat.transforms import default_hooks
+from gradkit._compat.undoing import INSIDE
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.user_code import captured_by
 
@@ -131,7 +132,7 @@ class _Recording:
 
     def enter_block(self, block: object) -> None:
         """Record until the last of some blocks that overlap has ended."""
-        with self._lock:
+        with self._lock, INSIDE:
             if not self._blocks:
                 self._before = dict(checkpoints.determinism_checks)
             self._blocks.add(block)
@@ -140,7 +141,7 @@ class _Recording:
 
     def leave_block(self, block: object) -> None:
         """End a block, which may have ended before."""
-        with self._lock:
+        with self._lock, INSIDE:
             self._blocks.discard(block)
             if not self._blocks:
                 checkpoints.determinism_checks.update(self._before)
