@@ -30,7 +30,7 @@ from gradkit._checks.op_monitor import (
 from gradkit._checks.recomputed_values import recording
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.transforms import function_modes, remove_function_mode, slip_under_modes
-from gradkit._compat.undoing import undo_stack
+from gradkit._compat.undoing import undo_stack, undone
 from gradkit._core.user_code import register_own_hooks
 from gradkit.errors import warn_fallback
 
@@ -228,7 +228,7 @@ def checked() -> Iterator[None]:
     block, watching = object(), (monitor, checked_forward(), recording)
     with undo_stack() as stack:
         for one in watching:
-            stack.callback(one.leave_block, block)
+            stack.enter_context(undone(partial(one.leave_block, block)))
         for one in watching:
             one.enter_block(block)
         yield
