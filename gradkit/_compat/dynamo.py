@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -22,7 +23,7 @@ _REASON = (
     "is compiled, or leave out fullgraph=True; gradkit.func is compiled in one graph"
 )
 
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 COMPILED = "CompiledFunctionBackward"  # the type of the node of what torch.compile has compiled
 F = TypeVar("F", bound=Callable[..., Any])
@@ -58,6 +59,7 @@ def functions_traced() -> int:
     # `backward`. Not reported. Run on torch 2.13.
     from torch._dynamo.exc import Unsupported  # the compiler: imported by now
     from torch._dynamo.variables.misc import AutogradFunctionVariable
+    from torch._dynamo.variables.tensor import TensorVariable
 
     apply: Any = AutogradFunctionVariable.call_apply
     if hasattr(apply, "__wrapped__"):
@@ -67,7 +69,8 @@ def functions_traced() -> int:
     def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         _traced.append(self.fn_cls.__name__)
         if transforms() not in {(), ("Grad",)} and _is_traced_in_gradkit(tx):
-            trackers = [one for one in (*args, *kwargs.values()) if one.is_tensor()]
+            given = (*args, *kwargs.values())
+            trackers = [one for one in given if isinstance(one, TensorVariable)]
             values = [one.as_proxy().node.meta["example_value"] for one in trackers]
             if any(map(is_transform_tensor, values)):
                 raise Unsupported(inlined_function())

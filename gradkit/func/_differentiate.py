@@ -249,6 +249,11 @@ def differentiate(
     return LevelResult(values, spec, grads, put_aux_back(tensors_of_aux), outer.refused)
 
 
+def views_of(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Return views of the tensors of a level, and copies of sparse ones: torch views none."""
+    return tuple(x.view_as(x) if x.layout == torch.strided else x.clone() for x in tensors)
+
+
 def cut_of(
     create_graph: bool | None,
 ) -> tuple[Callable[[Iterable[Tensor]], list[Tensor]], AbstractContextManager[object]]:
@@ -281,7 +286,7 @@ def _trace_level(
 
     def inside(*tensors: Tensor) -> tuple[Tensor, list[Tensor]]:
         # Views: in a Function's `apply`, torch.compile would take the inputs of vjp for constants.
-        lists = fn([tensor.view_as(tensor) for tensor in tensors], None)
+        lists = fn(views_of(tensors), None)
         flat, close = pytree.partition_tensors([list(part) for part in lists])
         put_back.append(close)
         return cast("Tensor", lists[0][0]), flat  # vjp wants an output, whatever it is

@@ -38,6 +38,7 @@ from gradkit.func._differentiate import (
     gradient_of_the_sum,
     partition_aux,
     read_returned,
+    views_of,
 )
 from gradkit.func._errors import ZERO_TENSOR, named_errors
 from gradkit.func._grads import value_and_grads
@@ -417,9 +418,7 @@ class _FunctionRun:
         if self.transposed and (is_traced or user_code_may_run()):
             # Views, whose nodes are still there when the pass runs, after the level has ended; and
             # in a Function's `apply`, torch.compile would take the inputs of vjp for constants.
-            tensors = tuple(
-                x.view_as(x) if x.layout == torch.strided else x.clone() for x in tensors
-            )
+            tensors = views_of(tensors)
         count = functions_traced if is_traced else hooks_made
         made = count()
         with self.monitor.noting():
