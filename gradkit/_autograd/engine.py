@@ -356,7 +356,7 @@ _thread = threading.local()
 
 @cache
 def _leaf_of_numbered_passes() -> Tensor:
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), INSIDE:
         leaf = torch.zeros((), device="cpu", requires_grad=True)
     user_code.register_own_hook(leaf, lambda _: setattr(_thread, "number", current_pass()))
     return leaf

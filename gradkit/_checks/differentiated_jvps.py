@@ -25,6 +25,7 @@ from gradkit._compat.transforms import (
     transforms,
     without_innermost_tangent,
 )
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 
 
@@ -68,17 +69,17 @@ def _made_differentiable(function: Any) -> Any:
 
         mark_dirty: Any = WeakMethod(ctx.mark_dirty)  # its node would else refer to itself
         ctx.mark_dirty = lambda *xs: mark_dirty()(*[given.get(id(x), x) for x in xs])
-        with torch.enable_grad(), forward_mode_on(), DifferentiatedJvps():
+        with torch.enable_grad(), forward_mode_on(), DifferentiatedJvps(), INSIDE:
             function.setup_context(ctx, pytree.map_tensors(primal, inputs), output)
         given.clear()
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        with forward_mode_on(), DifferentiatedJvps():
+        with forward_mode_on(), DifferentiatedJvps(), INSIDE:
             return function.jvp(ctx, *tangents)
 
     def watched(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            with DifferentiatedJvps():
+            with DifferentiatedJvps(), INSIDE:
                 return method(*args)
 
         return call

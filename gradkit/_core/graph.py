@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gradkit._compat.autograd import AccumulateGrad, sequence_number
 from gradkit._compat.nodes import has_released, saved_names
+from gradkit._compat.undoing import INSIDE
 from gradkit.errors import UnsupportedGraphError, message
 
 
@@ -24,7 +25,7 @@ def edge(tensor: Tensor) -> GradientEdge:
     has_views = tensor.layout == torch.strided and not tensor.is_nested
     if has_views or tensor.grad_fn is not None:
         return get_gradient_edge(tensor)
-    with torch.enable_grad():  # torch would take a view, which others do not have
+    with torch.enable_grad(), INSIDE:  # torch would take a view, which others do not have
         copy = cast("Any", tensor.clone().grad_fn)
     return GradientEdge(copy.next_functions[0][0], 0)
 

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.transforms import batched_like, is_writable, memory_of, without_ended_levels
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.pytree import PyTree
 from gradkit.errors import UnsupportedGraphError, message
@@ -80,7 +81,7 @@ class CopyOnWrite:
         """Give a tensor a copy, unless it has one that can be written on: its views show that."""
         copy = self.value(tensor)
         if copy is tensor or anew or not is_writable(copy, operands):
-            with torch.enable_grad():  # a write under no_grad leaves a tensor its graph
+            with torch.enable_grad(), INSIDE:  # a write under no_grad leaves a tensor its graph
                 self._set(tensor, batched_like(copy.clone(), operands))
 
     def _is_shared(self, tensor: Tensor) -> bool:

@@ -19,6 +19,7 @@ from gradkit._checks.checked import ForwardMonitor
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._checks.op_monitor import OpMonitor
 from gradkit._compat.transforms import carries_graph, is_dual, transforms
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import check_bool, check_function, check_option, is_positive_int
 from gradkit._core.graph import Subgraph
@@ -214,7 +215,7 @@ def _linear_solver(
 
         # Clones: the solver may change its arguments in place. With grad, which the engine switches
         # off in a backward pass: the solver may differentiate the product.
-        with torch.enable_grad():
+        with torch.enable_grad(), INSIDE:
             u = method(matvec, directions.tree([x.clone() for x in v]))
         return _read_direction(directions, u, "solve(matvec, v)")
 
@@ -267,7 +268,7 @@ class _OptimalityCondition:
 
     def _loss(self, at: Tensors, by: Tensors) -> tuple[Tensor, Subgraph]:
         before = checkpoints.before([*at, *by])
-        with recording_writes(), ForwardMonitor():
+        with recording_writes(), ForwardMonitor(), INSIDE:
             loss, _ = read_loss(self.inner_loss(at, by), "inner_loss")
         recomputations.refuse(loss, before)
         return loss, _check_graph(loss, at)

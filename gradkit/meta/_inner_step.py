@@ -258,13 +258,13 @@ class InnerStep:
         if self.has_buffers:
             buffers, aux = aux
         if self.grad_transform is not None:
-            with recording_writes(), ForwardMonitor():
+            with recording_writes(), ForwardMonitor(), INSIDE:
                 grads = self._transformed(self.grad_transform, grads, inputs.outer, carry.state)
         run = partial(update, self.opt, carry.tensors, grads, carry.state, inputs.hyper)
         if is_own_rule(self.opt):
             new = run()
         else:
-            with recording_writes(), ForwardMonitor():
+            with recording_writes(), ForwardMonitor(), INSIDE:
                 new = run()
         return StepOutputs(Carry(*new, buffers), [loss], [aux], [])
 
@@ -300,7 +300,7 @@ class InnerStep:
                 t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors
             ]
             before, hooks = checkpoints.before(variables), hooks_made()
-            with recording_writes(), ForwardMonitor():
+            with recording_writes(), ForwardMonitor(), INSIDE:
                 loss, aux = loss_fn(self.params.tree(variables))
             recomputations.refuse((loss, aux), before)
             below = _check_graph(loss, variables, create_graph=twice)
