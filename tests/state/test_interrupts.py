@@ -287,6 +287,8 @@ SUBJECTS = {
 }
 
 
+# Python reports an interrupt in `__del__`, or in a generator that is closed, and goes on.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_an_interrupt_at_any_line(device: torch.device, name: str) -> None:
