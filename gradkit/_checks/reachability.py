@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from typing import NoReturn
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from gradkit._compat import distributed
 from gradkit._compat.autograd import may_have_node
 from gradkit._compat.distributed import is_dtensor
-from gradkit._compat.dynamo import compiled_together, is_compiled_node
+from gradkit._compat.dynamo import any_compiled, compiled_together
 from gradkit._core.call import Call, Grads, Losses, Pass
 from gradkit._core.constant_function import ZERO_DERIVATIVE_NODE
 from gradkit._core.graph import Subgraph, edge, has_rebuilt_history, was_used_before_change
@@ -19,6 +20,7 @@ from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import Params
 from gradkit.errors import UnreachedParamError, UnsupportedGraphError, describe, message
 
+_grad_fn = attrgetter("grad_fn")
 _CUT = (
     "none: the loss was not computed from it, or the path is cut (detach(), .data, .item(), "
     "no_grad, another copy of the model, an in-place change after its use, a custom Function that "
@@ -72,9 +74,10 @@ def refuse_unreached_views_and_subclasses(call: Call) -> None:
 
 def refuse_compiled_together(call: Call) -> None:
     """Raise if a value has left a compiled function together with what was made of it."""
-    for losses, params in () if call.only_leaves else call.passes:
-        for index, variable in enumerate(params.variables):
-            if not is_compiled_node(variable.grad_fn):
+    for losses, params in call.passes:
+        kinds = set(map(type, map(_grad_fn, params.variables)))
+        for index, variable in enumerate(params.variables if any_compiled(kinds) else ()):
+            if not any_compiled([type(variable.grad_fn)]):
                 continue
             below = call.graph.below(losses)
             if variable.grad_fn in below.nodes and not below.reaches(variable):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from numbers import Real
@@ -105,9 +105,17 @@ def _check_function_of_losses(
 
 def check_pass_options(unused: object, create_graph: object, retain_graph: object) -> None:
     """Raise if an option that all calls with engine passes have has no such value."""
-    check_option("unused", unused, UNUSED)
-    check_bool("create_graph", create_graph)
-    check_optional_bool("retain_graph", retain_graph)
+    if unused.__class__ is not str or unused not in UNUSED:
+        check_option("unused", unused, UNUSED)
+    if create_graph is not True and create_graph is not False:
+        check_bool("create_graph", create_graph)
+    if retain_graph is not None:
+        check_optional_bool("retain_graph", retain_graph)
+
+
+def keeps_graph(create_graph: bool, retain_graph: bool | None) -> bool:
+    """Return whether a call keeps the losses' graph: where not said, for a graph of its own."""
+    return create_graph if retain_graph is None else retain_graph
 
 
 def check_batching(strategy: object, chunk_size: object) -> None:
@@ -161,7 +169,9 @@ def check_number(name: str, value: Any, fix: str, *, nonnegative: bool = False) 
 
 # The error, what was expected, and what to do.
 Defect: TypeAlias = tuple[type[GradkitError], str, str]
-_grad_fn = attrgetter("grad_fn")
+_grad_fn, _requires_grad, _no_subclasses = map(
+    attrgetter, ("grad_fn", "requires_grad", "no_subclasses")
+)
 _LOSSES_FIRST = "the arguments are (losses, params), in this order: pass the loss first"
 
 
@@ -193,7 +203,7 @@ def read_losses(
         is_iterator = hasattr(tree, "__next__")
         got = "an iterator with nothing left in it" if is_iterator else "an empty tree"
         raise StructureError(message("losses", "at least one tensor", got, "pass a loss"))
-    for index, loss in enumerate(leaves):
+    for index, loss in enumerate(() if leaves and _are_losses(leaves, scalar) else leaves):
         defect = _defect(loss, scalar, returned)
         if defect is not None:
             error, expected, fix = defect
@@ -206,6 +216,16 @@ def read_losses(
         refuse_lost_history(leaves, losses.path)
         raise
     return losses
+
+
+def _are_losses(leaves: list[Any], scalar: bool) -> bool:
+    """Return whether these are plain tensors that are losses; False if unsure."""
+    for loss in leaves:
+        if type(loss) not in PLAIN_TYPES or not loss.dtype.is_floating_point or loss.is_nested:
+            return False
+        if scalar and loss.numel() != 1:
+            return False
+    return True
 
 
 def _has_params(leaf: object) -> TypeGuard[nn.Module | Optimizer]:
@@ -265,8 +285,10 @@ _WITH_GRAPH = (
 
 def require_graph(
     losses: Losses, outputs: Sequence[Tensor], params: Sequence[Params] = ()
-) -> list[int]:
+) -> Sequence[int]:
     """Return the indices of the outputs, one for each loss, that carry a graph; raise if none."""
+    if all(map(_requires_grad, outputs)):
+        return range(len(outputs))
     differentiable = [index for index, output in enumerate(outputs) if output.requires_grad]
     if not differentiable:
         raise DetachedLossError(_why_constant(losses, params))
@@ -355,19 +377,32 @@ class Call:
     passes: Sequence[Pass]  # in order
     unused: str = "none"  # or "zeros", or "error"
     create_graph: bool = False
+    weights: Sequence[Tensor] = ()  # of the losses: those that are part of the graph
+    allowed: Collection[str] = ()  # kinds of nodes that raise otherwise: the caller sees to them
     params: list[Params] = field(init=False)  # those of the passes, each once
     no_subclasses: bool = field(init=False)  # no variable is of a subclass of torch's tensors
-    only_leaves: bool = field(init=False)  # no variable is an intermediate value
     # Which nodes of Python Functions the graph could hold.
     functions: FunctionsAlive = field(default_factory=functions_alive)
+    around: int | None = None  # see `circumstances`
     _graph: GraphView | None = None
 
     def __post_init__(self) -> None:
-        self.no_subclasses = self.only_leaves = True
-        self.params = list({id(one.params): one.params for one in self.passes}.values())
-        for params in self.params:
-            self.no_subclasses &= params.no_subclasses
-            self.only_leaves &= params.only_leaves
+        if len(self.passes) == 1:
+            ((_, params),) = self.passes
+            self.params, self.no_subclasses = [params], params.no_subclasses
+        else:
+            self.params = list({id(params): params for _, params in self.passes}.values())
+            self.no_subclasses = all(map(_no_subclasses, self.params))
+
+    @property
+    def only_leaves(self) -> bool:
+        """Whether no variable is an intermediate value."""
+        return all(params.only_leaves for params in self.params)
+
+    @property
+    def plain_leaves(self) -> bool:
+        """Whether all variables are leaf tensors, and none is of a subclass."""
+        return self.no_subclasses and self.only_leaves
 
     @property
     def graph(self) -> GraphView:
@@ -390,11 +425,6 @@ class Call:
     def differentiated(self) -> list[int]:
         """The indices of the losses that some pass starts from."""
         return [index for one in self.passes for index in one.losses]
-
-    @property
-    def plain_leaves(self) -> bool:
-        """Whether all variables are plain leaf tensors: no intermediate values, no subclasses."""
-        return self.no_subclasses and self.only_leaves
 
     def variables(self) -> Iterator[tuple[Params, int, Tensor]]:
         """Yield every variable of every pass, with its params and its index there."""

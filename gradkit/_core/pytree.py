@@ -37,7 +37,7 @@ def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
         # optree looks up the type of each leaf: common trees need not be looked at so.
         kind = type(tree)
         if kind in PLAIN_TYPES:
-            return [tree], _LEAF
+            return [tree], LEAF
         if kind in _FLAT:
             leaves = list(tree.values() if kind is dict else tree)
             if PLAIN_TYPES.issuperset(map(type, leaves)):
@@ -59,7 +59,7 @@ def _spec(tree: PyTree) -> optree.PyTreeSpec:
     return optree.tree_structure(tree, none_is_leaf=True, namespace=_NAMESPACE)
 
 
-_LEAF = _spec(0)
+LEAF = _spec(0)
 _FLAT = frozenset({dict, list, tuple})
 _STRING = frozenset({str})
 

@@ -304,8 +304,9 @@ def _run_rows(
     """Run the passes of some losses; the others count as unreached."""
     del create_graph, retain_graph  # the graph is kept until the last row has had its passes
     every = [index for index, loss in enumerate(losses.leaves) if loss.requires_grad]
-    call = Call(losses, losses.leaves, [Pass([index], params) for index in every], unused)
-    check_call(call, allowed)
+    passes_of_rows = [Pass([index], params) for index in every]
+    call = Call(losses, losses.leaves, passes_of_rows, unused, allowed=allowed)
+    check_call(call)
     passes = runner(call)
     rows = range(len(losses.leaves))[start:stop]
     grads: list[Grads] = []

@@ -1,0 +1,127 @@
+"""What there is around a call that its passes are guarded against: read once, a bit for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from sys import getrefcount
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from gradkit._checks.checked import is_checked, open_monitors
+from gradkit._checks.higher_derivatives import may_be_wrong
+from gradkit._compat.autograd import is_view
+from gradkit._compat.checkpoints import IDLE, RECOMPUTING
+from gradkit._compat.distributed import any_fully_sharded
+from gradkit._compat.transforms import is_differentiated_tensor
+from gradkit._core.call import Call
+from gradkit._core.grad_recorder import observers
+from gradkit._core.graph import kinds_in_short_pass
+from gradkit._core.user_code import FunctionsAlive, hooks_registered
+from gradkit._state.recomputed_tensors import recomputed_tensor_sources
+
+# In this process:
+HOOKS = 1 << 0  # someone has registered a hook, of any kind
+FUNCTIONS = 1 << 1  # a graph may hold a Function whose backward is the user's
+INCOMPLETE = 1 << 2  # a graph may hold a node of torch's that hides parameters, or other ranks
+SHARDED = 1 << 3  # there are `fully_shard` modules
+CHECKPOINTS = 1 << 4  # a checkpoint may have to recompute what a pass needs
+OBSERVED = 1 << 5  # `safe_retain` records the passes of this thread
+CHECKED = 1 << 6  # this thread is inside `checked()`
+WATCHED = 1 << 7  # some thread is
+# In this call:
+NO_VARIABLES = 1 << 8  # nothing requires grad
+INTERMEDIATE = 1 << 9  # a variable has been computed from others
+NOT_PLAIN = 1 << 10  # such a variable is a view, or changed in place; or one is of a subclass
+CREATES_GRAPH = 1 << 11  # a derivative of the gradients may be taken, and wrong
+CONSTANT = 1 << 12  # torch.func differentiates a loss, and would take its gradients for constants
+MUST_REACH = 1 << 13  # `unused="error"`
+SEVERAL_LOSSES = 1 << 14
+SEVERAL_PASSES = 1 << 15
+RETAINED = 1 << 16  # a pass writes some `.grad`: `retain_grad()` was called
+RECORDED = 1 << 17  # the gradients get a graph, and a Function or what is recomputed may be in it
+
+USER_CODE = HOOKS | FUNCTIONS
+GUARDED = (
+    USER_CODE | OBSERVED | CHECKED | RETAINED | RECORDED
+)  # around each pass; else the engine's is enough
+
+_retains_grad, _version, _grad_fn = map(attrgetter, ("retains_grad", "_version", "grad_fn"))
+
+
+def around(call: Call) -> int:
+    """Return what there is around a call; all of it is read when this is first asked for."""
+    if call.around is None:
+        call.around = of_process(call.functions) | _of_call(call)
+    return call.around
+
+
+def of_process(functions: FunctionsAlive) -> int:
+    """Return what there is in this process."""
+    found = HOOKS if hooks_registered() else 0
+    if functions.users:
+        found |= FUNCTIONS
+    if functions.refused:
+        found |= INCOMPLETE
+    if any_fully_sharded():
+        found |= SHARDED
+    if [*map(getrefcount, RECOMPUTING)] != IDLE:
+        found |= CHECKPOINTS
+    if observers.active:
+        found |= OBSERVED
+    if open_monitors:
+        found |= WATCHED | CHECKED if is_checked() else WATCHED
+    return found
+
+
+def _of_call(call: Call) -> int:
+    found = 0
+    written: Sequence[Tensor] = call.losses.leaves
+    if call.weights:
+        written = [*written, *call.weights]
+    for params in call.params:
+        if not params.only_leaves:
+            found |= INTERMEDIATE
+            written = [*written, *params.variables]
+            if any(map(_version, params.variables)) or any(map(is_view, params.variables)):
+                found |= NOT_PLAIN
+        if not params.no_subclasses:
+            found |= NOT_PLAIN
+    if any(map(_retains_grad, written)):
+        found |= RETAINED
+    if len(call.outputs) > 1:
+        found |= SEVERAL_LOSSES
+    if len(call.passes) > 1:
+        found |= SEVERAL_PASSES
+    if call.unused == "error":
+        found |= MUST_REACH
+    if not any(map(_variables, call.params)):
+        found |= NO_VARIABLES
+    if call.create_graph and (call.functions.users or recomputed_tensor_sources):
+        found |= RECORDED
+    if call.create_graph:
+        return found if _is_differentiable(call, found) else found | CREATES_GRAPH
+    return found | CONSTANT if any(map(is_differentiated_tensor, call.outputs)) else found
+
+
+_variables = attrgetter("variables")
+_SHORT = 300  # nodes
+
+
+def _is_differentiable(call: Call, found: int) -> bool:
+    """Return whether torch is known to get the derivative of a pass right; False if not sure."""
+    # The pass of a step in a loop is short, and this look at it, too: the rest of the graph, that
+    # of the steps before, may be a thousand times as long.
+    if found & ~INTERMEDIATE or call.weights or any(call.functions):
+        return False
+    (params,), (loss,) = call.params, call.outputs
+    if is_differentiated_tensor(loss):
+        return False
+    ends: set[Node] = set()
+    if not params.only_leaves:
+        ends = set(map(_grad_fn, params.variables)) - {None}
+        if len(ends) < len(params.variables):
+            return False
+    kinds = kinds_in_short_pass(loss, ends, _SHORT)
+    return kinds is not None and not may_be_wrong(kinds)
