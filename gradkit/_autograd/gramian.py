@@ -20,10 +20,12 @@ from gradkit._core.call import Grads, Losses, check_weighting, number_for_torch
 from gradkit._core.grad_recorder import any_observers, numbered_passes, scale_recorded
 from gradkit._core.leaf_arithmetic import (
     add_leaves,
+    clip_factor,
     dot_leaves,
     norms_of_rows,
     products_of_rows,
     stored_values,
+    symmetrized,
 )
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
@@ -88,10 +90,8 @@ def _clipped_one_by_one(rows: JacobianRows, max_norm: float | Tensor, *, retain:
 
 
 def _factors(norms: Tensor, max_norm: float | Tensor) -> Tensor:
-    """Return what gradients are multiplied with: the factor of clip_grad_norm_."""
-    factors = (max_norm / (norms + 1e-6)).clamp(max=1.0).detach()
     # Infinity times a factor of zero is nan; times a cotangent of zero it could be left out.
-    return factors.masked_fill(norms.isinf(), torch.nan)
+    return clip_factor(norms, max_norm).detach().masked_fill(norms.isinf(), torch.nan)
 
 
 @unrecorded()
@@ -183,11 +183,6 @@ def gramian(losses: Losses, params: Params, *, chunk_size: int | None, retain: b
     if not retain:
         rows.release(rows.call.differentiated)
     return symmetrized(product)
-
-
-def symmetrized(product: Tensor) -> Tensor:
-    """Return the upper triangle in both halves: a product of matrices may round asymmetrically."""
-    return product.triu() + product.triu(1).T
 
 
 def by_blocks(
