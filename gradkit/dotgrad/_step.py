@@ -183,18 +183,14 @@ def step_(
         With `max_norm` the global norm of the gradients before they were clipped, a 0-dim tensor.
 
     Raises:
-        LeafTypeError: As in `write_grads_`; or a gradient is sparse and there is a `max_norm`.
+        GradkitError: As in `write_grads_`.
+        LeafTypeError: A gradient is sparse, and there is a `max_norm`.
         OptionError: `scaler` is not a GradScaler, or `max_norm` not a number of at least 0.
-        StructureError: As in `write_grads_`; or the optimizer does not have one of the parameters
-            that have a gradient; or all gradients are None and there is a scaler, which needs one.
-        UnsupportedGraphError: As in `read_grads`.
+        StructureError: The optimizer does not have one of the parameters that have a gradient; or
+            all gradients are None and there is a scaler, which needs one.
         UnsupportedOptimizerError: `optimizer` is not an optimizer, or its `step` needs a closure,
             as that of LBFGS does; or it is a wrapper of Accelerate or Lightning whose step would be
             skipped, or would unscale the gradients once more.
-
-    Source:
-        `torch.optim.Optimizer.step`; `torch.amp.GradScaler.step`;
-        `torch.nn.utils.clip_grad_norm_`
     """
     # Unscaling and clipping are in place.
     may_lend = scaler is None and max_norm is None and only_reads(optimizer)

@@ -229,9 +229,6 @@ def add_(tree: PyTree, other: PyTree, *, alpha: float = 1) -> PyTree:
             torch has no such operation for the dtype or layout of a leaf, as for float8.
         UnsupportedGraphError: A leaf requires grad, outside of `torch.no_grad()`; or the call is
             inside a transform of torch.func.
-
-    Source:
-        `torch.Tensor.add_`
     """
     by = _number("alpha", alpha)
 

@@ -264,6 +264,8 @@ def _check_vector(name: str, vector: object, count: int, length: int) -> None:
 def gram(per_loss: PyTree, *, losses: PyTree | None = None) -> Tensor:
     """Return the inner products of the losses' gradients, without building their matrix.
 
+    Those of gradients that need not all be in memory: `gradkit.gram`.
+
     Example:
         >>> import torch, gradkit
         >>> gradkit.tree.gram([{"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.0, 3.0])}])
@@ -280,10 +282,6 @@ def gram(per_loss: PyTree, *, losses: PyTree | None = None) -> Tensor:
 
     Raises:
         GradkitError: As in `to_matrix`.
-
-    Source:
-        Section 6 of Quinton and Rey 2024, "Jacobian Descent for Multi-Objective Optimization",
-        https://arxiv.org/abs/2406.16232
     """
     rows = read_per_loss_rows(per_loss, losses)
     groups = rows.groups()
@@ -369,9 +367,6 @@ def weighted_sum(
         LeafTypeError: A weight is not a real number.
         StructureError: The weights do not match the losses.
         GradkitError: As in `to_matrix`.
-
-    Source:
-        `torch.tensordot` of the weights and the stacked gradients, leaf by leaf.
     """
     rows = read_per_loss_rows(per_loss, losses)
     by_row = _row_weights(weights, rows)
