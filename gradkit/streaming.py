@@ -346,15 +346,10 @@ def clipped_sum(
     check_optional_bool("retain_graph", retain_graph)
     check_chunk_size(chunk_size)
     fix = "gradkit.clipped_sum(losses, params, 1.0)"
-    check_number("max_norm", max_norm, fix, nonnegative=True)
+    max_norm = check_number("max_norm", max_norm, fix, nonnegative=True)
     with leave_inference_mode():
-        return gramian.clipped_sum(
-            _read_samples(losses),
-            read_params(params),
-            max_norm,
-            chunk_size=chunk_size,
-            retain=bool(retain_graph),
-        )
+        flat = _read_samples(losses), read_params(params)
+        return gramian.clipped_sum(*flat, max_norm, chunk_size, bool(retain_graph))
 
 
 def _read_samples(losses: Tensor) -> Losses:

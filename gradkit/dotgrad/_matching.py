@@ -52,6 +52,8 @@ def _refuse_computed(params: Params) -> None:
 def match(params: Params, grads: PyTree, by_leaf: list[Any] | None = None) -> Pairs:
     """Return each leaf tensor once with its gradient, checked; `by_leaf`: those read before."""
     by_leaf = read_grad_leaves(params, grads) if by_leaf is None else by_leaf
+    if plainly_match(params, by_leaf):
+        return list(zip(params.variables, by_leaf, strict=True))
     try:
         return _matched(params, by_leaf)
     except GradkitError as error:
@@ -69,8 +71,6 @@ def read_grad_leaves(params: Params, grads: PyTree) -> list[Any]:
 
 
 def _matched(params: Params, by_leaf: list[Any]) -> Pairs:
-    if plainly_match(params, by_leaf):
-        return list(zip(params.variables, by_leaf, strict=True))
     pairs: dict[int, tuple[Tensor, Tensor | None]] = {}
     for index, (leaf, grad) in enumerate(zip(params.leaves, by_leaf, strict=True)):
         mismatch = _mismatch(leaf, grad)
