@@ -105,30 +105,12 @@ class GradkitWarning(UserWarning):
 
 
 def message(where: str, expected: str, got: str, do: str) -> str:
-    """Return the text of an error: the path of the leaf, what was expected, what came, what to do.
-
-    Args:
-        where: The path of the leaf, as the caller would write it: `losses['aux']`.
-        expected: What belongs there.
-        got: What came instead.
-        do: The call that works, or the way to it.
-
-    Returns:
-        Two lines of text.
-    """
+    """Return an error's text: the path of the leaf, what was expected, what came, what to do."""
     return f"{where}: expected {expected}, got {got}.\n  What to do: {do}"
 
 
 def describe(value: object) -> str:
-    """Return a short description of a value, without the data of a tensor.
-
-    Args:
-        value: Anything, such as a leaf of a tree.
-
-    Returns:
-        The dtype, shape and device of a tensor; the class of a module or an optimizer; else the
-        type, with the value if that is short.
-    """
+    """Return a short description of a value, without the data of a tensor."""
     if isinstance(value, torch.Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         if value.is_nested and value.layout == torch.strided:  # it has no shape
@@ -148,10 +130,7 @@ def with_article(name: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the text of an error, at most 300 characters of it.
-
-    That is enough to know it by; torch goes on to list all of its backends.
-    """
+    """Return the first line of the text of an error, without all of torch's backends behind it."""
     line = str(error).strip().partition("\n")[0].rstrip(".")
     return line if len(line) <= 300 else f"{line[:300]}..."
 

@@ -117,13 +117,12 @@ def safe_retain(
 
     The gradient is the one with respect to the value that a tensor has at this call, also if it is
     used before the call, or changed in place after it. Hooks that the user registered earlier have
-    been applied. `.grad` is not written. What this thread runs is recorded, and what others run is
-    not. All of gradkit's passes in the block reach the tensors; `torch.autograd.grad`,
-    `.backward()` or `backward_` for some params only reach those that lie on a path to these, and
-    are recorded as by `retain_grad()`. Passes whose gradients a call does not return, such as those
-    of `gram`, of norms, and of the Gramian behind `value_and_grads(weights=function)`, are not
-    recorded. A block in which no pass ran, and that ends without an error, warns
-    (`GradkitWarning`).
+    been applied. `.grad` is not written. What other threads run is not recorded, nor are passes
+    whose gradients a call does not return, such as those of `gram`, of norms, and of the Gramian
+    behind `value_and_grads(weights=function)`. All of gradkit's passes in the block reach the
+    tensors; `torch.autograd.grad`, `.backward()` or `backward_` for some params only reach those
+    that lie on a path to these, and are recorded as by `retain_grad()`. A block in which no pass
+    ran, and that ends without an error, warns (`GradkitWarning`).
 
     Example:
         >>> import torch, gradkit

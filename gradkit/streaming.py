@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
 from torch import Tensor
 
 from gradkit._autograd import gramian
-from gradkit._autograd.reduced_grads import values_and_reduced_grads
+from gradkit._autograd.consume_on_arrival import ConsumingRunner
+from gradkit._autograd.passes import run_jointly
+from gradkit._checks.reachability import require_reached
+from gradkit._compat.autograd import storage_address
 from gradkit._compat.dynamo import disable_compile
+from gradkit._core import pytree
 from gradkit._core.call import (
     Losses,
     check_chunk_size,
@@ -15,9 +24,16 @@ from gradkit._core.call import (
     read_losses,
 )
 from gradkit._core.ownership import leave_inference_mode
-from gradkit._core.params import read_params
+from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
-from gradkit.errors import NotScalarLossError, describe, message
+from gradkit._state.snapshot import put_back_on_error
+from gradkit.errors import (
+    NotScalarLossError,
+    OptionError,
+    UnsupportedGraphError,
+    describe,
+    message,
+)
 
 __all__ = [
     "clipped_sum",
@@ -26,6 +42,8 @@ __all__ = [
     "per_sample_norms",
     "value_and_reduced_grads",
 ]
+
+_Function: TypeAlias = Callable[[Tensor], Any]
 
 
 @disable_compile
@@ -68,17 +86,71 @@ def value_and_reduced_grads(
 
     Raises:
         OptionError: `fn` is not a function.
-        UnsupportedGraphError: As in `value_and_grads`; or the function has written on a gradient.
+        UnsupportedGraphError: The function has written on a gradient.
         GradkitError: As in `value_and_grads`. What the function raises is raised as it is.
 
     Source:
-        Tensor hooks, `torch.Tensor.register_hook`, which run before the engine stores a gradient:
+        Tensor hooks, which run before the engine stores a gradient:
         https://pytorch.org/docs/stable/notes/autograd.html#backward-hooks-execution
     """
     check_optional_bool("retain_graph", retain_graph)
     with leave_inference_mode():
-        flat_losses, flat_params = read_losses(losses, scalar=True), read_params(params)
-        return values_and_reduced_grads(flat_losses, flat_params, fn, weights, bool(retain_graph))
+        flat, opened = read_losses(losses, scalar=True), read_params(params)
+        functions = _read_functions(fn, opened)
+        if weights is not None and callable(weights):
+            weights = gramian.weights_from_gramian(flat, opened, weights)
+        results: list[Any] = [None] * len(opened.variables)
+
+        def consume(index: int, grad: Tensor) -> None:
+            results[index] = _reduced(functions[index], grad, partial(opened.path, index))
+
+        with put_back_on_error(*functions):
+            result = run_jointly(
+                flat,
+                opened,
+                weights,
+                unused="none",
+                create_graph=False,
+                retain_graph=bool(retain_graph),
+                runner=partial(ConsumingRunner, consume=consume),
+            )
+            require_reached(result.call, result.grads)
+        copies = partial(map, partial(pytree.map_tensors, Tensor.clone))
+        return result.values, pytree.unflatten(opened.spec, opened.per_leaf(results, copies))
+
+
+def _read_functions(fn: PyTree, params: Params) -> list[_Function]:
+    """Return the function for each variable: that of its first leaf."""
+    tree = pytree.unflatten(params.spec, params.leaves)
+    by_leaf = pytree.broadcast_prefix(fn, "fn", tree, "params")
+    functions: list[Any] = params.per_variable(by_leaf)
+    for index, function in enumerate(functions):
+        if not callable(function):
+            fix = "fn=torch.Tensor.norm, or a tree of functions with the structure of params"
+            expected = f"a function of the gradient of {params.path(index)}"
+            raise OptionError(message("fn", expected, describe(function), fix))
+    return functions
+
+
+def _reduced(function: _Function, grad: Tensor, path: Callable[[], str]) -> Any:
+    """Return the result of a function, which shares no memory with the gradient."""
+    if grad.is_sparse:
+        grad = grad.coalesce()
+    version = grad._version
+    result = function(grad)
+    if grad._version != version:
+        expected, got = "a function that reads its gradient", "one that writes on it in place"
+        fix = "return a new tensor: fn=lambda grad: grad.abs().max(), and not grad.abs_().max()"
+        raise UnsupportedGraphError(message(f"fn at {path()}", expected, got, fix))
+    return pytree.map_tensors(partial(_unshared, grad), result)
+
+
+def _unshared(grad: Tensor, result: Tensor) -> Tensor:
+    try:
+        shares = storage_address(result) == storage_address(grad)
+    except (RuntimeError, NotImplementedError):
+        shares = result.layout != torch.strided  # which has no storage of its own
+    return result.clone() if shares else result
 
 
 @disable_compile
@@ -92,8 +164,8 @@ def gram(
     """Return the inner products of the losses' gradients, which are never all in memory.
 
     Equals `gradkit.tree.gram(gradkit.per_loss_grads(losses, params), losses=losses)` to rounding,
-    but that a tensor in several places of `params` counts once: there it has a gradient in each.
-    One vmapped pass multiplies the K gradients of a parameter as they arrive, and frees them.
+    but that a tensor in several places of `params` counts once. One vmapped pass multiplies the K
+    gradients of a parameter as they arrive, and frees them.
 
     Example:
         >>> import torch, gradkit
@@ -142,9 +214,7 @@ def per_loss_norms(
 ) -> Tensor:
     """Return the norm of each loss's gradient, without a set of gradients in memory.
 
-    Equals `gradkit.tree.global_norm` of each of the `per_loss_grads`, to rounding, but that a
-    tensor in several places of `params` counts once; and the square root of the diagonal of
-    `gradkit.gram`.
+    It is the square root of the diagonal of `gradkit.gram`, to rounding.
 
     Example:
         >>> import torch, gradkit
@@ -158,7 +228,7 @@ def per_loss_norms(
         chunk_size: The largest number of elements of a loss that is not a scalar in one vmapped
             pass, which takes memory for as many gradients of the largest parameter. None is all
             of them; 1 is a pass for each. Scalar losses have a pass each.
-        retain_graph: True: the graph can be used by another call. None: False.
+        retain_graph: As in `gram`.
 
     Returns:
         `[K]`, without a graph, in the order of the losses and of their elements; dtype and device
@@ -206,7 +276,7 @@ def per_sample_norms(
             which takes memory for as many gradients of the largest parameter; None is all B of
             them. A pass for `c` samples takes the time of about `c` passes through the graph of
             the whole batch. docs/streaming.md says what is proved.
-        retain_graph: True: the graph can be used by another call. None: False.
+        retain_graph: As in `gram`.
 
     Returns:
         `[B]`, without a graph; dtype and device as in `gram`. An empty batch gives `[0]`.
@@ -257,7 +327,7 @@ def clipped_sum(
         max_norm: The largest norm of a sample's gradient, over all params: a number of at least 0,
             or a one-element tensor, whose sign is not checked.
         chunk_size: As in `per_sample_norms`.
-        retain_graph: True: the graph can be used by another call. None: False.
+        retain_graph: As in `gram`.
 
     Returns:
         A tree like `params`, its leaves as in `value_and_grads`: the sum of
@@ -276,15 +346,10 @@ def clipped_sum(
     check_optional_bool("retain_graph", retain_graph)
     check_chunk_size(chunk_size)
     fix = "gradkit.clipped_sum(losses, params, 1.0)"
-    check_number("max_norm", max_norm, fix, nonnegative=True)
+    max_norm = check_number("max_norm", max_norm, fix, nonnegative=True)
     with leave_inference_mode():
-        return gramian.clipped_sum(
-            _read_samples(losses),
-            read_params(params),
-            max_norm,
-            chunk_size=chunk_size,
-            retain=bool(retain_graph),
-        )
+        flat = _read_samples(losses), read_params(params)
+        return gramian.clipped_sum(*flat, max_norm, chunk_size, bool(retain_graph))
 
 
 def _read_samples(losses: Tensor) -> Losses:

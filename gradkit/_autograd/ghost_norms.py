@@ -3,170 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
-from torch.func import vmap
 
 from gradkit._autograd.engine import numbered_roots, own_roots, run_grad
 from gradkit._autograd.jacobian_rows import ARRIVED, JacobianRows
-from gradkit._checks.checked import is_checked
-from gradkit._checks.sample_independence import (
-    BatchDim,
+from gradkit._autograd.sample_rules import (
+    Factors,
     NotProvedError,
+    PerSampleGrads,
     SharedOperand,
     uses_shared_by_samples,
 )
+from gradkit._checks.checked import is_checked
 from gradkit._compat.autograd import current_pass
-from gradkit._compat.nodes import Shape, saved, saved_ints
 from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import user_code
 from gradkit._core.leaf_arithmetic import norms_of_rows, without_autocast
 from gradkit.errors import GradkitError
-
-
-class Factors(NamedTuple):
-    """The gradients of B samples as products `left^T right`, `[p, q]` each."""
-
-    left: Tensor  # `[B, T, p]`; or `[B, T]`, integers: where in a row of zeros there is a one
-    right: Tensor  # `[B, T, q]`
-
-
-PerSampleGrads: TypeAlias = Factors | Tensor  # or the gradients themselves, `[B, *variable.shape]`
-Rule: TypeAlias = Callable[[SharedOperand, Tensor, Tensor], PerSampleGrads]
-Terms: TypeAlias = Callable[[Node, Tensor], Tensor]
-
-
-def _by_sample(tensor: Tensor, batch: BatchDim) -> Tensor:
-    """Return a tensor of the output's shape up to the samples' dimension as `[B, T, ...]`."""
-    rows = tensor.movedim(batch.dim, 0)
-    blocks = rows.reshape(-1, batch.size, batch.block, *rows.shape[1:])
-    return blocks.transpose(0, 1).flatten(1, 2)
-
-
-def _matrix(name: str, *, transposed: bool, scale: str | None = None) -> Rule:
-    def rule(use: SharedOperand, cotangent: Tensor, _: Tensor) -> PerSampleGrads:
-        if scale is not None and saved(use.node, scale) != 1:
-            cotangent = cotangent * saved(use.node, scale)
-        rows = _by_sample(saved(use.node, name), use.batch)
-        grads = _by_sample(cotangent, use.batch)
-        return Factors(grads, rows) if transposed else Factors(rows, grads)
-
-    return rule
-
-
-def _vector(use: SharedOperand, cotangent: Tensor, _: Tensor) -> PerSampleGrads:
-    rows = _by_sample(saved(use.node, "self"), use.batch)
-    grads = _by_sample(cotangent, use.batch)
-    return torch.bmm(grads.unsqueeze(1), rows).squeeze(1)
-
-
-def _embedding(use: SharedOperand, cotangent: Tensor, _: Tensor) -> PerSampleGrads:
-    positions = _by_sample(saved(use.node, "indices"), use.batch).flatten(1)
-    grads = _by_sample(cotangent, use.batch).flatten(1, -2)
-    (padding,) = saved_ints(use.node, "padding_idx")
-    return Factors(positions, grads.masked_fill((positions == padding).unsqueeze(-1), 0))
-
-
-def _kernel(use: SharedOperand, cotangent: Tensor, weight: Tensor) -> PerSampleGrads:
-    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
-    options = [saved(use.node, name) for name in names]
-
-    def one(grads: Tensor, inputs: Tensor) -> Tensor:
-        convolution_backward = torch.ops.aten.convolution_backward
-        only_weight = [False, True, False]
-        result: Tensor = convolution_backward(grads, inputs, weight, None, *options, only_weight)[1]
-        return result
-
-    inputs = _by_sample(saved(use.node, "input"), use.batch)
-    result: Tensor = vmap(one)(_by_sample(cotangent, use.batch), inputs)
-    return result
-
-
-def _sum_over_uses(terms: Terms, *, by_channel: bool = False) -> Rule:
-    """Return the rule of a variable that was broadcast: the sum of terms for each element."""
-
-    # There is a term for each element of its node's output, whose channels are dimension 1.
-    def rule(use: SharedOperand, cotangent: Tensor, variable: Tensor) -> PerSampleGrads:
-        rank = cotangent.dim()
-        shape = (len(variable), *([1] * (rank - 2))) if by_channel else tuple(variable.shape)
-        batch = use.batch
-        before, after = cotangent.shape[: batch.dim], cotangent.shape[batch.dim + 1 :]
-        each = terms(use.node, cotangent).reshape(*before, -1, batch.size, batch.block, *after)
-        each = each.movedim(batch.dim + 1, 0)  # two dimensions are left there, of one sample
-        padded: list[int] = [*([1] * (rank - len(shape))), *shape]
-        padded.insert(batch.dim, 1)
-        summed = each.sum([dim + 1 for dim, size in enumerate(padded) if size == 1])
-        return summed.reshape(batch.size, *variable.shape)
-
-    return rule
-
-
-def _cotangent(_: Node, cotangent: Tensor) -> Tensor:
-    return cotangent
-
-
-def _scaled(name: str, sign: int = 1) -> Terms:
-    """Return the cotangent times a number, or a tensor, that the node has saved."""
-
-    def terms(node: Node, cotangent: Tensor) -> Tensor:
-        scaled: Tensor = cotangent * (sign * saved(node, name))
-        return scaled
-
-    return terms
-
-
-def _layer_norm(node: Node, cotangent: Tensor) -> Tensor:
-    mean, rstd = saved(node, "result1"), saved(node, "result2")
-    terms: Tensor = cotangent * ((saved(node, "input") - mean) * rstd)
-    return terms
-
-
-def _group_norm(node: Node, cotangent: Tensor) -> Tensor:
-    mean, rstd = saved(node, "result1"), saved(node, "result2")
-    groups = saved(node, "input").reshape(*mean.shape, -1)
-    normalized = (groups - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
-    terms: Tensor = cotangent * normalized.reshape(cotangent.shape)
-    return terms
-
-
-def _batch_norm(node: Node, cotangent: Tensor) -> Tensor:
-    shape: Shape = (-1, *([1] * (cotangent.dim() - 2)))
-    mean = saved(node, "running_mean").view(shape)
-    rstd = (saved(node, "running_var") + saved(node, "eps")).rsqrt().view(shape)
-    terms: Tensor = cotangent * ((saved(node, "input") - mean) * rstd)
-    return terms
-
-
-# By the kind of node, which of its inputs the variable is, and whether it was transposed.
-RULES: dict[tuple[str, int, bool], Rule] = {
-    ("MmBackward0", 1, False): _matrix("self", transposed=False),
-    ("MmBackward0", 1, True): _matrix("self", transposed=True),
-    ("AddmmBackward0", 0, False): _sum_over_uses(_scaled("beta")),
-    ("AddmmBackward0", 2, False): _matrix("mat1", transposed=False, scale="alpha"),
-    ("AddmmBackward0", 2, True): _matrix("mat1", transposed=True, scale="alpha"),
-    ("MvBackward0", 1, False): _vector,
-    ("EmbeddingBackward0", 0, False): _embedding,
-    ("ConvolutionBackward0", 1, False): _kernel,
-    ("ConvolutionBackward0", 2, False): _sum_over_uses(_cotangent, by_channel=True),
-    ("AddBackward0", 0, False): _sum_over_uses(_cotangent),
-    ("AddBackward0", 1, False): _sum_over_uses(_scaled("alpha")),
-    ("SubBackward0", 0, False): _sum_over_uses(_cotangent),
-    ("SubBackward0", 1, False): _sum_over_uses(_scaled("alpha", -1)),
-    ("MulBackward0", 0, False): _sum_over_uses(_scaled("other")),
-    ("MulBackward0", 1, False): _sum_over_uses(_scaled("self")),
-    ("NativeLayerNormBackward0", 1, False): _sum_over_uses(_layer_norm),
-    ("NativeLayerNormBackward0", 2, False): _sum_over_uses(_cotangent),
-    ("NativeGroupNormBackward0", 1, False): _sum_over_uses(_group_norm, by_channel=True),
-    ("NativeGroupNormBackward0", 2, False): _sum_over_uses(_cotangent, by_channel=True),
-    ("NativeBatchNormBackward0", 1, False): _sum_over_uses(_batch_norm, by_channel=True),
-    ("NativeBatchNormBackward0", 2, False): _sum_over_uses(_cotangent, by_channel=True),
-}
-
 
 # A sum of T products of norm a_t each has a squared norm S that is computed as the sum of T * T
 # terms. The term of t and u is of size a_t * a_u at most, and its rounding error a few eps times
@@ -193,14 +52,14 @@ def ghost_norms(rows: JacobianRows, index: int) -> Tensor | None:
     if not _may_run(rows, loss):
         return None
     try:
-        uses = uses_shared_by_samples(loss, below, variables, RULES)
+        uses = uses_shared_by_samples(loss, below, variables)
         squares = _squared_norms(rows, index, uses)
-    except NotProvedError:
+    except GradkitError:
+        raise
+    except (NotProvedError, RuntimeError, TypeError):
+        # TypeError: Apple's GPUs have no float64. RuntimeError: such as out of memory; the batched
+        # pass has its own ways.
         return None
-    except (RuntimeError, TypeError) as error:  # TypeError: Apple's GPUs have no float64
-        if isinstance(error, GradkitError):
-            raise
-        return None  # such as out of memory; the batched pass has its own ways
     if squares is None:
         return None
     rows.note([ARRIVED if number in squares else None for number in range(len(variables))])
@@ -262,13 +121,10 @@ class _GhostPass:
     """A pass that makes the squared norms of a variable as soon as its last use is reached."""
 
     def __init__(
-        self,
-        uses: Sequence[SharedOperand],
-        variables: Sequence[Tensor],
-        dtype: torch.dtype | None,  # of the products; None is that of their factors
+        self, uses: Sequence[SharedOperand], variables: Sequence[Tensor], dtype: torch.dtype | None
     ) -> None:
-        self._variables = variables
-        self._dtype = dtype
+        # `dtype`: of the products; None is that of their factors.
+        self._variables, self._dtype = variables, dtype
         self._by_node: dict[Node, list[SharedOperand]] = defaultdict(list)
         self._left: dict[int, int] = defaultdict(int)  # how many uses of a variable are to come
         for use in uses:
@@ -311,7 +167,7 @@ class _GhostPass:
             self._left[use.variable] -= 1
             if cotangent is not None:
                 with torch.no_grad(), without_autocast(cotangent.device), INSIDE:
-                    part = RULES[use.kind](use, cotangent, variable.detach())
+                    part = use.grads(cotangent, variable.detach())
                     self._parts[use.variable].append(part)
                     if not self._left[use.variable]:
                         self._finish(use.variable)
@@ -336,11 +192,9 @@ def _squares(
 
 
 def _cast(part: Factors, dtype: torch.dtype | None) -> Factors:
-    """Return factors in a dtype; positions stay integers."""
-    if dtype is None:
-        return part
-    left, right = part
-    return Factors(left if left.dim() == 2 else left.to(dtype), right.to(dtype))
+    """Return factors in a dtype, if it is given; positions stay integers."""
+    left, right = part.left, part.right.to(dtype or part.right.dtype)
+    return Factors(left if left.dim() == 2 else left.to(dtype or left.dtype), right)
 
 
 def _products_are_less(factors: list[Factors], size: int) -> bool:
@@ -354,9 +208,9 @@ def _squares_of_products(factors: list[Factors]) -> _SquaredNorms:
     if len(factors) == 1 and factors[0].right.shape[1] == 1:
         left, right = factors[0]
         squares = norms_of_rows(right).square_()
-        return _SquaredNorms(
-            squares if left.dim() == 2 else squares * norms_of_rows(left).square_()
-        )
+        if left.dim() == 3:
+            squares = squares * norms_of_rows(left).square_()
+        return _SquaredNorms(squares)
     # A variable of several uses has the cross terms of each two of them.
     total = summed = torch.zeros_like(factors[0].right[:, 0, 0])
     for i, (left, right) in enumerate(factors):

@@ -16,14 +16,16 @@ from gradkit._autograd.jacobian_rows import JacobianRows, read_jacobian_rows
 from gradkit._autograd.passes import PassRunner, grads_to_tree, run_in_turn
 from gradkit._compat.distributed import full_tensor
 from gradkit._core import pytree
-from gradkit._core.call import Grads, Losses, check_weighting, number_for_torch
+from gradkit._core.call import Grads, Losses, check_weighting
 from gradkit._core.grad_recorder import any_observers, numbered_passes, scale_recorded
 from gradkit._core.leaf_arithmetic import (
     add_leaves,
+    clip_factor,
     dot_leaves,
     norms_of_rows,
     products_of_rows,
     stored_values,
+    symmetrized,
 )
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
@@ -32,16 +34,13 @@ from gradkit.errors import LeafTypeError, OptionError, StructureError, describe,
 
 
 def clipped_sum(
-    losses: Losses,
-    params: Params,
-    max_norm: float | Tensor,
-    *,
-    chunk_size: int | None,
-    retain: bool,
+    losses: Losses, params: Params, max_norm: float | Tensor, chunk_size: int | None, retain: bool
 ) -> PyTree:
     """Return the sum of the gradients of the elements of one loss, each of at most some norm."""
     rows = read_jacobian_rows(losses, params)
-    max_norm = _max_norm(max_norm, params)
+    if isinstance(max_norm, Tensor) and max_norm.is_meta and not params.variables[0].is_meta:
+        expected = "a number, or a tensor that has a value"
+        raise OptionError(message("max_norm", expected, describe(max_norm), "max_norm=1.0"))
     (loss,) = losses.leaves
     if any_observers():
         _ = rows.call.graph  # as far as the second pass goes, which is recorded
@@ -62,14 +61,6 @@ def clipped_sum(
     return grads_to_tree(grads, params, "none", create_graph=False)
 
 
-def _max_norm(max_norm: float | Tensor, params: Params) -> float | Tensor:
-    """Return the largest norm as torch takes it; raise if it has no value."""
-    if isinstance(max_norm, Tensor) and max_norm.is_meta and not params.variables[0].is_meta:
-        expected = "a number, or a tensor that has a value"
-        raise OptionError(message("max_norm", expected, describe(max_norm), "max_norm=1.0"))
-    return number_for_torch(max_norm)
-
-
 def _clipped_one_by_one(rows: JacobianRows, max_norm: float | Tensor, *, retain: bool) -> Grads:
     """Return the sum from a pass for each element: a hook, or a Function, need not be linear."""
     total: Grads = [None] * len(rows.params.variables)
@@ -88,10 +79,8 @@ def _clipped_one_by_one(rows: JacobianRows, max_norm: float | Tensor, *, retain:
 
 
 def _factors(norms: Tensor, max_norm: float | Tensor) -> Tensor:
-    """Return what gradients are multiplied with: the factor of clip_grad_norm_."""
-    factors = (max_norm / (norms + 1e-6)).clamp(max=1.0).detach()
     # Infinity times a factor of zero is nan; times a cotangent of zero it could be left out.
-    return factors.masked_fill(norms.isinf(), torch.nan)
+    return clip_factor(norms, max_norm).detach().masked_fill(norms.isinf(), torch.nan)
 
 
 @unrecorded()
@@ -183,11 +172,6 @@ def gramian(losses: Losses, params: Params, *, chunk_size: int | None, retain: b
     if not retain:
         rows.release(rows.call.differentiated)
     return symmetrized(product)
-
-
-def symmetrized(product: Tensor) -> Tensor:
-    """Return the upper triangle in both halves: a product of matrices may round asymmetrically."""
-    return product.triu() + product.triu(1).T
 
 
 def by_blocks(

@@ -11,7 +11,7 @@ from functools import cache, partial
 from logging import DEBUG, getLogger
 from operator import attrgetter, methodcaller
 from threading import get_ident
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch._utils
@@ -21,10 +21,42 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradkit._compat.undoing import undone
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+__all__ = ["TorchDispatchMode", "flatten_dense", "unflatten_dense", "without_torch_function"]
 
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_log = getLogger(torch.autograd.graph.__name__)
+_engine: Any = torch.autograd.Variable._execution_engine
 # The type of the nodes that accumulate the gradient of a leaf tensor.
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+# How many nodes its thread had made before a node; the largest number for that of a leaf.
+sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
+# Whether a TorchFunctionMode is active, which sees what torch.autograd.grad is called with.
+function_mode_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+# The address of a tensor's storage, and how many owners the storage at an address has.
+storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+# How many owners a tensor has, torch's own among them; before 2.12, only Python's are counted.
+tensor_use_count: Callable[[Any], int] = getattr(Tensor, "_use_count", sys.getrefcount)
+# The hooks of a tensor by their handles, in their order, or None: those of its gradient, and those
+# that run once `.grad` has it.
+_Hooks: TypeAlias = Callable[[Tensor], dict[object, Callable[..., Any]] | None]
+tensor_hooks: _Hooks = attrgetter("_backward_hooks")
+post_accumulate_hooks: _Hooks = attrgetter("_post_accumulate_grad_hooks")
+# The Function whose nodes are of a type, and the type of the nodes of a Function.
+forward_class: Callable[[Any], Any] = attrgetter("_forward_cls")
+node_type: Callable[[Any], type] = attrgetter("_backward_cls")
+# Whether a tensor is a view of another that autograd knows of.
+is_view: Callable[[Tensor], bool] = Tensor._is_view
+# Whether a tensor stands for zeros without memory of its own, as torch.func makes them.
+is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
+# Let no tensor subclass change what torch functions return in a block.
+without_torch_function: Callable[[], AbstractContextManager[object]] = (
+    torch._C.DisableTorchFunctionSubclass
+)
+# Whether a tensor is a batch of `batched_mode`. Run on torch 2.13.
+is_batch: Callable[[Any], bool] = torch._C._functorch.is_legacy_batchedtensor
+# Let no TorchFunctionMode see what is called in a block. Run on torch 2.13.
+without_function_modes: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
 
 
 def current_pass() -> int:
@@ -50,10 +82,6 @@ def calling_thread() -> int:
     return here
 
 
-# How many nodes its thread had made before a node; the largest number for that of a leaf.
-sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
-
-
 def forward_line(node: Node) -> str | None:
     """Return the line of the forward pass that made a node, if anomaly detection was on."""
     # Run on torch 2.13.
@@ -74,32 +102,16 @@ def run_engine(*arguments: Any) -> tuple[Tensor | None, ...]:
     return grads
 
 
-_log = getLogger(torch.autograd.graph.__name__)
-_engine: Any = torch.autograd.Variable._execution_engine
-
-
 @cache
 def _may_have_device_threads() -> bool:
     return torch.accelerator.is_available()
-
-
-# Whether a TorchFunctionMode is active, which sees what torch.autograd.grad is called with.
-function_mode_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 
 
 def at_end_of_pass(callback: Callable[[], None]) -> None:
     """Call a function once the pass of this thread is done, which raises what that raises."""
     # Before the pass returns, and on the streams of its caller; not if it fails [E7]. torch's DDP
     # and FSDP end their reductions so.
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-# The address of a tensor's storage, and how many owners the storage at an address has.
-storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
-storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
-
-# How many owners a tensor has, torch's own among them; before 2.12, only Python's are counted.
-tensor_use_count: Callable[[Any], int] = getattr(Tensor, "_use_count", sys.getrefcount)
+    _engine.queue_callback(callback)
 
 
 def may_have_node(leaf: Tensor) -> bool:
@@ -108,25 +120,10 @@ def may_have_node(leaf: Tensor) -> bool:
     return not hasattr(Tensor, "_use_count") or tensor_use_count(leaf) > 1
 
 
-# The hooks of a tensor by their handles, in their order, or None: those of its gradient, and those
-# that run once `.grad` has it.
-tensor_hooks: Callable[[Tensor], dict[object, Callable[..., Any]] | None] = attrgetter(
-    "_backward_hooks"
-)
-post_accumulate_hooks: Callable[[Tensor], dict[object, Callable[..., Any]] | None] = attrgetter(
-    "_post_accumulate_grad_hooks"
-)
-
-
 def storage_key(tensor: Tensor) -> int:
     """Return a number that the tensors in one storage share, as long as that lives."""
     key: int = tensor.untyped_storage()._cdata
     return key
-
-
-# The Function whose nodes are of a type, and the type of the nodes of a Function.
-forward_class: Callable[[Any], Any] = attrgetter("_forward_cls")
-node_type: Callable[[Any], type] = attrgetter("_backward_cls")
 
 
 def run_in_place_of_backward(node: Node, backward: Callable[..., Any]) -> None:
@@ -139,16 +136,6 @@ def operator_schema(func: Any) -> Any:
     return getattr(func, "_schema", None)
 
 
-# Whether a tensor is a view of another that autograd knows of.
-is_view: Callable[[Tensor], bool] = Tensor._is_view
-
-# Whether a tensor stands for zeros without memory of its own, as torch.func makes them.
-is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
-
-
-__all__ = ["TorchDispatchMode", "flatten_dense", "unflatten_dense", "without_torch_function"]
-
-
 def flatten_dense(tensors: Sequence[Tensor]) -> Tensor:
     """Return a vector of the entries of dense tensors of one dtype; of a lone one, a view."""
     flat = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
@@ -159,12 +146,6 @@ def unflatten_dense(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return views of a vector, one after the other, in the shapes of some tensors."""
     parts = torch._utils._unflatten_dense_tensors(flat, like)  # type: ignore[no-untyped-call]
     return cast("tuple[Tensor, ...]", parts)
-
-
-# Let no tensor subclass change what torch functions return in a block.
-without_torch_function: Callable[[], AbstractContextManager[object]] = (
-    torch._C.DisableTorchFunctionSubclass
-)
 
 
 @contextmanager
@@ -191,14 +172,6 @@ def from_batch(tensor: Tensor, level: int, size: int) -> Tensor:
     """Return a batch of that mode, which may be the same tensor for all, as a stack."""
     # Run on torch 2.13.
     return torch._remove_batch_dim(tensor, level, size, 0)
-
-
-# Whether a tensor is a batch of that mode. Run on torch 2.13.
-is_batch: Callable[[Any], bool] = torch._C._functorch.is_legacy_batchedtensor
-
-
-# Let no TorchFunctionMode see what is called in a block. Run on torch 2.13.
-without_function_modes: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
 
 
 @contextmanager

@@ -23,6 +23,17 @@ from gradkit._compat.nodes import changed_since_saved, packed_tensors
 Frame: TypeAlias = Any
 _FRAME: type = torch.utils.checkpoint._CheckpointFrame
 CHECKPOINT_MODULE: str = _FRAME.__module__
+# By the name of a determinism check: what makes, of each tensor that a checkpoint saves, something
+# that torch compares with what it makes of the tensor that is recomputed.
+determinism_checks: dict[str, Callable[[Tensor], Any]] = (
+    torch.utils.checkpoint._allowed_determinism_checks_to_fns
+)
+# Runs operations that no mode around sees, a selective checkpoint's neither.
+modes_disabled: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
+# Of a selective checkpoint, which raises a RuntimeError.
+_OTHER_OPERATIONS = re.compile(
+    "selective activation checkpoint has been mutated|encountered during backward but not found"
+)
 
 
 def _codes() -> list[CodeType]:
@@ -55,12 +66,6 @@ def frames_waiting() -> int:
 def copies_waiting() -> bool:
     """Return whether save_on_cpu keeps something in this process."""
     return [*map(sys.getrefcount, RECOMPUTING)][1:] != IDLE[1:]
-
-
-# Of a selective checkpoint, which raises a RuntimeError.
-_OTHER_OPERATIONS = re.compile(
-    "selective activation checkpoint has been mutated|encountered during backward but not found"
-)
 
 
 def is_checkpoint_error(error: RuntimeError) -> bool:
@@ -133,14 +138,3 @@ def is_last_saved(frame: Frame, packed: object) -> bool:
     """Return whether a recomputation ends as soon as it comes to a tensor."""
     holders = frame.weak_holders
     return bool(frame.early_stop and holders and holders[-1]() is packed)
-
-
-# By the name of a determinism check: what makes, of each tensor that a checkpoint saves, something
-# that torch compares with what it makes of the tensor that is recomputed.
-determinism_checks: dict[str, Callable[[Tensor], Any]] = (
-    torch.utils.checkpoint._allowed_determinism_checks_to_fns
-)
-
-
-# Runs operations that no mode around sees, a selective checkpoint's neither.
-modes_disabled: Callable[[], AbstractContextManager[Any]] = _disable_current_modes

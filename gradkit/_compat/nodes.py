@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from math import prod
 from typing import Any, NoReturn, TypeAlias, cast
@@ -108,12 +108,13 @@ def hooked_tensors(node: Node) -> list[Any]:
 
 def packed_tensors(node: Node) -> list[tuple[str, Any]]:
     """Return the names of the tensors that a node has saved, and how it keeps them."""
-    packed = []
-    for name in saved_names(type(node)):
-        raw = getattr(node, name)
-        each = raw if isinstance(raw, tuple | list) else (raw,)
-        packed += [(name.removeprefix("_raw_saved_"), one) for one in each]
-    return packed
+    names = saved_names(type(node))
+    return [(name.removeprefix("_raw_saved_"), one) for name in names for one in _raw(node, name)]
+
+
+def _raw(node: Node, name: str) -> Sequence[Any]:
+    raw = getattr(node, name)
+    return raw if isinstance(raw, tuple | list) else (raw,)
 
 
 # The nodes of rrelu. Torch saves its noise first, and draws it then, into the same memory:
@@ -170,9 +171,7 @@ def changed_since_saved(node: Node) -> tuple[str, str] | None:
     # checkpoint, is left alone. Run on torch 2.13.
     for name in saved_names(type(node)):
         try:
-            raw = getattr(node, name)
-            each = raw if isinstance(raw, tuple | list) else (raw,)
-            if all(getattr(one, "unpack_hook", None) is None for one in each):
+            if all(getattr(one, "unpack_hook", None) is None for one in _raw(node, name)):
                 is_custom = isinstance(node, BackwardCFunction)
                 getattr(node, name.removeprefix("_raw_" if is_custom else "_raw"))
         except RuntimeError as error:  # of one that a pass has freed, it is another

@@ -39,6 +39,20 @@ BATCH_FAILURES = (RuntimeError, ZeroDivisionError)
 # What torch.func's own grad and vjp call; torch.compile traces it as one operation, where it does
 # not trace torch.autograd.grad. Zeros for what is not reached.
 autograd_grad = _autograd_grad
+# What Function.apply calls inside transforms; modes see it, and the Function as its first argument.
+apply_function: Any = _custom_function_call
+# The transform level that a tensor belongs to: -1 for none, -2 for one that has ended.
+level_of: Callable[[Tensor], int] = _functorch.maybe_get_level
+# Whether a transform has wrapped a tensor, and whether that is grad, vjp or jvp.
+is_transform_tensor: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
+is_differentiated_tensor: Callable[[Tensor], bool] = _functorch.is_gradtrackingtensor
+# Differentiates in forward mode, too, inside of a Function's `jvp`, where torch does not:
+# https://github.com/pytorch/pytorch/issues/197867
+forward_mode_on = partial(forward_ad._set_fwd_grad_enabled, True)
+_mode_stack: Any = torch._C
+_depth_of_modes: Callable[[], int] = _mode_stack._len_torch_function_stack
+_NO_HOOKS = "torch.func's grad and vjp do not support saved tensor hooks"
+COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 
 
 def transforms() -> tuple[str, ...]:
@@ -139,10 +153,6 @@ def _change_modes(change: Callable[[list[TorchFunctionMode]], None]) -> None:
         pass
 
 
-_mode_stack: Any = torch._C
-_depth_of_modes: Callable[[], int] = _mode_stack._len_torch_function_stack
-
-
 def is_ordinary(tensor: Tensor) -> bool:
     """Return whether a tensor is no transform's, and no mode around sees or changes what runs."""
     return not (
@@ -161,18 +171,6 @@ def detach_keep_tangent(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
-# Differentiates in forward mode, too, inside of a Function's `jvp`, where torch does not:
-# https://github.com/pytorch/pytorch/issues/197867
-forward_mode_on = partial(forward_ad._set_fwd_grad_enabled, True)
-
-
-# The transform level that a tensor belongs to: -1 for none, -2 for one that has ended.
-level_of: Callable[[Tensor], int] = _functorch.maybe_get_level
-# Whether a transform has wrapped a tensor, and whether that is grad, vjp or jvp.
-is_transform_tensor: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
-is_differentiated_tensor: Callable[[Tensor], bool] = _functorch.is_gradtrackingtensor
-
-
 def unbatched(tensor: Tensor) -> Tensor:
     """Return the tensor that the vmaps innermost around this call have batched, with its graph."""
     while _functorch.is_batchedtensor(tensor):
@@ -186,10 +184,6 @@ def layers(tensor: Tensor) -> Iterator[Tensor]:
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
         yield tensor
-
-
-# What Function.apply calls inside transforms; modes see it, and the Function as its first argument.
-apply_function: Any = _custom_function_call
 
 
 def without_innermost_tangent(tensor: Tensor) -> Tensor:
@@ -273,9 +267,6 @@ def clone_with_node(tensor: Tensor) -> Tensor:
     return tensor.clone()
 
 
-_NO_HOOKS = "torch.func's grad and vjp do not support saved tensor hooks"
-
-
 def run_in_level(
     fn: Callable[[list[Tensor], int], TensorLists], point: Sequence[Tensor]
 ) -> list[list[Any]]:
@@ -305,9 +296,6 @@ def _require_grad(tensors: Iterable[Tensor]) -> None:
         _functorch.set_inplace_requires_grad_allowed(True)
         for tensor in tensors:
             tensor.requires_grad_()
-
-
-COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 
 
 def compiled_autograd_disabled() -> AbstractContextManager[Any]:

@@ -1,10 +1,14 @@
-"""Arithmetic on one leaf of a tree of gradients; None is an exact zero."""
+"""Arithmetic on leaves of trees of gradients: sums, inner products, norms; None is an exact zero.
+
+Inner products are real, in the leaves' common dtype, float32 at least, and not under autocast.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -105,12 +109,24 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
         return torch.dot(left.to(dtype), right.to(dtype))
 
 
-# The columns of a stack of gradients that are in float32 at a time.
+# The columns of gradients that are multiplied at a time, as they are copied for it.
 _COLUMNS_AT_A_TIME = 1 << 18
 
 
+def products(vectors: Sequence[Tensor]) -> Tensor:
+    """Return the inner products `[K, K]` of K real vectors, with their graph."""
+    blocks = zip(*(torch.split(v, _COLUMNS_AT_A_TIME) for v in vectors), strict=True)
+    total: Tensor | None = None
+    for columns in blocks:
+        block = torch.stack(to_common_dtype(columns))
+        with without_autocast(block.device), INSIDE:
+            part = block @ block.T
+        total = part if total is None else total + part
+    return cast("Tensor", total)
+
+
 def products_of_rows(rows: Tensor) -> Tensor:
-    """Return the real inner products of the gradients in a stack `[K, *shape]`, as `[K, K]`."""
+    """Return the inner products `[K, K]` of the gradients in a stack `[K, *shape]`."""
     matrix = _as_matrix(rows)
     dtype = common_dtype(matrix.dtype)
     parts = [matrix] if dtype == matrix.dtype else torch.split(matrix, _COLUMNS_AT_A_TIME, 1)
@@ -122,11 +138,33 @@ def products_of_rows(rows: Tensor) -> Tensor:
     return product
 
 
+def with_zeros(product: Tensor, present: Sequence[int], count: int) -> Tensor:
+    """Return the products of all rows, from those of some; what is left is zero."""
+    if len(present) == count:
+        return product
+    # Not by a tensor of indices: the host would wait for its copy to the device.
+    for dim in (0, 1):
+        lines = dict(zip(present, product.unbind(dim), strict=True))
+        zeros = torch.zeros_like(lines[present[0]])
+        product = torch.stack([lines.get(row, zeros) for row in range(count)], dim)
+    return product
+
+
+def symmetrized(product: Tensor) -> Tensor:
+    """Return the upper triangle in both halves: a product of matrices may round asymmetrically."""
+    return product.triu() + product.triu(1).T
+
+
+def clip_factor(norm: Tensor, max_norm: float | Tensor) -> Tensor:
+    """Return what `clip_grad_norm_` multiplies gradients of a norm with."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
 def norms_of_rows(rows: Tensor) -> Tensor:
     """Return the Euclidean norms of the gradients in a stack `[K, *shape]`, as `[K]`."""
     matrix = _as_matrix(rows)
     dtype = common_dtype(matrix.dtype)
-    if matrix.dtype.itemsize == 1:  # float8, of which torch has no norm
+    if matrix.dtype.itemsize == 1:  # torch has no norm of float8
         matrix = matrix.to(dtype)
     norms: Tensor = torch.linalg.vector_norm(matrix, dim=1, dtype=dtype)
     return norms
@@ -177,11 +215,6 @@ def to_common_dtype(parts: Sequence[Tensor]) -> list[Tensor]:
     """Return the parts on the device of the first, in their common dtype: float32 at least."""
     dtype = common_dtype(*(part.dtype for part in parts))
     return [part.to(parts[0].device, dtype) for part in parts]
-
-
-def width(leaf: Tensor) -> int:
-    """Return the length of `real_vector(leaf)`."""
-    return leaf.numel() * (2 if leaf.is_complex() else 1)
 
 
 def from_real_vector(flat: Tensor, like: Tensor) -> Tensor:

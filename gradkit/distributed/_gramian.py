@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradkit._autograd.engine import numbered_roots, unrecorded
-from gradkit._autograd.gramian import by_blocks, symmetrized, weights_of
+from gradkit._autograd.gramian import by_blocks, weights_of
 from gradkit._autograd.jacobian_rows import JacobianRows, read_jacobian_rows, warn_sequential
 from gradkit._autograd.passes import PassResult, RunnerFactory
 from gradkit._autograd.passes import release as release_nodes
@@ -26,7 +26,7 @@ from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import Call, Grads, Losses, Pass, read_losses, read_weights
 from gradkit._core.graph import is_leaf_node
-from gradkit._core.leaf_arithmetic import dot_leaves, products_of_rows
+from gradkit._core.leaf_arithmetic import dot_leaves, products_of_rows, symmetrized
 from gradkit._core.ownership import grad_dtype
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree

@@ -52,6 +52,8 @@ def _refuse_computed(params: Params) -> None:
 def match(params: Params, grads: PyTree, by_leaf: list[Any] | None = None) -> Pairs:
     """Return each leaf tensor once with its gradient, checked; `by_leaf`: those read before."""
     by_leaf = read_grad_leaves(params, grads) if by_leaf is None else by_leaf
+    if plainly_match(params, by_leaf):
+        return list(zip(params.variables, by_leaf, strict=True))
     try:
         return _matched(params, by_leaf)
     except GradkitError as error:
@@ -69,8 +71,6 @@ def read_grad_leaves(params: Params, grads: PyTree) -> list[Any]:
 
 
 def _matched(params: Params, by_leaf: list[Any]) -> Pairs:
-    if plainly_match(params, by_leaf):
-        return list(zip(params.variables, by_leaf, strict=True))
     pairs: dict[int, tuple[Tensor, Tensor | None]] = {}
     for index, (leaf, grad) in enumerate(zip(params.leaves, by_leaf, strict=True)):
         mismatch = _mismatch(leaf, grad)
@@ -171,30 +171,27 @@ def _refuse_state_dict(tree: OrderedDict[Any, Any], root: str) -> None:
 
 def _known_mistake(params: Params, grads: PyTree) -> GradkitError | None:
     """Return the error for gradients that do not match, if it is known what they are instead."""
-    pair = "value, grads = gradkit.value_and_grads(losses, params)"
+    tree, pair = "a tree of gradients", "value, grads = gradkit.value_and_grads(losses, params)"
     if isinstance(grads, tuple) and len(grads) == 2:
         per_loss = _matches(params.spec, grads[0]) and not isinstance(grads[0], Tensor)
         if _matches(params.spec, grads[1]) and not per_loss:
             got = "a pair (values, gradients) that was not unpacked"
-            return StructureError(message("grads", "a tree of gradients", got, pair))
+            return StructureError(message("grads", tree, got, pair))
         if isinstance(grads[1], Tensor) and _matches(params.spec, grads[0]):
             got = "a pair (gradients, norm) that was not unpacked"
             fix = "clipped, norm = gradkit.tree.clip_by_global_norm(grads, max_norm)"
-            return StructureError(message("grads", "a tree of gradients", got, fix))
-    leaves, _ = pytree.flatten(grads)
-    for leaf in leaves:
+            return StructureError(message("grads", tree, got, fix))
+    for leaf in pytree.flatten(grads)[0]:
         if isinstance(leaf, nn.Module | Optimizer | nn.Parameter):
-            advice = "pass params before grads: (params, grads), or step_(optimizer, params, grads)"
-            got = f"params: {describe(leaf)}"
-            return LeafTypeError(message("grads", "gradients", got, advice))
+            fix = "pass params before grads: (params, grads), or step_(optimizer, params, grads)"
+            return LeafTypeError(message("grads", "gradients", f"params: {describe(leaf)}", fix))
     if isinstance(grads, Tensor) and grads.requires_grad and not params.spec.is_leaf():
-        got = f"a loss: {describe(grads)}"
-        return StructureError(message("grads", "a tree of gradients", got, pair))
+        return StructureError(message("grads", tree, f"a loss: {describe(grads)}", pair))
     children = [] if isinstance(grads, Tensor | None) else pytree.children(grads)[0]
     if children and all(_matches(params.spec, child) for child in children):
-        advice = "gradkit.combine(grads, aggregator_or_weights), which makes one gradient of them"
-        got = "those of several losses"
-        return StructureError(message("grads", "the gradients of one loss", got, advice))
+        expected, got = "the gradients of one loss", "those of several losses"
+        fix = "gradkit.combine(grads, aggregator_or_weights), which makes one gradient of them"
+        return StructureError(message("grads", expected, got, fix))
     return None
 
 

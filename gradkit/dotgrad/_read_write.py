@@ -19,15 +19,7 @@ from gradkit._core.ownership import leave_inference_mode, overlaps_itself, zeros
 from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit._state import grad_attribute
-from gradkit.dotgrad._matching import (
-    Pairs,
-    match,
-    path_of,
-    plainly_match,
-    read_grad_leaves,
-    read_leaves,
-    unique,
-)
+from gradkit.dotgrad import _matching
 from gradkit.errors import UnreachedParamError, UnsupportedGraphError, describe, message
 
 
@@ -57,12 +49,9 @@ def read_grads(params: PyTree, *, unused: Literal["none", "zeros", "error"] = "n
         StructureError: There are no leaves.
         UnreachedParamError: A trainable tensor has no `.grad`, under `unused="error"`.
         UnsupportedGraphError: A leaf is a parameter that `fully_shard` has gathered.
-
-    Source:
-        `torch.Tensor.grad`
     """
     check_option("unused", unused, UNUSED)
-    opened = read_leaves(params)
+    opened = _matching.read_leaves(params)
     grads: list[Tensor | None] = []
     for index, leaf in enumerate(opened.leaves):
         grad = None if leaf is None else leaf.grad
@@ -92,20 +81,20 @@ def write_grads_(params: PyTree, grads: PyTree) -> None:
         tensor([0., 0.])
 
     Args:
-        params: A tree of leaf tensors, modules, iterators, optimizers or None.
+        params: As in `read_grads`.
         grads: A tree of its structure: gradients of each tensor's shape, device and
             `grad_dtype or dtype`, dense or sparse, or None. They are written without their graph.
 
     Raises:
-        LeafTypeError: A leaf is not a leaf tensor, or a gradient is not a tensor.
+        LeafTypeError: A gradient is not a tensor.
         StructureError: Trees, shapes, dtypes, devices or layouts do not match, or a tied tensor has
             two different gradients. Nothing has been changed.
-        UnsupportedGraphError: As in `read_grads`.
+        GradkitError: As in `read_grads`.
 
     Source:
         The layout is that of `torch::autograd::AccumulateGrad`, as after `.backward()`.
     """
-    pairs = match(read_leaves(params), grads)
+    pairs = _matching.match(_matching.read_leaves(params), grads)
     with leave_inference_mode():
         grad_attribute.write_all(pairs)
 
@@ -137,24 +126,23 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
             `gradkit.distributed`, stay the same.
 
     Raises:
-        LeafTypeError: As in `write_grads_`.
         OptionError: `hooks` is not a bool.
-        StructureError: As in `write_grads_`.
         UnsupportedGraphError: torch cannot add the gradient to a `.grad` in place: it is expanded,
             of inference mode, of float8, or sparse in another way. Or `hooks=True`, and a tensor
             has tensor hooks, which have been applied to the gradient already and would be applied
             again; or a DistributedDataParallel module is in no_sync() or join(), or has
-            static_graph or mixed_precision. Or as in `read_grads`.
+            static_graph or mixed_precision.
         CollectiveError: `hooks=True`, and a rank has failed, is missing, or is too late.
+        GradkitError: As in `write_grads_`.
 
     Source:
         `torch::autograd::AccumulateGrad::accumulateGrad`.
     """
     check_bool("hooks", hooks)
 
-    def read_pairs() -> Pairs:
-        opened = read_leaves(params)
-        pairs = match(opened, grads)
+    def read_pairs() -> _matching.Pairs:
+        opened = _matching.read_leaves(params)
+        pairs = _matching.match(opened, grads)
         _refuse_tensor_hooks(pairs)
         _refuse_unaddable(opened, pairs)
         return pairs
@@ -166,22 +154,24 @@ def add_grads_(params: PyTree, grads: PyTree, *, hooks: bool = False) -> None:
             pairs = add_to_replicas(params, read_pairs)
             accumulate_through_engine(grad_attribute.apart_from_grads(pairs))
             return
-        opened = read_leaves(params)
-        by_leaf = read_grad_leaves(opened, grads)
+        opened = _matching.read_leaves(params)
+        by_leaf = _matching.read_grad_leaves(opened, grads)
         totals = [leaf.grad for leaf in opened.variables]
         if set(map(type, totals)) == {type(None)}:
-            pairs = match(opened, grads, by_leaf)
+            pairs = _matching.match(opened, grads, by_leaf)
             grad_attribute.write_all([pair for pair in pairs if pair[1] is not None])
             return
-        if plainly_match(opened, by_leaf, totals) and grad_attribute.add_together(totals, by_leaf):
+        if _matching.plainly_match(opened, by_leaf, totals) and grad_attribute.add_together(
+            totals, by_leaf
+        ):
             return
-        pairs = [pair for pair in match(opened, grads, by_leaf) if pair[1] is not None]
+        pairs = [pair for pair in _matching.match(opened, grads, by_leaf) if pair[1] is not None]
         _refuse_unaddable(opened, pairs)
         apart = grad_attribute.apart_from_grads(pairs)
         grad_attribute.accumulate_all(cast("list[tuple[Tensor, Tensor]]", apart))
 
 
-def _refuse_unaddable(params: Params, pairs: Pairs) -> None:
+def _refuse_unaddable(params: Params, pairs: _matching.Pairs) -> None:
     """Raise if a gradient cannot be added to a `.grad` in place."""
     every = [(leaf, leaf.grad, grad) for leaf, grad in pairs]
     sums = [(leaf, a, b) for leaf, a, b in every if a is not None and b is not None]
@@ -191,7 +181,7 @@ def _refuse_unaddable(params: Params, pairs: Pairs) -> None:
         defect = _defect(leaf, total, grad)
         if defect is not None:
             expected = "a .grad that can be added to in place"
-            raise UnsupportedGraphError(message(path_of(params, leaf), expected, *defect))
+            raise UnsupportedGraphError(message(_matching.path_of(params, leaf), expected, *defect))
 
 
 def _defect(leaf: Tensor, total: Tensor, grad: Tensor) -> tuple[str, str] | None:
@@ -220,7 +210,7 @@ def _how_to_add(leaf: Tensor, total: Tensor, grad: Tensor) -> str:
     return "leaf.grad = leaf.grad.to_dense().to_sparse(), and add grad.to_dense().to_sparse()"
 
 
-def _refuse_tensor_hooks(pairs: Pairs) -> None:
+def _refuse_tensor_hooks(pairs: _matching.Pairs) -> None:
     for leaf, _ in pairs:
         if count := len(tensor_hooks(leaf) or ()):
             expected = "tensors without tensor hooks, which have been applied to the gradients"
@@ -231,7 +221,7 @@ def _refuse_tensor_hooks(pairs: Pairs) -> None:
 
 @disable_compile
 def clear_grads_(params: PyTree) -> None:
-    """Set every `.grad` to None.
+    """Set every `.grad` to None, as `Optimizer.zero_grad` does.
 
     Example:
         >>> import torch, gradkit
@@ -242,15 +232,10 @@ def clear_grads_(params: PyTree) -> None:
         True
 
     Args:
-        params: A tree of leaf tensors, modules, iterators, optimizers or None.
+        params: As in `read_grads`.
 
     Raises:
-        LeafTypeError: A leaf is not a leaf tensor.
-        StructureError: There are no leaves.
-        UnsupportedGraphError: As in `read_grads`.
-
-    Source:
-        `torch.optim.Optimizer.zero_grad(set_to_none=True)`.
+        GradkitError: As in `read_grads`.
     """
-    for leaf in unique(read_leaves(params).leaves):
+    for leaf in _matching.unique(_matching.read_leaves(params).leaves):
         grad_attribute.set_grad(leaf, None)

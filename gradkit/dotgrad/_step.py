@@ -44,14 +44,19 @@ from gradkit.tree._norms import clip_by_global_norm
 
 # Their steps only read the gradients: tests/dotgrad/test_read_only_optimizers.py. All others get
 # copies: they may write on gradients, or keep them.
-_NAMES = (
-    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam",
-    "RMSprop", "Rprop", "SGD", "SparseAdam",
-)  # fmt: skip
-READERS = frozenset(getattr(optim, name) for name in _NAMES if hasattr(optim, name))
+READERS: frozenset[Any] = frozenset((
+    optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW,
+    optim.Adamax, optim.Muon, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD,
+    optim.SparseAdam,
+))  # fmt: skip
 _values: Callable[[dict[str, Any]], Iterable[Any]] = methodcaller("values")
 _is_contiguous: Callable[[Tensor], bool] = Tensor.is_contiguous
 _stride: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
+_version = attrgetter("_version")
+_CONTAINERS = frozenset({dict, list, tuple})
+_one = [torch.empty(0)]
+_IN_TREE = next(map(getrefcount, _one))  # the count of a tensor that one container refers to
+del _one
 
 
 def only_reads(optimizer: Any) -> bool:
@@ -74,32 +79,27 @@ def _writes(group: dict[str, Any]) -> bool:
     return bool(group.get("foreach")) or any(p.device.type != "cpu" for p in group["params"])
 
 
-def are_laid_out(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-    """Return whether each gradient has the strides of its leaf."""
+def _are_laid_out_alone(leaves: Sequence[Tensor], grads: list[Tensor]) -> bool:
+    """Return whether each gradient has the strides of its leaf, and no view shares its memory."""
     try:
-        if all(map(_is_contiguous, grads)) and all(map(_is_contiguous, leaves)):
-            return True
-        return list(map(_stride, grads)) == list(map(_stride, leaves))
+        are_contiguous = all(map(_is_contiguous, grads)) and all(map(_is_contiguous, leaves))
+        if not are_contiguous and list(map(_stride, grads)) != list(map(_stride, leaves)):
+            return False
+        return are_alone_in_memory(grads)  # one that is not may be a view of a parameter
     except (RuntimeError, TypeError):  # sparse, say
         return False
 
 
-def share_no_memory_with(
+def _are_written(
     grads: list[Tensor],
     optimizer: Optimizer,
     own_params: Sequence[Tensor],
-    tree: PyTree | None,
-    *,
+    tree: PyTree,
     lists: int,
 ) -> bool:
-    """Return whether no gradient shares memory with what a step of the optimizer writes on."""
+    """Return whether a gradient is a tensor that a step of the optimizer writes on."""
     # `tree`: the caller's list, tuple or dict if it is flat: beside our own `lists` nothing else
     # should refer to a gradient.
-    try:
-        if not are_alone_in_memory(grads):
-            return False  # it may be a view of a parameter
-    except (RuntimeError, TypeError):
-        return False
     states = optimizer.state.values()
     # A parameter is in a group and a state in its dict, which would be one more reference (unless
     # the tree is that dict itself).
@@ -108,20 +108,15 @@ def share_no_memory_with(
         and {_IN_TREE + lists}.issuperset(map(getrefcount, grads))
         and id(tree) not in map(id, states)
     ):
-        return True
+        return False
     written = chain(own_params, chain.from_iterable(map(_values, states)))
-    return set(map(id, grads)).isdisjoint(map(id, written))
-
-
-_one = [torch.empty(0)]
-_IN_TREE = next(map(getrefcount, _one))  # the count of a tensor that one container refers to
-del _one
+    return not set(map(id, grads)).isdisjoint(map(id, written))
 
 
 _STEPS = "an optimizer whose step() updates the parameters"
 
 
-def check_wrapper(optimizer: Any, *, unscales_or_clips: bool) -> None:
+def _check_wrapper(optimizer: Any, *, unscales_or_clips: bool) -> None:
     """Raise if the wrapper would drop the gradients, or unscale them once more."""
     name = type(optimizer).__name__
     # Accelerate's, by attribute: gradkit does not import it.
@@ -136,10 +131,8 @@ def check_wrapper(optimizer: Any, *, unscales_or_clips: bool) -> None:
     if unscales_or_clips and _own_scaler(optimizer) is not None:
         expected = "an optimizer that does not unscale, with scaler= or max_norm="
         got = f"{name}, whose step() unscales the gradients"
-        fix = (
-            "leave both out; to clip, pass "
-            "gradkit.tree.clip_by_global_norm(grads, max_norm * scaler.get_scale())[0]"
-        )
+        fix = "leave both out; to clip, pass "
+        fix += "gradkit.tree.clip_by_global_norm(grads, max_norm * scaler.get_scale())[0]"
         raise UnsupportedOptimizerError(message("optimizer", expected, got, fix))
 
 
@@ -148,10 +141,6 @@ def _own_scaler(optimizer: Any) -> GradScaler | None:
     plugin = getattr(getattr(optimizer, "_strategy", None), "precision_plugin", None)
     scalers = (getattr(owner, "scaler", None) for owner in (optimizer, plugin))
     return next((scaler for scaler in scalers if isinstance(scaler, GradScaler)), None)
-
-
-_version = attrgetter("_version")
-_CONTAINERS = frozenset({dict, list, tuple})
 
 
 @disable_compile
@@ -165,11 +154,10 @@ def step_(
 ) -> Tensor | None:
     """Take one step of an optimizer with these gradients; every `.grad` is as before afterwards.
 
-    Weights and optimizer state are bit for bit those of the `.grad` loop. The gradients are not
-    copied where the optimizer only reads them, as those of torch.optim do (but for SGD with
-    Nesterov's momentum and `foreach`), without step hooks and without a scaler. A parameter of the
-    optimizer that is not in `params`, or whose gradient is None, is skipped, as after a
-    `.backward()` that did not reach it.
+    Weights and optimizer state are bit for bit those of the `.grad` loop. Gradients are not copied
+    where the optimizer only reads them, as those of torch.optim do (but for SGD with Nesterov's
+    momentum and `foreach`), without step hooks, `scaler` and `max_norm`. A parameter of the
+    optimizer that is not in `params`, or has no gradient, is skipped, as by the loop.
 
     Example:
         >>> import torch, gradkit
@@ -192,22 +180,17 @@ def step_(
             `torch.nn.utils.clip_grad_norm_` does. The gradients that were passed stay as they are.
 
     Returns:
-        The global norm of the gradients before they were clipped, a 0-dim tensor, or None without
-        `max_norm`.
+        With `max_norm` the global norm of the gradients before they were clipped, a 0-dim tensor.
 
     Raises:
-        LeafTypeError: As in `write_grads_`; or a gradient is sparse and there is a `max_norm`.
+        GradkitError: As in `write_grads_`.
+        LeafTypeError: A gradient is sparse, and there is a `max_norm`.
         OptionError: `scaler` is not a GradScaler, or `max_norm` not a number of at least 0.
-        StructureError: As in `write_grads_`; or the optimizer does not have one of the parameters
-            that have a gradient; or all gradients are None and there is a scaler, which needs one.
-        UnsupportedGraphError: As in `read_grads`.
+        StructureError: The optimizer does not have one of the parameters that have a gradient; or
+            all gradients are None and there is a scaler, which needs one.
         UnsupportedOptimizerError: `optimizer` is not an optimizer, or its `step` needs a closure,
             as that of LBFGS does; or it is a wrapper of Accelerate or Lightning whose step would be
             skipped, or would unscale the gradients once more.
-
-    Source:
-        `torch.optim.Optimizer.step`; `torch.amp.GradScaler.step`;
-        `torch.nn.utils.clip_grad_norm_`
     """
     # Unscaling and clipping are in place.
     may_lend = scaler is None and max_norm is None and only_reads(optimizer)
@@ -259,27 +242,20 @@ def _step_without_copies(
     optimizer: Optimizer, params: Params, tree: PyTree, by_leaf: list[Any], own_params: list[Tensor]
 ) -> bool:
     """Step with the caller's gradients themselves; return False if that is not possible."""
-    leaves, grads = params.leaves, by_leaf
+    leaves, grads, lists = params.leaves, by_leaf, 1
     is_flat = type(tree) in _CONTAINERS and params.spec.num_nodes == len(leaves) + 1
     kinds = set(map(type, by_leaf))
-    some_missing = type(None) in kinds  # frozen parameters, or unused ones
-    if some_missing:
+    if type(None) in kinds:  # frozen parameters, or unused ones
         if not params.no_ties:  # the same tensor may have a gradient in another place
             return False
         kinds.discard(type(None))
         present = [i for i, grad in enumerate(by_leaf) if grad is not None]
-        leaves, grads = [leaves[i] for i in present], [by_leaf[i] for i in present]
-    if not (
-        kinds <= PLAIN_TYPES
-        and _are_trained(leaves, params, own_params)
-        and are_laid_out(leaves, grads)
-        and share_no_memory_with(
-            grads,
-            optimizer,
-            own_params,
-            tree if is_flat else None,
-            lists=2 if some_missing else 1,  # by_leaf holds them, too
-        )
+        leaves, grads, lists = [leaves[i] for i in present], [by_leaf[i] for i in present], 2
+    if (
+        not kinds <= PLAIN_TYPES
+        or not _are_trained(leaves, params, own_params)
+        or not _are_laid_out_alone(leaves, grads)
+        or _are_written(grads, optimizer, own_params, tree if is_flat else None, lists)
     ):
         return False
     former, are_lent = FormerGrads(own_params, may_overwrite=False), False
@@ -310,11 +286,8 @@ def _step_without_copies(
 
 def _are_trained(leaves: list[Any], params: Params, owned: list[Tensor]) -> bool:
     """Return whether each leaf is a variable, no other leaf, and a parameter of the optimizer."""
-    if (
-        len(leaves) == len(owned)
-        and len(params.variables) == len(params.leaves)
-        and all(map(is_, leaves, owned))
-    ):
+    every = len(leaves) == len(owned) and len(params.variables) == len(params.leaves)
+    if every and all(map(is_, leaves, owned)):
         return True
     trained = set(map(id, leaves))
     return (
@@ -341,7 +314,7 @@ def _check_arguments(
         raise OptionError(message("scaler", expected, describe(scaler), fix))
     if type(optimizer) in READERS and is_step_of_class(optimizer):
         return
-    check_wrapper(optimizer, unscales_or_clips=not (scaler is None and max_norm is None))
+    _check_wrapper(optimizer, unscales_or_clips=not (scaler is None and max_norm is None))
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         expected = "one whose step() takes gradients as they are"

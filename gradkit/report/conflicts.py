@@ -13,12 +13,12 @@ from torch import Tensor
 
 from gradkit._core import pytree
 from gradkit._core.call import check_option
-from gradkit._core.leaf_arithmetic import real_vector
+from gradkit._core.leaf_arithmetic import products, real_vector, symmetrized, with_zeros
 from gradkit._core.pytree import PyTree
 from gradkit.errors import LeafTypeError, StructureError, message
 from gradkit.report.charts import cosine_text, draw_cosines, draw_history, mean
 from gradkit.report.tables import Block, Report, Table, listed, plural, styled
-from gradkit.tree._per_loss import PerLossRows, products, read_per_loss_rows, with_zeros
+from gradkit.tree._per_loss import PerLossRows, read_per_loss_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -152,7 +152,7 @@ def conflicts(
     names = _names(per_loss, losses)
     _, spec = pytree.flatten(rows.unflatten(rows.rows[0]))
     labels = pytree.labels(spec, "param")
-    params = {labels[leaf]: leaf for leaf in rows.leaves if rows.example(leaf) is not None}
+    params = {labels[leaf]: leaf for leaf in rows.examples()}
     groups: dict[str, list[int]] = {}  # the leaves that are directly in each module
     modules: dict[str, None] = {}
     for label, leaf in params.items():
@@ -231,7 +231,7 @@ def _products(rows: list[list[Tensor | None]]) -> Tensor:
         for parts in zip(*split, strict=True):
             product = products([part.to(total) for part in parts])
             total = total + with_zeros(product, list(vectors), len(rows))
-    return total.triu() + total.triu(1).T
+    return symmetrized(total)
 
 
 def _norms_and_cosines(product: Tensor) -> Tensor:

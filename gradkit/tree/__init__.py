@@ -4,7 +4,8 @@ Every function but `add_` and `lerp_`, which change their first tree, is pure: i
 tensors, and is differentiable where its inputs carry a graph. Trees are optree's; dictionaries
 match by key and keep the order of the first tree. A module in a tree stands for
 `dict(module.named_parameters())`, an iterator for the tuple of its items, an optimizer for the
-tuple of its parameters.
+tuple of its parameters. A leaf that is no tensor raises `LeafTypeError`; trees that do not match
+raise `StructureError`.
 
 DTensors stay DTensors in sums. A number or a matrix made of them is a plain tensor, the same on all
 of their ranks: all ranks make the call, and the leaves are gathered one after the other.

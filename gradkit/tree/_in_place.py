@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias, cast
 
@@ -19,7 +20,6 @@ from gradkit._core.ownership import PLAIN_TYPES, overlaps_itself, shared_by
 from gradkit._core.params import DIFFERENTIABLE
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import (
-    GradkitError,
     LeafTypeError,
     OptionError,
     StructureError,
@@ -29,23 +29,23 @@ from gradkit.errors import (
 )
 from gradkit.tree._arithmetic import Leaf, aligned_leaves, are_dense, are_of_one_kind, group_alike
 
-# Changes tensors of one device, dtype and layout by as many others.
-_Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor]], object]
+# Of a leaf of the tree whose name is given.
+_Path: TypeAlias = Callable[[str], str]
 _requires_grad = attrgetter("requires_grad")
-# A container in the first tree, the index or key of a None in it, and the second tree's leaf.
-_Entry: TypeAlias = tuple[Any, Any, Tensor]
-_Defect: TypeAlias = tuple[type[GradkitError], str, str, str, str]
+# torch raises for a number that is out of the range of the tensors.
+_FITS_ALL_DTYPES = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
-class InPlaceOperation:
+class _InPlaceOperation:
     """What is done to two leaves, or to one where the other is None."""
 
-    both: _Kernel
+    name: str  # of the second tree
+    both: Callable[[list[Tensor], list[Tensor]], object]  # the first: of one device, dtype, layout
     first: Callable[[Tensor], Tensor]  # in place
     second: Callable[[Tensor], Tensor]  # to a new tensor
     number: float
-    may_be_sparse: bool
+    sparse: bool  # whether the first tensor may be, if the second is
 
     def on_copies(self, x: Leaf, y: Leaf) -> None:
         """Run it on copies of two leaves."""
@@ -57,32 +57,30 @@ class InPlaceOperation:
             self.second(y)
 
 
-def run_in_place(operation: InPlaceOperation, tree: PyTree, other: PyTree, name: str) -> None:
+def _run_in_place(operation: _InPlaceOperation, tree: PyTree, other: PyTree) -> PyTree:
     """Change the tensors of a tree by those of another one, or raise before anything is changed."""
     if transforms():
         expected = "a call outside of torch.func's transforms"
         fix = "gradkit.tree.add, which is pure"
         raise UnsupportedGraphError(message("tree", expected, "one inside", fix))
-    leaves, spec = aligned_leaves({"tree": tree, name: other})
+    leaves, spec = aligned_leaves({"tree": tree, operation.name: other})
     rows = list(zip(*leaves, strict=True))
     for index, (x, y) in enumerate(() if _plainly_fit(leaves, operation) else rows):
-        defect = _defect(x, y, operation)
-        if defect is not None:
-            error, root, expected, got, fix = defect
-            raise error(message(pytree.path(spec, index, root or name), expected, got, fix))
-    entries = _entries(tree, rows, spec)
-    _refuse_shared_memory(rows, spec, name)
+        _check_leaves(x, y, operation, partial(pytree.path, spec, index))
+    set_entries = _entries(tree, rows, spec)
+    _refuse_shared_memory(rows, spec, operation.name)
     pairs = [(x, y) for x, y in rows if x is not None and y is not None]
     for indices in group_alike([x for x, _ in pairs]).values():
         operation.both([pairs[i][0] for i in indices], [pairs[i][1] for i in indices])
     for x, y in rows:
         if x is not None and y is None:
             operation.first(x)
-    for container, key, leaf in entries:
-        container[key] = operation.second(leaf)
+    for set_entry, leaf in set_entries:
+        set_entry(operation.second(leaf))
+    return tree
 
 
-def _plainly_fit(by_tree: Sequence[list[Any]], operation: InPlaceOperation) -> bool:
+def _plainly_fit(by_tree: Sequence[list[Any]], operation: _InPlaceOperation) -> bool:
     """Return whether all leaves are ordinary tensors of one kind that no graph records."""
     leaves = [leaf for column in by_tree for leaf in column]
     return (
@@ -94,47 +92,41 @@ def _plainly_fit(by_tree: Sequence[list[Any]], operation: InPlaceOperation) -> b
     )
 
 
-# torch raises for a number that is out of the range of the tensors.
-_FITS_ALL_DTYPES = torch.finfo(torch.float16).max
-
-
-def _defect(x: Leaf, y: Leaf, operation: InPlaceOperation) -> _Defect | None:
-    """Return why a leaf cannot be changed by another one: error, tree, expected, got, fix."""
-    for root, leaf in (("tree", x), ("", y)):
+def _check_leaves(x: Leaf, y: Leaf, operation: _InPlaceOperation, path: _Path) -> None:
+    """Raise if a leaf cannot be changed by another one."""
+    for root, leaf in (("tree", x), (operation.name, y)):
         if leaf is None:
             continue
         if not leaf.is_floating_point() and not leaf.is_complex():
             fix = "leave integers out: gradients are none"
-            return LeafTypeError, root, DIFFERENTIABLE, describe(leaf), fix
+            raise LeafTypeError(message(path(root), DIFFERENTIABLE, describe(leaf), fix))
         if leaf.requires_grad and torch.is_grad_enabled():
             expected = "a tensor that does not require grad, as a change in place is not recorded"
             fix = "with torch.no_grad(): around the call; or gradkit.tree.add, which is recorded"
-            return UnsupportedGraphError, root, expected, "one that does", fix
-    if x is not None and (defect := _defect_in_place(x, y, operation)) is not None:
-        return defect
-    return _without_kernel(x, y, operation)
+            raise UnsupportedGraphError(message(path(root), expected, "one that does", fix))
+    if x is not None:
+        _check_memory(x, y, operation, path)
+    _check_kernel(x, y, operation, path)
 
 
-def _defect_in_place(x: Tensor, y: Leaf, operation: InPlaceOperation) -> _Defect | None:
-    """Return why a tensor cannot hold the result."""
+def _check_memory(x: Tensor, y: Leaf, operation: _InPlaceOperation, path: _Path) -> None:
+    """Raise if a tensor cannot hold the result."""
     # torch.compile cannot tell whether a tensor was made in inference mode.
-    if (
-        not torch.compiler.is_compiling()
-        and x.is_inference()
-        and not torch.is_inference_mode_enabled()
-    ):
-        got, fix = "one made in inference mode", "clone it"
-        return StructureError, "tree", "a tensor that can be changed in place", got, fix
+    is_inference = not torch.compiler.is_compiling() and x.is_inference()
+    if is_inference and not torch.is_inference_mode_enabled():
+        expected, got = "a tensor that can be changed in place", "one made in inference mode"
+        raise StructureError(message(path("tree"), expected, got, "clone it"))
     if y is not None:
         alike = x.device == y.device and is_dtensor(x) == is_dtensor(y)
         if not alike or not _is_as_precise(x.dtype, y.dtype):
+            expected = f"what can be added to {describe(x)}"
             fix = "gradkit.tree.map(lambda x: x.to(device, dtype), other)"
-            return StructureError, "", f"what can be added to {describe(x)}", describe(y), fix
-    may_be_sparse = operation.may_be_sparse and (y is None or y.layout == x.layout)
+            raise StructureError(message(path(operation.name), expected, describe(y), fix))
+    may_be_sparse = operation.sparse and (y is None or y.layout == x.layout)
     if x.layout != torch.strided and not may_be_sparse:
+        got = f"one of layout {x.layout}"
         fix = "gradkit.tree.add; or gradkit.tree.map(torch.Tensor.to_dense, tree)"
-        return StructureError, "tree", "a dense tensor", f"one of layout {x.layout}", fix
-    return None
+        raise StructureError(message(path("tree"), "a dense tensor", got, fix))
 
 
 def _is_as_precise(dtype: torch.dtype, other: torch.dtype) -> bool:
@@ -144,8 +136,8 @@ def _is_as_precise(dtype: torch.dtype, other: torch.dtype) -> bool:
     return min(dtype.itemsize, other.itemsize) > 1 and torch.promote_types(dtype, other) == dtype
 
 
-def _without_kernel(x: Leaf, y: Leaf, operation: InPlaceOperation) -> _Defect | None:
-    """Return a defect if torch does not have the operation for such leaves."""
+def _check_kernel(x: Leaf, y: Leaf, operation: _InPlaceOperation, path: _Path) -> None:
+    """Raise if torch does not have the operation for such leaves."""
     present = [leaf for leaf in (x, y) if leaf is not None]
     is_ordinary = (
         ARITHMETIC_DTYPES.issuperset([leaf.dtype for leaf in present])
@@ -154,19 +146,20 @@ def _without_kernel(x: Leaf, y: Leaf, operation: InPlaceOperation) -> _Defect | 
         and abs(operation.number) <= _FITS_ALL_DTYPES
     )
     if is_ordinary or torch.compiler.is_compiling():
-        return None
+        return
     reason = why_it_fails(lambda: operation.on_copies(x, y))
-    if reason is None:
-        return None
-    got = f"{describe(present[0])} of layout {present[0].layout}, of which torch says: {reason}"
-    fix = "both trees as dense float32: gradkit.tree.map(lambda x: x.to_dense().float(), tree)"
-    root, expected = "" if x is None else "tree", "a tensor that torch can change so"
-    return StructureError, root, expected, got, fix
+    if reason is not None:
+        where = path(operation.name if x is None else "tree")
+        got = f"{describe(present[0])} of layout {present[0].layout}, of which torch says: {reason}"
+        fix = "both trees as dense float32: gradkit.tree.map(lambda x: x.to_dense().float(), tree)"
+        raise StructureError(message(where, "a tensor that torch can change so", got, fix))
 
 
-def _entries(tree: PyTree, rows: Sequence[Sequence[Leaf]], spec: Structure) -> list[_Entry]:
-    """Return where the first tree has None, and the second a tensor, which is to be set there."""
-    entries: dict[tuple[int, object], _Entry] = {}
+def _entries(
+    tree: PyTree, rows: Sequence[Sequence[Leaf]], spec: Structure
+) -> list[tuple[Callable[[Tensor], None], Tensor]]:
+    """Return what sets an entry of the first tree that is None, and the second's tensor there."""
+    entries: dict[tuple[int, object], tuple[Callable[[Tensor], None], Tensor]] = {}
     for index, (x, y) in enumerate(rows):
         if x is not None or y is None:
             continue
@@ -178,8 +171,11 @@ def _entries(tree: PyTree, rows: Sequence[Sequence[Leaf]], spec: Structure) -> l
                 "gradkit.tree.add, which returns a new tree; or start with gradkit.tree.zeros_like"
             )
             raise StructureError(message(where, expected, "None, which cannot be set here", fix))
-        entries[id(container), key] = container, key, y
+        entries[id(container), key] = partial(container.__setitem__, key), y
     return list(entries.values())
+
+
+_OWN = "a tensor with memory of its own"
 
 
 def _refuse_shared_memory(rows: Sequence[Sequence[Leaf]], spec: Structure, name: str) -> None:
@@ -200,9 +196,6 @@ def _refuse_shared_memory(rows: Sequence[Sequence[Leaf]], spec: Structure, name:
         got = f"one in the memory of {pytree.path(spec, indices[second % len(written)], root)}"
         where, fix = pytree.path(spec, indices[first], "tree"), "pass clones; a tied tensor once"
         raise StructureError(message(where, _OWN, got, fix))
-
-
-_OWN = "a tensor with memory of its own"
 
 
 def _has_address(leaf: Leaf) -> bool:
@@ -236,9 +229,6 @@ def add_(tree: PyTree, other: PyTree, *, alpha: float = 1) -> PyTree:
             torch has no such operation for the dtype or layout of a leaf, as for float8.
         UnsupportedGraphError: A leaf requires grad, outside of `torch.no_grad()`; or the call is
             inside a transform of torch.func.
-
-    Source:
-        `torch.Tensor.add_`
     """
     by = _number("alpha", alpha)
 
@@ -249,9 +239,8 @@ def add_(tree: PyTree, other: PyTree, *, alpha: float = 1) -> PyTree:
             for x, y in zip(xs, ys, strict=True):
                 x.add_(y, alpha=by)
 
-    operation = InPlaceOperation(add, lambda x: x, lambda y: y * by, by, may_be_sparse=True)
-    run_in_place(operation, tree, other, "other")
-    return tree
+    operation = _InPlaceOperation("other", add, lambda x: x, lambda y: y * by, by, sparse=True)
+    return _run_in_place(operation, tree, other)
 
 
 def lerp_(tree: PyTree, end: PyTree, weight: float) -> PyTree:
@@ -284,11 +273,10 @@ def lerp_(tree: PyTree, end: PyTree, weight: float) -> PyTree:
     def lerp(xs: list[Tensor], ys: list[Tensor]) -> None:
         torch._foreach_lerp_(xs, [y.to_dense().to(xs[0].dtype) for y in ys], by)
 
-    operation = InPlaceOperation(
-        lerp, lambda x: x.mul_(1 - by), lambda y: y * by, by, may_be_sparse=False
+    operation = _InPlaceOperation(
+        "end", lerp, lambda x: x.mul_(1 - by), lambda y: y * by, by, sparse=False
     )
-    run_in_place(operation, tree, end, "end")
-    return tree
+    return _run_in_place(operation, tree, end)
 
 
 def _number(name: str, value: object) -> float:

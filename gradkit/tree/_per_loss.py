@@ -14,48 +14,23 @@ from torch import Tensor
 
 from gradkit._compat.autograd import flatten_dense
 from gradkit._compat.transforms import transforms
-from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import check_aggregator, is_real_number, number_for_torch
 from gradkit._core.leaf_arithmetic import (
     add_leaves,
     from_real_vector,
+    products,
     real_vector,
+    symmetrized,
     to_common_dtype,
-    width,
-    without_autocast,
+    with_zeros,
 )
 from gradkit._core.pytree import PyTree, Structure
 from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import LeafTypeError, StructureError, describe, message
 from gradkit.tree._arithmetic import Leaf, flatten_aligned
 
-# The number of columns of the matrix that `gram` has in memory at a time.
-_COLUMNS_AT_A_TIME = 1 << 18
-
-
-def products(vectors: list[Tensor]) -> Tensor:
-    """Return the matrix of inner products, a block of columns at a time."""
-    blocks = zip(*(torch.split(v, _COLUMNS_AT_A_TIME) for v in vectors), strict=True)
-    total: Tensor | None = None
-    for columns in blocks:
-        block = torch.stack(to_common_dtype(columns))
-        with without_autocast(block.device), INSIDE:
-            part = block @ block.T
-        total = part if total is None else total + part
-    return cast("Tensor", total)
-
-
-def with_zeros(product: Tensor, present: Sequence[int], count: int) -> Tensor:
-    """Return the products of all rows, from those of some; what is left is zero."""
-    # Not by a tensor of indices: the host would wait for its copy to the device.
-    for dim in (0, 1):
-        lines = dict(zip(present, product.unbind(dim), strict=True))
-        zeros = torch.zeros_like(lines[present[0]])
-        product = torch.stack([lines.get(row, zeros) for row in range(count)], dim)
-    return product
-
-
+_Weight: TypeAlias = float | Tensor
 # The most entries of a row in one group.
 _LARGEST_GROUP = 1 << 18
 # A leaf with more entries is a group by itself: copying it would cost more than one more product.
@@ -71,14 +46,10 @@ class PerLossRows:
     losses: Structure
     unflatten: Callable[[Sequence[Leaf]], PyTree]  # from the leaves of a row to a tree of gradients
 
-    @property
-    def leaves(self) -> range:
-        """The indices of the leaves of a row."""
-        return range(len(self.rows[0]))
-
-    def example(self, leaf: int) -> Leaf:
-        """Return the gradient of some row at a leaf, or None if every row has None."""
-        return next((row[leaf] for row in self.rows if row[leaf] is not None), None)
+    def examples(self) -> dict[int, Tensor]:
+        """Return the gradient of some row at each leaf for which not every row has None."""
+        present = ([x for x in column if x is not None] for column in zip(*self.rows, strict=True))
+        return {leaf: column[0] for leaf, column in enumerate(present) if column}
 
     def groups(self) -> list[list[int]] | None:
         """Return the leaves' indices, small ones together; None unless all are dense and alike."""
@@ -215,9 +186,6 @@ def _split(leaves: list[Leaf], shape: tuple[int, ...]) -> list[list[Leaf]]:
     return [list(row) for row in zip(*columns, strict=True)]
 
 
-_Weight: TypeAlias = float | Tensor
-
-
 def to_matrix(
     per_loss: PyTree, *, losses: PyTree | None = None
 ) -> tuple[Tensor, Callable[[Tensor], PyTree]]:
@@ -252,13 +220,12 @@ def to_matrix(
         `jax.flatten_util.ravel_pytree`, for each loss.
     """
     rows = read_per_loss_rows(per_loss, losses)
-    examples = [(leaf, rows.example(leaf)) for leaf in rows.leaves]
-    likes = {leaf: like for leaf, like in examples if like is not None}
-    widths = [width(like) for like in likes.values()]
+    likes = rows.examples()
+    widths = [like.numel() * (2 if like.is_complex() else 1) for like in likes.values()]
     shape = len(rows.rows), sum(widths)
 
     def unravel(vector: Tensor) -> PyTree:
-        leaves: list[Leaf] = [None] * len(rows.leaves)
+        leaves: list[Leaf] = [None] * len(rows.rows[0])
         if likes:
             _check_vector("unravel", vector, *shape)
             parts = torch.split(vector, widths)
@@ -297,6 +264,8 @@ def _check_vector(name: str, vector: object, count: int, length: int) -> None:
 def gram(per_loss: PyTree, *, losses: PyTree | None = None) -> Tensor:
     """Return the inner products of the losses' gradients, without building their matrix.
 
+    Those of gradients that need not all be in memory: `gradkit.gram`.
+
     Example:
         >>> import torch, gradkit
         >>> gradkit.tree.gram([{"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.0, 3.0])}])
@@ -312,35 +281,23 @@ def gram(per_loss: PyTree, *, losses: PyTree | None = None) -> Tensor:
         the device of the first leaf.
 
     Raises:
-        LeafTypeError: A gradient is not a tensor.
-        StructureError: There are no losses, their gradients do not match, or `per_loss` is the
-            gradient of one call of `value_and_grads`, as the names of its parameters show.
-
-    Source:
-        Section 6 of Quinton and Rey 2024, "Jacobian Descent for Multi-Objective Optimization",
-        https://arxiv.org/abs/2406.16232
+        GradkitError: As in `to_matrix`.
     """
     rows = read_per_loss_rows(per_loss, losses)
     groups = rows.groups()
     if groups is None:
-        product = _product_of_leaves(rows)
-    else:
-        product = torch.stack([products(rows.as_vectors(group)) for group in groups]).sum(0)
-    return product.triu() + product.triu(1).T  # the product itself may be asymmetric by rounding
+        return symmetrized(_product_of_leaves(rows))
+    return symmetrized(torch.stack([products(rows.as_vectors(group)) for group in groups]).sum(0))
 
 
 def _product_of_leaves(rows: PerLossRows) -> Tensor:
     count = len(rows.rows)
     total: Tensor | None = None
-    for leaf in rows.leaves:
-        column = enumerate(row[leaf] for row in rows.rows)
-        present = {index: x for index, x in column if x is not None}
-        if not present:
-            continue
-        part = products([real_vector(x) for x in present.values()])
-        if len(present) < count:
-            part = with_zeros(part, list(present), count)
-        total = part if total is None else total + part.to(total.device)
+    for column in zip(*rows.rows, strict=True):
+        vectors = {row: real_vector(x) for row, x in enumerate(column) if x is not None}
+        if vectors:
+            part = with_zeros(products(list(vectors.values())), list(vectors), count)
+            total = part if total is None else total + part.to(total.device)
     return torch.zeros(count, count) if total is None else total
 
 
@@ -368,11 +325,9 @@ def combine(
         A tree like the gradients of one loss, in their dtypes; None where every loss has None.
 
     Raises:
-        LeafTypeError: A gradient is not a tensor, or a weight is not a real number.
         OptionError: `aggregator` is a class, or a weighting of TorchJD.
-        StructureError: There are no losses, trees do not match, `per_loss` is the gradient of one
-            call of `value_and_grads`, or the aggregator returns no dense real vector of shape
-            `[n]`.
+        StructureError: The aggregator returns no dense real vector of shape `[n]`.
+        GradkitError: As in `weighted_sum`.
 
     Source:
         Aggregators: Quinton and Rey 2024, "Jacobian Descent for Multi-Objective Optimization",
@@ -409,12 +364,9 @@ def weighted_sum(
         A tree like the gradients of one loss, in their dtypes; None where every loss has None.
 
     Raises:
-        LeafTypeError: A gradient is not a tensor, or a weight is not a real number.
-        StructureError: There are no losses, trees do not match, or `per_loss` is the gradient of
-            one call of `value_and_grads`.
-
-    Source:
-        `torch.tensordot` of the weights and the stacked gradients, leaf by leaf.
+        LeafTypeError: A weight is not a real number.
+        StructureError: The weights do not match the losses.
+        GradkitError: As in `to_matrix`.
     """
     rows = read_per_loss_rows(per_loss, losses)
     by_row = _row_weights(weights, rows)
@@ -422,7 +374,7 @@ def weighted_sum(
     groups = rows.groups()
     if groups is not None and not any(x.requires_grad for x in tensors):
         return rows.unflatten(_sum_in_groups(rows, groups, by_row))
-    total: list[Leaf] = [None] * len(rows.leaves)
+    total: list[Leaf] = [None] * len(rows.rows[0])
     for row, weight in zip(rows.rows, by_row, strict=True):
         scaled = [None if leaf is None else _times(leaf, weight) for leaf in row]
         total = [add_leaves(a, b) for a, b in zip(total, scaled, strict=True)]
@@ -433,7 +385,7 @@ def _sum_in_groups(
     rows: PerLossRows, groups: list[list[int]], weights: list[_Weight | None]
 ) -> list[Leaf]:
     """Return the same sums, added in the same order, several leaves at a time."""
-    sums: list[Leaf] = [None] * len(rows.leaves)
+    sums: list[Leaf] = [None] * len(rows.rows[0])
     for group in groups:
         scaled = map(_times, rows.as_vectors(group), weights)
         total = next(scaled).clone()

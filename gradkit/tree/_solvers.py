@@ -59,14 +59,12 @@ def cg(
 
     Returns:
         `(x, info)`: a tree like `b`, and `info.residual`, the relative norm of what the recursion
-        takes for the residual, and `info.iterations`. A solve that has not come to `tol` returns
-        what it has; so does one with a matrix that is not positive definite, and a residual that is
-        large or NaN. The host waits for the device in every step.
+        takes for the residual, and `info.iterations`. A solve that has not come to `tol`, or whose
+        matrix is not positive definite, returns what it has, with a residual that is large or NaN.
+        The host waits for the device in every step.
 
     Raises:
-        LeafTypeError: A leaf is not a tensor.
         OptionError: An option has no such value, or `matvec` is no function.
-        StructureError: `x0`, or what `matvec` returns, is no tree like `b`.
         UnsupportedGraphError: A tensor requires grad, outside of `torch.no_grad()`: the steps are
             not differentiated. `gradkit.meta.implicit` is, by solving once more.
 
@@ -75,14 +73,12 @@ def cg(
         section 3; arguments as in `jax.scipy.sparse.linalg.cg`.
     """
     system = _read_system(matvec, b, tol, maxiter, damping)
-    v = system.b
-    x = scale(v, 0.0)
-    r = v
+    x, r = scale(system.b, 0.0), system.b
     if x0 is not None:
         x = scale(system.leaves(x0, "x0"), 1 / system.unit)
-        r = sub(v, system.product(x))
+        r = sub(system.b, system.product(x))
     p, rr = r, dot(r, r)
-    enough = tol**2 * dot(v, v)
+    enough = tol**2 * dot(system.b, system.b)
     count = 0
     while count < maxiter and rr > enough:
         hp = system.product(p)
@@ -124,7 +120,6 @@ def neumann(
         `(x, info)`, as in `cg`.
 
     Raises:
-        OptionError: An option has no such value.
         GradkitError: As in `cg`.
 
     Source:
@@ -134,15 +129,14 @@ def neumann(
     system = _read_system(matvec, b, tol, maxiter, damping)
     if step is not None:
         check_number("step", step, "step=0.1, less than two over the largest eigenvalue")
-    v = system.b
-    x, r = scale(v, 0.0), v
-    left = global_norm(v)
+    x, r = scale(system.b, 0.0), system.b
+    left = global_norm(r)
     enough = tol * left
-    count = 0
     factor = 1 / _largest_eigenvalue(system) if step is None else step
+    count = 0
     while count < maxiter and left > enough:
         x = add(x, scale(r, factor))
-        r = sub(v, system.product(x))
+        r = sub(system.b, system.product(x))
         left = global_norm(r)
         count += 1
     return system.result(x, left, count)
@@ -151,11 +145,9 @@ def neumann(
 def _largest_eigenvalue(system: _System) -> Tensor:
     """Estimate the largest eigenvalue by power iteration, from above."""
     v = system.b
-    value = global_norm(v)
     for _ in range(_POWER_ITERATIONS):
         v = system.product(scale(v, 1 / global_norm(v)))
-        value = global_norm(v)
-    return value * 1.1
+    return global_norm(v) * 1.1
 
 
 @dataclass(frozen=True)
@@ -204,8 +196,6 @@ def _read_system(
 def _refuse_graph(leaves: list[Leaf], name: str) -> None:
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves):
         expected = "tensors that do not require grad, since the steps are not differentiated"
-        fix = (
-            "call it under torch.no_grad(); gradkit.meta.implicit for a solution that is "
-            "differentiated"
-        )
+        fix = "call it under torch.no_grad(); gradkit.meta.implicit for a solution that is "
+        fix += "differentiated"
         raise UnsupportedGraphError(message(name, expected, "one that does", fix))

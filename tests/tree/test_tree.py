@@ -111,7 +111,7 @@ def test_gram_in_blocks_of_columns(device: torch.device, monkeypatch: pytest.Mon
         {"w": torch.randn(37, device=device), "v": torch.randn(5, device=device)},
     ]
     whole = tree.gram(per_loss)
-    monkeypatch.setattr("gradkit.tree._per_loss._COLUMNS_AT_A_TIME", 7)
+    monkeypatch.setattr("gradkit._core.leaf_arithmetic._COLUMNS_AT_A_TIME", 7)
     torch.testing.assert_close(tree.gram(per_loss), whole)
 
 

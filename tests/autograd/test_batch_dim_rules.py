@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import functional
 
-from gradkit._checks.sample_independence import BatchDim, NotProvedError, inputs_of
+from gradkit._autograd.sample_rules import BatchDim, NotProvedError, inputs_of
 from gradkit._compat.nodes import Shape
 from gradkit._core.graph import is_leaf_node
 

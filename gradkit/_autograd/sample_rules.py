@@ -1,14 +1,20 @@
-"""Whether each loss of a vector is computed from one sample alone, read from the graph."""
+"""What the graph shows of samples: where they lie in each tensor, and the gradient of each.
+
+Of each kind of node there is a rule for where the samples lie in its inputs, which proves that a
+loss is computed from one sample alone; where all share a variable, one for their gradients.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.func import vmap
 
 from gradkit._compat.nodes import (
     Shape,
@@ -65,7 +71,7 @@ class BatchDim:
             raise NotProvedError
         return self.at(shape, kept[self.dim])
 
-    def aligned(self, shape: Shape, mixed: Collection[int] = ()) -> BatchDim:
+    def aligned(self, shape: Shape, mixed: Collection[int]) -> BatchDim:
         """Return where they lie in an input of as many dimensions, some of which are mixed."""
         if len(shape) != len(self.shape) or self.dim in mixed:
             raise NotProvedError
@@ -80,7 +86,7 @@ BatchDimRule: TypeAlias = Callable[[Node, BatchDim, list[Shape | None]], InputBa
 
 def inputs_of(node: Node, batch: BatchDim) -> InputBatchDims:
     """Return where the samples lie in the inputs of a node."""
-    rule = _RULES.get(type(node).__name__)
+    rule = _BATCH_DIM_RULES.get(type(node).__name__)
     if rule is None:
         raise NotProvedError
     edges = node.next_functions
@@ -93,18 +99,16 @@ def _each(follow: Follow, count: int | None = None) -> BatchDimRule:
     # the output does, else the inputs that all samples are said to share would not be shared.
 
     def rule(node: Node, batch: BatchDim, shapes: list[Shape | None]) -> InputBatchDims:
-        own = len(shapes) if count is None else count
-        if count is not None and None in shapes[:count]:
+        own = shapes[:count]
+        if count is not None and None in own:
             follow(node, batch, batch.shape)
-        return [
-            None if shape is None or index >= own else follow(node, batch, shape)
-            for index, shape in enumerate(shapes)
-        ]
+        inputs = [None if shape is None else follow(node, batch, shape) for shape in own]
+        return [*inputs, *([None] * (len(shapes) - len(own)))]
 
     return rule
 
 
-def permutation(node: Node) -> list[int]:
+def _permutation(node: Node) -> list[int]:
     """Return for each dimension of what a transposition returned which one of its input it was."""
     dims = list(range(len(output_shape(node, 0))))
     if type(node).__name__ == "PermuteBackward0":
@@ -132,20 +136,16 @@ def _stacked(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
 
 def _along(name: str) -> Follow:
     """Return where the samples lie if some dimensions are mixed, which a node has saved."""
-
-    def follow(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
-        return batch.aligned(shape, {dim % len(shape) for dim in saved_ints(node, name)})
-
-    return follow
+    return lambda node, batch, shape: batch.aligned(
+        shape, {dim % len(shape) for dim in saved_ints(node, name)}
+    )
 
 
 def _last(count: Callable[[Node], int]) -> Follow:
     """Return where the samples lie if the last dimensions are mixed."""
-
-    def follow(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
-        return batch.aligned(shape, range(len(shape) - count(node), len(shape)))
-
-    return follow
+    return lambda node, batch, shape: batch.aligned(
+        shape, range(len(shape) - count(node), len(shape))
+    )
 
 
 def _first(_: Node, batch: BatchDim, shape: Shape) -> BatchDim:
@@ -187,6 +187,7 @@ _ELEMENTWISE = """
     Threshold ToCopy Where
 """
 _VIEWS = "Clone ReshapeAlias Squeeze Squeeze.1 Squeeze.2 UnsafeView Unsqueeze View"
+_TRANSPOSITIONS = frozenset(names_of_nodes("T Transpose Permute"))
 _REDUCTIONS = "Amax Amin LinalgVectorNorm Logsumexp Max Mean.1 Min Norm.1 Prod.1 Std Sum.1 Var"
 _ALONG = "Cat Cumprod Cumsum Gather Glu LogSoftmax SafeSoftmax Slice Softmax Split SplitWithSizes"
 _ON_IMAGES = """
@@ -199,10 +200,12 @@ _ATTENTION = """
 # Two or three dimensions at the end are mixed.
 _OF_TWO = f"{_ON_IMAGES.format('2D')} Tril Triu UpsampleBicubic2D UpsampleBilinear2D"
 _OF_THREE = f"{_ON_IMAGES.format('3D')} PixelShuffle"
-_RULES = {
+_BATCH_DIM_RULES = {
     **_named(_ELEMENTWISE, _each(lambda _, batch, shape: batch.broadcast(shape))),
     **_named(_VIEWS, _each(lambda _, batch, shape: batch.viewed(shape))),
-    **_named("T Transpose Permute", _each(lambda n, b, shape: b.at(shape, permutation(n)[b.dim]))),
+    **dict.fromkeys(
+        _TRANSPOSITIONS, _each(lambda n, b, shape: b.at(shape, _permutation(n)[b.dim]))
+    ),
     **_named(f"{_REDUCTIONS} Select Unbind", _each(_reduction)),
     **_named("NllLoss NllLoss2D", _each(lambda _, batch, shape: batch.without(shape, {1}), 1)),
     **_named("Stack", _each(_stacked)),
@@ -221,9 +224,6 @@ _RULES = {
 }
 
 
-_TRANSPOSITIONS = frozenset(names_of_nodes("T Transpose Permute"))
-
-
 @dataclass(frozen=True, slots=True)
 class SharedOperand:
     """An operation in which all samples share a variable."""
@@ -234,6 +234,10 @@ class SharedOperand:
     variable: int  # its number
     batch: BatchDim  # where the samples lie in the output
 
+    def grads(self, cotangent: Tensor, variable: Tensor) -> PerSampleGrads:
+        """Return the gradients of the samples, from the cotangent of the operation."""
+        return _GRAD_RULES[self.kind](self, cotangent, variable)
+
     @property
     def kind(self) -> tuple[str, int, bool]:
         """What tells how the gradient of a sample follows from this use."""
@@ -241,14 +245,11 @@ class SharedOperand:
 
 
 def uses_shared_by_samples(
-    loss: Tensor,
-    below: Subgraph,
-    variables: Sequence[Tensor],
-    known: Collection[tuple[str, int, bool]],
+    loss: Tensor, below: Subgraph, variables: Sequence[Tensor]
 ) -> list[SharedOperand]:
     """Return where the samples share variables; raise if a sample may depend on another."""
     # From the vector down, each tensor gets a `BatchDim`. If one gets two that differ, if samples
-    # share what was computed from a variable, or if a use is not of a known kind, nothing is
+    # share what was computed from a variable, or if a use has no rule for its gradients, nothing is
     # proved. What leads to no variable is not looked at.
     numbers = {id(variable): number for number, variable in enumerate(variables)}
     leading = below.leading_to(variables)
@@ -264,10 +265,7 @@ def uses_shared_by_samples(
                 continue
             child, batch = (node, number), inputs[operand]
             if batch is None:
-                use = _use(output, operand, node, batches[output], numbers)
-                if use.kind not in known:
-                    raise NotProvedError
-                uses.append(use)
+                uses.append(_use(output, operand, node, batches[output], numbers))
             elif child not in batches:
                 batches[child] = batch
                 stack.append(child)
@@ -284,10 +282,143 @@ def _number(node: Node, numbers: Mapping[int, int]) -> int:
 def _use(
     output: tuple[Node, int], operand: int, child: Node, batch: BatchDim, numbers: Mapping[int, int]
 ) -> SharedOperand:
-    transposed = type(child).__name__ in _TRANSPOSITIONS and permutation(child) == [1, 0]
+    transposed = type(child).__name__ in _TRANSPOSITIONS and _permutation(child) == [1, 0]
     leaf = child.next_functions[0][0] if transposed else child
     if leaf is None or not is_leaf_node(leaf) or output[1] or hooked_tensors(output[0]):
         raise NotProvedError  # to read what a hook has may recompute a checkpoint
     if output_dtype(*output) != output_dtype(leaf, 0):
         raise NotProvedError
-    return SharedOperand(output[0], operand, transposed, _number(leaf, numbers), batch)
+    use = SharedOperand(output[0], operand, transposed, _number(leaf, numbers), batch)
+    if use.kind not in _GRAD_RULES:
+        raise NotProvedError
+    return use
+
+
+class Factors(NamedTuple):
+    """The gradients of B samples as products `left^T right`, `[p, q]` each."""
+
+    left: Tensor  # `[B, T, p]`; or `[B, T]`, integers: where in a row of zeros there is a one
+    right: Tensor  # `[B, T, q]`
+
+
+PerSampleGrads: TypeAlias = Factors | Tensor  # or the gradients themselves, `[B, *variable.shape]`
+# Of a use, the cotangent of its operation, and the variable.
+GradRule: TypeAlias = Callable[[SharedOperand, Tensor, Tensor], PerSampleGrads]
+# Of a node and its cotangent: a term for each element of its output, whose channels are dim 1.
+Terms: TypeAlias = Callable[[Node, Tensor], Tensor]
+
+
+def _by_sample(tensor: Tensor, batch: BatchDim) -> Tensor:
+    """Return a tensor of the output's shape up to the samples' dimension as `[B, T, ...]`."""
+    rows = tensor.movedim(batch.dim, 0)
+    blocks = rows.reshape(-1, batch.size, batch.block, *rows.shape[1:])
+    return blocks.transpose(0, 1).flatten(1, 2)
+
+
+def _matrix(name: str, scale: str | None = None) -> GradRule:
+    def rule(use: SharedOperand, cotangent: Tensor, _: Tensor) -> PerSampleGrads:
+        if scale is not None and saved(use.node, scale) != 1:
+            cotangent = cotangent * saved(use.node, scale)
+        rows = _by_sample(saved(use.node, name), use.batch)
+        grads = _by_sample(cotangent, use.batch)
+        return Factors(grads, rows) if use.transposed else Factors(rows, grads)
+
+    return rule
+
+
+def _vector_grads(use: SharedOperand, cotangent: Tensor, _: Tensor) -> PerSampleGrads:
+    rows = _by_sample(saved(use.node, "self"), use.batch)
+    grads = _by_sample(cotangent, use.batch)
+    return torch.bmm(grads.unsqueeze(1), rows).squeeze(1)
+
+
+def _embedding_grads(use: SharedOperand, cotangent: Tensor, _: Tensor) -> PerSampleGrads:
+    positions = _by_sample(saved(use.node, "indices"), use.batch).flatten(1)
+    grads = _by_sample(cotangent, use.batch).flatten(1, -2)
+    (padding,) = saved_ints(use.node, "padding_idx")
+    return Factors(positions, grads.masked_fill((positions == padding).unsqueeze(-1), 0))
+
+
+def _kernel_grads(use: SharedOperand, cotangent: Tensor, weight: Tensor) -> PerSampleGrads:
+    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    options = [saved(use.node, name) for name in names]
+
+    def one(grads: Tensor, inputs: Tensor) -> Tensor:
+        arguments = grads, inputs, weight, None, *options, [False, True, False]
+        result: Tensor = torch.ops.aten.convolution_backward(*arguments)[1]
+        return result
+
+    inputs = _by_sample(saved(use.node, "input"), use.batch)
+    result: Tensor = vmap(one)(_by_sample(cotangent, use.batch), inputs)
+    return result
+
+
+def _summed(terms: Terms, *, by_channel: bool = False) -> GradRule:
+    """Return the rule of a variable that was broadcast: the sum of terms for each element."""
+
+    def rule(use: SharedOperand, cotangent: Tensor, variable: Tensor) -> PerSampleGrads:
+        rank = cotangent.dim()
+        shape = (len(variable), *([1] * (rank - 2))) if by_channel else tuple(variable.shape)
+        batch = use.batch
+        before, after = cotangent.shape[: batch.dim], cotangent.shape[batch.dim + 1 :]
+        each = terms(use.node, cotangent).reshape(*before, -1, batch.size, batch.block, *after)
+        each = each.movedim(batch.dim + 1, 0)  # two dimensions are left there, of one sample
+        padded: list[int] = [*([1] * (rank - len(shape))), *shape]
+        padded.insert(batch.dim, 1)
+        summed = each.sum([dim + 1 for dim, size in enumerate(padded) if size == 1])
+        return summed.reshape(batch.size, *variable.shape)
+
+    return rule
+
+
+def _cotangent(_: Node, cotangent: Tensor) -> Tensor:
+    return cotangent
+
+
+def _scaled(name: str, sign: int = 1) -> Terms:
+    """Return the cotangent times a number, or a tensor, that the node has saved."""
+    return lambda node, cotangent: cotangent * (sign * saved(node, name))
+
+
+def _layer_norm_terms(node: Node, cotangent: Tensor) -> Tensor:
+    mean, rstd = saved(node, "result1"), saved(node, "result2")
+    return cotangent.mul((saved(node, "input") - mean) * rstd)
+
+
+def _group_norm_terms(node: Node, cotangent: Tensor) -> Tensor:
+    mean, rstd = saved(node, "result1").unsqueeze(-1), saved(node, "result2").unsqueeze(-1)
+    groups = saved(node, "input").reshape(*mean.shape[:-1], -1)
+    return cotangent.mul(((groups - mean) * rstd).reshape(cotangent.shape))
+
+
+def _batch_norm_terms(node: Node, cotangent: Tensor) -> Tensor:
+    shape: Shape = (-1, *([1] * (cotangent.dim() - 2)))
+    mean = saved(node, "running_mean").view(shape)
+    rstd = (saved(node, "running_var") + saved(node, "eps")).rsqrt().view(shape)
+    return cotangent.mul((saved(node, "input") - mean) * rstd)
+
+
+# By the kind of node, which of its inputs the variable is, and whether it was transposed.
+_GRAD_RULES: dict[tuple[str, int, bool], GradRule] = {
+    ("MmBackward0", 1, False): _matrix("self"),
+    ("MmBackward0", 1, True): _matrix("self"),
+    ("AddmmBackward0", 0, False): _summed(_scaled("beta")),
+    ("AddmmBackward0", 2, False): _matrix("mat1", "alpha"),
+    ("AddmmBackward0", 2, True): _matrix("mat1", "alpha"),
+    ("MvBackward0", 1, False): _vector_grads,
+    ("EmbeddingBackward0", 0, False): _embedding_grads,
+    ("ConvolutionBackward0", 1, False): _kernel_grads,
+    ("ConvolutionBackward0", 2, False): _summed(_cotangent, by_channel=True),
+    ("AddBackward0", 0, False): _summed(_cotangent),
+    ("AddBackward0", 1, False): _summed(_scaled("alpha")),
+    ("SubBackward0", 0, False): _summed(_cotangent),
+    ("SubBackward0", 1, False): _summed(_scaled("alpha", -1)),
+    ("MulBackward0", 0, False): _summed(_scaled("other")),
+    ("MulBackward0", 1, False): _summed(_scaled("self")),
+    ("NativeLayerNormBackward0", 1, False): _summed(_layer_norm_terms),
+    ("NativeLayerNormBackward0", 2, False): _summed(_cotangent),
+    ("NativeGroupNormBackward0", 1, False): _summed(_group_norm_terms, by_channel=True),
+    ("NativeGroupNormBackward0", 2, False): _summed(_cotangent, by_channel=True),
+    ("NativeBatchNormBackward0", 1, False): _summed(_batch_norm_terms, by_channel=True),
+    ("NativeBatchNormBackward0", 2, False): _summed(_cotangent, by_channel=True),
+}
