@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradkit._autograd.passes import PassResult, PassRunner
+from gradkit._autograd.passes import PassResult
 from gradkit._checks import eager_graph
 from gradkit._checks.reachability import refuse_cast_since_forward
 from gradkit._compat import distributed
@@ -34,12 +34,14 @@ from gradkit.distributed._agreement import (
     require_group,
 )
 from gradkit.distributed._distributed_call import DistributedCall
-from gradkit.distributed._reduction import LocalGrads, agree_on_grads, reduce_grads
-from gradkit.distributed._reduction_plan import (
-    PlannedReduction,
+from gradkit.distributed._reduction import (
+    LocalGrads,
     ReductionPlan,
+    agree_on_grads,
     find_plan,
     keep_plan,
+    reduce_as_planned,
+    reduce_grads,
 )
 from gradkit.errors import StructureError, UnsupportedGraphError, message
 
@@ -60,13 +62,11 @@ def run(call: DistributedCall, modules: _Replicas) -> tuple[PassResult, Params]:
     # parameters.
     plannable = not (hooked or ignoring or call.create_graph)
     losses, params, plan = _read_on_all_ranks(group, call, modules, hooked, plannable)
-    planned = PlannedReduction(plan, group, 1 / group.size) if plan else None
-    options = {"allowed": (distributed.SINK,), "runner": planned.runner if planned else PassRunner}
     results: list[PassResult] = []
 
     @cache
     def local_grads() -> LocalGrads:
-        result = call.run(losses, params, **options)
+        result = call.run(losses, params, allowed=(distributed.SINK,))
         results.append(result)
         grads = [grad for row in result.grads for grad in row]
         if type(None) in set(map(type, grads)):
@@ -76,13 +76,12 @@ def run(call: DistributedCall, modules: _Replicas) -> tuple[PassResult, Params]:
         path = partial(call.grad_path, losses, params)
         return LocalGrads(grads, templates, call.rank_invariants(losses, params), path)
 
-    reduced = planned.reduce(local_grads) if planned else None
+    reduced = reduce_as_planned(group, plan, local_grads, 1 / group.size) if plan else None
     if reduced is None:
         local, specs = agree_on_grads(group, local_grads, differentiable=call.create_graph)
         reduced = _reduce(group, hooked, local, specs, in_place=plannable)
         if plannable:
-            key = _plan_key(group, call, losses, params)
-            keep_plan(key, group, local.grads, specs, joint=call.joint)
+            keep_plan(_plan_key(group, call, losses, params), group, local.grads, specs)
     if ignoring:
         # DDP leaves the gradients of parameters that it ignores local, as `.backward()` does.
         replicated = _reduced_params(modules)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from gradkit._autograd.passes import (
     PassResult,
-    RunnerFactory,
     read_params_of_each,
+    run_separately,
     run_simultaneously,
 )
 from gradkit._core import pytree
@@ -40,6 +41,7 @@ class DistributedCall:
     retain_graph: bool | None
     weights: PyTree = None
     part: Hashable = None  # which rows these are, where the call runs a few rows at a time
+    losses_to_run: Callable[[Losses], Losses] = lambda losses: losses  # checked once more
 
     def read(self) -> tuple[Losses, Params]:
         """Return the losses, checked together with the weights, and the params."""
@@ -47,7 +49,7 @@ class DistributedCall:
         read_weights(self.weights, losses)
         params = read_params(self.module, allow_distributed=True)
         require_graph(losses, losses.leaves, [params])
-        return losses, params
+        return self.losses_to_run(losses), params
 
     def run(self, losses: Losses, params: Params, **options: Any) -> PassResult:
         """Run the passes: one for all losses, or for every loss, constants included."""
@@ -82,18 +84,36 @@ class DistributedCall:
         return f"the gradient of {source} with respect to {params.path(column)}"
 
 
-@dataclass(frozen=True, slots=True)
-class SimultaneousCall(DistributedCall):
-    """A call whose losses each have their own part of the modules."""
+def game(
+    name: str,
+    losses: PyTree,
+    modules: PyTree,
+    create_graph: bool,
+    retain_graph: bool | None,
+    *,
+    whole: bool,
+) -> DistributedCall:
+    """Return a call whose losses each have their own part of the modules."""
 
-    def read(self) -> tuple[Losses, Params]:
-        """Return the losses, checked together with the tree of modules, and all params."""
-        losses, params = DistributedCall.read(self)
-        params_of_each_loss(read_losses(self.losses, scalar=True), self.module)
-        return losses, params
+    # `whole`: each pass is for all modules; else for its own part.
+    def each_with_its_part(given: Losses) -> Losses:
+        params_of_each_loss(read_losses(losses, scalar=True), modules)
+        return given
+
+    separately = partial(run_separately, strategy="sequential", chunk_size=None)
+    return DistributedCall(
+        name,
+        losses,
+        modules,
+        separately if whole else _run_own_parts,
+        False,
+        create_graph,
+        retain_graph,
+        losses_to_run=each_with_its_part,
+    )
 
 
-def run(
+def _run_own_parts(
     losses: Losses,
     params: Params,
     *,
@@ -101,11 +121,10 @@ def run(
     create_graph: bool,
     retain_graph: bool | None,
     allowed: Collection[str],
-    runner: RunnerFactory,
 ) -> PassResult:
     """Run a pass for each loss and its own part; all other params count as unreached."""
     each, columns = _own_params(losses, params)
-    result = run_simultaneously(losses, each, unused, create_graph, retain_graph, allowed, runner)
+    result = run_simultaneously(losses, each, unused, create_graph, retain_graph, allowed)
     rows: list[Grads] = []
     for index, grads in zip(result.call.differentiated, result.grads, strict=True):
         row: Grads = [None] * len(params.variables)
