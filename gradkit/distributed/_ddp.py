@@ -245,14 +245,14 @@ def _reduce(
     group: Group, hooked: _Replicas, local: LocalGrads, specs: Specs, *, in_place: bool = False
 ) -> list[Tensor | None]:
     """Return the means over the ranks, by the communication hooks of modules that have one."""
-    by_hook = {key for module in hooked for key in _bucketed_params(module)}
+    bucketed = [_bucketed_params(module) for module in hooked]
     without_hook = specs
-    if by_hook:
-        pairs = zip(local.templates, specs, strict=True)
+    if hooked:
+        by_hook, pairs = set().union(*bucketed), zip(local.templates, specs, strict=True)
         without_hook = tuple(None if id(param) in by_hook else spec for param, spec in pairs)
     reduced = reduce_grads(group, local, without_hook, 1 / group.size, in_place=in_place)
-    for module in hooked:
-        for index, grad in _reduce_by_hook(group, module, local, specs):
+    for module, keys in zip(hooked, bucketed, strict=True):
+        for index, grad in _reduce_by_hook(group, module, keys, local, specs):
             reduced[index] = grad
     return reduced
 
@@ -291,15 +291,17 @@ def _bucketed_params(module: DistributedDataParallel) -> set[int]:
 
 
 def _reduce_by_hook(
-    group: Group, module: DistributedDataParallel, local: LocalGrads, specs: Specs
+    group: Group,
+    module: DistributedDataParallel,
+    bucketed: set[int],
+    local: LocalGrads,
+    specs: Specs,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield index and mean of each gradient that a module's hook reduces, loss by loss."""
-    bucketed = _bucketed_params(module)
-    params = cast("Sequence[Tensor]", local.templates)
-    width = len(set(map(id, params))) or 1
-    for start in range(0, len(params), width):
+    width = len(set(map(id, local.templates))) or 1
+    for start in range(0, len(specs), width):
         indices = range(start, start + width)
-        row = [i for i in indices if id(params[i]) in bucketed and specs[i] is not None]
+        row = [i for i in indices if id(local.templates[i]) in bucketed and specs[i] is not None]
         if row:
             yield from zip(row, _reduce_row(group, module, row, local, specs), strict=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -85,13 +85,7 @@ class DistributedCall:
 
 
 def game(
-    name: str,
-    losses: PyTree,
-    modules: PyTree,
-    create_graph: bool,
-    retain_graph: bool | None,
-    *,
-    whole: bool,
+    name: str, losses: PyTree, modules: PyTree, *, whole: bool, **options: Any
 ) -> DistributedCall:
     """Return a call whose losses each have their own part of the modules."""
 
@@ -101,36 +95,19 @@ def game(
         return given
 
     separately = partial(run_separately, strategy="sequential", chunk_size=None)
-    return DistributedCall(
-        name,
-        losses,
-        modules,
-        separately if whole else _run_own_parts,
-        False,
-        create_graph,
-        retain_graph,
-        losses_to_run=each_with_its_part,
-    )
+    options |= {"joint": False, "losses_to_run": each_with_its_part}
+    run = separately if whole else _run_own_parts
+    return DistributedCall(name, losses, modules, run, **options)
 
 
-def _run_own_parts(
-    losses: Losses,
-    params: Params,
-    *,
-    unused: str,
-    create_graph: bool,
-    retain_graph: bool | None,
-    allowed: Collection[str],
-) -> PassResult:
+def _run_own_parts(losses: Losses, params: Params, **options: Any) -> PassResult:
     """Run a pass for each loss and its own part; all other params count as unreached."""
     each, columns = _own_params(losses, params)
-    result = run_simultaneously(losses, each, unused, create_graph, retain_graph, allowed)
+    result = run_simultaneously(losses, each, **options)
     rows: list[Grads] = []
     for index, grads in zip(result.call.differentiated, result.grads, strict=True):
-        row: Grads = [None] * len(params.variables)
-        for column, grad in zip(columns[index], grads, strict=True):
-            row[column] = grad
-        rows.append(row)
+        by_column = dict(zip(columns[index], grads, strict=True))
+        rows.append([by_column.get(column) for column in range(len(params.variables))])
     return _with_params(result, [params] * len(losses.leaves), rows)
 
 

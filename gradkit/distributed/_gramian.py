@@ -289,16 +289,14 @@ def _run_rows(
     start: int,
     stop: int | None,
     release: bool,
-    unused: str,
-    create_graph: bool,
-    retain_graph: bool | None,
     allowed: Sequence[str],
     runner: Callable[..., PassRunner] = PassRunner,
+    **_: object,
 ) -> PassResult:
     """Run the passes of some losses; the others count as unreached."""
-    del create_graph, retain_graph  # the graph is kept until the last row has had its passes
+    # The graph is kept until the last row has had its passes.
     every = [index for index, loss in enumerate(losses.leaves) if loss.requires_grad]
-    call = Call(losses, losses.leaves, [Pass([index], params) for index in every], unused)
+    call = Call(losses, losses.leaves, [Pass([index], params) for index in every])
     check_call(call, allowed)
     passes = runner(call)
     rows = range(len(losses.leaves))[start:stop]

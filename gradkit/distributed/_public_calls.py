@@ -217,9 +217,8 @@ def simultaneous_grads(
     name = "gradkit.distributed.simultaneous_grads"
     with leave_inference_mode():
         _, shards = _wrapped_in(modules)
-        call = _distributed_call.game(
-            name, losses, modules, create_graph, retain_graph, whole=bool(shards)
-        )
+        options: Any = {"create_graph": create_graph, "retain_graph": retain_graph}
+        call = _distributed_call.game(name, losses, modules, whole=bool(shards), **options)
         result, each = _distributed_call.own_parts(*_run_on_modules(call), unused)
         require_reached(result.call, result.grads, unused)
         return passes.simultaneous_trees(result, each)

@@ -70,9 +70,9 @@ def all_reduce(
     stays None.
 
     Example:
-        >>> import gradkit, tempfile, torch
-        >>> rendezvous = f"file://{tempfile.mkdtemp()}/file"
-        >>> torch.distributed.init_process_group("gloo", rendezvous, rank=0, world_size=1)
+        >>> import gradkit, torch
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         >>> gradkit.distributed.all_reduce({"w": torch.ones(2), "b": None})
         {'w': tensor([1., 1.]), 'b': None}
         >>> torch.distributed.destroy_process_group()
