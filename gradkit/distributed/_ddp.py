@@ -38,8 +38,8 @@ from gradkit.distributed._reduction import (
     LocalGrads,
     ReductionPlan,
     agree_on_grads,
-    find_plan,
     keep_plan,
+    plans,
     reduce_as_planned,
     reduce_grads,
 )
@@ -102,11 +102,9 @@ def _read_on_all_ranks(
         losses, params = read_replicated(call, modules)
         several = not call.joint and sum(loss.numel() for loss in losses.leaves) > 1
         _check_comm_hooks(hooked, create_graph=call.create_graph, several=several)
-        plan = find_plan(_plan_key(group, call, losses, params)) if plannable else None
+        plan = plans.get(_plan_key(group, call, losses, params)) if plannable else None
         expected = NO_DIGEST if plan is None else plan.digest
-        invariants = call.rank_invariants(losses, params)
-        paths = partial(call.paths, losses, params)
-        return (losses, params, plan), Description(invariants, (), paths, expected)
+        return (losses, params, plan), call.describe(losses, params, expected)
 
     (losses, params, plan), agreement = agree_or_raise(group, read)
     return losses, params, plan if agreement.same_expected else None

@@ -25,7 +25,7 @@ from gradkit._core.call import (
 )
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
-from gradkit.distributed._agreement import RankInvariants
+from gradkit.distributed._agreement import Description, Digest, RankInvariants
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,14 @@ class DistributedCall:
         )
         return (("the call", self.name), *(() if self.joint else by_loss), *options)
 
-    def paths(self, losses: Losses, params: Params) -> list[str]:
-        """Return the paths of what ranks must have in common."""
-        of_losses = [] if self.joint else list(map(losses.path, range(len(losses.leaves))))
-        return [*of_losses, *map(params.path, range(len(params.variables)))]
+    def describe(self, losses: Losses, params: Params, expected: Digest) -> Description:
+        """Return what ranks compare before any runs a pass."""
+
+        def paths() -> list[str]:
+            of_losses = [] if self.joint else list(map(losses.path, range(len(losses.leaves))))
+            return [*of_losses, *map(params.path, range(len(params.variables)))]
+
+        return Description(self.rank_invariants(losses, params), (), paths, expected)
 
     def grad_path(self, losses: Losses, params: Params, index: int) -> str:
         """Return the path of a gradient, counted over the passes and the variables of each."""

@@ -237,9 +237,7 @@ def _read_on_all_ranks(
             reason = "a communication hook reduces the gradients of one loss at a time"
         order = arrival_order(rows)
         expected = (int(reason is None), *digest_of(order)[1:])
-        invariants = call.rank_invariants(losses, params)
-        paths = partial(call.paths, losses, params)
-        return (rows, order, reason), Description(invariants, (), paths, expected)
+        return (rows, order, reason), call.describe(losses, params, expected)
 
     (rows, order, reason), agreement = agree_or_raise(group, read)
     refusing = [rank for rank, (can_batch, *_) in enumerate(agreement.expected) if not can_batch]

@@ -342,28 +342,23 @@ class ReductionPlan(NamedTuple):
         return buckets(self.common, alone=True)[0]
 
 
-# None for a key whose gradients have not been the same twice.
-_plans: OrderedDict[Hashable, ReductionPlan | None] = OrderedDict()
-
-
-def find_plan(key: Hashable) -> ReductionPlan | None:
-    """Return the plan of the last call with this key."""
-    return _plans.get(key)
+# Of the last calls, by what their gradients depend on; None where those differed between calls.
+plans: OrderedDict[Hashable, ReductionPlan | None] = OrderedDict()
 
 
 def keep_plan(key: Hashable, group: Group, grads: Sequence[Tensor | None], common: Specs) -> None:
     """Keep what ranks have agreed to sum, for the next call with this key."""
     plan = None
-    if key not in _plans and any(common):
+    if key not in plans and any(common):
         plan = ReductionPlan(read_specs(grads), common, digest_of(common))
         kind = plan.first[0][1]
         # The host reads its last entry: of gradients on a GPU that takes longer than another
         # agreement over the CPU.
         if kind.layout != torch.strided or kind.device != group.device.type:
             plan = None
-    _plans[key] = plan
-    if len(_plans) > _MOST_PLANS:
-        _plans.popitem(last=False)
+    plans[key] = plan
+    if len(plans) > _MOST_PLANS:
+        plans.popitem(last=False)
 
 
 def reduce_as_planned(

@@ -26,12 +26,12 @@ def new_plans(how: str) -> Iterator[None]:
     """Forget all plans, and let all gradients be sent together, or the larger ones singly."""
     before = _reduction.LARGE
     _reduction.LARGE = SIZES[how]
-    _reduction._plans.clear()
+    _reduction.plans.clear()
     try:
         yield
     finally:
         _reduction.LARGE = before
-        _reduction._plans.clear()
+        _reduction.plans.clear()
 
 
 def grads_of(model: nn.Module, step: int = 0, **options: Any) -> Any:
@@ -91,7 +91,7 @@ def check_equal_to_backward(device: torch.device, how: str) -> None:
                 for name, param in model.named_parameters():
                     assert ours[name].stride() == param.stride()
                     assert param.grad is None
-            (plan,) = _reduction._plans.values()
+            (plan,) = _reduction.plans.values()
             assert len(_reduction.buckets(plan.common, alone=True)) > (how == "singly")
 
 
@@ -146,7 +146,7 @@ def check_other_gradients(device: torch.device, how: str) -> None:
             x = batch(device)
             _, ours = gradkit.distributed.value_and_grads(losses_of(model(x, names)), model)
             assert_same(ours, backward_of(other, losses_of(other(x, names))))
-        assert [*_reduction._plans.values()] == [None]  # whose gradients vary is not planned for
+        assert [*_reduction.plans.values()] == [None]  # whose gradients vary is not planned for
 
 
 @pytest.mark.parametrize("how", SIZES)
@@ -182,7 +182,7 @@ def check_plans_of_some_ranks(device: torch.device, how: str) -> None:
         expected = grads_of(model)
         grads_of(model)
         if dist.get_rank() == 1:
-            _reduction._plans.clear()
+            _reduction.plans.clear()
         for _ in range(3):
             assert_same(grads_of(model), expected)
         with pytest.raises(gradkit.StructureError, match="create_graph on rank 1"):
