@@ -291,11 +291,6 @@ def local_tensor(tensor: Any) -> Tensor:
         return local_part(tensor.detach())
 
 
-def store() -> Any:
-    """Return what all ranks read and write, without a collective. Run on torch 2.13."""
-    return dist.distributed_c10d._get_default_store()
-
-
 def group_like(group: Any, device_type: str) -> Any:
     """Return a new group of the same ranks and timeout; a collective of all. Run on torch 2.13."""
     timeout = group._get_backend(torch.device(device_type)).options._timeout

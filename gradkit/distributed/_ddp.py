@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradkit._autograd.passes import PassResult, PassRunner
+from gradkit._autograd.passes import PassResult
 from gradkit._checks import eager_graph
 from gradkit._checks.reachability import refuse_cast_since_forward
 from gradkit._compat import distributed
@@ -34,12 +34,14 @@ from gradkit.distributed._agreement import (
     require_group,
 )
 from gradkit.distributed._distributed_call import DistributedCall
-from gradkit.distributed._reduction import LocalGrads, agree_on_grads, reduce_grads
-from gradkit.distributed._reduction_plan import (
-    PlannedReduction,
+from gradkit.distributed._reduction import (
+    LocalGrads,
     ReductionPlan,
-    find_plan,
+    agree_on_grads,
     keep_plan,
+    plans,
+    reduce_as_planned,
+    reduce_grads,
 )
 from gradkit.errors import StructureError, UnsupportedGraphError, message
 
@@ -60,13 +62,11 @@ def run(call: DistributedCall, modules: _Replicas) -> tuple[PassResult, Params]:
     # parameters.
     plannable = not (hooked or ignoring or call.create_graph)
     losses, params, plan = _read_on_all_ranks(group, call, modules, hooked, plannable)
-    planned = PlannedReduction(plan, group, 1 / group.size) if plan else None
-    options = {"allowed": (distributed.SINK,), "runner": planned.runner if planned else PassRunner}
     results: list[PassResult] = []
 
     @cache
     def local_grads() -> LocalGrads:
-        result = call.run(losses, params, **options)
+        result = call.run(losses, params, allowed=(distributed.SINK,))
         results.append(result)
         grads = [grad for row in result.grads for grad in row]
         if type(None) in set(map(type, grads)):
@@ -76,13 +76,12 @@ def run(call: DistributedCall, modules: _Replicas) -> tuple[PassResult, Params]:
         path = partial(call.grad_path, losses, params)
         return LocalGrads(grads, templates, call.rank_invariants(losses, params), path)
 
-    reduced = planned.reduce(local_grads) if planned else None
+    reduced = reduce_as_planned(group, plan, local_grads, 1 / group.size) if plan else None
     if reduced is None:
         local, specs = agree_on_grads(group, local_grads, differentiable=call.create_graph)
         reduced = _reduce(group, hooked, local, specs, in_place=plannable)
         if plannable:
-            key = _plan_key(group, call, losses, params)
-            keep_plan(key, group, local.grads, specs, joint=call.joint)
+            keep_plan(_plan_key(group, call, losses, params), group, local.grads, specs)
     if ignoring:
         # DDP leaves the gradients of parameters that it ignores local, as `.backward()` does.
         replicated = _reduced_params(modules)
@@ -103,11 +102,9 @@ def _read_on_all_ranks(
         losses, params = read_replicated(call, modules)
         several = not call.joint and sum(loss.numel() for loss in losses.leaves) > 1
         _check_comm_hooks(hooked, create_graph=call.create_graph, several=several)
-        plan = find_plan(_plan_key(group, call, losses, params)) if plannable else None
+        plan = plans.get(_plan_key(group, call, losses, params)) if plannable else None
         expected = NO_DIGEST if plan is None else plan.digest
-        invariants = call.rank_invariants(losses, params)
-        paths = partial(call.paths, losses, params)
-        return (losses, params, plan), Description(invariants, (), paths, expected)
+        return (losses, params, plan), call.describe(losses, params, expected)
 
     (losses, params, plan), agreement = agree_or_raise(group, read)
     return losses, params, plan if agreement.same_expected else None
@@ -246,14 +243,14 @@ def _reduce(
     group: Group, hooked: _Replicas, local: LocalGrads, specs: Specs, *, in_place: bool = False
 ) -> list[Tensor | None]:
     """Return the means over the ranks, by the communication hooks of modules that have one."""
-    by_hook = {key for module in hooked for key in _bucketed_params(module)}
+    bucketed = [_bucketed_params(module) for module in hooked]
     without_hook = specs
-    if by_hook:
-        pairs = zip(local.templates, specs, strict=True)
+    if hooked:
+        by_hook, pairs = set().union(*bucketed), zip(local.templates, specs, strict=True)
         without_hook = tuple(None if id(param) in by_hook else spec for param, spec in pairs)
     reduced = reduce_grads(group, local, without_hook, 1 / group.size, in_place=in_place)
-    for module in hooked:
-        for index, grad in _reduce_by_hook(group, module, local, specs):
+    for module, keys in zip(hooked, bucketed, strict=True):
+        for index, grad in _reduce_by_hook(group, module, keys, local, specs):
             reduced[index] = grad
     return reduced
 
@@ -292,15 +289,17 @@ def _bucketed_params(module: DistributedDataParallel) -> set[int]:
 
 
 def _reduce_by_hook(
-    group: Group, module: DistributedDataParallel, local: LocalGrads, specs: Specs
+    group: Group,
+    module: DistributedDataParallel,
+    bucketed: set[int],
+    local: LocalGrads,
+    specs: Specs,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield index and mean of each gradient that a module's hook reduces, loss by loss."""
-    bucketed = _bucketed_params(module)
-    params = cast("Sequence[Tensor]", local.templates)
-    width = len(set(map(id, params))) or 1
-    for start in range(0, len(params), width):
+    width = len(set(map(id, local.templates))) or 1
+    for start in range(0, len(specs), width):
         indices = range(start, start + width)
-        row = [i for i in indices if id(params[i]) in bucketed and specs[i] is not None]
+        row = [i for i in indices if id(local.templates[i]) in bucketed and specs[i] is not None]
         if row:
             yield from zip(row, _reduce_row(group, module, row, local, specs), strict=True)
 

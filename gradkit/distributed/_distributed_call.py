@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from gradkit._autograd.passes import (
     PassResult,
-    RunnerFactory,
     read_params_of_each,
+    run_separately,
     run_simultaneously,
 )
 from gradkit._core import pytree
@@ -24,7 +25,7 @@ from gradkit._core.call import (
 )
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
-from gradkit.distributed._agreement import RankInvariants
+from gradkit.distributed._agreement import Description, Digest, RankInvariants
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class DistributedCall:
     retain_graph: bool | None
     weights: PyTree = None
     part: Hashable = None  # which rows these are, where the call runs a few rows at a time
+    losses_to_run: Callable[[Losses], Losses] = lambda losses: losses  # checked once more
 
     def read(self) -> tuple[Losses, Params]:
         """Return the losses, checked together with the weights, and the params."""
@@ -47,7 +49,7 @@ class DistributedCall:
         read_weights(self.weights, losses)
         params = read_params(self.module, allow_distributed=True)
         require_graph(losses, losses.leaves, [params])
-        return losses, params
+        return self.losses_to_run(losses), params
 
     def run(self, losses: Losses, params: Params, **options: Any) -> PassResult:
         """Run the passes: one for all losses, or for every loss, constants included."""
@@ -70,10 +72,14 @@ class DistributedCall:
         )
         return (("the call", self.name), *(() if self.joint else by_loss), *options)
 
-    def paths(self, losses: Losses, params: Params) -> list[str]:
-        """Return the paths of what ranks must have in common."""
-        of_losses = [] if self.joint else list(map(losses.path, range(len(losses.leaves))))
-        return [*of_losses, *map(params.path, range(len(params.variables)))]
+    def describe(self, losses: Losses, params: Params, expected: Digest) -> Description:
+        """Return what ranks compare before any runs a pass."""
+
+        def paths() -> list[str]:
+            of_losses = [] if self.joint else list(map(losses.path, range(len(losses.leaves))))
+            return [*of_losses, *map(params.path, range(len(params.variables)))]
+
+        return Description(self.rank_invariants(losses, params), (), paths, expected)
 
     def grad_path(self, losses: Losses, params: Params, index: int) -> str:
         """Return the path of a gradient, counted over the passes and the variables of each."""
@@ -82,36 +88,30 @@ class DistributedCall:
         return f"the gradient of {source} with respect to {params.path(column)}"
 
 
-@dataclass(frozen=True, slots=True)
-class SimultaneousCall(DistributedCall):
-    """A call whose losses each have their own part of the modules."""
+def game(
+    name: str, losses: PyTree, modules: PyTree, *, whole: bool, **options: Any
+) -> DistributedCall:
+    """Return a call whose losses each have their own part of the modules."""
 
-    def read(self) -> tuple[Losses, Params]:
-        """Return the losses, checked together with the tree of modules, and all params."""
-        losses, params = DistributedCall.read(self)
-        params_of_each_loss(read_losses(self.losses, scalar=True), self.module)
-        return losses, params
+    # `whole`: each pass is for all modules; else for its own part.
+    def each_with_its_part(given: Losses) -> Losses:
+        params_of_each_loss(read_losses(losses, scalar=True), modules)
+        return given
+
+    separately = partial(run_separately, strategy="sequential", chunk_size=None)
+    options |= {"joint": False, "losses_to_run": each_with_its_part}
+    run = separately if whole else _run_own_parts
+    return DistributedCall(name, losses, modules, run, **options)
 
 
-def run(
-    losses: Losses,
-    params: Params,
-    *,
-    unused: str,
-    create_graph: bool,
-    retain_graph: bool | None,
-    allowed: Collection[str],
-    runner: RunnerFactory,
-) -> PassResult:
+def _run_own_parts(losses: Losses, params: Params, **options: Any) -> PassResult:
     """Run a pass for each loss and its own part; all other params count as unreached."""
     each, columns = _own_params(losses, params)
-    result = run_simultaneously(losses, each, unused, create_graph, retain_graph, allowed, runner)
+    result = run_simultaneously(losses, each, **options)
     rows: list[Grads] = []
     for index, grads in zip(result.call.differentiated, result.grads, strict=True):
-        row: Grads = [None] * len(params.variables)
-        for column, grad in zip(columns[index], grads, strict=True):
-            row[column] = grad
-        rows.append(row)
+        by_column = dict(zip(columns[index], grads, strict=True))
+        rows.append([by_column.get(column) for column in range(len(params.variables))])
     return _with_params(result, [params] * len(losses.leaves), rows)
 
 

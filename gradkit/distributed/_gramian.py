@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from threading import RLock
 from typing import Any, TypeAlias
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradkit._autograd.engine import numbered_roots, unrecorded
 from gradkit._autograd.gramian import by_blocks, weights_of
 from gradkit._autograd.jacobian_rows import JacobianRows, read_jacobian_rows, warn_sequential
-from gradkit._autograd.passes import PassResult, RunnerFactory
+from gradkit._autograd.passes import PassResult, PassRunner, run_separately
 from gradkit._autograd.passes import release as release_nodes
 from gradkit._checks.eager_graph import check_call
 from gradkit._checks.reachability import refuse_cast_since_forward
@@ -40,7 +40,7 @@ from gradkit.distributed._agreement import (
     digest_of,
 )
 from gradkit.distributed._distributed_call import DistributedCall
-from gradkit.distributed._reduction_plan import EARLY_BYTES
+from gradkit.distributed._reduction import packed, sum_over_ranks
 from gradkit.errors import (
     CollectiveError,
     GradkitError,
@@ -48,6 +48,9 @@ from gradkit.errors import (
     UnsupportedGraphError,
     message,
 )
+
+# Of stacks of gradients that are sent together: they are few in memory at once.
+_BUCKET_BYTES = 4 * 2**20
 
 
 class LeafReduction:
@@ -127,9 +130,7 @@ class _Buckets:
         del stacks
         flat = dense[0] if len(dense) == 1 else torch.cat(dense, 1)
         dense.clear()
-        with collective_errors(self._group):
-            dist.all_reduce(flat, group=self._group.handle)
-        self.product += products_of_rows(flat).to(self.product)
+        self.product += products_of_rows(sum_over_ranks(self._group, flat)).to(self.product)
 
     def _zeros(self, index: int) -> Tensor:
         variable = self._variables[index]
@@ -139,19 +140,12 @@ class _Buckets:
 
 def _bucketed(variables: Sequence[Tensor], order: Sequence[int], size: int) -> list[list[int]]:
     """Return the variables in order; small ones of a dtype and device that follow one another."""
-    buckets: list[list[int]] = []
-    kind: object = None
-    filled = 0
-    for index in order:
-        variable = variables[index]
-        dtype = grad_dtype(variable)
-        nbytes = size * variable.numel() * dtype.itemsize
-        if kind != (dtype, variable.device) or filled + nbytes > EARLY_BYTES:
-            buckets.append([])
-            kind, filled = (dtype, variable.device), 0
-        buckets[-1].append(index)
-        filled += nbytes
-    return buckets
+    dtypes = [grad_dtype(variable) for variable in variables]
+    rows = (
+        ((dtypes[i], variables[i].device), i, size * variables[i].numel() * dtypes[i].itemsize)
+        for i in order
+    )
+    return list(packed(rows, _BUCKET_BYTES))
 
 
 def arrival_order(rows: JacobianRows) -> tuple[int, ...]:
@@ -174,29 +168,29 @@ def arrival_order(rows: JacobianRows) -> tuple[int, ...]:
 RunOnModules: TypeAlias = Callable[[DistributedCall], tuple[PassResult, Params]]
 
 
-@dataclass(frozen=True, slots=True)
-class ElementsCall(DistributedCall):
-    """A call whose losses are the elements of those that the caller gave."""
+def call_for_elements(
+    name: str, losses: PyTree, module: PyTree, *, scalar: bool = False
+) -> DistributedCall:
+    """Return a call whose losses are the elements of these; `scalar`: each must have just one."""
 
-    scalar: bool = False  # whether each loss must have one element
-
-    def read(self) -> tuple[Losses, Params]:
-        """Return the elements, checked, and the params."""
-        losses, params = DistributedCall.read(self)
-        if self.scalar:
-            read_losses(self.losses, scalar=True)
-        if all(loss.numel() == 1 for loss in losses.leaves):
-            return losses, params
+    def elements(given: Losses) -> Losses:
+        if scalar:
+            read_losses(losses, scalar=True)
+        if all(loss.numel() == 1 for loss in given.leaves):
+            return given
         with torch.enable_grad(), INSIDE:
-            rows = [element for loss in losses.leaves for element in loss.reshape(-1).unbind()]
+            rows = [element for loss in given.leaves for element in loss.reshape(-1).unbind()]
         if not rows:
             fix = "leave out losses without elements"
             raise StructureError(message("losses", "at least one element", "none", fix))
-        return Losses(rows, pytree.flatten(rows)[1]), params
+        return Losses(rows, pytree.flatten(rows)[1])
+
+    options: Any = {"create_graph": False, "retain_graph": None, "losses_to_run": elements}
+    return DistributedCall(name, losses, module, run_separately, joint=False, **options)
 
 
 def gram_of_replicas(
-    call: ElementsCall,
+    call: DistributedCall,
     modules: Sequence[DistributedDataParallel],
     chunk_size: int | None,
     retain: bool,
@@ -231,7 +225,7 @@ def _refuse_ignored(modules: Sequence[DistributedDataParallel]) -> None:
 
 
 def _read_on_all_ranks(
-    group: Group, call: ElementsCall, modules: Sequence[DistributedDataParallel]
+    group: Group, call: DistributedCall, modules: Sequence[DistributedDataParallel]
 ) -> tuple[JacobianRows, Sequence[int], str | None]:
     """Return the rows, the order in which leaves are sent, and why no batched pass can run."""
 
@@ -243,9 +237,7 @@ def _read_on_all_ranks(
             reason = "a communication hook reduces the gradients of one loss at a time"
         order = arrival_order(rows)
         expected = (int(reason is None), *digest_of(order)[1:])
-        invariants = call.rank_invariants(losses, params)
-        paths = partial(call.paths, losses, params)
-        return (rows, order, reason), Description(invariants, (), paths, expected)
+        return (rows, order, reason), call.describe(losses, params, expected)
 
     (rows, order, reason), agreement = agree_or_raise(group, read)
     refusing = [rank for rank, (can_batch, *_) in enumerate(agreement.expected) if not can_batch]
@@ -257,7 +249,7 @@ def _read_on_all_ranks(
 
 
 def sequential(
-    call: ElementsCall, run: RunOnModules, held_at_a_time: int | None, retain: bool
+    call: DistributedCall, run: RunOnModules, held_at_a_time: int | None, retain: bool
 ) -> Tensor:
     """Return the products of all rows: some are held, and multiplied with each that comes later."""
 
@@ -295,17 +287,15 @@ def _run_rows(
     start: int,
     stop: int | None,
     release: bool,
-    unused: str,
-    create_graph: bool,
-    retain_graph: bool | None,
     allowed: Sequence[str],
-    runner: RunnerFactory,
+    runner: Callable[..., PassRunner] = PassRunner,
+    **_: object,
 ) -> PassResult:
     """Run the passes of some losses; the others count as unreached."""
-    del create_graph, retain_graph  # the graph is kept until the last row has had its passes
+    # The graph is kept until the last row has had its passes.
     every = [index for index, loss in enumerate(losses.leaves) if loss.requires_grad]
     passes_of_rows = [Pass([index], params) for index in every]
-    call = Call(losses, losses.leaves, passes_of_rows, unused, allowed=allowed)
+    call = Call(losses, losses.leaves, passes_of_rows, allowed=allowed)
     check_call(call)
     passes = runner(call)
     rows = range(len(losses.leaves))[start:stop]

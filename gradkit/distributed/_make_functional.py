@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -58,25 +58,15 @@ class CollectiveOrder(RecomputedTensorSource):
 
     # Without it, ranks with different graphs could swap parameters of one shape unnoticed.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin to count anew."""
-        self._count = self._digest = 0
+    count = digest = 0
 
     def add(self, index: int, kind: int) -> None:
         """Count a collective for a parameter."""
-        self._count += 1
-        self._digest = hash((
-            self._digest,
-            index,
-            kind,
-        ))  # hashes of ints do not differ between processes
+        # Hashes of ints do not differ between processes.
+        self.count, self.digest = self.count + 1, hash((self.digest, index, kind))
 
     def __str__(self) -> str:
-        return f"{self._count} gathers and means, of checksum {self._digest % 10**6}"
+        return f"{self.count} gathers and means, of checksum {self.digest % 10**6}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,64 +209,57 @@ def gather(shard: Tensor, param: ShardedParam) -> Tensor:
 
 
 @contextmanager
-def gathering(module: nn.Module, params: Iterable[tuple[Tensor, ShardedParam]]) -> Iterator[None]:
-    """Let a module in the block gather these of its parameters when it reads them."""
-    gatherer = _Gatherer({id(shard): param for shard, param in params})
+def gathering(module: nn.Module, params: Mapping[int, ShardedParam]) -> Iterator[None]:
+    """Let a module in the block gather these of its parameters, by id, when it reads them."""
+    gathered = _Gathered()
     changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def put_back() -> None:
         for attributes, before in changed:
             attributes.update(before)
-        gatherer.free()
+        gathered.clear()
 
     with alone_with(module), undone(put_back):
         for part in module.modules():
             attributes = vars(part)
             new = distributed.without_hooks(part)
-            new["_parameters"] = _ReadParameters(gatherer, attributes["_parameters"])
+            new["_parameters"] = _ReadParameters(gathered, params, attributes["_parameters"])
             changed.append((attributes, {name: attributes[name] for name in new}))
             attributes.update(new)
         with recompute_hooks(), INSIDE:
             yield
 
 
-class _Gatherer:
-    """The whole parameters of the part of a module that runs."""
+class _Gathered(dict[tuple[int, bool], Tensor]):
+    """The whole parameters of the part of a module that runs; graphs hold none of them."""
 
-    def __init__(self, params: Mapping[int, ShardedParam]) -> None:
-        self._params = params
-        self._part: object = None
-        self._gathered: dict[tuple[int, bool], Tensor] = {}
-
-    def read(self, part: object, tensor: Any) -> Any:
-        """Return the whole parameter if the tensor is sharded; free those of another part."""
-        param = self._params.get(id(tensor))
-        if param is None:
-            return tensor
-        if part is not self._part:
-            self.free()
-            self._part = part
-        key = id(tensor), torch.is_grad_enabled()
-        if key not in self._gathered:
-            whole = self._gathered[key] = gather(tensor, param)
-            if not is_transform_tensor(whole):  # saved-tensor hooks do not run for these
-                register_recompute(whole, param.recompute(tensor))
-        return self._gathered[key]
-
-    def free(self) -> None:
-        """Let go of what is gathered; graphs hold none of it."""
-        self._gathered.clear()
+    part: object = None
 
 
 class _ReadParameters(dict[str, Any]):
     """The table of parameters of a part, from which `nn.Module` reads its attributes."""
 
-    def __init__(self, gatherer: _Gatherer, own: Mapping[str, Any]) -> None:
+    def __init__(
+        self, gathered: _Gathered, params: Mapping[int, ShardedParam], own: Mapping[str, Any]
+    ) -> None:
         super().__init__(own)
-        self._gatherer = gatherer
+        self._gathered, self._params = gathered, params
 
     def __getitem__(self, key: str) -> Any:
-        return self._gatherer.read(self, super().__getitem__(key))
+        """Return a parameter, the whole one if it is sharded; free those of another part."""
+        tensor, gathered = super().__getitem__(key), self._gathered
+        param = self._params.get(id(tensor))
+        if param is None:
+            return tensor
+        if gathered.part is not self:
+            gathered.clear()
+            gathered.part = self
+        at = id(tensor), torch.is_grad_enabled()
+        if at not in gathered:
+            whole = gathered[at] = gather(tensor, param)
+            if not is_transform_tensor(whole):  # saved-tensor hooks do not run for these
+                register_recompute(whole, param.recompute(tensor))
+        return gathered[at]
 
 
 _NAME = "gradkit.distributed.make_functional"
@@ -299,9 +282,9 @@ def make_functional(
     its own; graphs keep shards, and gather again in the backward pass.
 
     Example:
-        >>> import gradkit, tempfile, torch
-        >>> rendezvous = f"file://{tempfile.mkdtemp()}/file"
-        >>> torch.distributed.init_process_group("gloo", rendezvous, rank=0, world_size=1)
+        >>> import gradkit, torch
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         >>> mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
         >>> model = torch.nn.Linear(3, 1)
         >>> call, params, buffers = gradkit.distributed.make_functional(model, mesh)
@@ -362,9 +345,8 @@ def make_functional(
         try:
             given, _ = agree_or_raise(group, describe_call)
         finally:
-            order.reset()
-        pairs = [(given[name], param) for name, param in placed.items()]
-        with gathering(module, pairs):
+            order.count = order.digest = 0
+        with gathering(module, {id(given[name]): param for name, param in placed.items()}):
             return inner(given, buffers, *args, **kwargs)
 
     first = {name: _of_first_rank(own[name], group, mesh) for name in buffers}

@@ -29,7 +29,7 @@ from gradkit._core.pytree import PyTree
 from gradkit.distributed import _ddp, _distributed_call, _fsdp
 from gradkit.distributed._distributed_call import DistributedCall
 from gradkit.distributed._gramian import (
-    ElementsCall,
+    call_for_elements,
     gram_of_replicas,
     sequential,
     weights_on_all_ranks,
@@ -55,15 +55,15 @@ def value_and_grads(
 ) -> tuple[PyTree, PyTree]:
     """Return the losses' values and the gradient of their weighted sum, reduced over the ranks.
 
-    The gradient is what `.backward()` of the wrapped module leaves in a fresh `.grad`: the mean
-    over the ranks, by the communication hook if there is one; for `fully_shard`, in shards. `.grad`
-    is neither read nor written. All ranks make the call. It reduces inside of `no_sync()`, too, so
-    that gradients of micro-batches may be added up.
+    As `gradkit.value_and_grads`, but for what follows. All ranks make the call. The gradient is
+    what `.backward()` of the wrapped module leaves in a fresh `.grad`: the mean over the ranks, by
+    the communication hook if there is one; for `fully_shard`, in shards. `.grad` is neither read
+    nor written. It reduces inside of `no_sync()`, too: gradients of micro-batches may be added up.
 
     Example:
-        >>> import gradkit, tempfile, torch
-        >>> rendezvous = f"file://{tempfile.mkdtemp()}/file"
-        >>> torch.distributed.init_process_group("gloo", rendezvous, rank=0, world_size=1)
+        >>> import gradkit, torch
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
         >>> loss = model(torch.ones(2, 3)).square().mean()
         >>> value, grads = gradkit.distributed.value_and_grads(loss, model)
@@ -72,15 +72,15 @@ def value_and_grads(
         >>> torch.distributed.destroy_process_group()
 
     Args:
-        losses: As in `gradkit.value_and_grads`: those of this rank, computed by the wrapped module.
+        losses: Those of this rank, computed by the wrapped module.
         module: A module wrapped in `DistributedDataParallel` or by `fully_shard`, or a tree of
             such modules; it stands for `dict(module.named_parameters())`.
-        weights: As in `gradkit.value_and_grads`. A function gets the `gram` over all ranks, and is
-            called on each; its weights on the first rank are those of all.
-        unused: As in `gradkit.value_and_grads`, for parameters that no rank reaches.
-        create_graph: As in `gradkit.value_and_grads`, for `DistributedDataParallel` only. A
-            backward pass through the gradients reduces, so that all ranks must run it.
-        retain_graph: As in `gradkit.value_and_grads`.
+        weights: A function gets the `gram` over all ranks, and is called on each; its weights on
+            the first rank are those of all.
+        unused: For parameters that no rank reaches.
+        create_graph: For `DistributedDataParallel` only. A backward pass through the gradients
+            reduces, so that all ranks must run it.
+        retain_graph: As there.
 
     Returns:
         `(values, grads)`. `values`: those of this rank. `grads`: a tree like `module`, the same on
@@ -124,14 +124,15 @@ def per_loss_grads(
 ) -> PyTree:
     """Return the gradients of each loss, reduced over the ranks.
 
-    For `DistributedDataParallel`, the gradients of all losses are sent in one collective for every
-    25 MB (with a communication hook, loss by loss). For `fully_shard`, a backward pass for each
-    loss gathers and reduces. All ranks make the call.
+    As `gradkit.per_loss_grads`, for modules as in `value_and_grads`. For `DistributedDataParallel`,
+    the gradients of all losses are sent together, 25 MB at a time and large ones singly (with a
+    communication hook, loss by loss). For `fully_shard`, a backward pass for each loss gathers and
+    reduces.
 
     Example:
-        >>> import gradkit, tempfile, torch
-        >>> rendezvous = f"file://{tempfile.mkdtemp()}/file"
-        >>> torch.distributed.init_process_group("gloo", rendezvous, rank=0, world_size=1)
+        >>> import gradkit, torch
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
         >>> out = model(torch.ones(4, 3))
         >>> losses = {"a": out[:, 0].mean(), "b": out[:, 1].mean()}
@@ -141,7 +142,7 @@ def per_loss_grads(
         >>> torch.distributed.destroy_process_group()
 
     Args:
-        losses: As in `gradkit.per_loss_grads`: those of this rank, of equal shapes on all ranks.
+        losses: Those of this rank, of equal shapes on all ranks.
         module: As in `value_and_grads`.
         unused: As in `value_and_grads`, for each loss.
         create_graph: As in `value_and_grads`.
@@ -150,8 +151,7 @@ def per_loss_grads(
         chunk_size: As in `gradkit.per_loss_grads`.
 
     Returns:
-        A tree like `losses`, each leaf replaced by a tree like `module`, as in
-        `gradkit.per_loss_grads`, and the same on all ranks.
+        A tree like `losses`, each leaf replaced by a tree like `module`, the same on all ranks.
 
     Raises:
         GradkitError: As in `value_and_grads`, but for `NotScalarLossError`.
@@ -180,14 +180,14 @@ def simultaneous_grads(
 ) -> PyTree:
     """Return the simultaneous gradient of a game between modules, reduced over the ranks.
 
-    For `DistributedDataParallel`, each pass visits what its own player needs. For `fully_shard`, it
-    is a whole backward pass for each loss, of which the other players' gradients are dropped. All
-    ranks make the call.
+    As `gradkit.simultaneous_grads`. For `DistributedDataParallel`, each pass visits what its own
+    player needs. For `fully_shard`, it is a whole backward pass for each loss, of which the other
+    players' gradients are dropped.
 
     Example:
-        >>> import gradkit, tempfile, torch
-        >>> rendezvous = f"file://{tempfile.mkdtemp()}/file"
-        >>> torch.distributed.init_process_group("gloo", rendezvous, rank=0, world_size=1)
+        >>> import gradkit, torch
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         >>> wrap = torch.nn.parallel.DistributedDataParallel
         >>> players = {"G": wrap(torch.nn.Linear(2, 2)), "D": wrap(torch.nn.Linear(2, 1))}
         >>> score = players["D"](players["G"](torch.ones(4, 2))).mean()
@@ -197,7 +197,7 @@ def simultaneous_grads(
         >>> torch.distributed.destroy_process_group()
 
     Args:
-        losses: As in `gradkit.simultaneous_grads`: those of this rank.
+        losses: Those of this rank.
         modules: A tree of wrapped modules, as in `value_and_grads`, with one part for each loss.
         unused: As in `value_and_grads`, for each loss and its own part.
         create_graph: As in `value_and_grads`.
@@ -216,14 +216,10 @@ def simultaneous_grads(
     check_pass_options(unused, create_graph, retain_graph)
     name = "gradkit.distributed.simultaneous_grads"
     with leave_inference_mode():
-        replicas, shards = _wrapped_in(modules)
-        separately = partial(passes.run_separately, strategy="sequential", chunk_size=None)
-        run = separately if shards else _distributed_call.run
-        call = _distributed_call.SimultaneousCall(
-            name, losses, modules, run, False, create_graph, retain_graph
-        )
-        result, params = _fsdp.run(call, shards) if shards else _ddp.run(call, replicas)
-        result, each = _distributed_call.own_parts(result, params, unused)
+        _, shards = _wrapped_in(modules)
+        options: Any = {"create_graph": create_graph, "retain_graph": retain_graph}
+        call = _distributed_call.game(name, losses, modules, whole=bool(shards), **options)
+        result, each = _distributed_call.own_parts(*_run_on_modules(call), unused)
         require_reached(result.call, result.grads, unused)
         return passes.simultaneous_trees(result, each)
 
@@ -238,15 +234,15 @@ def gram(
 ) -> Tensor:
     """Return the inner products of the losses' gradients, which are reduced over the ranks.
 
-    The angles between losses on the whole batch, not on one rank's part of it. All ranks make the
-    call. Under `DistributedDataParallel` the K gradients of a parameter are averaged as they
-    arrive, multiplied, and freed, as in `gradkit.gram`. Under `fully_shard` each rank holds its
-    shards of K sets of gradients.
+    The angles between losses on the whole batch, not on one rank's part of it, as in
+    `gradkit.gram`. Under `DistributedDataParallel` the K gradients of a parameter are averaged as
+    they arrive, multiplied, and freed. Under `fully_shard` each rank holds its shards of K sets of
+    gradients.
 
     Example:
-        >>> import gradkit, tempfile, torch
-        >>> rendezvous = f"file://{tempfile.mkdtemp()}/file"
-        >>> torch.distributed.init_process_group("gloo", rendezvous, rank=0, world_size=1)
+        >>> import gradkit, torch
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
         >>> out = model(torch.ones(4, 3))
         >>> gradkit.distributed.gram([out[:, 0].mean(), out.sum()], model)
@@ -255,14 +251,14 @@ def gram(
         >>> torch.distributed.destroy_process_group()
 
     Args:
-        losses: As in `gradkit.gram`: those of this rank, of equal shapes on all ranks.
+        losses: Those of this rank, of equal shapes on all ranks.
         module: As in `value_and_grads`.
         chunk_size: As in `gradkit.gram`. Where passes are sequential, the number of losses whose
             gradients are held while those of the others pass by. None: 1, and K with `fully_shard`.
         retain_graph: As in `gradkit.gram`.
 
     Returns:
-        `[K, K]`, as in `gradkit.gram`, and the same on all ranks.
+        `[K, K]`, the same on all ranks.
 
     Raises:
         GradkitError: As in `per_loss_grads`.
@@ -273,13 +269,11 @@ def gram(
     check_optional_bool("retain_graph", retain_graph)
     check_chunk_size(chunk_size)
     with leave_inference_mode():
-        call = ElementsCall(
-            "gradkit.distributed.gram", losses, module, passes.run_separately, False, False, None
-        )
+        call = call_for_elements("gradkit.distributed.gram", losses, module)
         return _gram_of(call, chunk_size, bool(retain_graph))
 
 
-def _gram_of(call: ElementsCall, chunk_size: int | None, retain: bool) -> Tensor:
+def _gram_of(call: DistributedCall, chunk_size: int | None, retain: bool) -> Tensor:
     replicas, shards = _wrapped_in(call.module)
     if shards:
         return sequential(call, lambda part: _fsdp.run(part, shards), chunk_size, retain)
@@ -290,8 +284,7 @@ def _weights_from_gram(
     name: str, losses: PyTree, module: PyTree, weighting: Callable[..., Any]
 ) -> PyTree:
     """Return the weights that a function makes of the products over all ranks."""
-    run = passes.run_separately
-    call = ElementsCall(name, losses, module, run, False, False, None, scalar=True)
+    call = call_for_elements(name, losses, module, scalar=True)
     product = _gram_of(call, None, retain=True)
     replicas, shards = _wrapped_in(module)
     ranks = (
@@ -301,10 +294,14 @@ def _weights_from_gram(
 
 
 def _run(call: DistributedCall, unused: str) -> tuple[passes.PassResult, Params]:
-    replicas, shards = _wrapped_in(call.module)
-    result, params = _fsdp.run(call, shards) if shards else _ddp.run(call, replicas)
+    result, params = _run_on_modules(call)
     require_reached(result.call, result.grads, unused)
     return result, params
+
+
+def _run_on_modules(call: DistributedCall) -> tuple[passes.PassResult, Params]:
+    replicas, shards = _wrapped_in(call.module)
+    return _fsdp.run(call, shards) if shards else _ddp.run(call, replicas)
 
 
 def _wrapped_in(tree: PyTree) -> tuple[list[DistributedDataParallel], list[nn.Module]]:

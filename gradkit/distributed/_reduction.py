@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias, cast
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,20 +24,26 @@ from gradkit._core.ownership import empty_for, leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.distributed._agreement import (
     Description,
+    Digest,
     GradSpec,
     Group,
     RankInvariants,
     Specs,
     agree_or_raise,
     collective_errors,
+    digest_of,
     read_specs,
+    report_failure,
     require_group,
 )
-from gradkit.errors import LeafTypeError, UnsupportedGraphError, describe, message
+from gradkit.errors import CollectiveError, LeafTypeError, UnsupportedGraphError, describe, message
 from gradkit.tree._arithmetic import are_dense_constants
 
 # DistributedDataParallel's default: latency does not count, and it is little memory.
 BUCKET_BYTES = 25 * 2**20
+LARGE = 2**20  # bytes of a gradient that is summed where it is, without a copy
+_MOST_PLANS = 64
+_T = TypeVar("_T")
 # Gradients that are sent together, each with its index.
 Bucket: TypeAlias = list[tuple[int, GradSpec]]
 # Dtypes of eight bits and less, for which torch has no arithmetic.
@@ -61,9 +70,9 @@ def all_reduce(
     stays None.
 
     Example:
-        >>> import gradkit, tempfile, torch
-        >>> rendezvous = f"file://{tempfile.mkdtemp()}/file"
-        >>> torch.distributed.init_process_group("gloo", rendezvous, rank=0, world_size=1)
+        >>> import gradkit, torch
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         >>> gradkit.distributed.all_reduce({"w": torch.ones(2), "b": None})
         {'w': tensor([1., 1.]), 'b': None}
         >>> torch.distributed.destroy_process_group()
@@ -191,69 +200,86 @@ def _check_sparse(grad: Any, local: LocalGrads, index: int) -> None:
 
 
 def reduce_grads(
-    group: Group, local: LocalGrads, specs: Specs, scale: float | None, *, in_place: bool = False
+    group: Group,
+    local: LocalGrads,
+    specs: Specs,
+    scale: float | None,
+    *,
+    in_place: bool = False,
+    first: Tensor | None = None,
 ) -> list[Tensor | None]:
     """Return the sums of scaled gradients over the ranks; None where `specs` has None."""
-    # `in_place`: in the memory of this rank's own gradients where they are dense.
+    # `in_place`: in the memory of this rank's own gradients where they are dense. `first`: the sum
+    # of the first bucket, where it was sent already.
     reduced: list[Tensor | None] = [None] * len(specs)
-    for bucket in buckets(specs):
-        first = bucket[0][1]
-        if first.layout != torch.strided:
-            sparse = in_layout(bucket, local.grads)[0].detach().coalesce()
-            sums = [_sum_(group, sparse.clone(), scale)]
-        elif first.graph:
-            sums = _sum_with_graph(group, in_layout(bucket, local.grads), scale)
+    started: list[Any] = []
+    for bucket in buckets(specs, alone=in_place):
+        kind, grads = bucket[0][1], _in_layout(bucket, local.grads)
+        if kind.layout != torch.strided:
+            sums = [sum_over_ranks(group, grads[0].detach().coalesce().clone(), scale)]
+        elif kind.graph:
+            sums = _sum_with_graph(group, grads, scale)
         else:
-            flat = _sum_(group, flat_copy(in_layout(bucket, local.grads)), scale)
-            sums = results(bucket, local, in_place=in_place)
-            write(sums, flat)
+            sums = _results(bucket, local, in_place=in_place)
+            if first is None and len(sums) == 1 and sums[0] is grads[0] and _is_plain(grads[0]):
+                started.append(_start_sum(group, grads[0], scale))  # without a copy
+            else:
+                flat = sum_over_ranks(group, flat_copy(grads), scale) if first is None else first
+                write(sums, flat)
+        first = None
         for (index, _), grad in zip(bucket, sums, strict=True):
             reduced[index] = grad
+    with collective_errors(group):
+        for work in started:
+            work.wait()
     return reduced
 
 
-def buckets(specs: Specs, most: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Yield the gradients that are sent together: of one dtype and device; sparse ones singly."""
-    kinds: dict[tuple[object, ...], Bucket] = {}
+def buckets(specs: Specs, *, alone: bool = False) -> list[Bucket]:
+    """Return the gradients that are sent together: of one dtype and device; sparse ones singly."""
+    # `alone`: large ones singly, too. The small ones are first.
+    kinds: dict[Hashable, tuple[bool, int]] = {}
+    rows: list[tuple[tuple[bool, int], tuple[int, GradSpec], int]] = []
     for index, spec in enumerate(specs):
-        if spec is not None and spec.layout != torch.strided:
-            yield [(index, spec)]
-        elif spec is not None:
-            kinds.setdefault((spec.dtype, spec.device, spec.graph), []).append((index, spec))
-    for alike in kinds.values():
-        bucket: Bucket = []
-        filled = 0
-        for index, spec in alike:
-            if bucket and filled + spec.nbytes > most:
-                yield bucket
-                bucket, filled = [], 0
-            bucket.append((index, spec))
-            filled += spec.nbytes
+        if spec is not None:
+            single = spec.layout != torch.strided or (alone and spec.nbytes >= LARGE)
+            kind = spec.dtype, spec.device, spec.graph, index if single else None
+            place_in_order = kinds.setdefault(kind, (single, len(kinds)))
+            rows.append((place_in_order, (index, spec), spec.nbytes))
+    return list(packed(sorted(rows, key=itemgetter(0)), BUCKET_BYTES))
+
+
+def packed(rows: Iterable[tuple[Hashable, _T, int]], most: int) -> Iterator[list[_T]]:
+    """Yield what follows one another, of one kind, and has at most so many bytes together."""
+    # A row is the kind, what is yielded, and its bytes.
+    bucket: list[_T] = []
+    kind_before, filled = None, 0
+    for kind, item, nbytes in rows:
+        if bucket and (kind != kind_before or filled + nbytes > most):
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(item)
+        kind_before, filled = kind, filled + nbytes
+    if bucket:
         yield bucket
 
 
-def _sum_(group: Group, tensor: Tensor, scale: float | None = None) -> Tensor:
+def sum_over_ranks(group: Group, tensor: Tensor, scale: float | None = None) -> Tensor:
     """Return the tensor, scaled and summed over the ranks in place."""
-    if scale is not None:
-        tensor *= scale
     with collective_errors(group):
-        dist.all_reduce(tensor, group=group.handle)
+        _start_sum(group, tensor, scale).wait()
     return tensor
 
 
-def start_sum_(group: Group, tensor: Tensor) -> Callable[[], None]:
-    """Start to sum a tensor over the ranks in place; return what waits for the sum."""
+def _start_sum(group: Group, tensor: Tensor, scale: float | None) -> Any:
+    """Start to sum a tensor, scaled, over the ranks in place; return what waits for the sum."""
+    if scale is not None:
+        tensor *= scale
     with collective_errors(group):
-        work: Any = dist.all_reduce(tensor, group=group.handle, async_op=True)
-
-    def wait() -> None:
-        with collective_errors(group):
-            work.wait()
-
-    return wait
+        return dist.all_reduce(tensor, group=group.handle, async_op=True)
 
 
-def in_layout(bucket: Bucket, grads: Sequence[Tensor | None]) -> list[Tensor]:
+def _in_layout(bucket: Bucket, grads: Sequence[Tensor | None]) -> list[Tensor]:
     """Return this rank's gradients in the layout that is sent; zeros for None."""
     pairs = ((grads[index], spec) for index, spec in bucket)
     return [
@@ -262,13 +288,18 @@ def in_layout(bucket: Bucket, grads: Sequence[Tensor | None]) -> list[Tensor]:
     ]
 
 
+def _is_plain(grad: Tensor) -> bool:
+    """Return whether the memory of a gradient holds its numbers as they are, one by one."""
+    return grad.is_contiguous() and not grad.is_conj() and not grad.is_neg()
+
+
 @torch.no_grad()
 def flat_copy(grads: Sequence[Tensor]) -> Tensor:
     """Return the entries of dense gradients as a new vector."""
     return flatten_dense(grads) if len(grads) > 1 else torch.cat([grads[0].ravel()])
 
 
-def results(bucket: Bucket, local: LocalGrads, *, in_place: bool) -> list[Tensor]:
+def _results(bucket: Bucket, local: LocalGrads, *, in_place: bool) -> list[Tensor]:
     """Return where sums are written: new tensors, or `in_place` this rank's own gradients."""
     rows = [(local.grads[index], spec, local.templates[index]) for index, spec in bucket]
     return [
@@ -298,6 +329,66 @@ def write(grads: list[Tensor], flat: Tensor) -> None:
         grad.copy_(part)
 
 
+class ReductionPlan(NamedTuple):
+    """What ranks have agreed to sum, and expect to sum again in the next call like it."""
+
+    own: Specs  # of this rank's gradients
+    common: Specs  # of those of all ranks together
+    digest: Digest  # of these
+
+    @property
+    def first(self) -> Bucket:
+        """What is sent first, and says whether all gradients are those expected."""
+        return buckets(self.common, alone=True)[0]
+
+
+# Of the last calls, by what their gradients depend on; None where those differed between calls.
+plans: OrderedDict[Hashable, ReductionPlan | None] = OrderedDict()
+
+
+def keep_plan(key: Hashable, group: Group, grads: Sequence[Tensor | None], common: Specs) -> None:
+    """Keep what ranks have agreed to sum, for the next call with this key."""
+    plan = None
+    if key not in plans and any(common):
+        plan = ReductionPlan(read_specs(grads), common, digest_of(common))
+        kind = plan.first[0][1]
+        # The host reads its last entry: of gradients on a GPU that takes longer than another
+        # agreement over the CPU.
+        if kind.layout != torch.strided or kind.device != group.device.type:
+            plan = None
+    plans[key] = plan
+    if len(plans) > _MOST_PLANS:
+        plans.popitem(last=False)
+
+
+def reduce_as_planned(
+    group: Group, plan: ReductionPlan, compute: Callable[[], LocalGrads], scale: float
+) -> list[Tensor | None] | None:
+    """Return the sums of gradients, in their memory; None if ranks are to agree anew."""
+    try:
+        local = compute()
+    except BaseException:
+        with suppress(CollectiveError):
+            _sum_first(group, plan, None, scale)
+            report_failure(group)
+        raise
+    is_as_planned = read_specs(local.grads) == plan.own
+    first = _sum_first(group, plan, local.grads if is_as_planned else None, scale)
+    if first[-1] != 0:
+        return None
+    return reduce_grads(group, local, plan.common, scale, in_place=True, first=first)
+
+
+def _sum_first(
+    group: Group, plan: ReductionPlan, grads: Sequence[Tensor | None] | None, scale: float
+) -> Tensor:
+    """Return the sum of the first bucket, and behind it whether a rank has other gradients."""
+    tensors = _in_layout(plan.first, grads or [None] * len(plan.own))
+    return sum_over_ranks(
+        group, flat_copy([*tensors, tensors[0].new_full((1,), grads is None)]), scale
+    )
+
+
 @torch.enable_grad()  # also where the caller has disabled it: the graph would be cut
 def _sum_with_graph(group: Group, grads: Sequence[Tensor], scale: float | None) -> list[Tensor]:
     flat = torch.cat([grad.reshape(-1) for grad in grads])
@@ -316,7 +407,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _sum_(group, tensor.clone(memory_format=torch.contiguous_format))
+        return sum_over_ranks(group, tensor.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:

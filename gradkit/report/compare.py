@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +16,7 @@ from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit.errors import UnsupportedGraphError, message
 from gradkit.report.charts import draw_differences
-from gradkit.report.steps import (
-    BACKWARD,
-    FUNC,
-    GRAD,
-    PER_LOSS,
-    Step,
-    distance,
-    read_step,
-    same_bits,
-)
+from gradkit.report.steps import BACKWARD, FUNC, GRAD, Step, distance, read_step, same_bits
 from gradkit.report.tables import Block, Report, Table, folded, listed, plural, styled
 
 if TYPE_CHECKING:
@@ -49,9 +40,7 @@ _TIED = (
     "tied: torch.func gives each place of the tensor its own part of the gradient; the parts add up"
 )
 _FROZEN = "frozen: torch.func differentiates with respect to whatever it is given"
-_HOOK = "a tensor hook on the leaf: torch.func runs none, and a pass per loss runs it for each"
-_DROPOUT = "dropout: under torch.func the same random numbers may fall on other places"
-_ORDER = "rounding: a joint pass adds the losses in the graph, one pass per loss adds the gradients"
+_HOOK = "a tensor hook on the leaf: torch.func runs none"
 
 
 @dataclass(frozen=True)
@@ -61,14 +50,11 @@ class Difference:
     Attributes:
         same: Both gave the same bits, or both None.
         absolute: The largest absolute difference of an entry, where None is zero.
-        ulps: The largest difference in units in the last place: how many numbers of the coarser of
-            the two dtypes lie between two entries.
         reason: What is there and may be why; `"unknown"` if nothing is; empty if `same`.
     """
 
     same: bool
     absolute: float
-    ulps: float
     reason: str = ""
 
 
@@ -105,29 +91,26 @@ class Comparison(Report):
 
     def differing(self) -> list[str]:
         """Return the leaves at which some method differs."""
-        methods = self.differences.values()
-        return [n for n in self._names if not all(leaves[n].same for leaves in methods)]
+        return [name for name, row in self._by_leaf().items() if not all(d.same for d in row)]
 
-    @property
-    def _names(self) -> Collection[str]:
-        return next(iter(self.differences.values()), {})
+    def _by_leaf(self) -> dict[str, tuple[Difference, ...]]:
+        columns = list(self.differences.values())
+        return {name: tuple(of[name] for of in columns) for name in (columns or [{}])[0]}
 
     def _blocks(self) -> Sequence[Block]:
         refused = [f"{method} cannot be compared: {why}" for method, why in self.refused.items()]
         if not self.differences:
             title = f"{self.called}: nothing can be compared with .backward()"
             return [title, *refused, *self.notes]
-        params, differing = plural(len(self._names), "param"), len(self.differing())
+        by_leaf, differing = self._by_leaf(), len(self.differing())
+        params = plural(len(by_leaf), "param")
         result = f"{differing} of {params} differ" if differing else f"the same bits in {params}"
         title = f"{self.called}: .backward() against {listed(list(self.differences))}: {result}"
-        return [title, self._table(), *self._reasons(), *refused, *self.notes]
-
-    def _table(self) -> Table:
-        """Return a column for each method, and a row for leaves that are alike in all."""
-        columns = self.differences.values()
-        groups = folded({name: tuple(_cell(of[name]) for of in columns) for name in self._names})
+        # A row for leaves that are alike in all columns.
+        groups = folded({name: tuple(map(_cell, row)) for name, row in by_leaf.items()})
         rows = [[label, str(len(some)), *cells] for label, some, cells in groups]
-        return Table(["param", "count", *self.differences], rows)
+        table = Table(["param", "count", *self.differences], rows)
+        return [title, table, *self._reasons(), *refused, *self.notes]
 
     def _reasons(self) -> list[str]:
         names: dict[tuple[str, str], list[str]] = {}
@@ -143,8 +126,7 @@ def _cell(difference: Difference) -> str:
         return styled("same", "green")
     if difference.reason.startswith("None against zero"):
         return styled("0, not None", "red")
-    ulps = f"{difference.ulps:,.0f}" if difference.ulps < 1e6 else f"{difference.ulps:.0e}"
-    return styled(f"{difference.absolute:.2g} ({ulps} ulp)", "red")
+    return styled(f"{difference.absolute:.2g}", "red")
 
 
 def compare(loss_fn: Callable[..., PyTree], params: PyTree, *args: Any) -> Comparison:
@@ -152,7 +134,7 @@ def compare(loss_fn: Callable[..., PyTree], params: PyTree, *args: Any) -> Compa
 
     Each method runs the same step from the same weights, buffers, `.grad` and random states, which
     are as before afterwards. A reason is something that is there, and may be why: a stale `.grad`,
-    a tied parameter, a hook, dropout.
+    a tied parameter, a hook.
 
     Example:
         >>> import torch, gradkit
@@ -173,9 +155,9 @@ def compare(loss_fn: Callable[..., PyTree], params: PyTree, *args: Any) -> Compa
 
     Returns:
         For each method and leaf the largest difference from `.backward()` and the reason. Several
-        losses are added; `"loss by loss"` is a `.backward()` for each. torch.func gets a tensor in
-        two places twice. Hooks run, except post-accumulate-grad hooks: often they step an
-        optimizer. What loss_fn or hooks do beyond modules, params and random states is not undone.
+        losses are added. torch.func gets a tensor in two places twice. Hooks run, except
+        post-accumulate-grad hooks: often they step an optimizer. What loss_fn or hooks do beyond
+        modules, params and random states is not undone.
 
     Raises:
         DetachedLossError: No loss carries a graph.
@@ -202,8 +184,7 @@ def compare(loss_fn: Callable[..., PyTree], params: PyTree, *args: Any) -> Compa
             with step.isolated():
                 losses = step.losses()
             refuse_no_variables(Call(losses, losses.leaves, [Pass([0], step.params)]))
-        methods = [GRAD, FUNC, *([PER_LOSS] if step.forward.differentiable > 1 else [])]
-        results = {method: step.run(method) for method in [BACKWARD, *methods]}
+        results = {method: step.run(method) for method in (BACKWARD, GRAD, FUNC)}
     ran = {name: result for name, result in results.items() if not result.refused}
     base = ran[BACKWARD].grads
     return Comparison(
@@ -219,30 +200,30 @@ def _differences(
     step: Step, method: str, base: Sequence[Tensor | None], other: Sequence[Tensor | None]
 ) -> dict[str, Difference]:
     differences = {}
-    for index, pair in enumerate(zip(base, other, strict=True)):
-        if step.params.leaves[index] is not None:
-            is_same = same_bits(*pair)
-            why = "" if is_same else _reason(step, method, index, *pair)
-            far = (0.0, 0.0) if is_same else distance(*pair)
-            differences[step.names[index]] = Difference(is_same, *far, why)
+    rows = zip(step.names, step.params.leaves, base, other, strict=True)
+    for name, leaf, expected, got in rows:
+        if leaf is not None:
+            same = same_bits(expected, got)
+            why = "" if same else _reason(step, method, leaf, expected, got)
+            differences[name] = Difference(same, 0.0 if same else distance(expected, got), why)
     return differences
 
 
-def _reason(step: Step, method: str, index: int, base: Tensor | None, other: Tensor | None) -> str:
+def _reason(
+    step: Step, method: str, leaf: Tensor, base: Tensor | None, other: Tensor | None
+) -> str:
     """Return what is there at a leaf that may be why a method differs from `.backward()`."""
-    leaf, is_func = step.params.leaves[index], method == FUNC
+    is_func = method == FUNC
     is_zero = other is None or not other.detach().to_dense().count_nonzero()
     if is_func and base is None and is_zero and leaf.requires_grad:
         return _NONE
     there = {
-        _STALE: leaf.grad is not None and method != PER_LOSS,
-        _HOOK: bool(tensor_hooks(leaf)) and method in (FUNC, PER_LOSS),
+        _STALE: leaf.grad is not None,
+        _HOOK: is_func and bool(tensor_hooks(leaf)),
         _TIED: is_func and sum(one is leaf for one in step.params.leaves) > 1,
         _FROZEN: is_func and not leaf.requires_grad,
-        _DROPOUT: is_func and step.forward.draws,
     }
-    reasons = [reason for reason, is_there in there.items() if is_there]
-    return "; ".join(reasons) or (_ORDER if method == PER_LOSS else "unknown")
+    return "; ".join(reason for reason, is_there in there.items() if is_there) or "unknown"
 
 
 def _notes(step: Step) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ from gradkit.report.explanation import checkpointed_tensors
 
 # The parameters of all modules, each once, by name; and lone tensors, by their index in `leaves`.
 Inputs: TypeAlias = dict[str | int, Tensor]
-BACKWARD, GRAD, FUNC, PER_LOSS = ".backward()", "autograd.grad", "torch.func", "loss by loss"
+BACKWARD, GRAD, FUNC = ".backward()", "autograd.grad", "torch.func"
 
 
 class RunResult(NamedTuple):
@@ -49,7 +49,6 @@ class ForwardPass(NamedTuple):
     leaves: dict[int, Tensor]  # those in reentrant checkpoints, too
     draws: bool
     writes_grad: bool
-    differentiable: int
 
 
 @dataclass(frozen=True)
@@ -94,13 +93,13 @@ class Step:
         with self.isolated():
             before = self.snapshot.random_states()
             losses = self.losses()
+            require_graph(losses, losses.leaves)
             graph = Subgraph(losses.leaves)
             inside = checkpointed_tensors(graph)
             return ForwardPass(
                 graph.leaves | {key: x for key, x in inside.items() if x.is_leaf},
                 draws=self.snapshot.random_states() != before,
                 writes_grad=self.snapshot.has_grads(),
-                differentiable=len(require_graph(losses, losses.leaves)),
             )
 
     def losses(self, tree: PyTree = None) -> Losses:
@@ -152,8 +151,7 @@ class Step:
             except RuntimeError as error:
                 return RunResult([], refused=_why_refused(error))
             return RunResult(self.params.per_leaf(grads), _values(losses.leaves))
-        for outputs in [[root] for root in roots] if method == PER_LOSS else [roots]:
-            engine.reference_backward(outputs)
+        engine.reference_backward(roots)
         grads = [None if leaf is None else leaf.grad for leaf in self.params.leaves]
         return RunResult(grads, _values(losses.leaves))
 
@@ -273,27 +271,15 @@ def _tensors_in(tree: PyTree) -> list[Tensor]:
     return tensors
 
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def distance(a: Tensor | None, b: Tensor | None) -> tuple[float, float]:
-    """Return the largest absolute difference, and the largest in units in the last place."""
-    # Such a unit is one number of the coarser of the two dtypes. None is zero; NaN equals itself.
+def distance(a: Tensor | None, b: Tensor | None) -> float:
+    """Return the largest absolute difference of an entry; None is zero, and NaN equals itself."""
     if a is None or b is None:
         present = b if a is None else a
-        return (0.0, 0.0) if present is None else distance(present, torch.zeros_like(present))
+        return 0.0 if present is None else distance(present, torch.zeros_like(present))
     x, y = _common(a, b)
-    if not x.numel():
-        return 0.0, 0.0
     equal = (x == y) | (x.isnan() & y.isnan())
-    gap = torch.where(equal, 0.0, (x.double() - y.double()).abs()).nan_to_num(math.inf, math.inf)
-    # The bits of floats are ordered as their magnitudes are. The sum of two magnitudes of float64
-    # is out of range for integers.
-    left, right = (_bits(t.abs()).long() for t in (x, y))
-    apart = x.signbit() != y.signbit()
-    ulps = torch.where(apart, left.double() + right.double(), (left - right).abs().double())
-    ulps = torch.where(x.isfinite() & y.isfinite(), ulps, math.inf).masked_fill(equal, 0.0)
-    return gap.max().item(), ulps.max().item()
+    gap = (x.double() - y.double()).abs().masked_fill(equal, 0.0)
+    return gap.nan_to_num(math.inf, math.inf).max().item() if gap.numel() else 0.0
 
 
 def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
@@ -303,8 +289,8 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     x, y = _common(a, b)
-    nan = x.isnan()
-    return torch.equal(nan, y.isnan()) and torch.equal(_bits(x)[~nan], _bits(y)[~nan])
+    nan, alike = x.isnan(), (x == y) & (x.signbit() == y.signbit())
+    return torch.equal(nan, y.isnan()) and bool((alike | nan).all())
 
 
 def _common(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -315,7 +301,3 @@ def _common(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     )
     dtype = max(x.dtype, y.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     return x.to(dtype), y.to(dtype)
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.resolve_neg().contiguous().view(_INTEGERS[x.element_size()])

@@ -360,7 +360,7 @@ def check_memory(device: torch.device) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_gramian._Buckets, "add", counted)
-        patch.setattr(_gramian, "EARLY_BYTES", 1)
+        patch.setattr(_gramian, "_BUCKET_BYTES", 1)
         out = model(x)
         gradkit.distributed.gram([out.sum(), out.square().sum()], model)
     assert (calls, most) == (8, 0)

@@ -1,4 +1,4 @@
-"""Calls like earlier ones: one agreement, gradients sent during the pass, and no less caution."""
+"""Calls like earlier ones: one agreement, sums without a copy, and no less caution."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradkit
-from gradkit.distributed import _reduction_plan
+from gradkit.distributed import _reduction
 from tests.distributed.test_all_reduce import counted
 from tests.distributed.test_ddp import Heads, assert_same, backward_of, batch, losses_of, wrapped
 from tests.processes import Ranks
 
-SIZES = {"after the pass": (2**20, 4 * 2**20), "during the pass": (96, 72)}
+SIZES = {"together": 2**20, "singly": 96}
 
 
 @contextmanager
-def new_plans(when: str) -> Iterator[None]:
-    """Forget all plans, and let buckets be so large that they are sent after or during a pass."""
-    before = _reduction_plan.LARGE, _reduction_plan.EARLY_BYTES
-    _reduction_plan.LARGE, _reduction_plan.EARLY_BYTES = SIZES[when]
-    _reduction_plan._plans.clear()
+def new_plans(how: str) -> Iterator[None]:
+    """Forget all plans, and let all gradients be sent together, or the larger ones singly."""
+    before = _reduction.LARGE
+    _reduction.LARGE = SIZES[how]
+    _reduction.plans.clear()
     try:
         yield
     finally:
-        _reduction_plan.LARGE, _reduction_plan.EARLY_BYTES = before
-        _reduction_plan._plans.clear()
+        _reduction.LARGE = before
+        _reduction.plans.clear()
 
 
 def grads_of(model: nn.Module, step: int = 0, **options: Any) -> Any:
@@ -49,7 +49,7 @@ def works_on(device: torch.device) -> None:
 
 
 def check_collectives(device: torch.device) -> None:
-    with new_plans("after the pass"):
+    with new_plans("together"):
         model = wrapped(device)
         assert [counted(lambda: grads_of(model)) for _ in range(3)] == [(1, 3), (1, 2), (1, 2)]
 
@@ -75,11 +75,11 @@ def transposed(device: torch.device, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(heads.to(device), **options)
 
 
-def check_equal_to_backward(device: torch.device, when: str) -> None:
+def check_equal_to_backward(device: torch.device, how: str) -> None:
     """Bit for bit, also where the ranks reach different parameters, and strides are unusual."""
     rank = dist.get_rank()
     for options in ({}, {"find_unused_parameters": True}):
-        with new_plans(when):
+        with new_plans(how):
             model, other = (transposed(device, **options) for _ in range(2))
             names = ("a", "b") if rank == 0 or not options else ("a",)
             for step in range(4):
@@ -91,53 +91,26 @@ def check_equal_to_backward(device: torch.device, when: str) -> None:
                 for name, param in model.named_parameters():
                     assert ours[name].stride() == param.stride()
                     assert param.grad is None
-            assert len(next(iter(_reduction_plan._plans.values())).buckets) > (
-                when == "during the pass"
-            )
+            (plan,) = _reduction.plans.values()
+            assert len(_reduction.buckets(plan.common, alone=True)) > (how == "singly")
 
 
-@pytest.mark.parametrize("when", SIZES)
+@pytest.mark.parametrize("how", SIZES)
 def test_planned_gradients_are_what_backward_leaves(
-    several: Ranks, device: torch.device, when: str
+    several: Ranks, device: torch.device, how: str
 ) -> None:
-    several.run(check_equal_to_backward, when)
-
-
-def check_sent_during_the_pass(device: torch.device) -> None:
-    sent: list[int] = []
-    all_reduce = dist.all_reduce
-
-    def counting(*args: Any, **options: Any) -> Any:
-        sent.append(1)
-        return all_reduce(*args, **options)
-
-    with new_plans("during the pass"):
-        model = wrapped(device)
-        grads_of(model)
-        seen: list[int] = []
-        features = model.module.trunk[0]
-        features.register_full_backward_hook(lambda *_: seen.append(len(sent)))
-        dist.all_reduce = counting
-        try:
-            grads_of(model)
-        finally:
-            dist.all_reduce = all_reduce
-        assert 0 < seen[0] < len(sent)
-
-
-def test_buckets_are_sent_during_the_pass(two: Ranks, device: torch.device) -> None:
-    two.run(check_sent_during_the_pass)
+    several.run(check_equal_to_backward, how)
 
 
 class UserError(Exception):
     """What a hook raises on one rank."""
 
 
-def check_failure_in_a_pass(device: torch.device, when: str) -> None:
+def check_failure_in_a_pass(device: torch.device, how: str) -> None:
     def fail(grad: Tensor) -> Tensor:
         raise UserError
 
-    with new_plans(when):
+    with new_plans(how):
         model = wrapped(device)
         expected = grads_of(model)
         grads_of(model)
@@ -155,16 +128,16 @@ def check_failure_in_a_pass(device: torch.device, when: str) -> None:
         assert all(param.grad is None for param in model.parameters())
 
 
-@pytest.mark.parametrize("when", SIZES)
+@pytest.mark.parametrize("how", SIZES)
 def test_a_rank_that_fails_in_a_planned_pass(
-    several: Ranks, device: torch.device, when: str
+    several: Ranks, device: torch.device, how: str
 ) -> None:
-    several.run(check_failure_in_a_pass, when)
+    several.run(check_failure_in_a_pass, how)
 
 
-def check_other_gradients(device: torch.device, when: str) -> None:
+def check_other_gradients(device: torch.device, how: str) -> None:
     """Ranks that reach other parameters than before agree anew: None everywhere stays None."""
-    with new_plans(when):
+    with new_plans(how):
         options = {"find_unused_parameters": True}
         model, other = wrapped(device, **options), wrapped(device, **options)
         rank = dist.get_rank()
@@ -173,19 +146,17 @@ def check_other_gradients(device: torch.device, when: str) -> None:
             x = batch(device)
             _, ours = gradkit.distributed.value_and_grads(losses_of(model(x, names)), model)
             assert_same(ours, backward_of(other, losses_of(other(x, names))))
-        assert [*_reduction_plan._plans.values()] == [
-            None
-        ]  # whose gradients vary is not planned for
+        assert [*_reduction.plans.values()] == [None]  # whose gradients vary is not planned for
 
 
-@pytest.mark.parametrize("when", SIZES)
-def test_gradients_that_are_not_as_planned(several: Ranks, device: torch.device, when: str) -> None:
-    several.run(check_other_gradients, when)
+@pytest.mark.parametrize("how", SIZES)
+def test_gradients_that_are_not_as_planned(several: Ranks, device: torch.device, how: str) -> None:
+    several.run(check_other_gradients, how)
 
 
 def check_pass_inside_of_a_hook(device: torch.device) -> None:
     """It goes through the same parameters, whose gradients there are not those of the call."""
-    with new_plans("during the pass"):
+    with new_plans("singly"):
         model = wrapped(device)
         expected = grads_of(model)
 
@@ -205,13 +176,13 @@ def test_a_pass_inside_of_a_hook_is_another(two: Ranks, device: torch.device) ->
     two.run(check_pass_inside_of_a_hook)
 
 
-def check_plans_of_some_ranks(device: torch.device, when: str) -> None:
-    with new_plans(when):
+def check_plans_of_some_ranks(device: torch.device, how: str) -> None:
+    with new_plans(how):
         model = wrapped(device)
         expected = grads_of(model)
         grads_of(model)
         if dist.get_rank() == 1:
-            _reduction_plan._plans.clear()
+            _reduction.plans.clear()
         for _ in range(3):
             assert_same(grads_of(model), expected)
         with pytest.raises(gradkit.StructureError, match="create_graph on rank 1"):
@@ -219,9 +190,9 @@ def check_plans_of_some_ranks(device: torch.device, when: str) -> None:
         works_on(device)
 
 
-@pytest.mark.parametrize("when", SIZES)
-def test_plans_that_some_ranks_do_not_have(several: Ranks, device: torch.device, when: str) -> None:
-    several.run(check_plans_of_some_ranks, when)
+@pytest.mark.parametrize("how", SIZES)
+def test_plans_that_some_ranks_do_not_have(several: Ranks, device: torch.device, how: str) -> None:
+    several.run(check_plans_of_some_ranks, how)
 
 
 def check_modules_of_one_structure(device: torch.device) -> None:
@@ -237,7 +208,7 @@ def check_modules_of_one_structure(device: torch.device) -> None:
         x = torch.full((2, size), 1.0 + dist.get_rank(), device=device)
         return gradkit.distributed.value_and_grads(model(x).square().sum(), model)[1]
 
-    with new_plans("after the pass"):
+    with new_plans("together"):
         small, large, ignoring = linear(3), linear(5), linear(3, ".bias")
         for _ in range(3):
             for model, size in ((small, 3), (large, 5)):

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -89,52 +88,29 @@ def test_the_differences_are_those_of_the_ways_by_hand(
     assert all(d.same for d in found.differences[GRAD].values())  # [C12]
     live = [loss for loss in losses(params) if loss.requires_grad]
     whole = torch.autograd.grad(live, list(params.values()), retain_graph=True, allow_unused=True)
-    each = [
-        torch.autograd.grad(loss, list(params.values()), retain_graph=True, allow_unused=True)
-        for loss in live
-    ]
     for index, name in enumerate(params):
-        parts = [row[index] for row in each if row[index] is not None]
-        in_turn = None
-        for part in parts:
-            in_turn = part if in_turn is None else in_turn + part
-        if len(live) > 1:
-            difference = found.differences["loss by loss"][name]
-            assert difference.same == same_bits(whole[index], in_turn)
-            assert (difference.absolute, difference.ulps) == distance(whole[index], in_turn)
-            assert difference.same == (difference.reason == "")
         if whole[index] is None:
             assert reasons(found)[name].startswith("None against zero")
-
-
-floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
-
-
-@given(a=floats, steps=st.integers(0, 1000))
-def test_units_in_the_last_place_are_counted(device: torch.device, a: float, steps: int) -> None:
-    start = torch.tensor([a], device=device)
-    end = start.clone()
-    for _ in range(steps):
-        end = torch.nextafter(end, torch.full_like(end, math.inf))
-    if end.isfinite():
-        assert distance(start, end) == (abs(end.double() - start.double()).item(), steps)
 
 
 def test_distances_of_odd_pairs(device: torch.device) -> None:
     def t(*numbers: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor(numbers, dtype=dtype, device=device)
 
-    assert distance(None, None) == (0.0, 0.0)
-    assert distance(t(1.0, 2.0), None)[0] == 2.0
-    assert distance(t(math.nan, math.inf), t(math.nan, math.inf)) == (0.0, 0.0)
-    assert distance(t(math.nan), t(1.0)) == (math.inf, math.inf)
-    assert distance(t(math.inf), t(1.0)) == (math.inf, math.inf)
-    assert distance(t(0.0), t(-0.0)) == (0.0, 0.0)
+    assert distance(None, None) == 0.0
+    assert distance(t(1.0, 2.0), None) == 2.0
+    assert distance(t(math.nan, math.inf), t(math.nan, math.inf)) == 0.0
+    assert distance(t(math.nan), t(1.0)) == distance(t(math.inf), t(1.0)) == math.inf
+    assert distance(t(1.0), t(1 + 2**-7, dtype=torch.bfloat16)) == 2**-7
+    assert distance(t(1e300, dtype=torch.float64), t(-1e300, dtype=torch.float64)) == 2e300
+    assert distance(t(1j, dtype=torch.complex64), t(1 + 1j, dtype=torch.complex64)) == 1.0
+    assert distance(t(), t()) == 0.0
+    assert distance(t(0.0), t(-0.0)) == 0.0
     assert not same_bits(t(0.0), t(-0.0))
-    assert distance(t(1.0), t(1 + 2**-7, dtype=torch.bfloat16)) == (2**-7, 1.0)
-    assert distance(t(1e300, dtype=torch.float64), t(-1e300, dtype=torch.float64))[1] > 1e18
-    assert distance(t(1j, dtype=torch.complex64), t(1 + 1j, dtype=torch.complex64))[0] == 1.0
-    assert distance(t(), t()) == (0.0, 0.0)
+    assert same_bits(t(math.nan, -math.inf), -t(-math.nan, math.inf))
+    assert not same_bits(t(math.inf), t(torch.finfo(torch.float32).max))
+    assert not same_bits(t(math.nan), t(0.0))
+    assert not same_bits(t(1.0), t(1.0).double())
 
 
 # --- Reasons -------------------------------------------------------------------------------------
@@ -181,18 +157,6 @@ def test_a_hook_on_a_leaf(layer: nn.Linear, x: Tensor) -> None:
     assert "stale" in both["weight"]
     assert "hook" in both["weight"]
 
-    def with_dropout(model: nn.Module, x: Tensor) -> Tensor:
-        return nn.functional.dropout(model(x)).square().mean()
-
-    assert "dropout" in reasons(compare(with_dropout, layer, x))["weight"]
-
-
-def test_a_hook_that_runs_for_each_loss(device: torch.device) -> None:
-    p = torch.zeros(3, device=device, requires_grad=True)
-    p.register_hook(lambda grad: grad.clamp(-1, 1))
-    found = compare(lambda p: [(3 * p).sum(), (-2 * p).sum()], p)
-    assert "a pass per loss runs it for each" in reasons(found, "loss by loss")["param"]
-
 
 def test_a_hook_that_counts_is_no_matter_of_torch_func(device: torch.device) -> None:
     calls: list[Tensor] = []
@@ -204,30 +168,6 @@ def test_a_hook_that_counts_is_no_matter_of_torch_func(device: torch.device) -> 
 
     p.register_hook(counted)
     assert reasons(compare(lambda p: (2 * p).sum(), p), GRAD) == {"param": "unknown"}
-
-
-def test_stale_grad_is_there_for_each_loss_too(device: torch.device) -> None:
-    p = torch.randn(50, device=device, requires_grad=True)
-    p.grad = torch.randn_like(p)
-    found = compare(lambda p: [p.exp().sum(), p.sin().sum()], p)
-    assert reasons(found, "loss by loss")["param"].startswith("rounding")
-    assert reasons(found, GRAD)["param"].startswith("stale")
-
-
-def test_a_joint_pass_rounds_otherwise(device: torch.device, x: Tensor) -> None:
-    wide = [nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3)]
-    model = nn.Sequential(*wide).to(device)
-
-    def losses(model: nn.Module, x: Tensor) -> list[Tensor]:
-        out = model(x)
-        return [out.square().mean(), 3.3 * out.abs().sum(), out.exp().sum()]
-
-    found = compare(losses, model, x)
-    assert all(d.same for d in found.differences[GRAD].values())
-    why = reasons(found, "loss by loss")
-    assert why
-    assert all(r.startswith("rounding") for r in why.values())
-    assert all(0 < found.differences["loss by loss"][n].absolute < 1e-5 for n in why)
 
 
 def test_none_against_zero(device: torch.device, x: Tensor) -> None:
@@ -320,7 +260,7 @@ def test_dropout_that_falls_on_other_places(device: torch.device) -> None:
     with as_before(model):
         found = compare(mean_square, model, x)
     assert reasons(found)
-    assert all(r.startswith("dropout") for r in reasons(found).values())
+    assert set(reasons(found).values()) == {"unknown"}
     assert model.self_attn.dropout == model.dropout1.p == 0.5
 
 

@@ -352,4 +352,4 @@ def test_reports_and_dot_grad(device: torch.device, name: str) -> None:
     comparison = gradkit.report.compare(lambda params: s.loss(params), s.params)
     assert not comparison.refused
     ways = comparison.differences.values()
-    assert all(difference.ulps < 1e6 for way in ways for difference in way.values())
+    assert all(difference.absolute < 1e-3 for way in ways for difference in way.values())
