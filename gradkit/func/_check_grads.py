@@ -34,7 +34,7 @@ from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.user_code import captured_by
 from gradkit._state.snapshot import Snapshot
 from gradkit.errors import first_line, message
-from gradkit.func._arguments import ArgNums, read_arguments, refuse_sparse
+from gradkit.func._arguments import ArgNums, read_arguments
 from gradkit.func._errors import independent
 
 forward_ad: Any = _forward_ad  # whose functions have no types
@@ -64,8 +64,8 @@ def check_grads(
     """Return None if torch's derivatives of a function are right, and raise if one is wrong.
 
     Every derivative up to `order`, in every succession of `modes`, by torch.autograd and by
-    torch.func, is compared with finite differences of the one before it along a random direction.
-    It runs on float64 copies from one random state; nothing of the caller's changes.
+    torch.func, is compared with finite differences of the one before it along a random direction,
+    on float64 copies; nothing of the caller's changes.
 
     Example:
         >>> import torch, gradkit
@@ -77,11 +77,10 @@ def check_grads(
         args[0] 1 reverse
 
     Args:
-        fn: Takes tensors, in any trees, and returns a tree of tensors of any shapes, of which the
-            floating-point and complex ones count. Tensors that it refers to must be float64.
+        fn: Takes trees, and returns one of tensors of any shapes, of which the floating-point and
+            complex ones count. Tensors that it refers to must be float64.
         args: Its arguments; modules among them are copied.
-        argnums: Which of them to differentiate with respect to, as in `value_and_grads`. A leaf
-            that is no floating-point or complex tensor is a constant.
+        argnums: As in `value_and_grads`. A leaf that is no such tensor is a constant.
         order: The highest derivative.
         modes: A tuple of `"reverse"`, `"forward"`, or both. A mode for which torch has no formula
             is left out; if no mode of an order is left, the call raises.
@@ -91,12 +90,12 @@ def check_grads(
 
     Raises:
         DetachedLossError: What `fn` returns does not depend on the arguments.
-        GradientCheckError: A derivative is wrong; it says at which leaf, of which order, in which
-            mode, by how much, and the last operation before the leaf, where it is one.
+        GradientCheckError: A derivative is wrong; it says at which leaf, of which order and mode,
+            by how much, and the last operation before the leaf, where it is one.
         StructureError: `fn` does not compute in float64.
         UnsupportedGraphError: `fn` differs from run to run, or torch can run no mode of an order;
             or the call is inside a torch.func transform, or torch.compile.
-        GradkitError: As in `value_and_grads`, for its arguments and options.
+        GradkitError: As in `value_and_grads`.
 
     Source:
         https://docs.jax.dev/en/latest/_autosummary/jax.test_util.check_grads.html, and
@@ -105,7 +104,7 @@ def check_grads(
     check_function(fn)
     _check_options(order, modes, atol=atol, rtol=rtol, eps=eps)
     arguments = read_arguments(args, argnums, is_variable=_is_variable)
-    refuse_sparse(arguments)
+    arguments.refuse_sparse()
     captured = captured_by((fn, args))
     with leave_inference_mode(record=True):
         leaves, spec = pytree.flatten(arguments.args)
@@ -113,7 +112,7 @@ def check_grads(
         here = arguments.at(pytree.unflatten(spec, [copies[id(x)] for x in leaves]))
 
         def flat(inputs: Tensors) -> Tensors:
-            returned = pytree.tensors(fn(*here.with_variables(inputs)))
+            returned = pytree.tensors(fn(*here.args_with(inputs)))
             return _dense(filter(is_number, returned))
 
         snapshot = Snapshot(captured, [*pytree.tensors(args), *filter(torch.is_tensor, captured)])

@@ -220,7 +220,7 @@ def differentiate(
                     tensor.grad_dtype = dtype  # torch adds up the uses of a leaf in it [B1]
         made = 0 if level is None else hooks_made()
         with monitor.noting():
-            returned = fn(*arguments.with_variables(tensors), **kwargs)
+            returned = fn(*arguments.args_with(tensors), **kwargs)
             if ops is not None:
                 returned = ops.values(returned)
             outer.hooked = level is not None and hooks_made() > made

@@ -27,59 +27,50 @@ def value_and_grads(
 ) -> Callable[..., Any]:
     """Return a function that gives the losses of `fn`, and the gradient of their weighted sum.
 
-    What `gradkit.value_and_grads` does for losses that have been computed, bit for bit wherever
-    torch.func computes the same bits (not for an LSTM on the CPU, for one). It may stand inside and
-    around torch.func's transforms and torch.compile.
+    What `gradkit.value_and_grads` does for losses that exist, with the same bits wherever
+    torch.func has them (not for an LSTM on the CPU, for one). It may stand inside and around
+    torch.func's transforms and torch.compile.
 
     Example:
         >>> import torch, gradkit
         >>> def loss(params, x):
         ...     return ((params["w"] * x).sum() - 1).square()
-        >>> value, grads = gradkit.func.value_and_grads(loss)(
-        ...     {"w": torch.ones(2)}, torch.tensor([1.0, 2.0])
-        ... )
-        >>> value, grads
+        >>> gradkit.func.value_and_grads(loss)({"w": torch.ones(2)}, torch.tensor([1.0, 2.0]))
         (tensor(4.), {'w': tensor([4., 8.])})
 
     Args:
-        fn: Takes any arguments, and returns a tree of real floating-point losses of one element
-            each; with `has_aux` a pair of that and a tree of anything. It must not change its
-            arguments. A bare tuple of two losses raises, as it may be (loss, aux), unless
-            `weights` are given; a list, a dict or a namedtuple of two does not.
-        argnums: The positional arguments to differentiate with respect to: an int, or a tuple of
-            ints. They are trees of floating-point or complex tensors and None. A module in them
-            stands for `dict(module.named_parameters())`, an iterator for the tuple of its items, an
-            optimizer for the tuple of its parameters, and `fn` is called with these. A tensor in
-            several places of them is one variable. A plain tensor is differentiated whether or not
-            it requires grad; an `nn.Parameter` that does not is frozen.
-        has_aux: Whether `fn` returns something beside the losses.
-        weights: Real numbers or tensors of one element, in a tree that begins that of the losses;
-            None is all ones.
+        fn: Takes any arguments, which it must not change, and returns a tree of real losses of one
+            element each. A bare tuple of two raises without `weights`, as it may be (loss, aux).
+        argnums: The positional arguments to differentiate with respect to, an int or a tuple of
+            ints: trees of floating-point or complex tensors and None. A module in them stands for
+            `dict(module.named_parameters())`, an iterator or an optimizer for the tuple of its
+            tensors, and `fn` is called with these. A tensor in several places is one variable. A
+            plain tensor need not require grad; an `nn.Parameter` that does not is frozen.
+        has_aux: Whether `fn` returns a pair of the losses and a tree of anything.
+        weights: Real numbers or tensors of one element, a prefix tree of the losses; None is ones.
         unused: The result for a tensor that no loss reaches: `"zeros"`, `"none"` (None, also for a
             frozen parameter), or `"error"`. torch.compile, which cannot tell, takes `"zeros"` only.
-        create_graph: Whether the results carry the graph of what they were computed from: of the
-            arguments, the weights, and what `fn` uses from outside. None: wherever that requires
-            grad, as the results of torch.func do; differentiating them where torch would get that
-            wrong raises `UnsupportedGraphError`. True: that raises in this call. False: they carry
-            none, inside a transform, too; a training step takes less time and memory so.
+        create_graph: Whether the results carry the graph of all that they were computed from. None:
+            where that requires grad, as in torch.func; a derivative of them that torch would get
+            wrong raises `UnsupportedGraphError` when it is taken. True: it raises in this call.
+            False: they carry none, inside a transform, too: less time and memory for training.
 
     Returns:
         A function of `fn`'s arguments that returns `(values, grads)`, or `((values, aux), grads)`.
-        `values` has the structure of the losses. `grads` has the structure of the argument, or is a
-        tuple of such trees: each gradient of the shape of its tensor, of its `grad_dtype` or dtype
-        (of its dtype while torch.compile traces, which cannot see the other), laid out like it, a
-        dense zero where it is not reached or frozen. It shares memory with nothing, unless it
-        carries a graph. A gradient that does not depend on what it was computed from, that of a
-        linear function, has the derivative zero.
+        `values` is a tree like the losses. `grads` is one like the argument, or a tuple of such
+        trees: gradients of the shape and layout of their tensors and of their `grad_dtype` (of
+        their dtype while torch.compile traces), dense zeros where they are not reached or frozen.
+        They share memory with nothing, unless they carry a graph; the derivative of a constant
+        gradient, that of a linear function, is zero.
 
     Raises:
         DetachedLossError: No loss depends on the arguments (not noticed under torch.compile).
         LeafTypeError: A leaf of an argument or of the losses is no tensor that has a gradient.
         NotScalarLossError: A loss has not exactly one element.
-        OptionError: `argnums`, `unused` or `create_graph` has no such value.
+        OptionError: An option has no such value.
         StructureError: `weights` or what `fn` returned does not fit.
-        UnreachedParamError: The arguments hold nothing to differentiate; or no loss reaches a
-            tensor, with `unused="error"`.
+        UnreachedParamError: There is nothing to differentiate; or a tensor that no loss reaches,
+            with `unused="error"`.
         UnsupportedGraphError: torch.func cannot enter what `fn` does, or gets it silently wrong.
 
     Source:
@@ -115,8 +106,8 @@ def per_loss_grads(
 ) -> Callable[..., Any]:
     """Return a function that gives the gradients of every loss of `fn` separately.
 
-    What `gradkit.per_loss_grads` does for losses that have been computed: a pass starts from one
-    loss alone, so an inf or NaN in one loss reaches no other's gradients.
+    What `gradkit.per_loss_grads` does for losses that exist: an inf or NaN in one loss reaches no
+    other's gradients.
 
     Example:
         >>> import torch, gradkit
@@ -140,11 +131,10 @@ def per_loss_grads(
 
     Returns:
         A function of `fn`'s arguments that returns a tree like the losses, or a pair of that and
-        aux. Each leaf is replaced by what `grads` is in `value_and_grads`, where a loss of shape S
-        has gradients of shape `S + tensor.shape`, as `torch.func.jacrev` orders them.
+        aux. Each leaf is what `grads` is in `value_and_grads`; a loss of shape S has gradients of
+        shape `S + tensor.shape`, as in `torch.func.jacrev`.
 
     Raises:
-        OptionError: An option has no such value.
         GradkitError: As in `value_and_grads`, but a loss may have any number of elements.
 
     Source:

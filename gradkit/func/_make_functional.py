@@ -69,21 +69,20 @@ def make_functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
         (tensor([0., 0.]), tensor([0.1000, 0.1000]))
 
     Args:
-        module: Any module of this process. Its train or eval mode counts at the time of a call, as
-            do its Python attributes. A call puts its tensors into the module while it runs: calls
-            of other threads wait, but the module itself must not run there meanwhile.
+        module: Any module of this process; its mode and attributes at the time of a call count. A
+            call puts its tensors into the module while it runs: calls of other threads wait, but
+            the module itself must not run there meanwhile.
 
     Returns:
         `(call, params, buffers)`. `params` are the module's own parameters by name, a tied one by
         its first name, and `buffers` copies of its buffers.
 
         `call(params, buffers, *args, **kwargs)` returns `(out, new_buffers)`, where `out` is what
-        the module returns for these tensors, whatever its own are. It changes neither the module
-        (what a forward pass assigns to it is put back) nor the trees it is given, also if it
-        raises. It raises `StructureError` for trees of other names, `LeafTypeError` for what is no
-        tensor, and `UnsupportedGraphError` if the module runs a non-reentrant checkpoint in an
-        eager graph (its recomputation would use the module's own parameters), or assigns one of
-        two names of a buffer.
+        the module returns for these tensors. It changes neither the module nor the trees it is
+        given, also if it raises: `StructureError` for trees of other names, `LeafTypeError` for
+        what is no tensor, and `UnsupportedGraphError` if the module runs a non-reentrant checkpoint
+        in an eager graph (which would recompute with the module's own parameters), or assigns one
+        of two names of a buffer.
 
     Raises:
         LeafTypeError: It is no module, or a lazy one that has not run yet.

@@ -54,9 +54,9 @@ def per_sample_grads(
 ) -> Callable[..., Any]:
     """Return a function that gives the gradients of the loss of each sample of a batch.
 
-    Equal, to rounding, to a loop over the samples. Buffers of modules that `fn` writes on, and
-    attributes that it assigns, are afterwards as before. What torch.vmap cannot batch, such as
-    `.item()`, is a loop, with a `GradkitWarning` that says why; not in torch.compile.
+    Equal, to rounding, to a loop over the samples. Buffers and attributes of modules are afterwards
+    as before. What torch.vmap cannot batch, such as `.item()`, is a loop, with a `GradkitWarning`
+    that says why; not in torch.compile.
 
     Example:
         >>> import torch, gradkit
@@ -68,33 +68,28 @@ def per_sample_grads(
                 [42., 56.]])
 
     Args:
-        fn: As in `value_and_grads`, for one sample: its arguments come without the batch
-            dimension. A module that needs one gets `x[None]`. Several losses are added; of a bare
-            tuple of two, see there.
+        fn: As in `value_and_grads`, for one sample, without the batch dimension (a module that
+            needs one gets `x[None]`). Several losses are added.
         argnums: As in `value_and_grads`.
-        in_dims: Where the batch dimension of the positional arguments is: as in `torch.vmap` an
-            int, or a tuple with an entry for each argument, each an int, None (not batched), or a
-            tree of these that begins the argument. None: every tensor of the arguments that
-            `argnums` does not name has the batch first.
+        in_dims: The batch dimension of each positional argument, as in `torch.vmap`: an int, or a
+            tuple of ints, None (not batched) and prefix trees of these. None: the first, of every
+            tensor in the arguments that `argnums` does not name.
         has_aux: As in `value_and_grads`; the tensors of aux come stacked.
         chunk_size: How many samples are in memory at a time; None is all. It changes the results
             by rounding only, but for what is drawn at random.
-        randomness: What random operations do, as in `torch.vmap`: `"error"`, `"same"` numbers for
-            every sample, or `"different"` ones.
+        randomness: As in `torch.vmap`: `"error"`, `"same"` for every sample, or `"different"`.
         unused: As in `value_and_grads`.
         create_graph: As in `value_and_grads`.
 
     Returns:
         A function of the arguments that returns what `grads` is in `value_and_grads`, or a pair of
-        that and aux: of B samples, gradients of shape `(B,) + tensor.shape`. B may be 0: then `fn`
-        is called once on an empty batch, or not at all. If the variables themselves are batched,
-        `tensor.shape` is without that dimension. Tensors are passed by position; keyword arguments
-        go to every sample as they are, and may not hold any.
+        that and aux: of B samples, gradients of shape `(B,) + tensor.shape`, without the batch
+        dimension of a variable that has one. B may be 0. Tensors are passed by position; keyword
+        arguments go to every sample as they are, and may not hold any.
 
     Raises:
-        OptionError: An option has no such value.
-        StructureError: `in_dims` or the sizes of the batch do not fit; or it is empty, and torch
-            cannot tell what aux is, or what `fn` reaches; or, in a loop, aux cannot be stacked.
+        StructureError: `in_dims` or the sizes of the batch do not fit; aux cannot be stacked; or
+            torch cannot tell what aux is, or what `fn` reaches, of an empty batch.
         UnsupportedGraphError: Batch norm in train mode; what vmap gets silently wrong; random
             operations with `randomness="error"`; a write on a part of a tensor from outside.
         GradkitError: As in `value_and_grads`.
@@ -254,7 +249,7 @@ def _refuse_unbatched(
 def _refuse_two_dims(arguments: Arguments, dims: PyTree) -> None:
     by_leaf, _ = pytree.flatten(tuple(dims[position] for position in arguments.positions))
     first: dict[int, int | None] = {}
-    for slot, dim in zip(arguments.params.slots, by_leaf, strict=True):
+    for slot, dim in zip(arguments.slots, by_leaf, strict=True):
         if slot is not None and first.setdefault(slot, dim) != dim:
             expected = "one batch dimension for a tensor, wherever it stands"
             got = f"{first[slot]} and {dim} for one tensor in two places"

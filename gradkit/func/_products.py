@@ -66,11 +66,9 @@ def vjp(
         (tensor([2., 4.]),)
 
     Args:
-        fn: Takes the primals, and returns a tree of real floating-point tensors of any shapes; with
-            `has_aux` a pair of that and a tree of anything.
-        primals: Its positional arguments, all of them differentiated; their leaves are as in
-            `value_and_grads`.
-        has_aux: Whether `fn` returns something beside the outputs.
+        fn: Takes the primals, and returns a tree of real floating-point tensors of any shapes.
+        primals: Its positional arguments, all differentiated; leaves as in `value_and_grads`.
+        has_aux: As in `value_and_grads`.
         create_graph: As in `value_and_grads`.
 
     Returns:
@@ -79,9 +77,8 @@ def vjp(
         the primals, as often as it is called. What `fn` has used stays as it is until then.
 
     Raises:
-        OptionError: `fn` is not a function, or an option has no such value.
-        UnsupportedGraphError: `pull` raises it if a primal was changed in place since the call.
-        StructureError: `pull` raises it for cotangents that do not match the outputs.
+        UnsupportedGraphError: In `pull`, if a primal was changed in place since the call.
+        StructureError: In `pull`, for cotangents that do not match the outputs.
         GradkitError: As in `value_and_grads`.
 
     Source:
@@ -136,17 +133,14 @@ def jvp(
         fn: As in `vjp`.
         primals: As in `hvp`.
         tangents: As in `hvp`.
-        has_aux: As in `vjp`.
+        has_aux: As in `value_and_grads`.
         create_graph: As in `value_and_grads`.
 
     Returns:
         `(values, products)`, or `(values, products, aux)`: both are trees like the outputs of `fn`.
 
     Raises:
-        LeafTypeError: A leaf is no tensor that has a gradient, or complex.
-        OptionError: `fn` is not a function, or an option has no such value.
-        StructureError: `tangents` do not match `primals`.
-        GradkitError: As in `value_and_grads`.
+        GradkitError: As in `hvp`.
 
     Source:
         `torch.func.jvp`, https://pytorch.org/docs/stable/func.api.html
@@ -180,9 +174,8 @@ def ggn_vp(
 ) -> tuple[Tensor, PyTree]:
     """Return the loss, and the generalized Gauss-Newton matrix times a direction.
 
-    The matrix is `J^T H J`, with the Jacobian J of `fn` and the Hessian H of `loss` at its outputs.
-    For the negative logarithm of a likelihood of the exponential family in its natural parameters,
-    such as cross entropy of logits or the squared error, it is the Fisher information matrix.
+    The matrix is `J^T H J`, with the Jacobian J of `fn` and the Hessian H of `loss` at its outputs;
+    for cross entropy of logits or the squared error, it is the Fisher information matrix.
 
     Example:
         >>> import torch, gradkit
@@ -203,15 +196,11 @@ def ggn_vp(
         `(value, product)`: the loss, and a tree like `params`.
 
     Raises:
-        LeafTypeError: A leaf is no tensor that has a gradient, or complex.
-        OptionError: `fn` or `loss` is not a function, or an option has no such value.
-        StructureError: `v` does not match `params`.
-        GradkitError: As in `value_and_grads`.
+        GradkitError: As in `hvp`.
 
     Source:
-        Schraudolph 2002, "Fast Curvature Matrix-Vector Products for Second-Order Gradient Descent";
-        Martens 2020, "New Insights and Perspectives on the Natural Gradient Method", section 8,
-        https://arxiv.org/abs/1412.1193
+        Schraudolph 2002, "Fast Curvature Matrix-Vector Products"; Martens 2020, "New Insights and
+        Perspectives on the Natural Gradient Method", section 8, https://arxiv.org/abs/1412.1193
     """
     check_options(fn, create_graph=create_graph)
     check_function(loss, "loss")
@@ -234,8 +223,8 @@ def linearize(
 ) -> tuple[PyTree, Callable[..., PyTree]]:
     """Return a function's outputs, and a function that multiplies by its Jacobian there.
 
-    For many directions at one point: `fn` runs once, and each product takes a backward pass through
-    the graph that is kept, without forward-mode derivatives. For one direction take `jvp`.
+    `fn` runs once, and each product takes a backward pass through the graph that is kept. For one
+    direction take `jvp`.
 
     Example:
         >>> import torch, gradkit
@@ -253,11 +242,7 @@ def linearize(
         of `hvp`, and returns a tree like `values`, as often as it is called, as `pull` in `vjp`.
 
     Raises:
-        LeafTypeError: A leaf is no tensor that has a gradient, or complex.
-        OptionError: `fn` is not a function, or `create_graph` has no such value.
-        StructureError: `push` raises it for tangents that do not match the primals.
-        UnsupportedGraphError: `push` raises it if a primal was changed in place since the call.
-        GradkitError: As in `value_and_grads`.
+        GradkitError: As in `hvp`; and in `push`, if a primal was changed in place since the call.
 
     Source:
         `torch.func.linearize`, https://pytorch.org/docs/stable/func.api.html
@@ -285,7 +270,7 @@ def _linear_maps(
     def grads_of_variables(cotangents: PyTree) -> list[Tensor]:
         # Once each: what `pull` gives for all places of a tied tensor would be added up.
         leaves, _ = pytree.flatten(pull(cotangents))
-        return arguments.params.per_variable(leaves)
+        return arguments.per_variable(leaves)
 
     # A pullback is linear in the cotangents; its own pullback is the product with the Jacobian.
     with leave_inference_mode(record=True):
@@ -310,8 +295,7 @@ def hvp(
 ) -> tuple[PyTree, PyTree]:
     """Return the gradient of a function, and its Hessian times a direction, in two passes.
 
-    Attention inside of `fn` is computed by torch's plain formula: the fused kernels have no second
-    derivative.
+    Attention runs by torch's plain formula: the fused kernels have no second derivative.
 
     Example:
         >>> import torch, gradkit
@@ -321,14 +305,11 @@ def hvp(
         (tensor([ 3., 12.]), tensor([6., 0.]))
 
     Args:
-        fn: Returns real floating-point losses of one element each, which are added. A bare tuple of
-            two raises, as in `value_and_grads`.
+        fn: Its losses, as in `value_and_grads`, are added.
         primals: Where to differentiate: a tuple (no named one) is the positional arguments of
-            `fn`, any other tree its one argument. Its leaves are as in `value_and_grads`, but real;
-            a module stands for the dict of its named parameters here, too.
-        tangents: The direction, a tree like `primals` of tensors of the same shapes and dtypes. A
-            None in it is zero. A tensor that stands in several places of `primals` has the same
-            direction in all of them.
+            `fn`, any other tree its one argument. Its leaves are as in `value_and_grads`, but real.
+        tangents: The direction, a tree like `primals` of tensors of the same shapes and dtypes, one
+            for a tensor in several places. A None in it is zero.
         mode: `"forward-over-reverse"`, a forward pass through the gradient, takes the least time
             and memory; `"reverse-over-reverse"` is for what has no forward-mode derivative, and
             taken, with a `GradkitWarning`, where torch's formula for that fails, as of `mse_loss`.
@@ -339,12 +320,11 @@ def hvp(
 
     Raises:
         LeafTypeError: A leaf is no tensor that has a gradient, or complex.
-        OptionError: An option has no such value.
-        StructureError: `tangents` do not match `primals`.
+        StructureError: The direction does not match its point.
         GradkitError: As in `value_and_grads`.
 
     Source:
-        Pearlmutter 1994, "Fast Exact Multiplication by the Hessian"; its arguments are those of
+        Pearlmutter 1994, "Fast Exact Multiplication by the Hessian"; arguments as in
         `torch.autograd.functional.hvp`, https://pytorch.org/docs/stable/autograd.html
     """
     check_options(fn, create_graph=create_graph)
@@ -354,7 +334,7 @@ def hvp(
     refused: list[str | None] = []
 
     def grads_at(*tensors: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        here = arguments.at(arguments.with_variables(tensors))
+        here = arguments.at(arguments.args_with(tensors))
         run = partial(gradient_of_the_sum, may_be_aux=True)
         result = differentiate(fn, here, {}, run, has_aux=False, create_graph=None)
         refused[:] = [result.refused]
@@ -422,7 +402,7 @@ class _FunctionRun:
         count = functions_traced if is_traced else hooks_made
         made = count()
         with self.monitor.noting():
-            returned = self.fn(*self.arguments.with_variables(tensors))
+            returned = self.fn(*self.arguments.args_with(tensors))
         self.has_user_code = count() > made
         self.outputs, aux = read_returned(returned, has_aux=self.has_aux, scalar=False)
         self.variables = list(tensors)
@@ -498,12 +478,12 @@ def read_primals(primals: PyTree) -> Arguments:
 
 def read_directions(arguments: Arguments, tangents: PyTree, root: str = "tangents") -> list[Tensor]:
     """Return one direction for each variable."""
-    of = arguments.root or "primals"
-    primals = arguments.args[0] if arguments.single else arguments.args
-    _, spec = pytree.flatten(primals)
+    of, spec = arguments.root, arguments.spec
+    if not arguments.single:
+        of, spec = "primals", pytree.flatten(arguments.args)[1]
     by_leaf = pytree.flatten_up_to(spec, of, tangents, root)
     by_variable: dict[int, Tensor] = {}
-    for index, (slot, tangent) in enumerate(zip(arguments.params.slots, by_leaf, strict=True)):
+    for index, (slot, tangent) in enumerate(zip(arguments.slots, by_leaf, strict=True)):
         if slot is None:
             continue
         variable = arguments.variables[slot]

@@ -144,7 +144,7 @@ class _EncoderStage:
             variables = [x.detach().requires_grad_() for x in self._arguments.variables]
             before = checkpoints.before(variables)
             with recording_writes():
-                returned = self._encode(*self._arguments.with_variables(variables), chunk)
+                returned = self._encode(*self._arguments.args_with(variables), chunk)
             recomputations.refuse(returned, before)
         outputs = read_losses(returned, scalar=False, returned=True)
         below = Subgraph(outputs.leaves)
@@ -188,12 +188,11 @@ def staged_value_and_grads(
     """Return a function that differentiates a loss of a whole batch, at the memory of a chunk.
 
     For losses that couple the batch, such as contrastive ones, and for outputs too wide to exist
-    at once, such as the logits of a language model. The chunks are encoded without a graph, the
-    loss is differentiated with respect to their outputs, and each chunk is encoded again for its
-    part of the gradient: exactly that of `loss(encode(params, batch))` in which `encode` treats
-    chunks independently, up to rounding. The second run of a chunk draws the same random numbers
-    and leaves buffers as the first left them. If the call raises, the buffers of modules that
-    `encode` and `loss` refer to are as before.
+    at once, such as logits. The chunks are encoded without a graph, the loss is differentiated with
+    respect to their outputs, and each chunk is encoded again for its part of the gradient: that of
+    `loss(encode(params, batch))`, up to rounding, if `encode` treats chunks independently. The
+    second run draws the same random numbers, and buffers are as after one; if the call raises, as
+    before it.
 
     Example:
         >>> import torch, gradkit
@@ -209,15 +208,14 @@ def staged_value_and_grads(
 
     Args:
         encode: `encode(params, chunk)` returns a tree of real floating-point tensors, which are
-            concatenated along their first dimension. Or a tree of such functions, for several
-            towers, each of which encodes its part of the batch with its own number of samples.
-        loss: Takes what `encode` returned for the whole batch; if it has a second argument, the
-            params too, and if it has a third, the batch. It returns a tree of real losses of one
-            element each, with `has_aux` a pair of that and a tree of anything.
+            concatenated along their first dimension. Or a tree of such functions, towers, each of
+            which encodes its part of the batch, of its own size.
+        loss: Takes what `encode` returned for the whole batch, with a second argument the params,
+            with a third the batch. It returns losses as in `value_and_grads`.
         chunk_size: The number of samples that are encoded at once; None is all, and encodes once.
-        loss_chunk_size: The number of rows of what `encode` returned, and of the batch, that
-            `loss` takes at once, if the loss is a sum over them: its values are added. None is all.
-        has_aux: Whether `loss` returns something beside the losses.
+        loss_chunk_size: The number of rows of the outputs, and of the batch, that `loss` takes at
+            once, if it is a sum over them: its values are added. None is all.
+        has_aux: As in `value_and_grads`.
         weights: As in `value_and_grads`.
         create_graph: None: a derivative of the results raises `UnsupportedGraphError` when it is
             taken. False: the results are constants, and take one copy less.
@@ -229,7 +227,6 @@ def staged_value_and_grads(
         one such tree for each; what is no tensor in it is passed whole.
 
     Raises:
-        OptionError: An option has no such value, or `encode` or `loss` is not a function.
         StructureError: The batch has no tensors with one first dimension, or an output of `encode`
             has no dimension.
         UnsupportedGraphError: It is called inside a transform or under torch.compile; or a chunk
@@ -270,7 +267,7 @@ def staged_value_and_grads(
         values, aux, cotangents, of_loss = loss_stage.run(*given, captured)
         total: list[Tensor | None] = [None] * len(arguments.variables)
         if of_loss is not None:  # which uses the params itself
-            total = arguments.params.per_variable(pytree.flatten(of_loss)[0])
+            total = arguments.per_variable(pytree.flatten(of_loss)[0])
         by_tower = pytree.flatten_up_to(towers, "encode", cotangents, "outputs")
         for stage, cotangent in zip(stages, by_tower, strict=True):
             for part in stage.grads(cotangent):

@@ -25,6 +25,7 @@ from gradkit._core.call import check_bool, check_function, check_option, is_posi
 from gradkit._core.graph import Subgraph
 from gradkit._core.leaf_arithmetic import same_values
 from gradkit._core.ownership import without_inference
+from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import hooks_made
 from gradkit._state.rerun import RerunState, recording_writes
@@ -33,7 +34,6 @@ from gradkit.errors import describe, message, warn_fallback
 from gradkit.func import _make_functional as checkpoints
 from gradkit.func._products import write_counts
 from gradkit.meta._inner_step import (
-    InnerParams,
     read_inner_params,
     read_loss,
     refuse_captured,
@@ -165,7 +165,7 @@ def _check_tensors(params: Tensors, outer: Tensors) -> None:
         raise errors.LeafTypeError(message("params", "real tensors", "a complex one", fix))
 
 
-def _minimize(solver: Callable[..., PyTree], params: InnerParams, outer: PyTree) -> Tensors:
+def _minimize(solver: Callable[..., PyTree], params: Params, outer: PyTree) -> Tensors:
     """Return new tensors: the variables at the minimum."""
     # Copies: a solver may change its start in place, as an optimizer does.
     copies = [x.detach().clone().requires_grad_(x.requires_grad) for x in params.variables]
@@ -199,7 +199,7 @@ def _minimize(solver: Callable[..., PyTree], params: InnerParams, outer: PyTree)
 
 
 def _linear_solver(
-    method: str | TreeSolver, params: InnerParams, maxiter: int, tol: float
+    method: str | TreeSolver, params: Params, maxiter: int, tol: float
 ) -> LinearSolver:
     """Return the chosen solver, on lists of the variables; the caller's own is one of trees."""
     if not callable(method):
@@ -222,7 +222,7 @@ def _linear_solver(
     return solve
 
 
-def _read_direction(params: InnerParams, direction: PyTree, root: str) -> Tensors:
+def _read_direction(params: Params, direction: PyTree, root: str) -> Tensors:
     leaves = params.per_variable(pytree.flatten_up_to(params.spec, "params", direction, root))
     for leaf, tensor in zip(leaves, params.variables, strict=True):
         if not isinstance(leaf, Tensor) or leaf.shape != tensor.shape:

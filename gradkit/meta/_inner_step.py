@@ -28,7 +28,7 @@ from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import Losses, read_losses
 from gradkit._core.graph import Subgraph, edge
-from gradkit._core.params import Params, expand_params
+from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._core.user_code import (
@@ -42,32 +42,19 @@ from gradkit._state.rerun import RerunState, recording_writes, what_first_run_ma
 from gradkit._state.snapshot import Snapshot
 from gradkit.errors import describe, message
 from gradkit.func import _make_functional as checkpoints
-from gradkit.func._arguments import Arguments, read_arguments, refuse_sparse
+from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._differentiate import LevelPasses, differentiate
 from gradkit.meta._builtin_optimizers import is_own_rule
 from gradkit.meta._optimizer import Optimizer, StateLists, Tensors, check_grads, update
 
 
-@dataclass(slots=True)
-class InnerParams(Params):
-    """Params whose variables an inner computation adapts; frozen parameters stay as they are."""
-
-    arguments: Arguments  # the same variables, of a function of one argument
-
-    def tree(self, tensors: Sequence[Tensor]) -> PyTree:
-        """Return params with these tensors in all places of the variables."""
-        return pytree.unflatten(self.spec, self.with_variables(tensors))
-
-
-def read_inner_params(tree: PyTree, *, dense: bool = False) -> InnerParams:
+def read_inner_params(tree: PyTree, *, dense: bool = False) -> Arguments:
     """Open and check params, of which none may be sparse if they are to be dense."""
     leaves, spec = expand_params(tree, "params")
-    arguments = read_arguments((pytree.unflatten(spec, leaves),), 0, "params")
+    params = read_arguments((pytree.unflatten(spec, leaves),), 0, "params")
     if dense:
-        refuse_sparse(arguments)
-    flat = arguments.params
-    facts = flat.no_subclasses, flat.only_leaves
-    return InnerParams(leaves, spec, flat.variables, flat.slots, "params", *facts, arguments)
+        params.refuse_sparse()
+    return params
 
 
 def raised_where_it_would_take(error: Exception, fn: Callable[..., Any], *args: Any) -> bool:
@@ -228,7 +215,7 @@ class InnerStep:
     """A step of an optimizer on an inner loss."""
 
     loss_fn: Callable[..., Any]
-    params: InnerParams
+    params: Arguments
     opt: Optimizer
     grad_transform: Callable[..., PyTree] | None
     is_learned: bool  # whether that also takes the outer variables, and the optimizer's state
@@ -332,7 +319,7 @@ class InnerStep:
             variables = passes.variables
             return [passes.grads(losses.leaves, [None], variables, retain=create_graph)]
 
-        arguments = self.params.arguments.at((self.params.tree(tensors),))
+        arguments = self.params.at((self.params.tree(tensors),))
         option = None if create_graph else False
         out = differentiate(loss_fn, arguments, {}, run, has_aux=True, create_graph=option)
         grads = out.grads[0]

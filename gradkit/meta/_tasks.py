@@ -27,7 +27,7 @@ from gradkit._core.results_without_graph import with_zero_derivatives
 from gradkit.distributed import all_reduce
 from gradkit.distributed._agreement import failures_reported, require_group
 from gradkit.errors import describe, message
-from gradkit.func._arguments import read_arguments
+from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._differentiate import differentiate, gradient_of_the_sum
 from gradkit.func._errors import independent
 from gradkit.func._vmap_or_loop import (
@@ -40,7 +40,6 @@ from gradkit.func._vmap_or_loop import (
     require_dense,
 )
 from gradkit.meta._inner_step import (
-    InnerParams,
     raised_where_it_would_take,
     read_inner_params,
     read_loss,
@@ -150,7 +149,7 @@ def mean_value_and_grads(
         names = list(map(outer.path, range(len(outer.variables))))
         totals, count = _over_ranks(["value", *names], totals, batch.count, group)
     value, *grads = totals
-    mean, mean_grads = value / count, outer.arguments.to_tree(tree.scale(grads, 1 / count))
+    mean, mean_grads = value / count, outer.to_tree(tree.scale(grads, 1 / count))
     return ((mean, aux) if has_aux else mean), mean_grads
 
 
@@ -172,7 +171,7 @@ def _sum_over_tasks(
     has_aux: bool,
     randomness: Randomness,
     create_graph: bool | None,
-    outer: InnerParams,
+    outer: Arguments,
     batch: _Tasks,
     tasks_at_once: int | None,
 ) -> tuple[list[Tensor], PyTree]:

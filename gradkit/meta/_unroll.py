@@ -18,9 +18,9 @@ from gradkit._core.ownership import leave_inference_mode, without_inference
 from gradkit._core.pytree import PyTree
 from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import describe, message
+from gradkit.func._arguments import Arguments
 from gradkit.meta._inner_step import (
     Carry,
-    InnerParams,
     InnerStep,
     StepInputs,
     StepOutputs,
@@ -246,7 +246,7 @@ def _refuse_graphs(tensors: list[Tensor]) -> None:
         raise errors.UnsupportedGraphError(text)
 
 
-def _read_hyper(opt: Optimizer, hyper: dict[str, Any], params: InnerParams) -> dict[str, Any]:
+def _read_hyper(opt: Optimizer, hyper: dict[str, Any], params: Arguments) -> dict[str, Any]:
     first, movable = params.first_leaf_of_variable, params.per_leaf(params.variables)
     settings = read_settings(opt, hyper, movable, params.spec, first)
     return {name: select(value, first) for name, value in settings.items()}
