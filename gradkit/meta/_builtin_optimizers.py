@@ -44,18 +44,15 @@ def sgd(
     Example:
         >>> import torch, gradkit
         >>> opt = gradkit.meta.sgd(lr=0.5)
-        >>> params = {"w": torch.tensor([1.0, 2.0])}
-        >>> state = opt.init(params)
-        >>> params, state = opt.step(params, {"w": torch.tensor([1.0, 1.0])}, state)
-        >>> params
-        {'w': tensor([0.5000, 1.5000])}
+        >>> w = torch.tensor([1.0, 2.0])
+        >>> opt.step(w, torch.tensor([1.0, 1.0]), opt.init(w))[0]
+        tensor([0.5000, 1.5000])
 
     Args:
         lr: The learning rate: a number, a tensor of one element, or a tree like params with one of
             these, or a tensor of the leaf's shape, for each leaf. So may every other number here.
         momentum: The decay of the momentum buffer.
-        dampening: 1 - dampening is the factor of the gradient in the momentum buffer, after the
-            first step.
+        dampening: 1 - this is the gradient's factor in the momentum buffer, after the first step.
         weight_decay: This times the parameter is added to the gradient.
         nesterov: Use Nesterov momentum, which needs a momentum and no dampening.
         maximize: Ascend instead of descend.
@@ -66,12 +63,11 @@ def sgd(
 
     Raises:
         OptionError: There is no such hyper-parameter, a number is negative (`dampening` may be), or
-            a flag is not a bool; from the first step, `nesterov` without a momentum, or with
-            dampening.
+            a flag is not a bool; or, in a step, `nesterov` does not fit.
 
     Source:
-        `torch.optim.SGD`, https://pytorch.org/docs/stable/generated/torch.optim.SGD.html. Its own
-        `differentiable=True` loses the gradient through the first momentum step; this keeps it.
+        `torch.optim.SGD`, https://pytorch.org/docs/stable/generated/torch.optim.SGD.html, whose
+        `differentiable=True` loses the gradient through the first momentum step.
     """
     hyper = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
     hyper |= {"nesterov": nesterov, "maximize": maximize}
@@ -134,21 +130,19 @@ def adam(
         (tensor([0.9000]), 1)
 
     Args:
-        lr: The learning rate; it and every other number may be a tensor or a tree, as in `sgd`.
+        lr: As in `sgd`; it and every other number may be a tensor or a tree.
         betas: The decays of the averages of the gradient and of its square.
         eps: Added to the square root of the second average.
-        weight_decay: This times the parameter is added to the gradient.
+        weight_decay: As in `sgd`.
         amsgrad: Divide by the largest second average so far.
-        maximize: Ascend instead of descend.
+        maximize: As in `sgd`.
 
     Returns:
-        An `Optimizer` whose values are those of `torch.optim.Adam`. Where a second average is
-        exactly 0 (a dead unit), the derivative of the update is taken as 0; torch's own
-        `differentiable=True` gives nan.
+        An `Optimizer` whose values are those of `torch.optim.Adam`. Where a second average is 0 (a
+        dead unit), so is the derivative of the update; torch's `differentiable=True` gives nan.
 
     Raises:
-        OptionError: There is no such hyper-parameter, a number is negative, a beta is not below 1,
-            or a flag is not a bool.
+        OptionError: As in `sgd`; or a beta is not below 1.
 
     Source:
         Kingma and Ba 2015, "Adam: A Method for Stochastic Optimization", algorithm 1,
@@ -189,8 +183,7 @@ def adamw(
         An `Optimizer` whose values are those of `torch.optim.AdamW`; derivatives as in `adam`.
 
     Raises:
-        OptionError: There is no such hyper-parameter, a number is negative, a beta is not below 1,
-            or a flag is not a bool.
+        OptionError: As in `adam`.
 
     Source:
         Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2,
@@ -267,20 +260,19 @@ def rmsprop(
         tensor([0.8000])
 
     Args:
-        lr: The learning rate; it and every other number may be a tensor or a tree, as in `sgd`.
+        lr: As in `sgd`; it and every other number may be a tensor or a tree.
         alpha: The decay of the average of the squared gradient.
         eps: Added to its square root.
-        weight_decay: This times the parameter is added to the gradient.
-        momentum: The decay of the momentum buffer.
+        weight_decay: As in `sgd`.
+        momentum: As in `sgd`.
         centered: Subtract the square of the average gradient.
-        maximize: Ascend instead of descend.
+        maximize: As in `sgd`.
 
     Returns:
         An `Optimizer` whose values are those of `torch.optim.RMSprop`; derivatives as in `adam`.
 
     Raises:
-        OptionError: There is no such hyper-parameter, a number is negative, or a flag is not a
-            bool.
+        OptionError: As in `sgd`.
 
     Source:
         Tieleman and Hinton 2012, "Lecture 6.5: rmsprop"; Graves 2013 for `centered`,

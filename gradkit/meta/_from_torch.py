@@ -62,9 +62,8 @@ TorchState: TypeAlias = dict[str, Any]  # of one parameter, as torch's optimizer
 def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
     """Return a class of torch.optim as a pure optimizer.
 
-    SGD, Adam, AdamW and RMSprop are those of this package. Any other runs torch's own code on fresh
-    copies; gradients flow through it to parameters, gradients and state, where torch's class has
-    `differentiable=True`.
+    SGD, Adam, AdamW and RMSprop are those of this package. Any other runs torch's own code on
+    copies, differentiable where torch's class has `differentiable=True`.
 
     Example:
         >>> import torch, gradkit
@@ -84,9 +83,9 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
 
     Raises:
         OptionError: The class has no such argument, or refuses a number.
-        UnsupportedOptimizerError: The class cannot be a pure function, or a hyper-parameter
-            requires grad that torch would drop or get wrong. `step` raises it, too, when gradients
-            flow through a class without `differentiable=True`, or a subclass of SGD.
+        UnsupportedOptimizerError: The class cannot be a pure function, or torch would drop the
+            gradient of a hyper-parameter; in a step, if gradients flow through a class without
+            `differentiable=True`, or a subclass of SGD.
 
     Source:
         `torch.optim`, https://pytorch.org/docs/stable/optim.html

@@ -65,10 +65,9 @@ def mean_value_and_grads(
 
     Equal, to rounding, to a loop over the tasks. They are vmapped, with every derivative taken
     inside the vmap: the other order is silently wrong in torch for normalizations with a weight.
-    Every task starts from the modules as they are, whose buffers (the statistics of batch norm, the
-    vectors of spectral norm) and other attributes are afterwards as before. What torch.vmap cannot
-    batch, such as `.item()`, is a loop, with a `GradkitWarning` that says why. torch.compile
-    does not compile this call.
+    Every task starts from the modules as they are, and their buffers and attributes are afterwards
+    as before. What torch.vmap cannot batch, such as `.item()`, is a loop, with a `GradkitWarning`
+    that says why. torch.compile does not compile this call.
 
     Example:
         >>> import torch, gradkit
@@ -82,24 +81,19 @@ def mean_value_and_grads(
 
     Args:
         meta_loss_fn: The meta-loss of one task, `meta_loss_fn(params, task)`, one real element;
-            usually an `unroll` and the loss on other data of the task. With `has_aux` a pair of
-            that and a tree.
-        params: The meta-learned parameters: a tree of tensors; a module stands for its named
-            parameters.
+            usually an `unroll` and the loss on other data of the task.
+        params: The meta-learned parameters, as in `unroll`.
         tasks: A tree of tensors, the tasks stacked.
         in_dims: The dimension of the tasks: an int, or a prefix tree of `tasks`, with None for
             tensors that all tasks share.
         tasks_at_once: The number of tasks in memory at a time; None is all. It changes the result
             by rounding only, but for what is drawn at random.
         has_aux: Whether `meta_loss_fn` returns `(loss, aux)`.
-        randomness: What random operations such as dropout do, as in `torch.vmap`: `"different"`
-            numbers for each task, the `"same"` for all, or `"error"`.
-        create_graph: As in `gradkit.func.value_and_grads`; False for a training step, whose
-            gradients are not differentiated again.
-        group: A process group of torch.distributed over whose ranks the tasks are divided, such as
-            `torch.distributed.group.WORLD`: each rank passes its own tasks, of any number, and
-            equal params. The means are over the tasks of all ranks, from one reduction. None is
-            this process alone.
+        randomness: As in `torch.vmap`: `"different"` for each task, `"same"`, or `"error"`.
+        create_graph: As in `gradkit.func.value_and_grads`; False for a training step.
+        group: A process group of torch.distributed, such as `torch.distributed.group.WORLD`: each
+            rank passes its own tasks, of any number, and equal params; the means are over the
+            tasks of all ranks. None is this process alone.
 
     Returns:
         `(value, grads)`: a 0-dim tensor, and a tree like `params`, its leaves as in
@@ -111,11 +105,9 @@ def mean_value_and_grads(
         DetachedLossError: The meta-loss does not depend on params.
         LeafTypeError: A leaf, or the meta-loss, is no tensor that has a gradient.
         NotScalarLossError: The meta-loss has not exactly one element.
-        OptionError: `in_dims`, `tasks_at_once`, `has_aux`, `randomness` or `create_graph` has no
-            such value.
-        StructureError: `in_dims` is no prefix of the tasks, or their sizes differ; or
-            `meta_loss_fn` returned no pair, with `has_aux`; or, in a loop, an aux that cannot be
-            stacked; or params differ between ranks.
+        OptionError: An option has no such value.
+        StructureError: `in_dims` is no prefix of the tasks, or their sizes differ; what
+            `meta_loss_fn` returned does not fit; or params differ between ranks.
         UnsupportedGraphError: torch.func cannot enter the meta-loss, or gets it silently wrong; or
             it writes on parts of a tensor from outside; or `group` inside a transform.
 

@@ -85,9 +85,9 @@ def unroll(
 ) -> Adapted:
     """Return the parameters after some steps of an optimizer, differentiable through the steps.
 
-    Gradients of whatever is computed from the result flow to `params`, to `outer`, to the
-    hyper-parameters of `opt`, to `state`, to `buffers` and to the batches. If the call raises, the
-    buffers of modules that `loss_fn` refers to are as before.
+    Gradients flow to `params`, to `outer`, to the hyper-parameters of `opt`, to `state`, to
+    `buffers` and to the batches. If the call raises, the buffers of modules that `loss_fn` refers
+    to are as before.
 
     Example:
         >>> import torch, gradkit
@@ -102,9 +102,8 @@ def unroll(
 
     Args:
         loss_fn: The inner loss, `loss_fn(params, outer, batch)`: one real element, computed from
-            its arguments alone; with `has_aux` a pair of that and a tree. With `buffers` it is
-            `loss_fn(params, buffers, outer, batch)`, and returns `(loss, buffers)`; with both
-            `(loss, buffers, aux)`.
+            its arguments alone. With `buffers`, `loss_fn(params, buffers, outer, batch)` returns
+            `(loss, buffers)`.
         params: The initial parameters: a tree of tensors; a module stands for its named
             parameters. A tensor in two places is one variable. An `nn.Parameter` that does not
             require grad stays as it is, and so does what the loss does not reach.
@@ -113,24 +112,21 @@ def unroll(
         outer: A tree of outer variables.
         state: The optimizer's state before the first step; None is `opt.init(params)`.
         memory: `"store"` keeps the graph of every step, and is the fastest. `"recompute"` keeps
-            each step's parameters and batch, and runs the step again in the backward pass. An int n
-            keeps one set of parameters for n steps, and runs these again, and each of them once
-            more. Inside a torch.func transform everything is stored. The results differ by
-            rounding. Random numbers, and memory that a step writes to (the statistics of batch
-            norm), are as if it had run once; assigning to an attribute, or appending to a list,
-            happens again.
+            each step's parameters and batch, and runs the step again in the backward pass; an int n
+            keeps those of every n-th step, and runs each step twice more. Inside a torch.func
+            transform everything is stored. The results differ by rounding. Random numbers, and
+            memory that a step writes to, are as if it had run once; assigning to an attribute, or
+            appending to a list, happens again.
         first_order: Treat the inner gradients as constants, as FOMAML does. No graph of the inner
-            loss is kept, so that `values` and `buffers` are constants, too; they are not with a
-            `grad_transform` of three arguments, which `values` may be used to train.
-        grad_transform: A function `(grads)` on trees of gradients, applied before the optimizer,
-            such as clipping; or a function `(grads, outer, state)`, such as a learned optimizer,
-            which also gets the outer variables, and the optimizer's state before the step. It
-            must not change its arguments in place.
+            loss is kept, so that `values` and `buffers` are constants, too, unless
+            `grad_transform` takes three arguments: `values` may be used to train it.
+        grad_transform: A function `(grads)` of trees, such as clipping, applied before the
+            optimizer; or `(grads, outer, state)`, such as a learned optimizer, which also gets the
+            outer variables and the optimizer's state. It must not change its arguments.
         buffers: A tree that each step passes to the next, such as the statistics of batch norm:
-            `loss_fn` gets it, and returns the next one, of the same structure. Gradients flow
-            through it. None is no buffers.
+            `loss_fn` gets it, and returns the next, of the same structure. None is no buffers.
         trajectory: Whether to return the parameters after each step, which are then all kept.
-        has_aux: Whether `loss_fn` returns `(loss, aux)`.
+        has_aux: Whether `loss_fn` returns `(loss, aux)`, or `(loss, buffers, aux)`.
 
     Returns:
         An `Adapted`, with `params`, `state`, `values`, `aux`, `buffers` and `trajectory`.
@@ -141,15 +137,14 @@ def unroll(
         OptionError: An option has no such value.
         StructureError: There are no batches, or a tree does not fit.
         UnreachedParamError: The loss does not depend on params, or they hold nothing to adapt.
-        UnsupportedGraphError: A recomputed step uses tensors from outside that require grad; or
-            torch would get the derivative of a step silently wrong. At the end of a backward pass,
-            also if a recomputed step gave another result than before.
+        UnsupportedGraphError: A recomputed step uses tensors from outside that require grad, or
+            gave another result than before; or torch would get the derivative of a step wrong.
         UnsupportedOptimizerError: `opt` is not an optimizer of `gradkit.meta`.
 
     Source:
         Finn et al. 2017, "Model-Agnostic Meta-Learning", algorithm 1 and section 5.2 (first order),
-        https://arxiv.org/abs/1703.03400; Chen et al. 2016, "Training Deep Nets with Sublinear
-        Memory Cost", https://arxiv.org/abs/1604.06174, for the recomputation.
+        https://arxiv.org/abs/1703.03400; for the recomputation, Chen et al. 2016, "Training Deep
+        Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174
     """
     check_function(loss_fn, "loss_fn")
     is_named = isinstance(memory, str) and memory in ("store", "recompute")
