@@ -12,15 +12,9 @@ from torch import Tensor, nn
 
 from gradkit import errors
 from gradkit._compat.transforms import carries_graph, transforms
+from gradkit._core import call as options
 from gradkit._core import pytree
-from gradkit._core.call import (
-    UNUSED,
-    Unused,
-    check_bool,
-    check_function,
-    check_option,
-    check_optional_bool,
-)
+from gradkit._core.call import Unused
 from gradkit._core.ownership import grad_dtype, owned, zeros_for
 from gradkit._core.params import IsVariable, Params, is_number_leaf, read_params, why_empty
 from gradkit._core.pytree import PyTree
@@ -85,7 +79,11 @@ class Arguments(Params):
         """Return the result tree of gradients that this list alone refers to."""
         unreached = [index for index, grad in enumerate(grads) if grad is None]
         if self.unused == "error" and unreached:
-            raise errors.UnreachedParamError(self._why_unreached(unreached[0]))
+            where, expected = self.path(unreached[0]), "a path from every loss, with unused='error'"
+            got = "none: the loss was not computed from it, or the path is cut (detach(), .data, "
+            got += ".item(), no_grad)"
+            fix = "compute the losses from it, or pass it as an argument that argnums does not name"
+            raise errors.UnreachedParamError(message(where, expected, got, fix))
         result = _owned(grads, self.variables, leading)
         for index in unreached if self.unused == "zeros" else ():
             result[index] = zeros_for(self.variables[index], leading)
@@ -104,14 +102,6 @@ class Arguments(Params):
         if not transforms() and all(grad is None or grad.requires_grad for grad in grads):
             return grads
         return with_zero_derivatives(grads, [*losses, *pytree.tensors(self.args)])
-
-    def _why_unreached(self, variable: int) -> str:
-        got = (
-            "none: the loss was not computed from it, or the path is cut (detach(), .data, "
-            ".item(), no_grad)"
-        )
-        fix = "compute the losses from it, or pass it as an argument that argnums does not name"
-        return message(self.path(variable), "a path from every loss, with unused='error'", got, fix)
 
     def refuse_sparse(self) -> None:
         """Raise if a variable is a sparse tensor."""
@@ -212,11 +202,11 @@ def check_options(
     create_graph: object = None,
 ) -> None:
     """Raise if what all functions of functions take is no function, or has no such value."""
-    check_function(fn)
+    options.check_function(fn)
     _check_argnums(argnums)
-    check_bool("has_aux", has_aux)
-    check_option("unused", unused, UNUSED)
-    check_optional_bool("create_graph", create_graph)
+    options.check_bool("has_aux", has_aux)
+    options.check_option("unused", unused, options.UNUSED)
+    options.check_optional_bool("create_graph", create_graph)
 
 
 def _owned(

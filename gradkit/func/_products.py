@@ -29,7 +29,6 @@ from gradkit.errors import describe, message, warn_fallback
 from gradkit.func._arguments import Arguments, check_options, copied, read_arguments
 from gradkit.func._differentiate import (
     LevelPasses,
-    OuterGraph,
     cast_to,
     cut_of,
     detached,
@@ -97,12 +96,10 @@ def vjp(
     def pull(cotangents: PyTree) -> tuple[PyTree, ...]:
         _refuse_changed(arguments, point, versions)
         by_leaf = pytree.flatten_up_to(run.outputs.spec, "values", cotangents, "cotangents")
-        seeds = [
-            torch.zeros_like(x) if c is None else c for x, c in zip(values, by_leaf, strict=True)
-        ]
-        for index, (value, seed) in enumerate(zip(values, seeds, strict=True)):
+        seeds = []
+        for index, (value, seed) in enumerate(zip(values, by_leaf, strict=True)):
             where = partial(pytree.path, run.outputs.spec, index, "cotangents")
-            check_direction(seed, value, where, "torch.ones_like(value)")
+            seeds.append(read_direction(seed, value, where, "torch.ones_like(value)"))
         with leave_inference_mode(record=True):
             pulled = partial(run.pulled, torch_pull, seeds, create_graph)
             grads, refused = named_errors(pulled)
@@ -157,9 +154,10 @@ def jvp(
     values, tangents_out, aux = (cut(tensors) for tensors in results)
     # In forward mode, torch makes float64 of a 0-dim float32 times a number.
     products = cast_to([value.dtype for value in values], tangents_out)
-    refused = run.why_not_differentiable(values)
-    if refused is not None:
-        products = with_refused_derivatives(products, values, refused)
+    if not torch.compiler.is_compiling() and any(map(carries_graph, values)):
+        passes = run.passes(None, None)
+        if not passes.allows(lambda: run.monitor.check_derivative(())):
+            products = with_refused_derivatives(products, values, passes.refused or "")
     trees = [pytree.unflatten(run.outputs.spec, tensors) for tensors in (values, products)]
     return (*trees, run.put_aux_back(aux)) if has_aux else tuple(trees)
 
@@ -407,14 +405,14 @@ class _FunctionRun:
         self.outputs, aux = read_returned(returned, has_aux=self.has_aux, scalar=False)
         self.variables = list(tensors)
         if self.transposed and not is_traced:
-            self._passes(None, level_of(tensors[0])).refuse_unreached(self.outputs)
+            self.passes(None, level_of(tensors[0])).refuse_unreached(self.outputs)
         tensors_of_aux, self.put_aux_back = partition_aux(aux)
         return tuple(self.outputs.leaves), tensors_of_aux
 
-    def _passes(self, create_graph: bool | None, level: int) -> LevelPasses:
-        is_recorded = differentiated(), torch.is_grad_enabled()
-        outer = OuterGraph(create_graph, *is_recorded, self.has_user_code)
-        return LevelPasses(self.variables, level, outer, self.monitor, self.arguments.path)
+    def passes(self, create_graph: bool | None, level: int | None) -> LevelPasses:
+        """Return what runs passes from the outputs; level -1 is one that has ended."""
+        facts = create_graph, differentiated(), torch.is_grad_enabled(), self.variables, level
+        return LevelPasses(self.monitor, self.arguments.path, *facts, self.has_user_code)
 
     def pulled(
         self,
@@ -434,17 +432,9 @@ class _FunctionRun:
                 raise errors.UnsupportedGraphError(inlined_function())
             return run(create_graph is not False), None
         self.monitor.check()
-        passes = self._passes(create_graph, -1)  # the level has ended; those around it are left
+        passes = self.passes(create_graph, -1)
         roots = [output for output in self.outputs.leaves if output.grad_fn is not None]
-        return passes.guarded(run, roots, list(seeds), self.variables), passes.outer.refused
-
-    def why_not_differentiable(self, values: Iterable[Tensor]) -> str | None:
-        """Return why a derivative that eager code takes of a jvp would be wrong."""
-        if torch.compiler.is_compiling() or not any(map(carries_graph, values)):
-            return None
-        outer = OuterGraph(None, False, True)
-        outer.allows(lambda: self.monitor.check_derivative(()), may_differentiate=False)
-        return outer.refused
+        return passes.guarded(run, roots, list(seeds), self.variables), passes.refused
 
 
 def write_counts(tensors: Iterable[Tensor]) -> list[int]:
@@ -492,8 +482,7 @@ def read_directions(arguments: Arguments, tangents: PyTree, root: str = "tangent
             fix = "differentiate with respect to torch.view_as_real of it"
             raise errors.LeafTypeError(message(path, "a real tensor", describe(variable), fix))
         where = partial(pytree.path, spec, index, root)
-        tangent = torch.zeros_like(variable) if tangent is None else tangent
-        check_direction(tangent, variable, where, "torch.randn_like(primal)")
+        tangent = read_direction(tangent, variable, where, "torch.randn_like(primal)")
         first = by_variable.setdefault(slot, tangent)
         is_same = first is tangent or (
             not torch.compiler.is_compiling() and same_values(first, tangent)
@@ -505,10 +494,13 @@ def read_directions(arguments: Arguments, tangents: PyTree, root: str = "tangent
     return list(by_variable.values())
 
 
-def check_direction(direction: object, like: Tensor, where: Callable[[], str], fix: str) -> None:
-    """Raise if a tangent or cotangent is not a tensor like this one."""
+def read_direction(direction: object, like: Tensor, where: Callable[[], str], fix: str) -> Tensor:
+    """Return a tangent or cotangent, zero for None; raise if it is not a tensor like this one."""
+    if direction is None:
+        return torch.zeros_like(like)
     if not isinstance(direction, Tensor):
         raise errors.LeafTypeError(message(where(), "a tensor or None", describe(direction), fix))
     here, there = ((x.shape, x.dtype, x.device) for x in (direction, like))
     if here != there:
         raise errors.StructureError(message(where(), describe(like), describe(direction), fix))
+    return direction

@@ -17,14 +17,9 @@ from gradkit._autograd.passes import InnerPass
 from gradkit._checks import eager_graph, recomputations
 from gradkit._compat.transforms import layers, transforms
 from gradkit._compat.undoing import INSIDE
+from gradkit._core import call as options
 from gradkit._core import pytree
-from gradkit._core.call import (
-    check_bool,
-    check_chunk_size,
-    check_function,
-    check_option,
-    read_losses,
-)
+from gradkit._core.call import read_losses
 from gradkit._core.graph import Subgraph
 from gradkit._core.leaf_arithmetic import add_leaves
 from gradkit._core.ownership import leave_inference_mode
@@ -239,13 +234,13 @@ def staged_value_and_grads(
     """
     encoders, towers = pytree.flatten(encode)
     for index, encoder in enumerate(encoders):
-        check_function(encoder, pytree.path(towers, index, "encode"))
-    check_function(loss, "loss")
-    check_chunk_size(chunk_size)
-    check_chunk_size(loss_chunk_size, "loss_chunk_size")
-    check_bool("has_aux", has_aux)
+        options.check_function(encoder, pytree.path(towers, index, "encode"))
+    options.check_function(loss, "loss")
+    options.check_chunk_size(chunk_size)
+    options.check_chunk_size(loss_chunk_size, "loss_chunk_size")
+    options.check_bool("has_aux", has_aux)
     if create_graph is not None:
-        check_option("create_graph", create_graph, (False, None))
+        options.check_option("create_graph", create_graph, (False, None))
     loss_stage = _LossStage(loss, _arguments_of(loss), loss_chunk_size, has_aux, weights)
 
     def run(params: PyTree, batch: PyTree) -> Any:

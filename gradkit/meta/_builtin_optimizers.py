@@ -13,23 +13,12 @@ from torch import Tensor
 from gradkit._compat.transforms import transforms
 from gradkit.errors import LeafTypeError, OptionError, describe, message
 from gradkit.meta import _optimizer
-from gradkit.meta._optimizer import (
-    Factor,
-    Hyper,
-    Optimizer,
-    Settings,
-    StateLists,
-    Tensors,
-    Updated,
-    combine,
-    optimizer_function,
-    select,
-)
+from gradkit.meta._optimizer import Factor, Hyper, Optimizer, Settings, StateLists, Tensors, Updated
 
 _COUNT: Mapping[str, Callable[[Tensor], Any]] = {"step": lambda leaf: 0}
 
 
-@optimizer_function
+@_optimizer.optimizer_function
 def sgd(
     lr: Hyper = 1e-3,
     *,
@@ -102,14 +91,14 @@ def _momentum(
     if not started:
         return grads
     old = [buffer for buffer in buffers if buffer is not None]
-    share = combine(operator.sub, 1, select(dampening, started))
-    decayed = _optimizer.scale(old, select(momentum, started))
-    sums = _optimizer.add(decayed, select(grads, started), share)
+    share = _optimizer.combine(operator.sub, 1, _optimizer.select(dampening, started))
+    decayed = _optimizer.scale(old, _optimizer.select(momentum, started))
+    sums = _optimizer.add(decayed, _optimizer.select(grads, started), share)
     by_index = dict(zip(started, sums, strict=True))
     return [by_index.get(index, grad) for index, grad in enumerate(grads)]
 
 
-@optimizer_function
+@_optimizer.optimizer_function
 def adam(
     lr: Hyper = 1e-3,
     *,
@@ -152,7 +141,7 @@ def adam(
     return _make("adam", {**hyper, "maximize": maximize, "amsgrad": amsgrad})
 
 
-@optimizer_function
+@_optimizer.optimizer_function
 def adamw(
     lr: Hyper = 1e-3,
     *,
@@ -207,7 +196,7 @@ def _adam(
         raise _no_state_for(name, "amsgrad")
     if name == "adamw":
         if not _optimizer.is_zero(hyper["weight_decay"]):
-            shrinkage = combine(operator.mul, hyper["lr"], hyper["weight_decay"])
+            shrinkage = _optimizer.combine(operator.mul, hyper["lr"], hyper["weight_decay"])
             params = _optimizer.descend(params, params, shrinkage)
         grads = _optimizer.ascent_as_descent(grads, hyper)
     else:
@@ -223,9 +212,13 @@ def _adam(
     elif "max_exp_avg_sq" in state:
         new["max_exp_avg_sq"] = state["max_exp_avg_sq"]
     first, second = _bias_correction(beta, steps), _bias_correction(beta_sq, steps)
-    roots = _optimizer.scale(_optimizer.sqrt(squares), combine(operator.pow, second, -0.5))
+    roots = _optimizer.scale(
+        _optimizer.sqrt(squares), _optimizer.combine(operator.pow, second, -0.5)
+    )
     direction = _divide_by_root(means, _optimizer.add_scalar(roots, hyper["eps"]), squares)
-    rate = combine(operator.mul, hyper["lr"], combine(operator.pow, first, -1.0))
+    rate = _optimizer.combine(
+        operator.mul, hyper["lr"], _optimizer.combine(operator.pow, first, -1.0)
+    )
     return _optimizer.descend(params, direction, rate), new
 
 
@@ -239,7 +232,7 @@ def _bias_correction(beta: Factor, steps: Sequence[int]) -> Factor:
     return [1 - b**step for b, step in zip(betas, steps, strict=True)]
 
 
-@optimizer_function
+@_optimizer.optimizer_function
 def rmsprop(
     lr: Hyper = 1e-2,
     *,

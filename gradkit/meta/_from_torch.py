@@ -28,16 +28,9 @@ from gradkit._core import pytree
 from gradkit._core.call import check_bool, is_number
 from gradkit._state.grad_attribute import set_grad
 from gradkit.errors import describe, first_line, message
+from gradkit.meta import _optimizer
 from gradkit.meta._builtin_optimizers import adam, adamw, rmsprop, sgd
-from gradkit.meta._optimizer import (
-    Optimizer,
-    Settings,
-    StateLists,
-    Tensors,
-    Updated,
-    check_names,
-    safe_sqrt,
-)
+from gradkit.meta._optimizer import Optimizer, Settings, StateLists, Tensors, Updated
 
 OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
 
@@ -94,7 +87,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
     rule, name = _TorchRule(optimizer), optimizer.__name__
     hyper = {key: value for key, value in hyper.items() if key not in _IMPLEMENTATION}
     defaults = {key: value for key, value in rule.arguments.items() if key not in _IMPLEMENTATION}
-    check_names(name, hyper, defaults, f"from_torch(torch.optim.{name}, lr=0.1)")
+    _optimizer.check_names(name, hyper, defaults, f"from_torch(torch.optim.{name}, lr=0.1)")
     is_of_torch = optimizer.__module__.startswith("torch.optim.")  # others may take anything
     for key in (key for key in hyper if is_of_torch and isinstance(defaults[key], bool)):
         check_bool(key, hyper[key])
@@ -313,5 +306,5 @@ class _SafeSqrt(TorchFunctionMode):
     @leave_uncompiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.sqrt, Tensor.sqrt) and len(args) == 1 and not kwargs:
-            return safe_sqrt(args[0])
+            return _optimizer.safe_sqrt(args[0])
         return func(*args, **(kwargs or {}))

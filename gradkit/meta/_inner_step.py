@@ -26,7 +26,7 @@ from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
-from gradkit._core.call import Losses, read_losses
+from gradkit._core.call import Losses
 from gradkit._core.graph import Subgraph, edge
 from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree
@@ -43,7 +43,7 @@ from gradkit._state.snapshot import Snapshot
 from gradkit.errors import describe, message
 from gradkit.func import _make_functional as checkpoints
 from gradkit.func._arguments import Arguments, read_arguments
-from gradkit.func._differentiate import LevelPasses, differentiate
+from gradkit.func._differentiate import LevelPasses, differentiate, parts_of, read_returned
 from gradkit.meta._builtin_optimizers import is_own_rule
 from gradkit.meta._optimizer import Optimizer, StateLists, Tensors, check_grads, update
 
@@ -72,33 +72,25 @@ def raised_where_it_would_take(error: Exception, fn: Callable[..., Any], *args: 
 
 def read_loss(returned: PyTree, fn: str, *, has_aux: bool = False) -> tuple[Tensor, PyTree]:
     """Return the one loss, as a 0-dim tensor, and the aux that a function of the caller's gave."""
-    if has_aux and not (isinstance(returned, tuple) and len(returned) == 2):
-        expected, got = "(loss, aux), with has_aux=True", describe(returned)
-        raise errors.StructureError(message(fn, expected, got, "return loss, aux"))
-    tree, aux = returned if has_aux else (returned, None)
-    losses = read_losses(tree, scalar=True, returned=True, may_be_aux=not has_aux).leaves
-    if len(losses) != 1:
+    losses, aux = read_returned(returned, has_aux=has_aux, scalar=True, where=fn, loss="loss")
+    if len(losses.leaves) != 1:
+        got = f"{len(losses.leaves)} losses"
         fix = (
             "return their sum; or if this is (loss, aux), return the loss alone, or pass "
             "has_aux=True to a call that takes it"
         )
-        raise errors.NotScalarLossError(message(fn, "one loss", f"{len(losses)} losses", fix))
-    return losses[0].reshape(()), aux
+        raise errors.NotScalarLossError(message(fn, "one loss", got, fix))
+    return losses.leaves[0].reshape(()), aux
 
 
 def read_loss_and_buffers(
     returned: PyTree, buffers: PyTree, *, has_aux: bool
 ) -> tuple[Tensor, tuple[PyTree, PyTree]]:
     """Return the one loss, the next buffers and the aux that a function of the caller's gave."""
-    parts = ("loss", "buffers", "aux") if has_aux else ("loss", "buffers")
-    if not isinstance(returned, tuple) or len(returned) != len(parts):
-        expected, fix = f"({', '.join(parts)})", f"return {', '.join(parts)}"
-        where = "loss_fn(params, buffers, outer, batch)"
-        raise errors.StructureError(message(where, expected, describe(returned), fix))
-    loss, after, *aux = returned
+    names = ("loss", "buffers", "aux")[: 2 + has_aux]
+    loss, after, *aux = parts_of(returned, "loss_fn(params, buffers, outer, batch)", names)
     root, spec = "the buffers that loss_fn returned", pytree.flatten(buffers)[1]
-    leaves = pytree.flatten_up_to(spec, "buffers", after, root)
-    after = pytree.unflatten(spec, leaves)
+    after = pytree.unflatten(spec, pytree.flatten_up_to(spec, "buffers", after, root))
     return read_loss((loss, None), "loss_fn", has_aux=True)[0], (after, aux[0] if aux else None)
 
 

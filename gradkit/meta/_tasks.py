@@ -14,14 +14,8 @@ from torch.func import vmap
 
 from gradkit import errors, tree
 from gradkit._compat.transforms import recording_levels
+from gradkit._core import call as options
 from gradkit._core import pytree
-from gradkit._core.call import (
-    check_bool,
-    check_function,
-    check_option,
-    check_optional_bool,
-    is_positive_int,
-)
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_zero_derivatives
 from gradkit.distributed import all_reduce
@@ -115,13 +109,13 @@ def mean_value_and_grads(
         Finn et al. 2017, "Model-Agnostic Meta-Learning", algorithm 1,
         https://arxiv.org/abs/1703.03400
     """
-    check_function(meta_loss_fn, "meta_loss_fn")
-    check_bool("has_aux", has_aux)
-    check_optional_bool("create_graph", create_graph)
-    if tasks_at_once is not None and not is_positive_int(tasks_at_once):
+    options.check_function(meta_loss_fn, "meta_loss_fn")
+    options.check_bool("has_aux", has_aux)
+    options.check_optional_bool("create_graph", create_graph)
+    if tasks_at_once is not None and not options.is_positive_int(tasks_at_once):
         expected, got = "a positive int or None", repr(tasks_at_once)
         raise errors.OptionError(message("tasks_at_once", expected, got, "tasks_at_once=None"))
-    check_option("randomness", randomness, RANDOMNESS)
+    options.check_option("randomness", randomness, RANDOMNESS)
     ranks = None if group is None else require_group(group, "gradkit.meta.mean_value_and_grads")
     with nullcontext() if ranks is None else failures_reported(ranks):
         outer = read_inner_params(params)

@@ -19,6 +19,7 @@ from gradkit._core.pytree import PyTree
 from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import describe, message
 from gradkit.func._arguments import Arguments
+from gradkit.meta import _optimizer
 from gradkit.meta._inner_step import (
     Carry,
     InnerStep,
@@ -29,16 +30,7 @@ from gradkit.meta._inner_step import (
     run_recomputed,
     takes_outer_and_state,
 )
-from gradkit.meta._optimizer import (
-    Optimizer,
-    State,
-    Tensors,
-    initial_state,
-    read_settings,
-    read_state,
-    require_optimizer,
-    select,
-)
+from gradkit.meta._optimizer import Optimizer, State, Tensors
 
 Memory: TypeAlias = Literal["store", "recompute"] | int
 Run: TypeAlias = Callable[[Carry, StepInputs], StepOutputs]
@@ -154,7 +146,7 @@ def unroll(
     flags = {"first_order": first_order, "trajectory": trajectory, "has_aux": has_aux}
     for name, flag in flags.items():
         check_bool(name, flag)
-    require_optimizer(opt)
+    _optimizer.require_optimizer(opt)
     is_learned = takes_outer_and_state(grad_transform)
     has_buffers = buffers is not None
     enabled = torch.is_grad_enabled()
@@ -172,9 +164,9 @@ def unroll(
         _refuse_graphs([*inner.variables, *tensors])
         outer, data, state, hyper, buffers = rebuild(without_inference(tensors))
         if state is None:
-            by_leaf = initial_state(opt, inner.leaves)
+            by_leaf = _optimizer.initial_state(opt, inner.leaves)
         else:
-            by_leaf = read_state(opt, state, inner.leaves, inner.spec)
+            by_leaf = _optimizer.read_state(opt, state, inner.leaves, inner.spec)
         state_lists = {name: inner.per_variable(column) for name, column in by_leaf.items()}
         carry = Carry(without_inference(inner.variables), state_lists, buffers)
         inputs = StepInputs(outer, _read_hyper(opt, hyper, inner), data)
@@ -243,8 +235,8 @@ def _refuse_graphs(tensors: list[Tensor]) -> None:
 
 def _read_hyper(opt: Optimizer, hyper: dict[str, Any], params: Arguments) -> dict[str, Any]:
     first, movable = params.first_leaf_of_variable, params.per_leaf(params.variables)
-    settings = read_settings(opt, hyper, movable, params.spec, first)
-    return {name: select(value, first) for name, value in settings.items()}
+    settings = _optimizer.read_settings(opt, hyper, movable, params.spec, first)
+    return {name: _optimizer.select(value, first) for name, value in settings.items()}
 
 
 def _segments(
