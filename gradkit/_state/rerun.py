@@ -27,13 +27,13 @@ from gradkit._core.ownership import written_tensors
 from gradkit._state import rng
 from gradkit.errors import UnsupportedGraphError, message
 
-# For each device and dtype `[n, 3]`, three numbers for each of n tensors.
-Checksums: TypeAlias = dict[tuple[torch.device, torch.dtype], Tensor]
+Kind: TypeAlias = tuple[torch.device, torch.dtype]
+Checksums: TypeAlias = dict[Kind, Tensor]  # `[n, 3]`, three numbers for each of n tensors
 
 
 def checksums(outputs: Sequence[Tensor]) -> Checksums:
     """Return numbers that tell the values of one run from those of another."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    groups: dict[Kind, list[Tensor]] = {}
     with torch.no_grad(), INSIDE:
         for x in outputs:
             x = local_tensor(x.detach())
@@ -70,10 +70,6 @@ def _ramp(x: Tensor) -> Tensor:
     return ramp
 
 
-def _lengths(sums: Checksums) -> dict[tuple[torch.device, torch.dtype], int]:
-    return {key: len(group) for key, group in sums.items()}
-
-
 def _differs(first: Tensor, second: Tensor) -> Tensor:
     """Return, on the device, whether some checksums of two runs differ."""
     # Equal up to what a parallel sum may change; nan where the loss has diverged.
@@ -104,16 +100,11 @@ class Differences:
 
 def different_result(where: str) -> UnsupportedGraphError:
     """Return the error for a second run that differs."""
-    return UnsupportedGraphError(message(where, *_DIFFERENT))
-
-
-_DIFFERENT = (
-    "a function that gives the same when it runs again, in the backward pass",
-    "another result than before: it reads something that has changed since (a variable of a loop, "
-    "a module, a list), or draws from its own generator",
-    'pass what changes as an argument, in the batch, say; or run it once: memory="store", '
-    "chunk_size=None",
-)
+    expected = "a function that gives the same when it runs again, in the backward pass"
+    got = "another result than before: it reads something that has changed since (a variable of a "
+    got += "loop, a module, a list), or draws from its own generator"
+    fix = 'pass what changes as an argument, in the batch, say; or run it once: memory="store", '
+    return UnsupportedGraphError(message(where, expected, got, fix + "chunk_size=None"))
 
 
 @dataclass
@@ -127,7 +118,8 @@ class SecondRun:
     def compare(self, outputs: Sequence[Tensor], where: str) -> None:
         """Compare the outputs with the first run's; the pass raises before it returns."""
         second = checksums(outputs)
-        if _lengths(self.first) != _lengths(second):
+        lengths = [{key: len(sums) for key, sums in run.items()} for run in (self.first, second)]
+        if lengths[0] != lengths[1]:
             raise different_result(where)
         for key, checksum in second.items():
             self.differences.add(_differs(self.first[key], checksum), where)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias, cast
@@ -38,16 +38,11 @@ def before(tensors: Iterable[Any], tree: PyTree = ()) -> StateBeforeCall | None:
         return None
     leaves = chain(tensors, pytree.flatten(tree)[0])
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    # An edge costs some microseconds, and `refuse` asks for none where no checkpoint exists.
-    lazy = _nodes(inputs, [x.grad_fn for x in inputs])  # of now: an operation in place replaces it
+    # The nodes of now: an operation in place replaces them. An edge costs some microseconds, and
+    # `refuse` asks for none where no checkpoint exists.
+    nodes = [(x, x.grad_fn) for x in inputs if not is_transform_tensor(x)]
+    lazy = (graph.edge(x).node if node is None else node for x, node in nodes)
     return StateBeforeCall(snapshot.frames, cast("set[Node]", lazy), snapshot.outer)
-
-
-def _nodes(tensors: Sequence[Tensor], nodes: Sequence[Node | None]) -> Iterator[Node]:
-    """Yield the nodes at which the graphs of tensors begin."""
-    for tensor, node in zip(tensors, nodes, strict=True):
-        if not is_transform_tensor(tensor):
-            yield graph.edge(tensor).node if node is None else node
 
 
 Named: TypeAlias = dict[str, Tensor]
@@ -162,8 +157,12 @@ def _run_on(
     by_torch: Callable[[], tuple[Any, Named]],
 ) -> tuple[Any, Named]:
     """Return what a module returns for these tensors, put in place, and its buffers after it."""
+    own: Any = nullcontext()
+    if new and BATCH in transforms():  # a buffer that is written on is as batched as what it gets
+        memory = {memory_of(buffer) for buffer in new.values()}
+        own = CopyOnWriteMode(CopyOnWrite(lambda tensor: memory_of(tensor) in memory))
     with attributes_put_back(module) as parts:
-        with guard, _own_buffers(new) as own, own_parametrized_values(), INSIDE:
+        with guard, own, own_parametrized_values(), INSIDE:
             slots = TensorSlots(parts)
             is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
             is_refused = is_tracing or isinstance(module, _REFUSED_BY_TORCH)
@@ -171,15 +170,8 @@ def _run_on(
                 out, after = by_torch()
             else:
                 out, after = run(), {**new, **slots.buffers()}
-        return (out, after) if own is None else own.writes.values((out, after))
-
-
-def _own_buffers(new: Named) -> AbstractContextManager[CopyOnWriteMode | None]:
-    """Return what makes a buffer that the forward pass writes on as batched as what it writes."""
-    if not new or BATCH not in transforms():
-        return nullcontext()
-    memory = {memory_of(buffer) for buffer in new.values()}
-    return CopyOnWriteMode(CopyOnWrite(lambda tensor: memory_of(tensor) in memory))
+        result: tuple[Any, Named] = out, after
+        return own.writes.values(result) if isinstance(own, CopyOnWriteMode) else result
 
 
 def _place(module: nn.Module, name: str) -> tuple[int, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -13,11 +13,12 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradkit import errors
 from gradkit._compat.autograd import plain_recurrent_kernels
 from gradkit._compat.transforms import batched_like, level_of, transforms
-from gradkit._compat.undoing import undo_stack, undone
+from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import pytree
 from gradkit._core.devices import is_capturing
 from gradkit._core.pytree import PyTree
@@ -25,7 +26,6 @@ from gradkit._core.user_code import captured_by
 from gradkit._state import rng
 from gradkit._state.copy_on_write import CopyOnWrite, Kwargs, tensors_in
 from gradkit._state.module_state import alone_with, attributes_put_back
-from gradkit._state.rerun import attention_kernels, enable_attention_kernels
 from gradkit.errors import first_line, message, warn_fallback
 from gradkit.func._errors import RANDOM, refused_random
 
@@ -49,14 +49,13 @@ class BatchableOps(CopyOnWrite):
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         """Run an operation, if it is one of these without the fused kernels."""
+        kernels: AbstractContextManager[object] = nullcontext()
         if func in _RECURRENT:
-            with plain_recurrent_kernels():
-                return super().run(func, _with_batched_state(self.current(args)), kwargs)
-        # The other kernels have no second derivative.
-        if func in _ATTENTION and transforms().count("Grad") > 1:
-            with _plain_attention():
-                return super().run(func, args, kwargs)
-        return super().run(func, args, kwargs)
+            kernels, args = plain_recurrent_kernels(), _with_batched_state(self.current(args))
+        elif func in _ATTENTION and transforms().count("Grad") > 1:
+            kernels = sdpa_kernel(SDPBackend.MATH)  # the others have no second derivative
+        with kernels, INSIDE:
+            return super().run(func, args, kwargs)
 
 
 def _with_batched_state(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -69,14 +68,6 @@ def _with_batched_state(args: tuple[Any, ...]) -> tuple[Any, ...]:
     else:
         state = type(state)(batched_like(part, operands) for part in state)
     return *args[:index], state, *args[index + 1 :]
-
-
-@contextmanager
-def _plain_attention() -> Iterator[None]:
-    kernels = attention_kernels()
-    with undone(partial(enable_attention_kernels, kernels)):
-        enable_attention_kernels([False, False, True, False])
-        yield
 
 
 R = TypeVar("R")
