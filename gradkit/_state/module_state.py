@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gradkit._compat.autograd import calling_thread
-from gradkit._compat.undoing import undone
+from gradkit._compat.undoing import undo_stack, undone
 from gradkit.errors import UnsupportedGraphError, message
 
 _LONGEST_WAIT = 600.0  # seconds
@@ -187,6 +187,16 @@ def attributes_put_back(
         snapshot = ModuleSnapshot(module, hooks=hooks)
         with undone(snapshot.restore):
             yield snapshot.parts
+
+
+@contextmanager
+def modules_put_back(modules: Sequence[nn.Module], *, hooks: bool = False) -> Iterator[None]:
+    """Put back what a block assigns to modules, none of which another thread runs meanwhile."""
+    with undo_stack() as stack:
+        stack.enter_context(alone_with(*modules))
+        for module in modules:
+            stack.enter_context(attributes_put_back(module, hooks=hooks))
+        yield
 
 
 class TensorSlots:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -18,14 +18,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gradkit import errors
 from gradkit._compat.autograd import plain_recurrent_kernels
 from gradkit._compat.transforms import batched_like, level_of, transforms
-from gradkit._compat.undoing import INSIDE, undo_stack
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.devices import is_capturing
-from gradkit._core.pytree import PyTree
+from gradkit._core.pytree import PyTree, Structure
 from gradkit._core.user_code import captured_by
 from gradkit._state import rng
 from gradkit._state.copy_on_write import CopyOnWrite, Kwargs, tensors_in
-from gradkit._state.module_state import alone_with, attributes_put_back
+from gradkit._state.module_state import modules_put_back
 from gradkit.errors import first_line, message, warn_fallback
 from gradkit.func._errors import RANDOM, refused_random
 
@@ -91,9 +91,9 @@ class VmapOrLoop:
         captured = captured_by(self.fn)
         modules = [one for one in captured if isinstance(one, nn.Module)]
         modules = [one for one in modules if not isinstance(one, torch.jit.ScriptModule)]
-        own = rng.states_of(_generators(captured))
+        own = rng.states_of(rng.generators(captured))
         states = rng.states(self.tensors) + own
-        with _modules_put_back(modules):
+        with modules_put_back(modules):
             try:
                 return batched()
             except errors.UnsupportedGraphError as error:
@@ -118,17 +118,34 @@ def require_dense(batch: Tensor, where: Callable[[], str]) -> None:
         raise errors.LeafTypeError(message(where(), "a dense batch", got, fix))
 
 
-def chunks(
-    tensors: Sequence[Any], dims: Sequence[int | None], count: int, size: int, randomness: str
-) -> Iterator[tuple[int, list[Any]]]:
-    """Yield where each chunk of a batch begins, and its tensors; all draw the "same" numbers."""
-    states = rng.states(tensors)
-    for start in range(0, count, size):
-        if randomness == "same":
-            rng.restore(states)
-        length = min(size, count - start)
-        pairs = zip(tensors, dims, strict=True)
-        yield start, [x if dim is None else x.narrow(dim, start, length) for x, dim in pairs]
+class Batch:
+    """A tree, some of whose tensors are batched."""
+
+    def __init__(
+        self, leaves: list[Any], dims: list[int | None], spec: Structure, size: int
+    ) -> None:
+        self.leaves, self._by_leaf, self._spec = leaves, dims, spec
+        self.size = size  # the number of samples
+        # The batched tensors, and the batch dimension of each.
+        self.tensors = [leaf for leaf, dim in zip(leaves, dims, strict=True) if dim is not None]
+        self.dims = tuple([dim for dim in dims if dim is not None])
+
+    def tree(self, tensors: Iterable[Tensor]) -> PyTree:
+        """Return the tree with other tensors in place of the batched ones."""
+        rest, pairs = iter(tensors), zip(self.leaves, self._by_leaf, strict=True)
+        leaves = [leaf if dim is None else next(rest) for leaf, dim in pairs]
+        return pytree.unflatten(self._spec, leaves)
+
+    def chunks(
+        self, tensors: Sequence[Tensor], size: int, randomness: Randomness
+    ) -> Iterator[tuple[int, list[Tensor]]]:
+        """Yield where each chunk begins, and its tensors; all draw the "same" numbers."""
+        states = rng.states(self.leaves)
+        for start in range(0, self.size, size):
+            if randomness == "same":
+                rng.restore(states)
+            length, pairs = min(size, self.size - start), zip(tensors, self.dims, strict=True)
+            yield start, [x.narrow(dim, start, length) for x, dim in pairs]
 
 
 # Of a function of one sample, and the dimension of the batch in each tensor.
@@ -139,15 +156,15 @@ def _one_by_one(
     modules: list[nn.Module],
     repeated: rng.States,
     fn: Callable[..., Any],
-    dims: Sequence[int | None],
+    dims: Sequence[int],
 ) -> Callable[..., tuple[list[Any], list[Tensor]]]:
     """Return what vmap does, for batches of one, each of which starts from the same state."""
 
     def call(*tensors: Any) -> tuple[list[Any], list[Tensor]]:
         pairs = zip(tensors, dims, strict=True)
         rng.restore(repeated)
-        with _modules_put_back(modules):
-            grads, others = fn(*(x if dim is None else x.select(dim, 0) for x, dim in pairs))
+        with modules_put_back(modules):
+            grads, others = fn(*(x.select(dim, 0) for x, dim in pairs))
         stacked = [None if grad is None else grad.unsqueeze(0) for grad in grads]
         return stacked, [other.unsqueeze(0) for other in others]
 
@@ -181,23 +198,3 @@ class AuxOfEach:
             expected = "tensors of one shape for all that are stacked, and equal constants"
             fix = "return what differs as a tensor: loss.detach(), not loss.item()"
             raise errors.StructureError(message("aux", expected, "ones that differ", fix))
-
-
-def _generators(captured: Iterable[object]) -> Iterator[torch.Generator]:
-    """Yield the generators of random numbers among some objects, and those that modules have."""
-    for one in captured:
-        if isinstance(one, torch.Generator):
-            yield one
-        elif isinstance(one, nn.Module):
-            parts = (vars(part).values() for part in one.modules())
-            yield from (x for values in parts for x in values if isinstance(x, torch.Generator))
-
-
-@contextmanager
-def _modules_put_back(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put back what a block assigns to modules: a buffer would be a tensor of the vmap."""
-    with undo_stack() as stack:
-        stack.enter_context(alone_with(*modules))
-        for module in modules:
-            stack.enter_context(attributes_put_back(module))
-        yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -21,18 +20,11 @@ from gradkit._core.results_without_graph import with_zero_derivatives
 from gradkit.distributed import all_reduce
 from gradkit.distributed._agreement import failures_reported, require_group
 from gradkit.errors import describe, message
+from gradkit.func import _vmap_or_loop
 from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._differentiate import differentiate, gradient_of_the_sum
 from gradkit.func._errors import independent
-from gradkit.func._vmap_or_loop import (
-    RANDOMNESS,
-    AuxOfEach,
-    OneByOne,
-    Randomness,
-    VmapOrLoop,
-    chunks,
-    require_dense,
-)
+from gradkit.func._vmap_or_loop import Batch, OneByOne, Randomness
 from gradkit.meta._inner_step import (
     raised_where_it_would_take,
     read_inner_params,
@@ -115,7 +107,7 @@ def mean_value_and_grads(
     if tasks_at_once is not None and not options.is_positive_int(tasks_at_once):
         expected, got = "a positive int or None", repr(tasks_at_once)
         raise errors.OptionError(message("tasks_at_once", expected, got, "tasks_at_once=None"))
-    options.check_option("randomness", randomness, RANDOMNESS)
+    options.check_option("randomness", randomness, _vmap_or_loop.RANDOMNESS)
     ranks = None if group is None else require_group(group, "gradkit.meta.mean_value_and_grads")
     with nullcontext() if ranks is None else failures_reported(ranks):
         outer = read_inner_params(params)
@@ -130,10 +122,10 @@ def mean_value_and_grads(
                 got = f"a list of {len(tasks)}, of which meta_loss_fn takes each as a task"
                 raise errors.StructureError(message("tasks", _STACKED, got, _STACK)) from error
             raise
-    count: float | Tensor = batch.count
+    count: float | Tensor = batch.size
     if ranks is not None:
         names = list(map(outer.path, range(len(outer.variables))))
-        totals, count = _over_ranks(["value", *names], totals, batch.count, group)
+        totals, count = _over_ranks(["value", *names], totals, batch.size, group)
     value, *grads = totals
     mean, mean_grads = value / count, outer.to_tree(tree.scale(grads, 1 / count))
     return ((mean, aux) if has_aux else mean), mean_grads
@@ -158,12 +150,12 @@ def _sum_over_tasks(
     randomness: Randomness,
     create_graph: bool | None,
     outer: Arguments,
-    batch: _Tasks,
+    batch: Batch,
     tasks_at_once: int | None,
 ) -> tuple[list[Tensor], PyTree]:
     """Return the sums of values and gradients over the tasks, and aux stacked."""
     put_back: list[Callable[[list[Tensor]], PyTree]] = []  # of aux, from the last trace
-    aux_of_each = AuxOfEach()
+    aux_of_each = _vmap_or_loop.AuxOfEach()
     depend: list[bool] = []  # for each task of a loop, whether its loss depends on params
 
     def loss_and_aux(tensors: list[Tensor], task: PyTree) -> tuple[Tensor, PyTree]:
@@ -176,8 +168,8 @@ def _sum_over_tasks(
                 loss = cast("Tensor", with_zero_derivatives([loss], tensors)[0])
         return loss, aux
 
-    def of_task(*parts: Any) -> tuple[list[Tensor], list[Tensor]]:
-        arguments = read_arguments((outer.variables, batch.rebuild(parts)), 0)
+    def of_task(*tensors: Any) -> tuple[list[Tensor], list[Tensor]]:
+        arguments = read_arguments((outer.variables, batch.tree(tensors)), 0)
         run_pass = partial(gradient_of_the_sum, may_be_aux=False)
         options: Any = {"has_aux": True, "create_graph": create_graph, "batched": True}
         one = differentiate(loss_and_aux, arguments, {}, run_pass, **options)
@@ -187,7 +179,7 @@ def _sum_over_tasks(
         put_back[:] = [rebuild_aux]
         return [*one.values, *grads], tensors_of_aux
 
-    run = partial(batch.run, of_task, tasks_at_once, randomness)
+    run = partial(_run, batch, of_task, tasks_at_once, randomness)
 
     def loop(one_by_one: OneByOne) -> tuple[list[Tensor], list[Tensor]]:
         sums = run(one_by_one)
@@ -195,44 +187,36 @@ def _sum_over_tasks(
             raise independent("losses")
         return sums
 
-    tensors = [*outer.variables, *batch.parts]
-    attempt = VmapOrLoop("mean_value_and_grads", meta_loss_fn, tensors, randomness)
+    tensors = [*outer.variables, *batch.leaves]
+    attempt = _vmap_or_loop.VmapOrLoop("mean_value_and_grads", meta_loss_fn, tensors, randomness)
     totals, tensors_of_aux = attempt.run(run, loop, aux_of_each)
     return totals, put_back[0](tensors_of_aux)
 
 
-@dataclass(frozen=True)
-class _Tasks:
-    """The leaves of the tasks, and where each has its task dimension."""
-
-    parts: list[Any]
-    dims: list[int | None]
-    count: int
-    rebuild: Callable[[Any], PyTree]
-
-    def run(
-        self,
-        fn: Callable[..., tuple[list[Tensor], list[Tensor]]],
-        tasks_at_once: int | None,
-        randomness: Randomness,
-        one_by_one: OneByOne | None = None,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the sums over the tasks, and what is stacked."""
-        size = 1 if one_by_one else tasks_at_once or self.count
-        in_vmap = partial(vmap, in_dims=tuple(self.dims), randomness=randomness)
-        batched: Any = one_by_one(fn, self.dims) if one_by_one else in_vmap(fn)
-        totals: list[Tensor] = []
-        stacked: list[list[Tensor]] = []
-        for _, chunk in chunks(self.parts, self.dims, self.count, size, randomness):
-            each, others = batched(*chunk)
-            sums = [one.sum(0) for one in each]
-            totals = tree.add(totals, sums) if totals else sums
-            stacked.append(others)
-        # Copies: what does not depend on the task is one tensor, expanded.
-        return totals, [torch.cat(of_chunks) for of_chunks in zip(*stacked, strict=True)]
+def _run(
+    batch: Batch,
+    fn: Callable[..., tuple[list[Tensor], list[Tensor]]],
+    tasks_at_once: int | None,
+    randomness: Randomness,
+    one_by_one: OneByOne | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the sums over the tasks, and what is stacked."""
+    size = 1 if one_by_one else tasks_at_once or batch.size
+    batched: Any = vmap(fn, in_dims=batch.dims, randomness=randomness)
+    if one_by_one:
+        batched = one_by_one(fn, batch.dims)
+    totals: list[Tensor] = []
+    stacked: list[list[Tensor]] = []
+    for _, chunk in batch.chunks(batch.tensors, size, randomness):
+        each, others = batched(*chunk)
+        sums = [one.sum(0) for one in each]
+        totals = tree.add(totals, sums) if totals else sums
+        stacked.append(others)
+    # Copies: what does not depend on the task is one tensor, expanded.
+    return totals, [torch.cat(of_chunks) for of_chunks in zip(*stacked, strict=True)]
 
 
-def _read_tasks(tasks: PyTree, in_dims: PyTree) -> _Tasks:
+def _read_tasks(tasks: PyTree, in_dims: PyTree) -> Batch:
     """Open and check the tasks."""
     parts, spec = pytree.flatten(tasks)
     given = pytree.broadcast_prefix(in_dims, "in_dims", tasks, "tasks")
@@ -249,7 +233,7 @@ def _read_tasks(tasks: PyTree, in_dims: PyTree) -> _Tasks:
             expected = f"a tensor with the task dimension {dim!r}"
             fix = "give in_dims, with None for tensors that all tasks share"
             raise errors.OptionError(message(where, expected, describe(part), fix))
-        require_dense(part, partial(pytree.path, spec, index, "tasks"))
+        _vmap_or_loop.require_dense(part, partial(pytree.path, spec, index, "tasks"))
         sizes.setdefault(part.shape[dim], where)
     if len(sizes) != 1 or 0 in sizes:
         expected = "tensors with one number of tasks, at least one"
@@ -258,4 +242,4 @@ def _read_tasks(tasks: PyTree, in_dims: PyTree) -> _Tasks:
         fix = _STACK if isinstance(tasks, list | Iterator) else fix
         got = got or f"none in {describe(tasks)}"
         raise errors.StructureError(message("tasks", expected, got, fix))
-    return _Tasks(parts, dims, next(iter(sizes)), spec.unflatten)
+    return Batch(parts, dims, spec, next(iter(sizes)))
