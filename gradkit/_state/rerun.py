@@ -177,6 +177,8 @@ class RerunState:
         self._autocast = list(map(_autocast, devices))
         self._kernels = attention_kernels()
         self._writes = _StorageWrites()
+        # Whether an operator of the first run made a tensor; until outputs are recorded.
+        self.made = self._writes.has_made
         self._checksums: Checksums = {}
         self._around = _innermost.get()
 
@@ -191,10 +193,6 @@ class RerunState:
         """Remember checksums of the first run's outputs."""
         self._checksums = checksums(outputs)
         self._writes.made.clear()
-
-    def made(self, tensor: Tensor) -> bool:
-        """Return whether an operator of the first run made a tensor; until outputs are recorded."""
-        return self._writes.has_made(tensor)
 
     @contextmanager
     def second_run(self) -> Iterator[SecondRun]:
@@ -247,8 +245,7 @@ class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.snapshots: Snapshots = []
         self.made: dict[int, ref[Tensor]] = {}  # the results of operators, by id
-        # Storages that need no copy: allocated inside, or copied already.
-        self._known: set[int] = set()
+        self._known: set[int] = set()  # storages that need no copy
 
     @leave_uncompiled
     def __torch_dispatch__(
@@ -267,7 +264,11 @@ class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise UnsupportedGraphError(message(where, expected, got, fix))
         written = written_tensors(func, args, kwargs)
         for tensor in written:
-            self._snapshot(tensor)
+            # Not of what is allocated inside, or copied already.
+            if tensor.layout == torch.strided and storage_key(tensor) not in self._known:
+                self._known.add(storage_key(tensor))
+                storage = tensor.untyped_storage()
+                self.snapshots.append((storage, _copied_storage(storage)))
         out = func(*args, **kwargs)
         allocates = _allocates(func)
         for result in out if isinstance(out, tuple | list) else (out,):
@@ -282,13 +283,6 @@ class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def has_made(self, tensor: Tensor) -> bool:
         made = self.made.get(id(tensor))
         return made is not None and made() is tensor
-
-    def _snapshot(self, tensor: Tensor) -> None:
-        if tensor.layout == torch.strided:
-            storage, key = tensor.untyped_storage(), storage_key(tensor)
-            if key not in self._known:
-                self._known.add(key)
-                self.snapshots.append((storage, _copied_storage(storage)))
 
 
 _writes_of_run: ContextVar[_StorageWrites | None] = ContextVar("writes_of_run", default=None)

@@ -55,8 +55,8 @@ class Snapshot:
 
     def _restore_tensors(self) -> None:
         for tensor, data, version, numbers in self._values:
-            if _kind(tensor) != _kind(data):  # a module was moved or cast
-                tensor.data = data
+            if any(getattr(tensor, name) != getattr(data, name) for name in _KIND):
+                tensor.data = data  # a module was moved or cast
             if _has_changed(tensor, version, numbers):
                 tensor.data.copy_(numbers)
         for tensor, requires_grad in self._requires_grad:
@@ -75,6 +75,7 @@ class Snapshot:
         return rng.states(self._tensors) + rng.states_of(self._generators)
 
 
+_KIND = ("dtype", "device", "shape")
 # A larger tensor that a function refers to, and that no module has for a buffer, is data: no state.
 _LARGEST_STATE = 1 << 16
 
@@ -119,10 +120,6 @@ def _is_scripted(module: nn.Module) -> bool:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # inference tensors have no count
-
-
-def _kind(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.dtype, tensor.device, tensor.shape
 
 
 def _has_changed(tensor: Tensor, version: int, numbers: Tensor) -> bool:

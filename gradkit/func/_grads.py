@@ -288,8 +288,8 @@ def per_sample_grads(
             tensors = batch.tensors
             if create_graph is False:
                 tensors = detached(tensors)
-            options = first.variables, randomness, chunk_size
-            run = partial(_run, batch, of_sample, tensors, *options)
+            facts = first.variables, randomness, chunk_size
+            run = partial(_run, batch, of_sample, tensors, *facts)
             if batch.size:
                 attempt = _vmap_or_loop.VmapOrLoop("per_sample_grads", fn, tensors, randomness)
                 grads, others = attempt.run(run, run, aux_of_each)
