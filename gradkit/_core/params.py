@@ -241,12 +241,10 @@ def is_number_leaf(leaf: object, where: Callable[[], str]) -> bool:
 
 def _is_variable(leaf: object, where: Callable[[], str], fix: str, *, plain_too: bool) -> bool:
     leaf = require_tensor(leaf, where)
-    if leaf.requires_grad:
-        return True
     if isinstance(leaf, nn.Parameter):  # a quantized module has integers that nobody picked
-        return False
+        return leaf.requires_grad
     if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
-        return plain_too
+        return plain_too or leaf.requires_grad  # not read first: torch.compile guards on it
     raise LeafTypeError(message(where(), DIFFERENTIABLE, describe(leaf), fix))
 
 

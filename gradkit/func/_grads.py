@@ -172,10 +172,16 @@ def per_loss_grads(
             why_not = passes.monitor.why_not_batched
             batch = jacobian.losses_to_batch(chosen, losses.leaves, why_not)
             last = max(i for i, loss in enumerate(losses.leaves) if passes.depends(loss))
-            return [
-                _jacobian(loss, passes, chunk_size, batch=batch[index], retain=index < last)
-                for index, loss in enumerate(losses.leaves)
-            ]
+            grads: list[list[Tensor | None]] = []
+            for index, loss in enumerate(losses.leaves):
+                one = passes, loss, passes.variables
+                if not passes.depends(loss):
+                    grads.append([None] * len(passes.variables))
+                elif batch[index]:  # the graph goes with the level: no element is a separate last
+                    grads.append(jacobian.batched(*one, retain=True, chunk_size=chunk_size))
+                else:
+                    grads.append(jacobian.sequential(*one, retain=index < last))
+            return grads
 
         result = differentiate(
             fn, arguments, kwargs, run, has_aux=has_aux, scalar=False, create_graph=create_graph
@@ -188,17 +194,6 @@ def per_loss_grads(
         return (by_loss, result.aux) if has_aux else by_loss
 
     return call
-
-
-def _jacobian(
-    loss: Tensor, passes: LevelPasses, chunk_size: int | None, *, batch: bool, retain: bool
-) -> list[Tensor | None]:
-    """Return the gradients of a loss of shape S, each of shape `S + variable.shape`."""
-    if not passes.depends(loss):
-        return [None] * len(passes.variables)
-    if batch:  # the graph goes with the level, so that the last element needs no separate pass
-        return jacobian.batched(passes, loss, passes.variables, retain=True, chunk_size=chunk_size)
-    return jacobian.sequential(passes, loss, passes.variables, retain=retain)
 
 
 def per_sample_grads(

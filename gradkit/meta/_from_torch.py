@@ -286,7 +286,11 @@ def _check_hyper(name: str, hyper: Settings) -> None:
             if x.is_complex():
                 text = message(where, "a real number", describe(x), f"{key}.real")
                 raise errors.LeafTypeError(text)
-        learned = list(filter(_is_learned, pytree.tensors(value)))
+        learned = [
+            x
+            for x in pytree.tensors(value)
+            if x.requires_grad or is_differentiated_tensor(x) or is_dual(x)
+        ]
         if learned and key not in _DIFFERENTIABLE.get(name, ()):
             expected = (
                 "a number: torch drops the gradient of this hyper-parameter, or gets it wrong"
@@ -294,10 +298,6 @@ def _check_hyper(name: str, hyper: Settings) -> None:
             fix = "pass a number, or use sgd, adam, adamw or rmsprop, which keep every gradient"
             text = message(where, expected, describe(learned[0]), fix)
             raise errors.UnsupportedOptimizerError(text)
-
-
-def _is_learned(x: Tensor) -> bool:
-    return x.requires_grad or is_differentiated_tensor(x) or is_dual(x)
 
 
 class _SafeSqrt(TorchFunctionMode):

@@ -18,7 +18,6 @@ from gradkit._core.ownership import leave_inference_mode, without_inference
 from gradkit._core.pytree import PyTree
 from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import describe, message
-from gradkit.func._arguments import Arguments
 from gradkit.meta import _optimizer
 from gradkit.meta._inner_step import (
     Carry,
@@ -169,7 +168,10 @@ def unroll(
             by_leaf = _optimizer.read_state(opt, state, inner.leaves, inner.spec)
         state_lists = {name: inner.per_variable(column) for name, column in by_leaf.items()}
         carry = Carry(without_inference(inner.variables), state_lists, buffers)
-        inputs = StepInputs(outer, _read_hyper(opt, hyper, inner), data)
+        first, movable = inner.first_leaf_of_variable, inner.per_leaf(inner.variables)
+        settings = _optimizer.read_settings(opt, hyper, movable, inner.spec, first)
+        settings = {name: _optimizer.select(value, first) for name, value in settings.items()}
+        inputs = StepInputs(outer, settings, data)
         options = {"create_graph": create_graph, "trajectory": trajectory}
         run, size = _segments(step, memory, **options)
         try:
@@ -233,12 +235,6 @@ def _refuse_graphs(tensors: list[Tensor]) -> None:
         raise errors.UnsupportedGraphError(text)
 
 
-def _read_hyper(opt: Optimizer, hyper: dict[str, Any], params: Arguments) -> dict[str, Any]:
-    first, movable = params.first_leaf_of_variable, params.per_leaf(params.variables)
-    settings = _optimizer.read_settings(opt, hyper, movable, params.spec, first)
-    return {name: _optimizer.select(value, first) for name, value in settings.items()}
-
-
 def _segments(
     step: InnerStep, memory: Memory, *, create_graph: bool, trajectory: bool
 ) -> tuple[Run, int]:
@@ -248,7 +244,13 @@ def _segments(
         return partial(_stored, step, create_graph=create_graph), 1
     if memory == "recompute":
         return partial(run_recomputed, step), 1
-    return partial(run_recomputed, partial(_nested, step, trajectory=trajectory)), int(memory)
+
+    def nested(carry: Carry, inputs: StepInputs, *, create_graph: bool) -> StepOutputs:
+        # To differentiate a segment, each step is recomputed once more.
+        run = partial(run_recomputed, step) if create_graph else partial(step, create_graph=False)
+        return _loop(run, carry, inputs, 1, trajectory=trajectory)
+
+    return partial(run_recomputed, nested), int(memory)
 
 
 def _stored(
@@ -261,14 +263,6 @@ def _stored(
         if step.has_buffers:
             carry = carry._replace(buffers=pytree.map_tensors(Tensor.detach, carry.buffers))
     return StepOutputs(carry, losses, aux, between)
-
-
-def _nested(
-    step: InnerStep, carry: Carry, inputs: StepInputs, *, create_graph: bool, trajectory: bool
-) -> StepOutputs:
-    """Run the steps of a segment; to differentiate them, each is recomputed once more."""
-    run = partial(run_recomputed, step) if create_graph else partial(step, create_graph=False)
-    return _loop(run, carry, inputs, 1, trajectory=trajectory)
 
 
 def _loop(
