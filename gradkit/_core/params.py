@@ -182,17 +182,22 @@ def _of_each(leaves: list[Any], spec: Structure, root: str, is_variable: IsVaria
     path = partial(pytree.path, spec, root=root)
     variables: list[Tensor] = []
     slots: list[int | None] = []
-    find = _finder(variables)
+    seen: dict[int, int] = {}
+    is_traced = torch.compiler.is_compiling()
     for index, leaf in enumerate(leaves):
         if leaf is None or not is_variable(leaf, partial(path, index)):
             slots.append(None)
             continue
-        slot = find(leaf)
+        slot = len(variables)  # of a new one
+        if is_traced:  # an id would be a constant of the compiled function, the next call another
+            slot = next((i for i, other in enumerate(variables) if other is leaf), slot)
+        else:
+            slot = seen.setdefault(id(leaf), slot)
         if slot == len(variables):
             variables.append(leaf)
         slots.append(slot)
     no_subclasses = only_leaves = False
-    if not torch.compiler.is_compiling():
+    if not is_traced:
         no_subclasses = set(map(type, variables)) <= PLAIN_TYPES
         try:
             only_leaves = all(map(_is_leaf, variables))
@@ -200,15 +205,6 @@ def _of_each(leaves: list[Any], spec: Structure, root: str, is_variable: IsVaria
             refuse_lost_history(variables, lambda slot: path(slots.index(slot)))
             raise
     return Params(leaves, spec, variables, slots, root, no_subclasses, only_leaves)
-
-
-def _finder(tensors: list[Tensor]) -> Callable[[Tensor], int]:
-    """Return a function that gives a tensor's index in a growing list, its length if absent."""
-    if torch.compiler.is_compiling():
-        # An id would be a constant of the compiled function, and the next call compiled anew.
-        return lambda leaf: next((i for i, t in enumerate(tensors) if t is leaf), len(tensors))
-    seen: dict[int, int] = {}
-    return lambda leaf: seen.setdefault(id(leaf), len(tensors))
 
 
 def require_tensor(leaf: object, where: Callable[[], str]) -> Tensor:
@@ -241,8 +237,9 @@ def is_number_leaf(leaf: object, where: Callable[[], str]) -> bool:
 
 def _is_variable(leaf: object, where: Callable[[], str], fix: str, *, plain_too: bool) -> bool:
     leaf = require_tensor(leaf, where)
-    if isinstance(leaf, nn.Parameter):  # a quantized module has integers that nobody picked
-        return leaf.requires_grad
+    # A quantized module has integer parameters that the caller did not pick.
+    if isinstance(leaf, nn.Parameter) and not leaf.requires_grad:
+        return False
     if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
         return plain_too or leaf.requires_grad  # not read first: torch.compile guards on it
     raise LeafTypeError(message(where(), DIFFERENTIABLE, describe(leaf), fix))

@@ -223,7 +223,7 @@ def differentiate(
         grads = run(losses, passes)
         if all(grad is None for part in grads for grad in part):
             passes.refuse_unreached(losses)
-        tensors_of_aux, put_aux_back = partition_aux(aux)
+        tensors_of_aux, put_aux_back = partition_aux(aux) if has_aux else ([], lambda _: None)
         outside.extend((losses.spec, put_aux_back, passes.refused))
         return [losses.leaves, tensors_of_aux, *grads]
 

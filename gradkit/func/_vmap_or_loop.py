@@ -153,10 +153,7 @@ OneByOne: TypeAlias = Callable[..., Callable[..., tuple[list[Any], list[Tensor]]
 
 
 def _one_by_one(
-    modules: list[nn.Module],
-    repeated: rng.States,
-    fn: Callable[..., Any],
-    dims: Sequence[int],
+    modules: list[nn.Module], repeated: rng.States, fn: Callable[..., Any], dims: Sequence[int]
 ) -> Callable[..., tuple[list[Any], list[Tensor]]]:
     """Return what vmap does, for batches of one, each of which starts from the same state."""
 

@@ -33,12 +33,7 @@ from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import describe, message, warn_fallback
 from gradkit.func import _make_functional as checkpoints
 from gradkit.func._products import write_counts
-from gradkit.meta._inner_step import (
-    read_inner_params,
-    read_loss,
-    refuse_captured,
-    runs_user_code,
-)
+from gradkit.meta._inner_step import read_inner_params, read_loss, refuse_captured, runs_user_code
 from gradkit.meta._optimizer import Tensors
 
 # Multiplies a vector, given as a list of tensors, by the matrix.

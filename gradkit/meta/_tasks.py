@@ -25,11 +25,7 @@ from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._differentiate import differentiate, gradient_of_the_sum
 from gradkit.func._errors import independent
 from gradkit.func._vmap_or_loop import Batch, OneByOne, Randomness
-from gradkit.meta._inner_step import (
-    raised_where_it_would_take,
-    read_inner_params,
-    read_loss,
-)
+from gradkit.meta._inner_step import raised_where_it_would_take, read_inner_params, read_loss
 
 _STACK = "tasks=gradkit.tree.stack(tasks); or a loop over tasks that differ in size"
 _STACKED = "one tree, of tensors that have the tasks as a dimension"
