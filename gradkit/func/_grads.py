@@ -17,16 +17,10 @@ from gradkit._core.call import STRATEGIES, Losses, Strategy, Unused, check_chunk
 from gradkit._core.ownership import empty_for, leave_inference_mode
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import describe, first_line, message
+from gradkit.func import _differentiate as levels
 from gradkit.func import _vmap_or_loop
 from gradkit.func._arguments import ArgNums, Arguments, check_options, read_arguments
-from gradkit.func._differentiate import (
-    LevelPasses,
-    detached,
-    differentiate,
-    gradient_of_the_sum,
-    partition_aux,
-    require_tensor_or_constant,
-)
+from gradkit.func._differentiate import LevelPasses, differentiate, gradient_of_the_sum
 from gradkit.func._vmap_or_loop import Batch, OneByOne, Randomness
 
 # Of the tensors of one sample; gives gradients, and the tensors of aux.
@@ -271,7 +265,7 @@ def per_sample_grads(
             here = arguments.at(batch.tree(tensors))
             result = differentiate(fn, here, kwargs, run_pass, **options)
             aux_of_each.check((result.values, result.aux))
-            tensors_of_aux, put_back = partition_aux(result.aux)
+            tensors_of_aux, put_back = levels.partition_aux(result.aux)
             of_one[:] = [len(result.values), put_back]
             refused.extend(filter(None, [result.refused]))
             return result.grads[0], [*result.values, *tensors_of_aux]
@@ -282,7 +276,7 @@ def per_sample_grads(
         with leave_inference_mode(record=True):
             tensors = batch.tensors
             if create_graph is False:
-                tensors = detached(tensors)
+                tensors = levels.detached(tensors)
             facts = first.variables, randomness, chunk_size
             run = partial(_run, batch, of_sample, tensors, *facts)
             if batch.size:
@@ -373,7 +367,7 @@ def _refuse_unbatched(
     fix = "pass tensors; register the class: optree.register_pytree_node"
     for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
         if dim is None:
-            require_tensor_or_constant(leaf, partial(pytree.path, spec, index, "args"), fix)
+            levels.require_tensor_or_constant(leaf, partial(pytree.path, spec, index, "args"), fix)
     for name, value in kwargs.items():
         if any(isinstance(leaf, Tensor) for leaf in pytree.flatten(value)[0]):
             expected = "tensors in positional arguments, where in_dims says how they are batched"

@@ -141,7 +141,13 @@ def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
             guard, run = ReadOnly(given.values(), replaced), partial(module, *args, **kwargs)
             out, after = _run_on(module, given, new, guard, run, by_torch)
         recomputations.refuse(out, snapshot)
-        _refuse_different_buffers(after, second_names)
+        for name, first in second_names.items():
+            if name in after and after[name] is not after[first]:
+                expected = f"one buffer under both its names, {first!r} and {name!r}"
+                got = "two: the forward pass has assigned one of them"
+                fix = "write on the buffer in place, or register two buffers"
+                where = f"buffers[{first!r}]"
+                raise UnsupportedGraphError(message(where, expected, got, fix))
         # A buffer that was assigned, and not written on, is in the dictionary.
         return out, {name: after[name] for name in buffer_names}
 
@@ -178,15 +184,6 @@ def _place(module: nn.Module, name: str) -> tuple[int, str]:
     """Return which module holds a buffer, and under which name."""
     path, _, attribute = name.rpartition(".")
     return id(module.get_submodule(path)), attribute
-
-
-def _refuse_different_buffers(tensors: Named, second_names: Mapping[str, str]) -> None:
-    for name, first in second_names.items():
-        if name in tensors and tensors[name] is not tensors[first]:
-            expected = f"one buffer under both its names, {first!r} and {name!r}"
-            got = "two: the forward pass has assigned one of them"
-            fix = "write on the buffer in place, or register two buffers"
-            raise UnsupportedGraphError(message(f"buffers[{first!r}]", expected, got, fix))
 
 
 def _refuse_writing(module: nn.Module) -> None:

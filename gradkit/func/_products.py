@@ -26,18 +26,13 @@ from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._core.user_code import hooks_made, user_code_may_run
 from gradkit.errors import describe, message, warn_fallback
+from gradkit.func import _differentiate as levels
 from gradkit.func._arguments import Arguments, check_options, copied, read_arguments
 from gradkit.func._differentiate import (
     LevelPasses,
-    cast_to,
-    cut_of,
-    detached,
-    detached_but_tangents,
     differentiate,
     gradient_of_the_sum,
-    partition_aux,
     read_returned,
-    views_of,
 )
 from gradkit.func._errors import ZERO_TENSOR, named_errors
 from gradkit.func._grads import value_and_grads
@@ -85,7 +80,7 @@ def vjp(
     """
     check_options(fn, has_aux=has_aux, create_graph=create_graph)
     arguments = read_arguments(primals, tuple(range(len(primals))))
-    cut, enabled = cut_of(create_graph)
+    cut, enabled = levels.cut_of(create_graph)
     run = _FunctionRun(fn, arguments, has_aux, OpMonitor(), transposed=True)
     with leave_inference_mode(record=True), enabled, INSIDE:
         point = cut(arguments.variables)
@@ -103,7 +98,7 @@ def vjp(
         with leave_inference_mode(record=True):
             pulled = partial(run.pulled, torch_pull, seeds, create_graph)
             grads, refused = named_errors(pulled)
-        grads = cast_to(arguments.dtypes, grads)
+        grads = levels.cast_to(arguments.dtypes, grads)
         trees: tuple[PyTree, ...] = arguments.grads_to_tree(grads, losses=values, refused=refused)
         return trees
 
@@ -146,14 +141,14 @@ def jvp(
     arguments = read_primals(primals)
     directions = read_directions(arguments, tangents)
     run = _FunctionRun(fn, arguments, has_aux, OpMonitor(), transposed=False)
-    cut = detached if create_graph is False else list
+    cut = levels.detached if create_graph is False else list
     with one_forward_level(), leave_inference_mode(record=True):
         # Copies, which fn may change, or return.
         point, along = (tuple(copied(cut(x))) for x in (arguments.variables, directions))
         results: Any = named_errors(lambda: torch.func.jvp(run, point, along, has_aux=True))
     values, tangents_out, aux = (cut(tensors) for tensors in results)
     # In forward mode, torch makes float64 of a 0-dim float32 times a number.
-    products = cast_to([value.dtype for value in values], tangents_out)
+    products = levels.cast_to([value.dtype for value in values], tangents_out)
     if not torch.compiler.is_compiling() and any(map(carries_graph, values)):
         passes = run.passes(None, None)
         if not passes.allows(lambda: run.monitor.check_derivative(())):
@@ -339,7 +334,7 @@ def hvp(
         pairs = zip(result.grads[0], here.variables, strict=True)
         return tuple(torch.zeros_like(x) if g is None else g for g, x in pairs), result.values
 
-    cut, enabled = cut_of(create_graph)
+    cut, enabled = levels.cut_of(create_graph)
     kernels = sdpa_kernel(SDPBackend.MATH)
     with one_forward_level(), leave_inference_mode(record=True), enabled, kernels:
         point, along = tuple(cut(arguments.variables)), tuple(cut(directions))
@@ -348,7 +343,7 @@ def hvp(
         grads, products, losses = cut(grads), cut(products), []
     # In forward mode, torch makes float64 of a 0-dim float32 times a number.
     to_tree = partial(arguments.grads_to_tree, losses=losses, refused=refused[0])
-    grad_tree, hv = (to_tree(cast_to(arguments.dtypes, list(x))) for x in (grads, products))
+    grad_tree, hv = (to_tree(levels.cast_to(arguments.dtypes, list(x))) for x in (grads, products))
     return grad_tree, hv
 
 
@@ -396,7 +391,7 @@ class _FunctionRun:
         if self.transposed and (is_traced or user_code_may_run()):
             # Views, whose nodes are still there when the pass runs, after the level has ended; and
             # in a Function's `apply`, torch.compile would take the inputs of vjp for constants.
-            tensors = views_of(tensors)
+            tensors = levels.views_of(tensors)
         count = functions_traced if is_traced else hooks_made
         made = count()
         with self.monitor.noting():
@@ -406,7 +401,7 @@ class _FunctionRun:
         self.variables = list(tensors)
         if self.transposed and not is_traced:
             self.passes(None, level_of(tensors[0])).refuse_unreached(self.outputs)
-        tensors_of_aux, self.put_aux_back = partition_aux(aux)
+        tensors_of_aux, self.put_aux_back = levels.partition_aux(aux)
         return tuple(self.outputs.leaves), tensors_of_aux
 
     def passes(self, create_graph: bool | None, level: int | None) -> LevelPasses:
@@ -423,7 +418,7 @@ class _FunctionRun:
         """Return the gradients of a backward pass, and why their derivative would be wrong."""
 
         def run(create: bool) -> list[Tensor | None]:
-            cut: Any = detached if create_graph is False else detached_but_tangents
+            cut: Any = levels.detached if create_graph is False else levels.detached_but_tangents
             grads: list[Tensor | None] = (list if create else cut)(pull(tuple(seeds)))
             return grads
 

@@ -121,7 +121,10 @@ class _TorchRule:
     ) -> Updated:
         name = self.optimizer.__name__
         _check_hyper(name, hyper)
-        create_graph = _needs_graph((params, grads, state, dict(hyper)))
+        tensors = pytree.tensors((params, grads, state, dict(hyper)))
+        create_graph = in_jvp() or (not transforms() and any(map(is_dual, tensors)))
+        if not create_graph and torch.is_grad_enabled():
+            create_graph = differentiated() or any(x.requires_grad for x in tensors)
         # A subclass of SGD has torch's first momentum step, which drops its gradient [T4].
         is_sgd = issubclass(self.optimizer, torch.optim.SGD)
         if create_graph and (is_sgd or "differentiable" not in self.arguments):
@@ -230,13 +233,6 @@ class _TorchRule:
             lists = len(inspect.signature(init_group).parameters) - 1
             init_group(opt.param_groups[0], *[[] for _ in range(lists)])
         return dict(opt.state[stand_in])
-
-
-def _needs_graph(inputs: Any) -> bool:
-    tensors = pytree.tensors(inputs)
-    if in_jvp() or (not transforms() and any(map(is_dual, tensors))):
-        return True  # whether or not gradients are enabled
-    return torch.is_grad_enabled() and (differentiated() or any(x.requires_grad for x in tensors))
 
 
 def _check_class(optimizer: object) -> None:

@@ -25,19 +25,12 @@ from gradkit._checks.checked import ForwardMonitor
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import transforms
 from gradkit._compat.undoing import INSIDE
-from gradkit._core import pytree
+from gradkit._core import pytree, user_code
 from gradkit._core.call import Losses
 from gradkit._core.graph import Subgraph, edge
 from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
-from gradkit._core.user_code import (
-    captured_by,
-    functions_alive,
-    hooks_made,
-    hooks_registered,
-    user_functions,
-)
 from gradkit._state.rerun import RerunState, recording_writes, what_first_run_made
 from gradkit._state.snapshot import Snapshot
 from gradkit.errors import describe, message
@@ -63,7 +56,7 @@ def raised_where_it_would_take(error: Exception, fn: Callable[..., Any], *args: 
     if isinstance(error, errors.GradkitError) or transforms():
         return False
     try:
-        with Snapshot(captured_by(fn), pytree.tensors(args)).restored():
+        with Snapshot(user_code.captured_by(fn), pytree.tensors(args)).restored():
             fn(*args)
     except Exception:
         return False
@@ -165,7 +158,7 @@ _ADVICE = {
 
 def runs_user_code(below: Subgraph, hooks: int) -> bool:
     """Return whether a pass may run a Function or hook; `hooks` were made before the run."""
-    return hooks_made() != hooks or bool(user_functions(below.kinds))
+    return user_code.hooks_made() != hooks or bool(user_code.user_functions(below.kinds))
 
 
 Grads = list[Tensor | None]
@@ -278,7 +271,7 @@ class InnerStep:
             variables = [
                 t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors
             ]
-            before, hooks = checkpoints.before(variables), hooks_made()
+            before, hooks = checkpoints.before(variables), user_code.hooks_made()
             with recording_writes(), ForwardMonitor(), INSIDE:
                 loss, aux = loss_fn(self.params.tree(variables))
             recomputations.refuse((loss, aux), before)
@@ -337,8 +330,8 @@ def _first_pass_of_two(
 
 def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -> Subgraph | None:
     """Check the graph of a step, and return it if its pass is to be guarded."""
-    alive = functions_alive()
-    if not loss.requires_grad or not (create_graph or any(alive) or hooks_registered()):
+    alive = user_code.functions_alive()
+    if not loss.requires_grad or not (create_graph or any(alive) or user_code.hooks_registered()):
         return None
     # Only this step: a walk through all steps before it would make the loop quadratic.
     nodes = [tensor.grad_fn or edge(tensor).node for tensor in variables]
@@ -347,9 +340,10 @@ def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -
         eager_graph.refuse_nodes(map(type, below.nodes.difference(below.stop)), "the inner loss")
     if create_graph:
         refuse_wrong_derivative(lambda: "the inner loss", variables, below, by_formula=True)
+    if user_code.hooks_registered() or (create_graph and holds_formulas(below)):
+        return below
     # Those that are alive may be the steps before this one.
-    runs_user_code = hooks_registered() or (alive.users and user_functions(below.kinds))
-    return below if runs_user_code or (create_graph and holds_formulas(below)) else None
+    return below if alive.users and user_code.user_functions(below.kinds) else None
 
 
 def run_recomputed(run: Steps, carry: Carry, inputs: StepInputs) -> StepOutputs:

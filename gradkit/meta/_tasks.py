@@ -78,20 +78,17 @@ def mean_value_and_grads(
             tasks of all ranks. None is this process alone.
 
     Returns:
-        `(value, grads)`: a 0-dim tensor, and a tree like `params`, its leaves as in
-        `gradkit.func.value_and_grads`. With `has_aux`, `((value, aux), grads)`: the tensors of aux
-        stacked over the tasks, first in their shape; with `group`, those of this rank's tasks.
+        `(value, grads)`, or `((value, aux), grads)`: a 0-dim tensor, a tree like `params`, as in
+        `gradkit.func.value_and_grads`, and the tensors of aux, stacked over this rank's tasks.
 
     Raises:
         CollectiveError: With `group`: a rank has failed, is missing, or is too late.
-        DetachedLossError: The meta-loss does not depend on params.
-        LeafTypeError: A leaf, or the meta-loss, is no tensor that has a gradient.
-        NotScalarLossError: The meta-loss has not exactly one element.
         OptionError: An option has no such value.
-        StructureError: `in_dims` is no prefix of the tasks, or their sizes differ; what
-            `meta_loss_fn` returned does not fit; or params differ between ranks.
-        UnsupportedGraphError: torch.func cannot enter the meta-loss, or gets it silently wrong; or
-            it writes on parts of a tensor from outside; or `group` inside a transform.
+        StructureError: `in_dims` is no prefix of the tasks, or their sizes differ; or params differ
+            between ranks.
+        UnsupportedGraphError: The meta-loss writes on parts of a tensor from outside; or `group`
+            inside a transform.
+        GradkitError: As in `gradkit.func.value_and_grads`.
 
     Source:
         Finn et al. 2017, "Model-Agnostic Meta-Learning", algorithm 1,
