@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -49,11 +49,13 @@ class BatchableOps(CopyOnWrite):
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         """Run an operation, if it is one of these without the fused kernels."""
-        kernels: AbstractContextManager[object] = nullcontext()
+        kernels: AbstractContextManager[object]
         if func in _RECURRENT:
             kernels, args = plain_recurrent_kernels(), _with_batched_state(self.current(args))
         elif func in _ATTENTION and transforms().count("Grad") > 1:
             kernels = sdpa_kernel(SDPBackend.MATH)  # the others have no second derivative
+        else:
+            return super().run(func, args, kwargs)
         with kernels, INSIDE:
             return super().run(func, args, kwargs)
 
