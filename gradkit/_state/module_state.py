@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import chain, islice, product
 from operator import is_, itemgetter
 from threading import Event
 from typing import Any
@@ -32,10 +32,8 @@ class _Block:
 
     def shares_with(self, other: _Block) -> bool:
         """Return whether some module is a part of both."""
-        return not self._parts().isdisjoint(other._parts())
-
-    def _parts(self) -> set[int]:
-        return {id(part) for module in self.modules for part in module.modules()}
+        pairs = product(self.modules, other.modules)
+        return any(not set(a.modules()).isdisjoint(b.modules()) for a, b in pairs)
 
 
 # In the order in which they began. One that is not the first waits for those before it; appending

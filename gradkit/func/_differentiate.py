@@ -61,11 +61,6 @@ class LevelPasses:
     refused: str | None = None  # why a derivative that eager code may take would be wrong
     create_graph: bool = True  # jacobian reads it, and stacks gradients; not the caller's option
 
-    @property
-    def may_refuse_later(self) -> bool:
-        """Whether eager code alone may differentiate the results, and need not."""
-        return self.option is None and not self.in_transform
-
     def depends(self, output: Tensor) -> bool:
         """Return whether an output was computed from the variables; True while tracing."""
         # A tensor from outside may require grad, too, with a graph outside of the level.
@@ -90,7 +85,8 @@ class LevelPasses:
         """Return the gradients of a weighted sum of outputs, from one engine pass."""
         pairs = [p for p in zip(outputs, seeds, strict=True) if self.depends(p[0])]
         roots, cotangents = [output for output, _ in pairs], [seed for _, seed in pairs]
-        retain = retain or self.may_refuse_later  # a pass that is refused runs again
+        # Where eager code alone may differentiate the results, one that is refused runs again.
+        retain = retain or (self.option is None and not self.in_transform)
         run = partial(engine.transform_grads, roots, cotangents, variables, retain=retain)
         weights = [seed for seed in cotangents if seed is not None]
         return self.guarded(run, roots, weights, variables)
@@ -120,7 +116,7 @@ class LevelPasses:
         try:
             return inner.guarded(partial(run, create=keep), create_graph=keep)
         except errors.UnsupportedGraphError as error:
-            if not (keep and self.may_refuse_later):
+            if not keep or self.option or self.in_transform:
                 raise
             self.refused = str(error)
         return inner.guarded(partial(run, create=False), create_graph=False)
