@@ -23,7 +23,7 @@ from gradkit._core.call import read_losses
 from gradkit._core.graph import Subgraph
 from gradkit._core.leaf_arithmetic import add_leaves
 from gradkit._core.ownership import leave_inference_mode
-from gradkit._core.pytree import PyTree, Structure
+from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._state.snapshot import put_back_on_error
@@ -81,12 +81,8 @@ class _EncodedChunk(NamedTuple):
 
     variables: list[Tensor]
     outputs: list[Tensor]
-    spec: Structure
+    values: PyTree  # the tree of the outputs, without the graph
     below: Subgraph
-
-    def values(self) -> PyTree:
-        """Return the outputs without the graph."""
-        return pytree.unflatten(self.spec, detached(self.outputs))
 
 
 class _EncoderStage:
@@ -106,7 +102,7 @@ class _EncoderStage:
         """Return the outputs for all chunks; several leave no graph."""
         if len(self._chunks) == 1:
             self._only_run = self._run(self._chunks[0])
-            return self._only_run.values()
+            return self._only_run.values
         outputs = []
         for chunk in self._chunks:
             state = RerunState([*self._arguments.variables, *pytree.tensors(chunk)])
@@ -114,7 +110,7 @@ class _EncoderStage:
                 run = self._run(chunk)
             state.record_outputs(run.outputs)
             self._states.append(state)
-            outputs.append(run.values())
+            outputs.append(run.values)
             del run  # and with it the graph, before the next one is made
         values, self._row_counts = _joined(outputs, "encode(params, chunk)")
         return values
@@ -147,7 +143,8 @@ class _EncoderStage:
         for variable in variables:
             self.is_differentiable |= captured.pop(id(variable), None) is not None
         self.captured |= captured
-        return _EncodedChunk(variables, outputs.leaves, outputs.spec, below)
+        values = pytree.unflatten(outputs.spec, detached(outputs.leaves))
+        return _EncodedChunk(variables, outputs.leaves, values, below)
 
     def _pass(self, run: _EncodedChunk, seeds: Sequence[Tensor]) -> list[Tensor | None]:
         eager_graph.refuse_nodes(map(type, run.below.nodes), "encode")
@@ -194,11 +191,9 @@ def staged_value_and_grads(
         >>> def encode(params, x):
         ...     return torch.tanh(x @ params["w"])
         >>> def loss(embeddings):
-        ...     similarities = embeddings @ embeddings.T
-        ...     return torch.logsumexp(similarities, 1).mean()
+        ...     return torch.logsumexp(embeddings @ embeddings.T, 1).mean()
         >>> step = gradkit.func.staged_value_and_grads(encode, loss, chunk_size=2)
-        >>> value, grads = step({"w": torch.ones(3, 2)}, torch.eye(6, 3))
-        >>> grads["w"].shape
+        >>> step({"w": torch.ones(3, 2)}, torch.eye(6, 3))[1]["w"].shape
         torch.Size([3, 2])
 
     Args:
