@@ -164,8 +164,8 @@ def _sum_over_tasks(
     def of_task(*tensors: Any) -> tuple[list[Tensor], list[Tensor]]:
         arguments = read_arguments((outer.variables, batch.tree(tensors)), 0)
         run_pass = partial(gradient_of_the_sum, may_be_aux=False)
-        options: Any = {"has_aux": True, "create_graph": create_graph, "batched": True}
-        one = differentiate(loss_and_aux, arguments, {}, run_pass, **options)
+        flags: Any = {"has_aux": True, "create_graph": create_graph, "batched": True}
+        one = differentiate(loss_and_aux, arguments, {}, run_pass, **flags)
         grads = arguments.grads_to_tree(one.grads[0], losses=one.values, refused=one.refused)
         aux_of_each.check(one.aux)
         tensors_of_aux, rebuild_aux = pytree.partition_tensors(one.aux)
