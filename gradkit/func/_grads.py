@@ -256,7 +256,7 @@ def per_sample_grads(
         batch = _read_batch(arguments, in_dims, kwargs)
         of_one: list[Any] = []  # from the trace of one sample, or the last of a loop
         refused: list[str] = []
-        aux_of_each = _vmap_or_loop.AuxOfEach()
+        attempt = _vmap_or_loop.VmapOrLoop("per_sample_grads", fn, randomness)
         run_pass = partial(gradient_of_the_sum, may_be_aux=not has_aux)
         options: Any = {"has_aux": has_aux, "create_graph": create_graph}
         options |= {"batched": True, "per_sample": True}
@@ -264,7 +264,7 @@ def per_sample_grads(
         def of_sample(*tensors: Tensor) -> _Gradients:
             here = arguments.at(batch.tree(tensors))
             result = differentiate(fn, here, kwargs, run_pass, **options)
-            aux_of_each.check((result.values, result.aux))
+            attempt.check_aux((result.values, result.aux))
             tensors_of_aux, put_back = levels.partition_aux(result.aux)
             of_one[:] = [len(result.values), put_back]
             refused.extend(filter(None, [result.refused]))
@@ -280,8 +280,7 @@ def per_sample_grads(
             facts = first.variables, randomness, chunk_size
             run = partial(_run, batch, of_sample, tensors, *facts)
             if batch.size:
-                attempt = _vmap_or_loop.VmapOrLoop("per_sample_grads", fn, tensors, randomness)
-                grads, others = attempt.run(run, run, aux_of_each)
+                grads, others = attempt.run(tensors, run, run)
             else:
                 grads, others = _run_of_none(run)
         count, put_back = of_one

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from numbers import Number
@@ -77,24 +76,30 @@ Randomness: TypeAlias = Literal["error", "same", "different"]
 RANDOMNESS: tuple[Randomness, ...] = ("error", "same", "different")
 
 
-@dataclass(frozen=True)
+# Of a function of one sample, and the dimension of the batch in each tensor.
+OneByOne: TypeAlias = Callable[..., Callable[..., tuple[list[Any], list[Tensor]]]]
+
+
 class VmapOrLoop:
     """A vmapped call, and the loop that is run if torch.vmap fails at it."""
 
-    name: str  # what the warning calls it
-    fn: object  # the caller's function, with whatever it refers to
-    tensors: Sequence[object]  # on the devices whose random number generators it uses
-    randomness: Randomness
+    def __init__(self, name: str, fn: object, randomness: Randomness) -> None:
+        self._name = name  # what the warning calls it
+        self._fn = fn  # the caller's function, with whatever it refers to
+        self._randomness = randomness
+        self.is_loop = False
+        self._first_aux: object = None  # the structure of the first of a loop, and its constants
 
-    def run(self, batched: Callable[[], R], loop: Callable[..., R], aux: AuxOfEach) -> R:
+    def run(self, tensors: Sequence[object], batched: Callable[[], R], loop: Callable[..., R]) -> R:
         """Return what `batched` does; if torch.vmap fails, `loop(one_by_one=...)`, and warn."""
+        # The random number generators that it uses are those of the devices of `tensors`.
         if torch.compiler.is_compiling() or is_capturing():
             return batched()
-        captured = captured_by(self.fn)
+        captured = captured_by(self._fn)
         modules = [one for one in captured if isinstance(one, nn.Module)]
         modules = [one for one in modules if not isinstance(one, torch.jit.ScriptModule)]
         own = rng.states_of(rng.generators(captured))
-        states = rng.states(self.tensors) + own
+        states = rng.states(tensors) + own
         with modules_put_back(modules):
             try:
                 return batched()
@@ -104,13 +109,46 @@ class VmapOrLoop:
                 if error.__cause__ is None or RANDOM in reason:
                     raise
         rng.restore(states)
-        aux.start_loop()
-        repeated = own if self.randomness == "same" else []
+        self.is_loop = True
+        repeated = own if self._randomness == "same" else []
         result = loop(one_by_one=partial(_one_by_one, modules, repeated))
-        if self.randomness == "error" and rng.differ(states):
+        if self._randomness == "error" and rng.differ(states):
             raise refused_random()
-        warn_fallback(f"{self.name} fell back from torch.vmap to a loop: {reason}.")
+        warn_fallback(f"{self._name} fell back from torch.vmap to a loop: {reason}.")
         return result
+
+    def check_aux(self, tree: PyTree) -> None:
+        """Raise if the aux of one in a loop cannot be stacked with those before it."""
+        if not self.is_loop:  # one call stands for all of a vmap
+            return
+        leaves, spec = pytree.flatten(tree)
+        constants = (Number, str, bytes, Enum)  # to be equal, not of one type alone
+        kinds = [
+            x.shape if isinstance(x, Tensor) else x if isinstance(x, constants) else type(x)
+            for x in leaves
+        ]
+        if self._first_aux is None:
+            self._first_aux = spec, kinds
+        elif self._first_aux != (spec, kinds):
+            expected = "tensors of one shape for all that are stacked, and equal constants"
+            fix = "return what differs as a tensor: loss.detach(), not loss.item()"
+            raise errors.StructureError(message("aux", expected, "ones that differ", fix))
+
+
+def _one_by_one(
+    modules: list[nn.Module], repeated: rng.States, fn: Callable[..., Any], dims: Sequence[int]
+) -> Callable[..., tuple[list[Any], list[Tensor]]]:
+    """Return what vmap does, for batches of one, each of which starts from the same state."""
+
+    def call(*tensors: Any) -> tuple[list[Any], list[Tensor]]:
+        pairs = zip(tensors, dims, strict=True)
+        rng.restore(repeated)
+        with modules_put_back(modules):
+            grads, others = fn(*(x.select(dim, 0) for x, dim in pairs))
+        stacked = [None if grad is None else grad.unsqueeze(0) for grad in grads]
+        return stacked, [other.unsqueeze(0) for other in others]
+
+    return call
 
 
 def require_dense(batch: Tensor, where: Callable[[], str]) -> None:
@@ -148,52 +186,3 @@ class Batch:
                 rng.restore(states)
             length, pairs = min(size, self.size - start), zip(tensors, self.dims, strict=True)
             yield start, [x.narrow(dim, start, length) for x, dim in pairs]
-
-
-# Of a function of one sample, and the dimension of the batch in each tensor.
-OneByOne: TypeAlias = Callable[..., Callable[..., tuple[list[Any], list[Tensor]]]]
-
-
-def _one_by_one(
-    modules: list[nn.Module], repeated: rng.States, fn: Callable[..., Any], dims: Sequence[int]
-) -> Callable[..., tuple[list[Any], list[Tensor]]]:
-    """Return what vmap does, for batches of one, each of which starts from the same state."""
-
-    def call(*tensors: Any) -> tuple[list[Any], list[Tensor]]:
-        pairs = zip(tensors, dims, strict=True)
-        rng.restore(repeated)
-        with modules_put_back(modules):
-            grads, others = fn(*(x.select(dim, 0) for x, dim in pairs))
-        stacked = [None if grad is None else grad.unsqueeze(0) for grad in grads]
-        return stacked, [other.unsqueeze(0) for other in others]
-
-    return call
-
-
-class AuxOfEach:
-    """Checks, in a loop, that what a function returns as aux can be stacked."""
-
-    def __init__(self) -> None:
-        self.is_loop = False
-        self._first: object = None
-
-    def start_loop(self) -> None:
-        """Expect the structure and the constants of the first sample of each of the others."""
-        self.is_loop, self._first = True, None
-
-    def check(self, tree: PyTree) -> None:
-        """Raise if the aux of one cannot be stacked with those before it."""
-        if not self.is_loop:  # one call stands for all of a vmap
-            return
-        leaves, spec = pytree.flatten(tree)
-        constants = (Number, str, bytes, Enum)  # to be equal, not of one type alone
-        kinds = [
-            x.shape if isinstance(x, Tensor) else x if isinstance(x, constants) else type(x)
-            for x in leaves
-        ]
-        if self._first is None:
-            self._first = spec, kinds
-        elif self._first != (spec, kinds):
-            expected = "tensors of one shape for all that are stacked, and equal constants"
-            fix = "return what differs as a tensor: loss.detach(), not loss.item()"
-            raise errors.StructureError(message("aux", expected, "ones that differ", fix))

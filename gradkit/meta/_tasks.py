@@ -148,13 +148,13 @@ def _sum_over_tasks(
 ) -> tuple[list[Tensor], PyTree]:
     """Return the sums of values and gradients over the tasks, and aux stacked."""
     put_back: list[Callable[[list[Tensor]], PyTree]] = []  # of aux, from the last trace
-    aux_of_each = _vmap_or_loop.AuxOfEach()
+    attempt = _vmap_or_loop.VmapOrLoop("mean_value_and_grads", meta_loss_fn, randomness)
     depend: list[bool] = []  # for each task of a loop, whether its loss depends on params
 
     def loss_and_aux(tensors: list[Tensor], task: PyTree) -> tuple[Tensor, PyTree]:
         returned = meta_loss_fn(outer.tree(tensors), task)
         loss, aux = read_loss(returned, "meta_loss_fn", has_aux=has_aux)
-        if aux_of_each.is_loop:
+        if attempt.is_loop:
             level = max(recording_levels(tensors[0]))
             depend.append(level in recording_levels(loss))
             if not depend[-1]:
@@ -167,7 +167,7 @@ def _sum_over_tasks(
         flags: Any = {"has_aux": True, "create_graph": create_graph, "batched": True}
         one = differentiate(loss_and_aux, arguments, {}, run_pass, **flags)
         grads = arguments.grads_to_tree(one.grads[0], losses=one.values, refused=one.refused)
-        aux_of_each.check(one.aux)
+        attempt.check_aux(one.aux)
         tensors_of_aux, rebuild_aux = pytree.partition_tensors(one.aux)
         put_back[:] = [rebuild_aux]
         return [*one.values, *grads], tensors_of_aux
@@ -180,9 +180,7 @@ def _sum_over_tasks(
             raise independent("losses")
         return sums
 
-    tensors = [*outer.variables, *batch.leaves]
-    attempt = _vmap_or_loop.VmapOrLoop("mean_value_and_grads", meta_loss_fn, tensors, randomness)
-    totals, tensors_of_aux = attempt.run(run, loop, aux_of_each)
+    totals, tensors_of_aux = attempt.run([*outer.variables, *batch.leaves], run, loop)
     return totals, put_back[0](tensors_of_aux)
 
 
