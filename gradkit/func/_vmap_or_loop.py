@@ -26,7 +26,7 @@ from gradkit._state import rng
 from gradkit._state.copy_on_write import CopyOnWrite, Kwargs, tensors_in
 from gradkit._state.module_state import modules_put_back
 from gradkit.errors import first_line, message, warn_fallback
-from gradkit.func._errors import RANDOM, refused_random
+from gradkit.func._errors import NOT_RANDOM, RANDOM
 
 _RECURRENT = frozenset(
     getattr(torch, name + of_cell)
@@ -113,7 +113,7 @@ class VmapOrLoop:
         repeated = own if self._randomness == "same" else []
         result = loop(one_by_one=partial(_one_by_one, modules, repeated))
         if self._randomness == "error" and rng.differ(states):
-            raise refused_random()
+            raise errors.UnsupportedGraphError(message("fn", *NOT_RANDOM))
         warn_fallback(f"{self._name} fell back from torch.vmap to a loop: {reason}.")
         return result
 

@@ -238,21 +238,17 @@ class _OptimalityCondition:
         self._state = RerunState([*minimum, *outer])
         at, by = _as_leaves(minimum), _as_leaves(outer)
         with torch.enable_grad(), self._state.first_run():
-            loss = self._first_loss(at, by)
+            hooks = hooks_made()
+            loss, below = self._loss(at, by)
+            # Now: what the backward pass could not differentiate.
+            refuse_captured("inner_loss", below, [*at, *by], self._state.made)
+            if runs_user_code(below, hooks):  # which may use more than the loss does
+                slope = Subgraph(_inner_gradient(loss, at, below))
+                refuse_captured("inner_loss", slope, [*at, *by], self._state.made)
         self._state.record_outputs([loss])
         if not any(x.requires_grad for x in outer):
             return minimum
         return list(_AtMinimum.apply(self, len(minimum), *minimum, *outer))  # type: ignore[no-untyped-call]
-
-    def _first_loss(self, at: Tensors, by: Tensors) -> Tensor:
-        """Return the loss; raise now for what the backward pass could not differentiate."""
-        hooks = hooks_made()
-        loss, below = self._loss(at, by)
-        refuse_captured("inner_loss", below, [*at, *by], self._state.made)
-        if runs_user_code(below, hooks):  # which may use more than the loss does
-            slope = Subgraph(_inner_gradient(loss, at, below))
-            refuse_captured("inner_loss", slope, [*at, *by], self._state.made)
-        return loss
 
     def _loss(self, at: Tensors, by: Tensors) -> tuple[Tensor, Subgraph]:
         before = checkpoints.before([*at, *by])
