@@ -139,21 +139,22 @@ def own(grads: list[Tensor], params: Sequence[Tensor], leading: tuple[int, ...] 
         grads[index] = copy_for(detach_keep_tangent(grads[index]), like)
 
 
-def owned(grads: list[Tensor | None], params: Sequence[Tensor]) -> list[Tensor | None]:
+def owned(
+    grads: list[Tensor | None], params: Sequence[Tensor], leading: tuple[int, ...] = ()
+) -> list[Tensor | None]:
     """Return gradients without a graph, each in memory of its own; None stays None."""
     # Nothing but `grads` may refer to them. If something has to be copied, the list is changed in
     # place, or emptied if it holds a None: use what is returned.
     if type(None) not in set(map(type, grads)):
         if not _are_owned(grads, params, _UNSHARED):  # type: ignore[arg-type]
-            own(grads, params)  # type: ignore[arg-type]
+            own(grads, params, leading)  # type: ignore[arg-type]
         return grads
     present = [grad for grad in grads if grad is not None]
     if _are_owned(present, params, _UNSHARED + 1):  # which both lists refer to
         return grads
-    owners = [param for grad, param in zip(grads, params, strict=True) if grad is not None]
     reached = [grad is not None for grad in grads]
     grads.clear()
-    own(present, owners)
+    own(present, list(compress(params, reached)), leading)
     copies = iter(present)
     return [next(copies) if is_reached else None for is_reached in reached]
 
@@ -278,6 +279,8 @@ def _layout_of_rows(param: Tensor, leading: tuple[int, ...]) -> Tensor:
 
 def zeros_for(param: Tensor, leading: tuple[int, ...] = ()) -> Tensor:
     """Return a dense zero gradient for `param`, in the dtype of its gradient."""
+    if torch.compiler.is_compiling():  # which cannot read `grad_dtype`, or strides
+        return torch.zeros((*leading, *param.shape), dtype=param.dtype, device=param.device)
     if type(param) not in PLAIN_TYPES or param.is_nested:
         zero = torch.zeros_like(param.detach(), dtype=grad_dtype(param))
         if not leading:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import compress, count
 from numbers import Number
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -23,7 +23,7 @@ from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 
-_requires_grad, _is_leaf = attrgetter("requires_grad"), attrgetter("is_leaf")
+_requires_grad, _is_leaf, _dtype = map(attrgetter, ("requires_grad", "is_leaf", "dtype"))
 _PARAMETER = {nn.Parameter}  # which is always a leaf
 CopyAll: TypeAlias = Callable[[list[Any]], Iterable[Any]]
 EXPANDED = (nn.Module, Iterator, ValuesView, Optimizer)  # what stands for its tensors
@@ -87,6 +87,11 @@ class Params:
         pairs = zip(self.leaves, self.slots, strict=True)
         return [leaf if slot is None else tensors[slot] for leaf, slot in pairs]
 
+    def tree(self, tensors: Sequence[Any]) -> PyTree:
+        """Return the tree, with these tensors in all places of the variables."""
+        leaves = tensors if self.all_variables else self.with_variables(tensors)
+        return pytree.unflatten(self.spec, leaves)
+
     def unflatten(self, grads: Sequence[Tensor | None], *, copy_ties: bool) -> PyTree:
         """Return the tree with each variable's gradient, copied or not, in all its places."""
         if len(grads) == len(self.leaves):
@@ -122,8 +127,23 @@ NO_PARAMS = Params(
 _clones: CopyAll = partial(map, Tensor.clone)
 
 
-def read_params(tree: PyTree, root: str = "params", *, allow_distributed: bool = False) -> Params:
-    """Expand and check a tree of params; every leaf that requires grad is a variable."""
+# Whether a leaf is a variable; raises, with its path, for what is none and no constant, either.
+IsVariable: TypeAlias = Callable[[Any, Callable[[], str]], bool]
+
+
+def read_params(
+    tree: PyTree,
+    root: str = "params",
+    *,
+    allow_distributed: bool = False,
+    is_variable: IsVariable | None = None,
+) -> Params:
+    """Expand and check a tree of params; by default, every leaf that requires grad is a variable.
+
+    With `is_variable`, for a function of them, there may be none.
+    """
+    if is_variable is not None and torch.compiler.is_compiling():
+        return _of_each(*expand_params(tree, root), root, is_variable)
     listed = modules.list_distinct(tree) if isinstance(tree, nn.Module) else None
     if listed is not None:
         leaves, spec, classes = listed
@@ -133,45 +153,51 @@ def read_params(tree: PyTree, root: str = "params", *, allow_distributed: bool =
     else:
         leaves, spec = expand_params(tree, root, allow_distributed=allow_distributed)
         are_distinct = len(set(map(id, leaves))) == len(leaves)
-    if not leaves:
+    if not leaves and is_variable is None:
         raise StructureError(message(root, "at least one tensor", *why_empty(tree)))
     kinds = set(map(type, leaves))
-    if are_distinct and kinds <= PLAIN_TYPES and all(map(_requires_grad, leaves)):
-        try:
-            only_leaves = kinds == _PARAMETER or all(map(_is_leaf, leaves))
-        except RuntimeError:
-            refuse_lost_history(leaves, partial(pytree.path, spec, root=root))
-            raise
-        return Params(leaves, spec, leaves, range(len(leaves)), root, True, only_leaves)
-    if are_distinct and kinds == _PARAMETER:  # of which some are frozen
-        trained, numbers = list(map(_requires_grad, leaves)), count()
-        variables = [leaf for leaf, is_trained in zip(leaves, trained, strict=True) if is_trained]
-        slots = [next(numbers) if is_trained else None for is_trained in trained]
-        return Params(leaves, spec, variables, slots, root, True, True)
-    return with_variables(leaves, spec, root, partial(pytree.path, spec, root=root), _is_variable)
+    if are_distinct and kinds <= PLAIN_TYPES:
+        if all(map(_requires_grad, leaves)) or (is_variable and _are_plain_numbers(kinds, leaves)):
+            try:
+                only_leaves = kinds == _PARAMETER or all(map(_is_leaf, leaves))
+            except RuntimeError:
+                refuse_lost_history(leaves, partial(pytree.path, spec, root=root))
+                raise
+            return Params(leaves, spec, leaves, range(len(leaves)), root, True, only_leaves)
+        if kinds == _PARAMETER:  # of which some are frozen
+            is_trained, numbers = list(map(_requires_grad, leaves)), count()
+            slots = [next(numbers) if each else None for each in is_trained]
+            return Params(leaves, spec, [*compress(leaves, is_trained)], slots, root, True, True)
+    return _of_each(leaves, spec, root, is_variable or is_trained_leaf)
 
 
-def with_variables(
-    leaves: list[Any],
-    spec: Structure,
-    root: str,
-    path: Callable[[int], str],
-    is_variable: Callable[[Any, Callable[[], str]], bool],
-) -> Params:
+def _are_plain_numbers(kinds: set[type], leaves: list[Tensor]) -> bool:
+    return nn.Parameter not in kinds and all(
+        dtype.is_floating_point or dtype.is_complex for dtype in set(map(_dtype, leaves))
+    )
+
+
+def _of_each(leaves: list[Any], spec: Structure, root: str, is_variable: IsVariable) -> Params:
     """Return the params of these leaves; a tensor in several of them is one variable."""
+    path = partial(pytree.path, spec, root=root)
     variables: list[Tensor] = []
     slots: list[int | None] = []
-    find = _finder(variables)
+    seen: dict[int, int] = {}
+    is_traced = torch.compiler.is_compiling()
     for index, leaf in enumerate(leaves):
         if leaf is None or not is_variable(leaf, partial(path, index)):
             slots.append(None)
             continue
-        slot = find(leaf)
+        slot = len(variables)  # of a new one
+        if is_traced:  # an id would be a constant of the compiled function, the next call another
+            slot = next((i for i, other in enumerate(variables) if other is leaf), slot)
+        else:
+            slot = seen.setdefault(id(leaf), slot)
         if slot == len(variables):
             variables.append(leaf)
         slots.append(slot)
     no_subclasses = only_leaves = False
-    if not torch.compiler.is_compiling():
+    if not is_traced:
         no_subclasses = set(map(type, variables)) <= PLAIN_TYPES
         try:
             only_leaves = all(map(_is_leaf, variables))
@@ -179,15 +205,6 @@ def with_variables(
             refuse_lost_history(variables, lambda slot: path(slots.index(slot)))
             raise
     return Params(leaves, spec, variables, slots, root, no_subclasses, only_leaves)
-
-
-def _finder(tensors: list[Tensor]) -> Callable[[Tensor], int]:
-    """Return a function that gives a tensor's index in a growing list, its length if absent."""
-    if torch.compiler.is_compiling():
-        # An id would be a constant of the compiled function, and the next call compiled anew.
-        return lambda leaf: next((i for i, t in enumerate(tensors) if t is leaf), len(tensors))
-    seen: dict[int, int] = {}
-    return lambda leaf: seen.setdefault(id(leaf), len(tensors))
 
 
 def require_tensor(leaf: object, where: Callable[[], str]) -> Tensor:
@@ -203,17 +220,28 @@ def require_tensor(leaf: object, where: Callable[[], str]) -> Tensor:
     return leaf
 
 
-def _is_variable(leaf: object, where: Callable[[], str]) -> bool:
-    leaf = require_tensor(leaf, where)
-    if leaf.requires_grad:
-        return True
-    # A quantized module has integer parameters that the caller did not pick.
-    if leaf.dtype.is_floating_point or leaf.dtype.is_complex or isinstance(leaf, nn.Parameter):
-        return False
+def is_trained_leaf(leaf: object, where: Callable[[], str]) -> bool:
+    """Return whether a leaf is a variable of losses that exist: it requires grad."""
     fix = (
         "leave it out, or put None in its place: integers have no gradient; a state_dict() "
         "holds buffers and detached tensors: pass the module"
     )
+    return _is_variable(leaf, where, fix, plain_too=False)
+
+
+def is_number_leaf(leaf: object, where: Callable[[], str]) -> bool:
+    """Return whether a leaf is a variable of a function: a number, and no frozen parameter."""
+    fix = "pass it as an argument that argnums does not name: integers have no gradient"
+    return _is_variable(leaf, where, fix, plain_too=True)
+
+
+def _is_variable(leaf: object, where: Callable[[], str], fix: str, *, plain_too: bool) -> bool:
+    leaf = require_tensor(leaf, where)
+    # A quantized module has integer parameters that the caller did not pick.
+    if isinstance(leaf, nn.Parameter) and not leaf.requires_grad:
+        return False
+    if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+        return plain_too or leaf.requires_grad  # not read first: torch.compile guards on it
     raise LeafTypeError(message(where(), DIFFERENTIABLE, describe(leaf), fix))
 
 

@@ -48,7 +48,9 @@ class CopyOnWrite:
 
     def redirects(self, func: Callable[..., Any], kwargs: Kwargs | None) -> bool:
         """Return whether an operation may write on a tensor."""
-        return _may_write(func) or bool(kwargs and _writes_by_option(kwargs))
+        if kwargs and (kwargs.get("out") is not None or kwargs.get("inplace") is True):
+            return True
+        return _may_write(func)
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         """Run an operation on the copies."""
@@ -110,10 +112,7 @@ class CopyOnWrite:
 
     def values(self, tree: PyTree) -> PyTree:
         """Return a tree with the copies in it."""
-        if not self._copies:
-            return tree
-        leaves, spec = pytree.flatten(tree)
-        return pytree.unflatten(spec, [self.current(leaf) for leaf in leaves])
+        return pytree.map_tensors(self.value, tree) if self._copies else tree
 
     def current(self, value: Any) -> Any:
         """Return an argument, or several in lists, with the copies in it."""
@@ -166,10 +165,6 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) ->
 @lru_cache(maxsize=4096)
 def _may_write(func: Callable[..., Any]) -> bool:
     return func in _STATISTICS or is_in_place(getattr(func, "__name__", ""))
-
-
-def _writes_by_option(kwargs: Kwargs) -> bool:
-    return kwargs.get("out") is not None or kwargs.get("inplace") is True
 
 
 def is_in_place(name: str) -> bool:

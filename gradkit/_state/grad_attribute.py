@@ -232,13 +232,11 @@ def _copies_of_views(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return each `.grad` that may be overwritten through a buffer around it, and a copy."""
     # Not one that is part of a leaf itself, which the block is to change.
-    views = [grad for grad in grads if grad is not None and _is_part_of_buffer(grad)]
+    bases = [(grad, grad._base) for grad in grads if grad is not None]
+    views = [grad for grad, base in bases if base is not None]
+    views = [grad for grad in views if not (grad.is_nested or overlaps_itself(grad))]
     of_leaves = set(map(_memory, leaves)) if views else set()
     return [(grad, grad.detach().clone()) for grad in views if _memory(grad) not in of_leaves]
-
-
-def _is_part_of_buffer(grad: Tensor) -> bool:
-    return grad._base is not None and not (grad.is_nested or overlaps_itself(grad))
 
 
 def _put_back(leaf: Tensor, grad: Tensor | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import chain, islice, product
 from operator import is_, itemgetter
 from threading import Event
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gradkit._compat.autograd import calling_thread
-from gradkit._compat.undoing import undone
+from gradkit._compat.undoing import undo_stack, undone
 from gradkit.errors import UnsupportedGraphError, message
 
 _LONGEST_WAIT = 600.0  # seconds
@@ -32,10 +32,8 @@ class _Block:
 
     def shares_with(self, other: _Block) -> bool:
         """Return whether some module is a part of both."""
-        return not self._parts().isdisjoint(other._parts())
-
-    def _parts(self) -> set[int]:
-        return {id(part) for module in self.modules for part in module.modules()}
+        pairs = product(self.modules, other.modules)
+        return any(not set(a.modules()).isdisjoint(b.modules()) for a, b in pairs)
 
 
 # In the order in which they began. One that is not the first waits for those before it; appending
@@ -187,6 +185,16 @@ def attributes_put_back(
         snapshot = ModuleSnapshot(module, hooks=hooks)
         with undone(snapshot.restore):
             yield snapshot.parts
+
+
+@contextmanager
+def modules_put_back(modules: Sequence[nn.Module], *, hooks: bool = False) -> Iterator[None]:
+    """Put back what a block assigns to modules, none of which another thread runs meanwhile."""
+    with undo_stack() as stack:
+        stack.enter_context(alone_with(*modules))
+        for module in modules:
+            stack.enter_context(attributes_put_back(module, hooks=hooks))
+        yield
 
 
 class TensorSlots:

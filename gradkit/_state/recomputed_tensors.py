@@ -29,11 +29,8 @@ class RecomputedTensorSource:
     """Whatever makes such tensors; while one exists, passes with create_graph look for them."""
 
     def __init__(self) -> None:
-        recomputed_tensor_sources[id(self)] = ref(self, partial(_forget_source, id(self)))
-
-
-def _forget_source(key: int, _: object) -> None:
-    recomputed_tensor_sources.pop(key, None)
+        forget = partial(recomputed_tensor_sources.pop, id(self))  # given the reference as default
+        recomputed_tensor_sources[id(self)] = ref(self, forget)
 
 
 # A plain dictionary: a pass asks no more of it than whether there is any.

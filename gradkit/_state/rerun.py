@@ -27,13 +27,13 @@ from gradkit._core.ownership import written_tensors
 from gradkit._state import rng
 from gradkit.errors import UnsupportedGraphError, message
 
-# For each device and dtype `[n, 3]`, three numbers for each of n tensors.
-Checksums: TypeAlias = dict[tuple[torch.device, torch.dtype], Tensor]
+Kind: TypeAlias = tuple[torch.device, torch.dtype]
+Checksums: TypeAlias = dict[Kind, Tensor]  # `[n, 3]`, three numbers for each of n tensors
 
 
 def checksums(outputs: Sequence[Tensor]) -> Checksums:
     """Return numbers that tell the values of one run from those of another."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    groups: dict[Kind, list[Tensor]] = {}
     with torch.no_grad(), INSIDE:
         for x in outputs:
             x = local_tensor(x.detach())
@@ -70,10 +70,6 @@ def _ramp(x: Tensor) -> Tensor:
     return ramp
 
 
-def _lengths(sums: Checksums) -> dict[tuple[torch.device, torch.dtype], int]:
-    return {key: len(group) for key, group in sums.items()}
-
-
 def _differs(first: Tensor, second: Tensor) -> Tensor:
     """Return, on the device, whether some checksums of two runs differ."""
     # Equal up to what a parallel sum may change; nan where the loss has diverged.
@@ -104,16 +100,11 @@ class Differences:
 
 def different_result(where: str) -> UnsupportedGraphError:
     """Return the error for a second run that differs."""
-    return UnsupportedGraphError(message(where, *_DIFFERENT))
-
-
-_DIFFERENT = (
-    "a function that gives the same when it runs again, in the backward pass",
-    "another result than before: it reads something that has changed since (a variable of a loop, "
-    "a module, a list), or draws from its own generator",
-    'pass what changes as an argument, in the batch, say; or run it once: memory="store", '
-    "chunk_size=None",
-)
+    expected = "a function that gives the same when it runs again, in the backward pass"
+    got = "another result than before: it reads something that has changed since (a variable of a "
+    got += "loop, a module, a list), or draws from its own generator"
+    fix = 'pass what changes as an argument, in the batch, say; or run it once: memory="store", '
+    return UnsupportedGraphError(message(where, expected, got, fix + "chunk_size=None"))
 
 
 @dataclass
@@ -127,7 +118,8 @@ class SecondRun:
     def compare(self, outputs: Sequence[Tensor], where: str) -> None:
         """Compare the outputs with the first run's; the pass raises before it returns."""
         second = checksums(outputs)
-        if _lengths(self.first) != _lengths(second):
+        lengths = [{key: len(sums) for key, sums in run.items()} for run in (self.first, second)]
+        if lengths[0] != lengths[1]:
             raise different_result(where)
         for key, checksum in second.items():
             self.differences.add(_differs(self.first[key], checksum), where)
@@ -185,6 +177,8 @@ class RerunState:
         self._autocast = list(map(_autocast, devices))
         self._kernels = attention_kernels()
         self._writes = _StorageWrites()
+        # Whether an operator of the first run made a tensor; until outputs are recorded.
+        self.made = self._writes.has_made
         self._checksums: Checksums = {}
         self._around = _innermost.get()
 
@@ -199,10 +193,6 @@ class RerunState:
         """Remember checksums of the first run's outputs."""
         self._checksums = checksums(outputs)
         self._writes.made.clear()
-
-    def made(self, tensor: Tensor) -> bool:
-        """Return whether an operator of the first run made a tensor; until outputs are recorded."""
-        return self._writes.has_made(tensor)
 
     @contextmanager
     def second_run(self) -> Iterator[SecondRun]:
@@ -255,8 +245,7 @@ class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.snapshots: Snapshots = []
         self.made: dict[int, ref[Tensor]] = {}  # the results of operators, by id
-        # Storages that need no copy: allocated inside, or copied already.
-        self._known: set[int] = set()
+        self._known: set[int] = set()  # storages that need no copy
 
     @leave_uncompiled
     def __torch_dispatch__(
@@ -275,7 +264,11 @@ class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise UnsupportedGraphError(message(where, expected, got, fix))
         written = written_tensors(func, args, kwargs)
         for tensor in written:
-            self._snapshot(tensor)
+            # Not of what is allocated inside, or copied already.
+            if tensor.layout == torch.strided and storage_key(tensor) not in self._known:
+                self._known.add(storage_key(tensor))
+                storage = tensor.untyped_storage()
+                self.snapshots.append((storage, _copied_storage(storage)))
         out = func(*args, **kwargs)
         allocates = _allocates(func)
         for result in out if isinstance(out, tuple | list) else (out,):
@@ -290,13 +283,6 @@ class _StorageWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def has_made(self, tensor: Tensor) -> bool:
         made = self.made.get(id(tensor))
         return made is not None and made() is tensor
-
-    def _snapshot(self, tensor: Tensor) -> None:
-        if tensor.layout == torch.strided:
-            storage, key = tensor.untyped_storage(), storage_key(tensor)
-            if key not in self._known:
-                self._known.add(key)
-                self.snapshots.append((storage, _copied_storage(storage)))
 
 
 _writes_of_run: ContextVar[_StorageWrites | None] = ContextVar("writes_of_run", default=None)

@@ -5,11 +5,12 @@ Apart, as its names are short: a caller says `rng.states(tensors)`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import TypeAlias
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 States: TypeAlias = list[tuple[torch.device | Generator, Tensor]]
 
@@ -23,6 +24,16 @@ def states(tensors: Iterable[object]) -> States:
 def states_of(generators: Iterable[torch.device | Generator]) -> States:
     """Return the states of some generators, or of the default ones of devices."""
     return [(one, _state(one)) for one in generators]
+
+
+def generators(captured: Iterable[object]) -> Iterator[Generator]:
+    """Yield the generators among some objects, and those that modules among them have."""
+    for one in captured:
+        if isinstance(one, Generator):
+            yield one
+        elif isinstance(one, nn.Module):
+            values = chain.from_iterable(vars(part).values() for part in one.modules())
+            yield from (value for value in values if isinstance(value, Generator))
 
 
 def current(saved: States) -> States:

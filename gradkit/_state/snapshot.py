@@ -19,7 +19,7 @@ from gradkit._core.devices import is_capturing
 from gradkit._core.user_code import captured_by
 from gradkit._state import rng
 from gradkit._state.grad_attribute import grad_dtypes_put_back, grads_put_back
-from gradkit._state.module_state import ModuleSnapshot, alone_with, attributes_put_back
+from gradkit._state.module_state import ModuleSnapshot, alone_with, modules_put_back
 
 
 class Snapshot:
@@ -28,13 +28,12 @@ class Snapshot:
     def __init__(self, captured: Iterable[object], tensors: Iterable[Tensor]) -> None:
         captured = list(captured)
         modules = [value for value in captured if isinstance(value, nn.Module)]
-        parts = [vars(part).values() for module in modules for part in module.modules()]
-        attributes = [value for values in parts for value in values]
+        parts = [part for module in modules for part in module.modules()]
         own = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-        own += [value for value in attributes if isinstance(value, Tensor)]
+        own += [x for part in parts for x in vars(part).values() if isinstance(x, Tensor)]
         self._tensors = list({id(t): t for t in (*tensors, *own)}.values())
-        self.modules = [m for m in modules if not _is_scripted(m)]
-        self._generators = [v for v in (*captured, *attributes) if isinstance(v, Generator)]
+        self.modules = [module for module in modules if not _is_scripted(module)]
+        self._generators = list(rng.generators(captured))
         self._values = [(t, t.data, _version(t), t.detach().clone()) for t in self._tensors]
         self.leaves = [t for t in self._tensors if t.is_leaf]
         self._requires_grad = [(t, t.requires_grad) for t in self.leaves]
@@ -43,8 +42,7 @@ class Snapshot:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Run a block with every `.grad` None, and restore the state after it."""
-        states, others = rng.states(self._tensors), _python_states()
-        states += [(generator, generator.get_state()) for generator in self._generators]
+        states, others = self._random_states(), _python_states()
         with undo_stack() as stack:
             stack.enter_context(undone(partial(rng.restore, states)))
             stack.enter_context(undone(partial(_restore_python_states, *others)))
@@ -52,15 +50,13 @@ class Snapshot:
             stack.enter_context(grad_dtypes_put_back(self.leaves))
             # Before `.grad`, which must fit.
             stack.enter_context(undone(self._restore_tensors))
-            stack.enter_context(alone_with(*self.modules))
-            for module in self.modules:
-                stack.enter_context(attributes_put_back(module, hooks=True))
+            stack.enter_context(modules_put_back(self.modules, hooks=True))
             yield
 
     def _restore_tensors(self) -> None:
         for tensor, data, version, numbers in self._values:
-            if _kind(tensor) != _kind(data):  # a module was moved or cast
-                tensor.data = data
+            if any(getattr(tensor, name) != getattr(data, name) for name in _KIND):
+                tensor.data = data  # a module was moved or cast
             if _has_changed(tensor, version, numbers):
                 tensor.data.copy_(numbers)
         for tensor, requires_grad in self._requires_grad:
@@ -73,11 +69,13 @@ class Snapshot:
 
     def random_states(self) -> list[Any]:
         """Return the states of all generators, comparable with `==`."""
-        states = [state for _, state in rng.states(self._tensors)]
-        states += [generator.get_state() for generator in self._generators]
-        return [[state.tolist() for state in states], repr(_python_states())]
+        return [[state.tolist() for _, state in self._random_states()], repr(_python_states())]
+
+    def _random_states(self) -> rng.States:
+        return rng.states(self._tensors) + rng.states_of(self._generators)
 
 
+_KIND = ("dtype", "device", "shape")
 # A larger tensor that a function refers to, and that no module has for a buffer, is data: no state.
 _LARGEST_STATE = 1 << 16
 
@@ -122,10 +120,6 @@ def _is_scripted(module: nn.Module) -> bool:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # inference tensors have no count
-
-
-def _kind(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.dtype, tensor.device, tensor.shape
 
 
 def _has_changed(tensor: Tensor, version: int, numbers: Tensor) -> bool:

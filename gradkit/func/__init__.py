@@ -9,9 +9,8 @@ batch in chunks.
 """
 
 from gradkit.func._check_grads import check_grads
-from gradkit.func._grads import per_loss_grads, value_and_grads
+from gradkit.func._grads import per_loss_grads, per_sample_grads, value_and_grads
 from gradkit.func._make_functional import make_functional
-from gradkit.func._per_sample import per_sample_grads
 from gradkit.func._products import ggn_vp, hvp, jvp, linearize, vjp
 from gradkit.func._staged import staged_value_and_grads
 

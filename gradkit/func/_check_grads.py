@@ -34,7 +34,7 @@ from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.user_code import captured_by
 from gradkit._state.snapshot import Snapshot
 from gradkit.errors import first_line, message
-from gradkit.func._arguments import ArgNums, read_arguments, refuse_sparse
+from gradkit.func._arguments import ArgNums, read_arguments
 from gradkit.func._errors import independent
 
 forward_ad: Any = _forward_ad  # whose functions have no types
@@ -64,8 +64,8 @@ def check_grads(
     """Return None if torch's derivatives of a function are right, and raise if one is wrong.
 
     Every derivative up to `order`, in every succession of `modes`, by torch.autograd and by
-    torch.func, is compared with finite differences of the one before it along a random direction.
-    It runs on float64 copies from one random state; nothing of the caller's changes.
+    torch.func, is compared with finite differences of the one before it along a random direction,
+    on float64 copies; nothing of the caller's changes.
 
     Example:
         >>> import torch, gradkit
@@ -77,11 +77,10 @@ def check_grads(
         args[0] 1 reverse
 
     Args:
-        fn: Takes tensors, in any trees, and returns a tree of tensors of any shapes, of which the
-            floating-point and complex ones count. Tensors that it refers to must be float64.
+        fn: Takes trees, and returns one of tensors of any shapes, of which the floating-point and
+            complex ones count. Tensors that it refers to must be float64.
         args: Its arguments; modules among them are copied.
-        argnums: Which of them to differentiate with respect to, as in `value_and_grads`. A leaf
-            that is no floating-point or complex tensor is a constant.
+        argnums: As in `value_and_grads`. A leaf that is no such tensor is a constant.
         order: The highest derivative.
         modes: A tuple of `"reverse"`, `"forward"`, or both. A mode for which torch has no formula
             is left out; if no mode of an order is left, the call raises.
@@ -91,12 +90,12 @@ def check_grads(
 
     Raises:
         DetachedLossError: What `fn` returns does not depend on the arguments.
-        GradientCheckError: A derivative is wrong; it says at which leaf, of which order, in which
-            mode, by how much, and the last operation before the leaf, where it is one.
+        GradientCheckError: A derivative is wrong; it says at which leaf, of which order and mode,
+            by how much, and the last operation before the leaf, where it is one.
         StructureError: `fn` does not compute in float64.
         UnsupportedGraphError: `fn` differs from run to run, or torch can run no mode of an order;
             or the call is inside a torch.func transform, or torch.compile.
-        GradkitError: As in `value_and_grads`, for its arguments and options.
+        GradkitError: As in `value_and_grads`.
 
     Source:
         https://docs.jax.dev/en/latest/_autosummary/jax.test_util.check_grads.html, and
@@ -105,15 +104,15 @@ def check_grads(
     check_function(fn)
     _check_options(order, modes, atol=atol, rtol=rtol, eps=eps)
     arguments = read_arguments(args, argnums, is_variable=_is_variable)
-    refuse_sparse(arguments)
+    arguments.refuse_sparse()
     captured = captured_by((fn, args))
     with leave_inference_mode(record=True):
         leaves, spec = pytree.flatten(arguments.args)
-        copies = {id(x): in_double(x) for x in leaves}  # by id: ties stay
+        copies = {id(x): _in_double(x) for x in leaves}  # by id: ties stay
         here = arguments.at(pytree.unflatten(spec, [copies[id(x)] for x in leaves]))
 
         def flat(inputs: Tensors) -> Tensors:
-            returned = pytree.tensors(fn(*here.with_variables(inputs)))
+            returned = pytree.tensors(fn(*here.args_with(inputs)))
             return _dense(filter(is_number, returned))
 
         snapshot = Snapshot(captured, [*pytree.tensors(args), *filter(torch.is_tensor, captured)])
@@ -136,14 +135,13 @@ def check_grads(
 def _check_options(order: object, modes: Any, **positive: Any) -> None:
     is_list = isinstance(modes, tuple | list | set | frozenset) and len(modes) > 0
     are_modes = is_list and all(m in _BOTH for m in modes)
-    checks = {
-        "order": (is_positive_int(order), order, "a positive int", "2"),
-        "modes": (are_modes, modes, "a tuple of 'reverse', 'forward'", '("reverse", "forward")'),
-    }
+    checks = [("order", order, is_positive_int(order), "a positive int", "2")]
+    both = '("reverse", "forward")'
+    checks.append(("modes", modes, are_modes, "a tuple of 'reverse', 'forward'", both))
     for name, value in positive.items():
         is_positive = isinstance(value, int | float) and value > 0
-        checks[name] = is_positive, value, "a positive number", "1e-6"
-    for name, (is_right, value, expected, right) in checks.items():
+        checks.append((name, value, is_positive, "a positive number", "1e-6"))
+    for name, value, is_right, expected, right in checks:
         if not is_right:
             raise errors.OptionError(message(name, expected, repr(value), f"{name}={right}"))
     if torch.compiler.is_compiling() or transforms():
@@ -161,8 +159,7 @@ def is_number(x: object) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
-def in_double(x: Any) -> Any:
-    """Return a float64 or complex128 copy of a tensor or a module; others as they are."""
+def _in_double(x: Any) -> Any:
     if isinstance(x, Tensor):
         dtype = torch.promote_types(x.dtype, torch.float64) if is_number(x) else x.dtype
         return x.detach().to(dtype, copy=True)
@@ -298,8 +295,8 @@ class Derivatives:
                     at, wrong = other, still
             if wrong:
                 in_doubt = {modes for modes, *_ in wrong}
-                right = dict.fromkeys(modes for modes, *_ in values if modes not in in_doubt)
-                return at._error_of(wrong[0], list(map(_mode, right)), names)
+                right = dict.fromkeys(modes[::-1] for modes, *_ in values if modes not in in_doubt)
+                return at._error_of(wrong[0], list(map("-over-".join, right)), names)
         return None
 
     def _values(self, degree: int) -> dict[Kind, float]:
@@ -319,38 +316,34 @@ class Derivatives:
             cause, tried = failures[0], " or ".join(self.modes)
             expected = f"a function with a derivative of order {degree} in {tried} mode"
             got = f"torch's error, {type(cause).__name__}: {first_line(cause)}"
-            fix = f"order={degree - 1}, or other modes; around attention: "
-            fix += "sdpa_kernel(SDPBackend.MATH)"
-            if degree == 1:
-                fix = "let fn leave its arguments as they are, and compute by differentiable "
-                fix += "operations"
-            text = message("fn", expected, got, fix)
-            raise errors.UnsupportedGraphError(text) from cause
+            fix = "let fn leave its arguments as they are, and compute by differentiable operations"
+            if degree > 1:
+                fix = f"order={degree - 1}, or other modes; around attention: "
+                fix += "sdpa_kernel(SDPBackend.MATH)"
+            raise errors.UnsupportedGraphError(message("fn", expected, got, fix)) from cause
         return values
 
-    def _below(self, kind: Kind) -> Function:
-        """Return the derivative below the last, a function of the inputs."""
+    def _below(self, kind: Kind, leaf: int | None) -> tuple[Function, list[Tensor], Function]:
+        """Return the derivative below the last; the directions of its inputs and its outputs."""
         fn, (modes, api, varying) = self.fn, kind
         for number, mode in enumerate(modes[:-1]):
             direction = partial(random_like, 2 * number + (mode == "reverse"), varying=varying)
             fn = partial(differentiate, fn, mode, api, direction)
-        return fn
-
-    def _tangents(self, kind: Kind, leaf: int | None) -> list[Tensor]:
-        every = random_like(2 * len(kind[0]) - 2, self.point)
-        return [x if leaf in (None, index) else x * 0 for index, x in enumerate(every)]
+        every = random_like(2 * len(modes) - 2, self.point)
+        tangents = [x if leaf in (None, index) else x * 0 for index, x in enumerate(every)]
+        return fn, tangents, partial(random_like, 2 * len(modes) - 1)
 
     def _value(self, kind: Kind, leaf: int | None = None) -> float:
         """Return what torch gives along the direction of the last mode, or its part in a leaf."""
-        (modes, api, _), tangents = kind, self._tangents(kind, leaf)
-        weights, is_reverse = partial(random_like, 2 * len(modes) - 1), modes[-1] == "reverse"
-        direction = weights if is_reverse else lambda _: tangents
-        last = partial(differentiate, self._below(kind), modes[-1], api, direction)
-        return dot(values := self.evaluate(last), tangents if is_reverse else weights(values))
+        (*_, mode), api, _ = kind
+        fn, tangents, weights = self._below(kind, leaf)
+        direction = weights if mode == "reverse" else lambda _: tangents
+        values = self.evaluate(partial(differentiate, fn, mode, api, direction))
+        return dot(values, tangents if mode == "reverse" else weights(values))
 
     def _differences(self, kind: Kind, leaf: int | None, scale: float) -> list[float]:
         """Return a finite difference, those ahead and behind, and how much may be rounding."""
-        fn, tangents = self._below(kind), self._tangents(kind, leaf)
+        fn, tangents, weigh = self._below(kind, leaf)
         if self.symmetric:
             pairs = zip(self.point, tangents, strict=True)
             tangents = [(t + t.mH) / 2 if _is_symmetric(x) else t for x, t in pairs]
@@ -362,7 +355,7 @@ class Derivatives:
             if self.symmetric or not any(map(_is_symmetric, self.point)):
                 raise
             return [nan] * 4
-        weights = random_like(2 * len(kind[0]) - 1, here)
+        weights = weigh(here)
         one = dot(weights, list(map(torch.sub, ahead, here))) / step
         other = dot(weights, list(map(torch.sub, here, behind))) / step
         size = dot([x.abs() for x in weights], [x.abs() for x in here]) / step
@@ -396,16 +389,12 @@ class Derivatives:
         if kinks:
             pair = f"finite differences give {kinks[0][0]:.6g} and {kinks[0][1]:.6g}"
             fix = f"check at another point: fn has a kink or a pole at this one ({pair})"
-        (where, operation), order, mode = names(leaf), len(kind[0]), _mode(kind[0])
+        (where, operation), order, mode = names(leaf), len(kind[0]), "-over-".join(kind[0][::-1])
         along = f"for the derivative of order {order} along a random direction"
         through = f", through {operation}" if operation else ""
         aim = f"{expected:.6g} (finite differences) {along}"
         text = message(where, aim, f"{got:.6g} from {mode} ({kind[1]}){through}", fix)
         return errors.GradientCheckError(text, where, order, mode, abs(got - expected), operation)
-
-
-def _mode(modes: Sequence[str]) -> str:
-    return "-over-".join(reversed(modes))
 
 
 def _is_symmetric(x: Tensor) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from numbers import Number
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -47,46 +47,18 @@ _CONSTANTS = (str, bytes, Number, Enum, torch.dtype, torch.device, torch.Size, t
 
 
 @dataclass
-class OuterGraph:
-    """What records the results of a level: transforms around it, or eager code."""
-
-    create_graph: bool | None  # False: nothing does. True: a wrong derivative raises at once
-    in_transform: bool  # a transform around the level differentiates its results
-    eager: bool  # eager code records what it computes
-    hooked: bool = False  # fn has registered hooks, which may use tensors that its losses do not
-    refused: str | None = None  # why a derivative that eager code may take would be wrong
-
-    def keeps(self, levels: set[int] | None) -> bool:
-        """Return whether gradients of what these levels record, None if unknown, get a graph."""
-        if self.create_graph is not None:
-            return self.create_graph
-        return self.in_transform or (self.eager if levels is None else 0 in levels)
-
-    @property
-    def may_refuse_later(self) -> bool:
-        """Whether eager code alone may differentiate the results, and need not."""
-        return self.create_graph is None and not self.in_transform
-
-    def allows(self, check: Callable[[], None], *, may_differentiate: bool) -> bool:
-        """Run `check`, which raises for a wrong derivative; return whether none was refused."""
-        try:
-            check()
-        except errors.UnsupportedGraphError as error:
-            if may_differentiate or self.create_graph:
-                raise
-            self.refused = str(error)
-        return self.refused is None
-
-
-@dataclass(frozen=True)
 class LevelPasses:
     """Passes from the losses of one call of a function, which run inside its level."""
 
-    variables: list[Tensor]  # the level's tensors to differentiate with respect to
-    level: int | None  # its number; None while torch.compile traces, which cannot tell
-    outer: OuterGraph
     monitor: OpMonitor  # what is known of the operations of the function
     path: Callable[[int], str]  # of a variable, as the caller would write it
+    option: bool | None  # create_graph. False: no graph. True: a wrong derivative raises at once
+    in_transform: bool  # a transform around the level differentiates its results
+    eager: bool  # eager code records what it computes
+    variables: list[Tensor]  # the level's tensors to differentiate with respect to
+    level: int | None  # its number; None while torch.compile traces, which cannot tell
+    hooked: bool = False  # fn has registered hooks, which may use tensors that its losses do not
+    refused: str | None = None  # why a derivative that eager code may take would be wrong
     create_graph: bool = True  # jacobian reads it, and stacks gradients; not the caller's option
 
     def depends(self, output: Tensor) -> bool:
@@ -113,7 +85,8 @@ class LevelPasses:
         """Return the gradients of a weighted sum of outputs, from one engine pass."""
         pairs = [p for p in zip(outputs, seeds, strict=True) if self.depends(p[0])]
         roots, cotangents = [output for output, _ in pairs], [seed for _, seed in pairs]
-        retain = retain or self.outer.may_refuse_later  # a pass that is refused runs again
+        # Where eager code alone may differentiate the results, one that is refused runs again.
+        retain = retain or (self.option is None and not self.in_transform)
         run = partial(engine.transform_grads, roots, cotangents, variables, retain=retain)
         weights = [seed for seed in cotangents if seed is not None]
         return self.guarded(run, roots, weights, variables)
@@ -127,7 +100,11 @@ class LevelPasses:
     ) -> list[Tensor | None]:
         """Return the gradients of the pass `run(create=...)`, if they are right."""
         # Without a graph, what differentiates the gradients would take them for constants.
-        keep = self.outer.keeps(self.levels_around([*roots, *weights]))
+        keep = self.option
+        if keep is None:
+            every = [*roots, *weights]
+            is_eager = self.eager if self.level is None else _records_eagerly(every)
+            keep = self.in_transform or is_eager
         if self.level is None:
             return run(create=keep)
         below = Subgraph(roots)
@@ -135,40 +112,43 @@ class LevelPasses:
         if not keep and self._may_reach_outside(below):
             return inner.guarded(partial(run, create=True), create_graph=False)
         if keep:
-            keep = self.check_derivative(below, variables)
+            keep = self._check_derivative(below, variables)
         try:
             return inner.guarded(partial(run, create=keep), create_graph=keep)
         except errors.UnsupportedGraphError as error:
-            if not (keep and self.outer.may_refuse_later):
+            if not keep or self.option or self.in_transform:
                 raise
-            self.outer.refused = str(error)
+            self.refused = str(error)
         return inner.guarded(partial(run, create=False), create_graph=False)
 
     def _may_reach_outside(self, below: Subgraph) -> bool:
         """Return whether code of the user's in the pass may use tensors that the losses do not."""
-        if self.outer.create_graph is not None or not self.outer.eager:
+        if self.option is not None or not self.eager:
             return False
-        return self.outer.hooked or (functions_alive().users and bool(user_functions(below.kinds)))
+        return self.hooked or (functions_alive().users and bool(user_functions(below.kinds)))
 
-    def levels_around(self, tensors: Iterable[Tensor]) -> set[int] | None:
-        """Return the levels around this one, 0 for eager code, that record these tensors."""
-        if self.level is None:
-            return None
-        return set().union(*map(recording_levels, tensors)) - {self.level}
-
-    def check_derivative(self, below: Subgraph, variables: list[Tensor]) -> bool:
+    def _check_derivative(self, below: Subgraph, variables: list[Tensor]) -> bool:
         """Return whether a pass may record its graph; a derivative to come may be refused."""
-        outer, roots = self.outer, below.roots
-        is_eager = 0 in (self.levels_around(roots) or ())
-        if not (is_eager or outer.in_transform or outer.create_graph):
+        is_eager = _records_eagerly(below.roots)
+        if not (is_eager or self.in_transform or self.option):
             return True  # only weights are recorded, in which the gradients are linear
-        keep = outer.allows(
+        keep = self.allows(
             lambda: refuse_wrong_derivative(lambda: "the loss", variables, below, by_formula=True),
-            may_differentiate=outer.in_transform,
+            may_differentiate=self.in_transform,
         )
         if keep and is_eager and not active_monitors():  # one around a call sees all that is in it
-            outer.allows(lambda: self.monitor.check_derivative(roots), may_differentiate=False)
+            self.allows(lambda: self.monitor.check_derivative(below.roots))
         return keep
+
+    def allows(self, check: Callable[[], None], *, may_differentiate: bool = False) -> bool:
+        """Run `check`, which raises for a wrong derivative; return whether none was refused."""
+        try:
+            check()
+        except errors.UnsupportedGraphError as error:
+            if may_differentiate or self.option:
+                raise
+            self.refused = str(error)
+        return self.refused is None
 
     def batched_grads(
         self, output: Tensor, seeds: Tensor, variables: list[Tensor]
@@ -179,8 +159,12 @@ class LevelPasses:
         )[0]
 
 
-@dataclass(frozen=True)
-class LevelResult:
+def _records_eagerly(tensors: Iterable[Tensor]) -> bool:
+    """Return whether eager code, around all transforms, records one of some tensors."""
+    return any(0 in recording_levels(tensor) for tensor in tensors)
+
+
+class LevelResult(NamedTuple):
     """The results of a level."""
 
     values: list[Tensor]  # the losses
@@ -203,10 +187,9 @@ def differentiate(
     per_sample: bool = False,
 ) -> LevelResult:
     """Call a function in a new level, and `run` passes from its losses."""
-    outer = OuterGraph(create_graph, differentiated(), torch.is_grad_enabled())
+    in_transform, eager = differentiated(), torch.is_grad_enabled()
     cut, enabled = cut_of(create_graph)
-    if cut is not list:
-        outer.create_graph = False
+    option = create_graph if cut is list else False
     # Under vmap, or the loop in its place, what fn writes on a tensor from outside stays with its
     # sample. torch.compile cannot ask for the memory of a tensor.
     ops = BatchableOps() if batched and not torch.compiler.is_compiling() else None
@@ -220,12 +203,14 @@ def differentiate(
                     tensor.grad_dtype = dtype  # torch adds up the uses of a leaf in it [B1]
         made = 0 if level is None else hooks_made()
         with monitor.noting():
-            returned = fn(*arguments.with_variables(tensors), **kwargs)
+            returned = fn(*arguments.args_with(tensors), **kwargs)
             if ops is not None:
                 returned = ops.values(returned)
-            outer.hooked = level is not None and hooks_made() > made
+            hooked = level is not None and hooks_made() > made
             losses, aux = read_returned(returned, has_aux=has_aux, scalar=scalar)
-        passes = LevelPasses(list(tensors), level, outer, monitor, arguments.path)
+        passes = LevelPasses(
+            monitor, arguments.path, option, in_transform, eager, list(tensors), level, hooked
+        )
         if not any(map(passes.depends, losses.leaves)):
             raise independent(losses.first_paths())
         if monitor.is_nested and level is not None:
@@ -234,8 +219,8 @@ def differentiate(
         grads = run(losses, passes)
         if all(grad is None for part in grads for grad in part):
             passes.refuse_unreached(losses)
-        tensors_of_aux, put_aux_back = partition_aux(aux)
-        outside.extend((losses.spec, put_aux_back))
+        tensors_of_aux, put_aux_back = partition_aux(aux) if has_aux else ([], lambda _: None)
+        outside.extend((losses.spec, put_aux_back, passes.refused))
         return [losses.leaves, tensors_of_aux, *grads]
 
     enter = _trace_level if torch.compiler.is_compiling() else run_in_level
@@ -243,10 +228,10 @@ def differentiate(
         point = cut(arguments.variables)
         values, tensors_of_aux, *grads = named_errors(lambda: enter(inside, point))
         values, tensors_of_aux = copied(cut(values)), cut(tensors_of_aux)
-    spec, put_aux_back = outside
+    spec, put_aux_back, refused = outside
     dtypes = arguments.dtypes
     grads = [cast_to(dtypes, part) if len(part) == len(dtypes) else part for part in grads]
-    return LevelResult(values, spec, grads, put_aux_back(tensors_of_aux), outer.refused)
+    return LevelResult(values, spec, grads, put_aux_back(tensors_of_aux), refused)
 
 
 def views_of(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
@@ -299,19 +284,9 @@ def gradient_of_the_sum(
     losses: Losses, passes: LevelPasses, *, weights: PyTree = None, may_be_aux: bool
 ) -> list[list[Tensor | None]]:
     """Run one pass from all losses together, with weights; a `run` for `differentiate`."""
-    if may_be_aux and weights is None and losses.spec.type is tuple:
-        _refuse_pair(losses)
-    seeds: list[Tensor | None] = [None] * len(losses.leaves)
-    by_loss = read_weights(weights, losses)
-    if by_loss is not None:
-        pairs = zip(by_loss, losses.leaves, strict=True)
-        seeds = [_cotangent(weight, loss) for weight, loss in pairs]
-    return [passes.grads(losses.leaves, seeds, passes.variables, retain=False)]
-
-
-def _refuse_pair(losses: Losses) -> None:
-    """Raise for a bare pair: summed, a metric in it would change the gradient silently."""
-    if losses.spec.num_children == 2:
+    may_be_aux = may_be_aux and weights is None
+    if may_be_aux and losses.spec.type is tuple and losses.spec.num_children == 2:
+        # A bare pair: summed, a metric in it would change the gradient silently.
         expected = "one loss, or several that are meant to be summed"
         got = "a tuple of two, which may be (loss, aux)"
         fix = (
@@ -319,12 +294,14 @@ def _refuse_pair(losses: Losses) -> None:
             "takes it; if both are losses, return a list of them"
         )
         raise errors.StructureError(message("fn", expected, got, fix))
-
-
-def _cotangent(weight: float | Tensor, loss: Tensor) -> Tensor:
-    if isinstance(weight, Tensor):
-        return weight.reshape(loss.shape).to(loss).clone()  # a gradient may be its cotangent itself
-    return torch.full_like(loss, float(weight))
+    seeds: list[Tensor | None] = [None] * len(losses.leaves)
+    for index, weight in enumerate(read_weights(weights, losses) or ()):
+        loss = losses.leaves[index]
+        if isinstance(weight, Tensor):  # a copy: a gradient may be its cotangent itself
+            seeds[index] = weight.reshape(loss.shape).to(loss).clone()
+        else:
+            seeds[index] = torch.full_like(loss, float(weight))
+    return [passes.grads(losses.leaves, seeds, passes.variables, retain=False)]
 
 
 def cast_to(dtypes: Sequence[torch.dtype], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -335,13 +312,23 @@ def cast_to(dtypes: Sequence[torch.dtype], grads: Sequence[Tensor | None]) -> li
     ]
 
 
-def read_returned(returned: Any, *, has_aux: bool, scalar: bool) -> tuple[Losses, PyTree]:
+def read_returned(
+    returned: Any, *, has_aux: bool, scalar: bool, where: str = "fn", loss: str = "losses"
+) -> tuple[Losses, PyTree]:
     """Check the losses that a function has returned, and split off its aux."""
-    if has_aux and not (isinstance(returned, tuple) and len(returned) == 2):
-        expected, fix = "(losses, aux), with has_aux=True", "return losses, aux"
-        raise errors.StructureError(message("fn", expected, describe(returned), fix))
-    tree, aux = returned if has_aux else (returned, None)
+    tree, aux = returned, None
+    if has_aux:
+        tree, aux = parts_of(returned, where, (loss, "aux"), ", with has_aux=True")
     return read_losses(tree, scalar=scalar, returned=True, may_be_aux=not has_aux), aux
+
+
+def parts_of(returned: Any, where: str, names: Sequence[str], why: str = "") -> tuple[Any, ...]:
+    """Return what a function of the caller's has returned, if it is a tuple of these parts."""
+    if not isinstance(returned, tuple) or len(returned) != len(names):
+        listed = ", ".join(names)
+        expected, fix = f"({listed}){why}", f"return {listed}"
+        raise errors.StructureError(message(where, expected, describe(returned), fix))
+    return returned
 
 
 def require_tensor_or_constant(leaf: object, where: Callable[[], str], fix: str) -> None:

@@ -158,7 +158,7 @@ _IN_ITS_PLACE = {
     "map": "torch.vmap, or a loop of Python",
 }
 RANDOM = "randomness error mode"
-_NOT_RANDOM = (
+NOT_RANDOM = (
     'no random operation, with randomness="error"',
     "one: dropout, say",
     'randomness="different" for other numbers in each sample, or "same"',
@@ -190,7 +190,7 @@ _KNOWN = {
         "or a full backward hook of a module",
         f"give the Function a setup_context staticmethod; or {_EAGERLY}",
     ),
-    (RANDOM,): _NOT_RANDOM,
+    (RANDOM,): NOT_RANDOM,
     ("while the running_mean or running_var",): (
         "a function of one sample at a time",
         "a norm layer that updates its running statistics from a batch",
@@ -238,11 +238,6 @@ _KNOWN = {
         f"give it constants from outside, lengths as tensors; or {_EAGERLY}",
     ),
 }
-
-
-def refused_random() -> errors.UnsupportedGraphError:
-    """Return the error for random operations that the option does not allow."""
-    return errors.UnsupportedGraphError(message("fn", *_NOT_RANDOM))
 
 
 def independent(where: str) -> errors.DetachedLossError:

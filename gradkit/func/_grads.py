@@ -1,19 +1,31 @@
-"""value_and_grads and per_loss_grads of a function."""
+"""value_and_grads, per_loss_grads and per_sample_grads of a function."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
-from gradkit._autograd import jacobian
+from gradkit import errors
+from gradkit._autograd import engine, jacobian
+from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
 from gradkit._core.call import STRATEGIES, Losses, Strategy, Unused, check_chunk_size, check_option
-from gradkit._core.pytree import PyTree
-from gradkit.func._arguments import ArgNums, check_options, read_arguments
+from gradkit._core.ownership import empty_for, leave_inference_mode
+from gradkit._core.pytree import PyTree, Structure
+from gradkit.errors import describe, first_line, message
+from gradkit.func import _differentiate as levels
+from gradkit.func import _vmap_or_loop
+from gradkit.func._arguments import ArgNums, Arguments, check_options, read_arguments
 from gradkit.func._differentiate import LevelPasses, differentiate, gradient_of_the_sum
+from gradkit.func._vmap_or_loop import Batch, OneByOne, Randomness
+
+# Of the tensors of one sample; gives gradients, and the tensors of aux.
+_Gradients: TypeAlias = tuple[list[Tensor | None], list[Tensor]]
+_OfSample: TypeAlias = Callable[..., _Gradients]
 
 
 def value_and_grads(
@@ -27,59 +39,50 @@ def value_and_grads(
 ) -> Callable[..., Any]:
     """Return a function that gives the losses of `fn`, and the gradient of their weighted sum.
 
-    What `gradkit.value_and_grads` does for losses that have been computed, bit for bit wherever
-    torch.func computes the same bits (not for an LSTM on the CPU, for one). It may stand inside and
-    around torch.func's transforms and torch.compile.
+    What `gradkit.value_and_grads` does for losses that exist, with the same bits wherever
+    torch.func has them (not for an LSTM on the CPU, for one). It may stand inside and around
+    torch.func's transforms and torch.compile.
 
     Example:
         >>> import torch, gradkit
         >>> def loss(params, x):
         ...     return ((params["w"] * x).sum() - 1).square()
-        >>> value, grads = gradkit.func.value_and_grads(loss)(
-        ...     {"w": torch.ones(2)}, torch.tensor([1.0, 2.0])
-        ... )
-        >>> value, grads
+        >>> gradkit.func.value_and_grads(loss)({"w": torch.ones(2)}, torch.tensor([1.0, 2.0]))
         (tensor(4.), {'w': tensor([4., 8.])})
 
     Args:
-        fn: Takes any arguments, and returns a tree of real floating-point losses of one element
-            each; with `has_aux` a pair of that and a tree of anything. It must not change its
-            arguments. A bare tuple of two losses raises, as it may be (loss, aux), unless
-            `weights` are given; a list, a dict or a namedtuple of two does not.
-        argnums: The positional arguments to differentiate with respect to: an int, or a tuple of
-            ints. They are trees of floating-point or complex tensors and None. A module in them
-            stands for `dict(module.named_parameters())`, an iterator for the tuple of its items, an
-            optimizer for the tuple of its parameters, and `fn` is called with these. A tensor in
-            several places of them is one variable. A plain tensor is differentiated whether or not
-            it requires grad; an `nn.Parameter` that does not is frozen.
-        has_aux: Whether `fn` returns something beside the losses.
-        weights: Real numbers or tensors of one element, in a tree that begins that of the losses;
-            None is all ones.
+        fn: Takes any arguments, which it must not change, and returns a tree of real losses of one
+            element each. A bare tuple of two raises without `weights`, as it may be (loss, aux).
+        argnums: The positional arguments to differentiate with respect to, an int or a tuple of
+            ints: trees of floating-point or complex tensors and None. A module in them stands for
+            `dict(module.named_parameters())`, an iterator or an optimizer for the tuple of its
+            tensors, and `fn` is called with these. A tensor in several places is one variable. A
+            plain tensor need not require grad; an `nn.Parameter` that does not is frozen.
+        has_aux: Whether `fn` returns a pair of the losses and a tree of anything.
+        weights: Real numbers or tensors of one element, a prefix tree of the losses; None is ones.
         unused: The result for a tensor that no loss reaches: `"zeros"`, `"none"` (None, also for a
             frozen parameter), or `"error"`. torch.compile, which cannot tell, takes `"zeros"` only.
-        create_graph: Whether the results carry the graph of what they were computed from: of the
-            arguments, the weights, and what `fn` uses from outside. None: wherever that requires
-            grad, as the results of torch.func do; differentiating them where torch would get that
-            wrong raises `UnsupportedGraphError`. True: that raises in this call. False: they carry
-            none, inside a transform, too; a training step takes less time and memory so.
+        create_graph: Whether the results carry the graph of all that they were computed from. None:
+            where that requires grad, as in torch.func; a derivative of them that torch would get
+            wrong raises `UnsupportedGraphError` when it is taken. True: it raises in this call.
+            False: they carry none, inside a transform, too: less time and memory for training.
 
     Returns:
         A function of `fn`'s arguments that returns `(values, grads)`, or `((values, aux), grads)`.
-        `values` has the structure of the losses. `grads` has the structure of the argument, or is a
-        tuple of such trees: each gradient of the shape of its tensor, of its `grad_dtype` or dtype
-        (of its dtype while torch.compile traces, which cannot see the other), laid out like it, a
-        dense zero where it is not reached or frozen. It shares memory with nothing, unless it
-        carries a graph. A gradient that does not depend on what it was computed from, that of a
-        linear function, has the derivative zero.
+        `values` is a tree like the losses. `grads` is one like the argument, or a tuple of such
+        trees: gradients of the shape and layout of their tensors and of their `grad_dtype` (of
+        their dtype while torch.compile traces), dense zeros where they are not reached or frozen.
+        They share memory with nothing, unless they carry a graph; the derivative of a constant
+        gradient, that of a linear function, is zero.
 
     Raises:
         DetachedLossError: No loss depends on the arguments (not noticed under torch.compile).
         LeafTypeError: A leaf of an argument or of the losses is no tensor that has a gradient.
         NotScalarLossError: A loss has not exactly one element.
-        OptionError: `argnums`, `unused` or `create_graph` has no such value.
+        OptionError: An option has no such value.
         StructureError: `weights` or what `fn` returned does not fit.
-        UnreachedParamError: The arguments hold nothing to differentiate; or no loss reaches a
-            tensor, with `unused="error"`.
+        UnreachedParamError: There is nothing to differentiate; or a tensor that no loss reaches,
+            with `unused="error"`.
         UnsupportedGraphError: torch.func cannot enter what `fn` does, or gets it silently wrong.
 
     Source:
@@ -115,8 +118,8 @@ def per_loss_grads(
 ) -> Callable[..., Any]:
     """Return a function that gives the gradients of every loss of `fn` separately.
 
-    What `gradkit.per_loss_grads` does for losses that have been computed: a pass starts from one
-    loss alone, so an inf or NaN in one loss reaches no other's gradients.
+    What `gradkit.per_loss_grads` does for losses that exist: an inf or NaN in one loss reaches no
+    other's gradients.
 
     Example:
         >>> import torch, gradkit
@@ -140,11 +143,10 @@ def per_loss_grads(
 
     Returns:
         A function of `fn`'s arguments that returns a tree like the losses, or a pair of that and
-        aux. Each leaf is replaced by what `grads` is in `value_and_grads`, where a loss of shape S
-        has gradients of shape `S + tensor.shape`, as `torch.func.jacrev` orders them.
+        aux. Each leaf is what `grads` is in `value_and_grads`; a loss of shape S has gradients of
+        shape `S + tensor.shape`, as in `torch.func.jacrev`.
 
     Raises:
-        OptionError: An option has no such value.
         GradkitError: As in `value_and_grads`, but a loss may have any number of elements.
 
     Source:
@@ -164,10 +166,16 @@ def per_loss_grads(
             why_not = passes.monitor.why_not_batched
             batch = jacobian.losses_to_batch(chosen, losses.leaves, why_not)
             last = max(i for i, loss in enumerate(losses.leaves) if passes.depends(loss))
-            return [
-                _jacobian(loss, passes, chunk_size, batch=batch[index], retain=index < last)
-                for index, loss in enumerate(losses.leaves)
-            ]
+            grads: list[list[Tensor | None]] = []
+            for index, loss in enumerate(losses.leaves):
+                one = passes, loss, passes.variables
+                if not passes.depends(loss):
+                    grads.append([None] * len(passes.variables))
+                elif batch[index]:  # the graph goes with the level: no element is a separate last
+                    grads.append(jacobian.batched(*one, retain=True, chunk_size=chunk_size))
+                else:
+                    grads.append(jacobian.sequential(*one, retain=index < last))
+            return grads
 
         result = differentiate(
             fn, arguments, kwargs, run, has_aux=has_aux, scalar=False, create_graph=create_graph
@@ -182,12 +190,260 @@ def per_loss_grads(
     return call
 
 
-def _jacobian(
-    loss: Tensor, passes: LevelPasses, chunk_size: int | None, *, batch: bool, retain: bool
-) -> list[Tensor | None]:
-    """Return the gradients of a loss of shape S, each of shape `S + variable.shape`."""
-    if not passes.depends(loss):
-        return [None] * len(passes.variables)
-    if batch:  # the graph goes with the level, so that the last element needs no separate pass
-        return jacobian.batched(passes, loss, passes.variables, retain=True, chunk_size=chunk_size)
-    return jacobian.sequential(passes, loss, passes.variables, retain=retain)
+def per_sample_grads(
+    fn: Callable[..., Any],
+    argnums: ArgNums = 0,
+    *,
+    in_dims: PyTree = None,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    randomness: Randomness = "error",
+    unused: Unused = "zeros",
+    create_graph: bool | None = None,
+) -> Callable[..., Any]:
+    """Return a function that gives the gradients of the loss of each sample of a batch.
+
+    Equal, to rounding, to a loop over the samples. Buffers and attributes of modules are afterwards
+    as before. What torch.vmap cannot batch, such as `.item()`, is a loop, with a `GradkitWarning`
+    that says why; not in torch.compile.
+
+    Example:
+        >>> import torch, gradkit
+        >>> def loss(w, x, y):  # of one sample
+        ...     return ((w * x).sum() - y).square()
+        >>> w, x, y = torch.ones(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.zeros(2)
+        >>> gradkit.func.per_sample_grads(loss)(w, x, y)
+        tensor([[ 6., 12.],
+                [42., 56.]])
+
+    Args:
+        fn: As in `value_and_grads`, for one sample, without the batch dimension (a module that
+            needs one gets `x[None]`). Several losses are added.
+        argnums: As in `value_and_grads`.
+        in_dims: The batch dimension of each positional argument, as in `torch.vmap`: an int, or a
+            tuple of ints, None (not batched) and prefix trees of these. None: the first, of every
+            tensor in the arguments that `argnums` does not name.
+        has_aux: As in `value_and_grads`; the tensors of aux come stacked.
+        chunk_size: How many samples are in memory at a time; None is all. It changes the results
+            by rounding only, but for what is drawn at random.
+        randomness: As in `torch.vmap`: `"error"`, `"same"` for every sample, or `"different"`.
+        unused: As in `value_and_grads`.
+        create_graph: As in `value_and_grads`.
+
+    Returns:
+        A function of the arguments that returns what `grads` is in `value_and_grads`, or a pair of
+        that and aux: of B samples, gradients of shape `(B,) + tensor.shape`, without the batch
+        dimension of a variable that has one. B may be 0. Tensors are passed by position; keyword
+        arguments go to every sample as they are, and may not hold any.
+
+    Raises:
+        StructureError: `in_dims` or the sizes of the batch do not fit; aux cannot be stacked; or
+            torch cannot tell what aux is, or what `fn` reaches, of an empty batch.
+        UnsupportedGraphError: Batch norm in train mode; what vmap gets silently wrong; random
+            operations with `randomness="error"`; a write on a part of a tensor from outside.
+        GradkitError: As in `value_and_grads`.
+
+    Source:
+        `torch.func.vmap` over `torch.func.grad`,
+        https://pytorch.org/tutorials/intermediate/per_sample_grads.html
+    """
+    check_options(fn, argnums, has_aux, unused, create_graph)
+    check_chunk_size(chunk_size)
+    check_option("randomness", randomness, _vmap_or_loop.RANDOMNESS)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        arguments = read_arguments(args, argnums, unused=unused)
+        batch = _read_batch(arguments, in_dims, kwargs)
+        of_one: list[Any] = []  # from the trace of one sample, or the last of a loop
+        refused: list[str] = []
+        attempt = _vmap_or_loop.VmapOrLoop("per_sample_grads", fn, randomness)
+        run_pass = partial(gradient_of_the_sum, may_be_aux=not has_aux)
+        options: Any = {"has_aux": has_aux, "create_graph": create_graph}
+        options |= {"batched": True, "per_sample": True}
+
+        def of_sample(*tensors: Tensor) -> _Gradients:
+            here = arguments.at(batch.tree(tensors))
+            result = differentiate(fn, here, kwargs, run_pass, **options)
+            attempt.check_aux((result.values, result.aux))
+            tensors_of_aux, put_back = levels.partition_aux(result.aux)
+            of_one[:] = [len(result.values), put_back]
+            refused.extend(filter(None, [result.refused]))
+            return result.grads[0], [*result.values, *tensors_of_aux]
+
+        first = arguments.at(_first_sample(batch))
+        if not batch.size and not has_aux and unused == "zeros":
+            return first.grads_to_tree([None] * len(first.variables), (0,))
+        with leave_inference_mode(record=True):
+            tensors = batch.tensors
+            if create_graph is False:
+                tensors = levels.detached(tensors)
+            facts = first.variables, randomness, chunk_size
+            run = partial(_run, batch, of_sample, tensors, *facts)
+            if batch.size:
+                grads, others = attempt.run(tensors, run, run)
+            else:
+                grads, others = _run_of_none(run)
+        count, put_back = of_one
+        reason = refused[0] if refused else None
+        result = first.grads_to_tree(grads, (batch.size,), losses=others[:count], refused=reason)
+        return (result, put_back(others[count:])) if has_aux else result
+
+    return call
+
+
+def _run(
+    batch: Batch,
+    fn: _OfSample,
+    tensors: list[Tensor],
+    variables: list[Tensor],
+    randomness: Randomness,
+    chunk_size: int | None,
+    one_by_one: OneByOne | None = None,
+) -> _Gradients:
+    """Return the gradients and aux of all samples, stacked."""
+    vmap: Callable[..., _Gradients]
+    vmap = partial(engine.vmapped_grads, fn, in_dims=batch.dims, randomness=randomness)
+    traced = transforms() or torch.compiler.is_compiling()
+    if one_by_one is not None:
+        chunk_size, vmap = 1, one_by_one(fn, batch.dims)
+    elif chunk_size is None or chunk_size >= batch.size or traced:
+        return vmap(*tensors, chunk_size=chunk_size if batch.size else None)
+    # One chunk is in memory beside the results. torch's own chunks are joined at the end, which
+    # takes the memory of the results twice, and draw other numbers for each chunk on CUDA where
+    # they are to be the same.
+    results: list[Tensor | None] = []
+    parts: list[list[Tensor | None]] = []  # of gradients with a graph, which are joined
+    aux_parts: list[list[Tensor]] = []
+    for start, chunk in batch.chunks(tensors, chunk_size, randomness):
+        grads, aux = vmap(*chunk)
+        aux_parts.append(aux)
+        # In a loop, not all samples need to reach the same.
+        if one_by_one or any(grad is not None and grad.requires_grad for grad in grads):
+            parts.append(grads)
+            continue
+        if not results:
+            results = [
+                None if grad is None else empty_for(variable, grad.dtype, (batch.size,))
+                for variable, grad in zip(variables, grads, strict=True)
+            ]
+        for result, grad in zip(results, grads, strict=True):
+            if result is not None and grad is not None:
+                result[start : start + len(grad)].copy_(grad)
+    if parts:
+        results = [_joined(of_variable) for of_variable in zip(*parts, strict=True)]
+    return results, [torch.cat(of_chunks) for of_chunks in zip(*aux_parts, strict=True)]
+
+
+def _joined(grads: Sequence[Tensor | None]) -> Tensor | None:
+    zero = next((torch.zeros_like(grad) for grad in grads if grad is not None), None)
+    if zero is None:
+        return None
+    return torch.cat([zero if grad is None else grad for grad in grads])
+
+
+def _read_batch(arguments: Arguments, in_dims: PyTree, kwargs: dict[str, Any]) -> Batch:
+    """Check which arguments are batched, as in torch.vmap, and return them."""
+    leaves, spec = pytree.flatten(arguments.args)
+    dims = _read_dims(in_dims, arguments.args, arguments.positions)
+    size = _size_of_batch(leaves, dims, spec)
+    _refuse_unbatched(leaves, dims, spec, kwargs)
+    _refuse_two_dims(arguments, pytree.unflatten(spec, dims))
+    return Batch(leaves, dims, spec, size)
+
+
+def _first_sample(batch: Batch) -> Any:
+    """Return the arguments of the first sample, or, if there is none, ones of its shape."""
+    pairs = list(zip(batch.tensors, batch.dims, strict=True))
+    if not batch.size:
+        return batch.tree(x.sum(dim).to(x.dtype) for x, dim in pairs)
+    return batch.tree(x.select(dim, 0) for x, dim in pairs)
+
+
+def _refuse_unbatched(
+    leaves: list[Any], dims: list[int | None], spec: Structure, kwargs: dict[str, Any]
+) -> None:
+    """Raise for what every sample would get unbatched, though it may hold the batch."""
+    fix = "pass tensors; register the class: optree.register_pytree_node"
+    for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+        if dim is None:
+            levels.require_tensor_or_constant(leaf, partial(pytree.path, spec, index, "args"), fix)
+    for name, value in kwargs.items():
+        if any(isinstance(leaf, Tensor) for leaf in pytree.flatten(value)[0]):
+            expected = "tensors in positional arguments, where in_dims says how they are batched"
+            fix = "per_sample_grads(fn, in_dims=...)(params, x, y), all by position"
+            got = "a keyword argument with a tensor"
+            raise errors.StructureError(message(name, expected, got, fix))
+
+
+def _refuse_two_dims(arguments: Arguments, dims: PyTree) -> None:
+    by_leaf, _ = pytree.flatten(tuple(dims[position] for position in arguments.positions))
+    first: dict[int, int | None] = {}
+    for slot, dim in zip(arguments.slots, by_leaf, strict=True):
+        if slot is not None and first.setdefault(slot, dim) != dim:
+            expected = "one batch dimension for a tensor, wherever it stands"
+            got = f"{first[slot]} and {dim} for one tensor in two places"
+            fix = "pass a copy: tensor.clone()"
+            raise errors.StructureError(message("in_dims", expected, got, fix))
+
+
+def _read_dims(
+    in_dims: PyTree, args: tuple[Any, ...], differentiated: tuple[int, ...]
+) -> list[int | None]:
+    """Return for each leaf of the arguments its batch dimension, None for none."""
+    if in_dims is None:
+        return [
+            0 if isinstance(leaf, Tensor) and position not in differentiated else None
+            for position, arg in enumerate(args)
+            for leaf in pytree.flatten(arg)[0]
+        ]
+    by_arg = (in_dims,) * len(args) if isinstance(in_dims, int) else in_dims
+    if not isinstance(by_arg, tuple | list) or len(by_arg) != len(args):
+        expected = f"an int, or a tuple of {len(args)}, one entry for each positional argument"
+        fix = f"in_dims={(None, *[0] * (len(args) - 1))}"
+        raise errors.StructureError(message("in_dims", expected, describe(in_dims), fix))
+    by_leaf: list[int | None] = []
+    for position, (entry, arg) in enumerate(zip(by_arg, args, strict=True)):
+        names = f"in_dims[{position}]", f"args[{position}]"
+        dims = pytree.broadcast_prefix(entry, names[0], arg, names[1])
+        pairs = zip(pytree.flatten(arg)[0], dims, strict=True)
+        by_leaf += [None if leaf is None else dim for leaf, dim in pairs]
+    return by_leaf
+
+
+def _size_of_batch(leaves: list[Any], dims: list[int | None], spec: Structure) -> int:
+    sizes: dict[int, int] = {}
+    for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+        if dim is None:
+            continue
+        is_int = type(dim) is int
+        if not is_int or not isinstance(leaf, Tensor) or not -leaf.dim() <= dim < leaf.dim():
+            where = pytree.path(spec, index, "args")
+            expected, got = f"a tensor with the batch dimension {dim!r}", describe(leaf)
+            if not is_int:
+                expected, got = "an int or None in in_dims, and no bool", f"the dimension {dim!r}"
+            fix = "give in_dims, with None for what is not batched: in_dims=(None, 0, None)"
+            raise errors.StructureError(message(where, expected, got, fix))
+        _vmap_or_loop.require_dense(leaf, partial(pytree.path, spec, index, "args"))
+        sizes.setdefault(leaf.shape[dim], index)
+    if not sizes:
+        fix = "pass the samples as an argument, or name their dimension in in_dims"
+        raise errors.StructureError(message("args", "at least one batched tensor", "none", fix))
+    (size, first), *others = sizes.items()
+    if others:
+        other, index = others[0]
+        expected = f"a batch of {size}, as {pytree.path(spec, first, 'args')} has"
+        fix = "pass as many targets as inputs, or give in_dims, with None for what is not batched"
+        where = pytree.path(spec, index, "args")
+        raise errors.StructureError(message(where, expected, f"one of {other}", fix))
+    return size
+
+
+def _run_of_none(run: Callable[[], _Gradients]) -> _Gradients:
+    """Run over an empty batch, for which some operations have no rule."""
+    try:
+        return run()
+    except (errors.UnsupportedGraphError, IndexError) as error:
+        expected = "at least one sample, to know what fn returns as aux, and what it reaches"
+        got = f"an empty batch: {first_line(error.__cause__ or error)}"
+        fix = "skip the batch; or leave out has_aux and unused"
+        raise errors.StructureError(message("args", expected, got, fix)) from error

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias, cast
@@ -38,16 +38,11 @@ def before(tensors: Iterable[Any], tree: PyTree = ()) -> StateBeforeCall | None:
         return None
     leaves = chain(tensors, pytree.flatten(tree)[0])
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    # An edge costs some microseconds, and `refuse` asks for none where no checkpoint exists.
-    lazy = _nodes(inputs, [x.grad_fn for x in inputs])  # of now: an operation in place replaces it
+    # The nodes of now: an operation in place replaces them. An edge costs some microseconds, and
+    # `refuse` asks for none where no checkpoint exists.
+    nodes = [(x, x.grad_fn) for x in inputs if not is_transform_tensor(x)]
+    lazy = (graph.edge(x).node if node is None else node for x, node in nodes)
     return StateBeforeCall(snapshot.frames, cast("set[Node]", lazy), snapshot.outer)
-
-
-def _nodes(tensors: Sequence[Tensor], nodes: Sequence[Node | None]) -> Iterator[Node]:
-    """Yield the nodes at which the graphs of tensors begin."""
-    for tensor, node in zip(tensors, nodes, strict=True):
-        if not is_transform_tensor(tensor):
-            yield graph.edge(tensor).node if node is None else node
 
 
 Named: TypeAlias = dict[str, Tensor]
@@ -69,21 +64,20 @@ def make_functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
         (tensor([0., 0.]), tensor([0.1000, 0.1000]))
 
     Args:
-        module: Any module of this process. Its train or eval mode counts at the time of a call, as
-            do its Python attributes. A call puts its tensors into the module while it runs: calls
-            of other threads wait, but the module itself must not run there meanwhile.
+        module: Any module of this process; its mode and attributes at the time of a call count. A
+            call puts its tensors into the module while it runs: calls of other threads wait, but
+            the module itself must not run there meanwhile.
 
     Returns:
         `(call, params, buffers)`. `params` are the module's own parameters by name, a tied one by
         its first name, and `buffers` copies of its buffers.
 
         `call(params, buffers, *args, **kwargs)` returns `(out, new_buffers)`, where `out` is what
-        the module returns for these tensors, whatever its own are. It changes neither the module
-        (what a forward pass assigns to it is put back) nor the trees it is given, also if it
-        raises. It raises `StructureError` for trees of other names, `LeafTypeError` for what is no
-        tensor, and `UnsupportedGraphError` if the module runs a non-reentrant checkpoint in an
-        eager graph (its recomputation would use the module's own parameters), or assigns one of
-        two names of a buffer.
+        the module returns for these tensors. It changes neither the module nor the trees it is
+        given, also if it raises: `StructureError` for trees of other names, `LeafTypeError` for
+        what is no tensor, and `UnsupportedGraphError` if the module runs a non-reentrant checkpoint
+        in an eager graph (which would recompute with the module's own parameters), or assigns one
+        of two names of a buffer.
 
     Raises:
         LeafTypeError: It is no module, or a lazy one that has not run yet.
@@ -147,7 +141,13 @@ def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
             guard, run = ReadOnly(given.values(), replaced), partial(module, *args, **kwargs)
             out, after = _run_on(module, given, new, guard, run, by_torch)
         recomputations.refuse(out, snapshot)
-        _refuse_different_buffers(after, second_names)
+        for name, first in second_names.items():
+            if name in after and after[name] is not after[first]:
+                expected = f"one buffer under both its names, {first!r} and {name!r}"
+                got = "two: the forward pass has assigned one of them"
+                fix = "write on the buffer in place, or register two buffers"
+                where = f"buffers[{first!r}]"
+                raise UnsupportedGraphError(message(where, expected, got, fix))
         # A buffer that was assigned, and not written on, is in the dictionary.
         return out, {name: after[name] for name in buffer_names}
 
@@ -163,8 +163,12 @@ def _run_on(
     by_torch: Callable[[], tuple[Any, Named]],
 ) -> tuple[Any, Named]:
     """Return what a module returns for these tensors, put in place, and its buffers after it."""
+    own: Any = nullcontext()
+    if new and BATCH in transforms():  # a buffer that is written on is as batched as what it gets
+        memory = {memory_of(buffer) for buffer in new.values()}
+        own = CopyOnWriteMode(CopyOnWrite(lambda tensor: memory_of(tensor) in memory))
     with attributes_put_back(module) as parts:
-        with guard, _own_buffers(new) as own, own_parametrized_values(), INSIDE:
+        with guard, own, own_parametrized_values(), INSIDE:
             slots = TensorSlots(parts)
             is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
             is_refused = is_tracing or isinstance(module, _REFUSED_BY_TORCH)
@@ -172,30 +176,14 @@ def _run_on(
                 out, after = by_torch()
             else:
                 out, after = run(), {**new, **slots.buffers()}
-        return (out, after) if own is None else own.writes.values((out, after))
-
-
-def _own_buffers(new: Named) -> AbstractContextManager[CopyOnWriteMode | None]:
-    """Return what makes a buffer that the forward pass writes on as batched as what it writes."""
-    if not new or BATCH not in transforms():
-        return nullcontext()
-    memory = {memory_of(buffer) for buffer in new.values()}
-    return CopyOnWriteMode(CopyOnWrite(lambda tensor: memory_of(tensor) in memory))
+        result: tuple[Any, Named] = out, after
+        return own.writes.values(result) if isinstance(own, CopyOnWriteMode) else result
 
 
 def _place(module: nn.Module, name: str) -> tuple[int, str]:
     """Return which module holds a buffer, and under which name."""
     path, _, attribute = name.rpartition(".")
     return id(module.get_submodule(path)), attribute
-
-
-def _refuse_different_buffers(tensors: Named, second_names: Mapping[str, str]) -> None:
-    for name, first in second_names.items():
-        if name in tensors and tensors[name] is not tensors[first]:
-            expected = f"one buffer under both its names, {first!r} and {name!r}"
-            got = "two: the forward pass has assigned one of them"
-            fix = "write on the buffer in place, or register two buffers"
-            raise UnsupportedGraphError(message(f"buffers[{first!r}]", expected, got, fix))
 
 
 def _refuse_writing(module: nn.Module) -> None:

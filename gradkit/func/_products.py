@@ -26,19 +26,13 @@ from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._core.user_code import hooks_made, user_code_may_run
 from gradkit.errors import describe, message, warn_fallback
+from gradkit.func import _differentiate as levels
 from gradkit.func._arguments import Arguments, check_options, copied, read_arguments
 from gradkit.func._differentiate import (
     LevelPasses,
-    OuterGraph,
-    cast_to,
-    cut_of,
-    detached,
-    detached_but_tangents,
     differentiate,
     gradient_of_the_sum,
-    partition_aux,
     read_returned,
-    views_of,
 )
 from gradkit.func._errors import ZERO_TENSOR, named_errors
 from gradkit.func._grads import value_and_grads
@@ -66,11 +60,9 @@ def vjp(
         (tensor([2., 4.]),)
 
     Args:
-        fn: Takes the primals, and returns a tree of real floating-point tensors of any shapes; with
-            `has_aux` a pair of that and a tree of anything.
-        primals: Its positional arguments, all of them differentiated; their leaves are as in
-            `value_and_grads`.
-        has_aux: Whether `fn` returns something beside the outputs.
+        fn: Takes the primals, and returns a tree of real floating-point tensors of any shapes.
+        primals: Its positional arguments, all differentiated; leaves as in `value_and_grads`.
+        has_aux: As in `value_and_grads`.
         create_graph: As in `value_and_grads`.
 
     Returns:
@@ -79,9 +71,8 @@ def vjp(
         the primals, as often as it is called. What `fn` has used stays as it is until then.
 
     Raises:
-        OptionError: `fn` is not a function, or an option has no such value.
-        UnsupportedGraphError: `pull` raises it if a primal was changed in place since the call.
-        StructureError: `pull` raises it for cotangents that do not match the outputs.
+        UnsupportedGraphError: In `pull`, if a primal was changed in place since the call.
+        StructureError: In `pull`, for cotangents that do not match the outputs.
         GradkitError: As in `value_and_grads`.
 
     Source:
@@ -89,7 +80,7 @@ def vjp(
     """
     check_options(fn, has_aux=has_aux, create_graph=create_graph)
     arguments = read_arguments(primals, tuple(range(len(primals))))
-    cut, enabled = cut_of(create_graph)
+    cut, enabled = levels.cut_of(create_graph)
     run = _FunctionRun(fn, arguments, has_aux, OpMonitor(), transposed=True)
     with leave_inference_mode(record=True), enabled, INSIDE:
         point = cut(arguments.variables)
@@ -100,16 +91,14 @@ def vjp(
     def pull(cotangents: PyTree) -> tuple[PyTree, ...]:
         _refuse_changed(arguments, point, versions)
         by_leaf = pytree.flatten_up_to(run.outputs.spec, "values", cotangents, "cotangents")
-        seeds = [
-            torch.zeros_like(x) if c is None else c for x, c in zip(values, by_leaf, strict=True)
-        ]
-        for index, (value, seed) in enumerate(zip(values, seeds, strict=True)):
+        seeds = []
+        for index, (value, seed) in enumerate(zip(values, by_leaf, strict=True)):
             where = partial(pytree.path, run.outputs.spec, index, "cotangents")
-            check_direction(seed, value, where, "torch.ones_like(value)")
+            seeds.append(read_direction(seed, value, where, "torch.ones_like(value)"))
         with leave_inference_mode(record=True):
             pulled = partial(run.pulled, torch_pull, seeds, create_graph)
             grads, refused = named_errors(pulled)
-        grads = cast_to(arguments.dtypes, grads)
+        grads = levels.cast_to(arguments.dtypes, grads)
         trees: tuple[PyTree, ...] = arguments.grads_to_tree(grads, losses=values, refused=refused)
         return trees
 
@@ -136,17 +125,14 @@ def jvp(
         fn: As in `vjp`.
         primals: As in `hvp`.
         tangents: As in `hvp`.
-        has_aux: As in `vjp`.
+        has_aux: As in `value_and_grads`.
         create_graph: As in `value_and_grads`.
 
     Returns:
         `(values, products)`, or `(values, products, aux)`: both are trees like the outputs of `fn`.
 
     Raises:
-        LeafTypeError: A leaf is no tensor that has a gradient, or complex.
-        OptionError: `fn` is not a function, or an option has no such value.
-        StructureError: `tangents` do not match `primals`.
-        GradkitError: As in `value_and_grads`.
+        GradkitError: As in `hvp`.
 
     Source:
         `torch.func.jvp`, https://pytorch.org/docs/stable/func.api.html
@@ -155,17 +141,18 @@ def jvp(
     arguments = read_primals(primals)
     directions = read_directions(arguments, tangents)
     run = _FunctionRun(fn, arguments, has_aux, OpMonitor(), transposed=False)
-    cut = detached if create_graph is False else list
+    cut = levels.detached if create_graph is False else list
     with one_forward_level(), leave_inference_mode(record=True):
         # Copies, which fn may change, or return.
         point, along = (tuple(copied(cut(x))) for x in (arguments.variables, directions))
         results: Any = named_errors(lambda: torch.func.jvp(run, point, along, has_aux=True))
     values, tangents_out, aux = (cut(tensors) for tensors in results)
     # In forward mode, torch makes float64 of a 0-dim float32 times a number.
-    products = cast_to([value.dtype for value in values], tangents_out)
-    refused = run.why_not_differentiable(values)
-    if refused is not None:
-        products = with_refused_derivatives(products, values, refused)
+    products = levels.cast_to([value.dtype for value in values], tangents_out)
+    if not torch.compiler.is_compiling() and any(map(carries_graph, values)):
+        passes = run.passes(None, None)
+        if not passes.allows(lambda: run.monitor.check_derivative(())):
+            products = with_refused_derivatives(products, values, passes.refused or "")
     trees = [pytree.unflatten(run.outputs.spec, tensors) for tensors in (values, products)]
     return (*trees, run.put_aux_back(aux)) if has_aux else tuple(trees)
 
@@ -180,9 +167,8 @@ def ggn_vp(
 ) -> tuple[Tensor, PyTree]:
     """Return the loss, and the generalized Gauss-Newton matrix times a direction.
 
-    The matrix is `J^T H J`, with the Jacobian J of `fn` and the Hessian H of `loss` at its outputs.
-    For the negative logarithm of a likelihood of the exponential family in its natural parameters,
-    such as cross entropy of logits or the squared error, it is the Fisher information matrix.
+    The matrix is `J^T H J`, with the Jacobian J of `fn` and the Hessian H of `loss` at its outputs;
+    for cross entropy of logits or the squared error, it is the Fisher information matrix.
 
     Example:
         >>> import torch, gradkit
@@ -203,15 +189,11 @@ def ggn_vp(
         `(value, product)`: the loss, and a tree like `params`.
 
     Raises:
-        LeafTypeError: A leaf is no tensor that has a gradient, or complex.
-        OptionError: `fn` or `loss` is not a function, or an option has no such value.
-        StructureError: `v` does not match `params`.
-        GradkitError: As in `value_and_grads`.
+        GradkitError: As in `hvp`.
 
     Source:
-        Schraudolph 2002, "Fast Curvature Matrix-Vector Products for Second-Order Gradient Descent";
-        Martens 2020, "New Insights and Perspectives on the Natural Gradient Method", section 8,
-        https://arxiv.org/abs/1412.1193
+        Schraudolph 2002, "Fast Curvature Matrix-Vector Products"; Martens 2020, "New Insights and
+        Perspectives on the Natural Gradient Method", section 8, https://arxiv.org/abs/1412.1193
     """
     check_options(fn, create_graph=create_graph)
     check_function(loss, "loss")
@@ -234,8 +216,8 @@ def linearize(
 ) -> tuple[PyTree, Callable[..., PyTree]]:
     """Return a function's outputs, and a function that multiplies by its Jacobian there.
 
-    For many directions at one point: `fn` runs once, and each product takes a backward pass through
-    the graph that is kept, without forward-mode derivatives. For one direction take `jvp`.
+    `fn` runs once, and each product takes a backward pass through the graph that is kept. For one
+    direction take `jvp`.
 
     Example:
         >>> import torch, gradkit
@@ -253,11 +235,7 @@ def linearize(
         of `hvp`, and returns a tree like `values`, as often as it is called, as `pull` in `vjp`.
 
     Raises:
-        LeafTypeError: A leaf is no tensor that has a gradient, or complex.
-        OptionError: `fn` is not a function, or `create_graph` has no such value.
-        StructureError: `push` raises it for tangents that do not match the primals.
-        UnsupportedGraphError: `push` raises it if a primal was changed in place since the call.
-        GradkitError: As in `value_and_grads`.
+        GradkitError: As in `hvp`; and in `push`, if a primal was changed in place since the call.
 
     Source:
         `torch.func.linearize`, https://pytorch.org/docs/stable/func.api.html
@@ -285,7 +263,7 @@ def _linear_maps(
     def grads_of_variables(cotangents: PyTree) -> list[Tensor]:
         # Once each: what `pull` gives for all places of a tied tensor would be added up.
         leaves, _ = pytree.flatten(pull(cotangents))
-        return arguments.params.per_variable(leaves)
+        return arguments.per_variable(leaves)
 
     # A pullback is linear in the cotangents; its own pullback is the product with the Jacobian.
     with leave_inference_mode(record=True):
@@ -310,8 +288,7 @@ def hvp(
 ) -> tuple[PyTree, PyTree]:
     """Return the gradient of a function, and its Hessian times a direction, in two passes.
 
-    Attention inside of `fn` is computed by torch's plain formula: the fused kernels have no second
-    derivative.
+    Attention runs by torch's plain formula: the fused kernels have no second derivative.
 
     Example:
         >>> import torch, gradkit
@@ -321,14 +298,11 @@ def hvp(
         (tensor([ 3., 12.]), tensor([6., 0.]))
 
     Args:
-        fn: Returns real floating-point losses of one element each, which are added. A bare tuple of
-            two raises, as in `value_and_grads`.
+        fn: Its losses, as in `value_and_grads`, are added.
         primals: Where to differentiate: a tuple (no named one) is the positional arguments of
-            `fn`, any other tree its one argument. Its leaves are as in `value_and_grads`, but real;
-            a module stands for the dict of its named parameters here, too.
-        tangents: The direction, a tree like `primals` of tensors of the same shapes and dtypes. A
-            None in it is zero. A tensor that stands in several places of `primals` has the same
-            direction in all of them.
+            `fn`, any other tree its one argument. Its leaves are as in `value_and_grads`, but real.
+        tangents: The direction, a tree like `primals` of tensors of the same shapes and dtypes, one
+            for a tensor in several places. A None in it is zero.
         mode: `"forward-over-reverse"`, a forward pass through the gradient, takes the least time
             and memory; `"reverse-over-reverse"` is for what has no forward-mode derivative, and
             taken, with a `GradkitWarning`, where torch's formula for that fails, as of `mse_loss`.
@@ -339,12 +313,11 @@ def hvp(
 
     Raises:
         LeafTypeError: A leaf is no tensor that has a gradient, or complex.
-        OptionError: An option has no such value.
-        StructureError: `tangents` do not match `primals`.
+        StructureError: The direction does not match its point.
         GradkitError: As in `value_and_grads`.
 
     Source:
-        Pearlmutter 1994, "Fast Exact Multiplication by the Hessian"; its arguments are those of
+        Pearlmutter 1994, "Fast Exact Multiplication by the Hessian"; arguments as in
         `torch.autograd.functional.hvp`, https://pytorch.org/docs/stable/autograd.html
     """
     check_options(fn, create_graph=create_graph)
@@ -354,14 +327,14 @@ def hvp(
     refused: list[str | None] = []
 
     def grads_at(*tensors: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        here = arguments.at(arguments.with_variables(tensors))
+        here = arguments.at(arguments.args_with(tensors))
         run = partial(gradient_of_the_sum, may_be_aux=True)
         result = differentiate(fn, here, {}, run, has_aux=False, create_graph=None)
         refused[:] = [result.refused]
         pairs = zip(result.grads[0], here.variables, strict=True)
         return tuple(torch.zeros_like(x) if g is None else g for g, x in pairs), result.values
 
-    cut, enabled = cut_of(create_graph)
+    cut, enabled = levels.cut_of(create_graph)
     kernels = sdpa_kernel(SDPBackend.MATH)
     with one_forward_level(), leave_inference_mode(record=True), enabled, kernels:
         point, along = tuple(cut(arguments.variables)), tuple(cut(directions))
@@ -370,7 +343,7 @@ def hvp(
         grads, products, losses = cut(grads), cut(products), []
     # In forward mode, torch makes float64 of a 0-dim float32 times a number.
     to_tree = partial(arguments.grads_to_tree, losses=losses, refused=refused[0])
-    grad_tree, hv = (to_tree(cast_to(arguments.dtypes, list(x))) for x in (grads, products))
+    grad_tree, hv = (to_tree(levels.cast_to(arguments.dtypes, list(x))) for x in (grads, products))
     return grad_tree, hv
 
 
@@ -418,23 +391,23 @@ class _FunctionRun:
         if self.transposed and (is_traced or user_code_may_run()):
             # Views, whose nodes are still there when the pass runs, after the level has ended; and
             # in a Function's `apply`, torch.compile would take the inputs of vjp for constants.
-            tensors = views_of(tensors)
+            tensors = levels.views_of(tensors)
         count = functions_traced if is_traced else hooks_made
         made = count()
         with self.monitor.noting():
-            returned = self.fn(*self.arguments.with_variables(tensors))
+            returned = self.fn(*self.arguments.args_with(tensors))
         self.has_user_code = count() > made
         self.outputs, aux = read_returned(returned, has_aux=self.has_aux, scalar=False)
         self.variables = list(tensors)
         if self.transposed and not is_traced:
-            self._passes(None, level_of(tensors[0])).refuse_unreached(self.outputs)
-        tensors_of_aux, self.put_aux_back = partition_aux(aux)
+            self.passes(None, level_of(tensors[0])).refuse_unreached(self.outputs)
+        tensors_of_aux, self.put_aux_back = levels.partition_aux(aux)
         return tuple(self.outputs.leaves), tensors_of_aux
 
-    def _passes(self, create_graph: bool | None, level: int) -> LevelPasses:
-        is_recorded = differentiated(), torch.is_grad_enabled()
-        outer = OuterGraph(create_graph, *is_recorded, self.has_user_code)
-        return LevelPasses(self.variables, level, outer, self.monitor, self.arguments.path)
+    def passes(self, create_graph: bool | None, level: int | None) -> LevelPasses:
+        """Return what runs passes from the outputs; level -1 is one that has ended."""
+        facts = create_graph, differentiated(), torch.is_grad_enabled(), self.variables, level
+        return LevelPasses(self.monitor, self.arguments.path, *facts, self.has_user_code)
 
     def pulled(
         self,
@@ -445,7 +418,7 @@ class _FunctionRun:
         """Return the gradients of a backward pass, and why their derivative would be wrong."""
 
         def run(create: bool) -> list[Tensor | None]:
-            cut: Any = detached if create_graph is False else detached_but_tangents
+            cut: Any = levels.detached if create_graph is False else levels.detached_but_tangents
             grads: list[Tensor | None] = (list if create else cut)(pull(tuple(seeds)))
             return grads
 
@@ -454,17 +427,9 @@ class _FunctionRun:
                 raise errors.UnsupportedGraphError(inlined_function())
             return run(create_graph is not False), None
         self.monitor.check()
-        passes = self._passes(create_graph, -1)  # the level has ended; those around it are left
+        passes = self.passes(create_graph, -1)
         roots = [output for output in self.outputs.leaves if output.grad_fn is not None]
-        return passes.guarded(run, roots, list(seeds), self.variables), passes.outer.refused
-
-    def why_not_differentiable(self, values: Iterable[Tensor]) -> str | None:
-        """Return why a derivative that eager code takes of a jvp would be wrong."""
-        if torch.compiler.is_compiling() or not any(map(carries_graph, values)):
-            return None
-        outer = OuterGraph(None, False, True)
-        outer.allows(lambda: self.monitor.check_derivative(()), may_differentiate=False)
-        return outer.refused
+        return passes.guarded(run, roots, list(seeds), self.variables), passes.refused
 
 
 def write_counts(tensors: Iterable[Tensor]) -> list[int]:
@@ -498,12 +463,12 @@ def read_primals(primals: PyTree) -> Arguments:
 
 def read_directions(arguments: Arguments, tangents: PyTree, root: str = "tangents") -> list[Tensor]:
     """Return one direction for each variable."""
-    of = arguments.root or "primals"
-    primals = arguments.args[0] if arguments.single else arguments.args
-    _, spec = pytree.flatten(primals)
+    of, spec = arguments.root, arguments.spec
+    if not arguments.single:
+        of, spec = "primals", pytree.flatten(arguments.args)[1]
     by_leaf = pytree.flatten_up_to(spec, of, tangents, root)
     by_variable: dict[int, Tensor] = {}
-    for index, (slot, tangent) in enumerate(zip(arguments.params.slots, by_leaf, strict=True)):
+    for index, (slot, tangent) in enumerate(zip(arguments.slots, by_leaf, strict=True)):
         if slot is None:
             continue
         variable = arguments.variables[slot]
@@ -512,8 +477,7 @@ def read_directions(arguments: Arguments, tangents: PyTree, root: str = "tangent
             fix = "differentiate with respect to torch.view_as_real of it"
             raise errors.LeafTypeError(message(path, "a real tensor", describe(variable), fix))
         where = partial(pytree.path, spec, index, root)
-        tangent = torch.zeros_like(variable) if tangent is None else tangent
-        check_direction(tangent, variable, where, "torch.randn_like(primal)")
+        tangent = read_direction(tangent, variable, where, "torch.randn_like(primal)")
         first = by_variable.setdefault(slot, tangent)
         is_same = first is tangent or (
             not torch.compiler.is_compiling() and same_values(first, tangent)
@@ -525,10 +489,13 @@ def read_directions(arguments: Arguments, tangents: PyTree, root: str = "tangent
     return list(by_variable.values())
 
 
-def check_direction(direction: object, like: Tensor, where: Callable[[], str], fix: str) -> None:
-    """Raise if a tangent or cotangent is not a tensor like this one."""
+def read_direction(direction: object, like: Tensor, where: Callable[[], str], fix: str) -> Tensor:
+    """Return a tangent or cotangent, zero for None; raise if it is not a tensor like this one."""
+    if direction is None:
+        return torch.zeros_like(like)
     if not isinstance(direction, Tensor):
         raise errors.LeafTypeError(message(where(), "a tensor or None", describe(direction), fix))
     here, there = ((x.shape, x.dtype, x.device) for x in (direction, like))
     if here != there:
         raise errors.StructureError(message(where(), describe(like), describe(direction), fix))
+    return direction

@@ -17,18 +17,13 @@ from gradkit._autograd.passes import InnerPass
 from gradkit._checks import eager_graph, recomputations
 from gradkit._compat.transforms import layers, transforms
 from gradkit._compat.undoing import INSIDE
+from gradkit._core import call as options
 from gradkit._core import pytree
-from gradkit._core.call import (
-    check_bool,
-    check_chunk_size,
-    check_function,
-    check_option,
-    read_losses,
-)
+from gradkit._core.call import read_losses
 from gradkit._core.graph import Subgraph
 from gradkit._core.leaf_arithmetic import add_leaves
 from gradkit._core.ownership import leave_inference_mode
-from gradkit._core.pytree import PyTree, Structure
+from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._state.snapshot import put_back_on_error
@@ -86,12 +81,8 @@ class _EncodedChunk(NamedTuple):
 
     variables: list[Tensor]
     outputs: list[Tensor]
-    spec: Structure
+    values: PyTree  # the tree of the outputs, without the graph
     below: Subgraph
-
-    def values(self) -> PyTree:
-        """Return the outputs without the graph."""
-        return pytree.unflatten(self.spec, detached(self.outputs))
 
 
 class _EncoderStage:
@@ -111,7 +102,7 @@ class _EncoderStage:
         """Return the outputs for all chunks; several leave no graph."""
         if len(self._chunks) == 1:
             self._only_run = self._run(self._chunks[0])
-            return self._only_run.values()
+            return self._only_run.values
         outputs = []
         for chunk in self._chunks:
             state = RerunState([*self._arguments.variables, *pytree.tensors(chunk)])
@@ -119,7 +110,7 @@ class _EncoderStage:
                 run = self._run(chunk)
             state.record_outputs(run.outputs)
             self._states.append(state)
-            outputs.append(run.values())
+            outputs.append(run.values)
             del run  # and with it the graph, before the next one is made
         values, self._row_counts = _joined(outputs, "encode(params, chunk)")
         return values
@@ -144,7 +135,7 @@ class _EncoderStage:
             variables = [x.detach().requires_grad_() for x in self._arguments.variables]
             before = checkpoints.before(variables)
             with recording_writes():
-                returned = self._encode(*self._arguments.with_variables(variables), chunk)
+                returned = self._encode(*self._arguments.args_with(variables), chunk)
             recomputations.refuse(returned, before)
         outputs = read_losses(returned, scalar=False, returned=True)
         below = Subgraph(outputs.leaves)
@@ -152,7 +143,8 @@ class _EncoderStage:
         for variable in variables:
             self.is_differentiable |= captured.pop(id(variable), None) is not None
         self.captured |= captured
-        return _EncodedChunk(variables, outputs.leaves, outputs.spec, below)
+        values = pytree.unflatten(outputs.spec, detached(outputs.leaves))
+        return _EncodedChunk(variables, outputs.leaves, values, below)
 
     def _pass(self, run: _EncodedChunk, seeds: Sequence[Tensor]) -> list[Tensor | None]:
         eager_graph.refuse_nodes(map(type, run.below.nodes), "encode")
@@ -188,36 +180,32 @@ def staged_value_and_grads(
     """Return a function that differentiates a loss of a whole batch, at the memory of a chunk.
 
     For losses that couple the batch, such as contrastive ones, and for outputs too wide to exist
-    at once, such as the logits of a language model. The chunks are encoded without a graph, the
-    loss is differentiated with respect to their outputs, and each chunk is encoded again for its
-    part of the gradient: exactly that of `loss(encode(params, batch))` in which `encode` treats
-    chunks independently, up to rounding. The second run of a chunk draws the same random numbers
-    and leaves buffers as the first left them. If the call raises, the buffers of modules that
-    `encode` and `loss` refer to are as before.
+    at once, such as logits. The chunks are encoded without a graph, the loss is differentiated with
+    respect to their outputs, and each chunk is encoded again for its part of the gradient: that of
+    `loss(encode(params, batch))`, up to rounding, if `encode` treats chunks independently. The
+    second run draws the same random numbers, and buffers are as after one; if the call raises, as
+    before it.
 
     Example:
         >>> import torch, gradkit
         >>> def encode(params, x):
         ...     return torch.tanh(x @ params["w"])
         >>> def loss(embeddings):
-        ...     similarities = embeddings @ embeddings.T
-        ...     return torch.logsumexp(similarities, 1).mean()
+        ...     return torch.logsumexp(embeddings @ embeddings.T, 1).mean()
         >>> step = gradkit.func.staged_value_and_grads(encode, loss, chunk_size=2)
-        >>> value, grads = step({"w": torch.ones(3, 2)}, torch.eye(6, 3))
-        >>> grads["w"].shape
+        >>> step({"w": torch.ones(3, 2)}, torch.eye(6, 3))[1]["w"].shape
         torch.Size([3, 2])
 
     Args:
         encode: `encode(params, chunk)` returns a tree of real floating-point tensors, which are
-            concatenated along their first dimension. Or a tree of such functions, for several
-            towers, each of which encodes its part of the batch with its own number of samples.
-        loss: Takes what `encode` returned for the whole batch; if it has a second argument, the
-            params too, and if it has a third, the batch. It returns a tree of real losses of one
-            element each, with `has_aux` a pair of that and a tree of anything.
+            concatenated along their first dimension. Or a tree of such functions, towers, each of
+            which encodes its part of the batch, of its own size.
+        loss: Takes what `encode` returned for the whole batch, with a second argument the params,
+            with a third the batch. It returns losses as in `value_and_grads`.
         chunk_size: The number of samples that are encoded at once; None is all, and encodes once.
-        loss_chunk_size: The number of rows of what `encode` returned, and of the batch, that
-            `loss` takes at once, if the loss is a sum over them: its values are added. None is all.
-        has_aux: Whether `loss` returns something beside the losses.
+        loss_chunk_size: The number of rows of the outputs, and of the batch, that `loss` takes at
+            once, if it is a sum over them: its values are added. None is all.
+        has_aux: As in `value_and_grads`.
         weights: As in `value_and_grads`.
         create_graph: None: a derivative of the results raises `UnsupportedGraphError` when it is
             taken. False: the results are constants, and take one copy less.
@@ -229,7 +217,6 @@ def staged_value_and_grads(
         one such tree for each; what is no tensor in it is passed whole.
 
     Raises:
-        OptionError: An option has no such value, or `encode` or `loss` is not a function.
         StructureError: The batch has no tensors with one first dimension, or an output of `encode`
             has no dimension.
         UnsupportedGraphError: It is called inside a transform or under torch.compile; or a chunk
@@ -242,13 +229,13 @@ def staged_value_and_grads(
     """
     encoders, towers = pytree.flatten(encode)
     for index, encoder in enumerate(encoders):
-        check_function(encoder, pytree.path(towers, index, "encode"))
-    check_function(loss, "loss")
-    check_chunk_size(chunk_size)
-    check_chunk_size(loss_chunk_size, "loss_chunk_size")
-    check_bool("has_aux", has_aux)
+        options.check_function(encoder, pytree.path(towers, index, "encode"))
+    options.check_function(loss, "loss")
+    options.check_chunk_size(chunk_size)
+    options.check_chunk_size(loss_chunk_size, "loss_chunk_size")
+    options.check_bool("has_aux", has_aux)
     if create_graph is not None:
-        check_option("create_graph", create_graph, (False, None))
+        options.check_option("create_graph", create_graph, (False, None))
     loss_stage = _LossStage(loss, _arguments_of(loss), loss_chunk_size, has_aux, weights)
 
     def run(params: PyTree, batch: PyTree) -> Any:
@@ -270,7 +257,7 @@ def staged_value_and_grads(
         values, aux, cotangents, of_loss = loss_stage.run(*given, captured)
         total: list[Tensor | None] = [None] * len(arguments.variables)
         if of_loss is not None:  # which uses the params itself
-            total = arguments.params.per_variable(pytree.flatten(of_loss)[0])
+            total = arguments.per_variable(pytree.flatten(of_loss)[0])
         by_tower = pytree.flatten_up_to(towers, "encode", cotangents, "outputs")
         for stage, cotangent in zip(stages, by_tower, strict=True):
             for part in stage.grads(cotangent):

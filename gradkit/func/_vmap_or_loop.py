@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from enum import Enum
 from functools import partial
 from numbers import Number
@@ -13,21 +12,21 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradkit import errors
 from gradkit._compat.autograd import plain_recurrent_kernels
 from gradkit._compat.transforms import batched_like, level_of, transforms
-from gradkit._compat.undoing import undo_stack, undone
+from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.devices import is_capturing
-from gradkit._core.pytree import PyTree
+from gradkit._core.pytree import PyTree, Structure
 from gradkit._core.user_code import captured_by
 from gradkit._state import rng
 from gradkit._state.copy_on_write import CopyOnWrite, Kwargs, tensors_in
-from gradkit._state.module_state import alone_with, attributes_put_back
-from gradkit._state.rerun import attention_kernels, enable_attention_kernels
+from gradkit._state.module_state import modules_put_back
 from gradkit.errors import first_line, message, warn_fallback
-from gradkit.func._errors import RANDOM, refused_random
+from gradkit.func._errors import NOT_RANDOM, RANDOM
 
 _RECURRENT = frozenset(
     getattr(torch, name + of_cell)
@@ -49,14 +48,15 @@ class BatchableOps(CopyOnWrite):
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         """Run an operation, if it is one of these without the fused kernels."""
+        kernels: AbstractContextManager[object]
         if func in _RECURRENT:
-            with plain_recurrent_kernels():
-                return super().run(func, _with_batched_state(self.current(args)), kwargs)
-        # The other kernels have no second derivative.
-        if func in _ATTENTION and transforms().count("Grad") > 1:
-            with _plain_attention():
-                return super().run(func, args, kwargs)
-        return super().run(func, args, kwargs)
+            kernels, args = plain_recurrent_kernels(), _with_batched_state(self.current(args))
+        elif func in _ATTENTION and transforms().count("Grad") > 1:
+            kernels = sdpa_kernel(SDPBackend.MATH)  # the others have no second derivative
+        else:
+            return super().run(func, args, kwargs)
+        with kernels, INSIDE:
+            return super().run(func, args, kwargs)
 
 
 def _with_batched_state(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -71,38 +71,36 @@ def _with_batched_state(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return *args[:index], state, *args[index + 1 :]
 
 
-@contextmanager
-def _plain_attention() -> Iterator[None]:
-    kernels = attention_kernels()
-    with undone(partial(enable_attention_kernels, kernels)):
-        enable_attention_kernels([False, False, True, False])
-        yield
-
-
 R = TypeVar("R")
 Randomness: TypeAlias = Literal["error", "same", "different"]
 RANDOMNESS: tuple[Randomness, ...] = ("error", "same", "different")
 
 
-@dataclass(frozen=True)
+# Of a function of one sample, and the dimension of the batch in each tensor.
+OneByOne: TypeAlias = Callable[..., Callable[..., tuple[list[Any], list[Tensor]]]]
+
+
 class VmapOrLoop:
     """A vmapped call, and the loop that is run if torch.vmap fails at it."""
 
-    name: str  # what the warning calls it
-    fn: object  # the caller's function, with whatever it refers to
-    tensors: Sequence[object]  # on the devices whose random number generators it uses
-    randomness: Randomness
+    def __init__(self, name: str, fn: object, randomness: Randomness) -> None:
+        self._name = name  # what the warning calls it
+        self._fn = fn  # the caller's function, with whatever it refers to
+        self._randomness = randomness
+        self.is_loop = False
+        self._first_aux: object = None  # the structure of the first of a loop, and its constants
 
-    def run(self, batched: Callable[[], R], loop: Callable[..., R], aux: AuxOfEach) -> R:
+    def run(self, tensors: Sequence[object], batched: Callable[[], R], loop: Callable[..., R]) -> R:
         """Return what `batched` does; if torch.vmap fails, `loop(one_by_one=...)`, and warn."""
+        # The random number generators that it uses are those of the devices of `tensors`.
         if torch.compiler.is_compiling() or is_capturing():
             return batched()
-        captured = captured_by(self.fn)
+        captured = captured_by(self._fn)
         modules = [one for one in captured if isinstance(one, nn.Module)]
         modules = [one for one in modules if not isinstance(one, torch.jit.ScriptModule)]
-        own = rng.states_of(_generators(captured))
-        states = rng.states(self.tensors) + own
-        with _modules_put_back(modules):
+        own = rng.states_of(rng.generators(captured))
+        states = rng.states(tensors) + own
+        with modules_put_back(modules):
             try:
                 return batched()
             except errors.UnsupportedGraphError as error:
@@ -111,13 +109,46 @@ class VmapOrLoop:
                 if error.__cause__ is None or RANDOM in reason:
                     raise
         rng.restore(states)
-        aux.start_loop()
-        repeated = own if self.randomness == "same" else []
+        self.is_loop = True
+        repeated = own if self._randomness == "same" else []
         result = loop(one_by_one=partial(_one_by_one, modules, repeated))
-        if self.randomness == "error" and rng.differ(states):
-            raise refused_random()
-        warn_fallback(f"{self.name} fell back from torch.vmap to a loop: {reason}.")
+        if self._randomness == "error" and rng.differ(states):
+            raise errors.UnsupportedGraphError(message("fn", *NOT_RANDOM))
+        warn_fallback(f"{self._name} fell back from torch.vmap to a loop: {reason}.")
         return result
+
+    def check_aux(self, tree: PyTree) -> None:
+        """Raise if the aux of one in a loop cannot be stacked with those before it."""
+        if not self.is_loop:  # one call stands for all of a vmap
+            return
+        leaves, spec = pytree.flatten(tree)
+        constants = (Number, str, bytes, Enum)  # to be equal, not of one type alone
+        kinds = [
+            x.shape if isinstance(x, Tensor) else x if isinstance(x, constants) else type(x)
+            for x in leaves
+        ]
+        if self._first_aux is None:
+            self._first_aux = spec, kinds
+        elif self._first_aux != (spec, kinds):
+            expected = "tensors of one shape for all that are stacked, and equal constants"
+            fix = "return what differs as a tensor: loss.detach(), not loss.item()"
+            raise errors.StructureError(message("aux", expected, "ones that differ", fix))
+
+
+def _one_by_one(
+    modules: list[nn.Module], repeated: rng.States, fn: Callable[..., Any], dims: Sequence[int]
+) -> Callable[..., tuple[list[Any], list[Tensor]]]:
+    """Return what vmap does, for batches of one, each of which starts from the same state."""
+
+    def call(*tensors: Any) -> tuple[list[Any], list[Tensor]]:
+        pairs = zip(tensors, dims, strict=True)
+        rng.restore(repeated)
+        with modules_put_back(modules):
+            grads, others = fn(*(x.select(dim, 0) for x, dim in pairs))
+        stacked = [None if grad is None else grad.unsqueeze(0) for grad in grads]
+        return stacked, [other.unsqueeze(0) for other in others]
+
+    return call
 
 
 def require_dense(batch: Tensor, where: Callable[[], str]) -> None:
@@ -127,86 +158,31 @@ def require_dense(batch: Tensor, where: Callable[[], str]) -> None:
         raise errors.LeafTypeError(message(where(), "a dense batch", got, fix))
 
 
-def chunks(
-    tensors: Sequence[Any], dims: Sequence[int | None], count: int, size: int, randomness: str
-) -> Iterator[tuple[int, list[Any]]]:
-    """Yield where each chunk of a batch begins, and its tensors; all draw the "same" numbers."""
-    states = rng.states(tensors)
-    for start in range(0, count, size):
-        if randomness == "same":
-            rng.restore(states)
-        length = min(size, count - start)
-        pairs = zip(tensors, dims, strict=True)
-        yield start, [x if dim is None else x.narrow(dim, start, length) for x, dim in pairs]
+class Batch:
+    """A tree, some of whose tensors are batched."""
 
+    def __init__(
+        self, leaves: list[Any], dims: list[int | None], spec: Structure, size: int
+    ) -> None:
+        self.leaves, self._by_leaf, self._spec = leaves, dims, spec
+        self.size = size  # the number of samples
+        # The batched tensors, and the batch dimension of each.
+        self.tensors = [leaf for leaf, dim in zip(leaves, dims, strict=True) if dim is not None]
+        self.dims = tuple([dim for dim in dims if dim is not None])
 
-# Of a function of one sample, and the dimension of the batch in each tensor.
-OneByOne: TypeAlias = Callable[..., Callable[..., tuple[list[Any], list[Tensor]]]]
+    def tree(self, tensors: Iterable[Tensor]) -> PyTree:
+        """Return the tree with other tensors in place of the batched ones."""
+        rest, pairs = iter(tensors), zip(self.leaves, self._by_leaf, strict=True)
+        leaves = [leaf if dim is None else next(rest) for leaf, dim in pairs]
+        return pytree.unflatten(self._spec, leaves)
 
-
-def _one_by_one(
-    modules: list[nn.Module],
-    repeated: rng.States,
-    fn: Callable[..., Any],
-    dims: Sequence[int | None],
-) -> Callable[..., tuple[list[Any], list[Tensor]]]:
-    """Return what vmap does, for batches of one, each of which starts from the same state."""
-
-    def call(*tensors: Any) -> tuple[list[Any], list[Tensor]]:
-        pairs = zip(tensors, dims, strict=True)
-        rng.restore(repeated)
-        with _modules_put_back(modules):
-            grads, others = fn(*(x if dim is None else x.select(dim, 0) for x, dim in pairs))
-        stacked = [None if grad is None else grad.unsqueeze(0) for grad in grads]
-        return stacked, [other.unsqueeze(0) for other in others]
-
-    return call
-
-
-class AuxOfEach:
-    """Checks, in a loop, that what a function returns as aux can be stacked."""
-
-    def __init__(self) -> None:
-        self.is_loop = False
-        self._first: object = None
-
-    def start_loop(self) -> None:
-        """Expect the structure and the constants of the first sample of each of the others."""
-        self.is_loop, self._first = True, None
-
-    def check(self, tree: PyTree) -> None:
-        """Raise if the aux of one cannot be stacked with those before it."""
-        if not self.is_loop:  # one call stands for all of a vmap
-            return
-        leaves, spec = pytree.flatten(tree)
-        constants = (Number, str, bytes, Enum)  # to be equal, not of one type alone
-        kinds = [
-            x.shape if isinstance(x, Tensor) else x if isinstance(x, constants) else type(x)
-            for x in leaves
-        ]
-        if self._first is None:
-            self._first = spec, kinds
-        elif self._first != (spec, kinds):
-            expected = "tensors of one shape for all that are stacked, and equal constants"
-            fix = "return what differs as a tensor: loss.detach(), not loss.item()"
-            raise errors.StructureError(message("aux", expected, "ones that differ", fix))
-
-
-def _generators(captured: Iterable[object]) -> Iterator[torch.Generator]:
-    """Yield the generators of random numbers among some objects, and those that modules have."""
-    for one in captured:
-        if isinstance(one, torch.Generator):
-            yield one
-        elif isinstance(one, nn.Module):
-            parts = (vars(part).values() for part in one.modules())
-            yield from (x for values in parts for x in values if isinstance(x, torch.Generator))
-
-
-@contextmanager
-def _modules_put_back(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put back what a block assigns to modules: a buffer would be a tensor of the vmap."""
-    with undo_stack() as stack:
-        stack.enter_context(alone_with(*modules))
-        for module in modules:
-            stack.enter_context(attributes_put_back(module))
-        yield
+    def chunks(
+        self, tensors: Sequence[Tensor], size: int, randomness: Randomness
+    ) -> Iterator[tuple[int, list[Tensor]]]:
+        """Yield where each chunk begins, and its tensors; all draw the "same" numbers."""
+        states = rng.states(self.leaves)
+        for start in range(0, self.size, size):
+            if randomness == "same":
+                rng.restore(states)
+            length, pairs = min(size, self.size - start), zip(tensors, self.dims, strict=True)
+            yield start, [x.narrow(dim, start, length) for x, dim in pairs]

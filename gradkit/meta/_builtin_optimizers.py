@@ -13,23 +13,12 @@ from torch import Tensor
 from gradkit._compat.transforms import transforms
 from gradkit.errors import LeafTypeError, OptionError, describe, message
 from gradkit.meta import _optimizer
-from gradkit.meta._optimizer import (
-    Factor,
-    Hyper,
-    Optimizer,
-    Settings,
-    StateLists,
-    Tensors,
-    Updated,
-    combine,
-    optimizer_function,
-    select,
-)
+from gradkit.meta._optimizer import Factor, Hyper, Optimizer, Settings, StateLists, Tensors, Updated
 
 _COUNT: Mapping[str, Callable[[Tensor], Any]] = {"step": lambda leaf: 0}
 
 
-@optimizer_function
+@_optimizer.optimizer_function
 def sgd(
     lr: Hyper = 1e-3,
     *,
@@ -44,18 +33,15 @@ def sgd(
     Example:
         >>> import torch, gradkit
         >>> opt = gradkit.meta.sgd(lr=0.5)
-        >>> params = {"w": torch.tensor([1.0, 2.0])}
-        >>> state = opt.init(params)
-        >>> params, state = opt.step(params, {"w": torch.tensor([1.0, 1.0])}, state)
-        >>> params
-        {'w': tensor([0.5000, 1.5000])}
+        >>> w = torch.tensor([1.0, 2.0])
+        >>> opt.step(w, torch.tensor([1.0, 1.0]), opt.init(w))[0]
+        tensor([0.5000, 1.5000])
 
     Args:
         lr: The learning rate: a number, a tensor of one element, or a tree like params with one of
             these, or a tensor of the leaf's shape, for each leaf. So may every other number here.
         momentum: The decay of the momentum buffer.
-        dampening: 1 - dampening is the factor of the gradient in the momentum buffer, after the
-            first step.
+        dampening: 1 - this is the gradient's factor in the momentum buffer, after the first step.
         weight_decay: This times the parameter is added to the gradient.
         nesterov: Use Nesterov momentum, which needs a momentum and no dampening.
         maximize: Ascend instead of descend.
@@ -66,12 +52,11 @@ def sgd(
 
     Raises:
         OptionError: There is no such hyper-parameter, a number is negative (`dampening` may be), or
-            a flag is not a bool; from the first step, `nesterov` without a momentum, or with
-            dampening.
+            a flag is not a bool; or, in a step, `nesterov` does not fit.
 
     Source:
-        `torch.optim.SGD`, https://pytorch.org/docs/stable/generated/torch.optim.SGD.html. Its own
-        `differentiable=True` loses the gradient through the first momentum step; this keeps it.
+        `torch.optim.SGD`, https://pytorch.org/docs/stable/generated/torch.optim.SGD.html, whose
+        `differentiable=True` loses the gradient through the first momentum step.
     """
     hyper = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
     hyper |= {"nesterov": nesterov, "maximize": maximize}
@@ -106,14 +91,14 @@ def _momentum(
     if not started:
         return grads
     old = [buffer for buffer in buffers if buffer is not None]
-    share = combine(operator.sub, 1, select(dampening, started))
-    decayed = _optimizer.scale(old, select(momentum, started))
-    sums = _optimizer.add(decayed, select(grads, started), share)
+    share = _optimizer.combine(operator.sub, 1, _optimizer.select(dampening, started))
+    decayed = _optimizer.scale(old, _optimizer.select(momentum, started))
+    sums = _optimizer.add(decayed, _optimizer.select(grads, started), share)
     by_index = dict(zip(started, sums, strict=True))
     return [by_index.get(index, grad) for index, grad in enumerate(grads)]
 
 
-@optimizer_function
+@_optimizer.optimizer_function
 def adam(
     lr: Hyper = 1e-3,
     *,
@@ -134,21 +119,19 @@ def adam(
         (tensor([0.9000]), 1)
 
     Args:
-        lr: The learning rate; it and every other number may be a tensor or a tree, as in `sgd`.
+        lr: As in `sgd`; it and every other number may be a tensor or a tree.
         betas: The decays of the averages of the gradient and of its square.
         eps: Added to the square root of the second average.
-        weight_decay: This times the parameter is added to the gradient.
+        weight_decay: As in `sgd`.
         amsgrad: Divide by the largest second average so far.
-        maximize: Ascend instead of descend.
+        maximize: As in `sgd`.
 
     Returns:
-        An `Optimizer` whose values are those of `torch.optim.Adam`. Where a second average is
-        exactly 0 (a dead unit), the derivative of the update is taken as 0; torch's own
-        `differentiable=True` gives nan.
+        An `Optimizer` whose values are those of `torch.optim.Adam`. Where a second average is 0 (a
+        dead unit), so is the derivative of the update; torch's `differentiable=True` gives nan.
 
     Raises:
-        OptionError: There is no such hyper-parameter, a number is negative, a beta is not below 1,
-            or a flag is not a bool.
+        OptionError: As in `sgd`; or a beta is not below 1.
 
     Source:
         Kingma and Ba 2015, "Adam: A Method for Stochastic Optimization", algorithm 1,
@@ -158,7 +141,7 @@ def adam(
     return _make("adam", {**hyper, "maximize": maximize, "amsgrad": amsgrad})
 
 
-@optimizer_function
+@_optimizer.optimizer_function
 def adamw(
     lr: Hyper = 1e-3,
     *,
@@ -189,8 +172,7 @@ def adamw(
         An `Optimizer` whose values are those of `torch.optim.AdamW`; derivatives as in `adam`.
 
     Raises:
-        OptionError: There is no such hyper-parameter, a number is negative, a beta is not below 1,
-            or a flag is not a bool.
+        OptionError: As in `adam`.
 
     Source:
         Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2,
@@ -214,7 +196,7 @@ def _adam(
         raise _no_state_for(name, "amsgrad")
     if name == "adamw":
         if not _optimizer.is_zero(hyper["weight_decay"]):
-            shrinkage = combine(operator.mul, hyper["lr"], hyper["weight_decay"])
+            shrinkage = _optimizer.combine(operator.mul, hyper["lr"], hyper["weight_decay"])
             params = _optimizer.descend(params, params, shrinkage)
         grads = _optimizer.ascent_as_descent(grads, hyper)
     else:
@@ -230,9 +212,13 @@ def _adam(
     elif "max_exp_avg_sq" in state:
         new["max_exp_avg_sq"] = state["max_exp_avg_sq"]
     first, second = _bias_correction(beta, steps), _bias_correction(beta_sq, steps)
-    roots = _optimizer.scale(_optimizer.sqrt(squares), combine(operator.pow, second, -0.5))
+    roots = _optimizer.scale(
+        _optimizer.sqrt(squares), _optimizer.combine(operator.pow, second, -0.5)
+    )
     direction = _divide_by_root(means, _optimizer.add_scalar(roots, hyper["eps"]), squares)
-    rate = combine(operator.mul, hyper["lr"], combine(operator.pow, first, -1.0))
+    rate = _optimizer.combine(
+        operator.mul, hyper["lr"], _optimizer.combine(operator.pow, first, -1.0)
+    )
     return _optimizer.descend(params, direction, rate), new
 
 
@@ -246,7 +232,7 @@ def _bias_correction(beta: Factor, steps: Sequence[int]) -> Factor:
     return [1 - b**step for b, step in zip(betas, steps, strict=True)]
 
 
-@optimizer_function
+@_optimizer.optimizer_function
 def rmsprop(
     lr: Hyper = 1e-2,
     *,
@@ -267,20 +253,19 @@ def rmsprop(
         tensor([0.8000])
 
     Args:
-        lr: The learning rate; it and every other number may be a tensor or a tree, as in `sgd`.
+        lr: As in `sgd`; it and every other number may be a tensor or a tree.
         alpha: The decay of the average of the squared gradient.
         eps: Added to its square root.
-        weight_decay: This times the parameter is added to the gradient.
-        momentum: The decay of the momentum buffer.
+        weight_decay: As in `sgd`.
+        momentum: As in `sgd`.
         centered: Subtract the square of the average gradient.
-        maximize: Ascend instead of descend.
+        maximize: As in `sgd`.
 
     Returns:
         An `Optimizer` whose values are those of `torch.optim.RMSprop`; derivatives as in `adam`.
 
     Raises:
-        OptionError: There is no such hyper-parameter, a number is negative, or a flag is not a
-            bool.
+        OptionError: As in `sgd`.
 
     Source:
         Tieleman and Hinton 2012, "Lecture 6.5: rmsprop"; Graves 2013 for `centered`,

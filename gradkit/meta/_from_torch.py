@@ -28,16 +28,9 @@ from gradkit._core import pytree
 from gradkit._core.call import check_bool, is_number
 from gradkit._state.grad_attribute import set_grad
 from gradkit.errors import describe, first_line, message
+from gradkit.meta import _optimizer
 from gradkit.meta._builtin_optimizers import adam, adamw, rmsprop, sgd
-from gradkit.meta._optimizer import (
-    Optimizer,
-    Settings,
-    StateLists,
-    Tensors,
-    Updated,
-    check_names,
-    safe_sqrt,
-)
+from gradkit.meta._optimizer import Optimizer, Settings, StateLists, Tensors, Updated
 
 OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
 
@@ -62,9 +55,8 @@ TorchState: TypeAlias = dict[str, Any]  # of one parameter, as torch's optimizer
 def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
     """Return a class of torch.optim as a pure optimizer.
 
-    SGD, Adam, AdamW and RMSprop are those of this package. Any other runs torch's own code on fresh
-    copies; gradients flow through it to parameters, gradients and state, where torch's class has
-    `differentiable=True`.
+    SGD, Adam, AdamW and RMSprop are those of this package. Any other runs torch's own code on
+    copies, differentiable where torch's class has `differentiable=True`.
 
     Example:
         >>> import torch, gradkit
@@ -84,9 +76,9 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
 
     Raises:
         OptionError: The class has no such argument, or refuses a number.
-        UnsupportedOptimizerError: The class cannot be a pure function, or a hyper-parameter
-            requires grad that torch would drop or get wrong. `step` raises it, too, when gradients
-            flow through a class without `differentiable=True`, or a subclass of SGD.
+        UnsupportedOptimizerError: The class cannot be a pure function, or torch would drop the
+            gradient of a hyper-parameter; in a step, if gradients flow through a class without
+            `differentiable=True`, or a subclass of SGD.
 
     Source:
         `torch.optim`, https://pytorch.org/docs/stable/optim.html
@@ -95,7 +87,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
     rule, name = _TorchRule(optimizer), optimizer.__name__
     hyper = {key: value for key, value in hyper.items() if key not in _IMPLEMENTATION}
     defaults = {key: value for key, value in rule.arguments.items() if key not in _IMPLEMENTATION}
-    check_names(name, hyper, defaults, f"from_torch(torch.optim.{name}, lr=0.1)")
+    _optimizer.check_names(name, hyper, defaults, f"from_torch(torch.optim.{name}, lr=0.1)")
     is_of_torch = optimizer.__module__.startswith("torch.optim.")  # others may take anything
     for key in (key for key in hyper if is_of_torch and isinstance(defaults[key], bool)):
         check_bool(key, hyper[key])
@@ -129,7 +121,10 @@ class _TorchRule:
     ) -> Updated:
         name = self.optimizer.__name__
         _check_hyper(name, hyper)
-        create_graph = _needs_graph((params, grads, state, dict(hyper)))
+        tensors = pytree.tensors((params, grads, state, dict(hyper)))
+        create_graph = in_jvp() or (not transforms() and any(map(is_dual, tensors)))
+        if not create_graph and torch.is_grad_enabled():
+            create_graph = differentiated() or any(x.requires_grad for x in tensors)
         # A subclass of SGD has torch's first momentum step, which drops its gradient [T4].
         is_sgd = issubclass(self.optimizer, torch.optim.SGD)
         if create_graph and (is_sgd or "differentiable" not in self.arguments):
@@ -240,13 +235,6 @@ class _TorchRule:
         return dict(opt.state[stand_in])
 
 
-def _needs_graph(inputs: Any) -> bool:
-    tensors = pytree.tensors(inputs)
-    if in_jvp() or (not transforms() and any(map(is_dual, tensors))):
-        return True  # whether or not gradients are enabled
-    return torch.is_grad_enabled() and (differentiated() or any(x.requires_grad for x in tensors))
-
-
 def _check_class(optimizer: object) -> None:
     is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
     name = optimizer.__name__ if isinstance(optimizer, type) else ""
@@ -294,7 +282,11 @@ def _check_hyper(name: str, hyper: Settings) -> None:
             if x.is_complex():
                 text = message(where, "a real number", describe(x), f"{key}.real")
                 raise errors.LeafTypeError(text)
-        learned = list(filter(_is_learned, pytree.tensors(value)))
+        learned = [
+            x
+            for x in pytree.tensors(value)
+            if x.requires_grad or is_differentiated_tensor(x) or is_dual(x)
+        ]
         if learned and key not in _DIFFERENTIABLE.get(name, ()):
             expected = (
                 "a number: torch drops the gradient of this hyper-parameter, or gets it wrong"
@@ -304,15 +296,11 @@ def _check_hyper(name: str, hyper: Settings) -> None:
             raise errors.UnsupportedOptimizerError(text)
 
 
-def _is_learned(x: Tensor) -> bool:
-    return x.requires_grad or is_differentiated_tensor(x) or is_dual(x)
-
-
 class _SafeSqrt(TorchFunctionMode):
     """Takes the derivative of a square root at 0 as 0, where torch's is infinite [T5]."""
 
     @leave_uncompiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.sqrt, Tensor.sqrt) and len(args) == 1 and not kwargs:
-            return safe_sqrt(args[0])
+            return _optimizer.safe_sqrt(args[0])
         return func(*args, **(kwargs or {}))

@@ -25,6 +25,7 @@ from gradkit._core.call import check_bool, check_function, check_option, is_posi
 from gradkit._core.graph import Subgraph
 from gradkit._core.leaf_arithmetic import same_values
 from gradkit._core.ownership import without_inference
+from gradkit._core.params import Params
 from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import hooks_made
 from gradkit._state.rerun import RerunState, recording_writes
@@ -32,13 +33,7 @@ from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import describe, message, warn_fallback
 from gradkit.func import _make_functional as checkpoints
 from gradkit.func._products import write_counts
-from gradkit.meta._inner_step import (
-    InnerParams,
-    read_inner_params,
-    read_loss,
-    refuse_captured,
-    runs_user_code,
-)
+from gradkit.meta._inner_step import read_inner_params, read_loss, refuse_captured, runs_user_code
 from gradkit.meta._optimizer import Tensors
 
 # Multiplies a vector, given as a list of tensors, by the matrix.
@@ -61,16 +56,13 @@ def implicit(
     """Return a function that minimizes an inner loss, and is differentiated at the minimum.
 
     Its gradient comes from the optimality condition, d inner_loss / d params = 0, and one linear
-    system with the inner Hessian: memory does not grow with the steps of the solver. It is exact at
-    a minimum; away from one it is as wrong as the solver's result.
+    system with the inner Hessian: exact at a minimum, whatever the steps of the solver.
 
     Example:
         >>> import torch, gradkit
         >>> def inner(w, scale):
         ...     return ((w - 3.0) ** 2 + scale * w**2).sum()
-        >>> def closed_form(w, scale):
-        ...     return 3.0 / (1 + scale) * torch.ones_like(w)
-        >>> find = gradkit.meta.implicit(closed_form, inner)
+        >>> find = gradkit.meta.implicit(lambda w, scale: 0 * w + 3.0 / (1 + scale), inner)
         >>> scale = torch.tensor(0.5, requires_grad=True)
         >>> w = find(torch.zeros(1), scale)
         >>> gradkit.value_and_grads(w.sum(), scale)
@@ -79,8 +71,7 @@ def implicit(
     Args:
         solver: `solver(params, outer)` returns params that minimize `inner_loss(params, outer)`, by
             any means; it is not differentiated. It gets copies of params, which require grad where
-            params do, and constants for outer, on which it must not write. Where params do, a
-            solver by torch.func that is to keep no graph runs under `torch.no_grad()`.
+            params do, and constants for outer, on which it must not write.
         inner_loss: One real element, twice differentiable, computed from its arguments alone.
         solve: How `H u = v` is solved, H being the inner Hessian: `"cg"`, conjugate gradients, for
             a positive definite H; `"neumann"`, a Neumann series with a step of one over the largest
@@ -89,23 +80,20 @@ def implicit(
         maxiter: The largest number of products with H in a solve.
         tol: The solve ends when the norm of the residual, relative to that of v, is below this.
         damping: This times the identity is added to H.
-        warn: Whether to compute the residual after a solve, which takes one more product with H
-            and waits for the device, and to give a `GradkitWarning` if it is not below `tol`. False
-            is for solves that are meant to be cut short.
+        warn: Whether to give a `GradkitWarning` if the residual, which takes one more product with
+            H and waits for the device, is not below `tol` after a solve.
 
     Returns:
         `find(params, outer)`, which returns what `solver` does, differentiable with respect to
-        `outer`. Params, where the solver starts, have no gradient; a frozen `nn.Parameter` stays as
-        it is.
+        `outer`. Params have no gradient; a frozen `nn.Parameter` stays as it is.
 
     Raises:
         OptionError: An option has no such value, or an argument is no function.
         StructureError: Raised by `find` if the solver returns another tree.
         UnsupportedGraphError: Raised by `find` if the inner loss uses a tensor from outside that
             requires grad, or a checkpoint that recomputes a module with its own parameters; if the
-            solver needs params that require grad, or writes on outer; and inside torch.func; by a
-            backward pass with `create_graph=True`, since the gradient cannot be differentiated
-            again.
+            solver needs params that require grad, or writes on outer; and inside torch.func; and by
+            a backward pass with `create_graph=True`.
 
     Source:
         Rajeswaran et al. 2019, "Meta-Learning with Implicit Gradients", equation (6),
@@ -165,7 +153,7 @@ def _check_tensors(params: Tensors, outer: Tensors) -> None:
         raise errors.LeafTypeError(message("params", "real tensors", "a complex one", fix))
 
 
-def _minimize(solver: Callable[..., PyTree], params: InnerParams, outer: PyTree) -> Tensors:
+def _minimize(solver: Callable[..., PyTree], params: Params, outer: PyTree) -> Tensors:
     """Return new tensors: the variables at the minimum."""
     # Copies: a solver may change its start in place, as an optimizer does.
     copies = [x.detach().clone().requires_grad_(x.requires_grad) for x in params.variables]
@@ -199,7 +187,7 @@ def _minimize(solver: Callable[..., PyTree], params: InnerParams, outer: PyTree)
 
 
 def _linear_solver(
-    method: str | TreeSolver, params: InnerParams, maxiter: int, tol: float
+    method: str | TreeSolver, params: Params, maxiter: int, tol: float
 ) -> LinearSolver:
     """Return the chosen solver, on lists of the variables; the caller's own is one of trees."""
     if not callable(method):
@@ -222,7 +210,7 @@ def _linear_solver(
     return solve
 
 
-def _read_direction(params: InnerParams, direction: PyTree, root: str) -> Tensors:
+def _read_direction(params: Params, direction: PyTree, root: str) -> Tensors:
     leaves = params.per_variable(pytree.flatten_up_to(params.spec, "params", direction, root))
     for leaf, tensor in zip(leaves, params.variables, strict=True):
         if not isinstance(leaf, Tensor) or leaf.shape != tensor.shape:
@@ -250,21 +238,17 @@ class _OptimalityCondition:
         self._state = RerunState([*minimum, *outer])
         at, by = _as_leaves(minimum), _as_leaves(outer)
         with torch.enable_grad(), self._state.first_run():
-            loss = self._first_loss(at, by)
+            hooks = hooks_made()
+            loss, below = self._loss(at, by)
+            # Now: what the backward pass could not differentiate.
+            refuse_captured("inner_loss", below, [*at, *by], self._state.made)
+            if runs_user_code(below, hooks):  # which may use more than the loss does
+                slope = Subgraph(_inner_gradient(loss, at, below))
+                refuse_captured("inner_loss", slope, [*at, *by], self._state.made)
         self._state.record_outputs([loss])
         if not any(x.requires_grad for x in outer):
             return minimum
         return list(_AtMinimum.apply(self, len(minimum), *minimum, *outer))  # type: ignore[no-untyped-call]
-
-    def _first_loss(self, at: Tensors, by: Tensors) -> Tensor:
-        """Return the loss; raise now for what the backward pass could not differentiate."""
-        hooks = hooks_made()
-        loss, below = self._loss(at, by)
-        refuse_captured("inner_loss", below, [*at, *by], self._state.made)
-        if runs_user_code(below, hooks):  # which may use more than the loss does
-            slope = Subgraph(_inner_gradient(loss, at, below))
-            refuse_captured("inner_loss", slope, [*at, *by], self._state.made)
-        return loss
 
     def _loss(self, at: Tensors, by: Tensors) -> tuple[Tensor, Subgraph]:
         before = checkpoints.before([*at, *by])

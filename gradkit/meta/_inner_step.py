@@ -25,49 +25,29 @@ from gradkit._checks.checked import ForwardMonitor
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import transforms
 from gradkit._compat.undoing import INSIDE
-from gradkit._core import pytree
-from gradkit._core.call import Losses, read_losses
+from gradkit._core import pytree, user_code
+from gradkit._core.call import Losses
 from gradkit._core.graph import Subgraph, edge
-from gradkit._core.params import Params, expand_params
+from gradkit._core.params import expand_params
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
-from gradkit._core.user_code import (
-    captured_by,
-    functions_alive,
-    hooks_made,
-    hooks_registered,
-    user_functions,
-)
 from gradkit._state.rerun import RerunState, recording_writes, what_first_run_made
 from gradkit._state.snapshot import Snapshot
 from gradkit.errors import describe, message
 from gradkit.func import _make_functional as checkpoints
-from gradkit.func._arguments import Arguments, read_arguments, refuse_sparse
-from gradkit.func._differentiate import LevelPasses, differentiate
+from gradkit.func._arguments import Arguments, read_arguments
+from gradkit.func._differentiate import LevelPasses, differentiate, parts_of, read_returned
 from gradkit.meta._builtin_optimizers import is_own_rule
 from gradkit.meta._optimizer import Optimizer, StateLists, Tensors, check_grads, update
 
 
-@dataclass(slots=True)
-class InnerParams(Params):
-    """Params whose variables an inner computation adapts; frozen parameters stay as they are."""
-
-    arguments: Arguments  # the same variables, of a function of one argument
-
-    def tree(self, tensors: Sequence[Tensor]) -> PyTree:
-        """Return params with these tensors in all places of the variables."""
-        return pytree.unflatten(self.spec, self.with_variables(tensors))
-
-
-def read_inner_params(tree: PyTree, *, dense: bool = False) -> InnerParams:
+def read_inner_params(tree: PyTree, *, dense: bool = False) -> Arguments:
     """Open and check params, of which none may be sparse if they are to be dense."""
     leaves, spec = expand_params(tree, "params")
-    arguments = read_arguments((pytree.unflatten(spec, leaves),), 0, "params")
+    params = read_arguments((pytree.unflatten(spec, leaves),), 0, "params")
     if dense:
-        refuse_sparse(arguments)
-    flat = arguments.params
-    facts = flat.no_subclasses, flat.only_leaves
-    return InnerParams(leaves, spec, flat.variables, flat.slots, "params", *facts, arguments)
+        params.refuse_sparse()
+    return params
 
 
 def raised_where_it_would_take(error: Exception, fn: Callable[..., Any], *args: Any) -> bool:
@@ -76,7 +56,7 @@ def raised_where_it_would_take(error: Exception, fn: Callable[..., Any], *args: 
     if isinstance(error, errors.GradkitError) or transforms():
         return False
     try:
-        with Snapshot(captured_by(fn), pytree.tensors(args)).restored():
+        with Snapshot(user_code.captured_by(fn), pytree.tensors(args)).restored():
             fn(*args)
     except Exception:
         return False
@@ -85,33 +65,25 @@ def raised_where_it_would_take(error: Exception, fn: Callable[..., Any], *args: 
 
 def read_loss(returned: PyTree, fn: str, *, has_aux: bool = False) -> tuple[Tensor, PyTree]:
     """Return the one loss, as a 0-dim tensor, and the aux that a function of the caller's gave."""
-    if has_aux and not (isinstance(returned, tuple) and len(returned) == 2):
-        expected, got = "(loss, aux), with has_aux=True", describe(returned)
-        raise errors.StructureError(message(fn, expected, got, "return loss, aux"))
-    tree, aux = returned if has_aux else (returned, None)
-    losses = read_losses(tree, scalar=True, returned=True, may_be_aux=not has_aux).leaves
-    if len(losses) != 1:
+    losses, aux = read_returned(returned, has_aux=has_aux, scalar=True, where=fn, loss="loss")
+    if len(losses.leaves) != 1:
+        got = f"{len(losses.leaves)} losses"
         fix = (
             "return their sum; or if this is (loss, aux), return the loss alone, or pass "
             "has_aux=True to a call that takes it"
         )
-        raise errors.NotScalarLossError(message(fn, "one loss", f"{len(losses)} losses", fix))
-    return losses[0].reshape(()), aux
+        raise errors.NotScalarLossError(message(fn, "one loss", got, fix))
+    return losses.leaves[0].reshape(()), aux
 
 
 def read_loss_and_buffers(
     returned: PyTree, buffers: PyTree, *, has_aux: bool
 ) -> tuple[Tensor, tuple[PyTree, PyTree]]:
     """Return the one loss, the next buffers and the aux that a function of the caller's gave."""
-    parts = ("loss", "buffers", "aux") if has_aux else ("loss", "buffers")
-    if not isinstance(returned, tuple) or len(returned) != len(parts):
-        expected, fix = f"({', '.join(parts)})", f"return {', '.join(parts)}"
-        where = "loss_fn(params, buffers, outer, batch)"
-        raise errors.StructureError(message(where, expected, describe(returned), fix))
-    loss, after, *aux = returned
+    names = ("loss", "buffers", "aux")[: 2 + has_aux]
+    loss, after, *aux = parts_of(returned, "loss_fn(params, buffers, outer, batch)", names)
     root, spec = "the buffers that loss_fn returned", pytree.flatten(buffers)[1]
-    leaves = pytree.flatten_up_to(spec, "buffers", after, root)
-    after = pytree.unflatten(spec, leaves)
+    after = pytree.unflatten(spec, pytree.flatten_up_to(spec, "buffers", after, root))
     return read_loss((loss, None), "loss_fn", has_aux=True)[0], (after, aux[0] if aux else None)
 
 
@@ -186,7 +158,7 @@ _ADVICE = {
 
 def runs_user_code(below: Subgraph, hooks: int) -> bool:
     """Return whether a pass may run a Function or hook; `hooks` were made before the run."""
-    return hooks_made() != hooks or bool(user_functions(below.kinds))
+    return user_code.hooks_made() != hooks or bool(user_code.user_functions(below.kinds))
 
 
 Grads = list[Tensor | None]
@@ -228,7 +200,7 @@ class InnerStep:
     """A step of an optimizer on an inner loss."""
 
     loss_fn: Callable[..., Any]
-    params: InnerParams
+    params: Arguments
     opt: Optimizer
     grad_transform: Callable[..., PyTree] | None
     is_learned: bool  # whether that also takes the outer variables, and the optimizer's state
@@ -273,10 +245,7 @@ class InnerStep:
     ) -> list[Any]:
         """Return the gradients of the variables that the caller's function makes of these."""
         params, root = self.params, "grad_transform(grads)"
-
-        def tree(values: list[Any]) -> PyTree:
-            return pytree.unflatten(params.spec, params.per_leaf(values))
-
+        tree = partial(params.unflatten, copy_ties=False)
         args = [tree(grads)]
         if self.is_learned:
             args += [outer, {name: tree(column) for name, column in state.items()}]
@@ -299,7 +268,7 @@ class InnerStep:
             variables = [
                 t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors
             ]
-            before, hooks = checkpoints.before(variables), hooks_made()
+            before, hooks = checkpoints.before(variables), user_code.hooks_made()
             with recording_writes(), ForwardMonitor(), INSIDE:
                 loss, aux = loss_fn(self.params.tree(variables))
             recomputations.refuse((loss, aux), before)
@@ -332,7 +301,7 @@ class InnerStep:
             variables = passes.variables
             return [passes.grads(losses.leaves, [None], variables, retain=create_graph)]
 
-        arguments = self.params.arguments.at((self.params.tree(tensors),))
+        arguments = self.params.at((self.params.tree(tensors),))
         option = None if create_graph else False
         out = differentiate(loss_fn, arguments, {}, run, has_aux=True, create_graph=option)
         grads = out.grads[0]
@@ -358,8 +327,8 @@ def _first_pass_of_two(
 
 def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -> Subgraph | None:
     """Check the graph of a step, and return it if its pass is to be guarded."""
-    alive = functions_alive()
-    if not loss.requires_grad or not (create_graph or any(alive) or hooks_registered()):
+    alive = user_code.functions_alive()
+    if not loss.requires_grad or not (create_graph or any(alive) or user_code.hooks_registered()):
         return None
     # Only this step: a walk through all steps before it would make the loop quadratic.
     nodes = [tensor.grad_fn or edge(tensor).node for tensor in variables]
@@ -368,9 +337,10 @@ def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -
         eager_graph.refuse_nodes(map(type, below.nodes.difference(below.stop)), "the inner loss")
     if create_graph:
         refuse_wrong_derivative(lambda: "the inner loss", variables, below, by_formula=True)
+    if user_code.hooks_registered() or (create_graph and holds_formulas(below)):
+        return below
     # Those that are alive may be the steps before this one.
-    runs_user_code = hooks_registered() or (alive.users and user_functions(below.kinds))
-    return below if runs_user_code or (create_graph and holds_formulas(below)) else None
+    return below if alive.users and user_code.user_functions(below.kinds) else None
 
 
 def run_recomputed(run: Steps, carry: Carry, inputs: StepInputs) -> StepOutputs:

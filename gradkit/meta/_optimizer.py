@@ -129,9 +129,9 @@ class Optimizer:
         hyper: Its hyper-parameters by name.
         entries: What the state holds for each leaf, and how an entry starts, from the leaf.
         rule: The update of a list of tensors that all have a gradient.
-        scalar_hyperparams: Whether the rule gets a hyper-parameter as it is, whatever it is, unless
-            it is a dict or a list; these, and otherwise all that is no number, are trees with one
-            value for each leaf, of which the rule gets a list.
+        scalar_hyperparams: Whether the rule gets a hyper-parameter as it is unless it is a dict or
+            a list; otherwise, all that is no number is a tree with one value for each leaf, of
+            which the rule gets a list.
         checks_ranges: Whether a number that torch.optim refuses raises `OptionError`: a negative
             one (but for `dampening`), or a beta of 1 or more. Tensors are not read.
     """
@@ -182,14 +182,13 @@ class Optimizer:
 
         Returns:
             New trees, which share no memory that could be written to with the old ones, and through
-            which gradients flow to params, grads, state and hyper-parameters. A leaf without a
-            gradient is the same tensor as before.
+            which gradients flow to all arguments. A leaf without a gradient is the same tensor.
 
         Raises:
             LeafTypeError: A leaf of params or grads is not a floating-point tensor, or is complex
                 where params are real; or a hyper-parameter is not a number or a tensor.
-            OptionError: There is no such hyper-parameter, a number is out of range, or a flag is
-                not a bool, or not one that the state was made for.
+            OptionError: A hyper-parameter is unknown, out of range, or not what the state was made
+                for.
             StructureError: The trees, or the shapes in them, do not match.
         """
         check_names(self.name, hyper, self.hyper, "opt.step(params, grads, state, lr=lr)")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -14,37 +13,19 @@ from torch.func import vmap
 
 from gradkit import errors, tree
 from gradkit._compat.transforms import recording_levels
+from gradkit._core import call as options
 from gradkit._core import pytree
-from gradkit._core.call import (
-    check_bool,
-    check_function,
-    check_option,
-    check_optional_bool,
-    is_positive_int,
-)
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_zero_derivatives
 from gradkit.distributed import all_reduce
 from gradkit.distributed._agreement import failures_reported, require_group
 from gradkit.errors import describe, message
-from gradkit.func._arguments import read_arguments
+from gradkit.func import _vmap_or_loop
+from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._differentiate import differentiate, gradient_of_the_sum
 from gradkit.func._errors import independent
-from gradkit.func._vmap_or_loop import (
-    RANDOMNESS,
-    AuxOfEach,
-    OneByOne,
-    Randomness,
-    VmapOrLoop,
-    chunks,
-    require_dense,
-)
-from gradkit.meta._inner_step import (
-    InnerParams,
-    raised_where_it_would_take,
-    read_inner_params,
-    read_loss,
-)
+from gradkit.func._vmap_or_loop import Batch, OneByOne, Randomness
+from gradkit.meta._inner_step import raised_where_it_would_take, read_inner_params, read_loss
 
 _STACK = "tasks=gradkit.tree.stack(tasks); or a loop over tasks that differ in size"
 _STACKED = "one tree, of tensors that have the tasks as a dimension"
@@ -66,10 +47,9 @@ def mean_value_and_grads(
 
     Equal, to rounding, to a loop over the tasks. They are vmapped, with every derivative taken
     inside the vmap: the other order is silently wrong in torch for normalizations with a weight.
-    Every task starts from the modules as they are, whose buffers (the statistics of batch norm, the
-    vectors of spectral norm) and other attributes are afterwards as before. What torch.vmap cannot
-    batch, such as `.item()`, is a loop, with a `GradkitWarning` that says why. torch.compile
-    does not compile this call.
+    Every task starts from the modules as they are, and their buffers and attributes are afterwards
+    as before. What torch.vmap cannot batch, such as `.item()`, is a loop, with a `GradkitWarning`
+    that says why. torch.compile does not compile this call.
 
     Example:
         >>> import torch, gradkit
@@ -83,54 +63,44 @@ def mean_value_and_grads(
 
     Args:
         meta_loss_fn: The meta-loss of one task, `meta_loss_fn(params, task)`, one real element;
-            usually an `unroll` and the loss on other data of the task. With `has_aux` a pair of
-            that and a tree.
-        params: The meta-learned parameters: a tree of tensors; a module stands for its named
-            parameters.
+            usually an `unroll` and the loss on other data of the task.
+        params: The meta-learned parameters, as in `unroll`.
         tasks: A tree of tensors, the tasks stacked.
         in_dims: The dimension of the tasks: an int, or a prefix tree of `tasks`, with None for
             tensors that all tasks share.
         tasks_at_once: The number of tasks in memory at a time; None is all. It changes the result
             by rounding only, but for what is drawn at random.
         has_aux: Whether `meta_loss_fn` returns `(loss, aux)`.
-        randomness: What random operations such as dropout do, as in `torch.vmap`: `"different"`
-            numbers for each task, the `"same"` for all, or `"error"`.
-        create_graph: As in `gradkit.func.value_and_grads`; False for a training step, whose
-            gradients are not differentiated again.
-        group: A process group of torch.distributed over whose ranks the tasks are divided, such as
-            `torch.distributed.group.WORLD`: each rank passes its own tasks, of any number, and
-            equal params. The means are over the tasks of all ranks, from one reduction. None is
-            this process alone.
+        randomness: As in `torch.vmap`: `"different"` for each task, `"same"`, or `"error"`.
+        create_graph: As in `gradkit.func.value_and_grads`; False for a training step.
+        group: A process group of torch.distributed, such as `torch.distributed.group.WORLD`: each
+            rank passes its own tasks, of any number, and equal params; the means are over the
+            tasks of all ranks. None is this process alone.
 
     Returns:
-        `(value, grads)`: a 0-dim tensor, and a tree like `params`, its leaves as in
-        `gradkit.func.value_and_grads`. With `has_aux`, `((value, aux), grads)`: the tensors of aux
-        stacked over the tasks, first in their shape; with `group`, those of this rank's tasks.
+        `(value, grads)`, or `((value, aux), grads)`: a 0-dim tensor, a tree like `params`, as in
+        `gradkit.func.value_and_grads`, and the tensors of aux, stacked over this rank's tasks.
 
     Raises:
         CollectiveError: With `group`: a rank has failed, is missing, or is too late.
-        DetachedLossError: The meta-loss does not depend on params.
-        LeafTypeError: A leaf, or the meta-loss, is no tensor that has a gradient.
-        NotScalarLossError: The meta-loss has not exactly one element.
-        OptionError: `in_dims`, `tasks_at_once`, `has_aux`, `randomness` or `create_graph` has no
-            such value.
-        StructureError: `in_dims` is no prefix of the tasks, or their sizes differ; or
-            `meta_loss_fn` returned no pair, with `has_aux`; or, in a loop, an aux that cannot be
-            stacked; or params differ between ranks.
-        UnsupportedGraphError: torch.func cannot enter the meta-loss, or gets it silently wrong; or
-            it writes on parts of a tensor from outside; or `group` inside a transform.
+        OptionError: An option has no such value.
+        StructureError: `in_dims` is no prefix of the tasks, or their sizes differ; or params differ
+            between ranks.
+        UnsupportedGraphError: The meta-loss writes on parts of a tensor from outside; or `group`
+            inside a transform.
+        GradkitError: As in `gradkit.func.value_and_grads`.
 
     Source:
         Finn et al. 2017, "Model-Agnostic Meta-Learning", algorithm 1,
         https://arxiv.org/abs/1703.03400
     """
-    check_function(meta_loss_fn, "meta_loss_fn")
-    check_bool("has_aux", has_aux)
-    check_optional_bool("create_graph", create_graph)
-    if tasks_at_once is not None and not is_positive_int(tasks_at_once):
+    options.check_function(meta_loss_fn, "meta_loss_fn")
+    options.check_bool("has_aux", has_aux)
+    options.check_optional_bool("create_graph", create_graph)
+    if tasks_at_once is not None and not options.is_positive_int(tasks_at_once):
         expected, got = "a positive int or None", repr(tasks_at_once)
         raise errors.OptionError(message("tasks_at_once", expected, got, "tasks_at_once=None"))
-    check_option("randomness", randomness, RANDOMNESS)
+    options.check_option("randomness", randomness, _vmap_or_loop.RANDOMNESS)
     ranks = None if group is None else require_group(group, "gradkit.meta.mean_value_and_grads")
     with nullcontext() if ranks is None else failures_reported(ranks):
         outer = read_inner_params(params)
@@ -145,12 +115,12 @@ def mean_value_and_grads(
                 got = f"a list of {len(tasks)}, of which meta_loss_fn takes each as a task"
                 raise errors.StructureError(message("tasks", _STACKED, got, _STACK)) from error
             raise
-    count: float | Tensor = batch.count
+    count: float | Tensor = batch.size
     if ranks is not None:
         names = list(map(outer.path, range(len(outer.variables))))
-        totals, count = _over_ranks(["value", *names], totals, batch.count, group)
+        totals, count = _over_ranks(["value", *names], totals, batch.size, group)
     value, *grads = totals
-    mean, mean_grads = value / count, outer.arguments.to_tree(tree.scale(grads, 1 / count))
+    mean, mean_grads = value / count, outer.to_tree(tree.scale(grads, 1 / count))
     return ((mean, aux) if has_aux else mean), mean_grads
 
 
@@ -172,37 +142,37 @@ def _sum_over_tasks(
     has_aux: bool,
     randomness: Randomness,
     create_graph: bool | None,
-    outer: InnerParams,
-    batch: _Tasks,
+    outer: Arguments,
+    batch: Batch,
     tasks_at_once: int | None,
 ) -> tuple[list[Tensor], PyTree]:
     """Return the sums of values and gradients over the tasks, and aux stacked."""
     put_back: list[Callable[[list[Tensor]], PyTree]] = []  # of aux, from the last trace
-    aux_of_each = AuxOfEach()
+    attempt = _vmap_or_loop.VmapOrLoop("mean_value_and_grads", meta_loss_fn, randomness)
     depend: list[bool] = []  # for each task of a loop, whether its loss depends on params
 
     def loss_and_aux(tensors: list[Tensor], task: PyTree) -> tuple[Tensor, PyTree]:
         returned = meta_loss_fn(outer.tree(tensors), task)
         loss, aux = read_loss(returned, "meta_loss_fn", has_aux=has_aux)
-        if aux_of_each.is_loop:
+        if attempt.is_loop:
             level = max(recording_levels(tensors[0]))
             depend.append(level in recording_levels(loss))
             if not depend[-1]:
                 loss = cast("Tensor", with_zero_derivatives([loss], tensors)[0])
         return loss, aux
 
-    def of_task(*parts: Any) -> tuple[list[Tensor], list[Tensor]]:
-        arguments = read_arguments((outer.variables, batch.rebuild(parts)), 0)
+    def of_task(*tensors: Any) -> tuple[list[Tensor], list[Tensor]]:
+        arguments = read_arguments((outer.variables, batch.tree(tensors)), 0)
         run_pass = partial(gradient_of_the_sum, may_be_aux=False)
-        options: Any = {"has_aux": True, "create_graph": create_graph, "batched": True}
-        one = differentiate(loss_and_aux, arguments, {}, run_pass, **options)
+        flags: Any = {"has_aux": True, "create_graph": create_graph, "batched": True}
+        one = differentiate(loss_and_aux, arguments, {}, run_pass, **flags)
         grads = arguments.grads_to_tree(one.grads[0], losses=one.values, refused=one.refused)
-        aux_of_each.check(one.aux)
+        attempt.check_aux(one.aux)
         tensors_of_aux, rebuild_aux = pytree.partition_tensors(one.aux)
         put_back[:] = [rebuild_aux]
         return [*one.values, *grads], tensors_of_aux
 
-    run = partial(batch.run, of_task, tasks_at_once, randomness)
+    run = partial(_run, batch, of_task, tasks_at_once, randomness)
 
     def loop(one_by_one: OneByOne) -> tuple[list[Tensor], list[Tensor]]:
         sums = run(one_by_one)
@@ -210,44 +180,34 @@ def _sum_over_tasks(
             raise independent("losses")
         return sums
 
-    tensors = [*outer.variables, *batch.parts]
-    attempt = VmapOrLoop("mean_value_and_grads", meta_loss_fn, tensors, randomness)
-    totals, tensors_of_aux = attempt.run(run, loop, aux_of_each)
+    totals, tensors_of_aux = attempt.run([*outer.variables, *batch.leaves], run, loop)
     return totals, put_back[0](tensors_of_aux)
 
 
-@dataclass(frozen=True)
-class _Tasks:
-    """The leaves of the tasks, and where each has its task dimension."""
-
-    parts: list[Any]
-    dims: list[int | None]
-    count: int
-    rebuild: Callable[[Any], PyTree]
-
-    def run(
-        self,
-        fn: Callable[..., tuple[list[Tensor], list[Tensor]]],
-        tasks_at_once: int | None,
-        randomness: Randomness,
-        one_by_one: OneByOne | None = None,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the sums over the tasks, and what is stacked."""
-        size = 1 if one_by_one else tasks_at_once or self.count
-        in_vmap = partial(vmap, in_dims=tuple(self.dims), randomness=randomness)
-        batched: Any = one_by_one(fn, self.dims) if one_by_one else in_vmap(fn)
-        totals: list[Tensor] = []
-        stacked: list[list[Tensor]] = []
-        for _, chunk in chunks(self.parts, self.dims, self.count, size, randomness):
-            each, others = batched(*chunk)
-            sums = [one.sum(0) for one in each]
-            totals = tree.add(totals, sums) if totals else sums
-            stacked.append(others)
-        # Copies: what does not depend on the task is one tensor, expanded.
-        return totals, [torch.cat(of_chunks) for of_chunks in zip(*stacked, strict=True)]
+def _run(
+    batch: Batch,
+    fn: Callable[..., tuple[list[Tensor], list[Tensor]]],
+    tasks_at_once: int | None,
+    randomness: Randomness,
+    one_by_one: OneByOne | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the sums over the tasks, and what is stacked."""
+    size = 1 if one_by_one else tasks_at_once or batch.size
+    batched: Any = vmap(fn, in_dims=batch.dims, randomness=randomness)
+    if one_by_one:
+        batched = one_by_one(fn, batch.dims)
+    totals: list[Tensor] = []
+    stacked: list[list[Tensor]] = []
+    for _, chunk in batch.chunks(batch.tensors, size, randomness):
+        each, others = batched(*chunk)
+        sums = [one.sum(0) for one in each]
+        totals = tree.add(totals, sums) if totals else sums
+        stacked.append(others)
+    # Copies: what does not depend on the task is one tensor, expanded.
+    return totals, [torch.cat(of_chunks) for of_chunks in zip(*stacked, strict=True)]
 
 
-def _read_tasks(tasks: PyTree, in_dims: PyTree) -> _Tasks:
+def _read_tasks(tasks: PyTree, in_dims: PyTree) -> Batch:
     """Open and check the tasks."""
     parts, spec = pytree.flatten(tasks)
     given = pytree.broadcast_prefix(in_dims, "in_dims", tasks, "tasks")
@@ -264,7 +224,7 @@ def _read_tasks(tasks: PyTree, in_dims: PyTree) -> _Tasks:
             expected = f"a tensor with the task dimension {dim!r}"
             fix = "give in_dims, with None for tensors that all tasks share"
             raise errors.OptionError(message(where, expected, describe(part), fix))
-        require_dense(part, partial(pytree.path, spec, index, "tasks"))
+        _vmap_or_loop.require_dense(part, partial(pytree.path, spec, index, "tasks"))
         sizes.setdefault(part.shape[dim], where)
     if len(sizes) != 1 or 0 in sizes:
         expected = "tensors with one number of tasks, at least one"
@@ -273,4 +233,4 @@ def _read_tasks(tasks: PyTree, in_dims: PyTree) -> _Tasks:
         fix = _STACK if isinstance(tasks, list | Iterator) else fix
         got = got or f"none in {describe(tasks)}"
         raise errors.StructureError(message("tasks", expected, got, fix))
-    return _Tasks(parts, dims, next(iter(sizes)), spec.unflatten)
+    return Batch(parts, dims, spec, next(iter(sizes)))

@@ -18,9 +18,9 @@ from gradkit._core.ownership import leave_inference_mode, without_inference
 from gradkit._core.pytree import PyTree
 from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import describe, message
+from gradkit.meta import _optimizer
 from gradkit.meta._inner_step import (
     Carry,
-    InnerParams,
     InnerStep,
     StepInputs,
     StepOutputs,
@@ -29,16 +29,7 @@ from gradkit.meta._inner_step import (
     run_recomputed,
     takes_outer_and_state,
 )
-from gradkit.meta._optimizer import (
-    Optimizer,
-    State,
-    Tensors,
-    initial_state,
-    read_settings,
-    read_state,
-    require_optimizer,
-    select,
-)
+from gradkit.meta._optimizer import Optimizer, State, Tensors
 
 Memory: TypeAlias = Literal["store", "recompute"] | int
 Run: TypeAlias = Callable[[Carry, StepInputs], StepOutputs]
@@ -85,9 +76,9 @@ def unroll(
 ) -> Adapted:
     """Return the parameters after some steps of an optimizer, differentiable through the steps.
 
-    Gradients of whatever is computed from the result flow to `params`, to `outer`, to the
-    hyper-parameters of `opt`, to `state`, to `buffers` and to the batches. If the call raises, the
-    buffers of modules that `loss_fn` refers to are as before.
+    Gradients flow to `params`, to `outer`, to the hyper-parameters of `opt`, to `state`, to
+    `buffers` and to the batches. If the call raises, the buffers of modules that `loss_fn` refers
+    to are as before.
 
     Example:
         >>> import torch, gradkit
@@ -102,9 +93,8 @@ def unroll(
 
     Args:
         loss_fn: The inner loss, `loss_fn(params, outer, batch)`: one real element, computed from
-            its arguments alone; with `has_aux` a pair of that and a tree. With `buffers` it is
-            `loss_fn(params, buffers, outer, batch)`, and returns `(loss, buffers)`; with both
-            `(loss, buffers, aux)`.
+            its arguments alone. With `buffers`, `loss_fn(params, buffers, outer, batch)` returns
+            `(loss, buffers)`.
         params: The initial parameters: a tree of tensors; a module stands for its named
             parameters. A tensor in two places is one variable. An `nn.Parameter` that does not
             require grad stays as it is, and so does what the loss does not reach.
@@ -113,24 +103,21 @@ def unroll(
         outer: A tree of outer variables.
         state: The optimizer's state before the first step; None is `opt.init(params)`.
         memory: `"store"` keeps the graph of every step, and is the fastest. `"recompute"` keeps
-            each step's parameters and batch, and runs the step again in the backward pass. An int n
-            keeps one set of parameters for n steps, and runs these again, and each of them once
-            more. Inside a torch.func transform everything is stored. The results differ by
-            rounding. Random numbers, and memory that a step writes to (the statistics of batch
-            norm), are as if it had run once; assigning to an attribute, or appending to a list,
-            happens again.
+            each step's parameters and batch, and runs the step again in the backward pass; an int n
+            keeps those of every n-th step, and runs each step twice more. Inside a torch.func
+            transform everything is stored. The results differ by rounding. Random numbers, and
+            memory that a step writes to, are as if it had run once; assigning to an attribute, or
+            appending to a list, happens again.
         first_order: Treat the inner gradients as constants, as FOMAML does. No graph of the inner
-            loss is kept, so that `values` and `buffers` are constants, too; they are not with a
-            `grad_transform` of three arguments, which `values` may be used to train.
-        grad_transform: A function `(grads)` on trees of gradients, applied before the optimizer,
-            such as clipping; or a function `(grads, outer, state)`, such as a learned optimizer,
-            which also gets the outer variables, and the optimizer's state before the step. It
-            must not change its arguments in place.
+            loss is kept, so that `values` and `buffers` are constants, too, unless
+            `grad_transform` takes three arguments: `values` may be used to train it.
+        grad_transform: A function `(grads)` of trees, such as clipping, applied before the
+            optimizer; or `(grads, outer, state)`, such as a learned optimizer, which also gets the
+            outer variables and the optimizer's state. It must not change its arguments.
         buffers: A tree that each step passes to the next, such as the statistics of batch norm:
-            `loss_fn` gets it, and returns the next one, of the same structure. Gradients flow
-            through it. None is no buffers.
+            `loss_fn` gets it, and returns the next, of the same structure. None is no buffers.
         trajectory: Whether to return the parameters after each step, which are then all kept.
-        has_aux: Whether `loss_fn` returns `(loss, aux)`.
+        has_aux: Whether `loss_fn` returns `(loss, aux)`, or `(loss, buffers, aux)`.
 
     Returns:
         An `Adapted`, with `params`, `state`, `values`, `aux`, `buffers` and `trajectory`.
@@ -141,15 +128,14 @@ def unroll(
         OptionError: An option has no such value.
         StructureError: There are no batches, or a tree does not fit.
         UnreachedParamError: The loss does not depend on params, or they hold nothing to adapt.
-        UnsupportedGraphError: A recomputed step uses tensors from outside that require grad; or
-            torch would get the derivative of a step silently wrong. At the end of a backward pass,
-            also if a recomputed step gave another result than before.
+        UnsupportedGraphError: A recomputed step uses tensors from outside that require grad, or
+            gave another result than before; or torch would get the derivative of a step wrong.
         UnsupportedOptimizerError: `opt` is not an optimizer of `gradkit.meta`.
 
     Source:
         Finn et al. 2017, "Model-Agnostic Meta-Learning", algorithm 1 and section 5.2 (first order),
-        https://arxiv.org/abs/1703.03400; Chen et al. 2016, "Training Deep Nets with Sublinear
-        Memory Cost", https://arxiv.org/abs/1604.06174, for the recomputation.
+        https://arxiv.org/abs/1703.03400; for the recomputation, Chen et al. 2016, "Training Deep
+        Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174
     """
     check_function(loss_fn, "loss_fn")
     is_named = isinstance(memory, str) and memory in ("store", "recompute")
@@ -159,7 +145,7 @@ def unroll(
     flags = {"first_order": first_order, "trajectory": trajectory, "has_aux": has_aux}
     for name, flag in flags.items():
         check_bool(name, flag)
-    require_optimizer(opt)
+    _optimizer.require_optimizer(opt)
     is_learned = takes_outer_and_state(grad_transform)
     has_buffers = buffers is not None
     enabled = torch.is_grad_enabled()
@@ -177,12 +163,15 @@ def unroll(
         _refuse_graphs([*inner.variables, *tensors])
         outer, data, state, hyper, buffers = rebuild(without_inference(tensors))
         if state is None:
-            by_leaf = initial_state(opt, inner.leaves)
+            by_leaf = _optimizer.initial_state(opt, inner.leaves)
         else:
-            by_leaf = read_state(opt, state, inner.leaves, inner.spec)
+            by_leaf = _optimizer.read_state(opt, state, inner.leaves, inner.spec)
         state_lists = {name: inner.per_variable(column) for name, column in by_leaf.items()}
         carry = Carry(without_inference(inner.variables), state_lists, buffers)
-        inputs = StepInputs(outer, _read_hyper(opt, hyper, inner), data)
+        first, movable = inner.first_leaf_of_variable, inner.per_leaf(inner.variables)
+        settings = _optimizer.read_settings(opt, hyper, movable, inner.spec, first)
+        settings = {name: _optimizer.select(value, first) for name, value in settings.items()}
+        inputs = StepInputs(outer, settings, data)
         options = {"create_graph": create_graph, "trajectory": trajectory}
         run, size = _segments(step, memory, **options)
         try:
@@ -246,12 +235,6 @@ def _refuse_graphs(tensors: list[Tensor]) -> None:
         raise errors.UnsupportedGraphError(text)
 
 
-def _read_hyper(opt: Optimizer, hyper: dict[str, Any], params: InnerParams) -> dict[str, Any]:
-    first, movable = params.first_leaf_of_variable, params.per_leaf(params.variables)
-    settings = read_settings(opt, hyper, movable, params.spec, first)
-    return {name: select(value, first) for name, value in settings.items()}
-
-
 def _segments(
     step: InnerStep, memory: Memory, *, create_graph: bool, trajectory: bool
 ) -> tuple[Run, int]:
@@ -261,7 +244,13 @@ def _segments(
         return partial(_stored, step, create_graph=create_graph), 1
     if memory == "recompute":
         return partial(run_recomputed, step), 1
-    return partial(run_recomputed, partial(_nested, step, trajectory=trajectory)), int(memory)
+
+    def nested(carry: Carry, inputs: StepInputs, *, create_graph: bool) -> StepOutputs:
+        # To differentiate a segment, each step is recomputed once more.
+        run = partial(run_recomputed, step) if create_graph else partial(step, create_graph=False)
+        return _loop(run, carry, inputs, 1, trajectory=trajectory)
+
+    return partial(run_recomputed, nested), int(memory)
 
 
 def _stored(
@@ -274,14 +263,6 @@ def _stored(
         if step.has_buffers:
             carry = carry._replace(buffers=pytree.map_tensors(Tensor.detach, carry.buffers))
     return StepOutputs(carry, losses, aux, between)
-
-
-def _nested(
-    step: InnerStep, carry: Carry, inputs: StepInputs, *, create_graph: bool, trajectory: bool
-) -> StepOutputs:
-    """Run the steps of a segment; to differentiate them, each is recomputed once more."""
-    run = partial(run_recomputed, step) if create_graph else partial(step, create_graph=False)
-    return _loop(run, carry, inputs, 1, trajectory=trajectory)
 
 
 def _loop(
