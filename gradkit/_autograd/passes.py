@@ -22,10 +22,10 @@ from gradkit._autograd.arrival_copies import (
     memory_address,
     without_shared_memory,
 )
-from gradkit._autograd.double_backward import differentiated_by_formula, refuse_undifferentiable
 from gradkit._autograd.engine import run_backward, run_batch, run_grad
 from gradkit._checks.checked import is_checked, step_monitor
 from gradkit._checks.eager_graph import check_call, refuse_donated
+from gradkit._checks.higher_derivatives import refuse_undifferentiable
 from gradkit._checks.modified_tensors import (
     grad_versions,
     refuse_modified,
@@ -57,6 +57,7 @@ from gradkit._core.pytree import PyTree, Structure
 from gradkit._core.results_without_graph import with_zero_derivatives
 from gradkit._core.user_code import functions_alive, hooks_registered
 from gradkit._state.grad_attribute import grads_put_back
+from gradkit._torch_bugs.node_formulas import differentiated_by_formula
 
 
 class ReleasePlan(NamedTuple):

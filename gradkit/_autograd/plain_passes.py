@@ -24,11 +24,10 @@ from gradkit._autograd.passes import (
 )
 from gradkit._checks.checked import open_monitors
 from gradkit._checks.eager_graph import check_backward_to_leaves
-from gradkit._checks.higher_derivatives import may_be_wrong
+from gradkit._checks.higher_derivatives import KINDS, may_be_wrong
 from gradkit._checks.modified_tensors import grad_versions, inputs_of_functions
 from gradkit._checks.reachability import require_reached
 from gradkit._checks.recomputations import refuse_other_tensors
-from gradkit._checks.special_points import KINDS
 from gradkit._compat.autograd import is_view, tensor_hooks
 from gradkit._compat.checkpoints import IDLE, RECOMPUTING
 from gradkit._compat.distributed import any_fully_sharded

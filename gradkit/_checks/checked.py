@@ -10,49 +10,20 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from gradkit._checks.op_monitor import (
-    active_monitors,
-    is_foreign,
-    name_of,
-    refuse_dropped,
-    run_by_eager_code,
-)
 from gradkit._checks.recomputed_values import recording
-from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.transforms import function_modes, remove_function_mode, slip_under_modes
 from gradkit._compat.undoing import undo_stack, undone
 from gradkit._core.user_code import register_own_hooks
+from gradkit._torch_bugs.monitor import ForwardMonitor
 from gradkit.errors import warn_fallback
-
-
-class ForwardMonitor(TorchFunctionMode):
-    """Gives operations whose first derivative torch gets wrong, or drops, a formula, or refuses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._blocks = 1  # that have not ended; torch.compile cannot trace a property here
-
-    @leave_uncompiled
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation; inside a call of gradkit.func, its own monitor sees to that."""
-        is_watched = self._blocks and torch.is_grad_enabled() and not active_monitors()
-        name = name_of(func) if is_watched else None
-        if name is not None:
-            return run_by_eager_code(name, func, args, kwargs or {})
-        result = func(*args, **kwargs) if kwargs else func(*args)
-        if is_watched and is_foreign(func) and not torch.compiler.is_compiling():
-            refuse_dropped(func, (args, kwargs), result)
-        return result
 
 
 class CheckedForward(ForwardMonitor):
@@ -80,7 +51,7 @@ class CheckedForward(ForwardMonitor):
             remove_function_mode(self)
 
 
-def checked_forward() -> CheckedForward:
+def _checked_forward() -> CheckedForward:
     """Return the monitor of this thread, or a new one."""
     mine = (mode for mode in function_modes() if isinstance(mode, CheckedForward))
     return next(mine, None) or CheckedForward()
@@ -96,17 +67,12 @@ class StepMonitor:
         self._returned: dict[int, ref[Tensor]] = {}
         self._began_idle: set[int] = set()  # the optimizers in whose step a closure may run
         self._warned = False
-        self._blocks: set[object] = set()
         self._handles: list[RemovableHandle] = []
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a block that uses it has not ended."""
-        return bool(self._blocks)
+        self.blocks: set[object] = set()  # that have not ended
 
     def enter_block(self, block: object) -> None:
         """Look at every step that an optimizer of this process takes, until the last block ends."""
-        self._blocks.add(block)
+        self.blocks.add(block)
         if self not in open_monitors:
             open_monitors.append(self)
         if not self._handles:
@@ -117,10 +83,10 @@ class StepMonitor:
 
     def leave_block(self, block: object) -> None:
         """Stop, if this is the last block; to leave one again does no harm."""
-        self._blocks.discard(block)
-        if not self._blocks and self in open_monitors:
+        self.blocks.discard(block)
+        if not self.blocks and self in open_monitors:
             open_monitors.remove(self)
-        while not self._blocks and self._handles:
+        while not self.blocks and self._handles:
             self._handles[-1].remove()
             self._handles.pop()
 
@@ -130,16 +96,20 @@ class StepMonitor:
         self._returned |= {id(v): ref(v) for v, grad in pairs if grad is not None}
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if _is_idle(optimizer):
+        if all(param.grad is None for param in _params(optimizer)):
             self._began_idle.add(id(optimizer))
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # A closure may have written the gradients, and a hook may have cleared them.
         began_idle = id(optimizer) in self._began_idle
         self._began_idle.discard(id(optimizer))
-        if self._warned or not began_idle or not _is_idle(optimizer):
+        params = list(_params(optimizer))
+        if self._warned or not began_idle or any(param.grad is not None for param in params):
             return
-        if any(self._has_returned(param) for param in _params(optimizer)):
+        noted = (self._returned.get(id(param)) for param in params)
+        if any(
+            one is not None and one() is param for one, param in zip(noted, params, strict=True)
+        ):
             self._warned = True
             warn_fallback(
                 f"{type(optimizer).__name__} has stepped with every .grad None, and changed "
@@ -148,14 +118,6 @@ class StepMonitor:
                 "max_norm= instead of clip_grad_norm_"
             )
 
-    def _has_returned(self, param: Tensor) -> bool:
-        noted = self._returned.get(id(param))
-        return noted is not None and noted() is param
-
-
-def _is_idle(optimizer: Optimizer) -> bool:
-    return all(param.grad is None for param in _params(optimizer))
-
 
 def _params(optimizer: Optimizer) -> Iterator[Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
@@ -163,10 +125,8 @@ def _params(optimizer: Optimizer) -> Iterator[Tensor]:
 
 _of_process = StepMonitor() if os.environ.get("GRADKIT_CHECKED", "0") not in ("", "0") else None
 _monitor = ContextVar("monitor", default=_of_process)
-if _of_process is not None:
-    _of_process.enter_block("GRADKIT_CHECKED")
-    checked_forward().enter_block("GRADKIT_CHECKED")
-    recording.enter_block("GRADKIT_CHECKED")
+for _watching in (_of_process, _checked_forward(), recording) if _of_process is not None else ():
+    _watching.enter_block("GRADKIT_CHECKED")
 
 
 @contextmanager
@@ -174,19 +134,18 @@ def checked() -> Iterator[None]:
     """Watch the forward pass, writes on gradients, and steps without gradients; slow.
 
     A hook, or the backward of a custom Function, that writes on the gradient it is given may spoil
-    that of another tensor, which torch hands the same memory. gradkit's eager calls refuse such a
-    gradient where they see that it was written on. Inside this context no two parts of a pass are
-    handed the same memory: each result is, bit for bit, what it is where hooks and Functions write
-    on copies. A `GradkitWarning` of the eager calls names each place that wrote: the hook or
-    function, its file and line. `backward_` stays what `.backward()` is.
+    that of another tensor, which torch hands the same memory. Inside this context no two parts of a
+    pass are handed the same memory: each result is, bit for bit, what it is where hooks and
+    Functions write on copies. A `GradkitWarning` of the eager calls names each place that wrote,
+    its file and line. `backward_` stays what `.backward()` is.
 
-    One more `GradkitWarning`, once, is for a loop of which only half was moved: `optimizer.step()`
-    runs with every `.grad` None, after gradkit has returned gradients of its parameters. Steps are
-    seen by hooks that all optimizers of the process run while the context is open.
+    Another one, once, is for a loop of which only half was moved: `optimizer.step()` runs with
+    every `.grad` None, after gradkit has returned gradients of its parameters. All optimizers of
+    the process are watched while the context is open.
 
-    The operations that this thread calls, the forward pass included, are seen one by one: those
-    whose first derivative torch gets wrong, or whose graph it drops (`torch.special.bessel_j0`),
-    are differentiated by a formula, or raise.
+    Operations that this thread calls, the forward pass included, whose first derivative torch gets
+    wrong, or whose graph it drops (`torch.special.bessel_j0`), are differentiated by a formula, or
+    raise.
 
     A checkpoint (`use_reentrant=False`) whose forward pass ran inside has to recompute the values
     that it had. Else, as after a step of an optimizer, or with random numbers of numpy, eager calls
@@ -225,7 +184,7 @@ def checked() -> Iterator[None]:
     if monitor is None:
         monitor = StepMonitor()
         _monitor.set(monitor)
-    block, watching = object(), (monitor, checked_forward(), recording)
+    block, watching = object(), (monitor, _checked_forward(), recording)
     with undo_stack() as stack:
         for one in watching:
             stack.enter_context(undone(partial(one.leave_block, block)))
@@ -237,7 +196,7 @@ def checked() -> Iterator[None]:
 def is_checked() -> bool:
     """Return whether calls here hand each part of a pass memory of its own."""
     monitor = _monitor.get()
-    return monitor is not None and monitor.is_open
+    return monitor is not None and bool(monitor.blocks)
 
 
 def step_monitor() -> StepMonitor | None:

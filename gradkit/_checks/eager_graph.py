@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from sys import getrefcount
 
-from gradkit._checks import higher_derivatives, reachability, recomputations, special_points
+from gradkit._checks import higher_derivatives, reachability, recomputations
 from gradkit._checks.checked import open_monitors
 from gradkit._compat import distributed
 from gradkit._compat.checkpoints import IDLE, RECOMPUTING
@@ -31,7 +31,7 @@ def check_call(call: Call, allowed: Collection[str] = ()) -> None:
     else:
         higher_derivatives.refuse_inside_transforms(call)
         if any(call.functions) or call.unused == "error" or len(call.passes) > 1:
-            special_points.refuse_in_call(call)  # what looks at the graph for this, too
+            higher_derivatives.refuse_in_call(call)  # what looks at the graph for this, too
     below = call.graph.below
     if call.functions.refused and refusal_reasons(below(call.differentiated).kinds, allowed):
         for index in call.differentiated:

@@ -12,13 +12,13 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from gradkit._checks.checked import is_checked
-from gradkit._checks.special_functions import Reason
 from gradkit._compat.autograd import forward_line, sequence_number, tensor_hooks
 from gradkit._compat.nodes import WRITTEN_VIEW, changed_since_saved, names_of_nodes
 from gradkit._core import user_code
 from gradkit._core.call import Call
 from gradkit._core.graph import KEEP_HISTORY, Subgraph, edge, leaf_tensors
 from gradkit._core.params import Params
+from gradkit._torch_bugs.missing import Reason
 from gradkit.errors import UnsupportedGraphError, describe, message
 
 _EXPECTED = "saved tensors as they were in the forward pass"

@@ -13,10 +13,11 @@ from pprint import pformat
 
 import torch
 
-from gradkit._checks import wrong_derivatives_table
 from gradkit._compat.versions import release
+from gradkit._torch_bugs import swept
+from gradkit._torch_bugs.table import ROWS, Stack, stacks_of
 
-PATH = Path(wrong_derivatives_table.__file__)
+PATH = Path(swept.__file__)
 Versions = tuple[str, ...]
 Rows = dict[str, dict[str, Versions]]
 
@@ -89,6 +90,12 @@ def shortest(stacks: Iterable[str]) -> list[str]:
     return sorted(" ".join(s) for s in every if not any(o != s and holds(s, o) for o in every))
 
 
+def known_stacks(name: str) -> tuple[Stack, ...]:
+    """Return the transforms under which an operation is wrong: those swept, or all if it drops."""
+    dropped = [row.also for row in ROWS if row.drops and name in row.names.split()]
+    return (*chain(*dropped), *stacks_of(name))
+
+
 def holds(stack: Iterable[str], other: Iterable[str]) -> bool:
     """Return whether a stack holds the transforms of another one, in that order."""
     rest = iter(stack)
@@ -121,12 +128,11 @@ def write(found: Found, *, everything: bool) -> None:
     """Write the table, with what was found in the torch that is installed."""
     here = ".".join(map(str, release(torch.__version__)))
     kinds = {name: [order] for name, order in found.kinds().items()}
-    tables = wrong_derivatives_table
-    operations = merge(tables.OPERATIONS, here, found.operations(), everything=everything)
-    nodes = merge(tables.NODES, here, kinds, everything=everything)
-    swept = in_order({*tables.SWEPT, here})
+    operations = merge(swept.OPERATIONS, here, found.operations(), everything=everything)
+    nodes = merge(swept.NODES, here, kinds, everything=everything)
+    releases = in_order({*swept.SWEPT, here})
     text = [
-        f"SWEPT = {swept}\n",
+        f"SWEPT = {releases}\n",
         f"OPERATIONS = by_name({pformat(by_releases(operations), width=120)})\n",
         f"NODES = by_name({pformat(by_releases(nodes), width=120)})\n",
     ]

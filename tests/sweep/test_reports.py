@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradkit._checks.wrong_derivatives_table import NODES, OPERATIONS, SWEPT
 from gradkit._compat import versions
+from gradkit._torch_bugs.swept import NODES, OPERATIONS, SWEPT
 from tests.sweep import reports
 from tests.sweep.issues import ISSUES, NOT_REPORTED, derivatives
 

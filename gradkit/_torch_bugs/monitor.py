@@ -1,0 +1,425 @@
+"""Watches the operations of a function, and raises where torch would be silently wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NoReturn
+from weakref import WeakMethod, WeakSet
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from gradkit._compat.dynamo import functions_traced, leave_uncompiled
+from gradkit._compat.nodes import output_shape, saved, saved_or
+from gradkit._compat.transforms import (
+    BATCH,
+    DERIVATIVES,
+    FORWARD,
+    apply_function,
+    autograd_grad,
+    carries_graph,
+    carries_tangent,
+    differentiated,
+    differentiated_around,
+    forward_mode_on,
+    jvp_level,
+    layers,
+    level_of,
+    recording_levels,
+    transforms,
+    without_innermost_tangent,
+)
+from gradkit._compat.undoing import INSIDE, undone
+from gradkit._core import pytree
+from gradkit._core.graph import Subgraph
+from gradkit._state.copy_on_write import CopyOnWrite, is_in_place
+from gradkit._torch_bugs.table import (
+    ALIASES,
+    BY_FORMULA,
+    CALLS_OF_NODES,
+    EAGER,
+    FORMULAS,
+    REFUSED,
+    RESULT,
+    OpCall,
+)
+from gradkit.errors import UnsupportedGraphError, message
+
+_BACKWARD_PASS, _FUNCTION = "a backward pass", "a Function"
+_NAMES: dict[Any, str] = {
+    getattr(owner, alias): name
+    for alias, name in ALIASES.items()
+    for owner in (torch, Tensor, torch.linalg, torch.special, functional)
+    if hasattr(owner, alias)
+}
+_NAMES |= dict.fromkeys((torch.autograd.grad, autograd_grad), _BACKWARD_PASS)
+_NAMES[apply_function] = _FUNCTION
+# Of `**`, which torch.compile does not find among the keys of a dictionary.
+_POW, _IPOW = Tensor.__pow__, Tensor.__ipow__
+_IN_PLACE = {
+    getattr(owner, alias)
+    for alias in filter(is_in_place, ALIASES)
+    for owner in (torch, Tensor, torch.ops.aten)
+    if hasattr(owner, alias)
+}
+_FUNCTIONAL = {functional.batch_norm, functional.instance_norm}
+# An operator called as torch.ops.aten.add, or with its overload.
+_OPERATOR, _OVERLOAD = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
+_OF_TORCH = frozenset({"aten", "prim", "prims"})
+_WITHOUT_DERIVATIVE = "torch::autograd::WarnNotImplemented"
+
+_active = threading.local()
+
+
+def active_monitors() -> int:
+    """Return how many monitors note the operations of this thread."""
+    return getattr(_active, "count", 0)
+
+
+def name_of(func: Callable[..., Any]) -> str | None:
+    """Return the name of an operation with a bug, however it is called."""
+    name = _NAMES.get(func)
+    if name is None and (func is _POW or func is _IPOW):
+        return "pow"
+    # torch.ops.aten.name; an operator of the user's may have the same.
+    if name is None and isinstance(func, (_OVERLOAD, _OPERATOR)) and not _is_foreign(func):
+        packet = func.overloadpacket if isinstance(func, _OVERLOAD) else func
+        return ALIASES.get(packet.__name__)
+    return name
+
+
+class OpMonitor(TorchFunctionMode):
+    """Notes the operations of a function, and raises at those whose derivative would be wrong."""
+
+    # It sees what Python calls, and in `note_graph` what else a graph tells of: torch.jit.script,
+    # DisableTorchFunction and callbacks of torch's own functions leave nodes, too.
+
+    def __init__(self, *, per_sample: bool = False, writes: CopyOnWrite | None = None) -> None:
+        super().__init__()
+        self._per_sample = per_sample  # fn is for one sample: train-mode batch norm raises
+        self._writes = writes  # what fn writes on tensors from outside is written on copies
+        self._outer = transforms()
+        self.is_nested = bool(self._outer)
+        # Operations that are wrong if the backward pass is batched; if it is differentiated; if
+        # eager code differentiates the result.
+        self._wrong_batched: list[str] = []
+        self._wrong_derivative: list[str] = []
+        self._wrong_outside: list[str] = []
+        self._tangents_from = 0  # the level of a jvp around the function; 0 for none
+        self._level = 0  # that of the innermost transform around it
+
+    def noting(self) -> AbstractContextManager[object]:
+        """Return what notes the operations of a block."""
+        if torch.compiler.is_compiling():  # which would compile again for each count
+            functions_traced()
+            return self
+        return self._counted()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        if torch.is_grad_enabled():
+            self._tangents_from, self._level = jvp_level(), len(transforms())
+        before = active_monitors()
+        with undone(partial(setattr, _active, "count", before)), self, INSIDE:
+            _active.count = before + 1
+            yield
+
+    @leave_uncompiled
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, unless it has a known bug here."""
+        name = name_of(func)
+        constants = self._tangents_from and not torch.is_grad_enabled()
+        if name == _BACKWARD_PASS:
+            self.check()
+        elif name == _FUNCTION:
+            args = _with_differentiated_jvp(args), *args[1:]
+        elif name is not None:
+            is_functional, given = func in _FUNCTIONAL, (args, kwargs or {})
+            if name in BY_FORMULA:
+                given = self._current(given)
+            call = OpCall(*given, is_functional, transforms(), self._outer)
+            if name not in BY_FORMULA:
+                self._note(name, call)
+            elif not constants and _needs_formula(name, call):
+                value = _by_formula(name, func, call)
+                if not _is_in_place(func):
+                    return value
+                func, args, kwargs = Tensor.copy_, (args[0], value), {}
+        if constants and not (self._writes and self._writes.redirects(func, kwargs)):
+            args, kwargs = self._current((args, kwargs or {}))
+            return self._run_on_constants(func, args, kwargs)
+        if self._writes is not None:
+            if constants:  # what is written keeps its own tangents
+                args = (*args[:1], *pytree.map_tensors(self._constant, args[1:]))
+            result = self._writes.run(func, args, kwargs or {})
+        else:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        if _is_foreign(func) and not (constants or torch.compiler.is_compiling()):
+            _refuse_dropped(func, (args, kwargs), result)
+        return result
+
+    def _current(self, given: Any) -> Any:
+        """Return arguments with the copies of what the function has written on in their place."""
+        return given if self._writes is None else self._writes.current(given)
+
+    def _run_on_constants(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an operation under no_grad on tensors without tangents: a jvp does not heed it."""
+        name = getattr(func, "__name__", "")
+        if name in {"__set__", "register_hook"}:
+            return func(*args, **kwargs)
+        if name == "__get__":  # x.T and x.real are views of x; others are no tensors, or its own
+            result = func(*args, **kwargs)
+            is_view = isinstance(result, Tensor) and result is not args[0]
+            return self._constant(result) if is_view else result
+        given: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def constant(tensor: Tensor) -> Tensor:
+            cut = self._constant(tensor)
+            given[id(cut)] = cut, tensor
+            return cut
+
+        args, kwargs = pytree.map_tensors(constant, (args, kwargs))
+        result = func(*args, **kwargs)
+        # An operation in place, and one that has nothing to do, returns what it was given.
+        return pytree.map_tensors(lambda x: given[id(x)][1] if id(x) in given else x, result)
+
+    def _constant(self, tensor: Tensor) -> Tensor:
+        """Return a tensor without the tangents of the transforms around the function."""
+        # Not of one that the function has entered, whose own tangents count.
+        is_around = self._tangents_from <= level_of(tensor) <= self._level
+        return tensor.detach() if is_around else tensor
+
+    def _note(self, name: str, call: OpCall) -> None:
+        bug = REFUSED[name]
+        if name == "batch_norm" and self._per_sample and call.argument(5, "training"):
+            expected = "a function of one sample at a time"
+            got = "batch_norm in train mode, which mixes the samples of a batch, so that no sample "
+            got += "has a separate gradient"
+            fix = "module.eval(), or a GroupNorm in its place"
+            raise UnsupportedGraphError(message("per_sample_grads", expected, got, fix))
+        if bug.wrong_now(call):
+            _refuse(name)
+        if bug.wrong_batched(call):
+            self._wrong_batched.append(name)
+        if bug.wrong_derivative(call):
+            self._wrong_derivative.append(name)
+        if bug.wrong_now(call.differentiated_by_eager_code()):
+            self._wrong_outside.append(name)
+
+    def note_graph(self, losses: Sequence[Tensor]) -> None:
+        """Note the operations in the graph of some losses as if they had been called here."""
+        if torch.compiler.is_compiling():  # which shows no graph
+            return
+        for node in Subgraph(losses).nodes:
+            name, names = CALLS_OF_NODES.get(type(node).__name__, ("", {}))
+            if not name:
+                continue
+            arguments = {
+                argument: torch.empty(output_shape(node, 0), device="meta")
+                if kept is RESULT
+                else saved(node, kept)
+                for argument, kept in names.items()
+            }
+            if name == "batch_norm":
+                # instance_norm is a batch_norm of one sample that has all channels of all samples.
+                name = "instance_norm" if output_shape(node, 0)[0] == 1 else name
+                training = saved_or(True, node, "training")  # cuDNN's is that of training alone
+                arguments |= {"training": training, "use_input_stats": training}
+            self._note(name, OpCall((), arguments, False, transforms(), self._outer))
+
+    def check(self) -> None:
+        """Raise if a backward pass through the operations so far would be wrong."""
+        stack = transforms()
+        if BATCH in stack and self._wrong_batched:
+            _refuse(self._wrong_batched[0])
+        if differentiated_around(stack, BATCH) and self._wrong_derivative:
+            _refuse(self._wrong_derivative[0])
+
+    def check_derivative(self, losses: Sequence[Tensor]) -> None:
+        """Raise if a derivative that eager code takes of the losses' gradient would be wrong."""
+        self.note_graph(losses)
+        wrong = [*self._wrong_outside, *(self._wrong_derivative if BATCH in transforms() else ())]
+        if wrong:
+            _refuse(wrong[0])
+
+    def why_not_batched(self, loss: Tensor) -> str | None:
+        """Return why a vmapped backward pass from a loss would be wrong, or None if it is right."""
+        self.note_graph([loss])
+        wrong = list(self._wrong_batched)
+        if not DERIVATIVES.isdisjoint(self._outer):
+            wrong += self._wrong_derivative
+        if wrong:
+            return f"torch gets it silently wrong for {', '.join(dict.fromkeys(wrong))}"
+        got = "in a vmap around the call it would be a batch of batches, for which some rules of "
+        return f"{got}torch are silently wrong" if BATCH in self._outer else None
+
+
+class ForwardMonitor(TorchFunctionMode):
+    """Gives operations whose first derivative torch gets wrong, or drops, a formula, or refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._blocks = 1  # that have not ended; torch.compile cannot trace a property here
+
+    @leave_uncompiled
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation; inside a call of gradkit.func, its own monitor sees to that."""
+        is_watched = self._blocks and torch.is_grad_enabled() and not active_monitors()
+        name = name_of(func) if is_watched else None
+        if name == _FUNCTION:
+            args = _with_differentiated_jvp(args), *args[1:]
+        elif name is not None and name != _BACKWARD_PASS:
+            return _run_in_eager_code(name, func, args, kwargs or {})
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if is_watched and _is_foreign(func) and not torch.compiler.is_compiling():
+            _refuse_dropped(func, (args, kwargs), result)
+        return result
+
+
+def _run_in_eager_code(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation, by its formula where a first derivative of it would be wrong."""
+    if any(map(carries_graph, pytree.tensors((args, kwargs)))) or differentiated():
+        stack = transforms()
+        if DERIVATIVES.isdisjoint(stack):
+            stack = (EAGER, *stack)
+        call = OpCall(args, kwargs, func in _FUNCTIONAL, stack, ())
+        if (BY_FORMULA.get(name) or REFUSED[name]).wrong_now(call):
+            if name not in BY_FORMULA:
+                _refuse(name)
+            value = _by_formula(name, func, call)
+            return args[0].copy_(value) if _is_in_place(func) else value
+    return func(*args, **kwargs)
+
+
+def _is_foreign(func: Callable[..., Any]) -> bool:
+    """Return whether this is an operator that torch itself does not define."""
+    is_operator = isinstance(func, (_OPERATOR, _OVERLOAD))
+    return is_operator and str(func).partition(".")[0] not in _OF_TORCH
+
+
+def _refuse_dropped(func: Callable[..., Any], given: Any, result: Any) -> None:
+    """Raise if an operator has dropped a derivative of what it was given."""
+    # torch drops tangents without a word, and warns once of a backward pass.
+    outputs = [x for x in pytree.tensors(result) if x.is_floating_point() or x.is_complex()]
+    inputs = pytree.tensors(given) if outputs else []
+    nodes = [layer.grad_fn for output in outputs for layer in layers(output)]
+    is_cut = any(node is not None and node.name() == _WITHOUT_DERIVATIVE for node in nodes)
+    if torch.is_grad_enabled() and not any(map(carries_graph, outputs)):  # a kernel falls through
+        is_cut |= any(map(carries_graph, inputs))
+    if is_cut:
+        got = "one without an autograd kernel: torch takes its derivative as zero"
+        fix = "torch.library.register_autograd, or an Autograd kernel in C++"
+    elif any(map(carries_tangent, inputs)) and not any(map(carries_tangent, outputs)):
+        got = "one without a formula for forward mode: torch drops the tangent"
+        fix = "reverse mode: gradkit.value_and_grads(losses, params)"
+    else:
+        return
+    where, expected = f"torch.ops.{func}", "an operator whose derivative torch has"
+    fix += "; or, if the result is meant as a constant, give the operator x.detach()"
+    raise UnsupportedGraphError(message(where, expected, got, fix))
+
+
+def _needs_formula(name: str, call: OpCall) -> bool:
+    """Return whether a derivative of an operation would be wrong without its formula."""
+    bug = BY_FORMULA[name]
+    if bug.wrong_now(call):
+        return True
+    if not bug.wrong_now(call.differentiated_by_eager_code()):
+        return False
+    # Wrong if eager code differentiates what the transforms give; torch.compile cannot tell.
+    tensors = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
+    return torch.compiler.is_compiling() or any(0 in recording_levels(x) for x in tensors)
+
+
+def _by_formula(name: str, func: Any, call: OpCall) -> Any:
+    """Return the result of an operation by its formula; of one in place, what it is to write."""
+    if not _is_in_place(func):
+        return FORMULAS[name](func, *call.args, **call.kwargs)
+    written, *others = call.args
+    return FORMULAS[name](getattr(Tensor, name), written.clone(), *others, **call.kwargs)
+
+
+def _is_in_place(func: Any) -> bool:
+    return func is _IPOW or getattr(func, "overloadpacket", func) in _IN_PLACE
+
+
+def _refuse(name: str) -> NoReturn:
+    owners = torch, torch.linalg, torch.special
+    owner = next(owner.__name__ for owner in owners if hasattr(owner, name))
+    bug, expected = REFUSED[name], "an operation whose derivative torch gets right here"
+    got = f"{name}: {bug.what}"
+    raise UnsupportedGraphError(message(f"{owner}.{name}", expected, got, bug.fix))
+
+
+# The jvp of a user's Function is differentiated as the code that it is. torch switches forward mode
+# off while it runs one, and a jvp around it loses its own tangents there:
+# https://github.com/pytorch/pytorch/issues/197867
+def _with_differentiated_jvp(args: Sequence[Any]) -> Any:
+    """Return a Function, the first argument, whose jvp is differentiated where others need that."""
+    function, *given = args
+    stack = transforms()
+    if function in _made or FORWARD not in stack:
+        return function
+    is_differentiated = differentiated_around(stack, FORWARD) or any(
+        isinstance(x, Tensor) and 0 in recording_levels(x) for x in given
+    )
+    return _made_differentiable(function) if is_differentiated else function
+
+
+class DifferentiatedJvps(TorchFunctionMode):
+    """Sees the Functions that others call: in a jvp, a backward, a rule for vmap."""
+
+    @leave_uncompiled
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation."""
+        if func is apply_function:
+            args = _with_differentiated_jvp(args), *args[1:]
+        return func(*args, **kwargs or {})
+
+
+_made: WeakSet[Any] = WeakSet()
+
+
+def _made_differentiable(function: Any) -> Any:
+    """Return a Function that does the same, with forward mode on where torch switches it off."""
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        # The tangents of the level whose jvp is about to run are no part of what that computes.
+        given: dict[int, Any] = {}
+
+        def primal(tensor: Tensor) -> Tensor:
+            result = without_innermost_tangent(tensor)
+            given[id(result)] = tensor
+            return result
+
+        mark_dirty: Any = WeakMethod(ctx.mark_dirty)  # its node would else refer to itself
+        ctx.mark_dirty = lambda *xs: mark_dirty()(*[given.get(id(x), x) for x in xs])
+        with torch.enable_grad(), forward_mode_on(), DifferentiatedJvps(), INSIDE:
+            function.setup_context(ctx, pytree.map_tensors(primal, inputs), output)
+        given.clear()
+
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        with forward_mode_on(), DifferentiatedJvps(), INSIDE:
+            return function.jvp(ctx, *tangents)
+
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with DifferentiatedJvps(), INSIDE:
+                return method(*args)
+
+        return call
+
+    methods = {"setup_context": setup_context, "jvp": jvp, "backward": watched(function.backward)}
+    if function.vmap is not Function.vmap:
+        methods["vmap"] = watched(function.vmap)
+    members: dict[str, Any] = {name: staticmethod(method) for name, method in methods.items()}
+    members["__module__"] = function.__module__  # of the user's, as its nodes are
+    made = type(function)(function.__name__, (function,), members)
+    _made.add(made)
+    return made
