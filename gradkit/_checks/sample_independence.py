@@ -117,9 +117,13 @@ def permutation(node: Node) -> list[int]:
     return dims
 
 
+def _dims(node: Node, name: str, shape: Shape) -> set[int]:
+    return {dim % len(shape) for dim in saved_ints(node, name)}
+
+
 def _reduction(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
-    dims = {dim % len(shape) for dim in saved_ints(node, "dim")}
-    return batch.without(shape, dims, keepdim=saved_or(False, node, "keepdim"))
+    keepdim = saved_or(False, node, "keepdim")
+    return batch.without(shape, _dims(node, "dim", shape), keepdim=keepdim)
 
 
 def _stacked(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
@@ -132,20 +136,14 @@ def _stacked(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
 
 def _along(name: str) -> Follow:
     """Return where the samples lie if some dimensions are mixed, which a node has saved."""
-
-    def follow(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
-        return batch.aligned(shape, {dim % len(shape) for dim in saved_ints(node, name)})
-
-    return follow
+    return lambda node, batch, shape: batch.aligned(shape, _dims(node, name, shape))
 
 
 def _last(count: Callable[[Node], int]) -> Follow:
     """Return where the samples lie if the last dimensions are mixed."""
-
-    def follow(node: Node, batch: BatchDim, shape: Shape) -> BatchDim:
-        return batch.aligned(shape, range(len(shape) - count(node), len(shape)))
-
-    return follow
+    return lambda node, batch, shape: batch.aligned(
+        shape, range(len(shape) - count(node), len(shape))
+    )
 
 
 def _first(_: Node, batch: BatchDim, shape: Shape) -> BatchDim:
@@ -174,10 +172,6 @@ def _embedding(node: Node, batch: BatchDim, shapes: list[Shape | None]) -> Input
     return [None for _ in shapes]
 
 
-def _named(names: str, rule: BatchDimRule) -> dict[str, BatchDimRule]:
-    return dict.fromkeys(names_of_nodes(names), rule)
-
-
 _ELEMENTWISE = """
     Abs Add Add.1 Addcdiv Addcmul Alias Atan BinaryCrossEntropy BinaryCrossEntropyWithLogits Celu
     Clamp Clamp.1 ClampMax ClampMin Cos Cosh Div Div.1 Elu Erf Exp Expand Expm1 Gelu Hardsigmoid
@@ -186,6 +180,7 @@ _ELEMENTWISE = """
     Relu Rsqrt Rsub Rsub.1 Sigmoid Silu Sin Sinh SmoothL1Loss Softplus Sqrt Sub Sub.1 Tanh
     Threshold ToCopy Where
 """
+_TRANSPOSED = "T Transpose Permute"
 _VIEWS = "Clone ReshapeAlias Squeeze Squeeze.1 Squeeze.2 UnsafeView Unsqueeze View"
 _REDUCTIONS = "Amax Amin LinalgVectorNorm Logsumexp Max Mean.1 Min Norm.1 Prod.1 Std Sum.1 Var"
 _ALONG = "Cat Cumprod Cumsum Gather Glu LogSoftmax SafeSoftmax Slice Softmax Split SplitWithSizes"
@@ -199,29 +194,28 @@ _ATTENTION = """
 # Two or three dimensions at the end are mixed.
 _OF_TWO = f"{_ON_IMAGES.format('2D')} Tril Triu UpsampleBicubic2D UpsampleBilinear2D"
 _OF_THREE = f"{_ON_IMAGES.format('3D')} PixelShuffle"
-_RULES = {
-    **_named(_ELEMENTWISE, _each(lambda _, batch, shape: batch.broadcast(shape))),
-    **_named(_VIEWS, _each(lambda _, batch, shape: batch.viewed(shape))),
-    **_named("T Transpose Permute", _each(lambda n, b, shape: b.at(shape, permutation(n)[b.dim]))),
-    **_named(f"{_REDUCTIONS} Select Unbind", _each(_reduction)),
-    **_named("NllLoss NllLoss2D", _each(lambda _, batch, shape: batch.without(shape, {1}), 1)),
-    **_named("Stack", _each(_stacked)),
-    **_named(_ALONG, _each(_along("dim"))),
-    **_named("Flip", _each(_along("dims"))),
-    **_named("Convolution Mm Mv NativeGroupNorm", _each(_first, 1)),
-    **_named("Bmm", _each(_first, 2)),
-    **_named(_ATTENTION, _each(_last(lambda _: 2), 3)),
-    **_named("NativeBatchNorm", _each(_batch_norm, 1)),
-    **_named("NativeLayerNorm", _each(_last(lambda n: len(saved(n, "normalized_shape"))), 1)),
-    **_named("ConstantPadNd", _each(_last(lambda n: len(saved(n, "pad")) // 2))),
-    **_named(_OF_TWO, _each(_last(lambda _: 2))),
-    **_named(_OF_THREE, _each(_last(lambda _: 3))),
-    **_named("Addmm", _addmm),
-    **_named("Embedding", _embedding),
+_BY_NAMES: dict[str, BatchDimRule] = {
+    _ELEMENTWISE: _each(lambda _, batch, shape: batch.broadcast(shape)),
+    _VIEWS: _each(lambda _, batch, shape: batch.viewed(shape)),
+    _TRANSPOSED: _each(lambda node, batch, shape: batch.at(shape, permutation(node)[batch.dim])),
+    f"{_REDUCTIONS} Select Unbind": _each(_reduction),
+    "NllLoss NllLoss2D": _each(lambda _, batch, shape: batch.without(shape, {1}), 1),
+    "Stack": _each(_stacked),
+    _ALONG: _each(_along("dim")),
+    "Flip": _each(_along("dims")),
+    "Convolution Mm Mv NativeGroupNorm": _each(_first, 1),
+    "Bmm": _each(_first, 2),
+    _ATTENTION: _each(_last(lambda _: 2), 3),
+    "NativeBatchNorm": _each(_batch_norm, 1),
+    "NativeLayerNorm": _each(_last(lambda node: len(saved(node, "normalized_shape"))), 1),
+    "ConstantPadNd": _each(_last(lambda node: len(saved(node, "pad")) // 2)),
+    _OF_TWO: _each(_last(lambda _: 2)),
+    _OF_THREE: _each(_last(lambda _: 3)),
+    "Addmm": _addmm,
+    "Embedding": _embedding,
 }
-
-
-_TRANSPOSITIONS = frozenset(names_of_nodes("T Transpose Permute"))
+_RULES = {kind: rule for names, rule in _BY_NAMES.items() for kind in names_of_nodes(names)}
+_TRANSPOSITIONS = frozenset(names_of_nodes(_TRANSPOSED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +278,10 @@ def _number(node: Node, numbers: Mapping[int, int]) -> int:
 def _use(
     output: tuple[Node, int], operand: int, child: Node, batch: BatchDim, numbers: Mapping[int, int]
 ) -> SharedOperand:
-    transposed = type(child).__name__ in _TRANSPOSITIONS and permutation(child) == [1, 0]
+    transposed = type(child).__name__ in _TRANSPOSITIONS and permutation(child) == [
+        1,
+        0,
+    ]
     leaf = child.next_functions[0][0] if transposed else child
     if leaf is None or not is_leaf_node(leaf) or output[1] or hooked_tensors(output[0]):
         raise NotProvedError  # to read what a hook has may recompute a checkpoint

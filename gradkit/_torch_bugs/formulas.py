@@ -96,12 +96,7 @@ def embedding(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def linspace(
-    operation: Operation,
-    start: Tensor | float,
-    end: Tensor | float,
-    steps: int,
-    base: float | None = None,
-    **options: Any,
+    operation: Operation, start: Any, end: Any, steps: int, base: Any = None, **options: Any
 ) -> Tensor:
     """Return what torch.linspace and torch.logspace do: they drop the graph."""
     if base is None and "logspace" in operation.__name__:

@@ -41,8 +41,10 @@ from gradkit._core.graph import Subgraph
 from gradkit._state.copy_on_write import CopyOnWrite, is_in_place
 from gradkit._torch_bugs.table import (
     ALIASES,
+    BATCHED,
     BY_FORMULA,
     CALLS_OF_NODES,
+    DERIVATIVE_OF_BATCHED,
     EAGER,
     FORMULAS,
     REFUSED,
@@ -205,9 +207,9 @@ class OpMonitor(TorchFunctionMode):
             raise UnsupportedGraphError(message("per_sample_grads", expected, got, fix))
         if bug.wrong_now(call):
             _refuse(name)
-        if bug.wrong_batched(call):
+        if bug.wrong_in(BATCHED, call):
             self._wrong_batched.append(name)
-        if bug.wrong_derivative(call):
+        if bug.wrong_in(DERIVATIVE_OF_BATCHED, call):
             self._wrong_derivative.append(name)
         if bug.wrong_now(call.differentiated_by_eager_code()):
             self._wrong_outside.append(name)

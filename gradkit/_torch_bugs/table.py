@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ Condition: TypeAlias = Callable[[OpCall, Stack], bool]
 # Of a node, whether its pass has a graph, and whether torch then decomposes matrices: what an error
 # says came if torch is wrong for the values that the node has saved.
 Reader: TypeAlias = Callable[[Node, bool, bool], str | None]
-_BATCHED, _DERIVATIVE_OF_BATCHED = ("Grad", _PASS), ("Grad", "Grad", _PASS)
+BATCHED, DERIVATIVE_OF_BATCHED = ("Grad", _PASS), ("Grad", "Grad", _PASS)
 _FIRST: tuple[Stack, ...] = (("Grad",), ("Jvp",))
 RESULT = "the shape of the result"
 
@@ -100,17 +100,13 @@ class Defect:
         is_batched = not DERIVATIVES.isdisjoint(call.outer)
         return any(
             self.when(call, stack)
-            and (_holds(call.stack, stack) or (stack == _BATCHED and is_batched))
+            and (_holds(call.stack, stack) or (stack == BATCHED and is_batched))
             for stack in self.stacks
         )
 
-    def wrong_batched(self, call: OpCall) -> bool:
-        """Return whether a batched backward pass through the call is wrong."""
-        return _BATCHED in self.stacks and self.when(call, _BATCHED)
-
-    def wrong_derivative(self, call: OpCall) -> bool:
-        """Return whether the derivative of such a pass is wrong."""
-        return _DERIVATIVE_OF_BATCHED in self.stacks and self.when(call, _DERIVATIVE_OF_BATCHED)
+    def wrong_in(self, stack: Stack, call: OpCall) -> bool:
+        """Return whether the call is wrong in some transforms, one of `stacks`."""
+        return stack in self.stacks and self.when(call, stack)
 
 
 def _holds(stack: Stack, part: Stack) -> bool:
@@ -158,18 +154,6 @@ def _of_own_statistics(call: OpCall, stack: Stack, *, name: str, default: bool) 
     return bool(default if flag is None else flag) and _of_norm(call, stack)
 
 
-def _scatters_variables(call: OpCall, _: Stack) -> bool:
-    """Return whether as_strided_scatter is differentiated, by a transform or by eager code."""
-    tensors = call.argument(0, "input"), call.argument(1, "src")
-    return len(call.stack) > 1 or any(tensor.requires_grad for tensor in tensors)
-
-
-def _has_variable_values(call: OpCall, _: Stack) -> bool:
-    """Return whether the values of a sparse tensor are differentiated."""
-    values = call.argument(1, "values")
-    return isinstance(values, Tensor) and (values.requires_grad or "Jvp" in call.stack)
-
-
 def _reduces_wrongly(call: OpCall, _: Stack) -> bool:
     """Return whether the rule of scatter_reduce, or index_reduce, is wrong for some values."""
     reduce = call.argument(4, "reduce")
@@ -183,25 +167,26 @@ def _reduces_wrongly(call: OpCall, _: Stack) -> bool:
 def _where(got: str, is_wrong: Callable[[Any], Any], *, second: bool = False) -> Reader:
     """Return what tells of wrong values: for any derivative, or only for a second one."""
     return lambda node, create_graph, _: (
-        got if (create_graph or not second) and is_wrong(node).any() else None
+        got if (create_graph or not second) and is_wrong(node) else None
     )
 
 
-def _is_zeroth_power(node: Node) -> Tensor:
+def _has_zeroth_power(node: Node) -> bool:
+    # The slope with respect to the base loses the part that is linear in the exponent.
+    if any(below is None for below, _ in node.next_functions):
+        return False
     base, exponent = saved(node, "self").detach(), saved(node, "exponent").detach()
-    # Its slope with respect to the base loses the part that is linear in the exponent.
-    both = all(below is not None for below, _ in node.next_functions)
-    return formulas.is_zeroth_power(base, exponent) & both
+    return bool(formulas.is_zeroth_power(base, exponent).any())
 
 
-def _is_near_zero(node: Node) -> Tensor:
+def _is_near_zero(node: Node) -> bool:
     size = saved(node, "self").detach().abs()
-    return cast("Tensor", size < torch.finfo(size.dtype).eps ** 0.25)
+    return bool((size < torch.finfo(size.dtype).eps ** 0.25).any())
 
 
 _SHRINKS = _where(
     "a threshold of zero, at which torch gives a gradient of zero",
-    lambda node: (saved(node, "self").detach() == 0) & (saved(node, "lambd") == 0),
+    lambda node: saved(node, "lambd") == 0 and (saved(node, "self").detach() == 0).any(),
 )
 
 
@@ -255,7 +240,9 @@ _OF_DET = "192540 192521 196696 104675 80761"
 _dropped = partial(Defect, when=_may_vary, also=_FIRST, drops=True)
 # What torch's tracker has of them: https://github.com/pytorch/pytorch/issues/198017.
 ROWS = (
-    Defect("as_strided_scatter", fix="index_put, or torch.where", when=_scatters_variables),
+    Defect("as_strided_scatter", fix="index_put, or torch.where",
+           when=lambda call, _: len(call.stack) > 1 or any(
+               call.argument(*argument).requires_grad for argument in ((0, "input"), (1, "src")))),
     Defect("cdist", fix="(a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)",
            aliases="_cdist_forward", nodes={"CdistBackward0": {}}),
     Defect("index_fill", fix="torch.where, or index_put", aliases="index_fill_",
@@ -270,7 +257,9 @@ ROWS = (
            nodes={"RollBackward0": {"input": RESULT}}),
     Defect("select_scatter", nodes={"SelectScatterBackward0": {}},
            fix="torch.where, or index_put; or take the gradient inside the vmap"),
-    Defect("sparse_coo_tensor", fix=_DENSE, when=_has_variable_values),
+    Defect("sparse_coo_tensor", fix=_DENSE,  # whose values are differentiated
+           when=lambda call, _: isinstance(values := call.argument(1, "values"), Tensor) and (
+               values.requires_grad or "Jvp" in call.stack)),
 
     # --- matrices
     Defect("det", issues=_OF_DET, nodes={"LinalgDetBackward0": {}},  # if only the graph tells of it
@@ -326,11 +315,11 @@ ROWS = (
                _is_near_zero, second=True)}),
     Defect("pow", formula=formulas.pow, also=_FIRST, aliases="pow_", values={"PowBackward1": _where(
         "a power whose exponent is zero, whose second derivative torch gets silently wrong",
-        _is_zeroth_power, second=True)}),
+        _has_zeroth_power, second=True)}),
     Defect("float_power", formula=formulas.pow, also=_FIRST, aliases="float_power_"),
     Defect("polar", formula=formulas.polar, also=_FIRST, values={"PolarBackward0": _where(
         "polar of a radius of zero, for which torch gives a gradient of zero",
-        lambda node: saved(node, "result").detach() == 0)}),
+        lambda node: (saved(node, "result").detach() == 0).any())}),
     Defect("softshrink", formula=formulas.shrink, also=_FIRST,
            values={"SoftshrinkBackward0": _SHRINKS}),
     Defect("hardshrink", issues="80803", formula=formulas.shrink, also=_FIRST,
@@ -342,7 +331,7 @@ ROWS = (
            also=_FIRST, values={"BinaryCrossEntropyBackward0": _where(
                "binary_cross_entropy of a probability next to zero or one, for which torch gives "
                "too small a gradient",
-               lambda node: formulas.is_saturated(saved(node, "self").detach()))}),
+               lambda node: formulas.is_saturated(saved(node, "self").detach()).any())}),
     Defect("cosine_similarity", formula=formulas.cosine_similarity, also=_FIRST),
     # Closed: the difference of the modes is documented since.
     Defect("embedding", issues="93950", formula=formulas.embedding),

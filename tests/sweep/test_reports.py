@@ -11,6 +11,7 @@ import torch
 
 from gradkit._compat import versions
 from gradkit._torch_bugs.swept import NODES, OPERATIONS, SWEPT
+from tests.silently_wrong import _issues
 from tests.sweep import reports
 from tests.sweep.issues import ISSUES, NOT_REPORTED, derivatives
 
@@ -39,6 +40,13 @@ def is_seen(releases: tuple[str, ...]) -> bool:
 def test_every_row_of_the_table_has_an_issue_or_a_report(device: torch.device) -> None:
     assert ISSUES.keys() == derivatives().keys()
     assert set(NOT_REPORTED.values()) == {path.stem for path in FILES}
+
+
+def test_the_page_names_the_issues_of_the_table(device: torch.device) -> None:
+    """docs/silently_wrong.md has them by row; two are of hooks and of Functions."""
+    numbers = {link.rpartition("/")[2] for links in ISSUES.values() for link in links or ()}
+    on_page = {link.rpartition("/")[2] for link in _issues.ISSUES.values()}
+    assert on_page - {"193671", "197867"} <= numbers
 
 
 @here
