@@ -14,7 +14,7 @@ NEWEST: Release = (2, 15)  # the newest torch that all tests were run on
 
 # The first release in which the derivatives of an operation, or of a node of the graph, are not
 # silently wrong, or not missing. What is not here is in all of them; tests/sweep tries each that
-# was wrong. What raises where is by `_torch_bugs.swept`.
+# was wrong. What raises where is by `_torch_bugs/swept.json`.
 MENDED: dict[str, Release] = {
     "det": (2, 15),
     "slogdet": (2, 15),

@@ -2,14 +2,16 @@
 
 The monitor sees which operations are called, the check of graphs which nodes these leave; both look
 here. A new defect is a row, with its formula if it has one. Under which transforms it shows is in
-`swept`, which `python -m tests.sweep --write` writes.
+`swept.json`, which `python -m tests.sweep --write` writes.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import resources
 from typing import Any, TypeAlias
 
 import torch
@@ -29,8 +31,14 @@ from gradkit._compat.versions import is_seen
 from gradkit._core import pytree
 from gradkit._torch_bugs import formulas
 from gradkit._torch_bugs.special_functions import SPECIAL_FUNCTIONS
-from gradkit._torch_bugs.swept import NODES, OPERATIONS, SWEPT
 
+_swept = resources.files("gradkit._torch_bugs").joinpath("swept.json").read_text(encoding="utf-8")
+_found: dict[str, Any] = json.loads(_swept)
+SWEPT: list[str] = _found["releases"].split()  # the releases of torch that it was run on
+# Those in which operations are wrong, by the transforms around them ("Grad Jvp" is the derivative
+# of a jvp), and kinds of nodes, by the order of the derivative that `create_graph=True` gives.
+OPERATIONS: dict[str, dict[str, str]] = _found["operations"]
+NODES: dict[str, dict[str, str]] = _found["nodes"]
 Stack: TypeAlias = tuple[str, ...]  # transforms, from the outermost
 EAGER = "Grad"  # autograd, which is like a transform around all others
 _PASS = "+Vmap"  # a backward pass alone is batched
@@ -349,10 +357,14 @@ ROWS = (
 )  # fmt: skip
 
 
+def wrong_here(rows: Mapping[str, str]) -> list[str]:
+    """Return what the sweep has found wrong in this release: transforms, or orders."""
+    return [key for key, releases in rows.items() if is_seen(releases.split(), SWEPT)]
+
+
 def stacks_of(name: str) -> tuple[Stack, ...]:
     """Return the transforms under which the sweep has found an operation wrong in this release."""
-    rows = OPERATIONS.get(name, {}).items()
-    return tuple(tuple(stack.split()) for stack, seen in rows if is_seen(seen, SWEPT))
+    return tuple(tuple(stack.split()) for stack in wrong_here(OPERATIONS.get(name, {})))
 
 
 _every = [
@@ -377,9 +389,7 @@ CALLS_OF_NODES = {
 READERS = {node_type(kind): read for row in ROWS for kind, read in row.values.items()}
 
 # By the kind of node: of which order the derivative through it is wrong that eager passes record.
-WRONG_ORDER = {
-    k: order for k, orders in NODES.items() for order, at in orders.items() if is_seen(at, SWEPT)
-}
+WRONG_ORDER = {kind: order for kind, rows in NODES.items() for order in wrong_here(rows)}
 _BY_FUNC = "take all derivatives by gradkit.func, which differentiates its formula; or write that: "
 # If it is the second: of what, and what to write in its place. None of these is reported; the third
 # derivatives of normalizations are: 186256 and 175754.

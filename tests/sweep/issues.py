@@ -8,8 +8,7 @@ if a search of torch's tracker found none. Then there is a program to be reporte
 from __future__ import annotations
 
 from gradkit._torch_bugs.special_functions import SPECIAL_FUNCTIONS
-from gradkit._torch_bugs.swept import NODES, OPERATIONS
-from gradkit._torch_bugs.table import ROWS
+from gradkit._torch_bugs.table import NODES, OPERATIONS, ROWS
 
 Links = tuple[str, ...]
 

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from pprint import pformat
 
 import torch
 
+from gradkit import _torch_bugs
 from gradkit._compat.versions import release
-from gradkit._torch_bugs import swept
-from gradkit._torch_bugs.table import ROWS, Stack, stacks_of
+from gradkit._torch_bugs.table import NODES, OPERATIONS, ROWS, SWEPT, Stack, stacks_of
 
-PATH = Path(swept.__file__)
-Versions = tuple[str, ...]
-Rows = dict[str, dict[str, Versions]]
-
-MARK = "# Written by `python -m tests.sweep --write`: changes by hand are lost."
+PATH = Path(_torch_bugs.__file__).with_name("swept.json")
+Rows = dict[str, dict[str, str]]  # by name, and by transforms or orders: releases
 
 
 @dataclass
@@ -108,7 +103,7 @@ def merge(old: Rows, here: str, found: dict[str, list[str]], *, everything: bool
     rows: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name, row in old.items():
         for stack, versions in row.items():
-            rows[name][stack] |= set(versions) - gone
+            rows[name][stack] |= set(versions.split()) - gone
     for name, stacks in found.items():
         for stack in stacks:
             rows[name][stack].add(here)
@@ -119,32 +114,18 @@ def merge(old: Rows, here: str, found: dict[str, list[str]], *, everything: bool
     }
 
 
-def in_order(versions: Iterable[str]) -> Versions:
+def in_order(versions: Iterable[str]) -> str:
     """Return releases, the oldest first."""
-    return tuple(sorted(set(versions), key=release))
+    return " ".join(sorted(set(versions), key=release))
 
 
 def write(found: Found, *, everything: bool) -> None:
     """Write the table, with what was found in the torch that is installed."""
     here = ".".join(map(str, release(torch.__version__)))
     kinds = {name: [order] for name, order in found.kinds().items()}
-    operations = merge(swept.OPERATIONS, here, found.operations(), everything=everything)
-    nodes = merge(swept.NODES, here, kinds, everything=everything)
-    releases = in_order({*swept.SWEPT, here})
-    text = [
-        f"SWEPT = {releases}\n",
-        f"OPERATIONS = by_name({pformat(by_releases(operations), width=120)})\n",
-        f"NODES = by_name({pformat(by_releases(nodes), width=120)})\n",
-    ]
-    head = PATH.read_text(encoding="utf-8").partition(MARK)[0]
-    PATH.write_text("".join([head, MARK, "\n", *text]), encoding="utf-8")
-    subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", PATH], check=False)
-
-
-def by_releases(rows: Rows) -> dict[str, dict[str, str]]:
-    """Return the names by the releases and the stacks, as `by_name` reads them."""
-    names: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for name, row in rows.items():
-        for stack, versions in row.items():
-            names[" ".join(versions)][stack].append(name)
-    return {v: {s: " ".join(n) for s, n in sorted(row.items())} for v, row in sorted(names.items())}
+    rows = {
+        "operations": merge(OPERATIONS, here, found.operations(), everything=everything),
+        "nodes": merge(NODES, here, kinds, everything=everything),
+    }
+    releases = {"releases": in_order([*SWEPT, here])}
+    PATH.write_text(json.dumps(releases | rows, indent=1, sort_keys=True) + "\n", encoding="utf-8")
