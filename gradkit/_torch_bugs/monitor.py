@@ -149,10 +149,9 @@ class OpMonitor(TorchFunctionMode):
             if name not in BY_FORMULA:
                 self._note(name, call)
             elif not constants and _needs_formula(name, call):
-                value = _by_formula(name, func, call)
                 if not _is_in_place(func):
-                    return value
-                func, args, kwargs = Tensor.copy_, (args[0], value), {}
+                    return FORMULAS[name](func, *call.args, **call.kwargs)
+                func, args, kwargs = Tensor.copy_, (args[0], _value_in_place(name, call)), {}
         if constants and not (self._writes and self._writes.redirects(func, kwargs)):
             args, kwargs = self._current((args, kwargs or {}))
             return self._run_on_constants(func, args, kwargs)
@@ -294,8 +293,9 @@ def _run_in_eager_code(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if (BY_FORMULA.get(name) or REFUSED[name]).wrong_now(call):
             if name not in BY_FORMULA:
                 _refuse(name)
-            value = _by_formula(name, func, call)
-            return args[0].copy_(value) if _is_in_place(func) else value
+            if _is_in_place(func):
+                return args[0].copy_(_value_in_place(name, call))
+            return FORMULAS[name](func, *args, **kwargs)
     return func(*args, **kwargs)
 
 
@@ -339,15 +339,15 @@ def _needs_formula(name: str, call: OpCall) -> bool:
     return torch.compiler.is_compiling() or any(0 in recording_levels(x) for x in tensors)
 
 
-def _by_formula(name: str, func: Any, call: OpCall) -> Any:
-    """Return the result of an operation by its formula; of one in place, what it is to write."""
-    if not _is_in_place(func):
-        return FORMULAS[name](func, *call.args, **call.kwargs)
+def _value_in_place(name: str, call: OpCall) -> Tensor:
+    """Return what an operation in place is to write, by its formula."""
     written, *others = call.args
-    return FORMULAS[name](getattr(Tensor, name), written.clone(), *others, **call.kwargs)
+    value: Tensor = FORMULAS[name](getattr(Tensor, name), written.clone(), *others, **call.kwargs)
+    return value
 
 
 def _is_in_place(func: Any) -> bool:
+    """Return whether an operation that has a formula writes on its first argument."""
     return func is _IPOW or getattr(func, "overloadpacket", func) in _IN_PLACE
 
 
