@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from gradkit._checks.checked import compare_values, differs, has_values, what_changed
 from gradkit._checks.modified_tensors import nodes_by_loss, without_hint
-from gradkit._checks.recomputed_values import compare_values, differs, has_values, what_changed
 from gradkit._compat import checkpoints
 from gradkit._compat.checkpoints import Frame
 from gradkit._compat.nodes import (
