@@ -12,8 +12,16 @@ from pathlib import Path
 import torch
 
 from gradkit import _torch_bugs
-from gradkit._compat.versions import release
-from gradkit._torch_bugs.table import NODES, OPERATIONS, ROWS, SWEPT, Stack, stacks_of
+from gradkit._compat.versions import Release, release
+from gradkit._torch_bugs.table import (
+    NODES,
+    OPERATIONS,
+    ROWS,
+    SWEPT,
+    Stack,
+    stacks_of,
+    wrong_here,
+)
 
 PATH = Path(_torch_bugs.__file__).with_name("swept.json")
 Rows = dict[str, dict[str, str]]  # by name, and by transforms or orders: releases
@@ -89,6 +97,18 @@ def known_stacks(name: str) -> tuple[Stack, ...]:
     """Return the transforms under which an operation is wrong: those swept, or all if it drops."""
     dropped = [row.also for row in ROWS if row.drops and name in row.names.split()]
     return (*chain(*dropped), *stacks_of(name))
+
+
+def mended_in(name: str) -> Release | None:
+    """Return the first release in which an operation, or a kind of node, is not wrong any more."""
+    last = max(release(one) for row in (OPERATIONS | NODES)[name].values() for one in row.split())
+    return min((one for one in map(release, SWEPT) if one > last), default=None)
+
+
+def is_mended(name: str) -> bool:
+    """Return whether it is in the torch that is installed."""
+    rows = (OPERATIONS | NODES).get(name)
+    return rows is not None and not wrong_here(rows)
 
 
 def holds(stack: Iterable[str], other: Iterable[str]) -> bool:
