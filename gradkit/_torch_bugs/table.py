@@ -352,7 +352,8 @@ ROWS = (
     _dropped("normal", issues="4620", fix="mean + std * torch.randn_like(mean); or, if the sample "
              "is meant as a constant, give it mean.detach() and std.detach()"),
     _dropped("linspace logspace", formula=formulas.linspace),
-    *(_dropped(name, issues="189872" * name.startswith(("bessel", "modified")), formula=formula)
+    *(_dropped(name, formula=formula,
+               issues="189872" if name.startswith(("bessel", "modified")) else "")
       for name, formula in SPECIAL_FUNCTIONS.items()),
 )  # fmt: skip
 
