@@ -242,6 +242,7 @@ ROOMS = {
     "_autograd": "runs the engine",
     "tree": "arithmetic on gradients",
     "_checks": "raises on wrong, zero or local gradients",
+    "_torch_bugs": "what torch differentiates wrongly: a table",
     "_state": ".grad, random states, buffers: saved and restored",
     "_core": "inputs, the graph, ownership, pytrees",
     "_compat": "private names of torch",

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from gradkit._autograd.double_backward import refuse_undifferentiable
 from gradkit._checks.eager_graph import DONATED, freed_message, losses_freed
+from gradkit._checks.higher_derivatives import refuse_undifferentiable
 from gradkit._checks.modified_tensors import modified_message
 from gradkit._checks.recomputations import refuse_checkpoint_error
-from gradkit._checks.special_functions import missing_derivative
 from gradkit._compat.autograd import current_pass, function_mode_enabled, run_engine
 from gradkit._compat.distributed import full_tensor, is_dtensor
 from gradkit._compat.nodes import CHANGED
@@ -30,6 +29,7 @@ from gradkit._core.grad_recorder import any_observers, hidden_passes, observed_t
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._state.grad_attribute import grads_put_back, set_grads
 from gradkit._state.recomputed_tensors import recompute_hooks, recomputed_tensor_sources
+from gradkit._torch_bugs.missing import missing_derivative
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
 _TENSOR = frozenset({Tensor})

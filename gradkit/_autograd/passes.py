@@ -23,18 +23,19 @@ from gradkit._autograd.arrival_copies import (
     memory_address,
     without_shared_memory,
 )
-from gradkit._autograd.double_backward import differentiated_by_formula, refuse_undifferentiable
 from gradkit._autograd.engine import recording, run_backward, run_batch, run_grad
 from gradkit._checks.checked import is_checked, step_monitor
 from gradkit._checks.circumstances import (
     CREATES_GRAPH,
     GUARDED,
     OBSERVED,
+    RECORDED,
     RETAINED,
     USER_CODE,
     around,
 )
 from gradkit._checks.eager_graph import check_call, refuse_donated
+from gradkit._checks.higher_derivatives import refuse_undifferentiable
 from gradkit._checks.modified_tensors import (
     functions_below,
     grad_versions,
@@ -68,6 +69,7 @@ from gradkit._core.pytree import LEAF, PyTree, Structure
 from gradkit._core.results_without_graph import with_zero_derivatives
 from gradkit._core.user_code import functions_alive, user_code_may_run
 from gradkit._state.grad_attribute import grads_put_back
+from gradkit._torch_bugs.node_formulas import differentiated_by_formula
 
 
 class ReleasePlan(NamedTuple):
@@ -234,13 +236,15 @@ class PassRunner:
         call = self.call
         found = around(call) if call.around is None else call.around
         if not found & GUARDED:
-            return run_grad(self.call, outputs, variables, seeds, retain_graph=retain)
+            return run_grad(call, outputs, variables, seeds, retain_graph=retain)
         copied = self.look_for_hooks(variables)
         versions: dict[int, int] = {}
-        if copied or found & (OBSERVED | RETAINED):
-            grads, versions = self._captured_grads(outputs, seeds, variables, copied, retain=retain)
-        else:
-            grads = run_grad(self.call, outputs, variables, seeds, retain_graph=retain)
+        args = outputs, seeds, variables
+        with recording(call) if found & RECORDED else INSIDE, INSIDE:
+            if copied or found & (OBSERVED | RETAINED):
+                grads, versions = self._captured_grads(*args, copied, retain=retain)
+            else:
+                grads = run_grad(call, outputs, variables, seeds, retain_graph=retain)
         if found & USER_CODE and len(copied) < len(variables):
             versions |= grad_versions(variables, grads, copied)
         if versions:

@@ -1,7 +1,7 @@
 """What is refused, or warned of: most before the engine runs, some during a pass or after it.
 
-Before: `eager_graph`, `reachability`, `higher_derivatives`, `special_points`, `recomputations`.
-While a function, a pass or an optimizer's step runs: `op_monitor`, `checked`. After a pass:
+Before: `eager_graph`, `reachability`, `higher_derivatives`, `recomputations`. While a function, a
+pass or an optimizer's step runs: `checked`, and the monitor of `_torch_bugs`. After a pass:
 `modified_tensors`, and `reachability.require_reached`. The others hold what these look up, and
 `sample_independence` tells which rules may run.
 """

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial, reduce
 from operator import or_
 
-from gradkit._checks import higher_derivatives, reachability, recomputations, special_points
+from gradkit._checks import higher_derivatives, reachability, recomputations
 from gradkit._checks.circumstances import (
     CHECKPOINTS,
     CONSTANT,
@@ -64,7 +64,7 @@ def _refuse_incomplete(call: Call) -> None:
 def _refuse_special_points(call: Call) -> None:
     """Raise where torch is wrong for values that a node has saved: what walks the graph anyway."""
     if not call.create_graph:
-        special_points.refuse_in_call(call)
+        higher_derivatives.refuse_in_call(call)
 
 
 def _refuse_gathered(call: Call) -> None:

@@ -1,77 +1,84 @@
-"""Second and third derivatives that torch would get silently wrong, or does not have."""
+"""Passes through nodes whose derivative, or second derivative, torch gets wrong, drops or lacks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
-from gradkit._checks.differentiable_formulas import has_formula
-from gradkit._checks.special_functions import DIFFERENTIABLE, Reason, without_second
-from gradkit._checks.special_points import KINDS, refuse_special_points
-from gradkit._checks.wrong_derivatives_table import NODES, SWEPT
-from gradkit._compat.autograd import forward_class
+from gradkit._checks.checked import is_checked
+from gradkit._compat.autograd import current_pass, forward_class, sequence_number
 from gradkit._compat.distributed import is_dtensor
 from gradkit._compat.dynamo import COMPILED
-from gradkit._compat.nodes import DRAW_AFTER_SAVING, IN_EVAL_MODE, kind_of_node, names_of_nodes
-from gradkit._compat.transforms import is_differentiated_tensor
-from gradkit._compat.versions import is_mended, is_seen
+from gradkit._compat.nodes import DRAW_AFTER_SAVING, IN_EVAL_MODE, hooked_tensors, kind_of_node
+from gradkit._compat.transforms import (
+    clone_with_node,
+    in_dispatch_mode,
+    is_differentiated_tensor,
+    is_transform_tensor,
+    layers,
+    unbatched,
+)
+from gradkit._compat.undoing import undone
+from gradkit._compat.versions import is_mended
 from gradkit._core.call import Call
-from gradkit._core.graph import Subgraph
-from gradkit._core.user_code import user_functions
+from gradkit._core.graph import Subgraph, leaf_tensors, nodes_below
+from gradkit._core.user_code import Cotangents, register_own_hooks, remove_hooks, user_functions
+from gradkit._torch_bugs.missing import (
+    DIFFERENTIABLE,
+    WITHOUT_SECOND,
+    Reason,
+    no_second,
+    without_second,
+)
+from gradkit._torch_bugs.node_formulas import has_formula
+from gradkit._torch_bugs.table import READERS, SECOND, WRONG_ORDER
 from gradkit.errors import UnsupportedGraphError, message
 
-# By `kind_of_node`: of which order the derivative through such nodes is wrong.
-_WRONG: dict[str, str] = {
-    kind: order
-    for kind, by_order in NODES.items()
-    for order, seen in by_order.items()
-    if is_seen(seen, SWEPT)
-}
-# The kinds whose second derivative torch does not have, or did not: the operation, and what to do.
-# torch itself raises, but only once the derivative is taken.
-_ATTENTION = (
-    "scaled_dot_product_attention by a fused kernel",
-    "compute attention without it: attn_implementation='eager' for a model of transformers, or "
-    "`with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):` around the forward pass; or let "
-    "gradkit run that (gradkit.func.hvp and linearize, gradkit.meta.unroll)",
-)
-_FUSED_ATTENTION = """
-    FlashAttention EfficientAttention CudnnAttention ScaledDotProductFlashAttention
-    ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention
-    ScaledDotProductFlashAttentionForCpu ScaledDotProductFusedAttentionOverrideable
-"""
-_EVER_MISSING: dict[str, tuple[str, str]] = {
-    **dict.fromkeys(names_of_nodes(_FUSED_ATTENTION), _ATTENTION),
-    "CdistBackward0": ("cdist", "(a[..., :, None, :] - b[..., None, :, :]).norm(dim=-1)"),
-    "PdistBackward0": ("pdist", "take the norms of the differences: (a - b).norm(dim=-1)"),
-    "HardsigmoidBackward0": ("hardsigmoid", "write relu6(x + 3) / 6"),
-    "EmbeddingBagBackward0": ("embedding_bag", "add up what nn.functional.embedding gives"),
-    **dict.fromkeys(
-        names_of_nodes("CtcLoss CtcLoss.1 CudnnCtcLoss"),
-        ("ctc_loss", "leave it out of what is differentiated twice"),
-    ),
-    "MultiMarginLossBackward0": ("multi_margin_loss", "write it out in other operations"),
-    "MultilabelMarginLossBackward0": ("multilabel_margin_loss", "write it out"),
-    "SegmentReduceBackward0": ("segment_reduce", "use index_add, or scatter_reduce"),
-    "SparseMmReduceImplBackward0": ("torch.sparse.mm with reduce", "make the matrix dense"),
-    "CudnnRnnBackward0": (
-        "an RNN by cuDNN",
-        "run the forward pass under `with torch.backends.cudnn.flags(enabled=False):`",
-    ),
-}
-_MISSING = {kind: text for kind, text in _EVER_MISSING.items() if not is_mended(kind)}
+# The nodes whose derivative is wrong at some values of what they have saved.
+KINDS = frozenset(READERS)
 # The names of types: a part of what `kind_of_node` has.
 # The derivative of torch.compile's backward pass is a node that raises. It has no path to what the
 # function was computed from where that is not saved, and is left out then.
 # What draws after it has saved is looked at, too, which hooks of saved tensors may have spoiled.
-_REFUSED = {kind.removesuffix(IN_EVAL_MODE) for kind in _WRONG} | {COMPILED} | _MISSING.keys()
-_REFUSED |= {kind.__name__ for kind in KINDS | DRAW_AFTER_SAVING}  # for what they have saved
+_REFUSED = {kind.removesuffix(IN_EVAL_MODE) for kind in WRONG_ORDER} | WITHOUT_SECOND.keys()
+_REFUSED |= {COMPILED, *(kind.__name__ for kind in KINDS | DRAW_AFTER_SAVING)}
 _DTENSORS_ARE_WRONG = not is_mended("DTensor")
+
+
+def refuse_in_call(call: Call) -> None:
+    """Raise if a pass of a call goes through a node that is wrong for what it has saved."""
+    if not call.graph.below(call.differentiated).kinds & KINDS:
+        return
+    for group, params in call.passes:
+        for index in group:
+            nodes = call.graph.below([index]).leading_to(params.variables)
+            _refuse_values(partial(call.losses.path, index), nodes, create_graph=False)
+
+
+def _refuse_values(where: Callable[[], str], nodes: Iterable[Node], *, create_graph: bool) -> None:
+    """Raise if torch gets the derivative of a node wrong for the values that it has saved."""
+    # Below a dispatch mode, such as that of `checked`, torch decomposes matrices.
+    decomposes = in_dispatch_mode() or is_checked()
+    for node in nodes:
+        if type(node) not in KINDS or hooked_tensors(node):  # which may recompute much
+            continue
+        try:
+            got = READERS[type(node)](node, create_graph, decomposes)
+        except RuntimeError:  # freed, or changed in place, which torch says itself; or batched
+            continue
+        if got is not None:
+            expected = "an operation whose derivative torch gets right here"
+            fix = "compute it in a function that gradkit.func differentiates, or in a `with "
+            fix += "gradkit.checked():`"
+            raise UnsupportedGraphError(message(where(), expected, got, fix))
 
 
 def refuse_wrong_derivatives(call: Call) -> None:
@@ -106,7 +113,7 @@ def refuse_wrong_derivative(
     if not once and not may_be_wrong(below.kinds):
         return
     leading = below.leading_to(variables)
-    refuse_special_points(where, leading, create_graph=True)
+    _refuse_values(where, leading, create_graph=True)
     nodes = {
         kind_of_node(node): type(node)
         for node in leading
@@ -115,12 +122,30 @@ def refuse_wrong_derivative(
     for name, kind in sorted(nodes.items()):
         if kind in once:
             raise UnsupportedGraphError(undifferentiable_message(where(), kind))
-        if name in _WRONG:
-            raise UnsupportedGraphError(message(where(), *_wrong(name)))
-        if name in _MISSING:
-            raise UnsupportedGraphError(message(where(), *without_second(*_MISSING[name])))
-        if name == COMPILED and not user_functions([kind]):
-            raise UnsupportedGraphError(message(where(), *_OF_COMPILED))
+        reason = _reason(name)
+        if reason is not None and not (name == COMPILED and user_functions([kind])):
+            raise UnsupportedGraphError(message(where(), *reason))
+
+
+def _reason(name: str) -> Reason | None:
+    """Return what is wrong with the derivative through a kind of node, and what to do."""
+    if name == COMPILED:
+        fix = "leave out create_graph=True; call the module that is not compiled; or compile the "
+        fix += "function that takes all derivatives"
+        got = "a graph that torch.compile has compiled, whose derivative cannot be"
+        return DIFFERENTIABLE, got, fix
+    if name in WITHOUT_SECOND:
+        return without_second(*WITHOUT_SECOND[name])
+    order = WRONG_ORDER.get(name)
+    if order == "2":
+        operation, fix, *_ = SECOND.get(name, (name, "write it out in other operations"))
+        return no_second(f"{operation}, whose second derivative torch gets silently wrong", fix)
+    if order is None:
+        return None
+    got = f"a second derivative through {name.removesuffix('BackwardBackward0')}, whose third torch"
+    fix = "leave out create_graph=True, or an unroll inside of another, in the last call; or use "
+    fix += "group_norm or rms_norm, or write the norm out"
+    return f"{DIFFERENTIABLE} again", f"{got} gets silently wrong", fix
 
 
 def _is_once_differentiable(kind: Any) -> bool:
@@ -149,56 +174,93 @@ def undifferentiable_message(where: str, kind: type) -> str:
     return message(where, DIFFERENTIABLE, got, fix)
 
 
-_OF_COMPILED = (
-    DIFFERENTIABLE,
-    "a graph that torch.compile has compiled, whose derivative cannot be",
-    "leave out create_graph=True; call the module that is not compiled; or compile the "
-    "function that takes all derivatives",
-)
+@contextmanager
+def refuse_undifferentiable(where: Callable[[], str], below: Subgraph) -> Iterator[None]:
+    """Raise from a pass with a graph if a Function's gradients have no path to its cotangent."""
+    # Such a gradient, or derivative of one, would be taken for a constant, and what remains of the
+    # derivative would be returned. It is what once_differentiable, no_grad, detach() and a kernel
+    # that autograd does not know do, in whatever they are wrapped.
+    kinds = set(user_functions(below.kinds))
+    handles: list[RemovableHandle] = []
+    with undone(partial(remove_hooks, handles)):
+        for node in below.nodes if kinds else ():
+            if type(node) in kinds:
+                probe = _Probe(where, type(node), below)
+                handles += register_own_hooks(
+                    partial(node.register_prehook, probe.before),
+                    partial(node.register_hook, probe.after),
+                )
+        yield
 
 
-def way_out_of(operator: str) -> str | None:
-    """Return what to do without an operator of torch whose second derivative torch lacks."""
-    name = operator.strip("_").removesuffix("_forward").title().replace("_", "")
-    return _MISSING.get(f"{name}Backward0", (None, None))[1]
+# What made a cotangent that a Function gets, and the leaf below it if that is no one's.
+_Copy: TypeAlias = tuple[Node, Tensor | None]
 
 
-def _wrong(name: str) -> Reason:
-    if _WRONG[name] == "2":
-        operation, fix = _SECOND.get(name, (name, "write it out in other operations"))
-        got = f"{operation}, whose second derivative torch gets silently wrong"
-        fix = f"leave out create_graph=True; take unroll(..., first_order=True); or {fix}"
-        return DIFFERENTIABLE, got, fix
-    got = f"a second derivative through {name.removesuffix('BackwardBackward0')}, whose third torch"
-    fix = "leave out create_graph=True, or an unroll inside of another, in the last call; or use "
-    fix += "group_norm or rms_norm, or write the norm out"
-    return f"{DIFFERENTIABLE} again", f"{got} gets silently wrong", fix
+class _Probe:
+    """Hooks of a Function's node: it gets cotangents that only its own gradients can lead to."""
+
+    def __init__(self, where: Callable[[], str], kind: type, graph: Subgraph) -> None:
+        self._where, self._kind, self._graph = where, kind, graph
+        self._copies: dict[int, list[_Copy]] = {}  # by the number of the pass
+
+    def before(self, cotangents: Cotangents) -> Cotangents | None:
+        """Return copies of the cotangents, each with a node that made it."""
+        if not torch.is_grad_enabled():  # a pass in another thread
+            return None
+        copies = self._copies[current_pass()] = []
+        return tuple(_with_own_node(cotangent, copies) for cotangent in cotangents)
+
+    def after(self, grads: Cotangents, _: Cotangents) -> Cotangents | None:
+        """Raise if no gradient leads to a cotangent; detach those that lead to nothing else."""
+        copies = self._copies.pop(current_pass(), [])
+        if not copies:
+            return None
+        oldest = min(sequence_number(node) for node, _ in copies)
+        present = [unbatched(grad) for grad in grads if grad is not None]
+        if self._new_nodes(present, oldest).isdisjoint(node for node, _ in copies):
+            if any(map(_is_lost, present)):
+                raise UnsupportedGraphError(undifferentiable_message(self._where(), self._kind))
+            return None
+        leaves = [leaf for _, leaf in copies if leaf is not None]
+        for leaf in leaves:
+            leaf.requires_grad_(False)  # no later pass accumulates there
+        if not leaves:
+            return None
+        return tuple(
+            grad.detach() if grad is not None and self._is_constant(grad, oldest) else grad
+            for grad in grads
+        )
+
+    def _new_nodes(self, grads: list[Tensor], oldest: int) -> set[Node]:
+        """Return the nodes of gradients that are as new as the cotangents'."""
+        roots = [grad for grad in grads if grad.requires_grad]
+        return nodes_below(roots, self._graph.nodes, oldest)
+
+    def _is_constant(self, grad: Tensor, oldest: int) -> bool:
+        """Return whether a gradient leads to nothing but leaves that are no one's."""
+        new = self._new_nodes([grad], oldest)
+        ends = {node for one in new for node, _ in one.next_functions if node is not None}
+        leads_on = any(leaf.requires_grad for leaf in leaf_tensors(new).values())
+        return grad.requires_grad and ends <= new and not leads_on
 
 
-# By the kind of node: the operation, and what to write in its place.
-_SECOND = {
-    "WeightNormInterfaceBackward0": (
-        "weight_norm",
-        "take all derivatives by gradkit.func, which differentiates its formula; or write that: "
-        "g * v / torch.norm_except_dim(v, 2, dim)",
-    ),
-    "LogcumsumexpBackward0": (
-        "logcumsumexp, where a cotangent is zero,",
-        "take all derivatives by gradkit.func, which differentiates its formula; or write that: "
-        "torch.stack([x[: i + 1].logsumexp(0) for i in range(len(x))])",
-    ),
-    "SparseCooTensorWithDimsAndTensorsBackward0": (
-        "the values of a sparse tensor",
-        "make it dense: torch.zeros(size).index_put(tuple(indices), values, accumulate=True)",
-    ),
-    "GeneratedBackwardFor_torch_nn__linear_cross_entropy_batch_chunked_defaultBackward": (
-        "linear_cross_entropy in chunks",
-        "leave out its options",
-    ),
-    "CondAutogradOpBackward": ("torch.cond", "torch.where, or an if of Python"),
-    "ScanAutogradOpBackward": ("scan", "a loop of Python"),
-    "WhileLoopAutogradOpBackward": ("while_loop", "a loop of Python"),
-}
+def _with_own_node(cotangent: Tensor | None, copies: list[_Copy]) -> Tensor | None:
+    if cotangent is None or not (cotangent.is_floating_point() or cotangent.is_complex()):
+        return cotangent
+    copy = clone_with_node(cotangent)
+    node = unbatched(copy).grad_fn
+    if node is not None:
+        leaf = None
+        if not is_transform_tensor(cotangent) and not cotangent.requires_grad:
+            (leaf,) = leaf_tensors(child for child, _ in node.next_functions if child).values()
+        copies.append((node, leaf))
+    return copy
+
+
+def _is_lost(grad: Tensor) -> bool:
+    """Return whether no transform further out has recorded a gradient, either."""
+    return not any(layer.requires_grad for layer in [*layers(grad)][1:])
 
 
 def refuse_inside_transforms(call: Call) -> None:

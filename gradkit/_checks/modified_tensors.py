@@ -13,7 +13,6 @@ from torch.autograd.graph import Node
 
 from gradkit._checks.checked import is_checked
 from gradkit._checks.circumstances import USER_CODE, around
-from gradkit._checks.special_functions import Reason
 from gradkit._compat.autograd import forward_line, sequence_number, tensor_hooks
 from gradkit._compat.nodes import WRITTEN_VIEW, changed_since_saved, names_of_nodes
 from gradkit._core.call import Call
@@ -24,6 +23,7 @@ from gradkit._core.user_code import (
     most_nodes_of_users,
     user_functions,
 )
+from gradkit._torch_bugs.missing import Reason
 from gradkit.errors import UnsupportedGraphError, describe, message
 
 _EXPECTED = "saved tensors as they were in the forward pass"

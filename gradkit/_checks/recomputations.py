@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from gradkit._checks.checked import compare_values, differs, has_values, what_changed
 from gradkit._checks.modified_tensors import nodes_by_loss, without_hint
-from gradkit._checks.recomputed_values import compare_values, differs, has_values, what_changed
 from gradkit._compat import checkpoints
 from gradkit._compat.checkpoints import Frame
 from gradkit._compat.nodes import (
@@ -120,7 +121,10 @@ def _frames(nodes: Iterable[Node]) -> dict[Frame, Node]:
     complete: set[Frame] = set()
     waiting = checkpoints.frames_waiting()  # in this process; to ask a node takes microseconds
     for node in nodes:
-        for packed in _hooked(node):
+        packs: list[Any] = []
+        with suppress(RuntimeError):  # a pass has freed it: the engine says so
+            packs = hooked_tensors(node)
+        for packed in packs:
             frame = checkpoints.frame_of(packed.unpack_hook)
             if frame is not None and checkpoints.is_last_saved(frame, packed.data):
                 frames[frame] = node
@@ -136,13 +140,6 @@ def _frames(nodes: Iterable[Node]) -> dict[Frame, Node]:
                 frames[around] = frames[frame]
                 inner.append(around)
     return frames
-
-
-def _hooked(node: Node) -> list[Any]:
-    try:
-        return hooked_tensors(node)
-    except RuntimeError:  # a pass has freed it: the engine says so
-        return []
 
 
 def _loss_through(call: Call, node: Node) -> str | None:

@@ -12,15 +12,8 @@ Release: TypeAlias = tuple[int, int]
 FLOORS: dict[str, Release] = {"torch": (2, 11), "optree": (0, 14)}  # as in pyproject.toml
 NEWEST: Release = (2, 15)  # the newest torch that all tests were run on
 
-# The first release in which the derivatives of an operation, or of a node of the graph, are not
-# silently wrong, or not missing. What is not here is in all of them; tests/sweep tries each that
-# was wrong. What raises where is by `_checks.wrong_derivatives_table`.
+# The first release in which what is not swept is right; `_torch_bugs/swept.json` has the others.
 MENDED: dict[str, Release] = {
-    "det": (2, 15),
-    "slogdet": (2, 15),
-    "logdet": (2, 15),
-    **dict.fromkeys(("solve", "solve_ex", "tensorsolve", "eig", "eigvals"), (2, 15)),
-    "NativeBatchNormBackwardBackward0": (2, 14),  # raises at the third derivative
     **dict.fromkeys(("CdistBackward0", "PdistBackward0"), (2, 14)),  # had no second derivative
     "DTensor": (2, 12),  # the second derivative, where a pass redistributes
 }

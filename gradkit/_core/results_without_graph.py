@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from operator import is_not
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from gradkit._compat.autograd import current_pass, run_in_place_of_backward
 from gradkit._compat.transforms import is_of_ended_transform, layers, recording_levels, transforms
@@ -70,30 +69,27 @@ def _skip_functions_without_cotangents(below: Subgraph) -> None:
     for node in below.nodes if kinds else ():
         if type(node) in kinds and _GUARDED not in metadata(node):
             metadata(node)[_GUARDED] = True
-            guard = _EmptyPass(node)
-            register_own_hooks(partial(node.register_prehook, guard.before))
-            run_in_place_of_backward(node, guard.backward)
+            _skip_empty_passes(node)
 
 
 _GUARDED = "gradkit runs no backward without cotangents"
 
 
-class _EmptyPass:
-    """A hook before a Function's node, and its backward: none runs where no cotangent arrives."""
+def _skip_empty_passes(function: Any) -> None:
+    """Run the backward of a Function's node only in passes in which a cotangent arrives."""
+    reference = ref(function)  # which refers to its hooks
+    empty: set[int] = set()
 
-    def __init__(self, node: Node) -> None:
-        self._node = ref(node)  # which refers to its hooks
-        self._passes: set[int] = set()
-
-    def before(self, cotangents: Cotangents) -> None:
-        """Note a pass without cotangents; what torch makes of them after hooks may be zeros."""
+    def before(cotangents: Cotangents) -> None:  # what torch makes of them after hooks may be zeros
         if all(cotangent is None for cotangent in cotangents):
-            self._passes.add(current_pass())
+            empty.add(current_pass())
 
-    def backward(self, *cotangents: Tensor | None) -> Any:
-        """Return what the node's backward does, or no gradients."""
-        node = cast("Any", self._node())
-        if current_pass() not in self._passes:
+    def backward(*cotangents: Tensor | None) -> Any:
+        node: Any = reference()
+        if current_pass() not in empty:
             return type(node).apply(node, *cotangents)
-        self._passes.discard(current_pass())
+        empty.discard(current_pass())
         return (None,) * len(node.needs_input_grad)
+
+    register_own_hooks(partial(function.register_prehook, before))
+    run_in_place_of_backward(function, backward)

@@ -24,7 +24,6 @@ from torch.func import jvp, vjp
 
 from gradkit import errors
 from gradkit._autograd.engine import inner_grads
-from gradkit._checks.differentiated_jvps import DifferentiatedJvps
 from gradkit._compat.transforms import is_dual, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
@@ -33,6 +32,7 @@ from gradkit._core.graph import Subgraph, edge
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.user_code import captured_by
 from gradkit._state.snapshot import Snapshot
+from gradkit._torch_bugs.monitor import DifferentiatedJvps
 from gradkit.errors import first_line, message
 from gradkit.func._arguments import ArgNums, read_arguments
 from gradkit.func._errors import independent

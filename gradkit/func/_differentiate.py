@@ -22,7 +22,6 @@ from gradkit import errors
 from gradkit._autograd import engine
 from gradkit._autograd.passes import InnerPass
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
-from gradkit._checks.op_monitor import OpMonitor, active_monitors
 from gradkit._compat.transforms import (
     TensorLists,
     detach_keep_tangent,
@@ -38,6 +37,7 @@ from gradkit._core.graph import Subgraph
 from gradkit._core.ownership import PLAIN_TYPES, leave_inference_mode
 from gradkit._core.pytree import PyTree, Structure
 from gradkit._core.user_code import functions_alive, hooks_made, user_functions
+from gradkit._torch_bugs.monitor import OpMonitor, active_monitors
 from gradkit.errors import describe, message
 from gradkit.func._arguments import Arguments, copied
 from gradkit.func._errors import independent, named_errors

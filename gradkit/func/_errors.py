@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 from gradkit import errors
-from gradkit._checks.higher_derivatives import way_out_of
-from gradkit._checks.special_functions import missing_derivative
 from gradkit._compat.transforms import BATCH, BATCH_FAILURES, transforms
+from gradkit._torch_bugs.missing import missing_derivative, way_out_of
 from gradkit.errors import message
 
 R = TypeVar("R")

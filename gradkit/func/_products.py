@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradkit import errors
-from gradkit._checks.op_monitor import OpMonitor
 from gradkit._compat.dynamo import functions_traced, inlined_function
 from gradkit._compat.transforms import carries_graph, differentiated, level_of, transforms
 from gradkit._compat.undoing import INSIDE
@@ -25,6 +24,7 @@ from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._core.user_code import hooks_made, user_code_may_run
+from gradkit._torch_bugs.monitor import OpMonitor
 from gradkit.errors import describe, message, warn_fallback
 from gradkit.func import _differentiate as levels
 from gradkit.func._arguments import Arguments, check_options, copied, read_arguments

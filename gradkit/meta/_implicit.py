@@ -15,9 +15,7 @@ from gradkit import errors, tree
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.passes import InnerPass
 from gradkit._checks import eager_graph, recomputations
-from gradkit._checks.checked import ForwardMonitor
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
-from gradkit._checks.op_monitor import OpMonitor
 from gradkit._compat.transforms import carries_graph, is_dual, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
@@ -30,6 +28,7 @@ from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import hooks_made
 from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._state.snapshot import put_back_on_error
+from gradkit._torch_bugs.monitor import ForwardMonitor, OpMonitor
 from gradkit.errors import describe, message, warn_fallback
 from gradkit.func import _make_functional as checkpoints
 from gradkit.func._products import write_counts

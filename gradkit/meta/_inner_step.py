@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from gradkit import errors
-from gradkit._autograd.double_backward import holds_formulas
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.passes import InnerPass
 from gradkit._checks import eager_graph, recomputations
-from gradkit._checks.checked import ForwardMonitor
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
 from gradkit._compat.transforms import transforms
 from gradkit._compat.undoing import INSIDE
@@ -33,6 +31,8 @@ from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._state.rerun import RerunState, recording_writes, what_first_run_made
 from gradkit._state.snapshot import Snapshot
+from gradkit._torch_bugs.monitor import ForwardMonitor
+from gradkit._torch_bugs.node_formulas import holds_formulas
 from gradkit.errors import describe, message
 from gradkit.func import _make_functional as checkpoints
 from gradkit.func._arguments import Arguments, read_arguments

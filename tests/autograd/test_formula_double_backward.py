@@ -17,8 +17,8 @@ from torch.nn.utils import parametrizations
 
 import gradkit
 from gradkit import func, meta
-from gradkit._checks.differentiable_formulas import NODE_FORMULAS, attention, has_formula
 from gradkit._core.graph import Subgraph
+from gradkit._torch_bugs.node_formulas import NODE_FORMULAS, attention, has_formula
 from tests.helpers import assert_same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")

@@ -18,7 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gradkit
 from gradkit import func
-from gradkit._checks import eager_graph, higher_derivatives, transform_bugs
+from gradkit._checks import eager_graph
+from gradkit._torch_bugs import missing, table
 
 Scalar: TypeAlias = Callable[[Tensor], Tensor]
 Way: TypeAlias = Callable[[Scalar, Tensor, Tensor], Tensor]
@@ -338,7 +339,7 @@ def reversely(fn: Scalar) -> tuple[tuple[Scalar, Way], ...]:
 
 
 THIRD = [(group_norm, third_by_func), (rms_norm, third_by_func)]
-# By operation of `transform_bugs`. The advised programs of one row are of the same value, but for
+# By operation of the table. The advised programs of one row are of the same value, but for
 # the norms, where another norm is advised: each has its own oracle.
 TRANSFORMS: dict[str, Row] = {
     "airy_ai": Row(airy, slope, 1, [(airy_by_function, slope)]),
@@ -382,20 +383,20 @@ def test_what_torch_func_gets_wrong(device: torch.device, name: str) -> None:
     torch.manual_seed(0)
     x = row.point().to(device)
     along = torch.randn_like(x)
-    if name in transform_bugs.BY_FORMULA:  # what is refused in a graph is right where it is called
+    if name in table.BY_FORMULA:  # what is refused in a graph is right where it is called
         right = derivative(row.fn, x, along, row.order)
         torch.testing.assert_close(row.refused(row.fn, x, along), right, rtol=1e-4, atol=1e-5)
-    elif name in transform_bugs.TRANSFORM_BUGS:
+    elif name in table.REFUSED:
         with pytest.raises(gradkit.UnsupportedGraphError, match=r"silently (wrong|zero)") as caught:
             row.refused(row.fn, x, along)
-        assert transform_bugs.TRANSFORM_BUGS[name].fix in str(caught.value)
+        assert table.REFUSED[name].fix in str(caught.value)
     for fn, way in row.advised:
         right = derivative(fn, x, along, ORDERS.get(way, row.order))
         torch.testing.assert_close(way(fn, x, along), right, rtol=1e-4, atol=1e-5)
 
 
 def test_every_entry_of_torch_func_s_has_a_row(device: torch.device) -> None:
-    assert TRANSFORMS.keys() == transform_bugs.EVERY_TRANSFORM_BUG.keys()
+    assert TRANSFORMS.keys() == table.EVERY_REFUSAL.keys()
 
 
 # --- second derivatives that torch does not have, or gets wrong, in eager passes
@@ -607,7 +608,7 @@ OF_CUDNN = "an RNN by cuDNN"
 
 
 def test_every_entry_of_eager_passes_has_a_row(device: torch.device) -> None:
-    entries = {*higher_derivatives._EVER_MISSING.values(), *higher_derivatives._SECOND.values()}
+    entries = {*missing.EVER_WITHOUT_SECOND.values(), *table.SECOND.values()}
     rows = EAGER.keys() | COMPILED.keys() | NAME_NO_CALL | {OF_CUDNN}
     assert {operation for operation, _ in entries} - {CHUNKED} == rows - {CHUNKED}
 
@@ -619,7 +620,7 @@ def test_what_has_no_second_derivative(device: torch.device, name: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 3, dtype=torch.float64, device=device)
     along = torch.randn_like(x)
-    texts = dict([*higher_derivatives._MISSING.values(), *higher_derivatives._SECOND.values()])
+    texts = dict([*missing.WITHOUT_SECOND.values(), *table.SECOND.values()])
     if name in texts:
         with pytest.raises(gradkit.UnsupportedGraphError, match="second derivative") as caught:
             TWICE(fn, x, along)
@@ -643,7 +644,7 @@ def test_control_flow_of_torch_s(device: torch.device, name: str) -> None:
     along = torch.randn_like(x)
     with pytest.raises(gradkit.UnsupportedGraphError, match="second derivative") as caught:
         TWICE(fn, x, along)
-    assert dict(higher_derivatives._SECOND.values())[name] in str(caught.value)
+    assert dict(table.SECOND.values())[name] in str(caught.value)
     for other, way in advised:
         torch.testing.assert_close(other(x), fn(x))
         right = derivative(other, x, along, 2)

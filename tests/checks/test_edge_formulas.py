@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import gradkit
 from gradkit import func
-from gradkit._checks.differentiable_formulas import FORMULAS
+from gradkit._torch_bugs.table import FORMULAS
 from tests.checks.test_smooth_formulas import D, assert_derivatives, random
 
 Function = Callable[[Tensor], Tensor]

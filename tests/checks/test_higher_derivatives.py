@@ -13,10 +13,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gradkit
 from gradkit import func, meta
-from gradkit._checks.differentiable_formulas import NODE_FORMULAS
-from gradkit._checks.higher_derivatives import _MISSING, _REFUSED
+from gradkit._checks.higher_derivatives import _REFUSED
 from gradkit._compat.versions import is_mended
 from gradkit._core.graph import Subgraph
+from gradkit._torch_bugs.missing import WITHOUT_SECOND
+from gradkit._torch_bugs.node_formulas import NODE_FORMULAS
 from tests.helpers import unchanged
 
 
@@ -78,7 +79,7 @@ def test_torch_does_not_have_it(device: torch.device, name: str) -> None:
     """Fails when torch has: then its kinds of nodes can leave the table."""
     x = point(device)
     loss = OPERATIONS[name][0](x).square().sum()
-    assert not {kind.__name__ for kind in Subgraph([loss]).kinds}.isdisjoint(_MISSING)
+    assert not {kind.__name__ for kind in Subgraph([loss]).kinds}.isdisjoint(WITHOUT_SECOND)
     (grad,) = torch.autograd.grad(loss, x, create_graph=True)
     with pytest.raises(RuntimeError, match="is not implemented"):
         torch.autograd.grad(grad.square().sum(), x)
@@ -195,7 +196,9 @@ def test_where_gradkit_runs_the_forward_pass_the_rest_raises(
 def test_what_the_table_does_not_have_has_gradkit_s_name(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradkit._checks.higher_derivatives._REFUSED", _REFUSED - _MISSING.keys())
+    monkeypatch.setattr(
+        "gradkit._checks.higher_derivatives._REFUSED", _REFUSED - WITHOUT_SECOND.keys()
+    )
     x = point(device)
     _, grad = gradkit.value_and_grads(attention(x).sum(), x, create_graph=True)
     with pytest.raises(gradkit.UnsupportedGraphError, match=r"(?s)losses.*attention.*What to do"):

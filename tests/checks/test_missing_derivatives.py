@@ -11,7 +11,7 @@ from torch import Tensor
 
 import gradkit
 from gradkit import func, meta
-from gradkit._checks.special_functions import missing_derivative
+from gradkit._torch_bugs.missing import missing_derivative
 from tests.helpers import unchanged
 
 D = torch.float64

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import gradkit
 from gradkit import func
-from gradkit._checks import edge_formulas
-from gradkit._checks.differentiable_formulas import FORMULAS
+from gradkit._torch_bugs import formulas
+from gradkit._torch_bugs.table import FORMULAS
 
 D = torch.float64
 Scalar = Callable[[Tensor], Tensor]
@@ -472,4 +472,4 @@ def test_they_are_compiled_in_one_graph(device: torch.device, name: str) -> None
 
 def test_each_is_reached_by_its_name(device: torch.device) -> None:
     names = ("det", "prod", "cumprod", "scatter_reduce", "index_reduce", "sinc")
-    assert all(FORMULAS[name] is getattr(edge_formulas, name) for name in names)
+    assert all(FORMULAS[name] is getattr(formulas, name) for name in names)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import gradkit
 from gradkit import func
-from gradkit._checks.special_functions import SPECIAL_FUNCTIONS
+from gradkit._torch_bugs.special_functions import SPECIAL_FUNCTIONS
 from tests.helpers import unchanged
 
 D = torch.float64

@@ -15,8 +15,8 @@ from torch.nn.utils import parametrizations
 
 import gradkit
 from gradkit import func
-from gradkit._checks.differentiable_formulas import FORMULAS
-from gradkit._compat.versions import is_mended, release
+from gradkit._compat.versions import release
+from gradkit._torch_bugs.table import FORMULAS
 from tests.sweep.extra import extra
 from tests.sweep.programs import (
     Case,
@@ -32,6 +32,7 @@ from tests.sweep.programs import (
     masks,
     scalar,
 )
+from tests.sweep.table import is_mended
 
 D = torch.float64
 CASES = {

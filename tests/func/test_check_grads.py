@@ -17,10 +17,10 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import gradkit
-from gradkit._compat.versions import is_mended
 from gradkit.func import check_grads
 from tests.helpers import same_bits, unchanged
 from tests.strategies import HOOKLESS, Program, build, programs
+from tests.sweep.table import is_mended
 
 # "halve" has no gradient for its second argument.
 KINKED_OR_WRONG = {"relu", "where", "halve"}

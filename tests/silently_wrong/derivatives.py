@@ -12,10 +12,10 @@ from torch.func import jvp, vmap
 
 import gradkit
 from gradkit import func
-from gradkit._compat.versions import MENDED
 from tests.helpers import OnceCubed
 from tests.silently_wrong._row import Case, D, Row
 from tests.sweep import defects
+from tests.sweep.table import mended_in
 
 
 def _derivative_of_jvp(fn: Callable[[Tensor], Tensor], device: torch.device) -> Case:
@@ -393,7 +393,7 @@ def of_jvp(
     return Row(
         f"`grad` of the `jvp` of `{name}`", gives, right,
         "`func.value_and_grads`", show, refuses, "`func.hvp(f, a, v)`" if refuses else "",
-        mended=MENDED["det"],
+        mended=mended_in("det"),
     )  # fmt: skip
 
 
@@ -418,7 +418,7 @@ def third(name: str, gives: Any, right: Any, show: Show) -> Row:
     return Row(
         f"a third derivative through `{name}`", gives, right,
         "`value_and_grads(..., create_graph=True)`", show, REFUSED, "with the norm written out",
-        mended=None if name == "layer_norm" else MENDED["NativeBatchNormBackwardBackward0"],
+        mended=None if name == "layer_norm" else mended_in("NativeBatchNormBackwardBackward0"),
     )  # fmt: skip
 
 
@@ -534,7 +534,7 @@ ROWS = [
         "the same, `f` `(grad(g)(a) * v).sum()`, `g` with `torch.linalg.eigvals(a)`",
         -25.98, 28.74, "`func.linearize`", linearized_jvp_of_eigvals, REFUSED,
         "of the gradient, times `v`",
-        mended=MENDED["eigvals"],
+        mended=mended_in("eigvals"),
     ),
     Row(
         "`jvp` of `jvp` through an `autograd.Function` that has a `jvp`",

@@ -12,9 +12,10 @@ from torch.func import grad, jvp, vmap
 
 import gradkit
 from gradkit import func
-from gradkit._compat.versions import MENDED, Release
+from gradkit._compat.versions import Release
 from tests.silently_wrong._row import Case, D, Row
 from tests.sweep import defects, matrix_examples
+from tests.sweep.table import mended_in
 
 Function = Callable[[Tensor], Tensor]
 
@@ -276,12 +277,15 @@ NORMALIZED = [[-4.145, 3.109]], [[-4.598, 2.504]]
 ENTRIES = [0.0, 0.0], [-0.9093, 0.7568]
 
 
+SOLVES_RIGHTLY = mended_in("solve")
+
+
 def of_jvp(
     name: str,
     gives: Any,
     right: Any,
     show: Callable[[torch.device], Case],
-    mended: Release | None = MENDED["solve"],
+    mended: Release | None = SOLVES_RIGHTLY,
 ) -> Row:
     return Row(
         f"`grad` of the `jvp` of `{name}`", gives, right,
@@ -309,14 +313,14 @@ ROWS = [
         "`grad` three times, of the sine of `torch.linalg.det(a)`",
         [[-27.42, 33.93], [7.998, 29.92]], [[-25.03, 32.73], [3.205, 26.33]],
         _NESTED, third_of_det,
-        mended=MENDED["det"],
+        mended=mended_in("det"),
     ),
     *(
         Row(
             f"two `jvp` around `grad`, `f` with `{name}`",
             [[1.2646, -10.691], [6.0863, -6.0306]], [[6.7824, 0.4418], [8.997, -1.4783]],
             "`jvp` of `func.hvp`", show, REFUSED, '`mode="reverse-over-reverse"`, differentiated',
-            mended=MENDED["eig"],
+            mended=mended_in("eig"),
         )
         for name, show in (
             ("torch.linalg.eigvals", third_of_eigvals), ("torch.linalg.eig", third_of_eig)

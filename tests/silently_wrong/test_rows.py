@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import gradkit
-from gradkit._checks.transform_bugs import EVERY_TRANSFORM_BUG
+from gradkit._torch_bugs.table import EVERY_REFUSAL
 from tests.silently_wrong import SECTIONS, table
 from tests.silently_wrong import processes as two
 from tests.silently_wrong._row import VERSIONS, Case, Row
@@ -168,7 +168,7 @@ def test_the_versions_are_on_the_page(device: torch.device) -> None:
 
 def test_every_trap_of_torch_func_is_on_the_page(device: torch.device) -> None:
     inputs = " ".join(row.input for row in ROWS)
-    assert [name for name in EVERY_TRANSFORM_BUG if not re.search(rf"\b{name}\b", inputs)] == []
+    assert [name for name in EVERY_REFUSAL if not re.search(rf"\b{name}\b", inputs)] == []
 
 
 def test_a_value_is_compared_to_the_digits_of_the_page(device: torch.device) -> None:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 import gradkit
 from gradkit import func, meta
-from gradkit._checks import checked, op_monitor
+from gradkit._checks import checked
 from gradkit._compat.transforms import default_hooks, transforms
 from gradkit._core import grad_recorder, user_code
 from gradkit._state import grad_attribute, module_state, rerun
+from gradkit._torch_bugs import monitor
 
 _PACKAGE = os.path.dirname(gradkit.__file__) + os.sep
 _OPTIMIZERS = import_module("torch.optim.optimizer")
@@ -108,7 +109,7 @@ def modes() -> dict[str, Any]:
         "observers": list(grad_recorder.observers.active),
         "hidden": [set(grad_recorder._hidden_passes), grad_recorder.observers.begin],
         "checked": list(checked.open_monitors),
-        "monitors": op_monitor.active_monitors(),
+        "monitors": monitor.active_monitors(),
         "writes": rerun._writes_of_run.get(),
         "uses": list(module_state._blocks),
         "steps": [

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.func import grad, jacrev, jvp, vmap
 from torch.nn import functional
 
-from gradkit._compat.versions import is_mended
 from tests.sweep import matrix_examples
+from tests.sweep.table import is_mended
 
 D = torch.float64
 Function: TypeAlias = Callable[[Tensor], Tensor]
@@ -269,7 +269,7 @@ class Defect:
     operation: str
     derivative: str  # which one of it is wrong
     values: Callable[[torch.device], Values]  # what torch gives on a device, and what is right
-    key: str = ""  # its name in `MENDED`; that of the operation, if empty
+    key: str = ""  # its name in `swept.json`; that of the operation, if empty
 
     def tried(self, device: torch.device) -> Trial:
         """Return what torch does on a device."""

@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 
-from gradkit._checks.transform_bugs import AT_SOME_VALUES, NOT_SWEPT, stacks_of
+from gradkit._torch_bugs.table import ROWS
 from tests.sweep import table
 from tests.sweep.degenerate import SIZES, points_of
 from tests.sweep.points import judge
@@ -65,8 +65,8 @@ class Finding:
     def is_seen(self) -> bool:
         """Whether gradkit has a formula, or a refusal, for the operation, or tries it by itself."""
         # What a module gets wrong is one of its operations.
-        known = AT_SOME_VALUES.keys() | NOT_SWEPT.keys() | WRONG_IN_EAGER_CODE
-        return self.operation in known or self.operation.startswith("module ")
+        known = {name for row in ROWS if row.also for name in row.names.split()}
+        return self.operation in known | WRONG_IN_EAGER_CODE or self.operation.startswith("module ")
 
     @property
     def is_new(self) -> bool:
@@ -79,7 +79,7 @@ class Finding:
         if self.gradkit == "wrong":  # in a plain eager call, nothing looks at the operation
             return not (self.program.startswith("eager") and self.is_seen) and not self.is_rounding
         stack = self.program.split()
-        known = any(table.holds(stack, row) for row in stacks_of(self.operation))
+        known = any(table.holds(stack, row) for row in table.known_stacks(self.operation))
         return not (known or self.is_seen or self.is_rounding or stack[0] in {"eager", "checked"})
 
 

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from pprint import pformat
 
 import torch
 
-from gradkit._checks import wrong_derivatives_table
-from gradkit._compat.versions import release
+from gradkit import _torch_bugs
+from gradkit._compat.versions import Release, release
+from gradkit._torch_bugs.table import (
+    NODES,
+    OPERATIONS,
+    ROWS,
+    SWEPT,
+    Stack,
+    stacks_of,
+    wrong_here,
+)
 
-PATH = Path(wrong_derivatives_table.__file__)
-Versions = tuple[str, ...]
-Rows = dict[str, dict[str, Versions]]
-
-MARK = "# Written by `python -m tests.sweep --write`: changes by hand are lost."
+PATH = Path(_torch_bugs.__file__).with_name("swept.json")
+Rows = dict[str, dict[str, str]]  # by name, and by transforms or orders: releases
 
 
 @dataclass
@@ -89,6 +93,24 @@ def shortest(stacks: Iterable[str]) -> list[str]:
     return sorted(" ".join(s) for s in every if not any(o != s and holds(s, o) for o in every))
 
 
+def known_stacks(name: str) -> tuple[Stack, ...]:
+    """Return the transforms under which an operation is wrong: those swept, or all if it drops."""
+    dropped = [row.also for row in ROWS if row.drops and name in row.names.split()]
+    return (*chain(*dropped), *stacks_of(name))
+
+
+def mended_in(name: str) -> Release | None:
+    """Return the first release in which an operation, or a kind of node, is not wrong any more."""
+    last = max(release(one) for row in (OPERATIONS | NODES)[name].values() for one in row.split())
+    return min((one for one in map(release, SWEPT) if one > last), default=None)
+
+
+def is_mended(name: str) -> bool:
+    """Return whether it is in the torch that is installed."""
+    rows = (OPERATIONS | NODES).get(name)
+    return rows is not None and not wrong_here(rows)
+
+
 def holds(stack: Iterable[str], other: Iterable[str]) -> bool:
     """Return whether a stack holds the transforms of another one, in that order."""
     rest = iter(stack)
@@ -101,7 +123,7 @@ def merge(old: Rows, here: str, found: dict[str, list[str]], *, everything: bool
     rows: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name, row in old.items():
         for stack, versions in row.items():
-            rows[name][stack] |= set(versions) - gone
+            rows[name][stack] |= set(versions.split()) - gone
     for name, stacks in found.items():
         for stack in stacks:
             rows[name][stack].add(here)
@@ -112,33 +134,18 @@ def merge(old: Rows, here: str, found: dict[str, list[str]], *, everything: bool
     }
 
 
-def in_order(versions: Iterable[str]) -> Versions:
+def in_order(versions: Iterable[str]) -> str:
     """Return releases, the oldest first."""
-    return tuple(sorted(set(versions), key=release))
+    return " ".join(sorted(set(versions), key=release))
 
 
 def write(found: Found, *, everything: bool) -> None:
     """Write the table, with what was found in the torch that is installed."""
     here = ".".join(map(str, release(torch.__version__)))
     kinds = {name: [order] for name, order in found.kinds().items()}
-    tables = wrong_derivatives_table
-    operations = merge(tables.OPERATIONS, here, found.operations(), everything=everything)
-    nodes = merge(tables.NODES, here, kinds, everything=everything)
-    swept = in_order({*tables.SWEPT, here})
-    text = [
-        f"SWEPT = {swept}\n",
-        f"OPERATIONS = by_name({pformat(by_releases(operations), width=120)})\n",
-        f"NODES = by_name({pformat(by_releases(nodes), width=120)})\n",
-    ]
-    head = PATH.read_text(encoding="utf-8").partition(MARK)[0]
-    PATH.write_text("".join([head, MARK, "\n", *text]), encoding="utf-8")
-    subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", PATH], check=False)
-
-
-def by_releases(rows: Rows) -> dict[str, dict[str, str]]:
-    """Return the names by the releases and the stacks, as `by_name` reads them."""
-    names: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for name, row in rows.items():
-        for stack, versions in row.items():
-            names[" ".join(versions)][stack].append(name)
-    return {v: {s: " ".join(n) for s, n in sorted(row.items())} for v, row in sorted(names.items())}
+    rows = {
+        "operations": merge(OPERATIONS, here, found.operations(), everything=everything),
+        "nodes": merge(NODES, here, kinds, everything=everything),
+    }
+    releases = {"releases": in_order([*SWEPT, here])}
+    PATH.write_text(json.dumps(releases | rows, indent=1, sort_keys=True) + "\n", encoding="utf-8")

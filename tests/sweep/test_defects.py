@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradkit._checks.transform_bugs import DROPPED, EVERY_TRANSFORM_BUG
 from gradkit._compat import versions
+from gradkit._torch_bugs.table import EVERY_REFUSAL, NODES, OPERATIONS
 from tests.sweep import defects
 from tests.sweep.defects import DEFECTS, Defect
+from tests.sweep.table import mended_in
 
 BY_NAME = {f"{defect.operation}: {defect.derivative}": defect for defect in DEFECTS}
 here = pytest.mark.skipif(versions.is_untested(), reason="a torch that gradkit was not run on")
@@ -26,12 +27,10 @@ def test_gradkit_raises_where_torch_is_wrong_and_only_there(
 
 def test_every_operation_that_is_refused_is_tried(device: torch.device) -> None:
     # tests/sweep runs torch's whole table for operations that drop their graph.
-    tried = {defect.operation for defect in DEFECTS} | set(DROPPED)
-    assert set(EVERY_TRANSFORM_BUG) <= tried
+    tried = {defect.operation for defect in DEFECTS}
+    assert {name for name, row in EVERY_REFUSAL.items() if not row.drops} <= tried
     keys = {defect.key or defect.operation for defect in DEFECTS}
-    # tests/distributed/test_table.py tries DTensors: it takes processes. The others raised.
-    elsewhere = {"DTensor", "CdistBackward0", "PdistBackward0"}
-    assert set(versions.MENDED) - elsewhere <= keys
+    assert {name for name in OPERATIONS | NODES if mended_in(name)} <= keys
 
 
 def test_a_defect_that_raises_is_not_silent(device: torch.device) -> None:

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from gradkit._checks import wrong_derivatives_table
-from gradkit._checks.differentiable_formulas import FORMULAS
-from gradkit._checks.transform_bugs import (
-    AT_SOME_VALUES,
-    BY_FORMULA,
-    DROPPED,
-    EVERY_TRANSFORM_BUG,
-    NOT_SWEPT,
-    stacks_of,
-)
 from gradkit._compat import versions
 from gradkit._compat.versions import is_seen
+from gradkit._torch_bugs import table as defects
+from gradkit._torch_bugs.table import EVERY_REFUSAL, FORMULAS, ROWS, WRONG_ORDER, stacks_of
 from tests.sweep import table
 from tests.sweep.__main__ import judge
 from tests.sweep.cases import operations, without_graph
 from tests.sweep.extra import extra
 from tests.sweep.programs import Case, difference, directions, scalar, verdicts_of
 
-OPERATIONS = sorted({name: None for name in wrong_derivatives_table.OPERATIONS if stacks_of(name)})
+OPERATIONS = sorted({name: None for name in defects.OPERATIONS if stacks_of(name)})
 here = pytest.mark.skipif(versions.is_untested(), reason="a torch that gradkit was not run on")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, about sparse tensors and old names
 
@@ -58,29 +51,35 @@ def test_each_kind_of_node_is_found_again(device: torch.device) -> None:
     names = [name for name in extra() if not name.startswith(("sparse_csr", "lu_", "inv"))]
     for name in names:
         found.add("", *judge(extra()[name], 3))
-    kinds = wrong_derivatives_table.NODES
-    assert set(found.kinds()) == {
-        k
-        for k in kinds
-        if any(is_seen(v, wrong_derivatives_table.SWEPT) for v in kinds[k].values())
-    }
+    assert set(found.kinds()) == WRONG_ORDER.keys()
 
 
 def test_each_operation_of_the_table_is_refused_or_runs_by_its_formula(
     device: torch.device,
 ) -> None:
-    known = wrong_derivatives_table.OPERATIONS.keys() | NOT_SWEPT.keys() | AT_SOME_VALUES.keys()
-    assert EVERY_TRANSFORM_BUG.keys() | BY_FORMULA.keys() <= known
-    assert known <= EVERY_TRANSFORM_BUG.keys() | FORMULAS.keys()
+    assert defects.OPERATIONS.keys() <= EVERY_REFUSAL.keys() | FORMULAS.keys()
+    for row in ROWS:
+        assert bool(row.fix) != bool(row.formula), row.names
+        for name in row.names.split():
+            assert row.also or name in defects.OPERATIONS, name
 
 
 def test_the_table_is_written_by_release(device: torch.device) -> None:
-    old = {"a": {"Grad": ("2.12", "2.13")}, "b": {"Jvp": ("2.13",)}}
+    old = {"a": {"Grad": "2.12 2.13"}, "b": {"Jvp": "2.13"}}
     found = {"c": ["Vmap"], "a": ["Jvp"]}
-    of_all = {"a": {"Grad": ("2.12",), "Jvp": ("2.13",)}, "c": {"Vmap": ("2.13",)}}
+    of_all = {"a": {"Grad": "2.12", "Jvp": "2.13"}, "c": {"Vmap": "2.13"}}
     assert table.merge(old, "2.13", found, everything=True) == of_all
-    of_some = {**of_all, "a": {"Grad": ("2.12", "2.13"), "Jvp": ("2.13",)}, "b": old["b"]}
+    of_some = {**of_all, "a": {"Grad": "2.12 2.13", "Jvp": "2.13"}, "b": old["b"]}
     assert table.merge(old, "2.13", found, everything=False) == of_some
+
+
+def test_the_table_that_finds_nothing_new_is_written_as_it_is(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = table.PATH.read_text(encoding="utf-8")
+    monkeypatch.setattr(table, "PATH", tmp_path / "swept.json")
+    table.write(table.Found(), everything=False)
+    assert table.PATH.read_text(encoding="utf-8") == before
 
 
 @pytest.mark.parametrize(
@@ -136,7 +135,8 @@ def test_operations_that_drop_their_graph_have_a_formula_or_are_refused(
 ) -> None:
     """All of torch's table: a release that adds one, or mends one, fails here."""
     others = {"normal", "logspace"}  # which has a graph; whose samples are too large to difference
-    assert without_graph(4) == set(DROPPED) - others
+    dropped = {name for row in ROWS if row.drops for name in row.names.split()}
+    assert without_graph(4) == dropped - others
 
 
 @here
@@ -149,7 +149,7 @@ def test_no_operation_of_torch_is_wrong_that_the_table_does_not_have(
     found: dict[str, set[str]] = defaultdict(set)
     for name, make in list(operations())[part::64]:
         for case in make(1):
-            known = stacks_of(case.operation)
+            known = table.known_stacks(case.operation)
             for program, verdict in verdicts_of(case, 2).items():
                 if verdict == "wrong" and not any(table.holds(stack(program), k) for k in known):
                     found[name].add(program)

@@ -1,7 +1,7 @@
-"""Formulas that are right where torch's rules take branches: ties, zeros, singular matrices, eps.
+"""Formulas of operations that are differentiated where torch's own rules are wrong, or missing.
 
-The value stays that of the operation, bit for bit; elsewhere, where the host can tell, the
-operation itself runs.
+Where torch's rules take branches (ties, zeros, singular matrices, eps), the value stays that of the
+operation, bit for bit; elsewhere, where the host can tell, the operation itself runs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,90 @@ Operation = Callable[..., Any]
 def by_name(names: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return what an operation is given, by the names of its parameters."""
     return dict(zip(names.split(), args, strict=False)) | dict(kwargs)
+
+
+def weight_norm(operation: Operation | None, v: Tensor, g: Tensor, dim: int = 0) -> Any:
+    """Return a tensor with the norms `g`; of torch's kernel, also the norms of `v`."""
+    if operation is not None and v.is_complex():
+        return operation(v, g, dim)  # no kernel, and none of its wrong derivatives
+    exact = v.contiguous().to(torch.promote_types(v.dtype, torch.float32))  # as torch's kernel
+    # Of the norm of all, which -1 means there, torch has no jvp.
+    norm: Tensor = exact.norm() if dim == -1 else torch.norm_except_dim(exact, 2, dim)
+    result = (exact * (g / norm)).to(v.dtype)
+    return (result, norm.detach()) if "interface" in getattr(operation, "__name__", "") else result
+
+
+def prelu(operation: Operation, input: Tensor, weight: Tensor) -> Any:
+    """Return what torch.prelu does."""
+    channels = input.shape[1] if input.dim() > 1 else 1
+    if input.is_complex() or input.dtype != weight.dtype or weight.numel() not in {1, channels}:
+        return operation(input, weight)  # which raises
+    if weight.numel() != 1:  # one for each channel
+        weight = weight.reshape(-1, *[1] * (input.dim() - 2))
+    elif weight.dim() > input.dim():
+        weight = weight.reshape(())
+    input = input.clone()  # which has the strides of the result
+    return torch.where(input > 0, input, input * weight)
+
+
+def linear_cross_entropy(operation: Operation, *args: Any, **kwargs: Any) -> Any:
+    """Return what it does without chunks, which would be differentiated in the forward pass."""
+    return operation(*args, **kwargs | {"options": None})
+
+
+def of_symmetric(operation: Operation, a: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return a function of a symmetric matrix, whose tangent is made symmetric, too."""
+    # Its rules of reverse mode do that with the gradient; those of forward mode rely on it.
+    # What it does not read, of the other triangle, may be anything.
+    finite = a.where(a.isfinite(), 0) / 2
+    half = finite + finite.mH
+    return operation(a.detach() + (half - half.detach()), *args, **kwargs)
+
+
+def logcumsumexp(operation: Operation | None, input: Tensor, dim: int) -> Tensor:
+    """Return what torch.logcumsumexp does."""
+    # Its gradient takes the logarithm of the cotangent, whose derivative at zero is lost; of its
+    # jvp: https://github.com/pytorch/pytorch/issues/196705
+    if not input.dim():
+        return input.clone()
+    least = torch.finfo(input.dtype).min  # of -inf beside -inf the difference would be nan
+    sums, count = input.masked_fill(input == -torch.inf, least).movedim(dim, -1), 1
+    while count < sums.shape[-1]:  # each is the sum over so many elements, or over all before
+        pairs = torch.stack([sums[..., count:], sums[..., :-count]])
+        sums, count = torch.cat([sums[..., :count], pairs.logsumexp(0)], -1), 2 * count
+    sums = sums.masked_fill(sums == least, -torch.inf).movedim(-1, dim).contiguous()
+    if not input.is_complex():
+        return sums
+    # Which of the logarithms it is that the operation gives.
+    return sums + 1j * (torch.logcumsumexp(input.detach(), dim) - sums.detach()).imag
+
+
+def embedding(operation: Operation, *args: Any, **kwargs: Any) -> Tensor:
+    """Return what it does; the rows of padding are constants in forward mode, too."""
+    rows: Tensor = operation(*args, **kwargs)
+    is_operator = operation is not functional.embedding
+    names = "weight indices padding_idx" if is_operator else "input weight padding_idx"
+    given = by_name(names, args, kwargs)
+    padding_idx = given.get("padding_idx")
+    if padding_idx is None or (is_operator and padding_idx < 0):
+        return rows
+    indices = given["indices" if is_operator else "input"]
+    is_padding = (indices == padding_idx % len(given["weight"])).contiguous()
+    return torch.where(is_padding[..., None], rows.detach(), rows)
+
+
+def linspace(
+    operation: Operation, start: Any, end: Any, steps: int, base: Any = None, **options: Any
+) -> Tensor:
+    """Return what torch.linspace and torch.logspace do: they drop the graph."""
+    if base is None and "logspace" in operation.__name__:
+        base = 10.0
+    ends = [x.detach() if isinstance(x, Tensor) else x for x in (start, end)]
+    exact: Tensor = operation(*ends, steps, **options | ({} if base is None else {"base": base}))
+    along = torch.linspace(0, 1, steps, device=exact.device)
+    points = start + (end - start) * along.to(torch.promote_types(exact.dtype, along.dtype))
+    same = (points if base is None else base**points).to(exact.dtype)
+    return exact + (same - same.detach()) if exact.is_floating_point() else exact
 
 
 def with_value(value: Tensor, formula: Tensor) -> Tensor:
@@ -343,11 +427,3 @@ def block_diag(operation: Operation, *tensors: Any) -> Tensor:
     matrices = [x.reshape(1, 0) if x.shape == (0,) else x for x in given]
     result: Tensor = operation(*matrices) if given is tensors else operation(matrices)
     return result
-
-
-_NAMED_ALIKE = (
-    det, prod, cumprod, scatter_reduce, index_reduce, sinc, pow, polar, binary_cross_entropy,
-    cosine_similarity, gaussian_nll_loss, vander, block_diag,
-)  # fmt: skip
-EDGE_FORMULAS: dict[str, Operation] = {formula.__name__: formula for formula in _NAMED_ALIKE}
-EDGE_FORMULAS |= {"float_power": pow, "softshrink": shrink, "hardshrink": shrink}

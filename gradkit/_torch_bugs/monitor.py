@@ -1,150 +1,80 @@
-"""Watches the operations of a function, and raises where torch.func would be silently wrong."""
+"""Watches the operations of a function, and raises where torch would be silently wrong."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
+from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd import Function
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from gradkit._checks.differentiable_formulas import FORMULAS
-from gradkit._checks.differentiated_jvps import function_with_differentiated_jvp
-from gradkit._checks.transform_bugs import (
-    ALIASES,
-    BY_FORMULA,
-    EAGER,
-    IN_PLACE,
-    NOT_SWEPT,
-    TRANSFORM_BUGS,
-    OpCall,
-)
 from gradkit._compat.dynamo import functions_traced, leave_uncompiled
 from gradkit._compat.nodes import output_shape, saved, saved_or
 from gradkit._compat.transforms import (
     BATCH,
     DERIVATIVES,
+    FORWARD,
     apply_function,
     autograd_grad,
     carries_graph,
     carries_tangent,
     differentiated,
     differentiated_around,
+    forward_mode_on,
     jvp_level,
     layers,
     level_of,
     recording_levels,
     transforms,
+    without_innermost_tangent,
 )
 from gradkit._compat.undoing import INSIDE, undone
 from gradkit._core import pytree
 from gradkit._core.graph import Subgraph
-from gradkit._state.copy_on_write import CopyOnWrite
+from gradkit._state.copy_on_write import CopyOnWrite, is_in_place
+from gradkit._torch_bugs.table import (
+    ALIASES,
+    BATCHED,
+    BY_FORMULA,
+    CALLS_OF_NODES,
+    DERIVATIVE_OF_BATCHED,
+    EAGER,
+    FORMULAS,
+    REFUSED,
+    RESULT,
+    OpCall,
+)
 from gradkit.errors import UnsupportedGraphError, message
 
-__all__ = ["TRANSFORM_BUGS", "OpMonitor"]
-
-# An operator called as torch.ops.aten.add, or with its overload.
-OPERATOR, OVERLOAD = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
-_OF_TORCH = frozenset({"aten", "prim", "prims"})
-_WITHOUT_DERIVATIVE = "torch::autograd::WarnNotImplemented"
-_RESULT = "the shape of the result"
-
-
-def is_foreign(func: Callable[..., Any]) -> bool:
-    """Return whether this is an operator that torch itself does not define."""
-    is_operator = isinstance(func, (OPERATOR, OVERLOAD))
-    return is_operator and str(func).partition(".")[0] not in _OF_TORCH
-
-
-def refuse_dropped(func: Callable[..., Any], given: Any, result: Any) -> None:
-    """Raise if an operator has dropped a derivative of what it was given."""
-    # torch drops tangents without a word, and warns once of a backward pass.
-    outputs = [x for x in pytree.tensors(result) if x.is_floating_point() or x.is_complex()]
-    if not outputs:
-        return
-    inputs = pytree.tensors(given)
-    nodes = [layer.grad_fn for output in outputs for layer in layers(output)]
-    is_cut = any(node is not None and node.name() == _WITHOUT_DERIVATIVE for node in nodes)
-    if torch.is_grad_enabled() and not any(map(carries_graph, outputs)):  # a kernel falls through
-        is_cut |= any(map(carries_graph, inputs))
-    if is_cut:
-        got = "one without an autograd kernel: torch takes its derivative as zero"
-        fix = "torch.library.register_autograd, or an Autograd kernel in C++"
-    elif any(map(carries_tangent, inputs)) and not any(map(carries_tangent, outputs)):
-        got = "one without a formula for forward mode: torch drops the tangent"
-        fix = "reverse mode: gradkit.value_and_grads(losses, params)"
-    else:
-        return
-    where, expected = f"torch.ops.{func}", "an operator whose derivative torch has"
-    fix += "; or, if the result is meant as a constant, give the operator x.detach()"
-    raise UnsupportedGraphError(message(where, expected, got, fix))
-
-
-# By the kind of node: the operation, and how it saves the arguments that its bug depends on.
-_OPERATION_OF_NODE: dict[str, tuple[str, dict[str, str]]] = {
-    "CdistBackward0": ("cdist", {}),
-    "RollBackward0": ("roll", {"input": _RESULT}),
-    "MaskedSelectBackward0": ("masked_select", {"input": "self", "mask": "mask"}),
-    "IndexFillBackward1": ("index_fill", {"value": _RESULT}),
-    "SelectScatterBackward0": ("select_scatter", {}),
-    "LinalgDetBackward0": ("det", {}),
-    "LinalgSlogdetBackward0": ("slogdet", {}),
-    "CholeskyInverseBackward0": ("cholesky_inverse", {}),
-    "TriangularSolveBackward0": ("triangular_solve", {}),
-    "ScatterReduceBackward0": ("scatter_reduce", {"reduce": "reduce"}),
-    "NativeLayerNormBackward0": ("layer_norm", {"weight": "weight"}),
-    "NativeBatchNormBackward0": ("batch_norm", {"weight": "weight"}),
-    "CudnnBatchNormBackward0": ("batch_norm", {"weight": "weight"}),
-    "MiopenBatchNormBackward0": ("batch_norm", {"weight": "weight"}),
-}
-
-
-def _operations_in(nodes: Iterable[Node]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name of each such operation, and those of its arguments that the bug depends on."""
-    for node in nodes:
-        name, names = _OPERATION_OF_NODE.get(type(node).__name__, ("", {}))
-        if not name:
-            continue
-        arguments = {
-            argument: torch.empty(output_shape(node, 0), device="meta")
-            if kept is _RESULT
-            else saved(node, kept)
-            for argument, kept in names.items()
-        }
-        if name == "batch_norm":
-            # instance_norm is a batch_norm of one sample that has all channels of all samples.
-            name = "instance_norm" if output_shape(node, 0)[0] == 1 else name
-            training = saved_or(True, node, "training")  # cuDNN's is that of training alone
-            arguments |= {"training": training, "use_input_stats": training}
-        yield name, arguments
-
-
-_BACKWARD_PASS = "a backward pass"
-_FUNCTION = "a Function"
+_BACKWARD_PASS, _FUNCTION = "a backward pass", "a Function"
 _NAMES: dict[Any, str] = {
     getattr(owner, alias): name
     for alias, name in ALIASES.items()
     for owner in (torch, Tensor, torch.linalg, torch.special, functional)
     if hasattr(owner, alias)
 }
-_NAMES |= {torch.autograd.grad: _BACKWARD_PASS, autograd_grad: _BACKWARD_PASS}
+_NAMES |= dict.fromkeys((torch.autograd.grad, autograd_grad), _BACKWARD_PASS)
 _NAMES[apply_function] = _FUNCTION
-_IN_PLACE = {
-    getattr(owner, name)
-    for name in IN_PLACE
-    for owner in (torch, Tensor, torch.ops.aten)
-    if hasattr(owner, name)
-}
 # Of `**`, which torch.compile does not find among the keys of a dictionary.
 _POW, _IPOW = Tensor.__pow__, Tensor.__ipow__
+_IN_PLACE = {
+    getattr(owner, alias)
+    for alias in filter(is_in_place, ALIASES)
+    for owner in (torch, Tensor, torch.ops.aten)
+    if hasattr(owner, alias)
+}
 _FUNCTIONAL = {functional.batch_norm, functional.instance_norm}
+# An operator called as torch.ops.aten.add, or with its overload.
+_OPERATOR, _OVERLOAD = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
+_OF_TORCH = frozenset({"aten", "prim", "prims"})
+_WITHOUT_DERIVATIVE = "torch::autograd::WarnNotImplemented"
 
 _active = threading.local()
 
@@ -152,6 +82,18 @@ _active = threading.local()
 def active_monitors() -> int:
     """Return how many monitors note the operations of this thread."""
     return getattr(_active, "count", 0)
+
+
+def name_of(func: Callable[..., Any]) -> str | None:
+    """Return the name of an operation with a bug, however it is called."""
+    name = _NAMES.get(func)
+    if name is None and (func is _POW or func is _IPOW):
+        return "pow"
+    # torch.ops.aten.name; an operator of the user's may have the same.
+    if name is None and isinstance(func, (_OVERLOAD, _OPERATOR)) and not _is_foreign(func):
+        packet = func.overloadpacket if isinstance(func, _OVERLOAD) else func
+        return ALIASES.get(packet.__name__)
+    return name
 
 
 class OpMonitor(TorchFunctionMode):
@@ -198,7 +140,7 @@ class OpMonitor(TorchFunctionMode):
         if name == _BACKWARD_PASS:
             self.check()
         elif name == _FUNCTION:
-            args = function_with_differentiated_jvp(args), *args[1:]
+            args = _with_differentiated_jvp(args), *args[1:]
         elif name is not None:
             is_functional, given = func in _FUNCTIONAL, (args, kwargs or {})
             if name in BY_FORMULA:
@@ -219,8 +161,8 @@ class OpMonitor(TorchFunctionMode):
             result = self._writes.run(func, args, kwargs or {})
         else:
             result = func(*args, **kwargs) if kwargs else func(*args)
-        if is_foreign(func) and not (constants or torch.compiler.is_compiling()):
-            refuse_dropped(func, (args, kwargs), result)
+        if _is_foreign(func) and not (constants or torch.compiler.is_compiling()):
+            _refuse_dropped(func, (args, kwargs), result)
         return result
 
     def _current(self, given: Any) -> Any:
@@ -255,7 +197,7 @@ class OpMonitor(TorchFunctionMode):
         return tensor.detach() if is_around else tensor
 
     def _note(self, name: str, call: OpCall) -> None:
-        bug = TRANSFORM_BUGS[name]
+        bug = REFUSED[name]
         if name == "batch_norm" and self._per_sample and call.argument(5, "training"):
             expected = "a function of one sample at a time"
             got = "batch_norm in train mode, which mixes the samples of a batch, so that no sample "
@@ -263,10 +205,10 @@ class OpMonitor(TorchFunctionMode):
             fix = "module.eval(), or a GroupNorm in its place"
             raise UnsupportedGraphError(message("per_sample_grads", expected, got, fix))
         if bug.wrong_now(call):
-            _raise(name)
-        if bug.wrong_batched(call):
+            _refuse(name)
+        if bug.wrong_in(BATCHED, call):
             self._wrong_batched.append(name)
-        if bug.wrong_derivative(call):
+        if bug.wrong_in(DERIVATIVE_OF_BATCHED, call):
             self._wrong_derivative.append(name)
         if bug.wrong_now(call.differentiated_by_eager_code()):
             self._wrong_outside.append(name)
@@ -275,24 +217,37 @@ class OpMonitor(TorchFunctionMode):
         """Note the operations in the graph of some losses as if they had been called here."""
         if torch.compiler.is_compiling():  # which shows no graph
             return
-        for name, arguments in _operations_in(Subgraph(losses).nodes):
-            if name in TRANSFORM_BUGS:
-                self._note(name, OpCall((), arguments, False, transforms(), self._outer))
+        for node in Subgraph(losses).nodes:
+            name, names = CALLS_OF_NODES.get(type(node).__name__, ("", {}))
+            if not name:
+                continue
+            arguments = {
+                argument: torch.empty(output_shape(node, 0), device="meta")
+                if kept is RESULT
+                else saved(node, kept)
+                for argument, kept in names.items()
+            }
+            if name == "batch_norm":
+                # instance_norm is a batch_norm of one sample that has all channels of all samples.
+                name = "instance_norm" if output_shape(node, 0)[0] == 1 else name
+                training = saved_or(True, node, "training")  # cuDNN's is that of training alone
+                arguments |= {"training": training, "use_input_stats": training}
+            self._note(name, OpCall((), arguments, False, transforms(), self._outer))
 
     def check(self) -> None:
         """Raise if a backward pass through the operations so far would be wrong."""
         stack = transforms()
         if BATCH in stack and self._wrong_batched:
-            _raise(self._wrong_batched[0])
+            _refuse(self._wrong_batched[0])
         if differentiated_around(stack, BATCH) and self._wrong_derivative:
-            _raise(self._wrong_derivative[0])
+            _refuse(self._wrong_derivative[0])
 
     def check_derivative(self, losses: Sequence[Tensor]) -> None:
         """Raise if a derivative that eager code takes of the losses' gradient would be wrong."""
         self.note_graph(losses)
         wrong = [*self._wrong_outside, *(self._wrong_derivative if BATCH in transforms() else ())]
         if wrong:
-            _raise(wrong[0])
+            _refuse(wrong[0])
 
     def why_not_batched(self, loss: Tensor) -> str | None:
         """Return why a vmapped backward pass from a loss would be wrong, or None if it is right."""
@@ -306,46 +261,75 @@ class OpMonitor(TorchFunctionMode):
         return f"{got}torch are silently wrong" if BATCH in self._outer else None
 
 
-def name_of(func: Callable[..., Any]) -> str | None:
-    """Return the name of an operation with a bug, however it is called."""
-    name = _NAMES.get(func)
-    if name is None and (func is _POW or func is _IPOW):
-        return "pow"
-    # torch.ops.aten.name; an operator of the user's may have the same.
-    if name is None and isinstance(func, (OVERLOAD, OPERATOR)) and not is_foreign(func):
-        packet = func.overloadpacket if isinstance(func, OVERLOAD) else func
-        return ALIASES.get(packet.__name__)
-    return name
+class ForwardMonitor(TorchFunctionMode):
+    """Gives operations whose first derivative torch gets wrong, or drops, a formula, or refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._blocks = 1  # that have not ended; torch.compile cannot trace a property here
+
+    @leave_uncompiled
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation; inside a call of gradkit.func, its own monitor sees to that."""
+        is_watched = self._blocks and torch.is_grad_enabled() and not active_monitors()
+        name = name_of(func) if is_watched else None
+        if name == _FUNCTION:
+            args = _with_differentiated_jvp(args), *args[1:]
+        elif name is not None and name != _BACKWARD_PASS:
+            return _run_in_eager_code(name, func, args, kwargs or {})
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if is_watched and _is_foreign(func) and not torch.compiler.is_compiling():
+            _refuse_dropped(func, (args, kwargs), result)
+        return result
 
 
-def run_by_eager_code(
-    name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Run what eager code calls, by its formula where a first derivative of it would be wrong."""
-    if name == _FUNCTION:
-        args = function_with_differentiated_jvp(args), *args[1:]
-    elif name != _BACKWARD_PASS and (
-        any(map(carries_graph, pytree.tensors((args, kwargs)))) or differentiated()
-    ):
+def _run_in_eager_code(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation, by its formula where a first derivative of it would be wrong."""
+    if any(map(carries_graph, pytree.tensors((args, kwargs)))) or differentiated():
         stack = transforms()
         if DERIVATIVES.isdisjoint(stack):
             stack = (EAGER, *stack)
         call = OpCall(args, kwargs, func in _FUNCTIONAL, stack, ())
-        if name in BY_FORMULA:
-            if BY_FORMULA[name].wrong_now(call) and not _is_refused_by_torch(name, call):
-                if _is_in_place(func):
-                    return args[0].copy_(_value_in_place(name, call))
-                return FORMULAS[name](func, *args, **kwargs)
-        elif TRANSFORM_BUGS[name].wrong_now(call):
-            _raise(name)
+        if (BY_FORMULA.get(name) or REFUSED[name]).wrong_now(call):
+            if name not in BY_FORMULA:
+                _refuse(name)
+            if _is_in_place(func):
+                return args[0].copy_(_value_in_place(name, call))
+            return FORMULAS[name](func, *args, **kwargs)
     return func(*args, **kwargs)
+
+
+def _is_foreign(func: Callable[..., Any]) -> bool:
+    """Return whether this is an operator that torch itself does not define."""
+    is_operator = isinstance(func, (_OPERATOR, _OVERLOAD))
+    return is_operator and str(func).partition(".")[0] not in _OF_TORCH
+
+
+def _refuse_dropped(func: Callable[..., Any], given: Any, result: Any) -> None:
+    """Raise if an operator has dropped a derivative of what it was given."""
+    # torch drops tangents without a word, and warns once of a backward pass.
+    outputs = [x for x in pytree.tensors(result) if x.is_floating_point() or x.is_complex()]
+    inputs = pytree.tensors(given) if outputs else []
+    nodes = [layer.grad_fn for output in outputs for layer in layers(output)]
+    is_cut = any(node is not None and node.name() == _WITHOUT_DERIVATIVE for node in nodes)
+    if torch.is_grad_enabled() and not any(map(carries_graph, outputs)):  # a kernel falls through
+        is_cut |= any(map(carries_graph, inputs))
+    if is_cut:
+        got = "one without an autograd kernel: torch takes its derivative as zero"
+        fix = "torch.library.register_autograd, or an Autograd kernel in C++"
+    elif any(map(carries_tangent, inputs)) and not any(map(carries_tangent, outputs)):
+        got = "one without a formula for forward mode: torch drops the tangent"
+        fix = "reverse mode: gradkit.value_and_grads(losses, params)"
+    else:
+        return
+    where, expected = f"torch.ops.{func}", "an operator whose derivative torch has"
+    fix += "; or, if the result is meant as a constant, give the operator x.detach()"
+    raise UnsupportedGraphError(message(where, expected, got, fix))
 
 
 def _needs_formula(name: str, call: OpCall) -> bool:
     """Return whether a derivative of an operation would be wrong without its formula."""
     bug = BY_FORMULA[name]
-    if _is_refused_by_torch(name, call):
-        return False
     if bug.wrong_now(call):
         return True
     if not bug.wrong_now(call.differentiated_by_eager_code()):
@@ -355,16 +339,6 @@ def _needs_formula(name: str, call: OpCall) -> bool:
     return torch.compiler.is_compiling() or any(0 in recording_levels(x) for x in tensors)
 
 
-def _is_refused_by_torch(name: str, call: OpCall) -> bool:
-    """Return whether an operation is given `out`, which torch refuses, unless it drops graphs."""
-    return call.kwargs.get("out") is not None and name not in NOT_SWEPT
-
-
-def _is_in_place(func: Callable[..., Any]) -> bool:
-    """Return whether an operation writes on its first argument."""
-    return func is _IPOW or getattr(func, "overloadpacket", func) in _IN_PLACE
-
-
 def _value_in_place(name: str, call: OpCall) -> Tensor:
     """Return what an operation in place is to write, by its formula."""
     written, *others = call.args
@@ -372,9 +346,82 @@ def _value_in_place(name: str, call: OpCall) -> Tensor:
     return value
 
 
-def _raise(name: str) -> NoReturn:
+def _is_in_place(func: Any) -> bool:
+    """Return whether an operation that has a formula writes on its first argument."""
+    return func is _IPOW or getattr(func, "overloadpacket", func) in _IN_PLACE
+
+
+def _refuse(name: str) -> NoReturn:
     owners = torch, torch.linalg, torch.special
     owner = next(owner.__name__ for owner in owners if hasattr(owner, name))
-    bug, expected = TRANSFORM_BUGS[name], "an operation whose derivative torch gets right here"
+    bug, expected = REFUSED[name], "an operation whose derivative torch gets right here"
     got = f"{name}: {bug.what}"
     raise UnsupportedGraphError(message(f"{owner}.{name}", expected, got, bug.fix))
+
+
+# The jvp of a user's Function is differentiated as the code that it is. torch switches forward mode
+# off while it runs one, and a jvp around it loses its own tangents there:
+# https://github.com/pytorch/pytorch/issues/197867
+def _with_differentiated_jvp(args: Sequence[Any]) -> Any:
+    """Return a Function, the first argument, whose jvp is differentiated where others need that."""
+    function, *given = args
+    stack = transforms()
+    if function in _made or FORWARD not in stack:
+        return function
+    is_differentiated = differentiated_around(stack, FORWARD) or any(
+        isinstance(x, Tensor) and 0 in recording_levels(x) for x in given
+    )
+    return _made_differentiable(function) if is_differentiated else function
+
+
+class DifferentiatedJvps(TorchFunctionMode):
+    """Sees the Functions that others call: in a jvp, a backward, a rule for vmap."""
+
+    @leave_uncompiled
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation."""
+        if func is apply_function:
+            args = _with_differentiated_jvp(args), *args[1:]
+        return func(*args, **kwargs or {})
+
+
+_made: WeakSet[Any] = WeakSet()
+
+
+def _made_differentiable(function: Any) -> Any:
+    """Return a Function that does the same, with forward mode on where torch switches it off."""
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        # The tangents of the level whose jvp is about to run are no part of what that computes.
+        given: dict[int, Any] = {}
+
+        def primal(tensor: Tensor) -> Tensor:
+            result = without_innermost_tangent(tensor)
+            given[id(result)] = tensor
+            return result
+
+        mark_dirty: Any = WeakMethod(ctx.mark_dirty)  # its node would else refer to itself
+        ctx.mark_dirty = lambda *xs: mark_dirty()(*[given.get(id(x), x) for x in xs])
+        with torch.enable_grad(), forward_mode_on(), DifferentiatedJvps(), INSIDE:
+            function.setup_context(ctx, pytree.map_tensors(primal, inputs), output)
+        given.clear()
+
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        with forward_mode_on(), DifferentiatedJvps(), INSIDE:
+            return function.jvp(ctx, *tangents)
+
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with DifferentiatedJvps(), INSIDE:
+                return method(*args)
+
+        return call
+
+    methods = {"setup_context": setup_context, "jvp": jvp, "backward": watched(function.backward)}
+    if function.vmap is not Function.vmap:
+        methods["vmap"] = watched(function.vmap)
+    members: dict[str, Any] = {name: staticmethod(method) for name, method in methods.items()}
+    members["__module__"] = function.__module__  # of the user's, as its nodes are
+    made = type(function)(function.__name__, (function,), members)
+    _made.add(made)
+    return made

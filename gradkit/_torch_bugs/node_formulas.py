@@ -1,0 +1,126 @@
+"""Formulas by which the gradients of nodes are differentiated, where torch is wrong or cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.func import vjp
+from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
+
+from gradkit._compat.nodes import saved, saved_ints, saved_or
+from gradkit._compat.transforms import without_default_hooks
+from gradkit._compat.undoing import undone
+from gradkit._core.graph import Subgraph
+from gradkit._core.user_code import Cotangents, register_own_hooks, remove_hooks
+from gradkit._torch_bugs.formulas import logcumsumexp, weight_norm
+
+Formula: TypeAlias = Callable[..., Tensor]
+# A formula, and the tensors that it is of: first those that the node's gradients belong to.
+OfNode: TypeAlias = tuple[Formula, list[Tensor]]
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *mask: Tensor, is_causal: bool, scale: float | None
+) -> Tensor:
+    """Return what a fused kernel of scaled_dot_product_attention does."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    key, value = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (key, value))
+    scale = query.size(-1) ** -0.5 if scale is None else scale
+    scores = query.to(dtype) @ key.to(dtype).mT * scale
+    masks = [torch.ones_like(scores, dtype=torch.bool).tril()] if is_causal else []
+    for one in (*masks, *mask):
+        is_bool = one.dtype == torch.bool
+        scores = scores.masked_fill(~one, -torch.inf) if is_bool else scores + one
+    # A query that may attend to nothing gives zeros; a softmax of it would be nan.
+    empty = scores.isneginf().all(-1, keepdim=True)
+    weights = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+    return (weights @ value.to(dtype)).to(query.dtype)
+
+
+def _attention_of(node: Any) -> OfNode:
+    mask = saved_or(None, node, "attn_mask", "attn_bias")
+    formula = partial(attention, is_causal=saved(node, "is_causal"), scale=saved(node, "scale"))
+    inputs = [saved(node, name) for name in ("query", "key", "value")]
+    return formula, inputs if mask is None else [*inputs, mask]
+
+
+_FUSED_ATTENTION = (
+    "FlashAttention", "FlashAttentionForCpu", "EfficientAttention", "CudnnAttention",
+    "FusedAttentionOverrideable",
+)  # fmt: skip
+# By the kind of node.
+NODE_FORMULAS: dict[str, Callable[[Any], OfNode]] = {
+    **{f"ScaledDotProduct{kernel}Backward0": _attention_of for kernel in _FUSED_ATTENTION},
+    "WeightNormInterfaceBackward0": lambda node: (
+        partial(weight_norm, None, dim=saved(node, "dim")), [saved(node, "v"), saved(node, "g")]),
+    "LogcumsumexpBackward0": lambda node: (
+        partial(logcumsumexp, None, dim=saved_ints(node, "dim")[0]), [saved(node, "self")]),
+    "HardsigmoidBackward0": lambda node: (
+        lambda x: functional.relu6(x + 3) / 6, [saved(node, "self")]),
+}  # fmt: skip
+
+
+def has_formula(node: Any) -> bool:
+    """Return whether the result of a node is that of a formula, which draws nothing at random."""
+    return type(node).__name__ in NODE_FORMULAS and not saved_or(0, node, "dropout_p")
+
+
+def holds_formulas(below: Subgraph) -> bool:
+    """Return whether a graph may hold nodes that have a formula."""
+    return not NODE_FORMULAS.keys().isdisjoint(kind.__name__ for kind in below.kinds)
+
+
+@contextmanager
+def differentiated_by_formula(below: Subgraph) -> Iterator[None]:
+    """Let the gradients of a pass with create_graph be differentiated by the formulas of nodes."""
+    handles: list[RemovableHandle] = []
+    with undone(partial(remove_hooks, handles)):
+        for node in filter(has_formula, below.nodes if holds_formulas(below) else ()):
+            handles += register_own_hooks(partial(node.register_hook, partial(_by_formula, node)))
+        yield
+
+
+def _by_formula(node: Any, grads: Cotangents, cotangents: Cotangents) -> Cotangents | None:
+    """Return the gradients that a node has made, with the derivative of its formula."""
+    cotangent, *_ = cotangents
+    if cotangent is None or not torch.is_grad_enabled():  # a pass in another thread
+        return None
+    formula, inputs = NODE_FORMULAS[type(node).__name__](node)
+    indices = [index for index, grad in enumerate(grads) if grad is not None]
+    # Detached: torch's own derivative of them raises, even where nothing flows into it.
+    present = [grad.detach() for grad in grads if grad is not None]
+    made = iter(_ByFormula.apply(formula, indices, cotangent, *inputs, *present))  # type: ignore[no-untyped-call]
+    return tuple(None if grad is None else next(made) for grad in grads)
+
+
+class _ByFormula(Function):
+    """The identity of gradients, whose derivative is that of a formula's gradients."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(formula: Formula, indices: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(grad.clone() for grad in tensors[-len(indices) :])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.formula, ctx.indices = inputs[:2]
+        ctx.save_for_backward(*inputs[2 : -len(output)])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        def grads(cotangent: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+            every = vjp(ctx.formula, *inputs)[1](cotangent)
+            return tuple(every[index] for index in ctx.indices)
+
+        with without_default_hooks():
+            pull = vjp(grads, *ctx.saved_tensors)[1]
+            pulled = pull(cotangents)
+        return None, None, *pulled, *[None] * len(ctx.indices)
