@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import islice
 from operator import attrgetter
 from random import Random
+from sys import maxsize
 from threading import local
 from typing import Any, NamedTuple, cast
 
@@ -203,7 +204,7 @@ def nodes_of_types(roots: Iterable[Tensor], most: Mapping[type, int]) -> list[No
     """Return the nodes of some types below roots; `most`: how many of each type exist at most."""
     # The walk ends once their sum is found: those of a custom loss are found at once.
     every = (node for node in nodes_in_order(roots) if type(node) in most)
-    return list(islice(every, sum(most.values())))
+    return list(islice(every, min(sum(most.values()), maxsize)))
 
 
 def nodes_executed(root: Tensor, leaves: Collection[int]) -> set[Node]:
