@@ -9,11 +9,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from gradkit._autograd import passes
 from gradkit._autograd.consume_on_arrival import Consume, ConsumingRunner
 from gradkit._autograd.engine import numbered_roots
 from gradkit._autograd.jacobian import one_hot, refuse_nested, why_not_batched
 from gradkit._autograd.passes import PassRunner
+from gradkit._autograd.release import release
 from gradkit._checks.eager_graph import check_call
 from gradkit._checks.modified_tensors import refuse_pre_hooks
 from gradkit._checks.reachability import require_reached
@@ -119,7 +119,7 @@ class JacobianRows:
     def release(self, losses: Sequence[int]) -> None:
         """Free the graph of some losses, as a pass without `retain_graph` does."""
         below = self.call.graph.below(losses)
-        passes.release(below.leading_to(self.params.variables))
+        release(below.leading_to(self.params.variables))
 
 
 def warn_sequential(reason: str) -> None:

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from gradkit._autograd import jacobian
 from gradkit._autograd.arrival_copies import (
@@ -24,6 +23,7 @@ from gradkit._autograd.arrival_copies import (
     without_shared_memory,
 )
 from gradkit._autograd.engine import recording, run_backward, run_batch, run_grad
+from gradkit._autograd.release import plan_release, release
 from gradkit._checks.checked import is_checked, step_monitor
 from gradkit._checks.circumstances import (
     CREATES_GRAPH,
@@ -47,7 +47,7 @@ from gradkit._checks.modified_tensors import (
 from gradkit._checks.reachability import refuse_unreached
 from gradkit._compat.autograd import as_batch, batched_mode, from_batch, without_function_modes
 from gradkit._compat.distributed import replicated
-from gradkit._compat.nodes import names_by_kind, raise_freed, saved_names
+from gradkit._compat.nodes import names_by_kind
 from gradkit._compat.transforms import detach_keep_tangent, in_dual_level, unbatched
 from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import pytree
@@ -62,7 +62,7 @@ from gradkit._core.call import (
     require_graph,
 )
 from gradkit._core.grad_recorder import observed_tensors
-from gradkit._core.graph import OwnNodes, Subgraph, is_leaf_node, nodes_executed
+from gradkit._core.graph import Subgraph
 from gradkit._core.ownership import PLAIN_TYPES, owned, owned_of_each, zeros_for
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import LEAF, PyTree, Structure
@@ -70,84 +70,6 @@ from gradkit._core.results_without_graph import with_zero_derivatives
 from gradkit._core.user_code import functions_alive, user_code_may_run
 from gradkit._state.grad_attribute import grads_put_back
 from gradkit._torch_bugs.node_formulas import differentiated_by_formula
-
-
-class ReleasePlan(NamedTuple):
-    """What one of several passes does with the graph."""
-
-    retain: bool  # a later pass executes some of the same nodes
-    last_used: Collection[Node] = ()  # if so, those that no later pass executes
-
-
-def plan_release(call: Call, extra: Sequence[Node]) -> list[ReleasePlan]:
-    """Return a plan for each pass, where every pass also reaches the `extra` nodes."""
-    # A loss without elements has no pass of its own, so its nodes may never be executed.
-    if len(call.params) == 1 and all(map(Tensor.numel, call.outputs)):
-        (first,) = call.params
-        below = call.graph.below(call.differentiated)
-        if not extra and below.leads_only_to(first.variables):
-            # A leaf's own node is not executed, and has nothing to release.
-            return [
-                ReleasePlan(not all(map(is_leaf_node, part.shared)), part.nodes)
-                for part in below.parts
-            ]
-        return plan_parts(below.parts, below.leading_to(first.variables, extra))
-    if call.only_leaves and not extra and all(map(Tensor.numel, call.outputs)):
-        each = [(call.outputs[group[0]], params.variables) for group, params in call.passes]
-        return plan_sets([nodes_executed(root, set(map(id, leaves))) for root, leaves in each])
-    return plan_sets([
-        call.graph.below(group).leading_to(
-            params.variables if call.outputs[group[0]].numel() else [], extra
-        )
-        for group, params in call.passes
-    ])
-
-
-def plan_sets(executed: Sequence[set[Node]]) -> list[ReleasePlan]:
-    """Return the plans of passes that execute these nodes."""
-    later: set[Node] = set()
-    plans: list[ReleasePlan] = []
-    for nodes in reversed(executed):
-        shared = not nodes.isdisjoint(later)
-        plans.append(ReleasePlan(shared, nodes - later if shared else ()))
-        later |= nodes
-    return plans[::-1]
-
-
-def plan_parts(parts: Sequence[OwnNodes], executed: set[Node]) -> list[ReleasePlan]:
-    """Return the plans of passes that execute all of these nodes that are below their losses."""
-    # So whatever is below a node that a later pass executes, that pass executes, too.
-    return [
-        ReleasePlan(True, [node for node in part.nodes if node in executed])
-        if not executed.isdisjoint(part.shared)
-        else ReleasePlan(False)
-        for part in parts
-    ]
-
-
-def release(nodes: Iterable[Node], names_of: Mapping[type, tuple[str, ...]] | None = None) -> None:
-    """Drop the tensors that these nodes have saved, as the engine does without `retain_graph`."""
-    # `names_of`: by `names_by_kind`, where that is known. Python cannot tell a node to release its
-    # tensors, but it can give each a pack hook, which replaces the tensor by what the hook returns.
-    # A tensor that has hooks already (a checkpoint's, or one kept on another device) cannot have
-    # others: it stays until its graph is freed.
-    for node in nodes:
-        kind = type(node)
-        for name in saved_names(kind) if names_of is None else names_of.get(kind, ()):
-            try:
-                saved = getattr(node, name)
-            except RuntimeError:  # a custom Function that has lost its tensors
-                continue
-            for tensor in saved if isinstance(saved, tuple) else (saved,):
-                try:
-                    tensor.register_hooks(_drop, raise_freed)
-                except RuntimeError:  # it has hooks, is lost already, or is None
-                    continue
-
-
-def _drop(_: Tensor) -> None:
-    return None
-
 
 _version = attrgetter("_version")
 
@@ -234,18 +156,18 @@ class PassRunner:
     ) -> list[Tensor | None]:
         """Return the gradients of one pass, which may share memory."""
         call = self.call
-        found = around(call) if call.around is None else call.around
-        if not found & GUARDED:
+        bits = around(call) if call.around is None else call.around
+        if not bits & GUARDED:
             return run_grad(call, outputs, variables, seeds, retain_graph=retain)
         copied = self.look_for_hooks(variables)
         versions: dict[int, int] = {}
         args = outputs, seeds, variables
-        with recording(call) if found & RECORDED else INSIDE, INSIDE:
-            if copied or found & (OBSERVED | RETAINED):
+        with recording(call) if bits & RECORDED else INSIDE, INSIDE:
+            if copied or bits & (OBSERVED | RETAINED):
                 grads, versions = self._captured_grads(*args, copied, retain=retain)
             else:
                 grads = run_grad(call, outputs, variables, seeds, retain_graph=retain)
-        if found & USER_CODE and len(copied) < len(variables):
+        if bits & USER_CODE and len(copied) < len(variables):
             versions |= grad_versions(variables, grads, copied)
         if versions:
             self.refuse_modified(outputs, variables, versions)
@@ -511,12 +433,12 @@ def run_in_turn(
 
 def _run_scalars_in_turn(run: PassRunner, retain: bool) -> list[Grads]:
     """Run the passes of a call whose losses have one element each."""
-    call, found = run.call, around(run.call)
+    call, bits = run.call, around(run.call)
     losses = call.losses.leaves
     captures = type(run) is PassRunner and not call.create_graph
-    seed = None if found & GUARDED or not captures else _common_seed(losses)
+    seed = None if bits & GUARDED or not captures else _common_seed(losses)
     # A hook of the next pass may write on what it has kept of this one.
-    together = (1 if found & USER_CODE else _TOGETHER) if captures else 0
+    together = (1 if bits & USER_CODE else _TOGETHER) if captures else 0
     one_pass = run.captured if captures else run.grads
 
     def differentiate(index: int, variables: list[Tensor], keep: bool) -> Grads:

@@ -59,61 +59,61 @@ def around(call: Call) -> int:
 
 def of_process(functions: FunctionsAlive) -> int:
     """Return what there is in this process."""
-    found = HOOKS if hooks_registered() else 0
+    bits = HOOKS if hooks_registered() else 0
     if functions.users:
-        found |= FUNCTIONS
+        bits |= FUNCTIONS
     if functions.refused:
-        found |= INCOMPLETE
+        bits |= INCOMPLETE
     if any_fully_sharded():
-        found |= SHARDED
+        bits |= SHARDED
     if [*map(getrefcount, RECOMPUTING)] != IDLE:
-        found |= CHECKPOINTS
+        bits |= CHECKPOINTS
     if observers.active:
-        found |= OBSERVED
+        bits |= OBSERVED
     if open_monitors:
-        found |= WATCHED | CHECKED if is_checked() else WATCHED
-    return found
+        bits |= WATCHED | CHECKED if is_checked() else WATCHED
+    return bits
 
 
 def _of_call(call: Call) -> int:
-    found = 0
+    bits = 0
     written: Sequence[Tensor] = call.losses.leaves
     if call.weights:
         written = [*written, *call.weights]
     for params in call.params:
         if not params.only_leaves:
-            found |= INTERMEDIATE
+            bits |= INTERMEDIATE
             written = [*written, *params.variables]
             if any(map(_version, params.variables)) or any(map(is_view, params.variables)):
-                found |= NOT_PLAIN
+                bits |= NOT_PLAIN
         if not params.no_subclasses:
-            found |= NOT_PLAIN
+            bits |= NOT_PLAIN
     if any(map(_retains_grad, written)):
-        found |= RETAINED
+        bits |= RETAINED
     if len(call.outputs) > 1:
-        found |= SEVERAL_LOSSES
+        bits |= SEVERAL_LOSSES
     if len(call.passes) > 1:
-        found |= SEVERAL_PASSES
+        bits |= SEVERAL_PASSES
     if call.unused == "error":
-        found |= MUST_REACH
+        bits |= MUST_REACH
     if not any(map(_variables, call.params)):
-        found |= NO_VARIABLES
+        bits |= NO_VARIABLES
     if call.create_graph and (call.functions.users or recomputed_tensor_sources):
-        found |= RECORDED
+        bits |= RECORDED
     if call.create_graph:
-        return found if _is_differentiable(call, found) else found | CREATES_GRAPH
-    return found | CONSTANT if any(map(is_differentiated_tensor, call.outputs)) else found
+        return bits if _is_differentiable(call, bits) else bits | CREATES_GRAPH
+    return bits | CONSTANT if any(map(is_differentiated_tensor, call.outputs)) else bits
 
 
 _variables = attrgetter("variables")
 _SHORT = 300  # nodes
 
 
-def _is_differentiable(call: Call, found: int) -> bool:
+def _is_differentiable(call: Call, bits: int) -> bool:
     """Return whether torch is known to get the derivative of a pass right; False if not sure."""
     # The pass of a step in a loop is short, and this look at it, too: the rest of the graph, that
     # of the steps before, may be a thousand times as long.
-    if found & ~INTERMEDIATE or call.weights or any(call.functions):
+    if bits & ~INTERMEDIATE or call.weights or any(call.functions):
         return False
     (params,), (loss,) = call.params, call.outputs
     if is_differentiated_tensor(loss):

@@ -205,8 +205,8 @@ _ANY = reduce(or_, (when for when, _ in _BEFORE))
 
 def check_call(call: Call) -> None:
     """Raise if a gradient of the call would be wrong, zero or local."""
-    found = around(call)
-    if found & _ANY:
+    bits = around(call)
+    if bits & _ANY:
         for when, check in _BEFORE:
-            if found & when:
+            if bits & when:
                 check(call)

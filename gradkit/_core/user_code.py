@@ -217,14 +217,18 @@ def functions_alive() -> FunctionsAlive:
     if _free_threaded():
         return FunctionsAlive(True, True)  # references are not counted exactly there
     watched = _classes_to_watch(repr(_functions_made))
+    classes = [*map(_class_of, watched.classes)]
+    counts = [*map(sys.getrefcount, classes)]
+    if max(counts, default=0) <= watched.idle:
+        return NONE_ALIVE
     alive = NONE_ALIVE
-    for each, refused, users in watched.classes:
-        cls = each()
-        if cls is not None and sys.getrefcount(cls) > watched.idle:
+    for cls, count, (refused, users) in zip(classes, counts, watched.kinds, strict=True):
+        if cls is not None and count > watched.idle:
             alive = FunctionsAlive(alive.refused or refused, alive.users or users)
     return alive
 
 
+_class_of: Callable[[ref[type]], type | None] = ref.__call__  # None once it is gone
 NONE_ALIVE = FunctionsAlive(False, False)
 
 
@@ -232,17 +236,19 @@ def most_nodes_of_users() -> dict[type, int]:
     """Return the largest number of nodes that each of the user's living Functions may have."""
     watched = _classes_to_watch(repr(_functions_made))
     most: dict[type, int] = {}
-    for each, _, users in watched.classes:
-        cls = each()
+    classes = [*map(_class_of, watched.classes)]
+    counts = [*map(sys.getrefcount, classes)]
+    for cls, count, (_, users) in zip(classes, counts, watched.kinds, strict=True):
         if cls is not None and users:
-            alive = sys.maxsize if _free_threaded() else sys.getrefcount(cls) - watched.idle
+            alive = sys.maxsize if _free_threaded() else count - watched.idle
             if alive > 0:
                 most[cls] = alive
     return most
 
 
 class _Watched(NamedTuple):
-    classes: list[tuple[ref[type], bool, bool]]  # whether it is refused, and the user's
+    classes: list[ref[type]]
+    kinds: list[tuple[bool, bool]]  # whether each is refused, and the user's
     idle: int  # the references that a class without instances has, counted as above
 
 
@@ -253,17 +259,16 @@ _functions_made = torch.autograd.function.AUTOGRAD_FUNCTION_COUNTER
 @lru_cache(maxsize=1)
 def _classes_to_watch(_: str) -> _Watched:
     every = [ref(cls) for cls in BackwardCFunction.__subclasses__()]
-    kinds = [
-        (each, cls.__name__ in REFUSED, not _from_torch(cls)) for each in every if (cls := each())
+    classes = [*map(_class_of, every)]
+    idle = min(map(sys.getrefcount, classes))  # most of torch's have no instances
+    found = [
+        (each, (cls.__name__ in REFUSED, not _from_torch(cls)))
+        for each, cls in zip(every, classes, strict=True)
+        if cls is not None
     ]
-    del cls
-    idle = min(filter(None, map(_references, every)))  # most of torch's have no instances
-    return _Watched([kind for kind in kinds if any(kind[1:])], idle)
-
-
-def _references(each: ref[type]) -> int:
-    cls = each()
-    return 0 if cls is None else sys.getrefcount(cls)
+    del classes
+    watched = [(each, kinds) for each, kinds in found if any(kinds)]
+    return _Watched([each for each, _ in watched], [kinds for _, kinds in watched], idle)
 
 
 @cache

@@ -5,8 +5,8 @@ A parameter that is gathered for one layer would otherwise stay in memory until 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
@@ -58,8 +58,15 @@ def recompute_hooks() -> AbstractContextManager[Any]:
     """Let graphs that are recorded in the block save `recompute` in the place of its tensor."""
     if not recomputed_tensor_sources or differentiated() or torch.compiler.is_compiling():
         return nullcontext()  # torch.func's derivatives have no hooks for saved tensors
+    return _saving_recomputes()
+
+
+@contextmanager
+def _saving_recomputes() -> Iterator[None]:
     pack, unpack = default_hooks() or (None, None)
-    return saved_tensors_hooks(lambda tensor: _pack(tensor, pack, unpack), lambda packed: packed())
+    hooks = saved_tensors_hooks(lambda t: _pack(t, pack, unpack), lambda packed: packed())
+    with hooks, INSIDE:
+        yield
 
 
 def _pack(tensor: Tensor, pack: Any, unpack: Any) -> Callable[[], Tensor]:

@@ -17,7 +17,7 @@ from gradkit._autograd.engine import numbered_roots, unrecorded
 from gradkit._autograd.gramian import by_blocks, weights_of
 from gradkit._autograd.jacobian_rows import JacobianRows, read_jacobian_rows, warn_sequential
 from gradkit._autograd.passes import PassResult, PassRunner, run_separately
-from gradkit._autograd.passes import release as release_nodes
+from gradkit._autograd.release import release as release_nodes
 from gradkit._checks.eager_graph import check_call
 from gradkit._checks.reachability import refuse_cast_since_forward
 from gradkit._compat import distributed
