@@ -261,13 +261,13 @@ def _classes_to_watch(_: str) -> _Watched:
     every = [ref(cls) for cls in BackwardCFunction.__subclasses__()]
     classes = [*map(_class_of, every)]
     idle = min(map(sys.getrefcount, classes))  # most of torch's have no instances
-    found = [
+    kinds_of = [
         (each, (cls.__name__ in REFUSED, not _from_torch(cls)))
         for each, cls in zip(every, classes, strict=True)
         if cls is not None
     ]
     del classes
-    watched = [(each, kinds) for each, kinds in found if any(kinds)]
+    watched = [(each, kinds) for each, kinds in kinds_of if any(kinds)]
     return _Watched([each for each, _ in watched], [kinds for _, kinds in watched], idle)
 
 
