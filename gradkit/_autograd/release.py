@@ -28,10 +28,9 @@ def plan_release(call: Call, extra: Sequence[Node]) -> list[ReleasePlan]:
         below = call.graph.below(call.differentiated)
         if not extra and below.leads_only_to(first.variables):
             # A leaf's own node is not executed, and has nothing to release.
-            return [
-                ReleasePlan(not all(map(is_leaf_node, part.shared)), part.nodes)
-                for part in below.parts
-            ]
+            goes_on = [not all(map(is_leaf_node, part.shared)) for part in below.parts]
+            pairs = zip(goes_on, below.parts, strict=True)
+            return [ReleasePlan(retain, part.nodes if retain else ()) for retain, part in pairs]
         return plan_parts(below.parts, below.leading_to(first.variables, extra))
     if call.only_leaves and not extra and all(map(Tensor.numel, call.outputs)):
         each = [(call.outputs[group[0]], params.variables) for group, params in call.passes]

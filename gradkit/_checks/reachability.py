@@ -142,8 +142,10 @@ def refuse_cast_since_forward(call: Call, results: Sequence[Grads]) -> None:
 def _without_gradient(call: Call, results: Sequence[Grads]) -> list[tuple[Params, int]]:
     """Return the leaves that have no gradient of any pass."""
     if len(call.params) == 1:
-        by_variable = zip(*results, strict=True)
-        if all(set(map(type, grads)) != {type(None)} for grads in by_variable):
+        unfilled: Sequence[int] = range(len(call.params[0].variables))
+        for grads in results:
+            unfilled = [index for index in unfilled if grads[index] is None]
+        if not unfilled:
             return []  # each variable has a gradient of some loss
     missing: dict[int, tuple[Params, int]] = {}
     arrived: set[int] = set()
