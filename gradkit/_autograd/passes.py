@@ -174,6 +174,7 @@ class PassRunner:
         return grads
 
     def look_for_hooks(self, variables: list[Tensor]) -> list[Tensor]:
+        """Return the variables whose gradients are copied as they arrive; looked for once."""
         if id(variables) not in self._copied:
             refuse_pre_hooks(self.call)
             self._copied[id(variables)] = variables_to_copy(self.call, variables)
@@ -187,7 +188,7 @@ class PassRunner:
         def where() -> str:
             return ", ".join(map(self.call.losses.path, self.call.differentiated[:3]))
 
-        path = self.params_of(variables).path
+        path = self.call.params_of(variables).path
         refuse_modified(where, path, variables, Subgraph(outputs), versions)
 
     def _captured_grads(
@@ -216,7 +217,7 @@ class PassRunner:
             with finder or nullcontext(), INSIDE:
                 grads = run_grad(self.call, roots, inputs, cotangents, retain_graph=retain)
             if finder is not None:
-                finder.report(self.params_of(variables))
+                finder.report(self.call.params_of(variables))
             if monitor is not None:
                 monitor.note(variables, grads[: len(variables)])
             return capture.replace(grads[: len(variables)]), capture.versions
@@ -228,13 +229,6 @@ class PassRunner:
         retained = self.retained((*variables, *(tensor for tensor, _ in extra)))
         with grads_put_back(list({id(t): t for t in retained}.values())):
             yield [*variables, *(edge for _, edge in extra)]
-
-    def params_of(self, variables: list[Tensor]) -> Params:
-        """Return the params whose variables these are."""
-        for one in self.call.passes:
-            if one.params.variables is variables:
-                return one.params
-        raise AssertionError("the variables are not those of a pass of the call")
 
     def retained(self, tensors: Iterable[Tensor] = ()) -> list[Tensor]:
         """Return those tensors, losses and weights whose `.grad` a pass writes [D4]."""

@@ -83,7 +83,7 @@ def variables_to_copy(call: Call, variables: list[Tensor]) -> list[Tensor]:
     """Return those variables of a call whose gradients are copied as they arrive."""
     if is_checked():
         return variables
-    params = next(one for one in call.params if one.variables is variables)
+    params = call.params_of(variables)
     if not params.no_subclasses:
         return variables
     inside = variables_to_copy_inside(variables, nodes_of_functions(call))

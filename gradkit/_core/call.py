@@ -426,6 +426,10 @@ class Call:
         """The indices of the losses that some pass starts from."""
         return [index for one in self.passes for index in one.losses]
 
+    def params_of(self, variables: list[Tensor]) -> Params:
+        """Return the params whose variables these are."""
+        return next(params for params in self.params if params.variables is variables)
+
     def variables(self) -> Iterator[tuple[Params, int, Tensor]]:
         """Yield every variable of every pass, with its params and its index there."""
         for params in self.params:
