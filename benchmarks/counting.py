@@ -1,4 +1,4 @@
-"""How many calls Python makes in a call of gradkit: a figure that no neighbour disturbs.
+"""How many calls Python makes in a call of gradkit, and how many functions run in one.
 
 `python -m benchmarks.counting` prints the counts beside the ceilings in `ceilings.json`;
 `python -m benchmarks.counting --write` makes the counts the ceilings. Lower them when a change has
@@ -21,7 +21,7 @@ import optree
 import torch
 
 import gradkit
-from benchmarks import heads, models, training, values
+from benchmarks import heads, models, reading, training, values
 from benchmarks.harness import Side
 from benchmarks.heads import Size
 from benchmarks.nets import NETS
@@ -30,9 +30,10 @@ CEILINGS = Path(__file__).with_name("ceilings.json")
 _CPU = torch.device("cpu")
 _WARMUP = 3
 _ABOUT = (
-    "Calls that Python makes, of Python and of C functions, in one clean call of gradkit, as "
-    "counted with the versions below. tests/benchmarks/test_counting.py fails above them. "
-    "Count anew: python -m benchmarks.counting --write"
+    "Calls that Python makes, of Python and of C functions, in one clean call of gradkit, and how "
+    "many of gradkit's own functions and files run, as counted with the versions below. "
+    "tests/benchmarks/test_counting.py fails above them. Count anew: python -m benchmarks.counting "
+    "--write"
 )
 
 
@@ -58,7 +59,7 @@ SUBJECTS: dict[str, Callable[[], Side]] = {
 
 def counts() -> dict[str, int]:
     """Return the number of calls by subject; a process that has seen hooks makes more of them."""
-    return {name: calls(make()) for name, make in SUBJECTS.items()}
+    return {name: calls(make()) for name, make in SUBJECTS.items()} | reading.counts()
 
 
 def calls(side: Side) -> int:
@@ -114,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         CEILINGS.write_text(json.dumps(about | {"calls": counted}, indent=2) + "\n")
     allowed = ceilings()
     for name, count in counted.items():
-        print(f"{name}: {count} calls, at most {allowed.get(name, 'any')}")
+        print(f"{name}: {count}, at most {allowed.get(name, 'any')}")
     print(json.dumps(counted))
 
 

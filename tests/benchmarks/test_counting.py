@@ -1,4 +1,4 @@
-"""The calls that Python makes in a call of gradkit are at most those written down."""
+"""The calls that Python makes in a call of gradkit, and its functions, are at most as written."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import counting, fresh
+from benchmarks import counting, fresh, reading
 from benchmarks.harness import Side
+from gradkit import tree
 
 HOW = "python -m benchmarks.counting tells, and its docstring when to raise a ceiling"
 
@@ -35,6 +36,14 @@ def test_calls_of_python_and_of_c_count(device: torch.device) -> None:
 
     assert counting.calls(Side(lambda: [1, 2], run)) == 3
     assert counting.calls(Side(lambda: [1, 2], lambda numbers: [*map(abs, numbers)])) == 1
+
+
+def test_own_functions_count_once(device: torch.device) -> None:
+    w = torch.ones(2, device=device, requires_grad=True)
+    names = {code.co_name for code in reading.own_code(lambda: tree.global_norm([w, w]))}
+    assert "global_norm" in names
+    assert not any(name.startswith("<") for name in names)
+    assert reading.own_code(lambda: torch.ones(2)) == set()
 
 
 def test_what_is_counted_becomes_the_ceiling(
