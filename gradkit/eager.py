@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TypeAlias, TypedDict, TypeVar, Unpack, overload
+from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
+import torch
 from torch import Tensor, nn
 
 from gradkit._autograd.gramian import weights_from_gramian
@@ -24,10 +25,10 @@ from gradkit._core.call import (
     Strategy,
     Unused,
     check_batching,
-    check_pass_options,
     read_losses,
+    read_pass_options,
 )
-from gradkit._core.ownership import outside_inference_mode
+from gradkit._core.ownership import leave_inference_mode, outside_inference_mode
 from gradkit._core.params import read_params
 from gradkit._core.pytree import PyTree
 
@@ -101,7 +102,6 @@ def value_and_grads(
     losses: PyTree, params: PyTree, *, unused: Unused = ..., **options: Unpack[_Sum]
 ) -> tuple[PyTree, PyTree]: ...
 @disable_compile
-@outside_inference_mode
 def value_and_grads(
     losses: PyTree,
     params: PyTree,
@@ -165,7 +165,11 @@ def value_and_grads(
         `torch.autograd.backward`, https://pytorch.org/docs/stable/autograd.html; the name and
         argument order follow `jax.value_and_grad`.
     """
-    check_pass_options(unused, create_graph, retain_graph)
+    if torch.is_inference_mode_enabled():  # a decorator would cost every call a frame
+        with leave_inference_mode():
+            options: Any = {"create_graph": create_graph, "retain_graph": retain_graph}
+            return value_and_grads(losses, params, weights=weights, unused=unused, **options)
+    retain = read_pass_options(unused, create_graph, retain_graph)
     flat_losses = read_losses(losses, scalar=True)
     flat_params = read_params(params)
     if weights is not None and callable(weights):
@@ -176,9 +180,10 @@ def value_and_grads(
         weights,
         unused=unused,
         create_graph=create_graph,
-        retain_graph=retain_graph,
+        retain=retain,
     )
-    require_reached(result.call, result.grads)
+    if type(None) in map(type, result.grads[0]):
+        require_reached(result.call, result.grads)
     return result.values, grads_to_tree(result.grads[0], flat_params, unused, create_graph)
 
 
@@ -289,7 +294,7 @@ def per_loss_grads(
         `torch.autograd.grad` and its `is_grads_batched`,
         https://pytorch.org/docs/stable/generated/torch.autograd.grad.html
     """
-    check_pass_options(unused, create_graph, retain_graph)
+    retain = read_pass_options(unused, create_graph, retain_graph)
     check_batching(strategy, chunk_size)
     flat_losses = read_losses(losses, scalar=False)
     flat_params = read_params(params)
@@ -298,7 +303,7 @@ def per_loss_grads(
         flat_params,
         unused=unused,
         create_graph=create_graph,
-        retain_graph=retain_graph,
+        retain=retain,
         strategy=strategy,
         chunk_size=chunk_size,
     )
@@ -367,9 +372,9 @@ def simultaneous_grads(
         Balduzzi et al. 2018, "The Mechanics of n-Player Differentiable Games", equation (1),
         https://arxiv.org/abs/1802.05642
     """
-    check_pass_options(unused, create_graph, retain_graph)
+    retain = read_pass_options(unused, create_graph, retain_graph)
     read = read_losses(losses, scalar=True)
     each = read_params_of_each(read, params)
-    result = run_simultaneously(read, each, unused, create_graph, retain_graph)
+    result = run_simultaneously(read, each, unused, create_graph, retain)
     require_reached(result.call, result.grads)
     return simultaneous_trees(result, each)

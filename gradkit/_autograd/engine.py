@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from gradkit._checks.circumstances import SUBCLASSES, around
 from gradkit._checks.eager_graph import DONATED, freed_message, losses_freed
 from gradkit._checks.higher_derivatives import refuse_undifferentiable
 from gradkit._checks.modified_tensors import modified_message
@@ -32,8 +33,6 @@ from gradkit._state.recomputed_tensors import recompute_hooks, recomputed_tensor
 from gradkit._torch_bugs.missing import missing_derivative
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 
-_TENSOR = frozenset({Tensor})
-
 
 def run_grad(
     call: Call,
@@ -46,13 +45,13 @@ def run_grad(
 ) -> list[Tensor | None]:
     """Return the gradients of a weighted sum of outputs with respect to tensors or graph edges."""
     options = retain_graph, call.create_graph
-    by_engine = call.no_subclasses and not (is_grads_batched or function_mode_enabled())
+    by_engine = not (around(call) & SUBCLASSES or is_grads_batched or function_mode_enabled())
     grads: Sequence[Tensor | None]
     try:
         if by_engine and PLAIN_TYPES.issuperset(map(type, outputs)):
-            has_all = _TENSOR.issuperset(map(type, seeds))
-            cotangents = tuple(seeds if has_all else map(_seed, outputs, seeds))
-            grads = run_engine(tuple(outputs), cotangents, *options, tuple(inputs), True)
+            pairs = zip(outputs, seeds, strict=True)
+            cotangents = [torch.ones_like(x) if seed is None else seed for x, seed in pairs]
+            grads = run_engine(tuple(outputs), tuple(cotangents), *options, tuple(inputs), True)
         else:
             grads = torch.autograd.grad(
                 outputs,
@@ -98,10 +97,6 @@ def run_batch(
     except RuntimeError as error:
         _raise_named(error, call)
         raise
-
-
-def _seed(output: Tensor, seed: Tensor | None) -> Tensor:
-    return torch.ones_like(output) if seed is None else seed
 
 
 def _refuse_undifferentiable(call: Call) -> AbstractContextManager[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from operator import attrgetter
 from typing import Any, TypeAlias, cast
@@ -56,7 +56,6 @@ from gradkit._core.call import (
     Grads,
     Losses,
     Pass,
-    keeps_graph,
     params_of_each_loss,
     read_weights,
     require_graph,
@@ -71,7 +70,7 @@ from gradkit._core.user_code import functions_alive, user_code_may_run
 from gradkit._state.grad_attribute import grads_put_back
 from gradkit._torch_bugs.node_formulas import differentiated_by_formula
 
-_version = attrgetter("_version")
+_version, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +142,12 @@ class PassRunner:
     ) -> list[Tensor | None]:
         """Return the gradients of one pass of the call, owned unless they carry a graph."""
         # A seed is the cotangent of an output, of its shape; None is ones.
-        grads = self.captured(outputs, seeds, variables, retain=retain)
-        return grads if self.call.create_graph else owned(grads, variables)
+        call = self.call
+        if around(call) & GUARDED:
+            grads = self.captured(outputs, seeds, variables, retain=retain)
+        else:  # as there, but for a frame, which costs a small call as much as a guard
+            grads = run_grad(call, outputs, variables, seeds, retain_graph=retain)
+        return grads if call.create_graph else owned(grads, variables)
 
     def captured(
         self,
@@ -156,7 +159,7 @@ class PassRunner:
     ) -> list[Tensor | None]:
         """Return the gradients of one pass, which may share memory."""
         call = self.call
-        bits = around(call) if call.around is None else call.around
+        bits = around(call)
         if not bits & GUARDED:
             return run_grad(call, outputs, variables, seeds, retain_graph=retain)
         copied = self.look_for_hooks(variables)
@@ -297,7 +300,7 @@ def run_jointly(
     *,
     unused: str,
     create_graph: bool,
-    retain_graph: bool | None,
+    retain: bool,
     allowed: Collection[str] = (),
     runner: RunnerFactory = PassRunner,
 ) -> PassResult:
@@ -307,10 +310,11 @@ def run_jointly(
     learned: Sequence[Tensor] = ()
     if weights is not None:
         outputs, seeds, learned = weighted_outputs(losses, weights)
-    group = require_graph(losses, outputs, [params])
+    group: Sequence[int] = range(len(outputs))
+    if not all(map(_requires_grad, outputs)):
+        group = require_graph(losses, outputs, [params])
     call = Call(losses, outputs, [Pass(group, params)], unused, create_graph, learned, allowed)
     check_call(call)
-    retain = keeps_graph(create_graph, retain_graph)
     if retain and (not create_graph or around(call) & CREATES_GRAPH):
         refuse_donated(call, [retain])
     if len(group) < len(outputs):  # without constants
@@ -364,7 +368,7 @@ def run_separately(
     *,
     unused: str,
     create_graph: bool,
-    retain_graph: bool | None,
+    retain: bool,
     strategy: str,
     chunk_size: int | None,
     allowed: Collection[str] = (),
@@ -380,7 +384,6 @@ def run_separately(
         jacobian.refuse_nested(params)
     run = runner(call)
     batch = jacobian.choose(strategy, call)
-    retain = keeps_graph(create_graph, retain_graph)
     if not batch and not any(map(Tensor.dim, losses.leaves)):
         return PassResult(call, _run_scalars_in_turn(run, retain))
 
@@ -464,7 +467,13 @@ def grads_to_tree(
         ]
     if create_graph and not all(grad is None or grad.requires_grad for grad in grads):
         grads = with_zero_derivatives(grads, params.variables)
-    return params.unflatten(grads, copy_ties=not create_graph)
+    by_leaf: Sequence[Tensor | None] = grads
+    if not params.all_variables:
+        by_leaf = params.per_leaf(grads, None if create_graph else _clones)
+    return pytree.unflatten(params.spec, by_leaf)
+
+
+_clones = partial(map, Tensor.clone)
 
 
 def _refuse_constant_losses(call: Call, each: Sequence[Params]) -> None:
@@ -503,7 +512,7 @@ def run_simultaneously(
     each: Sequence[Params],
     unused: str,
     create_graph: bool,
-    retain_graph: bool | None,
+    retain: bool,
     allowed: Collection[str] = (),
     runner: RunnerFactory = PassRunner,
 ) -> PassResult:
@@ -513,7 +522,6 @@ def run_simultaneously(
     call = Call(losses, losses.leaves, passes, unused, create_graph, allowed=allowed)
     _refuse_constant_losses(call, each)
     check_call(call)
-    retain = keeps_graph(create_graph, retain_graph)
     return PassResult(call, _run_scalars_in_turn(runner(call), retain))
 
 

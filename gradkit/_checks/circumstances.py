@@ -18,7 +18,7 @@ from gradkit._compat.transforms import is_differentiated_tensor
 from gradkit._core.call import Call
 from gradkit._core.grad_recorder import observers
 from gradkit._core.graph import kinds_in_short_pass
-from gradkit._core.user_code import FunctionsAlive, hooks_registered
+from gradkit._core.user_code import hooks_registered
 from gradkit._state.recomputed_tensors import recomputed_tensor_sources
 
 # In this process:
@@ -33,13 +33,14 @@ WATCHED = 1 << 7  # some thread is
 # In this call:
 NO_VARIABLES = 1 << 8  # nothing requires grad
 INTERMEDIATE = 1 << 9  # a variable has been computed from others
-NOT_PLAIN = 1 << 10  # such a variable is a view, or changed in place; or one is of a subclass
+CHANGED = 1 << 10  # such a variable is a view, or was changed in place
 CREATES_GRAPH = 1 << 11  # a derivative of the gradients may be taken, and wrong
 CONSTANT = 1 << 12  # torch.func differentiates a loss, and would take its gradients for constants
 MUST_REACH = 1 << 13  # `unused="error"`
 SEVERAL_LOSSES = 1 << 14
 SEVERAL_PASSES = 1 << 15
 RETAINED = 1 << 16  # a pass writes some `.grad`: `retain_grad()` was called
+SUBCLASSES = 1 << 18  # a variable is of a subclass of torch's tensors
 RECORDED = 1 << 17  # the gradients get a graph, and a Function or what is recomputed may be in it
 
 USER_CODE = HOOKS | FUNCTIONS
@@ -52,17 +53,15 @@ _retains_grad, _version, _grad_fn = map(attrgetter, ("retains_grad", "_version",
 
 def around(call: Call) -> int:
     """Return what there is around a call; all of it is read when this is first asked for."""
-    if call.around is None:
-        call.around = of_process(call.functions) | _of_call(call)
-    return call.around
-
-
-def of_process(functions: FunctionsAlive) -> int:
-    """Return what there is in this process."""
+    # In one function: around a large pass, each further one that runs costs a microsecond, since
+    # the pass has pushed its code out of the caches.
+    if call.around is not None:
+        return call.around
     bits = HOOKS if hooks_registered() else 0
-    if functions.users:
+    refused, users = call.functions
+    if users:
         bits |= FUNCTIONS
-    if functions.refused:
+    if refused:
         bits |= INCOMPLETE
     if any_fully_sharded():
         bits |= SHARDED
@@ -72,22 +71,19 @@ def of_process(functions: FunctionsAlive) -> int:
         bits |= OBSERVED
     if open_monitors:
         bits |= WATCHED | CHECKED if is_checked() else WATCHED
-    return bits
-
-
-def _of_call(call: Call) -> int:
-    bits = 0
-    written: Sequence[Tensor] = call.losses.leaves
-    if call.weights:
-        written = [*written, *call.weights]
-    for params in call.params:
+    written: Sequence[Tensor] = [*call.losses.leaves, *call.weights]
+    has_variables = False
+    for params in {id(params): params for _, params in call.passes}.values():
+        has_variables = has_variables or bool(params.variables)
         if not params.only_leaves:
             bits |= INTERMEDIATE
             written = [*written, *params.variables]
             if any(map(_version, params.variables)) or any(map(is_view, params.variables)):
-                bits |= NOT_PLAIN
+                bits |= CHANGED
         if not params.no_subclasses:
-            bits |= NOT_PLAIN
+            bits |= SUBCLASSES
+    if not has_variables:
+        bits |= NO_VARIABLES
     if any(map(_retains_grad, written)):
         bits |= RETAINED
     if len(call.outputs) > 1:
@@ -96,24 +92,29 @@ def _of_call(call: Call) -> int:
         bits |= SEVERAL_PASSES
     if call.unused == "error":
         bits |= MUST_REACH
-    if not any(map(_variables, call.params)):
-        bits |= NO_VARIABLES
-    if call.create_graph and (call.functions.users or recomputed_tensor_sources):
-        bits |= RECORDED
     if call.create_graph:
-        return bits if _is_differentiable(call, bits) else bits | CREATES_GRAPH
-    return bits | CONSTANT if any(map(is_differentiated_tensor, call.outputs)) else bits
+        if users or recomputed_tensor_sources:
+            bits |= RECORDED
+        if not _is_differentiable(call, bits):
+            bits |= CREATES_GRAPH
+    elif any(map(is_differentiated_tensor, call.outputs)):
+        bits |= CONSTANT
+    call.around = bits
+    return bits
 
 
-_variables = attrgetter("variables")
 _SHORT = 300  # nodes
+_NOT_SHORT = (
+    FUNCTIONS | INCOMPLETE | CHANGED | SUBCLASSES | SEVERAL_LOSSES | SEVERAL_PASSES | MUST_REACH
+    | NO_VARIABLES | RETAINED | RECORDED
+)  # fmt: skip
 
 
 def _is_differentiable(call: Call, bits: int) -> bool:
     """Return whether torch is known to get the derivative of a pass right; False if not sure."""
     # The pass of a step in a loop is short, and this look at it, too: the rest of the graph, that
     # of the steps before, may be a thousand times as long.
-    if bits & ~INTERMEDIATE or call.weights or any(call.functions):
+    if bits & _NOT_SHORT or call.weights:
         return False
     (params,), (loss,) = call.params, call.outputs
     if is_differentiated_tensor(loss):

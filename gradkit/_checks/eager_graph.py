@@ -8,6 +8,7 @@ from operator import or_
 
 from gradkit._checks import higher_derivatives, reachability, recomputations
 from gradkit._checks.circumstances import (
+    CHANGED,
     CHECKPOINTS,
     CONSTANT,
     CREATES_GRAPH,
@@ -15,10 +16,10 @@ from gradkit._checks.circumstances import (
     INTERMEDIATE,
     MUST_REACH,
     NO_VARIABLES,
-    NOT_PLAIN,
     SEVERAL_LOSSES,
     SEVERAL_PASSES,
     SHARDED,
+    SUBCLASSES,
     WATCHED,
     around,
 )
@@ -194,7 +195,7 @@ _BEFORE: tuple[tuple[int, Callable[[Call], None]], ...] = (
     (CONSTANT, higher_derivatives.refuse_inside_transforms),
     (INCOMPLETE | MUST_REACH | SEVERAL_PASSES, _refuse_special_points),
     (INCOMPLETE, _refuse_incomplete),
-    (NOT_PLAIN, reachability.refuse_unreached_views_and_subclasses),
+    (CHANGED | SUBCLASSES, reachability.refuse_unreached_views_and_subclasses),
     (INTERMEDIATE, reachability.refuse_compiled_together),
     (MUST_REACH, reachability.refuse_unreached),
     (CREATES_GRAPH | SEVERAL_PASSES | WATCHED | CHECKPOINTS, _refuse_other_tensors),

@@ -103,19 +103,16 @@ def _check_function_of_losses(
     raise OptionError(message(name, f"a function {expected}", got, fix))
 
 
-def check_pass_options(unused: object, create_graph: object, retain_graph: object) -> None:
-    """Raise if an option that all calls with engine passes have has no such value."""
+def read_pass_options(unused: object, create_graph: object, retain_graph: bool | None) -> bool:
+    """Return whether a call keeps the losses' graph; raise if an option has no such value."""
     if unused.__class__ is not str or unused not in UNUSED:
         check_option("unused", unused, UNUSED)
     if create_graph is not True and create_graph is not False:
         check_bool("create_graph", create_graph)
-    if retain_graph is not None:
-        check_optional_bool("retain_graph", retain_graph)
-
-
-def keeps_graph(create_graph: bool, retain_graph: bool | None) -> bool:
-    """Return whether a call keeps the losses' graph: where not said, for a graph of its own."""
-    return create_graph if retain_graph is None else retain_graph
+    if retain_graph is None:
+        return bool(create_graph)
+    check_optional_bool("retain_graph", retain_graph)
+    return retain_graph
 
 
 def check_batching(strategy: object, chunk_size: object) -> None:
@@ -169,9 +166,7 @@ def check_number(name: str, value: Any, fix: str, *, nonnegative: bool = False) 
 
 # The error, what was expected, and what to do.
 Defect: TypeAlias = tuple[type[GradkitError], str, str]
-_grad_fn, _requires_grad, _no_subclasses = map(
-    attrgetter, ("grad_fn", "requires_grad", "no_subclasses")
-)
+_grad_fn, _requires_grad = attrgetter("grad_fn"), attrgetter("requires_grad")
 _LOSSES_FIRST = "the arguments are (losses, params), in this order: pass the loss first"
 
 
@@ -203,7 +198,10 @@ def read_losses(
         is_iterator = hasattr(tree, "__next__")
         got = "an iterator with nothing left in it" if is_iterator else "an empty tree"
         raise StructureError(message("losses", "at least one tensor", got, "pass a loss"))
-    for index, loss in enumerate(() if leaves and _are_losses(leaves, scalar) else leaves):
+    for index, loss in enumerate(leaves):
+        is_plain = type(loss) in PLAIN_TYPES and not loss.is_nested
+        if is_plain and loss.dtype.is_floating_point and (not scalar or loss.numel() == 1):
+            continue
         defect = _defect(loss, scalar, returned)
         if defect is not None:
             error, expected, fix = defect
@@ -216,16 +214,6 @@ def read_losses(
         refuse_lost_history(leaves, losses.path)
         raise
     return losses
-
-
-def _are_losses(leaves: list[Any], scalar: bool) -> bool:
-    """Return whether these are plain tensors that are losses; False if unsure."""
-    for loss in leaves:
-        if type(loss) not in PLAIN_TYPES or not loss.dtype.is_floating_point or loss.is_nested:
-            return False
-        if scalar and loss.numel() != 1:
-            return False
-    return True
 
 
 def _has_params(leaf: object) -> TypeGuard[nn.Module | Optimizer]:
@@ -379,20 +367,20 @@ class Call:
     create_graph: bool = False
     weights: Sequence[Tensor] = ()  # of the losses: those that are part of the graph
     allowed: Collection[str] = ()  # kinds of nodes that raise otherwise: the caller sees to them
-    params: list[Params] = field(init=False)  # those of the passes, each once
-    no_subclasses: bool = field(init=False)  # no variable is of a subclass of torch's tensors
     # Which nodes of Python Functions the graph could hold.
     functions: FunctionsAlive = field(default_factory=functions_alive)
     around: int | None = None  # see `circumstances`
     _graph: GraphView | None = None
 
-    def __post_init__(self) -> None:
-        if len(self.passes) == 1:
-            ((_, params),) = self.passes
-            self.params, self.no_subclasses = [params], params.no_subclasses
-        else:
-            self.params = list({id(params): params for _, params in self.passes}.values())
-            self.no_subclasses = all(map(_no_subclasses, self.params))
+    @property
+    def params(self) -> list[Params]:
+        """The params of the passes, each once."""
+        return list({id(params): params for _, params in self.passes}.values())
+
+    @property
+    def no_subclasses(self) -> bool:
+        """Whether no variable is of a subclass of torch's tensors."""
+        return all(params.no_subclasses for params in self.params)
 
     @property
     def only_leaves(self) -> bool:

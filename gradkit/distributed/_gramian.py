@@ -185,7 +185,7 @@ def call_for_elements(
             raise StructureError(message("losses", "at least one element", "none", fix))
         return Losses(rows, pytree.flatten(rows)[1])
 
-    options: Any = {"create_graph": False, "retain_graph": None, "losses_to_run": elements}
+    options: Any = {"create_graph": False, "retain": False, "losses_to_run": elements}
     return DistributedCall(name, losses, module, run_separately, joint=False, **options)
 
 

@@ -16,9 +16,8 @@ from gradkit._core import pytree
 from gradkit._core.call import (
     Call,
     Pass,
-    check_pass_options,
-    keeps_graph,
     read_losses,
+    read_pass_options,
     require_graph,
 )
 from gradkit._core.ownership import outside_inference_mode, own
@@ -78,7 +77,7 @@ def backward_(
     Source:
         `torch.autograd.backward`, https://pytorch.org/docs/stable/generated/torch.autograd.backward.html
     """
-    check_pass_options("none", create_graph, retain_graph)
+    retain = read_pass_options("none", create_graph, retain_graph)
     flat = read_losses(losses, scalar=True)
     outputs, seeds, learned = weighted_outputs(flat, weights)
     opened = NO_PARAMS if params is None else read_params(params)
@@ -88,7 +87,6 @@ def backward_(
         check_backward_to_leaves(call)
     else:
         check_backward(call)
-    retain = keeps_graph(create_graph, retain_graph)
     if retain:
         refuse_donated(call, [retain])
     PassRunner(call).backward(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from sys import getrefcount
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 import gradkit
 from gradkit._checks import circumstances as c
 from gradkit._checks import eager_graph
+from gradkit._compat.checkpoints import RECOMPUTING
 from gradkit._core import user_code
 from gradkit._core.call import Call, Pass, read_losses
 from gradkit._core.params import read_params
@@ -23,7 +26,7 @@ from tests.helpers import Halve
 
 
 def call_of(
-    losses: list[Tensor], params: list[Tensor], *, separate: bool = False, **options: bool
+    losses: list[Tensor], params: list[Tensor], *, separate: bool = False, **options: Any
 ) -> Call:
     """Return a call, as the eager functions read it."""
     flat, opened = read_losses(losses, scalar=True), read_params(params)
@@ -37,7 +40,8 @@ def new_process() -> Iterator[None]:
     none = user_code.FunctionsAlive(refused=False, users=False)
     with (
         patch.object(user_code._own_hooks, "count", RemovableHandle.next_id),
-        patch.object(c, "of_process", lambda _: c.HOOKS if user_code.hooks_registered() else 0),
+        patch.object(c, "any_fully_sharded", lambda: False),
+        patch.object(c, "IDLE", [*map(getrefcount, RECOMPUTING)]),
         patch("gradkit._core.call.functions_alive", lambda: none),
         patch.object(c, "recomputed_tensor_sources", {}),
     ):
@@ -68,7 +72,7 @@ def of_call(device: torch.device) -> dict[int, Callable[[], Call]]:
     return {
         c.NO_VARIABLES: lambda: call_of([loss], [w.detach()]),
         c.INTERMEDIATE: lambda: call_of([middle.sum()], [middle]),
-        c.INTERMEDIATE | c.NOT_PLAIN: lambda: call_of([view.sum()], [view]),
+        c.INTERMEDIATE | c.CHANGED: lambda: call_of([view.sum()], [view]),
         c.CREATES_GRAPH: lambda: call_of([twice.sum()], [w], create_graph=True),
         c.MUST_REACH: lambda: call_of([loss], [w], unused="error"),
         c.SEVERAL_LOSSES: lambda: call_of([loss, kept.detach() * w.sum()], [w]),
