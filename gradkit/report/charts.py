@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
     from torch import Tensor
 
-    from gradkit.report.explanation import Explanation, Part
+    from gradkit.report.explain import Explanation, Part
 
 # Distinguishable also for those who do not see red and green apart.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#7b3294", "#56b4e9", "#e69f00", "#666666")

@@ -28,7 +28,7 @@ from gradkit._state.grad_attribute import copy_into_grads, grad_dtypes_put_back,
 from gradkit._state.module_state import attributes_put_back
 from gradkit._state.snapshot import Snapshot
 from gradkit.errors import LeafTypeError, StructureError, describe, first_line, message
-from gradkit.report.explanation import checkpointed_tensors
+from gradkit.report.explain import checkpointed_tensors
 
 # The parameters of all modules, each once, by name; and lone tensors, by their index in `leaves`.
 Inputs: TypeAlias = dict[str | int, Tensor]
