@@ -149,7 +149,7 @@ class Step:
             try:
                 grads = engine.reference_grad(roots, self.params.variables)
             except RuntimeError as error:
-                return RunResult([], refused=_why_refused(error))
+                return RunResult([], refused=f"{type(error).__name__}: {first_line(error)}")
             return RunResult(self.params.per_leaf(grads), _values(losses.leaves))
         engine.reference_backward(roots)
         grads = [None if leaf is None else leaf.grad for leaf in self.params.leaves]
@@ -170,7 +170,7 @@ class Step:
             detached = {key: x.detach() for key, x in inputs.items()}
             (by_input,), losses = engine.reference_func_grads(total, detached)
         except Exception as error:  # the losses could be computed without torch.func
-            return RunResult([], refused=_why_refused(error))
+            return RunResult([], refused=f"{type(error).__name__}: {first_line(error)}")
         by_id = {id(inputs[key]): grad for key, grad in by_input.items() if isinstance(key, str)}
         grads: list[Tensor | None] = []
         for index, leaf in enumerate(leaves):
@@ -187,11 +187,6 @@ class _Container(nn.ModuleList):
 
 def _values(losses: Sequence[Tensor]) -> tuple[float, ...]:
     return tuple(float(loss.detach()) for loss in losses)
-
-
-def _why_refused(error: Exception) -> str:
-    """Return the class of an error and its first line."""
-    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _empty(tables: Iterable[Any], stack: ExitStack) -> None:
@@ -273,10 +268,10 @@ def _tensors_in(tree: PyTree) -> list[Tensor]:
 
 def distance(a: Tensor | None, b: Tensor | None) -> float:
     """Return the largest absolute difference of an entry; None is zero, and NaN equals itself."""
-    if a is None or b is None:
-        present = b if a is None else a
-        return 0.0 if present is None else distance(present, torch.zeros_like(present))
-    x, y = _common(a, b)
+    present = [grad for grad in (a, b) if grad is not None]
+    if not present:
+        return 0.0
+    x, y = _common(present[0], present[1] if present[1:] else torch.zeros_like(present[0]))
     equal = (x == y) | (x.isnan() & y.isnan())
     gap = (x.double() - y.double()).abs().masked_fill(equal, 0.0)
     return gap.nan_to_num(math.inf, math.inf).max().item() if gap.numel() else 0.0
