@@ -254,12 +254,12 @@ def _draw_part(
     groups: Mapping[str, Sequence[str]],
     params: Sequence[str],
 ) -> Text:
-    nodes, title, colour = plural(part.nodes, "node"), "shared", _TRUNK
+    nodes, colour = plural(part.nodes, "node"), _TRUNK
+    title = f"shared: {nodes}"
     if len(part.losses) == 1:
-        count = len(groups[part.losses[0]])
-        title, colour = (f"{count} heads" if count > 1 else "head"), _HEAD
-        nodes += " each" if count > 1 else ""
-    lines = [f"{title}: {nodes}"] if part.nodes else []
+        count, colour = len(groups[part.losses[0]]), _HEAD
+        title = f"{count} heads: {nodes} each" if count > 1 else f"head: {nodes}"
+    lines = [title] if part.nodes else []
     return _box(ax, position, "\n".join(lines + _first(params)), colour if lines else _PARAMS)
 
 

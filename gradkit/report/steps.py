@@ -124,7 +124,7 @@ class Step:
     def isolated(self) -> Iterator[None]:
         """Restore the state after a block, in which no post-accumulate-grad hooks run."""
         with self.snapshot.restored(), torch.enable_grad(), undo_stack() as stack:
-            _empty(map(post_accumulate_hooks, self.snapshot.leaves), stack)
+            _without_hooks(self.snapshot.leaves, stack)
             yield
 
     def run(self, method: str) -> RunResult:
@@ -137,7 +137,7 @@ class Step:
         with self.isolated(), undo_stack() as stack:
             stack.enter_context(grads_put_back(leaves))
             stack.enter_context(grad_dtypes_put_back(leaves))
-            _empty(map(post_accumulate_hooks, leaves), stack)
+            _without_hooks(leaves, stack)
             stale = [self.snapshot.grads.get(key) for key in by_id]
             copy_into_grads(list(by_id.values()), stale)
             return self._by_engine(method)
@@ -189,9 +189,9 @@ def _values(losses: Sequence[Tensor]) -> tuple[float, ...]:
     return tuple(float(loss.detach()) for loss in losses)
 
 
-def _empty(tables: Iterable[Any], stack: ExitStack) -> None:
-    """Empty tables of hooks until the stack is unwound."""
-    for table in filter(None, tables):
+def _without_hooks(leaves: Iterable[Tensor], stack: ExitStack) -> None:
+    """Let no post-accumulate-grad hooks run until the stack is unwound."""
+    for table in filter(None, map(post_accumulate_hooks, leaves)):
         stack.callback(table.update, dict(table))
         table.clear()
 
