@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["migrate"]:
         return _migrate(given[1:])
-    options = _parse(given)
+    options = _parser().parse_args(given)
     report = doctor_report(options.device or available_devices())
     try:
         print(report.as_json() if options.json else report)
@@ -40,30 +40,23 @@ def _migrate(arguments: Sequence[str]) -> int:
     try:
         from gradkit_migrate.command import main as migrate
     except ImportError:
-        text = (
-            "gradkit-migrate is not installed: pip install ./tools/migrate in a checkout of gradkit"
-        )
-        print(text, file=sys.stderr)
+        fix = "pip install ./tools/migrate in a checkout of gradkit"
+        print(f"gradkit-migrate is not installed: {fix}", file=sys.stderr)
         return 2
     return migrate(arguments)
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m gradkit",
         description=__doc__,
         epilog="exit status: 0 if everything is as expected, 1 if not, 2 if misused",
     )
-    parser.add_argument(
-        "--device",
-        nargs="+",
-        type=_device,
-        help="where to run, such as cpu or cuda:1; the default is every device here",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON, with every value and the expected one"
-    )
-    return parser.parse_args(arguments)
+    where = "where to run, such as cpu or cuda:1; the default is every device here"
+    parser.add_argument("--device", nargs="+", type=_device, help=where)
+    help_json = "print JSON, with every value and the expected one"
+    parser.add_argument("--json", action="store_true", help=help_json)
+    return parser
 
 
 def _device(name: str) -> torch.device:

@@ -72,6 +72,15 @@ class Finding:
         """Whether both did."""
         return self.error is None and not self.mismatches
 
+    def __str__(self) -> str:
+        lines = [f"{self.number:3}. {self.title}"]
+        for name, checks in (("torch", self.torch), ("gradkit", self.gradkit)):
+            for one in checks:
+                wrong = "" if one.equal else f" (expected: {text(one.expected)})"
+                lines.append(f"       {name:8} {one.what}: {text(one.got)}{wrong}")
+        problem = f"it raised {self.error}" if self.error else ", ".join(self.mismatches)
+        return "\n".join([*lines, f"       {f'MISMATCH: {problem}' if problem else 'as expected'}"])
+
 
 @dataclass(frozen=True)
 class DoctorReport:
@@ -101,8 +110,7 @@ class DoctorReport:
             lines.append(f"{'extra':9} {extra}: {', '.join(installed)}")
         for device in self.devices:
             lines += ["", f"On {device}"]
-            for finding in self.findings:
-                lines += _lines(finding) if finding.device == device else []
+            lines += [str(finding) for finding in self.findings if finding.device == device]
         equal = [finding.equal for finding in self.findings]
         summary = f"{sum(equal)} of {len(equal)} confusions are as expected"
         return "\n".join([*lines, "", f"{summary}, on {', '.join(self.devices)}"])
@@ -165,7 +173,7 @@ def _run_program(program: str, device: torch.device, finding: Finding) -> None:
             code.append(line)
             continue
         exec("\n".join(code), names)
-        code.clear()
+        code = []
         who, what, got, expected = parts.groups()
         getattr(finding, who).append(check(what, eval(got, names), eval(expected, names)))
 
@@ -219,13 +227,3 @@ def text(value: JsonValue) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key}: {text(item)}" for key, item in value.items())
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _lines(finding: Finding) -> list[str]:
-    lines = [f"{finding.number:3}. {finding.title}"]
-    for name, checks in (("torch", finding.torch), ("gradkit", finding.gradkit)):
-        for one in checks:
-            wrong = "" if one.equal else f" (expected: {text(one.expected)})"
-            lines.append(f"       {name:8} {one.what}: {text(one.got)}{wrong}")
-    problem = f"it raised {finding.error}" if finding.error else ", ".join(finding.mismatches)
-    return [*lines, "       " + (f"MISMATCH: {problem}" if problem else "as expected")]

@@ -120,11 +120,8 @@ def read_replicated(call: DistributedCall, modules: _Replicas) -> tuple[Losses, 
 
 def _plan_key(group: Group, call: DistributedCall, losses: Losses, params: Params) -> Hashable:
     """Return what is equal for two calls whose gradients can share a plan."""
-    return (
-        id(group.handle),
-        call.rank_invariants(losses, params),
-        tuple(map(_shape, params.variables)),
-    )
+    shapes = tuple(map(_shape, params.variables))
+    return id(group.handle), call.rank_invariants(losses, params), shapes
 
 
 def _refuse_unreplicated(params: Params, tree: PyTree, modules: _Replicas) -> None:
@@ -283,9 +280,8 @@ def _check_comm_hooks(
 
 def _bucketed_params(module: DistributedDataParallel) -> set[int]:
     """Return the ids of the parameters in the reducer's buckets: those trained when wrapped."""
-    return {
-        id(param) for bucket in distributed.zero_buckets(module) for param in bucket.parameters()
-    }
+    buckets = distributed.zero_buckets(module)
+    return {id(param) for bucket in buckets for param in bucket.parameters()}
 
 
 def _reduce_by_hook(

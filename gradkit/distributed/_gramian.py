@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -166,6 +167,7 @@ def arrival_order(rows: JacobianRows) -> tuple[int, ...]:
 
 # Runs a call on its modules, by DistributedDataParallel's means or by those of fully_shard.
 RunOnModules: TypeAlias = Callable[[DistributedCall], tuple[PassResult, Params]]
+_BySharding: TypeAlias = defaultdict[Hashable, Tensor]
 
 
 def call_for_elements(
@@ -263,7 +265,8 @@ def sequential(
     rows = JacobianRows(first.call, params)
     count = len(rows.elements)
     size = held_at_a_time or count
-    products = _Products(rows.zeros(count, count))
+    # By the way in which gradients are sharded.
+    products: _BySharding = defaultdict(partial(rows.zeros, count, count))
     for start in range(0, count, size):
         stop = min(start + size, count)
         result = run_rows(start, stop, is_last=True)[0] if start else first
@@ -271,13 +274,16 @@ def sequential(
         for offset, grads in enumerate(block):
             rows.note(grads)
             for row, other in enumerate(block[: offset + 1], start):
-                products.add(row, start + offset, other, grads)
+                _add_products(products, (row, start + offset), other, grads)
         for column in range(stop, count):
             result, _ = run_rows(column, column + 1, is_last=False)
             for row, grads in enumerate(block, start):
-                products.add(row, column, grads, result.grads[column])
+                _add_products(products, (row, column), grads, result.grads[column])
     rows.require_reached()
-    return symmetrized(products.sum())
+    total = rows.zeros(count, count)
+    for sharding, part in products.items():  # one collective for each
+        total += part if sharding is None else distributed.sum_over_shards(part, sharding)
+    return symmetrized(total)
 
 
 def _run_rows(
@@ -312,30 +318,13 @@ def _run_rows(
     return PassResult(call, grads)
 
 
-class _Products:
-    """The products of rows, summed over the shards of gradients at the end."""
-
-    def __init__(self, total: Tensor) -> None:
-        self._total = total
-        self._by_sharding: dict[Hashable, Tensor] = {}
-
-    def add(self, row: int, column: int, left: Grads, right: Grads) -> None:
-        """Add the product of two sets of gradients, or of this rank's shards of them."""
-        for a, b in zip(left, right, strict=True):
-            if a is None or b is None:
-                continue
+def _add_products(products: _BySharding, where: tuple[int, int], left: Grads, right: Grads) -> None:
+    """Add the product of two sets of gradients, or of this rank's shards of them."""
+    for a, b in zip(left, right, strict=True):
+        if a is not None and b is not None:
             local = dot_leaves(distributed.local_part(a), distributed.local_part(b))
             assert local is not None
-            empty = torch.zeros_like(self._total)
-            part = self._by_sharding.setdefault(distributed.sharding(a), empty)
-            part[row, column] += local
-
-    def sum(self) -> Tensor:
-        """Return the products, in one collective for each way in which gradients are sharded."""
-        for sharding, part in self._by_sharding.items():
-            whole = part if sharding is None else distributed.sum_over_shards(part, sharding)
-            self._total += whole
-        return self._total
+            products[distributed.sharding(a)][where] += local
 
 
 def weights_on_all_ranks(

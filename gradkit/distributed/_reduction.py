@@ -281,10 +281,9 @@ def _start_sum(group: Group, tensor: Tensor, scale: float | None) -> Any:
 
 def _in_layout(bucket: Bucket, grads: Sequence[Tensor | None]) -> list[Tensor]:
     """Return this rank's gradients in the layout that is sent; zeros for None."""
-    pairs = ((grads[index], spec) for index, spec in bucket)
     return [
         grad if grad is not None and grad.layout is spec.layout else spec.local(grad)
-        for grad, spec in pairs
+        for grad, spec in ((grads[index], spec) for index, spec in bucket)
     ]
 
 
@@ -384,9 +383,8 @@ def _sum_first(
 ) -> Tensor:
     """Return the sum of the first bucket, and behind it whether a rank has other gradients."""
     tensors = _in_layout(plan.first, grads or [None] * len(plan.own))
-    return sum_over_ranks(
-        group, flat_copy([*tensors, tensors[0].new_full((1,), grads is None)]), scale
-    )
+    tensors.append(tensors[0].new_full((1,), grads is None))
+    return sum_over_ranks(group, flat_copy(tensors), scale)
 
 
 @torch.enable_grad()  # also where the caller has disabled it: the graph would be cut

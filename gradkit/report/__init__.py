@@ -8,8 +8,7 @@ a frozen dataclass that prints as text, in rich and in a notebook, and has `.plo
 
 from gradkit.report.compare import Comparison, Difference, compare
 from gradkit.report.conflicts import Conflicts, History, conflicts
-from gradkit.report.explain import explain
-from gradkit.report.explanation import Explanation, LossGraph, Part, Verdict
+from gradkit.report.explain import Explanation, LossGraph, Part, Verdict, explain
 
 __all__ = [
     "Comparison",

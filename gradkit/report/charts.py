@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
     from torch import Tensor
 
-    from gradkit.report.explanation import Explanation, Part
+    from gradkit.report.explain import Explanation, Part
 
 # Distinguishable also for those who do not see red and green apart.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#7b3294", "#56b4e9", "#e69f00", "#666666")
@@ -254,12 +254,12 @@ def _draw_part(
     groups: Mapping[str, Sequence[str]],
     params: Sequence[str],
 ) -> Text:
-    nodes, title, colour = plural(part.nodes, "node"), "shared", _TRUNK
+    nodes, colour = plural(part.nodes, "node"), _TRUNK
+    title = f"shared: {nodes}"
     if len(part.losses) == 1:
-        count = len(groups[part.losses[0]])
-        title, colour = (f"{count} heads" if count > 1 else "head"), _HEAD
-        nodes += " each" if count > 1 else ""
-    lines = [f"{title}: {nodes}"] if part.nodes else []
+        count, colour = len(groups[part.losses[0]]), _HEAD
+        title = f"{count} heads: {nodes} each" if count > 1 else f"head: {nodes}"
+    lines = [title] if part.nodes else []
     return _box(ax, position, "\n".join(lines + _first(params)), colour if lines else _PARAMS)
 
 

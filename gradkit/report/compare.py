@@ -124,9 +124,8 @@ class Comparison(Report):
 def _cell(difference: Difference) -> str:
     if difference.same:
         return styled("same", "green")
-    if difference.reason.startswith("None against zero"):
-        return styled("0, not None", "red")
-    return styled(f"{difference.absolute:.2g}", "red")
+    is_none = difference.reason == _NONE
+    return styled("0, not None" if is_none else f"{difference.absolute:.2g}", "red")
 
 
 def compare(loss_fn: Callable[..., PyTree], params: PyTree, *args: Any) -> Comparison:
@@ -199,14 +198,14 @@ def compare(loss_fn: Callable[..., PyTree], params: PyTree, *args: Any) -> Compa
 def _differences(
     step: Step, method: str, base: Sequence[Tensor | None], other: Sequence[Tensor | None]
 ) -> dict[str, Difference]:
-    differences = {}
     rows = zip(step.names, step.params.leaves, base, other, strict=True)
-    for name, leaf, expected, got in rows:
-        if leaf is not None:
-            same = same_bits(expected, got)
-            why = "" if same else _reason(step, method, leaf, expected, got)
-            differences[name] = Difference(same, 0.0 if same else distance(expected, got), why)
-    return differences
+    return {
+        name: Difference(same=True, absolute=0.0)
+        if same_bits(a, b)
+        else Difference(False, distance(a, b), _reason(step, method, leaf, a, b))
+        for name, leaf, a, b in rows
+        if leaf is not None
+    }
 
 
 def _reason(

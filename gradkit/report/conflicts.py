@@ -61,21 +61,19 @@ class Conflicts(Report):
         return draw_cosines(self.norms, self.cosines, ax)
 
     def _blocks(self) -> Sequence[Block]:
-        tables = [self._module_table()] if self.modules else []
-        return [self._compared(), self._loss_table(), self._summary(), *tables]
-
-    def _compared(self) -> str:
         wrt = f"with respect to {plural(len(self.params), 'param')}"
-        text = f"{plural(len(self.losses), 'loss')} compared, {wrt}"
-        return f"{text}: {listed(self.params)}." if self.params else f"{text}."
+        names = f": {listed(self.params)}" if self.params else ""
+        compared = f"{plural(len(self.losses), 'loss')} compared, {wrt}{names}."
+        tables = [self._module_table()] if self.modules else []
+        return [compared, self._loss_table(), self._summary(), *tables]
 
     def _loss_table(self) -> Table:
         # A matrix of many losses cannot be read; the sentence below names the worst pairs.
         across = self.losses if len(self.losses) <= _MAX_COLUMNS else ()
-        rows = []
-        for name in self.losses:
-            cells = (_cosine_cell(self.cosine(name, other)) for other in across)
-            rows.append([name, f"{self.norms[name]:.4g}", *cells])
+        rows = [
+            [name, f"{norm:.4g}", *(_cosine_cell(self.cosine(name, other)) for other in across)]
+            for name, norm in self.norms.items()
+        ]
         return Table(["loss", "norm", *across], rows)
 
     def _summary(self) -> str:
@@ -92,14 +90,12 @@ class Conflicts(Report):
     def _module_table(self) -> Table:
         losses, rows = self.losses[:_MAX_COLUMNS], []
         for name, inside in self.modules.items():
-            norms = [f"{inside.norms[loss]:.4g}" for loss in losses]
-            worst = ["", ""]
-            if inside.conflicting:
-                a, b, cosine = inside.conflicting[0]
-                worst = [f"{a} and {b}", _cosine_cell(cosine)]
+            norms = (f"{inside.norms[loss]:.4g}" for loss in losses)
+            pairs = [[f"{a} and {b}", _cosine_cell(cosine)] for a, b, cosine in inside.conflicting]
+            worst = pairs[0] if pairs else ["", ""]
             rows.append([name, *norms, f"{inside.share:.0%}", *worst])
-        norms_of = [f"norm {loss}" for loss in losses]
-        return Table(["module", *norms_of, "conflicts", "most opposed", "cosine"], rows)
+        columns = (*(f"norm {loss}" for loss in losses), "conflicts", "most opposed", "cosine")
+        return Table(["module", *columns], rows)
 
 
 def _cosine_cell(cosine: float, style: str = "") -> str:
@@ -327,10 +323,9 @@ class History(Report):
             if pair in worst
         }
         shares = {"conflict": [f"{self.shares[row]:.0%}" for row in rows]}
+        tables = [
+            Table(["step", *columns], list(zip(steps, *columns.values(), strict=True)))
+            for columns in (norms, cosines | shares)
+        ]
         left = len(self.cosines) - len(cosines)
-        more = [f"{left} more pairs are in .cosines."] if left else []
-        return [_table(steps, norms), _table(steps, cosines | shares), *more]
-
-
-def _table(steps: list[str], columns: dict[str, list[str]]) -> Table:
-    return Table(["step", *columns], list(zip(steps, *columns.values(), strict=True)))
+        return [*tables, f"{left} more pairs are in .cosines."] if left else tables

@@ -28,7 +28,7 @@ from gradkit._state.grad_attribute import copy_into_grads, grad_dtypes_put_back,
 from gradkit._state.module_state import attributes_put_back
 from gradkit._state.snapshot import Snapshot
 from gradkit.errors import LeafTypeError, StructureError, describe, first_line, message
-from gradkit.report.explanation import checkpointed_tensors
+from gradkit.report.explain import checkpointed_tensors
 
 # The parameters of all modules, each once, by name; and lone tensors, by their index in `leaves`.
 Inputs: TypeAlias = dict[str | int, Tensor]
@@ -124,7 +124,7 @@ class Step:
     def isolated(self) -> Iterator[None]:
         """Restore the state after a block, in which no post-accumulate-grad hooks run."""
         with self.snapshot.restored(), torch.enable_grad(), undo_stack() as stack:
-            _empty(map(post_accumulate_hooks, self.snapshot.leaves), stack)
+            _without_hooks(self.snapshot.leaves, stack)
             yield
 
     def run(self, method: str) -> RunResult:
@@ -137,7 +137,7 @@ class Step:
         with self.isolated(), undo_stack() as stack:
             stack.enter_context(grads_put_back(leaves))
             stack.enter_context(grad_dtypes_put_back(leaves))
-            _empty(map(post_accumulate_hooks, leaves), stack)
+            _without_hooks(leaves, stack)
             stale = [self.snapshot.grads.get(key) for key in by_id]
             copy_into_grads(list(by_id.values()), stale)
             return self._by_engine(method)
@@ -149,7 +149,7 @@ class Step:
             try:
                 grads = engine.reference_grad(roots, self.params.variables)
             except RuntimeError as error:
-                return RunResult([], refused=_why_refused(error))
+                return RunResult([], refused=f"{type(error).__name__}: {first_line(error)}")
             return RunResult(self.params.per_leaf(grads), _values(losses.leaves))
         engine.reference_backward(roots)
         grads = [None if leaf is None else leaf.grad for leaf in self.params.leaves]
@@ -170,7 +170,7 @@ class Step:
             detached = {key: x.detach() for key, x in inputs.items()}
             (by_input,), losses = engine.reference_func_grads(total, detached)
         except Exception as error:  # the losses could be computed without torch.func
-            return RunResult([], refused=_why_refused(error))
+            return RunResult([], refused=f"{type(error).__name__}: {first_line(error)}")
         by_id = {id(inputs[key]): grad for key, grad in by_input.items() if isinstance(key, str)}
         grads: list[Tensor | None] = []
         for index, leaf in enumerate(leaves):
@@ -189,14 +189,9 @@ def _values(losses: Sequence[Tensor]) -> tuple[float, ...]:
     return tuple(float(loss.detach()) for loss in losses)
 
 
-def _why_refused(error: Exception) -> str:
-    """Return the class of an error and its first line."""
-    return f"{type(error).__name__}: {first_line(error)}"
-
-
-def _empty(tables: Iterable[Any], stack: ExitStack) -> None:
-    """Empty tables of hooks until the stack is unwound."""
-    for table in filter(None, tables):
+def _without_hooks(leaves: Iterable[Tensor], stack: ExitStack) -> None:
+    """Let no post-accumulate-grad hooks run until the stack is unwound."""
+    for table in filter(None, map(post_accumulate_hooks, leaves)):
         stack.callback(table.update, dict(table))
         table.clear()
 
@@ -273,10 +268,10 @@ def _tensors_in(tree: PyTree) -> list[Tensor]:
 
 def distance(a: Tensor | None, b: Tensor | None) -> float:
     """Return the largest absolute difference of an entry; None is zero, and NaN equals itself."""
-    if a is None or b is None:
-        present = b if a is None else a
-        return 0.0 if present is None else distance(present, torch.zeros_like(present))
-    x, y = _common(a, b)
+    present = [grad for grad in (a, b) if grad is not None]
+    if not present:
+        return 0.0
+    x, y = _common(present[0], present[1] if present[1:] else torch.zeros_like(present[0]))
     equal = (x == y) | (x.isnan() & y.isnan())
     gap = (x.double() - y.double()).abs().masked_fill(equal, 0.0)
     return gap.nan_to_num(math.inf, math.inf).max().item() if gap.numel() else 0.0
