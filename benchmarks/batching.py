@@ -19,14 +19,7 @@ from gradkit._core.call import Strategy
 LOOP = "autograd.grad in a loop"
 _STRATEGIES: tuple[Strategy, ...] = ("batched", "auto")
 # Width, depth, number of losses.
-_SIZES = (
-    (16, 2, 8),
-    (32, 3, 128),
-    (64, 3, 32),
-    (256, 3, 8),
-    (256, 3, 64),
-    (512, 4, 16),
-)
+_SIZES = ((16, 2, 8), (32, 3, 128), (64, 3, 32), (256, 3, 8), (256, 3, 64), (512, 4, 16))
 
 
 def rows(plan: Plan) -> Iterator[Row]:

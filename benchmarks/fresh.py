@@ -18,9 +18,7 @@ _ROOT = Path(__file__).parents[1]
 
 
 def python(
-    *arguments: str,
-    environment: Mapping[str, str] | None = None,
-    seconds: float | None = None,
+    *arguments: str, environment: Mapping[str, str] | None = None, seconds: float | None = None
 ) -> Any:
     """Run Python in a process of its own, and return the JSON that it prints last.
 

@@ -108,10 +108,7 @@ _MODES = (unrollers.STORE, unrollers.RECOMPUTE, unrollers.SEGMENTS)
 def _steps(plan: Plan) -> list[Axis]:
     def sides(way: str, count: int) -> dict[str, Side]:
         task = loops.dense(128, 3, 32, count, plan.device)
-        return {
-            "gradkit": unrollers.WAYS[way](task),
-            "raw": unrollers.WAYS[unrollers.PLAIN](task),
-        }
+        return {"gradkit": unrollers.WAYS[way](task), "raw": unrollers.WAYS[unrollers.PLAIN](task)}
 
     return [
         Axis(

@@ -109,12 +109,7 @@ def sides(task: Sines) -> dict[str, Side]:
 
     return {
         name: Side(task.build, run)
-        for name, run in {
-            "gradkit": ours,
-            LOOP: loop,
-            FUNC_LOOP: func_loop,
-            VMAP: vmapped,
-        }.items()
+        for name, run in {"gradkit": ours, LOOP: loop, FUNC_LOOP: func_loop, VMAP: vmapped}.items()
     }
 
 

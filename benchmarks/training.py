@@ -76,11 +76,7 @@ Step = Callable[[nn.Module, Any, Callable[[], Tensor]], None]
 
 
 def _side(
-    net: Net,
-    optimizer: str,
-    device: torch.device,
-    arrange: Callable[[nn.Module], None],
-    step: Step,
+    net: Net, optimizer: str, device: torch.device, arrange: Callable[[nn.Module], None], step: Step
 ) -> Side:
     model = net.make().to(device)
     arrange(model)

@@ -175,12 +175,7 @@ def value_and_grads(
     if weights is not None and callable(weights):
         weights = weights_from_gramian(flat_losses, flat_params, weights)
     result = run_jointly(
-        flat_losses,
-        flat_params,
-        weights,
-        unused=unused,
-        create_graph=create_graph,
-        retain=retain,
+        flat_losses, flat_params, weights, unused=unused, create_graph=create_graph, retain=retain
     )
     if type(None) in map(type, result.grads[0]):
         require_reached(result.call, result.grads)

@@ -27,21 +27,9 @@ from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import PyTree
 from gradkit._state.snapshot import put_back_on_error
-from gradkit.errors import (
-    NotScalarLossError,
-    OptionError,
-    UnsupportedGraphError,
-    describe,
-    message,
-)
+from gradkit.errors import NotScalarLossError, OptionError, UnsupportedGraphError, describe, message
 
-__all__ = [
-    "clipped_sum",
-    "gram",
-    "per_loss_norms",
-    "per_sample_norms",
-    "value_and_reduced_grads",
-]
+__all__ = ["clipped_sum", "gram", "per_loss_norms", "per_sample_norms", "value_and_reduced_grads"]
 
 _Function: TypeAlias = Callable[[Tensor], Any]
 

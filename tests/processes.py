@@ -48,11 +48,7 @@ class Ranks:
     """The processes of one group; its functions are called with the device, and arguments."""
 
     def __init__(
-        self,
-        size: int,
-        device: torch.device,
-        timeout: float = TIMEOUT,
-        context: Any = None,
+        self, size: int, device: torch.device, timeout: float = TIMEOUT, context: Any = None
     ) -> None:
         self.size = size
         self._options = device_of_ranks(device.type, size), timeout
@@ -152,11 +148,7 @@ def _serve(
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
-        backend,
-        rendezvous,
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=timeout),
+        backend, rendezvous, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout)
     )
     while True:
         try:

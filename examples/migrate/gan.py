@@ -69,10 +69,7 @@ def functional(generator: nn.Module, critic: nn.Module, batches: Sequence[Tensor
         mixed = share * real + (1 - share) * fake
         _, slope = gradkit.value_and_grads(critic(mixed).sum(), [mixed], create_graph=True)
         penalty = (slope[0].norm(dim=1) - 1).square().mean()
-        losses = {
-            "G": -on_fake.mean(),
-            "D": on_fake.mean() - on_real.mean() + PENALTY * penalty,
-        }
+        losses = {"G": -on_fake.mean(), "D": on_fake.mean() - on_real.mean() + PENALTY * penalty}
         grads = gradkit.simultaneous_grads(losses, {"G": generator, "D": critic})
 
         gradkit.step_(optimizer_g, generator, grads["G"])

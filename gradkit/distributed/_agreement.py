@@ -14,13 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradkit.errors import (
-    CollectiveError,
-    GradkitError,
-    StructureError,
-    message,
-    with_article,
-)
+from gradkit.errors import CollectiveError, GradkitError, StructureError, message, with_article
 
 _T = TypeVar("_T")
 Digest: TypeAlias = tuple[int, ...]
@@ -230,10 +224,7 @@ def agree_or_raise(
 
 
 def agree_in_all(
-    groups: Sequence[Group],
-    read: Callable[[], tuple[_T, Description]],
-    *,
-    same_reach: bool = False,
+    groups: Sequence[Group], read: Callable[[], tuple[_T, Description]], *, same_reach: bool = False
 ) -> _T:
     """Return what `read` returns, agreed on in several groups; if one rank raises, all raise."""
     errors: list[Exception] = []

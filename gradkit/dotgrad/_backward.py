@@ -13,13 +13,7 @@ from gradkit._checks.eager_graph import check_backward, check_backward_to_leaves
 from gradkit._checks.recomputations import refuse_checkpoint_error
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
-from gradkit._core.call import (
-    Call,
-    Pass,
-    read_losses,
-    read_pass_options,
-    require_graph,
-)
+from gradkit._core.call import Call, Pass, read_losses, read_pass_options, require_graph
 from gradkit._core.ownership import outside_inference_mode, own
 from gradkit._core.params import NO_PARAMS, read_params
 from gradkit._core.pytree import PyTree

@@ -137,9 +137,7 @@ def test_explain_says_so_where_torch_raises(device: torch.device, name: str, cha
         gradkit.value_and_grads(loss, [x, y])
 
 
-def test_the_argument_of_a_checkpoint_is_named_by_the_call_only(
-    device: torch.device,
-) -> None:
+def test_the_argument_of_a_checkpoint_is_named_by_the_call_only(device: torch.device) -> None:
     w = torch.ones(2, device=device, requires_grad=True)
     loss = checkpoint(torch.sin, w, use_reentrant=False).sum()
     with torch.no_grad():

@@ -64,12 +64,7 @@ def closure_that_writes_nothing(model: nn.Module, _: Optimizer) -> None:
 
 @pytest.mark.parametrize(
     "loop",
-    [
-        leftover_step,
-        leftover_step_with_a_scheduler,
-        of_an_optimizer,
-        closure_that_writes_nothing,
-    ],
+    [leftover_step, leftover_step_with_a_scheduler, of_an_optimizer, closure_that_writes_nothing],
 )
 def test_a_step_without_gradients_is_seen(device: torch.device, loop: Loop) -> None:
     model = model_on(device)

@@ -121,11 +121,7 @@ RESIDUAL = "z + torch.tanh(z) * 0"
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("step", "call", "last"),
-    [
-        ("z * 1.0", ERROR, "del z"),
-        (RESIDUAL, EXPLAIN, "del z"),
-        (RESIDUAL, PER_LOSS, AGAIN),
-    ],
+    [("z * 1.0", ERROR, "del z"), (RESIDUAL, EXPLAIN, "del z"), (RESIDUAL, PER_LOSS, AGAIN)],
 )
 def test_a_long_chain_is_walked_and_freed(
     device: torch.device, step: str, call: str, last: str

@@ -361,9 +361,7 @@ def test_typed_params_are_all_of_the_promised_kind(device: torch.device) -> None
     assert_owned(grads.values(), model.parameters())
 
 
-def test_an_unused_view_of_an_intermediate_value_is_a_structural_zero(
-    device: torch.device,
-) -> None:
+def test_an_unused_view_of_an_intermediate_value_is_a_structural_zero(device: torch.device) -> None:
     w = leaf(device, 4)
     h = w * 2
     used, unused = h[:2], h[2:]

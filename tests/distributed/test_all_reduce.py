@@ -71,10 +71,7 @@ def check_random_tree(device: torch.device, plan: list[Any], op: str) -> None:
 
 
 leaves = st.tuples(
-    st.sampled_from(DTYPES),
-    st.sampled_from(SHAPES),
-    st.booleans(),
-    st.sets(st.integers(0, 3)),
+    st.sampled_from(DTYPES), st.sampled_from(SHAPES), st.booleans(), st.sets(st.integers(0, 3))
 )
 
 

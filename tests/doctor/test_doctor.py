@@ -233,9 +233,7 @@ def test_a_row_that_raises_is_a_mismatch_that_shows_the_error(
 
 
 def test_a_mismatch_shows_what_was_expected(
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Tensor, "retain_grad", lambda self: None)
     status, out = run_doctor(capsys, "--device", str(device))
@@ -300,9 +298,7 @@ def test_extras_are_those_of_the_package(device: torch.device) -> None:
 
 
 def test_a_missing_extra_is_said_to_be(
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(EXTRAS, "plot", ("no-such-package",))
     assert doctor_report([]).extras["plot"] == {"no-such-package": None}

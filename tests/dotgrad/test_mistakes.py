@@ -97,10 +97,7 @@ def test_write_and_add_name_what_was_passed_instead(device: torch.device) -> Non
             ((model, model.state_dict()), "state_dict"),
             ((model.state_dict(), grads), "state_dict"),
         ):
-            with (
-                unchanged(*model.parameters()),
-                pytest.raises(gradkit.GradkitError, match=text),
-            ):
+            with unchanged(*model.parameters()), pytest.raises(gradkit.GradkitError, match=text):
                 call(*arguments)
     for read in (gradkit.read_grads, gradkit.clear_grads_):
         with unchanged(*model.parameters()), pytest.raises(gradkit.LeafTypeError, match="state_di"):

@@ -177,10 +177,7 @@ def test_inner_loops_are_those_of_autograd_grad(
     assert_same_bits(first, second)
     last = [sum(x.square().sum() for x in found[-2:]) for found in (first, second)]
     _, outer = gradkit.value_and_grads(last[0], ours.leaves)
-    assert_same_bits(
-        outer,
-        list(torch.autograd.grad(last[1], theirs.leaves, allow_unused=True)),
-    )
+    assert_same_bits(outer, list(torch.autograd.grad(last[1], theirs.leaves, allow_unused=True)))
 
 
 class Seeing(TorchFunctionMode):

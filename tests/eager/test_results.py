@@ -135,10 +135,7 @@ def test_what_a_hook_keeps_in_any_way_is_not_shared(device: torch.device) -> Non
     p = torch.ones(3, device=device, requires_grad=True)
     w = torch.ones(3, device=device, requires_grad=True)
     w.register_hook(lambda grad: p)  # with a history of its own
-    for result in (
-        gradkit.value_and_grads((w * w).sum(), w)[1],
-        gradkit.per_loss_grads(w * w, w),
-    ):
+    for result in (gradkit.value_and_grads((w * w).sum(), w)[1], gradkit.per_loss_grads(w * w, w)):
         assert not result.requires_grad
 
 

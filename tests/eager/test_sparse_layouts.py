@@ -14,11 +14,7 @@ from tests.helpers import same_bits, unchanged
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR) tensor support is in beta")
 
-LAYOUTS = {
-    "coo": torch.sparse_coo,
-    "csr": torch.sparse_csr,
-    "csc": torch.sparse_csc,
-}
+LAYOUTS = {"coo": torch.sparse_coo, "csr": torch.sparse_csr, "csc": torch.sparse_csc}
 
 
 def matrix(layout: str, device: torch.device) -> Tensor:
@@ -72,10 +68,7 @@ def test_gradients_are_those_of_torch(
     _, grad = gradkit.value_and_grads(losses.sum(), w, unused="error", retain_graph=True)
     assert same_bits(grad, whole)
     with gradkit.checked():
-        assert same_bits(
-            gradkit.value_and_grads(losses.sum(), w, retain_graph=True)[1],
-            whole,
-        )
+        assert same_bits(gradkit.value_and_grads(losses.sum(), w, retain_graph=True)[1], whole)
     by_element = gradkit.per_loss_grads(losses, w, retain_graph=True)
     assert same_bits(by_element.to_dense(), dense(rows))
     by_name = gradkit.per_loss_grads(dict(enumerate(losses.unbind())), w, retain_graph=True)

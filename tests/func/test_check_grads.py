@@ -238,9 +238,7 @@ def test_a_wrong_double_backward_is_found(device: torch.device) -> None:
     check_grads(lambda t: product(t, twice=1.01), leaves(device), order=1)
 
 
-def test_a_backward_that_takes_its_cotangent_for_a_constant_is_found(
-    device: torch.device,
-) -> None:
+def test_a_backward_that_takes_its_cotangent_for_a_constant_is_found(device: torch.device) -> None:
     """A linear function: its second derivative is zero, and yet the next function's is lost."""
 
     class Double(torch.autograd.Function):

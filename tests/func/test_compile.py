@@ -751,7 +751,7 @@ EACH: dict[Callable[[Setting], Any], list[Callable[[Setting], Any]]] = {
         lambda s: gradkit.add_grads_(s.module, s.given),
         lambda s: gradkit.add_grads_(s.module, s.given, hooks=True),
         lambda s: gradkit.clear_grads_(s.module),
-    ],
+    ]
 }
 
 OK, NO, WARNS = "right", "`Unsupported`", "falls back, with a `GradkitWarning`"

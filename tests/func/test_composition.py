@@ -331,7 +331,7 @@ def differences(f: Callable[[Tensor], Tensor], x: Tensor, v: Tensor, eps: float 
 
 
 FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
-    "cholesky_inverse": lambda x: torch.cholesky_inverse(torch.linalg.cholesky(x @ x.T)),
+    "cholesky_inverse": lambda x: torch.cholesky_inverse(torch.linalg.cholesky(x @ x.T))
 }
 
 

@@ -85,10 +85,7 @@ def maps(w: Tensor) -> dict[str, tuple[Map, Tensor]]:
         "pull with aux": (lambda u: with_aux(u)[0], jacobian.T),
         "push": (push, jacobian),
         "hvp": (hvp, hessian(lambda w: curved(model(w)))(point)),
-        "ggn_vp": (
-            lambda u: func.ggn_vp(model, curved, w, u)[1],
-            jacobian.T @ inner @ jacobian,
-        ),
+        "ggn_vp": (lambda u: func.ggn_vp(model, curved, w, u)[1], jacobian.T @ inner @ jacobian),
         "unravel": (
             lambda u: torch.cat([unravel(u)["b"], unravel(u)["a"]]),
             torch.eye(5, dtype=w.dtype, device=w.device)[[3, 4, 0, 1, 2]],

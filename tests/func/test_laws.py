@@ -171,10 +171,7 @@ def test_models_give_the_bits_of_the_eager_call(device: torch.device, name: str)
     rows = func.per_loss_grads(lambda p, b: fn(p, b)[0])(params, buffers)
     torch.manual_seed(1)
     out = model(x)
-    losses = {
-        "ce": functional.cross_entropy(out, y),
-        "size": out.square().mean().reshape(1, 1),
-    }
+    losses = {"ce": functional.cross_entropy(out, y), "size": out.square().mean().reshape(1, 1)}
     values_of_eager, expected = gradkit.value_and_grads(losses, model, retain_graph=True)
     by_loss = gradkit.per_loss_grads(losses, model)
     assert list(grads) == list(expected)

@@ -544,10 +544,7 @@ def test_assigning_to_data_inside_a_transform_says_so(device: torch.device) -> N
     module = Replaces(2, 2).to(device)
     call, params, buffers = make_functional(module)
     x = torch.ones(3, 2, device=device)
-    with (
-        pure(module, params),
-        pytest.raises(gradkit.UnsupportedGraphError, match=r"to \.data"),
-    ):
+    with pure(module, params), pytest.raises(gradkit.UnsupportedGraphError, match=r"to \.data"):
         gradkit.func.value_and_grads(lambda p: call(p, buffers, x)[0].sum())(params)
 
 

@@ -14,13 +14,7 @@ from torch.optim import Optimizer
 
 import gradkit
 from gradkit import func, meta
-from tests.func.test_graphs import (
-    PAIRS,
-    UNARY,
-    derivatives,
-    inputs,
-    program,
-)
+from tests.func.test_graphs import PAIRS, UNARY, derivatives, inputs, program
 from tests.fuzz.cases import CPU, WRITTEN, Case, Op, Refused, draw, may_refuse
 from tests.fuzz.functions import Sevenfold
 from tests.fuzz.laws import Grads, assert_close, backward, one, require_reached, weighted

@@ -16,13 +16,7 @@ import gradkit
 from gradkit._checks.checked import is_checked
 from gradkit._core import user_code
 from tests.fuzz.cases import WRITTEN, Case, Refused, may_refuse
-from tests.helpers import (
-    assert_owned,
-    assert_same_bits,
-    same_bits,
-    unchanged,
-    writes_on_copies,
-)
+from tests.helpers import assert_owned, assert_same_bits, same_bits, unchanged, writes_on_copies
 from tests.strategies import Graph
 
 Grads: TypeAlias = Sequence[Tensor | None]

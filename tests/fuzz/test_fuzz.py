@@ -55,9 +55,7 @@ def dropped(grads: Any) -> Any:
 
 @pytest.mark.parametrize("spoil", [off_by_one_ulp, dropped])
 def test_a_defect_is_seen_and_its_number_repeats_it(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    spoil: Callable[[Any], Any],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spoil: Callable[[Any], Any]
 ) -> None:
     right = gradkit.value_and_grads
 

@@ -246,10 +246,7 @@ def test_the_result_is_differentiated_as_that_of_the_vmap(device: torch.device) 
         return torch.autograd.grad(of_scale(scale, fn), scale)[0]
 
     slopes = []
-    for fn in (
-        lambda w, x: (w * x).sum() * x[0].item(),
-        lambda w, x: (w * x).sum() * x[0],
-    ):
+    for fn in (lambda w, x: (w * x).sum() * x[0].item(), lambda w, x: (w * x).sum() * x[0]):
         slopes.append(warned(partial(eagerly, fn))[0])
         slopes.append(warned(partial(torch.func.grad(of_scale), scale.detach(), fn))[0])
     torch.testing.assert_close(slopes, [slopes[-1]] * 4)

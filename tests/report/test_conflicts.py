@@ -410,10 +410,7 @@ def test_a_result_is_frozen(device: torch.device) -> None:
 
 def test_the_text_has_a_row_for_each_module(device: torch.device) -> None:
     g = torch.tensor([1.0, 0.0], device=device)
-    per_loss = {
-        "a": {"trunk.w": g, "head.w": g},
-        "b": {"trunk.w": -g, "head.w": g},
-    }
+    per_loss = {"a": {"trunk.w": g, "head.w": g}, "b": {"trunk.w": -g, "head.w": g}}
     text = str(gradkit.report.conflicts(per_loss, by="module"))
     rows = [line.split() for line in text.splitlines() if line.split()[:1] in (["trunk"], ["head"])]
     assert [row[0] for row in rows] == ["trunk", "head"]

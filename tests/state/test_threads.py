@@ -149,9 +149,7 @@ def test_calls_inside_calls_of_one_thread_do_not_wait(device: torch.device) -> N
         torch.testing.assert_close(out, expected)
 
 
-def test_modules_that_call_each_other_raise_before_they_wait_for_ever(
-    device: torch.device,
-) -> None:
+def test_modules_that_call_each_other_raise_before_they_wait_for_ever(device: torch.device) -> None:
     both = Barrier(2)
 
     class Calls(nn.Module):

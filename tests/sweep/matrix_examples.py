@@ -23,10 +23,7 @@ BY_FORWARD: Mapping[str, Function] = {  # of which the third derivative by forwa
     "eigvals": lambda a: torch.linalg.eigvals(a).real,
     "eig": lambda a: torch.linalg.eig(a)[0].real,
 }
-SYSTEMS = (
-    [[[4.0, 1.0], [2.0, 3.0]], [[2.0, 1.0], [4.0, 6.0]]],
-    [[[1.0], [2.0]], [[3.0], [5.0]]],
-)
+SYSTEMS = ([[[4.0, 1.0], [2.0, 3.0]], [[2.0, 1.0], [4.0, 6.0]]], [[[1.0], [2.0]], [[3.0], [5.0]]])
 _WHERE = [[0, 1], [1, 0]]
 
 

@@ -13,15 +13,7 @@ import torch
 
 from gradkit import _torch_bugs
 from gradkit._compat.versions import Release, release
-from gradkit._torch_bugs.table import (
-    NODES,
-    OPERATIONS,
-    ROWS,
-    SWEPT,
-    Stack,
-    stacks_of,
-    wrong_here,
-)
+from gradkit._torch_bugs.table import NODES, OPERATIONS, ROWS, SWEPT, Stack, stacks_of, wrong_here
 
 PATH = Path(_torch_bugs.__file__).with_name("swept.json")
 Rows = dict[str, dict[str, str]]  # by name, and by transforms or orders: releases

@@ -9,15 +9,7 @@ import libcst as cst
 from gradkit_migrate import reasons
 from gradkit_migrate.calls import LoopCall
 from gradkit_migrate.reasons import NotSureError
-from gradkit_migrate.source import (
-    FUNCTIONS,
-    LOOPS,
-    Called,
-    Source,
-    arguments,
-    called,
-    constant,
-)
+from gradkit_migrate.source import FUNCTIONS, LOOPS, Called, Source, arguments, called, constant
 
 LEAVES = (cst.Break, cst.Continue, cst.Return, cst.Raise, cst.Yield, cst.Await)
 
@@ -65,11 +57,7 @@ class ClearingCheck:
         )
 
     def _check_alone(
-        self,
-        zero: LoopCall | None,
-        backward: LoopCall,
-        step: LoopCall,
-        calls: Sequence[LoopCall],
+        self, zero: LoopCall | None, backward: LoopCall, step: LoopCall, calls: Sequence[LoopCall]
     ) -> None:
         """Raise if anything else adds to the gradients between zero_grad and step."""
         source = self._source

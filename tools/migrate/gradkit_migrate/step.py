@@ -15,14 +15,7 @@ from gradkit_migrate.clearing import ClearingCheck, several
 from gradkit_migrate.groups import GroupChanges
 from gradkit_migrate.params import Owners
 from gradkit_migrate.reasons import Advice, NotSureError
-from gradkit_migrate.source import (
-    Source,
-    Statement,
-    arguments,
-    constant,
-    dotted,
-    last_name,
-)
+from gradkit_migrate.source import Source, Statement, arguments, constant, dotted, last_name
 
 COMPILED = re.compile(r"compile|jit|script")
 

@@ -108,9 +108,7 @@ def test_a_change_that_may_be_kept_for_later_is_left(device: torch.device, name:
         assert "that have gradients already" in result.skipped[0].reason
 
 
-def test_groups_that_are_complete_before_the_loop_may_be_cleared_late(
-    device: torch.device,
-) -> None:
+def test_groups_that_are_complete_before_the_loop_may_be_cleared_late(device: torch.device) -> None:
     source = cleared_late(program(CHANGES["a group"]))
     result = migrate(source.encode())
     assert (result.moved, result.skipped) == (1, [])

@@ -87,9 +87,7 @@ def programs(draw: st.DrawFn) -> str:
         body[place:place] = lines
     add = "optimizer.add_param_group" if "add(" in change else "None"
     head = HEAD.format(
-        optimizer=draw(st.sampled_from(OPTIMIZERS)),
-        add=add,
-        early=change if is_early else "pass",
+        optimizer=draw(st.sampled_from(OPTIMIZERS)), add=add, early=change if is_early else "pass"
     )
     return head + "".join(f"        {line}\n" for line in body) + "    return [model], log\n"
 
