@@ -44,9 +44,8 @@ SUBCLASSES = 1 << 18  # a variable is of a subclass of torch's tensors
 RECORDED = 1 << 17  # the gradients get a graph, and a Function or what is recomputed may be in it
 
 USER_CODE = HOOKS | FUNCTIONS
-GUARDED = (
-    USER_CODE | OBSERVED | CHECKED | RETAINED | RECORDED
-)  # around each pass; else the engine's is enough
+# What each pass is guarded against; without any of it, a pass is a call of the engine.
+GUARDED = USER_CODE | OBSERVED | CHECKED | RETAINED | RECORDED
 
 _retains_grad, _version, _grad_fn = map(attrgetter, ("retains_grad", "_version", "grad_fn"))
 
