@@ -470,7 +470,7 @@ def grads_to_tree(
     by_leaf: Sequence[Tensor | None] = grads
     if not params.all_variables:
         by_leaf = params.per_leaf(grads, None if create_graph else _clones)
-    return pytree.unflatten(params.spec, by_leaf)
+    return pytree.rebuild(params.spec, by_leaf)
 
 
 _clones = partial(map, Tensor.clone)

@@ -14,6 +14,7 @@ from gradkit._checks.higher_derivatives import may_be_wrong
 from gradkit._compat.autograd import is_view
 from gradkit._compat.checkpoints import IDLE, RECOMPUTING
 from gradkit._compat.distributed import any_fully_sharded
+from gradkit._compat.dynamo import any_compiled
 from gradkit._compat.transforms import is_differentiated_tensor
 from gradkit._core.call import Call
 from gradkit._core.grad_recorder import observers
@@ -34,14 +35,15 @@ WATCHED = 1 << 7  # some thread is
 NO_VARIABLES = 1 << 8  # nothing requires grad
 INTERMEDIATE = 1 << 9  # a variable has been computed from others
 CHANGED = 1 << 10  # such a variable is a view, or was changed in place
-CREATES_GRAPH = 1 << 11  # a derivative of the gradients may be taken, and wrong
-CONSTANT = 1 << 12  # torch.func differentiates a loss, and would take its gradients for constants
-MUST_REACH = 1 << 13  # `unused="error"`
-SEVERAL_LOSSES = 1 << 14
-SEVERAL_PASSES = 1 << 15
-RETAINED = 1 << 16  # a pass writes some `.grad`: `retain_grad()` was called
-SUBCLASSES = 1 << 18  # a variable is of a subclass of torch's tensors
-RECORDED = 1 << 17  # the gradients get a graph, and a Function or what is recomputed may be in it
+COMPILED_VALUES = 1 << 11  # such a variable is the result of a compiled function
+SUBCLASSES = 1 << 12  # a variable is of a subclass of torch's tensors
+CREATES_GRAPH = 1 << 13  # a derivative of the gradients may be taken, and wrong
+RECORDED = 1 << 14  # the gradients get a graph, and a Function or what is recomputed may be in it
+CONSTANT = 1 << 15  # torch.func differentiates a loss, and would take its gradients for constants
+MUST_REACH = 1 << 16  # `unused="error"`
+SEVERAL_LOSSES = 1 << 17
+SEVERAL_PASSES = 1 << 18
+RETAINED = 1 << 19  # a pass writes some `.grad`: `retain_grad()` was called
 
 USER_CODE = HOOKS | FUNCTIONS
 # What each pass is guarded against; without any of it, a pass is a call of the engine.
@@ -79,6 +81,8 @@ def around(call: Call) -> int:
             written = [*written, *params.variables]
             if any(map(_version, params.variables)) or any(map(is_view, params.variables)):
                 bits |= CHANGED
+            if any_compiled(set(map(type, map(_grad_fn, params.variables)))):
+                bits |= COMPILED_VALUES
         if not params.no_subclasses:
             bits |= SUBCLASSES
     if not has_variables:

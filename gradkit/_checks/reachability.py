@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from operator import attrgetter
 from typing import NoReturn
 
 from torch import Tensor
@@ -20,7 +19,6 @@ from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import Params
 from gradkit.errors import UnreachedParamError, UnsupportedGraphError, describe, message
 
-_grad_fn = attrgetter("grad_fn")
 _CUT = (
     "none: the loss was not computed from it, or the path is cut (detach(), .data, .item(), "
     "no_grad, another copy of the model, an in-place change after its use, a custom Function that "
@@ -75,8 +73,7 @@ def refuse_unreached_views_and_subclasses(call: Call) -> None:
 def refuse_compiled_together(call: Call) -> None:
     """Raise if a value has left a compiled function together with what was made of it."""
     for losses, params in call.passes:
-        kinds = set(map(type, map(_grad_fn, params.variables)))
-        for index, variable in enumerate(params.variables if any_compiled(kinds) else ()):
+        for index, variable in enumerate(params.variables):
             if not any_compiled([type(variable.grad_fn)]):
                 continue
             below = call.graph.below(losses)

@@ -20,7 +20,7 @@ from gradkit._core.grad_recorder import any_observers, observed_tensors
 from gradkit._core.graph import GraphView, is_leaf_node, refuse_lost_history
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import Params, expand_params
-from gradkit._core.pytree import PyTree, Structure
+from gradkit._core.pytree import LEAF, PyTree, Structure
 from gradkit._core.user_code import FunctionsAlive, functions_alive
 from gradkit.errors import (
     DetachedLossError,
@@ -190,7 +190,10 @@ def read_losses(
     tree: PyTree, *, scalar: bool, returned: bool = False, may_be_aux: bool = False
 ) -> Losses:
     """Check a tree of losses: given by the caller, or `returned` by the caller's function."""
-    leaves, spec = pytree.flatten(tree)
+    if type(tree) in PLAIN_TYPES and not returned:  # as `flatten` does, which may be traced
+        leaves, spec = [tree], LEAF
+    else:
+        leaves, spec = pytree.flatten(tree)
     if not set(map(type, leaves)) <= PLAIN_TYPES and not any(map(_has_params, leaves)):
         leaves, spec = expand_params(tree, "losses")  # an iterator of losses, say
     losses = Losses(leaves, spec)

@@ -96,7 +96,7 @@ class Params:
         """Return the tree for each row of gradients, which are not copied."""
         if not self.all_variables:
             rows = list(map(self.per_leaf, rows))
-        return [pytree.unflatten(self.spec, row) for row in rows]
+        return [pytree.rebuild(self.spec, row) for row in rows]
 
     def frozen_leaves(self) -> list[str]:
         """Return the paths of the leaves that could be variables if they required grad."""

@@ -87,7 +87,12 @@ def _spec_of_items(kind: Any, count: int) -> optree.PyTreeSpec:
 
 def unflatten(spec: optree.PyTreeSpec, leaves: Iterable[Any]) -> PyTree:
     """Return the tree of structure `spec` with these leaves."""
-    known = None if torch.compiler.is_compiling() else _keys_of_spec.get(id(spec))
+    return spec.unflatten(leaves) if torch.compiler.is_compiling() else rebuild(spec, leaves)
+
+
+def rebuild(spec: optree.PyTreeSpec, leaves: Iterable[Any]) -> PyTree:
+    """Do as `unflatten` where nothing is traced: to ask takes as long as a dictionary."""
+    known = _keys_of_spec.get(id(spec))
     if known is None:
         return spec.unflatten(leaves)
     return dict(zip(known[1], leaves, strict=True))  # in half the time
