@@ -66,7 +66,8 @@ class ConsumingRunner(PassRunner):
         arrivals = Arrivals(variables, consume)
         with self.observed_inputs(variables) as inputs, arrivals.from_roots(outputs) as roots:
             captured = run_grad(self.call, roots, inputs, seeds, retain_graph=retain)
-        if versions and around(self.call) & USER_CODE:
+        # The pass itself may have registered the first hook of the process.
+        if versions and (around(self.call) & USER_CODE or user_code.hooks_registered()):
             self.refuse_modified(outputs, variables, versions)
         return captured[: len(variables)]
 

@@ -66,7 +66,7 @@ from gradkit._core.ownership import PLAIN_TYPES, owned, owned_of_each, zeros_for
 from gradkit._core.params import Params, read_params
 from gradkit._core.pytree import LEAF, PyTree, Structure
 from gradkit._core.results_without_graph import with_zero_derivatives
-from gradkit._core.user_code import functions_alive, user_code_may_run
+from gradkit._core.user_code import functions_alive, hooks_registered, user_code_may_run
 from gradkit._state.grad_attribute import grads_put_back
 from gradkit._torch_bugs.node_formulas import differentiated_by_formula
 
@@ -142,12 +142,8 @@ class PassRunner:
     ) -> list[Tensor | None]:
         """Return the gradients of one pass of the call, owned unless they carry a graph."""
         # A seed is the cotangent of an output, of its shape; None is ones.
-        call = self.call
-        if around(call) & GUARDED:
-            grads = self.captured(outputs, seeds, variables, retain=retain)
-        else:  # as there, but for a frame, which costs a small call as much as a guard
-            grads = run_grad(call, outputs, variables, seeds, retain_graph=retain)
-        return grads if call.create_graph else owned(grads, variables)
+        grads = self.captured(outputs, seeds, variables, retain=retain)
+        return grads if self.call.create_graph else owned(grads, variables)
 
     def captured(
         self,
@@ -160,17 +156,20 @@ class PassRunner:
         """Return the gradients of one pass, which may share memory."""
         call = self.call
         bits = around(call)
-        if not bits & GUARDED:
-            return run_grad(call, outputs, variables, seeds, retain_graph=retain)
-        copied = self.look_for_hooks(variables)
+        copied: list[Tensor] = []
         versions: dict[int, int] = {}
-        args = outputs, seeds, variables
-        with recording(call) if bits & RECORDED else INSIDE, INSIDE:
-            if copied or bits & (OBSERVED | RETAINED):
-                grads, versions = self._captured_grads(*args, copied, retain=retain)
-            else:
-                grads = run_grad(call, outputs, variables, seeds, retain_graph=retain)
-        if bits & USER_CODE and len(copied) < len(variables):
+        if not bits & GUARDED:
+            grads = run_grad(call, outputs, variables, seeds, retain_graph=retain)
+        else:
+            copied = self.look_for_hooks(variables)
+            args = outputs, seeds, variables
+            with recording(call) if bits & RECORDED else INSIDE, INSIDE:
+                if copied or bits & (OBSERVED | RETAINED):
+                    grads, versions = self._captured_grads(*args, copied, retain=retain)
+                else:
+                    grads = run_grad(call, outputs, variables, seeds, retain_graph=retain)
+        # The pass itself may have registered the first hook of the process.
+        if (bits & USER_CODE or hooks_registered()) and len(copied) < len(variables):
             versions |= grad_versions(variables, grads, copied)
         if versions:
             self.refuse_modified(outputs, variables, versions)

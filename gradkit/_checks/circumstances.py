@@ -54,8 +54,8 @@ _retains_grad, _version, _grad_fn = map(attrgetter, ("retains_grad", "_version",
 
 def around(call: Call) -> int:
     """Return what there is around a call; all of it is read when this is first asked for."""
-    # In one function: around a large pass, each further one that runs costs a microsecond, since
-    # the pass has pushed its code out of the caches.
+    # All in one function: a large pass pushes Python's code out of the caches, so that each
+    # function that runs beside it costs a microsecond.
     if call.around is not None:
         return call.around
     bits = HOOKS if hooks_registered() else 0

@@ -13,6 +13,7 @@ from gradkit._checks.circumstances import (
     COMPILED_VALUES,
     CONSTANT,
     CREATES_GRAPH,
+    FUNCTIONS,
     INCOMPLETE,
     MUST_REACH,
     NO_VARIABLES,
@@ -23,6 +24,7 @@ from gradkit._checks.circumstances import (
     WATCHED,
     around,
 )
+from gradkit._checks.modified_tensors import nodes_of_functions
 from gradkit._compat import distributed
 from gradkit._compat.dynamo import overwrites_saved_tensors
 from gradkit._compat.nodes import any_released, has_released, names_by_kind
@@ -63,8 +65,16 @@ def _refuse_incomplete(call: Call) -> None:
 
 
 def _refuse_special_points(call: Call) -> None:
-    """Raise where torch is wrong for values that a node has saved: what walks the graph anyway."""
-    if not call.create_graph:
+    """Raise where torch is wrong for values that a node has saved."""
+    # A look at every node would double the time of a small call: the graph of a single pass is
+    # looked at only where something else asks for it, or a Function makes the gradient of a leaf.
+    if call.create_graph:
+        return
+    if around(call) & (INCOMPLETE | MUST_REACH | SEVERAL_PASSES | SEVERAL_LOSSES) or any(
+        child is not None and graph.is_leaf_node(child)
+        for node in nodes_of_functions(call)
+        for child, _ in node.next_functions
+    ):
         higher_derivatives.refuse_in_call(call)
 
 
@@ -193,7 +203,7 @@ _BEFORE: tuple[tuple[int, Callable[[Call], None]], ...] = (
     (SHARDED, _refuse_gathered),
     (CREATES_GRAPH, higher_derivatives.refuse_wrong_derivatives),
     (CONSTANT, higher_derivatives.refuse_inside_transforms),
-    (INCOMPLETE | MUST_REACH | SEVERAL_PASSES, _refuse_special_points),
+    (INCOMPLETE | MUST_REACH | SEVERAL_PASSES | FUNCTIONS, _refuse_special_points),
     (INCOMPLETE, _refuse_incomplete),
     (CHANGED | SUBCLASSES, reachability.refuse_unreached_views_and_subclasses),
     (COMPILED_VALUES, reachability.refuse_compiled_together),

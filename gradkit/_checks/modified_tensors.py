@@ -83,6 +83,8 @@ def variables_to_copy(call: Call, variables: list[Tensor]) -> list[Tensor]:
     """Return those variables of a call whose gradients are copied as they arrive."""
     if is_checked():
         return variables
+    if not around(call) & USER_CODE:
+        return []
     params = call.params_of(variables)
     if not params.no_subclasses:
         return variables
@@ -98,10 +100,13 @@ def nodes_of_functions(call: Call) -> list[Node]:
     """Return the nodes of custom Functions that passes of a call may execute."""
     if not call.functions.users:
         return []
-    if len(call.passes) > 1:  # whose graph has been walked
-        return functions_below(call.graph.below(call.differentiated))
-    roots = [call.outputs[index] for index in call.differentiated]
-    return nodes_of_types(roots, most_nodes_of_users())
+    if call.function_nodes is None:
+        if len(call.passes) > 1:  # whose graph has been walked
+            call.function_nodes = functions_below(call.graph.below(call.differentiated))
+        else:
+            roots = [call.outputs[index] for index in call.differentiated]
+            call.function_nodes = nodes_of_types(roots, most_nodes_of_users())
+    return call.function_nodes
 
 
 def functions_below(below: Subgraph) -> list[Node]:

@@ -373,6 +373,7 @@ class Call:
     # Which nodes of Python Functions the graph could hold.
     functions: FunctionsAlive = field(default_factory=functions_alive)
     around: int | None = None  # see `circumstances`
+    function_nodes: list[Node] | None = None  # see `modified_tensors`
     _graph: GraphView | None = None
 
     @property

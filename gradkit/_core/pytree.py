@@ -91,7 +91,7 @@ def unflatten(spec: optree.PyTreeSpec, leaves: Iterable[Any]) -> PyTree:
 
 
 def rebuild(spec: optree.PyTreeSpec, leaves: Iterable[Any]) -> PyTree:
-    """Do as `unflatten` where nothing is traced: to ask takes as long as a dictionary."""
+    """Return that tree; for code that torch.compile never traces."""
     known = _keys_of_spec.get(id(spec))
     if known is None:
         return spec.unflatten(leaves)

@@ -484,3 +484,39 @@ def test_not_many_passes_hold_what_their_gradients_are_views_of(device: torch.de
     assert sum(sizes) == 10
     assert max(sizes) <= 4
     assert_owned(chain.from_iterable(each), [x, y] * 10)
+
+
+def test_a_hook_that_the_pass_itself_registers(device: torch.device) -> None:
+    """The first hook of the process: what was read before the pass knows none."""
+    w, v = (torch.ones(3, device=device, requires_grad=True) for _ in range(2))
+    with no_hook_yet():
+        h = w + 1
+        loss = (h.exp() * v).sum()
+
+        def register(grad: Tensor) -> Tensor:
+            h.register_hook(lambda grad: grad.mul_(100))
+            return grad.clone()
+
+        functions = {"w": torch.clone, "v": register}
+        with pytest.raises(gradkit.UnsupportedGraphError, match="has written in place"):
+            gradkit.value_and_reduced_grads(loss, {"w": w, "v": v}, functions)
+
+
+def test_special_points_beside_a_function_of_a_leaf_are_refused(device: torch.device) -> None:
+    zero, x = (torch.zeros(2, 2, device=device, requires_grad=True) for _ in range(2))
+    loss = nn.functional.softshrink(zero, 0.0).sum() + Halve.apply(x, x).sum()
+    with pytest.raises(gradkit.UnsupportedGraphError, match="a threshold of zero"):
+        gradkit.value_and_grads(loss, [zero, x])
+
+
+class Own(Tensor):
+    """A subclass, as users have them."""
+
+
+def test_a_retained_value_of_a_subclass_keeps_its_class(device: torch.device) -> None:
+    w = torch.ones(2, device=device, requires_grad=True)
+    own = (w * 2).as_subclass(Own)
+    own.retain_grad()
+    with no_hook_yet():
+        _, (grad,) = gradkit.value_and_grads(own.exp().sum(), [own])
+    assert type(grad) is type(torch.autograd.grad((own * 1).sum(), own)[0])
