@@ -98,7 +98,9 @@ def plain_value_and_grads(
     if [*map(getrefcount, RECOMPUTING)] != IDLE:
         refuse_other_tensors([loss], call)
     grads = run_plainly(loss, variables, create_graph, create_graph, call)
-    if (hooked or functions.users) and (versions := grad_versions(variables, grads, ())):
+    # Asked after the pass, which may itself have registered the first hook of the process.
+    may_write = functions.users or hooks_registered()
+    if may_write and (versions := grad_versions(variables, grads, ())):
         PassRunner(call()).refuse_modified([loss], variables, versions)
     if type(None) in set(map(type, grads)):
         require_reached(call(), [grads])
@@ -239,6 +241,7 @@ def _pass(
 ) -> Grads:
     """Return the gradients of one pass, which may share memory; release what no later one needs."""
     grads = run_plainly(loss, params.variables, plan.retain, False, call, seed)
+    may_write = may_write or hooks_registered()  # the pass may have registered one
     if may_write and (versions := grad_versions(params.variables, grads, ())):
         PassRunner(call()).refuse_modified([loss], params.variables, versions)
     if plan.retain:

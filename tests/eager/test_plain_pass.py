@@ -368,3 +368,26 @@ def test_a_value_below_another_takes_the_nodes_between_into_account(
     loss = (high**3).sum() + between.sum()
     with plain_process(), pytest.raises(gradkit.UnsupportedGraphError, match="weight_norm"):
         gradkit.value_and_grads(loss, [low, high], create_graph=True, retain_graph=retain)
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_the_first_hook_of_the_process_is_registered_by_the_pass(
+    device: torch.device, separate: bool
+) -> None:
+    w, v = (torch.ones(3, device=device, requires_grad=True) for _ in range(2))
+    h = w + 1
+    hooks: list[Any] = []
+
+    def unpack(saved: Tensor) -> Tensor:
+        if not hooks:
+            hooks.append(h.register_hook(lambda grad: grad.mul_(100)))
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack):
+        loss = (h.exp() * v).sum()
+    raises = pytest.raises(gradkit.UnsupportedGraphError, match="has written in place")
+    with no_hook_yet(), plain_process(), raises:
+        if separate:
+            gradkit.per_loss_grads([loss], [w, v])
+        else:
+            gradkit.value_and_grads(loss, [w, v])
