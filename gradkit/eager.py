@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TypeAlias, TypedDict, TypeVar, Unpack, overload
+from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
+import torch
 from torch import Tensor, nn
 
 from gradkit._autograd.gramian import weights_from_gramian
@@ -17,23 +18,15 @@ from gradkit._autograd.passes import (
     simultaneous_trees,
     trees_by_loss,
 )
-from gradkit._autograd.plain_passes import (
-    are_plain,
-    is_plain,
-    plain_separate_grads,
-    plain_value_and_grads,
-)
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.dynamo import disable_compile
-from gradkit._core import pytree
 from gradkit._core.call import (
     Filled,
-    Losses,
     Strategy,
     Unused,
     check_batching,
-    check_pass_options,
     read_losses,
+    read_pass_options,
 )
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import read_params
@@ -41,7 +34,6 @@ from gradkit._core.pytree import PyTree
 
 __all__ = ["per_loss_grads", "simultaneous_grads", "value_and_grads"]
 
-_NONE, _SEQUENTIAL = "none", "sequential"  # defaults, which are compared as objects
 K = TypeVar("K")
 L = TypeVar("L")
 Tensors: TypeAlias = Mapping[K, Tensor]
@@ -173,29 +165,21 @@ def value_and_grads(
         `torch.autograd.backward`, https://pytorch.org/docs/stable/autograd.html; the name and
         argument order follow `jax.value_and_grad`.
     """
-    flat_params = None
-    is_default = weights is None and unused is _NONE and retain_graph is None
-    if is_default and (create_graph is False or create_graph is True) and is_plain(losses):
-        flat_params = read_params(params)
-        plain_result = plain_value_and_grads(losses, flat_params, create_graph)
-        if plain_result is not None:
-            return plain_result
-    check_pass_options(unused, create_graph, retain_graph)
-    with leave_inference_mode():
-        flat_losses = read_losses(losses, scalar=True)
-        flat_params = flat_params or read_params(params)
-        if weights is not None and callable(weights):
-            weights = weights_from_gramian(flat_losses, flat_params, weights)
-        result = run_jointly(
-            flat_losses,
-            flat_params,
-            weights,
-            unused=unused,
-            create_graph=create_graph,
-            retain_graph=retain_graph,
-        )
+    if torch.is_inference_mode_enabled():  # a decorator would cost every call a frame
+        with leave_inference_mode():
+            options: Any = {"create_graph": create_graph, "retain_graph": retain_graph}
+            return value_and_grads(losses, params, weights=weights, unused=unused, **options)
+    retain = read_pass_options(unused, create_graph, retain_graph)
+    flat_losses = read_losses(losses, scalar=True)
+    flat_params = read_params(params)
+    if weights is not None and callable(weights):
+        weights = weights_from_gramian(flat_losses, flat_params, weights)
+    result = run_jointly(
+        flat_losses, flat_params, weights, unused=unused, create_graph=create_graph, retain=retain
+    )
+    if type(None) in map(type, result.grads[0]):
         require_reached(result.call, result.grads)
-        return result.values, grads_to_tree(result.grads[0], flat_params, unused, create_graph)
+    return result.values, grads_to_tree(result.grads[0], flat_params, unused, create_graph)
 
 
 @overload
@@ -304,31 +288,26 @@ def per_loss_grads(
         `torch.autograd.grad` and its `is_grads_batched`,
         https://pytorch.org/docs/stable/generated/torch.autograd.grad.html
     """
-    flat_params = None
-    is_default = strategy is _SEQUENTIAL and unused is _NONE and retain_graph is None
-    if is_default and create_graph is False and chunk_size is None:
-        flat_losses = Losses(*pytree.flatten(losses))
-        if are_plain(flat_losses.leaves):
-            flat_params = read_params(params)
-            grads = plain_separate_grads(flat_losses, [flat_params] * len(flat_losses.leaves))
-            if grads is not None:
-                return pytree.unflatten(flat_losses.spec, flat_params.unflatten_each(grads))
-    check_pass_options(unused, create_graph, retain_graph)
+    if torch.is_inference_mode_enabled():
+        with leave_inference_mode():
+            options: Any = {"unused": unused, "create_graph": create_graph}
+            options |= {"retain_graph": retain_graph, "strategy": strategy}
+            return per_loss_grads(losses, params, chunk_size=chunk_size, **options)
+    retain = read_pass_options(unused, create_graph, retain_graph)
     check_batching(strategy, chunk_size)
-    with leave_inference_mode():
-        flat_losses = read_losses(losses, scalar=False)
-        flat_params = flat_params or read_params(params)
-        result = run_separately(
-            flat_losses,
-            flat_params,
-            unused=unused,
-            create_graph=create_graph,
-            retain_graph=retain_graph,
-            strategy=strategy,
-            chunk_size=chunk_size,
-        )
-        require_reached(result.call, result.grads)
-        return trees_by_loss(result, flat_params, unused)
+    flat_losses = read_losses(losses, scalar=False)
+    flat_params = read_params(params)
+    result = run_separately(
+        flat_losses,
+        flat_params,
+        unused=unused,
+        create_graph=create_graph,
+        retain=retain,
+        strategy=strategy,
+        chunk_size=chunk_size,
+    )
+    require_reached(result.call, result.grads)
+    return trees_by_loss(result, flat_params, unused)
 
 
 @overload
@@ -391,22 +370,13 @@ def simultaneous_grads(
         Balduzzi et al. 2018, "The Mechanics of n-Player Differentiable Games", equation (1),
         https://arxiv.org/abs/1802.05642
     """
-    each = None
-    if unused is _NONE and retain_graph is None and create_graph is False:
-        flat_losses = Losses(*pytree.flatten(losses))
-        if are_plain(flat_losses.leaves):
-            each = read_params_of_each(flat_losses, params)
-            grads = plain_separate_grads(flat_losses, each)
-            if grads is not None:
-                trees = [
-                    part.unflatten(row, copy_ties=False)
-                    for part, row in zip(each, grads, strict=True)
-                ]
-                return pytree.unflatten(flat_losses.spec, trees)
-    check_pass_options(unused, create_graph, retain_graph)
-    with leave_inference_mode():
-        read = read_losses(losses, scalar=True)
-        each = each or read_params_of_each(read, params)
-        result = run_simultaneously(read, each, unused, create_graph, retain_graph)
-        require_reached(result.call, result.grads)
-        return simultaneous_trees(result, each)
+    if torch.is_inference_mode_enabled():
+        with leave_inference_mode():
+            options: Any = {"create_graph": create_graph, "retain_graph": retain_graph}
+            return simultaneous_grads(losses, params, unused=unused, **options)
+    retain = read_pass_options(unused, create_graph, retain_graph)
+    read = read_losses(losses, scalar=True)
+    each = read_params_of_each(read, params)
+    result = run_simultaneously(read, each, unused, create_graph, retain)
+    require_reached(result.call, result.grads)
+    return simultaneous_trees(result, each)

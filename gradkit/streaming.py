@@ -99,7 +99,7 @@ def value_and_reduced_grads(
                 weights,
                 unused="none",
                 create_graph=False,
-                retain_graph=bool(retain_graph),
+                retain=bool(retain_graph),
                 runner=partial(ConsumingRunner, consume=consume),
             )
             require_reached(result.call, result.grads)

@@ -15,7 +15,8 @@ from gradkit._autograd.arrival_copies import copied_on_arrival, hooks_refused
 from gradkit._autograd.engine import own_roots, run_batch, run_grad
 from gradkit._autograd.passes import PassRunner
 from gradkit._checks.checked import is_checked
-from gradkit._checks.modified_tensors import refuse_pre_hooks, user_code_may_run_in
+from gradkit._checks.circumstances import USER_CODE, around
+from gradkit._checks.modified_tensors import refuse_pre_hooks
 from gradkit._compat.autograd import (
     as_batch,
     batched_mode,
@@ -47,8 +48,7 @@ class ConsumingRunner(PassRunner):
         retain: bool,
     ) -> list[Tensor | None]:
         """Run one pass, and return what the engine captured: None where no gradient arrived."""
-        if user_code_may_run_in(self.call):
-            refuse_pre_hooks(self.call)
+        refuse_pre_hooks(self.call)
         if is_checked():  # which copies gradients as they arrive
             grads = PassRunner.grads(self, outputs, seeds, variables, retain=retain)
             for index, grad in enumerate(grads):
@@ -66,7 +66,8 @@ class ConsumingRunner(PassRunner):
         arrivals = Arrivals(variables, consume)
         with self.observed_inputs(variables) as inputs, arrivals.from_roots(outputs) as roots:
             captured = run_grad(self.call, roots, inputs, seeds, retain_graph=retain)
-        if versions and user_code_may_run_in(self.call):
+        # The pass itself may have registered the first hook of the process.
+        if versions and (around(self.call) & USER_CODE or user_code.hooks_registered()):
             self.refuse_modified(outputs, variables, versions)
         return captured[: len(variables)]
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from gradkit._checks.circumstances import SUBCLASSES, around
 from gradkit._checks.eager_graph import DONATED, freed_message, losses_freed
 from gradkit._checks.higher_derivatives import refuse_undifferentiable
 from gradkit._checks.modified_tensors import modified_message
@@ -43,63 +44,35 @@ def run_grad(
     is_grads_batched: bool = False,
 ) -> list[Tensor | None]:
     """Return the gradients of a weighted sum of outputs with respect to tensors or graph edges."""
+    options = retain_graph, call.create_graph
+    by_engine = not (around(call) & SUBCLASSES or is_grads_batched or function_mode_enabled())
     grads: Sequence[Tensor | None]
-    with (
-        recompute_hooks() if call.create_graph else INSIDE,
-        _refuse_undifferentiable(call) if call.create_graph and call.functions.users else INSIDE,
-    ):
-        try:
-            if (
-                is_grads_batched
-                or not call.no_subclasses
-                or function_mode_enabled()
-                or not PLAIN_TYPES.issuperset(map(type, outputs))
-            ):
-                grads = torch.autograd.grad(
-                    outputs,
-                    inputs,
-                    seeds,
-                    retain_graph=retain_graph,
-                    create_graph=call.create_graph,
-                    allow_unused=True,
-                    is_grads_batched=is_grads_batched,
-                )
-            else:
-                cotangents = tuple(map(_seed, outputs, seeds))
-                options = retain_graph, call.create_graph, tuple(inputs), True
-                grads = run_engine(tuple(outputs), cotangents, *options)
-        except RuntimeError as error:
-            _raise_named(error, call)
-            raise
-        return _without_partial_sums(grads, inputs) if recomputed_tensor_sources else list(grads)
-
-
-def run_plainly(
-    loss: Tensor,
-    variables: Sequence[Tensor],
-    retain_graph: bool,
-    create_graph: bool,
-    call: Callable[[], Call],
-    seed: Tensor | None = None,
-) -> list[Tensor | None]:
-    """Return the gradients of a plain loss."""
-    # `call` is what an error names; `seed` is ones like the loss.
     try:
-        seed = _seed(loss, seed)
-        options = (retain_graph, create_graph, tuple(variables), True)
-        return list(run_engine((loss,), (seed,), *options))
+        if by_engine and PLAIN_TYPES.issuperset(map(type, outputs)):
+            pairs = zip(outputs, seeds, strict=True)
+            cotangents = [torch.ones_like(x) if seed is None else seed for x, seed in pairs]
+            grads = run_engine(tuple(outputs), tuple(cotangents), *options, tuple(inputs), True)
+        else:
+            grads = torch.autograd.grad(
+                outputs,
+                inputs,
+                seeds,
+                *options,
+                allow_unused=True,
+                is_grads_batched=is_grads_batched,
+            )
     except RuntimeError as error:
-        _raise_named(error, call())
+        _raise_named(error, call)
         raise
+    return _without_partial_sums(grads, inputs) if recomputed_tensor_sources else list(grads)
 
 
-def run_backward_plainly(loss: Tensor, call: Callable[[], Call]) -> None:
-    """Accumulate the gradient of a plain loss into the `.grad` of all leaves; free the graph."""
-    try:
-        torch.autograd.backward(loss)
-    except RuntimeError as error:
-        _raise_named(error, call())
-        raise
+@contextmanager
+def recording(call: Call) -> Iterator[None]:
+    """Run passes whose gradients get a graph: with what is recomputed, and Functions in it."""
+    users = call.functions.users
+    with recompute_hooks(), _refuse_undifferentiable(call) if users else INSIDE, INSIDE:
+        yield
 
 
 def _without_partial_sums(
@@ -124,10 +97,6 @@ def run_batch(
     except RuntimeError as error:
         _raise_named(error, call)
         raise
-
-
-def _seed(output: Tensor, seed: Tensor | None) -> Tensor:
-    return torch.ones_like(output) if seed is None else seed
 
 
 def _refuse_undifferentiable(call: Call) -> AbstractContextManager[None]:

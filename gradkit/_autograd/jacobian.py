@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradkit._checks.checked import is_checked
-from gradkit._checks.modified_tensors import refuse_pre_hooks, user_code_may_run_in
+from gradkit._checks.modified_tensors import refuse_pre_hooks
 from gradkit._compat.dynamo import COMPILED
 from gradkit._compat.nodes import any_sparse_gradients, sizes_of_gradients
 from gradkit._compat.transforms import BATCH_FAILURES
@@ -48,8 +48,7 @@ def choose(strategy: str, call: Call) -> set[int]:
     """Return the indices of the losses to batch, and warn if some were to be and cannot."""
     if strategy == "sequential":
         return set()
-    if user_code_may_run_in(call):
-        refuse_pre_hooks(call)
+    refuse_pre_hooks(call)
     indices = call.differentiated
     losses = [call.outputs[index] for index in indices]
     by_id = dict(zip(map(id, losses), indices, strict=True))

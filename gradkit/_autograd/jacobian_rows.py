@@ -9,13 +9,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from gradkit._autograd import passes
 from gradkit._autograd.consume_on_arrival import Consume, ConsumingRunner
 from gradkit._autograd.engine import numbered_roots
 from gradkit._autograd.jacobian import one_hot, refuse_nested, why_not_batched
 from gradkit._autograd.passes import PassRunner
+from gradkit._autograd.release import release
 from gradkit._checks.eager_graph import check_call
-from gradkit._checks.modified_tensors import refuse_pre_hooks, user_code_may_run_in
+from gradkit._checks.modified_tensors import refuse_pre_hooks
 from gradkit._checks.reachability import require_reached
 from gradkit._compat.transforms import BATCH_FAILURES
 from gradkit._core.call import Call, Grads, Losses, Pass, require_graph
@@ -119,7 +119,7 @@ class JacobianRows:
     def release(self, losses: Sequence[int]) -> None:
         """Free the graph of some losses, as a pass without `retain_graph` does."""
         below = self.call.graph.below(losses)
-        passes.release(below.leading_to(self.params.variables))
+        release(below.leading_to(self.params.variables))
 
 
 def warn_sequential(reason: str) -> None:
@@ -136,9 +136,9 @@ def read_jacobian_rows(
             got, fix = f"one of {loss.layout}", "loss.to_dense(); or gradkit.per_loss_grads"
             raise LeafTypeError(message(losses.path(index), "a dense loss", got, fix))
     group = require_graph(losses, losses.leaves, [params])
-    call = Call(losses, losses.leaves, [Pass([index], params) for index in group])
-    check_call(call, allowed)
-    if user_code_may_run_in(call):
-        refuse_pre_hooks(call)  # before a warning that a batched pass is not run
+    passes = [Pass([index], params) for index in group]
+    call = Call(losses, losses.leaves, passes, allowed=allowed)
+    check_call(call)
+    refuse_pre_hooks(call)  # before a warning that a batched pass is not run
     refuse_nested(params)
     return JacobianRows(call, params, allowed)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import islice
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from gradkit._autograd import jacobian
 from gradkit._autograd.arrival_copies import (
@@ -22,22 +22,33 @@ from gradkit._autograd.arrival_copies import (
     memory_address,
     without_shared_memory,
 )
-from gradkit._autograd.engine import run_backward, run_batch, run_grad
+from gradkit._autograd.engine import recording, run_backward, run_batch, run_grad
+from gradkit._autograd.release import plan_release, release
 from gradkit._checks.checked import is_checked, step_monitor
+from gradkit._checks.circumstances import (
+    CREATES_GRAPH,
+    GUARDED,
+    OBSERVED,
+    RECORDED,
+    RETAINED,
+    USER_CODE,
+    around,
+)
 from gradkit._checks.eager_graph import check_call, refuse_donated
 from gradkit._checks.higher_derivatives import refuse_undifferentiable
 from gradkit._checks.modified_tensors import (
+    functions_below,
     grad_versions,
     refuse_modified,
-    user_code_may_run_in,
+    refuse_pre_hooks,
     variables_to_copy,
     variables_to_copy_inside,
 )
 from gradkit._checks.reachability import refuse_unreached
 from gradkit._compat.autograd import as_batch, batched_mode, from_batch, without_function_modes
 from gradkit._compat.distributed import replicated
-from gradkit._compat.nodes import raise_freed, saved_names
-from gradkit._compat.transforms import detach_keep_tangent, unbatched
+from gradkit._compat.nodes import names_by_kind
+from gradkit._compat.transforms import detach_keep_tangent, in_dual_level, unbatched
 from gradkit._compat.undoing import INSIDE, undo_stack
 from gradkit._core import pytree
 from gradkit._core.call import (
@@ -49,89 +60,17 @@ from gradkit._core.call import (
     read_weights,
     require_graph,
 )
-from gradkit._core.grad_recorder import any_observers, observed_tensors
-from gradkit._core.graph import OwnNodes, Subgraph
-from gradkit._core.ownership import owned, zeros_for
+from gradkit._core.grad_recorder import observed_tensors
+from gradkit._core.graph import Subgraph
+from gradkit._core.ownership import PLAIN_TYPES, owned, owned_of_each, zeros_for
 from gradkit._core.params import Params, read_params
-from gradkit._core.pytree import PyTree, Structure
+from gradkit._core.pytree import LEAF, PyTree, Structure
 from gradkit._core.results_without_graph import with_zero_derivatives
-from gradkit._core.user_code import functions_alive, hooks_registered
+from gradkit._core.user_code import functions_alive, hooks_registered, user_code_may_run
 from gradkit._state.grad_attribute import grads_put_back
 from gradkit._torch_bugs.node_formulas import differentiated_by_formula
 
-
-class ReleasePlan(NamedTuple):
-    """What one of several passes does with the graph."""
-
-    retain: bool  # a later pass executes some of the same nodes
-    last_used: Collection[Node] = ()  # if so, those that no later pass executes
-
-
-def plan_release(call: Call, extra: Sequence[Node]) -> list[ReleasePlan]:
-    """Return a plan for each pass, where every pass also reaches the `extra` nodes."""
-    first = call.passes[0].params
-    # A loss without elements has no pass of its own, so its nodes may never be executed.
-    same_params = all(one.params is first for one in call.passes) and all(
-        call.outputs[one.losses[0]].numel() for one in call.passes
-    )
-    if same_params:
-        below = call.graph.below(call.differentiated)
-        return plan_parts(below.parts, below.leading_to(first.variables, extra))
-    return plan_sets([
-        call.graph.below(group).leading_to(
-            params.variables if call.outputs[group[0]].numel() else [], extra
-        )
-        for group, params in call.passes
-    ])
-
-
-def plan_sets(executed: Sequence[set[Node]]) -> list[ReleasePlan]:
-    """Return the plans of passes that execute these nodes."""
-    later: set[Node] = set()
-    plans: list[ReleasePlan] = []
-    for nodes in reversed(executed):
-        shared = not nodes.isdisjoint(later)
-        plans.append(ReleasePlan(shared, nodes - later if shared else ()))
-        later |= nodes
-    return plans[::-1]
-
-
-def plan_parts(parts: Sequence[OwnNodes], executed: set[Node]) -> list[ReleasePlan]:
-    """Return the plans of passes that execute all of these nodes that are below their losses."""
-    # So whatever is below a node that a later pass executes, that pass executes, too.
-    return [
-        ReleasePlan(True, [node for node in part.nodes if node in executed])
-        if not executed.isdisjoint(part.shared)
-        else ReleasePlan(False)
-        for part in parts
-    ]
-
-
-def release(nodes: Iterable[Node], names_of: Mapping[type, tuple[str, ...]] | None = None) -> None:
-    """Drop the tensors that these nodes have saved, as the engine does without `retain_graph`."""
-    # `names_of`: by `names_by_kind`, where that is known. Python cannot tell a node to release its
-    # tensors, but it can give each a pack hook, which replaces the tensor by what the hook returns.
-    # A tensor that has hooks already (a checkpoint's, or one kept on another device) cannot have
-    # others: it stays until its graph is freed.
-    for node in nodes:
-        kind = type(node)
-        for name in saved_names(kind) if names_of is None else names_of.get(kind, ()):
-            try:
-                saved = getattr(node, name)
-            except RuntimeError:  # a custom Function that has lost its tensors
-                continue
-            for tensor in saved if isinstance(saved, tuple) else (saved,):
-                try:
-                    tensor.register_hooks(_drop, raise_freed)
-                except RuntimeError:  # it has hooks, is lost already, or is None
-                    continue
-
-
-def _drop(_: Tensor) -> None:
-    return None
-
-
-_version = attrgetter("_version")
+_version, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +88,16 @@ class InnerPass:
     ) -> list[Tensor | None]:
         """Return the gradients of `run`, which is the pass; raise if the user's code spoils one."""
         formulas = differentiated_by_formula(self.below) if create_graph else nullcontext()
-        functions = functions_alive().users
-        if not (functions or hooks_registered()):
+        if not user_code_may_run():
             with formulas:
                 return run()
         before = _writes_before(self.cotangents)
         with undo_stack() as stack:
             stack.enter_context(formulas)
+            functions = functions_below(self.below) if functions_alive().users else []
             if create_graph and functions:
                 stack.enter_context(refuse_undifferentiable(lambda: self.where, self.below))
-            copied = variables_to_copy_inside(self.variables, self.below if functions else None)
+            copied = variables_to_copy_inside(self.variables, functions)
             stack.enter_context(copied_on_arrival(copied))
             if is_checked():
                 stack.enter_context(without_shared_memory(self.below.nodes))
@@ -182,11 +121,11 @@ def _writes_before(cotangents: Iterable[Tensor | None]) -> dict[int, int]:
 
 @dataclass(slots=True)
 class PassRunner:
-    """Runs the passes of a call."""
+    """Runs the passes of a call, among the guards that what is around it asks for."""
 
     call: Call
-    weights: Sequence[Tensor] = ()  # of the losses: those that are part of the graph
-    _copied_variables: dict[int, tuple[list[Tensor], bool]] = field(default_factory=dict)
+    # Those variables whose gradients are copied as they arrive, by the id of the list of all.
+    _copied: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @property
     def create_graph(self) -> bool:
@@ -200,20 +139,38 @@ class PassRunner:
         variables: list[Tensor],
         *,
         retain: bool,
+        shared: bool = False,
     ) -> list[Tensor | None]:
-        """Return the gradients of one pass of the call, owned unless they carry a graph."""
-        # A seed is the cotangent of an output, of its shape; None is ones.
-        copied, runs_as_it_is = self.look_for_hooks(variables)
+        """Return the gradients of one pass of the call; they may share memory if `shared`."""
+        # A seed is the cotangent of an output, of its shape; None is ones. What carries a graph may
+        # always share memory.
+        call = self.call
+        bits = around(call)
+        copied: list[Tensor] = []
         versions: dict[int, int] = {}
-        if not runs_as_it_is or any_observers():
-            grads, versions = self._captured_grads(outputs, seeds, variables, copied, retain=retain)
+        if not bits & GUARDED:
+            grads = run_grad(call, outputs, variables, seeds, retain_graph=retain)
         else:
-            grads = run_grad(self.call, outputs, variables, seeds, retain_graph=retain)
-        if len(copied) < len(variables) and user_code_may_run_in(self.call):
+            copied = self.look_for_hooks(variables)
+            args = outputs, seeds, variables
+            with recording(call) if bits & RECORDED else INSIDE, INSIDE:
+                if copied or bits & (OBSERVED | RETAINED):
+                    grads, versions = self._captured_grads(*args, copied, retain=retain)
+                else:
+                    grads = run_grad(call, outputs, variables, seeds, retain_graph=retain)
+        # The pass itself may have registered the first hook of the process.
+        if (bits & USER_CODE or hooks_registered()) and len(copied) < len(variables):
             versions |= grad_versions(variables, grads, copied)
         if versions:
             self.refuse_modified(outputs, variables, versions)
-        return grads if self.call.create_graph else owned(grads, variables)
+        return grads if shared or call.create_graph else owned(grads, variables)
+
+    def look_for_hooks(self, variables: list[Tensor]) -> list[Tensor]:
+        """Return the variables whose gradients are copied as they arrive; looked for once."""
+        if id(variables) not in self._copied:
+            refuse_pre_hooks(self.call)
+            self._copied[id(variables)] = variables_to_copy(self.call, variables)
+        return self._copied[id(variables)]
 
     def refuse_modified(
         self, outputs: Sequence[Tensor], variables: list[Tensor], versions: Mapping[int, int]
@@ -223,7 +180,7 @@ class PassRunner:
         def where() -> str:
             return ", ".join(map(self.call.losses.path, self.call.differentiated[:3]))
 
-        path = self.params_of(variables).path
+        path = self.call.params_of(variables).path
         refuse_modified(where, path, variables, Subgraph(outputs), versions)
 
     def _captured_grads(
@@ -245,14 +202,14 @@ class PassRunner:
             capture = ArrivalCapture(variables, copied, stack, create_graph=create, finder=finder)
             roots, cotangents = [*outputs, *capture.roots], [*seeds, *(None for _ in capture.roots)]
             inputs += capture.leaves
-            if finder is not None and user_code_may_run_in(self.call):
+            if finder is not None and around(self.call) & USER_CODE:
                 nodes = self.call.graph.below(self.call.differentiated).nodes
                 stack.enter_context(without_shared_memory(nodes, finder.note_copy))
                 cotangents = [None if seed is None else seed.clone() for seed in cotangents]
             with finder or nullcontext(), INSIDE:
                 grads = run_grad(self.call, roots, inputs, cotangents, retain_graph=retain)
             if finder is not None:
-                finder.report(self.params_of(variables))
+                finder.report(self.call.params_of(variables))
             if monitor is not None:
                 monitor.note(variables, grads[: len(variables)])
             return capture.replace(grads[: len(variables)]), capture.versions
@@ -265,29 +222,9 @@ class PassRunner:
         with grads_put_back(list({id(t): t for t in retained}.values())):
             yield [*variables, *(edge for _, edge in extra)]
 
-    def params_of(self, variables: list[Tensor]) -> Params:
-        """Return the params whose variables these are."""
-        for one in self.call.passes:
-            if one.params.variables is variables:
-                return one.params
-        raise AssertionError("the variables are not those of a pass of the call")
-
-    def look_for_hooks(self, variables: list[Tensor]) -> tuple[list[Tensor], bool]:
-        """Return the variables whose gradients are copied on arrival; whether a pass runs as it is.
-
-        It does if it copies none, and writes no `.grad`. Looked for once a call.
-        """
-        if not self._copied_variables:
-            every, retained = self.call.params, self.retained()
-            for params, copied in zip(every, variables_to_copy(self.call, every), strict=True):
-                writes = retained or (not params.only_leaves and self.retained(params.variables))
-                self._copied_variables[id(params.variables)] = copied, not copied and not writes
-        return self._copied_variables[id(variables)]
-
     def retained(self, tensors: Iterable[Tensor] = ()) -> list[Tensor]:
-        """Return the non-leaf tensors whose `.grad` a pass writes: retain_grad() was called."""
-        # Of those given, and of the losses and weights [D4].
-        every = (*self.call.losses.leaves, *self.weights, *tensors)
+        """Return those tensors, losses and weights whose `.grad` a pass writes [D4]."""
+        every = (*self.call.losses.leaves, *self.call.weights, *tensors)
         return [tensor for tensor in every if tensor.retains_grad and not tensor.is_leaf]
 
     def batched_grads(
@@ -296,9 +233,15 @@ class PassRunner:
         """Return the gradients of a vmapped pass, which keeps the graph; they may share memory."""
         # From seeds of shape `[B, *output.shape]` to gradients of shape `[B, *variable.shape]`.
         if not self.call.no_subclasses:
-            return run_grad(
-                self.call, [output], variables, [seeds], retain_graph=True, is_grads_batched=True
-            )
+            with recording(self.call) if self.call.create_graph else INSIDE, INSIDE:
+                return run_grad(
+                    self.call,
+                    [output],
+                    variables,
+                    [seeds],
+                    retain_graph=True,
+                    is_grads_batched=True,
+                )
         with batched_mode() as level, hooks_refused():
             grads = run_batch(self.call, [output], variables, [as_batch(seeds, level)])
             with without_function_modes(), INSIDE:
@@ -346,55 +289,66 @@ def run_jointly(
     *,
     unused: str,
     create_graph: bool,
-    retain_graph: bool | None,
+    retain: bool,
     allowed: Collection[str] = (),
     runner: RunnerFactory = PassRunner,
 ) -> PassResult:
     """Run one pass for the weighted sum of the losses."""
-    by_loss = read_weights(weights, losses)
-    outputs, seeds = weighted_outputs(losses, by_loss)
-    group = require_graph(losses, outputs, [params])
-    call = Call(losses, outputs, [Pass(group, params)], unused, create_graph)
-    check_call(call, allowed)
-    retain = create_graph if retain_graph is None else retain_graph
-    if retain:
-        refuse_donated(call, [retain])
+    outputs: Sequence[Tensor] = losses.leaves
+    seeds: list[Tensor | None] = [None] * len(outputs)  # None is one
     learned: Sequence[Tensor] = ()
-    if by_loss is not None:
-        learned = [w for w in by_loss if isinstance(w, Tensor) and w.requires_grad]
+    if weights is not None:
+        outputs, seeds, learned = weighted_outputs(losses, weights)
+    group: Sequence[int] = range(len(outputs))
+    if not all(map(_requires_grad, outputs)):
+        group = require_graph(losses, outputs, [params])
+    call = Call(losses, outputs, [Pass(group, params)], unused, create_graph, learned, allowed)
+    check_call(call)
+    if retain and (not create_graph or around(call) & CREATES_GRAPH):
+        refuse_donated(call, [retain])
     if len(group) < len(outputs):  # without constants
-        outputs, seeds = [outputs[i] for i in group], [seeds[i] for i in group]
-    grads = runner(call, learned).grads(outputs, seeds, params.variables, retain=retain)
+        outputs = [outputs[i] for i in group]
+        seeds = [seeds[i] for i in group]
+    grads = runner(call).grads(outputs, seeds, params.variables, retain=retain)
     return PassResult(call, [grads], values_of(losses, create_graph))
 
 
 def weighted_outputs(
-    losses: Losses, weights: Sequence[float | Tensor] | None
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the outputs that a pass for the weighted sum starts from, and their cotangents."""
+    losses: Losses, weights: PyTree
+) -> tuple[Sequence[Tensor], list[Tensor | None], list[Tensor]]:
+    """Return what a pass for the sum starts from, with cotangents; weights that are part of it."""
+    seeds: list[Tensor | None] = [None] * len(losses.leaves)  # None is one
+    by_loss = None if weights is None else read_weights(weights, losses)
+    if by_loss is None:
+        return losses.leaves, seeds, []
     outputs = list(losses.leaves)
-    seeds: list[Tensor | None] = [None] * len(outputs)  # None is one
-    for index, weight in enumerate(weights or ()):
+    learned: list[Tensor] = []
+    for index, weight in enumerate(by_loss):
         loss = outputs[index]
         if not isinstance(weight, Tensor):
             seeds[index] = torch.full_like(loss, float(weight), requires_grad=False)
         elif weight.requires_grad:  # the gradient is to reach the weight's own parameters
+            learned.append(weight)
             with torch.enable_grad(), INSIDE:
                 outputs[index] = loss * weight.reshape(loss.shape).to(loss)
         else:
             seeds[index] = weight.detach().reshape(loss.shape).to(loss, copy=True)
-    return outputs, seeds
+    return outputs, seeds, learned
 
 
 def values_of(losses: Losses, create_graph: bool) -> PyTree:
     """Return the tree of the losses' values: the losses themselves, or detached copies."""
-    values = losses.leaves if create_graph else list(map(_detached_copy, losses.leaves))
-    return pytree.unflatten(losses.spec, values)
+    values = losses.leaves
+    if not create_graph:
+        is_plain = PLAIN_TYPES.issuperset(map(type, values)) and not in_dual_level()
+        detached = map(Tensor.detach, values) if is_plain else map(_detached, values)
+        values = list(map(Tensor.clone, detached))
+    return values[0] if losses.spec is LEAF else pytree.unflatten(losses.spec, values)
 
 
-def _detached_copy(loss: Tensor) -> Tensor:
+def _detached(loss: Tensor) -> Tensor:
     value = detach_keep_tangent(loss)
-    return value.clone() if type(loss) is Tensor else replicated(value).clone()
+    return value if type(loss) is Tensor else replicated(value)
 
 
 def run_separately(
@@ -403,7 +357,7 @@ def run_separately(
     *,
     unused: str,
     create_graph: bool,
-    retain_graph: bool | None,
+    retain: bool,
     strategy: str,
     chunk_size: int | None,
     allowed: Collection[str] = (),
@@ -412,13 +366,15 @@ def run_separately(
     """Run the passes for every loss that carries a graph, by itself."""
     group = require_graph(losses, losses.leaves, [params])
     passes = [Pass([index], params) for index in group]
-    call = Call(losses, losses.leaves, passes, unused, create_graph)
+    call = Call(losses, losses.leaves, passes, unused, create_graph, allowed=allowed)
     _refuse_constant_losses(call, [params] * len(losses.leaves))
-    check_call(call, allowed)
+    check_call(call)
     if any(map(Tensor.dim, losses.leaves)):
         jacobian.refuse_nested(params)
     run = runner(call)
     batch = jacobian.choose(strategy, call)
+    if not batch and not any(map(Tensor.dim, losses.leaves)):
+        return PassResult(call, _run_scalars_in_turn(run, retain))
 
     def differentiate(index: int, variables: list[Tensor], retain: bool) -> Grads:
         loss = losses.leaves[index]
@@ -426,28 +382,67 @@ def run_separately(
             return jacobian.sequential(run, loss, variables, retain=retain)
         return jacobian.batched(run, loss, variables, retain=retain, chunk_size=chunk_size)
 
-    retain = create_graph if retain_graph is None else retain_graph
     return PassResult(call, run_in_turn(call, differentiate, retain))
 
 
 def run_in_turn(
-    call: Call, differentiate: Callable[[int, list[Tensor], bool], Grads], retain: bool
+    call: Call,
+    differentiate: Callable[[int, list[Tensor], bool], Grads],
+    retain: bool,
+    together: int = 0,
 ) -> list[Grads]:
     """Run a call's passes, one loss each, and free each part of the graph after its last pass."""
-    # `differentiate` runs one: from a loss, for variables, retaining the graph or not.
+    # `differentiate` runs one: from a loss, for variables, retaining the graph or not. What it
+    # gives may share memory if `together` is not 0: the number of passes after which that of all
+    # of them is looked at, and what they may share lives until then.
     plans = None
     if not retain and len(call.passes) > 1:
         plans = plan_release(call, [edge.node for _, edge in observed_tensors()])
     kept = [retain] * len(call.passes) if plans is None else [plan.retain for plan in plans]
     if retain or len(kept) > 1:  # for a single loss of several elements, the engine says so
         refuse_donated(call, kept)
+    names_of = None if plans is None else names_by_kind(call.graph.below(call.differentiated).kinds)
     results: list[Grads] = []
-    for turn, (group, params) in enumerate(call.passes):
-        variables = params.variables
-        results.append(differentiate(group[0], variables, kept[turn]) if variables else [])
-        if plans is not None:
-            release(plans[turn].last_used)
+    turns = enumerate(zip(call.passes, kept, strict=True))
+    while some := list(islice(turns, together or 1)):
+        shared: list[Grads] = []
+        for turn, ((group, params), keep) in some:
+            variables = params.variables
+            shared.append(differentiate(group[0], variables, keep) if variables else [])
+            if plans is not None and plans[turn].last_used:
+                release(plans[turn].last_used, names_of)
+        if together:
+            shared = owned_of_each(shared, [params.variables for _, ((_, params), _) in some])
+        results += shared
     return results
+
+
+def _run_scalars_in_turn(run: PassRunner, retain: bool) -> list[Grads]:
+    """Run the passes of a call whose losses have one element each."""
+    call, bits = run.call, around(run.call)
+    losses = call.losses.leaves
+    captures = type(run) is PassRunner and not call.create_graph
+    seed = None if bits & GUARDED or not captures else _common_seed(losses)
+    # A hook of the next pass may write on what it has kept of this one.
+    together = (1 if bits & USER_CODE else _TOGETHER) if captures else 0
+    shared: Any = {"shared": True} if captures else {}
+
+    def differentiate(index: int, variables: list[Tensor], keep: bool) -> Grads:
+        return run.grads([losses[index]], [seed], variables, retain=keep, **shared)
+
+    return run_in_turn(call, differentiate, retain, together)
+
+
+_TOGETHER = 4
+_dtype, _device, _layout = map(attrgetter, ("dtype", "device", "layout"))
+
+
+def _common_seed(losses: Sequence[Tensor]) -> Tensor | None:
+    """Return ones like each of some losses; None if they are of several kinds."""
+    if any(map(Tensor.dim, losses)) or not PLAIN_TYPES.issuperset(map(type, losses)):
+        return None
+    kinds = [set(map(read, losses)) for read in (_dtype, _device, _layout)]
+    return torch.ones_like(losses[0]) if all(len(kind) == 1 for kind in kinds) else None
 
 
 def grads_to_tree(
@@ -461,7 +456,13 @@ def grads_to_tree(
         ]
     if create_graph and not all(grad is None or grad.requires_grad for grad in grads):
         grads = with_zero_derivatives(grads, params.variables)
-    return params.unflatten(grads, copy_ties=not create_graph)
+    by_leaf: Sequence[Tensor | None] = grads
+    if len(grads) < len(params.leaves):
+        by_leaf = params.per_leaf(grads, None if create_graph else _clones)
+    return pytree.rebuild(params.spec, by_leaf)
+
+
+_clones = partial(map, Tensor.clone)
 
 
 def _refuse_constant_losses(call: Call, each: Sequence[Params]) -> None:
@@ -474,6 +475,10 @@ def _refuse_constant_losses(call: Call, each: Sequence[Params]) -> None:
 def trees_by_loss(result: PassResult, params: Params, unused: str) -> PyTree:
     """Return the tree of trees of gradients; None, or zeros, for a loss without a pass."""
     losses = result.call.losses
+    if unused != "zeros" and not result.call.create_graph and params.no_ties:
+        return pytree.unflatten(
+            losses.spec, params.unflatten_each(result.with_constants(params).grads)
+        )
     trees = [
         grads_to_tree(grads, params, unused, result.call.create_graph, tuple(loss.shape))
         for grads, loss in zip(result.with_constants(params).grads, losses.leaves, strict=True)
@@ -496,23 +501,17 @@ def run_simultaneously(
     each: Sequence[Params],
     unused: str,
     create_graph: bool,
-    retain_graph: bool | None,
+    retain: bool,
     allowed: Collection[str] = (),
     runner: RunnerFactory = PassRunner,
 ) -> PassResult:
     """Run a pass for each loss that carries a graph, with respect to its own params."""
     group = require_graph(losses, losses.leaves, each)
     passes = [Pass([index], each[index]) for index in group]
-    call = Call(losses, losses.leaves, passes, unused, create_graph)
+    call = Call(losses, losses.leaves, passes, unused, create_graph, allowed=allowed)
     _refuse_constant_losses(call, each)
-    check_call(call, allowed)
-    run = runner(call)
-
-    def differentiate(index: int, variables: list[Tensor], retain: bool) -> Grads:
-        return run.grads([losses.leaves[index]], [None], variables, retain=retain)
-
-    retain = create_graph if retain_graph is None else retain_graph
-    return PassResult(call, run_in_turn(call, differentiate, retain))
+    check_call(call)
+    return PassResult(call, _run_scalars_in_turn(runner(call), retain))
 
 
 def simultaneous_trees(result: PassResult, each: Sequence[Params]) -> PyTree:

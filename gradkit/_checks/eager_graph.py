@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from functools import partial
-from sys import getrefcount
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial, reduce
+from operator import or_
 
 from gradkit._checks import higher_derivatives, reachability, recomputations
-from gradkit._checks.checked import open_monitors
+from gradkit._checks.circumstances import (
+    CHANGED,
+    CHECKPOINTS,
+    COMPILED_VALUES,
+    CONSTANT,
+    CREATES_GRAPH,
+    FUNCTIONS,
+    INCOMPLETE,
+    MUST_REACH,
+    NO_VARIABLES,
+    SEVERAL_LOSSES,
+    SEVERAL_PASSES,
+    SHARDED,
+    SUBCLASSES,
+    WATCHED,
+    around,
+)
+from gradkit._checks.modified_tensors import nodes_of_functions
 from gradkit._compat import distributed
-from gradkit._compat.checkpoints import IDLE, RECOMPUTING
 from gradkit._compat.dynamo import overwrites_saved_tensors
 from gradkit._compat.nodes import any_released, has_released, names_by_kind
 from gradkit._core import graph
@@ -17,36 +33,6 @@ from gradkit._core.call import Call, Losses
 from gradkit._core.graph import Subgraph
 from gradkit._core.params import Params
 from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
-
-
-def check_call(call: Call, allowed: Collection[str] = ()) -> None:
-    """Raise if a gradient of the call would be wrong, zero or local."""
-    # `allowed` names kinds of nodes that raise otherwise, and that the caller sees to.
-    reachability.refuse_no_variables(call)
-    if not allowed and distributed.any_fully_sharded():
-        for params in call.params:
-            reachability.refuse_gathered(params)
-    if call.create_graph:
-        higher_derivatives.refuse_wrong_derivatives(call)
-    else:
-        higher_derivatives.refuse_inside_transforms(call)
-        if any(call.functions) or call.unused == "error" or len(call.passes) > 1:
-            higher_derivatives.refuse_in_call(call)  # what looks at the graph for this, too
-    below = call.graph.below
-    if call.functions.refused and refusal_reasons(below(call.differentiated).kinds, allowed):
-        for index in call.differentiated:
-            refuse_nodes(below([index]).kinds, call.losses.path(index), allowed)
-    if not call.plain_leaves:
-        reachability.refuse_unreached_views_and_subclasses(call)
-        reachability.refuse_compiled_together(call)
-    if call.unused == "error":
-        reachability.refuse_unreached(call)
-    walks = call.create_graph or len(call.passes) > 1 or open_monitors
-    if walks or [*map(getrefcount, RECOMPUTING)] != IDLE:
-        _refuse_other_tensors(call, thorough=bool(walks))
-    if len(call.outputs) > 1:
-        # The pass for one loss would free the graph of another. A lone one the engine refuses.
-        refuse_freed(call, thorough=len(call.passes) > 1)
 
 
 def check_backward(call: Call) -> None:
@@ -66,20 +52,49 @@ def check_backward_to_leaves(call: Call) -> None:
             below, where = call.graph.below([index]), partial(call.losses.path, index)
             leaves = list(below.leaves.values())
             higher_derivatives.refuse_wrong_derivative(where, leaves, below)
-    walks = call.create_graph or open_monitors
-    if walks or [*map(getrefcount, RECOMPUTING)] != IDLE:
-        _refuse_other_tensors(call, thorough=bool(walks))
+    if around(call) & (CREATES_GRAPH | WATCHED | CHECKPOINTS):
+        _refuse_other_tensors(call)
 
 
-def _refuse_other_tensors(call: Call, *, thorough: bool) -> None:
+def _refuse_incomplete(call: Call) -> None:
+    """Raise for a node in whose presence gradients would be incomplete, or local."""
+    below = call.graph.below
+    if refusal_reasons(below(call.differentiated).kinds, call.allowed):
+        for index in call.differentiated:
+            refuse_nodes(below([index]).kinds, call.losses.path(index), call.allowed)
+
+
+def _refuse_special_points(call: Call) -> None:
+    """Raise where torch is wrong for values that a node has saved."""
+    # A look at every node would double the time of a small call: the graph of a single pass is
+    # looked at only where something else asks for it, or a Function makes the gradient of a leaf.
+    if call.create_graph:
+        return
+    if around(call) & (INCOMPLETE | MUST_REACH | SEVERAL_PASSES | SEVERAL_LOSSES) or any(
+        child is not None and graph.is_leaf_node(child)
+        for node in nodes_of_functions(call)
+        for child, _ in node.next_functions
+    ):
+        higher_derivatives.refuse_in_call(call)
+
+
+def _refuse_gathered(call: Call) -> None:
+    for params in () if call.allowed else call.params:
+        reachability.refuse_gathered(params)
+
+
+def _refuse_other_tensors(call: Call) -> None:
     roots = map(call.outputs.__getitem__, call.differentiated)
+    thorough = bool(around(call) & (CREATES_GRAPH | SEVERAL_PASSES | WATCHED))
     recomputations.refuse_other_tensors(roots, lambda: call, thorough=thorough)
 
 
-def refuse_freed(call: Call, *, thorough: bool) -> None:
+def refuse_freed(call: Call, *, thorough: bool | None = None) -> None:
     """Raise if a pass would execute a freed node: any such, or one next to a loss."""
     # What is freed deeper down shows when a single pass gets there; looking at every node would
     # take as long as a small pass.
+    if thorough is None:
+        thorough = len(call.passes) > 1
     if thorough and not _any_freed(call):
         return
     for group, params in call.passes:
@@ -180,3 +195,29 @@ def refusal_reasons(
     """Return (expected, got, what to do) for each kind of node that is refused."""
     names = {kind.__name__ for kind in kinds} & _REASONS.keys()
     return [_REASONS[name] for name in sorted(names.difference(allowed))]
+
+
+# What is checked before the passes of a call, in this order: what there is around it, and by what.
+_BEFORE: tuple[tuple[int, Callable[[Call], None]], ...] = (
+    (NO_VARIABLES, reachability.refuse_no_variables),
+    (SHARDED, _refuse_gathered),
+    (CREATES_GRAPH, higher_derivatives.refuse_wrong_derivatives),
+    (CONSTANT, higher_derivatives.refuse_inside_transforms),
+    (INCOMPLETE | MUST_REACH | SEVERAL_PASSES | FUNCTIONS, _refuse_special_points),
+    (INCOMPLETE, _refuse_incomplete),
+    (CHANGED | SUBCLASSES, reachability.refuse_unreached_views_and_subclasses),
+    (COMPILED_VALUES, reachability.refuse_compiled_together),
+    (MUST_REACH, reachability.refuse_unreached),
+    (CREATES_GRAPH | SEVERAL_PASSES | WATCHED | CHECKPOINTS, _refuse_other_tensors),
+    (SEVERAL_LOSSES, refuse_freed),
+)
+_ANY = reduce(or_, (when for when, _ in _BEFORE))
+
+
+def check_call(call: Call) -> None:
+    """Raise if a gradient of the call would be wrong, zero or local."""
+    bits = around(call)
+    if bits & _ANY:
+        for when, check in _BEFORE:
+            if bits & when:
+                check(call)

@@ -12,12 +12,17 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from gradkit._checks.checked import is_checked
+from gradkit._checks.circumstances import USER_CODE, around
 from gradkit._compat.autograd import forward_line, sequence_number, tensor_hooks
 from gradkit._compat.nodes import WRITTEN_VIEW, changed_since_saved, names_of_nodes
-from gradkit._core import user_code
 from gradkit._core.call import Call
-from gradkit._core.graph import KEEP_HISTORY, Subgraph, edge, leaf_tensors
-from gradkit._core.params import Params
+from gradkit._core.graph import KEEP_HISTORY, Subgraph, edge, leaf_tensors, nodes_of_types
+from gradkit._core.user_code import (
+    first_pre_hooked,
+    hooks_registered,
+    most_nodes_of_users,
+    user_functions,
+)
 from gradkit._torch_bugs.missing import Reason
 from gradkit.errors import UnsupportedGraphError, describe, message
 
@@ -74,38 +79,46 @@ _version = attrgetter("_version")
 _is_given = partial(is_not, None)
 
 
-def user_code_may_run_in(call: Call) -> bool:
-    """Return whether some pass in this process could run a hook, or a Function of the user's."""
-    return user_code.hooks_registered() or call.functions.users
-
-
-def variables_to_copy(call: Call, each: Sequence[Params]) -> list[list[Tensor]]:
-    """Return for each params of a call the variables whose gradients are copied as they arrive."""
-    is_alive = user_code_may_run_in(call)
-    if is_alive:
-        refuse_pre_hooks(call)
+def variables_to_copy(call: Call, variables: list[Tensor]) -> list[Tensor]:
+    """Return those variables of a call whose gradients are copied as they arrive."""
     if is_checked():
-        return [params.variables for params in each]
-    if not is_alive:
-        return [[]] * len(each)
-    below = call.graph.below(call.differentiated) if call.functions.users else None
-    every = [variable for params in each for variable in params.variables]
-    ids = set(map(id, variables_to_copy_inside(every, below)))
-    if not call.only_leaves:
-        # The engine captures before their hooks, and hands what it has captured on [D3].
-        ids |= {id(variable) for variable in every if variable.grad_fn is not None}
-    return [
-        [variable for variable in params.variables if id(variable) in ids]
-        if params.no_subclasses
-        else params.variables
-        for params in each
-    ]
+        return variables
+    if not around(call) & USER_CODE:
+        return []
+    params = call.params_of(variables)
+    if not params.no_subclasses:
+        return variables
+    inside = variables_to_copy_inside(variables, nodes_of_functions(call))
+    if params.only_leaves:
+        return inside
+    ids = set(map(id, inside))
+    # The engine captures before the hooks of a non-leaf, and hands what it has captured on [D3].
+    return [v for v in variables if id(v) in ids or v.grad_fn is not None]
+
+
+def nodes_of_functions(call: Call) -> list[Node]:
+    """Return the nodes of custom Functions that passes of a call may execute."""
+    if not call.functions.users:
+        return []
+    if call.function_nodes is None:
+        if len(call.passes) > 1:  # whose graph has been walked
+            call.function_nodes = functions_below(call.graph.below(call.differentiated))
+        else:
+            roots = [call.outputs[index] for index in call.differentiated]
+            call.function_nodes = nodes_of_types(roots, most_nodes_of_users())
+    return call.function_nodes
+
+
+def functions_below(below: Subgraph) -> list[Node]:
+    """Return the nodes of custom Functions in a graph."""
+    users = set(user_functions(below.kinds))
+    return [node for node in below.nodes if type(node) in users] if users else []
 
 
 def refuse_pre_hooks(call: Call) -> None:
     """Raise if a leaf has hooks that torch runs in `.backward()` alone."""
-    for params in call.params:
-        index = user_code.first_pre_hooked(params.variables)
+    for params in call.params if around(call) & USER_CODE else ():
+        index = first_pre_hooked(params.variables)
         if index is not None:
             expected = "a leaf whose hooks are those of the tensor"
             got = "one with a pre-hook of its AccumulateGrad node: torch runs it in backward() only"
@@ -113,28 +126,20 @@ def refuse_pre_hooks(call: Call) -> None:
             raise UnsupportedGraphError(message(params.path(index), expected, got, fix))
 
 
-def variables_to_copy_inside(variables: Sequence[Tensor], below: Subgraph | None) -> list[Tensor]:
+def variables_to_copy_inside(
+    variables: Sequence[Tensor], functions: Iterable[Node]
+) -> list[Tensor]:
     """Return the variables whose gradients have to be copied, where a pass ends at all of them."""
     # Those with hooks of their own, which may write on the gradient before, and those below a
-    # custom Function, which may have made it by writing: there the version tells nothing. `below`
-    # is None where no Function is alive.
+    # custom Function, which may have made it by writing: there the version tells nothing.
     if is_checked():  # also one that a hook keeps, to write on it later
         return [variable for variable in variables if variable.is_leaf or tensor_hooks(variable)]
-    hooks = user_code.hooks_registered()
-    nodes = inputs_of_functions(below.nodes, below.kinds) if below is not None else set()
-    leaves = leaf_tensors(nodes)
-    return [
-        variable
-        for variable in variables
-        if (hooks and tensor_hooks(variable)) or id(variable) in leaves or variable.grad_fn in nodes
-    ]
-
-
-def inputs_of_functions(nodes: Iterable[Node], kinds: Iterable[type]) -> set[Node]:
-    """Return the nodes whose gradients come from custom Functions, of nodes of these types."""
-    users = set(user_code.user_functions(kinds))
-    functions = [node for node in nodes if type(node) in users] if users else []
-    return {child for node in functions for child, _ in node.next_functions if child is not None}
+    nodes = {child for node in functions for child, _ in node.next_functions if child is not None}
+    copied = set(map(id, filter(tensor_hooks, variables))) if hooks_registered() else set()
+    if nodes:
+        copied.update(leaf_tensors(nodes))
+        copied.update(id(variable) for variable in variables if variable.grad_fn in nodes)
+    return [variable for variable in variables if id(variable) in copied] if copied else []
 
 
 def grad_versions(

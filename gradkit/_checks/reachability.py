@@ -11,7 +11,7 @@ from torch import Tensor
 from gradkit._compat import distributed
 from gradkit._compat.autograd import may_have_node
 from gradkit._compat.distributed import is_dtensor
-from gradkit._compat.dynamo import compiled_together, is_compiled_node
+from gradkit._compat.dynamo import any_compiled, compiled_together
 from gradkit._core.call import Call, Grads, Losses, Pass
 from gradkit._core.constant_function import ZERO_DERIVATIVE_NODE
 from gradkit._core.graph import Subgraph, edge, has_rebuilt_history, was_used_before_change
@@ -72,9 +72,9 @@ def refuse_unreached_views_and_subclasses(call: Call) -> None:
 
 def refuse_compiled_together(call: Call) -> None:
     """Raise if a value has left a compiled function together with what was made of it."""
-    for losses, params in () if call.only_leaves else call.passes:
+    for losses, params in call.passes:
         for index, variable in enumerate(params.variables):
-            if not is_compiled_node(variable.grad_fn):
+            if not any_compiled([type(variable.grad_fn)]):
                 continue
             below = call.graph.below(losses)
             if variable.grad_fn in below.nodes and not below.reaches(variable):
@@ -139,8 +139,10 @@ def refuse_cast_since_forward(call: Call, results: Sequence[Grads]) -> None:
 def _without_gradient(call: Call, results: Sequence[Grads]) -> list[tuple[Params, int]]:
     """Return the leaves that have no gradient of any pass."""
     if len(call.params) == 1:
-        by_variable = zip(*results, strict=True)
-        if all(set(map(type, grads)) != {type(None)} for grads in by_variable):
+        unfilled: Sequence[int] = range(len(call.params[0].variables))
+        for grads in results:
+            unfilled = [index for index in unfilled if grads[index] is None]
+        if not unfilled:
             return []  # each variable has a gradient of some loss
     missing: dict[int, tuple[Params, int]] = {}
     arrived: set[int] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
 from types import CodeType
@@ -110,6 +110,11 @@ def is_compiled_module(module: nn.Module) -> bool:
 def is_compiled_node(node: Any) -> bool:
     """Return whether a node is the backward pass of a compiled function. Run on torch 2.13."""
     return type(node).__name__ == COMPILED
+
+
+def any_compiled(kinds: Iterable[type]) -> bool:
+    """Return whether one of these types of nodes is that of compiled functions."""
+    return any(kind.__name__ == COMPILED for kind in kinds)
 
 
 def compiled_together(losses: str) -> tuple[str, str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from numbers import Real
@@ -20,7 +20,7 @@ from gradkit._core.grad_recorder import any_observers, observed_tensors
 from gradkit._core.graph import GraphView, is_leaf_node, refuse_lost_history
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import Params, expand_params
-from gradkit._core.pytree import PyTree, Structure
+from gradkit._core.pytree import LEAF, PyTree, Structure
 from gradkit._core.user_code import FunctionsAlive, functions_alive
 from gradkit.errors import (
     DetachedLossError,
@@ -103,17 +103,24 @@ def _check_function_of_losses(
     raise OptionError(message(name, f"a function {expected}", got, fix))
 
 
-def check_pass_options(unused: object, create_graph: object, retain_graph: object) -> None:
-    """Raise if an option that all calls with engine passes have has no such value."""
-    check_option("unused", unused, UNUSED)
-    check_bool("create_graph", create_graph)
+def read_pass_options(unused: object, create_graph: object, retain_graph: bool | None) -> bool:
+    """Return whether a call keeps the losses' graph; raise if an option has no such value."""
+    if unused.__class__ is not str or unused not in UNUSED:
+        check_option("unused", unused, UNUSED)
+    if create_graph is not True and create_graph is not False:
+        check_bool("create_graph", create_graph)
+    if retain_graph is None:
+        return bool(create_graph)
     check_optional_bool("retain_graph", retain_graph)
+    return retain_graph
 
 
 def check_batching(strategy: object, chunk_size: object) -> None:
     """Raise if an option of per-loss gradients has no such value."""
-    check_option("strategy", strategy, STRATEGIES)
-    check_chunk_size(chunk_size)
+    if strategy.__class__ is not str or strategy not in STRATEGIES:
+        check_option("strategy", strategy, STRATEGIES)
+    if chunk_size is not None:
+        check_chunk_size(chunk_size)
 
 
 def check_chunk_size(value: object, name: str = "chunk_size") -> None:
@@ -161,7 +168,7 @@ def check_number(name: str, value: Any, fix: str, *, nonnegative: bool = False) 
 
 # The error, what was expected, and what to do.
 Defect: TypeAlias = tuple[type[GradkitError], str, str]
-_grad_fn = attrgetter("grad_fn")
+_grad_fn, _requires_grad = attrgetter("grad_fn"), attrgetter("requires_grad")
 _LOSSES_FIRST = "the arguments are (losses, params), in this order: pass the loss first"
 
 
@@ -185,7 +192,10 @@ def read_losses(
     tree: PyTree, *, scalar: bool, returned: bool = False, may_be_aux: bool = False
 ) -> Losses:
     """Check a tree of losses: given by the caller, or `returned` by the caller's function."""
-    leaves, spec = pytree.flatten(tree)
+    if type(tree) in PLAIN_TYPES and not returned:  # as `flatten` does, which may be traced
+        leaves, spec = [tree], LEAF
+    else:
+        leaves, spec = pytree.flatten(tree)
     if not set(map(type, leaves)) <= PLAIN_TYPES and not any(map(_has_params, leaves)):
         leaves, spec = expand_params(tree, "losses")  # an iterator of losses, say
     losses = Losses(leaves, spec)
@@ -194,6 +204,9 @@ def read_losses(
         got = "an iterator with nothing left in it" if is_iterator else "an empty tree"
         raise StructureError(message("losses", "at least one tensor", got, "pass a loss"))
     for index, loss in enumerate(leaves):
+        is_plain = type(loss) in PLAIN_TYPES and not loss.is_nested
+        if is_plain and loss.dtype.is_floating_point and (not scalar or loss.numel() == 1):
+            continue
         defect = _defect(loss, scalar, returned)
         if defect is not None:
             error, expected, fix = defect
@@ -265,8 +278,10 @@ _WITH_GRAPH = (
 
 def require_graph(
     losses: Losses, outputs: Sequence[Tensor], params: Sequence[Params] = ()
-) -> list[int]:
+) -> Sequence[int]:
     """Return the indices of the outputs, one for each loss, that carry a graph; raise if none."""
+    if all(map(_requires_grad, outputs)):
+        return range(len(outputs))
     differentiable = [index for index, output in enumerate(outputs) if output.requires_grad]
     if not differentiable:
         raise DetachedLossError(_why_constant(losses, params))
@@ -355,19 +370,33 @@ class Call:
     passes: Sequence[Pass]  # in order
     unused: str = "none"  # or "zeros", or "error"
     create_graph: bool = False
-    params: list[Params] = field(init=False)  # those of the passes, each once
-    no_subclasses: bool = field(init=False)  # no variable is of a subclass of torch's tensors
-    only_leaves: bool = field(init=False)  # no variable is an intermediate value
+    weights: Sequence[Tensor] = ()  # of the losses: those that are part of the graph
+    allowed: Collection[str] = ()  # kinds of nodes that raise otherwise: the caller sees to them
     # Which nodes of Python Functions the graph could hold.
     functions: FunctionsAlive = field(default_factory=functions_alive)
+    around: int | None = None  # see `circumstances`
+    function_nodes: list[Node] | None = None  # see `modified_tensors`
     _graph: GraphView | None = None
 
-    def __post_init__(self) -> None:
-        self.no_subclasses = self.only_leaves = True
-        self.params = list({id(one.params): one.params for one in self.passes}.values())
-        for params in self.params:
-            self.no_subclasses &= params.no_subclasses
-            self.only_leaves &= params.only_leaves
+    @property
+    def params(self) -> list[Params]:
+        """The params of the passes, each once."""
+        return list({id(params): params for _, params in self.passes}.values())
+
+    @property
+    def no_subclasses(self) -> bool:
+        """Whether no variable is of a subclass of torch's tensors."""
+        return all(params.no_subclasses for params in self.params)
+
+    @property
+    def only_leaves(self) -> bool:
+        """Whether no variable is an intermediate value."""
+        return all(params.only_leaves for params in self.params)
+
+    @property
+    def plain_leaves(self) -> bool:
+        """Whether all variables are leaf tensors, and none is of a subclass."""
+        return self.no_subclasses and self.only_leaves
 
     @property
     def graph(self) -> GraphView:
@@ -391,10 +420,9 @@ class Call:
         """The indices of the losses that some pass starts from."""
         return [index for one in self.passes for index in one.losses]
 
-    @property
-    def plain_leaves(self) -> bool:
-        """Whether all variables are plain leaf tensors: no intermediate values, no subclasses."""
-        return self.no_subclasses and self.only_leaves
+    def params_of(self, variables: list[Tensor]) -> Params:
+        """Return the params whose variables these are."""
+        return next(params for params in self.params if params.variables is variables)
 
     def variables(self) -> Iterator[tuple[Params, int, Tensor]]:
         """Yield every variable of every pass, with its params and its index there."""

@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import islice
 from operator import attrgetter
 from random import Random
+from sys import maxsize
 from threading import local
 from typing import Any, NamedTuple, cast
 
@@ -199,15 +200,15 @@ def nodes_in_order(
         avoid_recursion(nodes)
 
 
-def nodes_of_types(root: Tensor, most: Mapping[type, int]) -> list[Node]:
-    """Return the nodes of some types below a root; `most`: how many of each type exist at most."""
+def nodes_of_types(roots: Iterable[Tensor], most: Mapping[type, int]) -> list[Node]:
+    """Return the nodes of some types below roots; `most`: how many of each type exist at most."""
     # The walk ends once their sum is found: those of a custom loss are found at once.
-    every = (node for node in nodes_in_order([root]) if type(node) in most)
-    return list(islice(every, sum(most.values())))
+    every = (node for node in nodes_in_order(roots) if type(node) in most)
+    return list(islice(every, min(sum(most.values()), maxsize)))
 
 
-def nodes_executed(root: Tensor, leaves: Collection[int]) -> tuple[list[Node], set[Node]]:
-    """Return the nodes below a root, and those that a pass for leaves with these ids executes."""
+def nodes_executed(root: Tensor, leaves: Collection[int]) -> set[Node]:
+    """Return the nodes that a pass for leaves with these ids executes, from one walk."""
     top = root.grad_fn or edge(root).node
     parents: dict[Node, list[Node]] = {top: []}
     nodes, leading = [top], []
@@ -230,7 +231,7 @@ def nodes_executed(root: Tensor, leaves: Collection[int]) -> tuple[list[Node], s
         executed.update(above)
         leading += above
     avoid_recursion(nodes)
-    return nodes, executed
+    return executed
 
 
 def kinds_in_short_pass(root: Tensor, ends: Collection[Node], most: int) -> set[type] | None:
@@ -453,15 +454,16 @@ class Subgraph:
         # own nodes are not executed: the engine only captures there.
         key = (*map(id, variables), *extra)
         if key not in self._leading:
-            is_whole = not self.ends and not self.stop
-            is_simple = is_whole and self.leaves.keys() <= set(map(id, variables))
-            self._leading[key] = self._inner if is_simple else self._walk_up(variables, extra)
+            if self.leads_only_to(variables):  # each node leads to a leaf
+                self._leading[key] = self.nodes.difference(leaf_nodes(self.nodes))
+            else:
+                self._leading[key] = self._walk_up(variables, extra)
         return self._leading[key]
 
-    @cached_property
-    def _inner(self) -> set[Node]:
-        # Each node leads to a leaf.
-        return self.nodes.difference(leaf_nodes(self.nodes))
+    def leads_only_to(self, variables: Sequence[Tensor]) -> bool:
+        """Return whether every leaf is one of these variables, and the graph is whole."""
+        is_whole = not self.ends and not self.stop
+        return is_whole and self.leaves.keys() <= set(map(id, variables))
 
     def _walk_up(self, variables: Sequence[Tensor], extra: Sequence[Node]) -> set[Node]:
         ids = set(map(id, variables))

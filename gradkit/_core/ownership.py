@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, wraps
 from itertools import chain, compress, pairwise
 from operator import add, attrgetter
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from gradkit._compat.autograd import (
 from gradkit._compat.transforms import detach_keep_tangent
 from gradkit._compat.undoing import INSIDE
 
+F = TypeVar("F", bound=Callable[..., Any])
 _nbytes = attrgetter("nbytes")
 
 
@@ -312,6 +313,19 @@ def leave_inference_mode(*, record: bool = False) -> AbstractContextManager[obje
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return nullcontext()
     return _left_inference_mode(record)
+
+
+def outside_inference_mode(function: F) -> F:
+    """Let a function leave inference mode, if it is called inside."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with _left_inference_mode(record=False):
+            return function(*args, **kwargs)
+
+    return cast("F", call)
 
 
 def without_inference(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -92,17 +92,11 @@ class Params:
         leaves = tensors if self.all_variables else self.with_variables(tensors)
         return pytree.unflatten(self.spec, leaves)
 
-    def unflatten(self, grads: Sequence[Tensor | None], *, copy_ties: bool) -> PyTree:
-        """Return the tree with each variable's gradient, copied or not, in all its places."""
-        if len(grads) == len(self.leaves):
-            return pytree.unflatten(self.spec, grads)
-        return pytree.unflatten(self.spec, self.per_leaf(grads, _clones if copy_ties else None))
-
     def unflatten_each(self, rows: Sequence[Sequence[Tensor | None]]) -> list[PyTree]:
         """Return the tree for each row of gradients, which are not copied."""
         if not self.all_variables:
             rows = list(map(self.per_leaf, rows))
-        return [pytree.unflatten(self.spec, row) for row in rows]
+        return [pytree.rebuild(self.spec, row) for row in rows]
 
     def frozen_leaves(self) -> list[str]:
         """Return the paths of the leaves that could be variables if they required grad."""
@@ -122,9 +116,6 @@ class Params:
 NO_PARAMS = Params(
     [], pytree.flatten(())[1], [], [], "params", no_subclasses=True, only_leaves=True
 )
-
-
-_clones: CopyAll = partial(map, Tensor.clone)
 
 
 # Whether a leaf is a variable; raises, with its path, for what is none and no constant, either.

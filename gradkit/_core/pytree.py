@@ -37,7 +37,7 @@ def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
         # optree looks up the type of each leaf: common trees need not be looked at so.
         kind = type(tree)
         if kind in PLAIN_TYPES:
-            return [tree], _LEAF
+            return [tree], LEAF
         if kind in _FLAT:
             leaves = list(tree.values() if kind is dict else tree)
             if PLAIN_TYPES.issuperset(map(type, leaves)):
@@ -59,7 +59,7 @@ def _spec(tree: PyTree) -> optree.PyTreeSpec:
     return optree.tree_structure(tree, none_is_leaf=True, namespace=_NAMESPACE)
 
 
-_LEAF = _spec(0)
+LEAF = _spec(0)
 _FLAT = frozenset({dict, list, tuple})
 _STRING = frozenset({str})
 
@@ -87,7 +87,12 @@ def _spec_of_items(kind: Any, count: int) -> optree.PyTreeSpec:
 
 def unflatten(spec: optree.PyTreeSpec, leaves: Iterable[Any]) -> PyTree:
     """Return the tree of structure `spec` with these leaves."""
-    known = None if torch.compiler.is_compiling() else _keys_of_spec.get(id(spec))
+    return spec.unflatten(leaves) if torch.compiler.is_compiling() else rebuild(spec, leaves)
+
+
+def rebuild(spec: optree.PyTreeSpec, leaves: Iterable[Any]) -> PyTree:
+    """Return that tree; for code that torch.compile never traces."""
+    known = _keys_of_spec.get(id(spec))
     if known is None:
         return spec.unflatten(leaves)
     return dict(zip(known[1], leaves, strict=True))  # in half the time

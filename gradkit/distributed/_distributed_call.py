@@ -38,7 +38,7 @@ class DistributedCall:
     passes: Callable[..., PassResult]  # run_jointly or run_separately, with their own options
     joint: bool  # one pass for the weighted sum of all losses; else passes for each loss
     create_graph: bool
-    retain_graph: bool | None
+    retain: bool  # whether the graph is kept
     weights: PyTree = None
     part: Hashable = None  # which rows these are, where the call runs a few rows at a time
     losses_to_run: Callable[[Losses], Losses] = lambda losses: losses  # checked once more
@@ -53,7 +53,7 @@ class DistributedCall:
 
     def run(self, losses: Losses, params: Params, **options: Any) -> PassResult:
         """Run the passes: one for all losses, or for every loss, constants included."""
-        options |= {"create_graph": self.create_graph, "retain_graph": self.retain_graph}
+        options |= {"create_graph": self.create_graph, "retain": self.retain}
         result = self.passes(losses, params, unused="none", **options)
         return result if self.joint else result.with_constants(params)
 

@@ -18,7 +18,7 @@ from gradkit._autograd.engine import numbered_roots, unrecorded
 from gradkit._autograd.gramian import by_blocks, weights_of
 from gradkit._autograd.jacobian_rows import JacobianRows, read_jacobian_rows, warn_sequential
 from gradkit._autograd.passes import PassResult, PassRunner, run_separately
-from gradkit._autograd.passes import release as release_nodes
+from gradkit._autograd.release import release as release_nodes
 from gradkit._checks.eager_graph import check_call
 from gradkit._checks.reachability import refuse_cast_since_forward
 from gradkit._compat import distributed
@@ -187,7 +187,7 @@ def call_for_elements(
             raise StructureError(message("losses", "at least one element", "none", fix))
         return Losses(rows, pytree.flatten(rows)[1])
 
-    options: Any = {"create_graph": False, "retain_graph": None, "losses_to_run": elements}
+    options: Any = {"create_graph": False, "retain": False, "losses_to_run": elements}
     return DistributedCall(name, losses, module, run_separately, joint=False, **options)
 
 
@@ -300,8 +300,9 @@ def _run_rows(
     """Run the passes of some losses; the others count as unreached."""
     # The graph is kept until the last row has had its passes.
     every = [index for index, loss in enumerate(losses.leaves) if loss.requires_grad]
-    call = Call(losses, losses.leaves, [Pass([index], params) for index in every])
-    check_call(call, allowed)
+    passes_of_rows = [Pass([index], params) for index in every]
+    call = Call(losses, losses.leaves, passes_of_rows, allowed=allowed)
+    check_call(call)
     passes = runner(call)
     rows = range(len(losses.leaves))[start:stop]
     grads: list[Grads] = []

@@ -20,8 +20,8 @@ from gradkit._core.call import (
     check_batching,
     check_chunk_size,
     check_optional_bool,
-    check_pass_options,
     check_weighting,
+    read_pass_options,
 )
 from gradkit._core.ownership import leave_inference_mode
 from gradkit._core.params import Params
@@ -99,14 +99,14 @@ def value_and_grads(
     Source:
         `torch.nn.parallel.DistributedDataParallel`; `torch.distributed.fsdp.fully_shard`.
     """
-    check_pass_options(unused, create_graph, retain_graph)
+    retain = read_pass_options(unused, create_graph, retain_graph)
     name = "gradkit.distributed.value_and_grads"
     with leave_inference_mode():
         if weights is not None and callable(weights):
             check_weighting(weights)
             weights = _weights_from_gram(name, losses, module, weights)
         run = partial(passes.run_jointly, weights=weights)
-        call = DistributedCall(name, losses, module, run, True, create_graph, retain_graph, weights)
+        call = DistributedCall(name, losses, module, run, True, create_graph, retain, weights)
         result, params = _run(call, unused)
         return result.values, passes.grads_to_tree(result.grads[0], params, unused, create_graph)
 
@@ -159,11 +159,11 @@ def per_loss_grads(
     Source:
         As `value_and_grads`.
     """
-    check_pass_options(unused, create_graph, retain_graph)
+    retain = read_pass_options(unused, create_graph, retain_graph)
     check_batching(strategy, chunk_size)
     run = partial(passes.run_separately, strategy=strategy, chunk_size=chunk_size)
     name = "gradkit.distributed.per_loss_grads"
-    call = DistributedCall(name, losses, module, run, False, create_graph, retain_graph)
+    call = DistributedCall(name, losses, module, run, False, create_graph, retain)
     with leave_inference_mode():
         result, params = _run(call, unused)
         return passes.trees_by_loss(result, params, unused)
@@ -213,11 +213,11 @@ def simultaneous_grads(
     Source:
         As `gradkit.simultaneous_grads`.
     """
-    check_pass_options(unused, create_graph, retain_graph)
+    retain = read_pass_options(unused, create_graph, retain_graph)
     name = "gradkit.distributed.simultaneous_grads"
     with leave_inference_mode():
         _, shards = _wrapped_in(modules)
-        options: Any = {"create_graph": create_graph, "retain_graph": retain_graph}
+        options: Any = {"create_graph": create_graph, "retain": retain}
         call = _distributed_call.game(name, losses, modules, whole=bool(shards), **options)
         result, each = _distributed_call.own_parts(*_run_on_modules(call), unused)
         require_reached(result.call, result.grads, unused)

@@ -9,20 +9,12 @@ from typing import cast
 from torch import Tensor
 
 from gradkit._autograd.passes import PassRunner, values_of, weighted_outputs
-from gradkit._autograd.plain_passes import is_plain, plain_backward
 from gradkit._checks.eager_graph import check_backward, check_backward_to_leaves, refuse_donated
 from gradkit._checks.recomputations import refuse_checkpoint_error
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
-from gradkit._core.call import (
-    Call,
-    Pass,
-    check_pass_options,
-    read_losses,
-    read_weights,
-    require_graph,
-)
-from gradkit._core.ownership import leave_inference_mode, own
+from gradkit._core.call import Call, Pass, read_losses, read_pass_options, require_graph
+from gradkit._core.ownership import outside_inference_mode, own
 from gradkit._core.params import NO_PARAMS, read_params
 from gradkit._core.pytree import PyTree
 from gradkit._state.grad_attribute import grads_put_back
@@ -30,6 +22,7 @@ from gradkit.dotgrad._matching import read_leaves, unique
 
 
 @disable_compile
+@outside_inference_mode
 def backward_(
     losses: PyTree,
     params: PyTree = None,
@@ -78,30 +71,25 @@ def backward_(
     Source:
         `torch.autograd.backward`, https://pytorch.org/docs/stable/generated/torch.autograd.backward.html
     """
-    is_default = params is None and weights is None and retain_graph is None
-    if is_default and create_graph is False and is_plain(losses):
-        return plain_backward(losses)
-    check_pass_options("none", create_graph, retain_graph)
-    with leave_inference_mode():
-        flat = read_losses(losses, scalar=True)
-        outputs, seeds = weighted_outputs(flat, read_weights(weights, flat))
-        opened = NO_PARAMS if params is None else read_params(params)
-        group = require_graph(flat, outputs, [opened])
-        call = Call(flat, outputs, [Pass(group, opened)], create_graph=create_graph)
-        if params is None:
-            check_backward_to_leaves(call)
-        else:
-            check_backward(call)
-        retain = create_graph if retain_graph is None else retain_graph
-        if retain:
-            refuse_donated(call, [retain])
-        PassRunner(call).backward(
-            [outputs[index] for index in group],
-            [seeds[index] for index in group],
-            None if params is None else opened.variables,
-            retain=retain,
-        )
-        return values_of(flat, create_graph)
+    retain = read_pass_options("none", create_graph, retain_graph)
+    flat = read_losses(losses, scalar=True)
+    outputs, seeds, learned = weighted_outputs(flat, weights)
+    opened = NO_PARAMS if params is None else read_params(params)
+    group = require_graph(flat, outputs, [opened])
+    call = Call(flat, outputs, [Pass(group, opened)], "none", create_graph, learned)
+    if params is None:
+        check_backward_to_leaves(call)
+    else:
+        check_backward(call)
+    if retain:
+        refuse_donated(call, [retain])
+    PassRunner(call).backward(
+        [outputs[index] for index in group],
+        [seeds[index] for index in group],
+        None if params is None else opened.variables,
+        retain=retain,
+    )
+    return values_of(flat, create_graph)
 
 
 class Captured:

@@ -245,7 +245,10 @@ class InnerStep:
     ) -> list[Any]:
         """Return the gradients of the variables that the caller's function makes of these."""
         params, root = self.params, "grad_transform(grads)"
-        tree = partial(params.unflatten, copy_ties=False)
+
+        def tree(values: Sequence[Any]) -> PyTree:
+            return pytree.unflatten(params.spec, params.per_leaf(values))
+
         args = [tree(grads)]
         if self.is_learned:
             args += [outer, {name: tree(column) for name, column in state.items()}]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gradkit
-from gradkit._autograd import passes
+from gradkit._autograd.release import release
 from gradkit._core import graph
 from tests.helpers import assert_same_bits, same_bits, unchanged
 from tests.strategies import HOOKLESS, Program, build, programs
@@ -355,6 +355,6 @@ def test_releasing_a_node_twice_does_nothing(device: torch.device) -> None:
     y = Saves.apply((w * w).exp())
     nodes = graph.nodes_below([y.sum()])
     for _ in range(2):
-        passes.release(nodes)
+        release(nodes)
     with pytest.raises(gradkit.FreedGraphError, match="earlier gradkit call"):
         torch.autograd.grad(y.sum(), w)

@@ -85,7 +85,7 @@ def test_the_walk_for_functions_finds_those_of_the_graph(
     for loss in losses:
         every = nodes_below([loss])
         expected = {node for node in every if type(node) in user_code.user_functions([type(node)])}
-        assert expected == set(nodes_of_types(loss, most))
+        assert expected == set(nodes_of_types([loss], most))
         for kind in set(map(type, expected)):
             assert most[kind] >= sum(type(node) is kind for node in expected)
 
@@ -102,9 +102,9 @@ def test_the_walk_ends_where_no_more_can_come(device: torch.device) -> None:
     top = Twice.apply(torch.tanh(inner))
     assert most_by_name()["TwiceBackward"] == before + 2
     kind = type(top.grad_fn)
-    assert nodes_of_types(top, {kind: 1}) == [top.grad_fn]
-    assert nodes_of_types(top, {kind: 2}) == [top.grad_fn, inner.grad_fn]
-    assert nodes_of_types(w, {kind: 1}) == []
+    assert nodes_of_types([top], {kind: 1}) == [top.grad_fn]
+    assert nodes_of_types([top], {kind: 2}) == [top.grad_fn, inner.grad_fn]
+    assert nodes_of_types([w], {kind: 1}) == []
     del top, inner, kind
     gc.collect()
     assert most_by_name().get("TwiceBackward", 0) == before
