@@ -45,7 +45,8 @@ def run_grad(
 ) -> list[Tensor | None]:
     """Return the gradients of a weighted sum of outputs with respect to tensors or graph edges."""
     options = retain_graph, call.create_graph
-    by_engine = not (around(call) & SUBCLASSES or is_grads_batched or function_mode_enabled())
+    bits = around(call) if call.around is None else call.around
+    by_engine = not (bits & SUBCLASSES or is_grads_batched or function_mode_enabled())
     grads: Sequence[Tensor | None]
     try:
         if by_engine and PLAIN_TYPES.issuperset(map(type, outputs)):

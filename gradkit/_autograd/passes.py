@@ -145,7 +145,7 @@ class PassRunner:
         # A seed is the cotangent of an output, of its shape; None is ones. What carries a graph may
         # always share memory.
         call = self.call
-        bits = around(call)
+        bits = around(call) if call.around is None else call.around
         copied: list[Tensor] = []
         versions: dict[int, int] = {}
         if not bits & GUARDED:

@@ -74,7 +74,7 @@ def around(call: Call) -> int:
         bits |= WATCHED | CHECKED if is_checked() else WATCHED
     written: Sequence[Tensor] = [*call.losses.leaves, *call.weights]
     has_variables = False
-    for params in {id(params): params for _, params in call.passes}.values():
+    for params in call.params:
         has_variables = has_variables or bool(params.variables)
         if not params.only_leaves:
             bits |= INTERMEDIATE

@@ -377,11 +377,14 @@ class Call:
     around: int | None = None  # see `circumstances`
     function_nodes: list[Node] | None = None  # see `modified_tensors`
     _graph: GraphView | None = None
+    _params: list[Params] | None = field(default=None, init=False)
 
     @property
     def params(self) -> list[Params]:
         """The params of the passes, each once."""
-        return list({id(params): params for _, params in self.passes}.values())
+        if self._params is None:
+            self._params = list({id(params): params for _, params in self.passes}.values())
+        return self._params
 
     @property
     def no_subclasses(self) -> bool:
