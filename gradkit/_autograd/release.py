@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 
 from gradkit._compat.nodes import raise_freed, saved_names
 from gradkit._core.call import Call
-from gradkit._core.graph import OwnNodes, is_leaf_node, nodes_executed
+from gradkit._core.graph import OwnNodes, is_leaf_node
 
 
 class ReleasePlan(NamedTuple):
@@ -32,9 +32,6 @@ def plan_release(call: Call, extra: Sequence[Node]) -> list[ReleasePlan]:
             pairs = zip(goes_on, below.parts, strict=True)
             return [ReleasePlan(retain, part.nodes if retain else ()) for retain, part in pairs]
         return plan_parts(below.parts, below.leading_to(first.variables, extra))
-    if call.only_leaves and not extra and all(map(Tensor.numel, call.outputs)):
-        each = [(call.outputs[group[0]], params.variables) for group, params in call.passes]
-        return plan_sets([nodes_executed(root, set(map(id, leaves))) for root, leaves in each])
     return plan_sets([
         call.graph.below(group).leading_to(
             params.variables if call.outputs[group[0]].numel() else [], extra

@@ -83,6 +83,9 @@ def _refuse_values(where: Callable[[], str], nodes: Iterable[Node], *, create_gr
 
 def refuse_wrong_derivatives(call: Call) -> None:
     """Raise if torch would get the derivative of a pass of the call wrong, or drop it."""
+    kinds = call.graph.below(call.differentiated).kinds
+    if not (_DTENSORS_ARE_WRONG or call.functions.users or may_be_wrong(kinds)):
+        return
     for group, params in call.passes:
         for index, variable in enumerate(params.variables if _DTENSORS_ARE_WRONG else ()):
             if is_dtensor(variable):

@@ -93,9 +93,12 @@ def states_of(modules: Iterable[Any]) -> list[Any]:
     return list({id(state): state for state in together}.values())
 
 
+SHARDING_MODULE = "torch.distributed._composable_state"  # which a process may never import
+
+
 def any_fully_sharded() -> bool:
     """Return False only if this process has no `fully_shard` module."""
-    composable = sys.modules.get("torch.distributed._composable_state")
+    composable = sys.modules.get(SHARDING_MODULE)
     if composable is None:
         return False
     states = composable._module_state_mapping  # with weak keys, the table of which is `data`
@@ -104,7 +107,7 @@ def any_fully_sharded() -> bool:
 
 def all_states() -> Iterator[Any]:
     """Yield the states of all `fully_shard` modules of this process."""
-    composable = sys.modules.get("torch.distributed._composable_state")
+    composable = sys.modules.get(SHARDING_MODULE)
     for state in list(getattr(composable, "_module_state_mapping", {}).values()):
         alive = state() if isinstance(state, ref) else state
         if type(alive).__name__ == "FSDPState":
