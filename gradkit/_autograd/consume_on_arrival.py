@@ -46,6 +46,7 @@ class ConsumingRunner(PassRunner):
         variables: list[Tensor],
         *,
         retain: bool,
+        shared: bool = False,
     ) -> list[Tensor | None]:
         """Run one pass, and return what the engine captured: None where no gradient arrived."""
         refuse_pre_hooks(self.call)

@@ -101,7 +101,7 @@ def run_batch(
 
 
 def _refuse_undifferentiable(call: Call) -> AbstractContextManager[None]:
-    return refuse_undifferentiable(call.losses.first_paths, call.graph.below(call.differentiated))
+    return refuse_undifferentiable(call.losses.first_paths, call.whole)
 
 
 def run_backward(
@@ -127,7 +127,7 @@ def run_backward(
 def _grads_restored_on_error(call: Call) -> Iterator[None]:
     """Put every `.grad` back if a Function cannot be differentiated again."""
     # With create_graph, the engine replaces each `.grad`, and does not add into it.
-    leaves = list(call.graph.below(call.differentiated).leaves.values())
+    leaves = list(call.whole.leaves.values())
     before = [leaf.grad for leaf in leaves]
     try:
         with _refuse_undifferentiable(call):

@@ -203,7 +203,7 @@ class PassRunner:
             roots, cotangents = [*outputs, *capture.roots], [*seeds, *(None for _ in capture.roots)]
             inputs += capture.leaves
             if finder is not None and around(self.call) & USER_CODE:
-                nodes = self.call.graph.below(self.call.differentiated).nodes
+                nodes = self.call.whole.nodes
                 stack.enter_context(without_shared_memory(nodes, finder.note_copy))
                 cotangents = [None if seed is None else seed.clone() for seed in cotangents]
             with finder or nullcontext(), INSIDE:
@@ -401,7 +401,7 @@ def run_in_turn(
     kept = [retain] * len(call.passes) if plans is None else [plan.retain for plan in plans]
     if retain or len(kept) > 1:  # for a single loss of several elements, the engine says so
         refuse_donated(call, kept)
-    names_of = None if plans is None else names_by_kind(call.graph.below(call.differentiated).kinds)
+    names_of = None if plans is None else names_by_kind(call.whole.kinds)
     results: list[Grads] = []
     turns = enumerate(zip(call.passes, kept, strict=True))
     while some := list(islice(turns, together or 1)):
@@ -425,10 +425,9 @@ def _run_scalars_in_turn(run: PassRunner, retain: bool) -> list[Grads]:
     seed = None if bits & GUARDED or not captures else _common_seed(losses)
     # A hook of the next pass may write on what it has kept of this one.
     together = (1 if bits & USER_CODE else _TOGETHER) if captures else 0
-    shared: Any = {"shared": True} if captures else {}
 
     def differentiate(index: int, variables: list[Tensor], keep: bool) -> Grads:
-        return run.grads([losses[index]], [seed], variables, retain=keep, **shared)
+        return run.grads([losses[index]], [seed], variables, retain=keep, shared=captures)
 
     return run_in_turn(call, differentiate, retain, together)
 

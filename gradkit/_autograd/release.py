@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 
 from gradkit._compat.nodes import raise_freed, saved_names
 from gradkit._core.call import Call
-from gradkit._core.graph import OwnNodes, is_leaf_node
+from gradkit._core.graph import OwnNodes, is_leaf_node, nodes_executed
 
 
 class ReleasePlan(NamedTuple):
@@ -25,13 +25,17 @@ def plan_release(call: Call, extra: Sequence[Node]) -> list[ReleasePlan]:
     # A loss without elements has no pass of its own, so its nodes may never be executed.
     if len(call.params) == 1 and all(map(Tensor.numel, call.outputs)):
         (first,) = call.params
-        below = call.graph.below(call.differentiated)
+        below = call.whole
         if not extra and below.leads_only_to(first.variables):
             # A leaf's own node is not executed, and has nothing to release.
             goes_on = [not all(map(is_leaf_node, part.shared)) for part in below.parts]
             pairs = zip(goes_on, below.parts, strict=True)
             return [ReleasePlan(retain, part.nodes if retain else ()) for retain, part in pairs]
         return plan_parts(below.parts, below.leading_to(first.variables, extra))
+    # In one walk for each pass, without which a game of two takes 5 % longer.
+    if call.only_leaves and not extra and all(map(Tensor.numel, call.outputs)):
+        each = [(call.outputs[group[0]], params.variables) for group, params in call.passes]
+        return plan_sets([nodes_executed(root, set(map(id, leaves))) for root, leaves in each])
     return plan_sets([
         call.graph.below(group).leading_to(
             params.variables if call.outputs[group[0]].numel() else [], extra

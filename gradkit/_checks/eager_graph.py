@@ -26,7 +26,7 @@ from gradkit._checks.circumstances import (
 )
 from gradkit._checks.modified_tensors import nodes_of_functions
 from gradkit._compat import distributed
-from gradkit._compat.dynamo import overwrites_saved_tensors
+from gradkit._compat.dynamo import any_compiled, overwrites_saved_tensors
 from gradkit._compat.nodes import any_released, has_released, names_by_kind
 from gradkit._core import graph
 from gradkit._core.call import Call, Losses
@@ -38,7 +38,7 @@ from gradkit.errors import FreedGraphError, UnsupportedGraphError, message
 def check_backward(call: Call) -> None:
     """Raise if `.backward()` for some params would leave `.grad` wrong, or as it was."""
     check_call(call)
-    below = call.graph.below(call.differentiated)
+    below = call.whole
     if not any(below.reaches(variable) for _, _, variable in call.variables()):
         reachability.refuse_nothing_reached(call)
 
@@ -84,9 +84,8 @@ def _refuse_gathered(call: Call) -> None:
 
 
 def _refuse_other_tensors(call: Call) -> None:
-    roots = map(call.outputs.__getitem__, call.differentiated)
     thorough = bool(around(call) & (CREATES_GRAPH | SEVERAL_PASSES | WATCHED))
-    recomputations.refuse_other_tensors(roots, lambda: call, thorough=thorough)
+    recomputations.refuse_other_tensors(call, thorough=thorough)
 
 
 def refuse_freed(call: Call, *, thorough: bool | None = None) -> None:
@@ -106,7 +105,8 @@ def refuse_freed(call: Call, *, thorough: bool | None = None) -> None:
 
 def refuse_donated(call: Call, kept: Sequence[bool]) -> None:
     """Raise if a pass is to keep a graph that a compiled backward pass would overwrite."""
-    if not any(map(overwrites_saved_tensors, call.graph.below(call.differentiated).kinds)):
+    kinds = call.whole.kinds
+    if not any_compiled(kinds) or not any(map(overwrites_saved_tensors, kinds)):
         return
     for keep, (group, params) in zip(kept, call.passes, strict=True):
         below = call.graph.below(group)
@@ -129,7 +129,7 @@ DONATED = (
 
 def _any_freed(call: Call) -> bool:
     """Return whether a pass would execute a freed node, looking once at passes for one params."""
-    below = call.graph.below(call.differentiated)
+    below = call.whole
     if not any_released(below.nodes, names_by_kind(below.kinds)):
         return False
     groups: dict[int, tuple[Params, list[int]]] = {}

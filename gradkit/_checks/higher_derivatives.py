@@ -55,7 +55,7 @@ _DTENSORS_ARE_WRONG = not is_mended("DTensor")
 
 def refuse_in_call(call: Call) -> None:
     """Raise if a pass of a call goes through a node that is wrong for what it has saved."""
-    if not call.graph.below(call.differentiated).kinds & KINDS:
+    if not call.whole.kinds & KINDS:
         return
     for group, params in call.passes:
         for index in group:
@@ -83,7 +83,7 @@ def _refuse_values(where: Callable[[], str], nodes: Iterable[Node], *, create_gr
 
 def refuse_wrong_derivatives(call: Call) -> None:
     """Raise if torch would get the derivative of a pass of the call wrong, or drop it."""
-    kinds = call.graph.below(call.differentiated).kinds
+    kinds = call.whole.kinds
     if not (_DTENSORS_ARE_WRONG or call.functions.users or may_be_wrong(kinds)):
         return
     for group, params in call.passes:

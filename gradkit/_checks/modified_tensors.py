@@ -102,7 +102,7 @@ def nodes_of_functions(call: Call) -> list[Node]:
         return []
     if call.function_nodes is None:
         if len(call.passes) > 1:  # whose graph has been walked
-            call.function_nodes = functions_below(call.graph.below(call.differentiated))
+            call.function_nodes = functions_below(call.whole)
         else:
             roots = [call.outputs[index] for index in call.differentiated]
             call.function_nodes = nodes_of_types(roots, most_nodes_of_users())

@@ -170,7 +170,7 @@ def _refuse_replaced(missing: Sequence[tuple[Params, int]], call: Call) -> None:
             raise UnsupportedGraphError(message(params.path(index), expected, got, fix))
         if not may_have_node(variable):  # it is in no graph: that of the call need not be walked
             continue
-        below = call.graph.below(call.differentiated)
+        below = call.whole
         if id(variable) in below.leaves and edge(variable).node not in below.nodes:
             expected = "the parameter as it was when the losses were computed"
             got = f"{describe(variable)}, moved or cast since"

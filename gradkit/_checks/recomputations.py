@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -87,32 +87,28 @@ def _recomputes(node: Node, outer: object) -> bool:
     return any(hook is not outer and checkpoints.frame_of(hook) is not None for hook in hooks)
 
 
-def refuse_other_tensors(
-    losses: Iterable[Tensor], call: Callable[[], Call], *, thorough: bool = False
-) -> None:
+def refuse_other_tensors(call: Call, *, thorough: bool = False) -> None:
     """Raise if a pass would get other tensors than its forward pass had, as far as that shows."""
-    # `call` is what an error names; to make one takes longer than to look at a checkpoint.
-    if thorough or checkpoints.copies_waiting():
-        below = call().graph.below(call().differentiated)
-        for node in below.nodes if below.kinds & DRAW_AFTER_SAVING else ():
-            _refuse_lost_noise(call(), node)
+    if (thorough or checkpoints.copies_waiting()) and call.whole.kinds & DRAW_AFTER_SAVING:
+        for node in call.whole.nodes:
+            _refuse_lost_noise(call, node)
     if checkpoints.frames_waiting() <= 0:
         return
-    frames = _frames(nodes_in_order(losses))
+    frames = _frames(nodes_in_order(map(call.outputs.__getitem__, call.differentiated)))
     for frame, node in frames.items():
         if type(node) in DRAW_AFTER_SAVING:
-            _refuse_lost_noise(call(), node)
+            _refuse_lost_noise(call, node)
         error = checkpoints.changed_argument(frame)
-        if error is not None and (where := _loss_through(call(), node)) is not None:
+        if error is not None and (where := _loss_through(call, node)) is not None:
             expected = f"the arguments of a checkpoint, of {_function(frame)}, as they were in its "
             got = f"one changed in place since: {without_hint(error)}"
             fix = "take the gradients before the write; or give the checkpoint a copy, h.clone()"
             raise UnsupportedGraphError(message(where, f"{expected}forward pass", got, fix))
     for frame in frames:
         if not checkpoints.preserves_rng_state(frame):
-            _WatchedRecomputation(frame, call().losses.path(call().differentiated[0]))
+            _WatchedRecomputation(frame, call.losses.path(call.differentiated[0]))
     if any(map(has_values, frames)):
-        compare_values(frames, call().graph.below(call().differentiated).nodes)
+        compare_values(frames, call.whole.nodes)
 
 
 def _frames(nodes: Iterable[Node]) -> dict[Frame, Node]:

@@ -114,7 +114,7 @@ def is_compiled_node(node: Any) -> bool:
 
 def any_compiled(kinds: Iterable[type]) -> bool:
     """Return whether one of these types of nodes is that of compiled functions."""
-    return any(kind.__name__ == COMPILED for kind in kinds)
+    return COMPILED in {kind.__name__ for kind in kinds}
 
 
 def compiled_together(losses: str) -> tuple[str, str, str]:

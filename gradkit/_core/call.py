@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from gradkit._core import pytree
 from gradkit._core.grad_recorder import any_observers, observed_tensors
-from gradkit._core.graph import GraphView, is_leaf_node, refuse_lost_history
+from gradkit._core.graph import GraphView, Subgraph, is_leaf_node, refuse_lost_history
 from gradkit._core.ownership import PLAIN_TYPES
 from gradkit._core.params import Params, expand_params
 from gradkit._core.pytree import LEAF, PyTree, Structure
@@ -377,7 +377,10 @@ class Call:
     around: int | None = None  # see `circumstances`
     function_nodes: list[Node] | None = None  # see `modified_tensors`
     _graph: GraphView | None = None
+    # Not handed on by `replace`, which may give other passes.
     _params: list[Params] | None = field(default=None, init=False)
+    _differentiated: list[int] | None = field(default=None, init=False)
+    _whole: Subgraph | None = field(default=None, init=False)
 
     @property
     def params(self) -> list[Params]:
@@ -421,7 +424,16 @@ class Call:
     @property
     def differentiated(self) -> list[int]:
         """The indices of the losses that some pass starts from."""
-        return [index for one in self.passes for index in one.losses]
+        if self._differentiated is None:
+            self._differentiated = [index for one in self.passes for index in one.losses]
+        return self._differentiated
+
+    @property
+    def whole(self) -> Subgraph:
+        """The graph of all those losses together."""
+        if self._whole is None:
+            self._whole = self.graph.below(self.differentiated)
+        return self._whole
 
     def params_of(self, variables: list[Tensor]) -> Params:
         """Return the params whose variables these are."""

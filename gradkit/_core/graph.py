@@ -234,6 +234,40 @@ def nodes_executed(root: Tensor, leaves: Collection[int]) -> set[Node]:
     return executed
 
 
+def kinds_in_short_pass(root: Tensor, ends: Collection[Node], most: int) -> set[type] | None:
+    """Return the types of all nodes that a pass to these ends may execute; None if not sure."""
+    # That is, if there are more than `most`, or an end may be below another. The pass ends at
+    # leaves if there are no ends.
+    top = root.grad_fn
+    if top is None or top in ends:
+        return None
+    reached, nodes, missing = {top, *ends}, [top], set(ends)
+    for node in nodes:  # which grows meanwhile
+        for child, _ in node.next_functions:
+            if child in missing:
+                missing.remove(child)
+            elif child is not None and child not in reached:
+                reached.add(child)
+                nodes.append(child)
+        if len(nodes) > most:
+            return None
+    if missing:
+        return None
+    oldest, below = min(map(sequence_number, ends), default=0), list(ends)
+    # If the walk below the ends meets one of these, an end may be below another.
+    known = {*ends, *(node for node in nodes if not is_leaf_node(node))}
+    for node in below:  # as far as it is as new as the ends, like `_Bounds`
+        for child, _ in node.next_functions:
+            if child in known or len(below) > most:
+                return None
+            if child is not None and child not in reached and sequence_number(child) >= oldest:
+                reached.add(child)
+                below.append(child)
+    if ends:
+        avoid_recursion(nodes + below, grows=True)
+    return set(map(type, nodes))
+
+
 def own_nodes_of_each(
     roots: Iterable[Tensor], stop: Iterable[Node], ends: Collection[Node] = frozenset()
 ) -> list[OwnNodes]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, wraps
+from functools import cache
 from itertools import chain, compress, pairwise
 from operator import add, attrgetter
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -313,19 +313,6 @@ def leave_inference_mode(*, record: bool = False) -> AbstractContextManager[obje
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return nullcontext()
     return _left_inference_mode(record)
-
-
-def outside_inference_mode(function: F) -> F:
-    """Let a function leave inference mode, if it is called inside."""
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
-            return function(*args, **kwargs)
-        with _left_inference_mode(record=False):
-            return function(*args, **kwargs)
-
-    return cast("F", call)
 
 
 def without_inference(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -177,6 +177,7 @@ class _ShardedRunner(PassRunner):
         variables: list[Tensor],
         *,
         retain: bool,
+        shared: bool = False,
     ) -> list[Tensor | None]:
         """Run one backward pass; see `PassRunner.grads`."""
         written = {id(tensor): tensor for tensor in (*self.all_shards, *self.retained())}

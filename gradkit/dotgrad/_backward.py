@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from gradkit._autograd.passes import PassRunner, values_of, weighted_outputs
@@ -14,7 +15,7 @@ from gradkit._checks.recomputations import refuse_checkpoint_error
 from gradkit._compat.dynamo import disable_compile
 from gradkit._core import pytree
 from gradkit._core.call import Call, Pass, read_losses, read_pass_options, require_graph
-from gradkit._core.ownership import outside_inference_mode, own
+from gradkit._core.ownership import leave_inference_mode, own
 from gradkit._core.params import NO_PARAMS, read_params
 from gradkit._core.pytree import PyTree
 from gradkit._state.grad_attribute import grads_put_back
@@ -22,7 +23,6 @@ from gradkit.dotgrad._matching import read_leaves, unique
 
 
 @disable_compile
-@outside_inference_mode
 def backward_(
     losses: PyTree,
     params: PyTree = None,
@@ -71,6 +71,10 @@ def backward_(
     Source:
         `torch.autograd.backward`, https://pytorch.org/docs/stable/generated/torch.autograd.backward.html
     """
+    if torch.is_inference_mode_enabled():
+        with leave_inference_mode():
+            options: Any = {"retain_graph": retain_graph, "create_graph": create_graph}
+            return backward_(losses, params, weights=weights, **options)
     retain = read_pass_options("none", create_graph, retain_graph)
     flat = read_losses(losses, scalar=True)
     outputs, seeds, learned = weighted_outputs(flat, weights)
