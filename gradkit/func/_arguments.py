@@ -16,7 +16,15 @@ from gradkit._core import call as options
 from gradkit._core import pytree
 from gradkit._core.call import Unused
 from gradkit._core.ownership import grad_dtype, owned, zeros_for
-from gradkit._core.params import IsVariable, Params, is_number_leaf, read_params, why_empty
+from gradkit._core.params import (
+    Grads,
+    IsVariable,
+    Params,
+    Tensors,
+    is_number_leaf,
+    read_params,
+    why_empty,
+)
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import (
     with_refused_derivatives,
@@ -70,7 +78,7 @@ class Arguments(Params):
 
     def grads_to_tree(
         self,
-        grads: list[Tensor | None],
+        grads: Grads,
         leading: tuple[int, ...] = (),
         *,
         losses: Sequence[Tensor] = (),
@@ -79,19 +87,13 @@ class Arguments(Params):
         """Return the result tree of gradients that this list alone refers to."""
         unreached = [index for index, grad in enumerate(grads) if grad is None]
         if self.unused == "error" and unreached:
-            where, expected = self.path(unreached[0]), "a path from every loss, with unused='error'"
-            got = "none: the loss was not computed from it, or the path is cut (detach(), .data, "
-            got += ".item(), no_grad)"
-            fix = "compute the losses from it, or pass it as an argument that argnums does not name"
-            raise errors.UnreachedParamError(message(where, expected, got, fix))
+            raise errors.UnreachedParamError(message(self.path(unreached[0]), *_UNREACHED))
         result = _owned(grads, self.variables, leading)
         for index in unreached if self.unused == "zeros" else ():
             result[index] = zeros_for(self.variables[index], leading)
         return self.to_tree(self._with_graphs(result, losses, refused), leading)
 
-    def _with_graphs(
-        self, grads: list[Tensor | None], losses: Sequence[Tensor], refused: str | None
-    ) -> list[Tensor | None]:
+    def _with_graphs(self, grads: Grads, losses: Sequence[Tensor], refused: str | None) -> Grads:
         if torch.compiler.is_compiling():
             return grads
         if not any(map(carries_graph, losses)):
@@ -103,11 +105,6 @@ class Arguments(Params):
             return grads
         return with_zero_derivatives(grads, [*losses, *pytree.tensors(self.args)])
 
-    def refuse_sparse(self) -> None:
-        """Raise if a variable is a sparse tensor."""
-        fix = "pass its values, and make the sparse tensor in fn"
-        self.refuse_layouts({torch.strided}, "a dense tensor", fix)
-
     def refuse_layouts(self, allowed: set[torch.layout], expected: str, fix: str) -> None:
         """Raise if a variable has none of these layouts."""
         if not allowed.issuperset(map(_layout, self.variables)):
@@ -117,15 +114,31 @@ class Arguments(Params):
             raise errors.LeafTypeError(message(self.path(index), expected, got, fix))
 
 
+_UNREACHED = (
+    "a path from every loss, with unused='error'",
+    "none: the loss was not computed from it, or the path is cut (detach(), .data, .item(), "
+    "no_grad)",
+    "compute the losses from it, or pass it as an argument that argnums does not name",
+)
+# What torch.func can wrap, and what it can differentiate through views.
+_WRAPPED = (
+    {torch.strided, torch.sparse_coo},
+    "a dense tensor, or a sparse one of layout torch.sparse_coo",
+    "pass tensor.to_sparse(); or compute the loss eagerly: gradkit.value_and_grads(loss, w)",
+)
+_DENSE = {torch.strided}, "a dense tensor", "pass its values, and make the sparse tensor in fn"
+
+
 def read_arguments(
     args: tuple[Any, ...],
     argnums: ArgNums,
     root: str | None = None,
     unused: Unused = "zeros",
     is_variable: IsVariable = is_number_leaf,
+    dense: bool = False,
 ) -> Arguments:
     """Check and flatten the arguments that a function is differentiated with respect to."""
-    # `root`: what errors call the one argument; by default `args[0]`.
+    # `root`: what errors call the one argument; by default `args[0]`. `dense`: none may be sparse.
     is_traced = torch.compiler.is_compiling()
     if unused != "zeros" and is_traced:
         expected = "'zeros' under torch.compile, which cannot tell what a loss reaches"
@@ -138,25 +151,17 @@ def read_arguments(
     variables = flat.variables
     if not variables:
         where = root if single else ", ".join(f"args[{position}]" for position in positions)
-        text = message(
-            where, "a tensor to differentiate", *_why_none(args[positions[0]], positions)
-        )
-        raise errors.UnreachedParamError(text)
+        why = _why_none(args[positions[0]], positions)
+        raise errors.UnreachedParamError(message(where, "a tensor to differentiate", *why))
     # torch.compile cannot read `grad_dtype`, and in a transform the tensor is another one.
     dtypes = [x.dtype if is_traced else grad_dtype(x) for x in variables]
-    facts = flat.slots, root, flat.no_subclasses, flat.only_leaves
-    arguments = Arguments(
-        flat.leaves, flat.spec, variables, *facts, args, positions, single, dtypes, unused
-    )
+    facts = flat.slots, root, flat.no_subclasses, flat.only_leaves, args, positions, single, dtypes
+    arguments = Arguments(flat.leaves, flat.spec, variables, *facts, unused)
     if not is_traced:
-        fix = "pass tensor.to_sparse(); or compute the loss eagerly: "
-        fix += "gradkit.value_and_grads(loss, w)"
-        expected = "a dense tensor, or a sparse one of layout torch.sparse_coo"
-        arguments.refuse_layouts(_WRAPPED, expected, fix)
+        arguments.refuse_layouts(*_WRAPPED)
+    if dense:
+        arguments.refuse_layouts(*_DENSE)
     return arguments
-
-
-_WRAPPED = {torch.strided, torch.sparse_coo}  # what torch.func can wrap
 
 
 def _why_none(first: object, positions: tuple[int, ...]) -> tuple[str, str]:
@@ -209,9 +214,7 @@ def check_options(
     options.check_optional_bool("create_graph", create_graph)
 
 
-def _owned(
-    grads: list[Tensor | None], variables: Sequence[Tensor], leading: tuple[int, ...] = ()
-) -> list[Tensor | None]:
+def _owned(grads: Grads, variables: Sequence[Tensor], leading: tuple[int, ...]) -> Grads:
     """Return gradients that share memory with nothing; nothing but the list may refer to them."""
     # In a transform, and while torch.compile traces, nobody can tell what shares memory.
     if transforms() or any(grad is not None and grad.requires_grad for grad in grads):
@@ -228,11 +231,10 @@ def _owned(
     return [x if x is None else next(copies) for x in grads]
 
 
-def copied(tensors: Sequence[Tensor], buffers: Sequence[Tensor] | None = None) -> list[Tensor]:
+def copied(tensors: Sequence[Tensor], buffers: Sequence[Tensor] | None = None) -> Tensors:
     """Return copies that share no memory, in these buffers where torch.compile traces."""
-    if not tensors or not torch.compiler.is_compiling():
-        return [tensor.clone() for tensor in tensors]
-    if transforms() or any(tensor.requires_grad for tensor in tensors):
+    is_eager = not tensors or not torch.compiler.is_compiling()
+    if is_eager or transforms() or any(tensor.requires_grad for tensor in tensors):
         return [tensor.clone() for tensor in tensors]
     # By one operation for all: of several clones of one tensor, inductor makes one.
     into = [torch.empty_like(tensor) for tensor in tensors] if buffers is None else list(buffers)

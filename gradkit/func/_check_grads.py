@@ -103,8 +103,7 @@ def check_grads(
     """
     check_function(fn)
     _check_options(order, modes, atol=atol, rtol=rtol, eps=eps)
-    arguments = read_arguments(args, argnums, is_variable=_is_variable)
-    arguments.refuse_sparse()
+    arguments = read_arguments(args, argnums, is_variable=_is_variable, dense=True)
     captured = captured_by((fn, args))
     with leave_inference_mode(record=True):
         leaves, spec = pytree.flatten(arguments.args)

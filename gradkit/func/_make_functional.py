@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -47,6 +47,7 @@ def before(tensors: Iterable[Any], tree: PyTree = ()) -> StateBeforeCall | None:
 
 Named: TypeAlias = dict[str, Tensor]
 ModuleCall: TypeAlias = Callable[..., tuple[Any, Named]]  # returns the output and the new buffers
+_Run: TypeAlias = Callable[[], Any]
 _REFUSED_BY_TORCH = (nn.DataParallel, torch.jit.ScriptModule)
 _READS_ONLY = "a module that reads its parameters"
 _READS_GIVEN = "a module that computes with the parameters that the call was given"
@@ -155,12 +156,7 @@ def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
 
 
 def _run_on(
-    module: nn.Module,
-    given: Named,
-    new: Named,
-    guard: ReadOnly,
-    run: Callable[[], Any],
-    by_torch: Callable[[], tuple[Any, Named]],
+    module: nn.Module, given: Named, new: Named, guard: ReadOnly, run: _Run, by_torch: _Run
 ) -> tuple[Any, Named]:
     """Return what a module returns for these tensors, put in place, and its buffers after it."""
     own: Any = nullcontext()
@@ -231,18 +227,11 @@ class ReadOnly(TorchFunctionMode):
     def __init__(self, tensors: Iterable[Tensor], replaced: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._tensors = list(tensors)
-        self._replaced = set(map(id, replaced))
-        self._ids = set(map(id, self._tensors))
+        self._ids, self._replaced = set(map(id, self._tensors)), set(map(id, replaced))
         self._memory: dict[torch.layout, set[int]] = {}
 
     @leave_uncompiled
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, unless it writes."""
         name = getattr(func, "__name__", "")
         is_write = is_in_place(name) and args and isinstance(args[0], Tensor)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from gradkit._compat.transforms import transforms
+from gradkit._core.params import Tensors
 from gradkit.errors import LeafTypeError, OptionError, describe, message
 from gradkit.meta import _optimizer
-from gradkit.meta._optimizer import Factor, Hyper, Optimizer, Settings, StateLists, Tensors, Updated
+from gradkit.meta._optimizer import Factor, Hyper, Optimizer, Settings, StateLists, Updated
 
 _COUNT: Mapping[str, Callable[[Tensor], Any]] = {"step": lambda leaf: 0}
 

@@ -26,11 +26,12 @@ from gradkit._compat.transforms import (
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import check_bool, is_number
+from gradkit._core.params import Tensors
 from gradkit._state.grad_attribute import set_grad
 from gradkit.errors import describe, first_line, message
 from gradkit.meta import _optimizer
 from gradkit.meta._builtin_optimizers import adam, adamw, rmsprop, sgd
-from gradkit.meta._optimizer import Optimizer, Settings, StateLists, Tensors, Updated
+from gradkit.meta._optimizer import Optimizer, Settings, StateLists, Updated
 
 OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
 

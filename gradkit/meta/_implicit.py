@@ -23,7 +23,7 @@ from gradkit._core.call import check_bool, check_function, check_option, is_posi
 from gradkit._core.graph import Subgraph
 from gradkit._core.leaf_arithmetic import same_values
 from gradkit._core.ownership import without_inference
-from gradkit._core.params import Params
+from gradkit._core.params import Grads, Params, Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._core.user_code import hooks_made
 from gradkit._state.rerun import RerunState, recording_writes
@@ -33,7 +33,6 @@ from gradkit.errors import describe, message, warn_fallback
 from gradkit.func import _make_functional as checkpoints
 from gradkit.func._products import write_counts
 from gradkit.meta._inner_step import read_inner_params, read_loss, refuse_captured, runs_user_code
-from gradkit.meta._optimizer import Tensors
 
 # Multiplies a vector, given as a list of tensors, by the matrix.
 MatrixVectorProduct: TypeAlias = Callable[[Tensors], Tensors]
@@ -258,7 +257,7 @@ class _OptimalityCondition:
 
     def outer_grads(
         self, at: Tensors, outer: Tensors, needed: Sequence[bool], cotangents: Tensors
-    ) -> list[Tensor | None]:
+    ) -> Grads:
         """Return the gradients with respect to the outer tensors, from those at the minimum."""
         with torch.enable_grad(), self._state.second_run() as run:
             at = _as_leaves(at)

@@ -26,7 +26,7 @@ from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree, user_code
 from gradkit._core.call import Losses
 from gradkit._core.graph import Subgraph, edge
-from gradkit._core.params import expand_params
+from gradkit._core.params import Grads, Tensors, expand_params
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._state.rerun import RerunState, recording_writes, what_first_run_made
@@ -38,16 +38,13 @@ from gradkit.func import _make_functional as checkpoints
 from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._differentiate import LevelPasses, differentiate, parts_of, read_returned
 from gradkit.meta._builtin_optimizers import is_own_rule
-from gradkit.meta._optimizer import Optimizer, StateLists, Tensors, check_grads, update
+from gradkit.meta._optimizer import Optimizer, StateLists, check_grads, update
 
 
 def read_inner_params(tree: PyTree, *, dense: bool = False) -> Arguments:
     """Open and check params, of which none may be sparse if they are to be dense."""
     leaves, spec = expand_params(tree, "params")
-    params = read_arguments((pytree.unflatten(spec, leaves),), 0, "params")
-    if dense:
-        params.refuse_sparse()
-    return params
+    return read_arguments((pytree.unflatten(spec, leaves),), 0, "params", dense=dense)
 
 
 def raised_where_it_would_take(error: Exception, fn: Callable[..., Any], *args: Any) -> bool:
@@ -161,7 +158,6 @@ def runs_user_code(below: Subgraph, hooks: int) -> bool:
     return user_code.hooks_made() != hooks or bool(user_code.user_functions(below.kinds))
 
 
-Grads = list[Tensor | None]
 InnerGrads: TypeAlias = tuple[Tensor, Grads, PyTree]  # the loss, its gradients, the aux
 # The loss and aux of a tree of params.
 LossOfParams = Callable[[PyTree], tuple[Tensor, PyTree]]
@@ -170,7 +166,7 @@ LossOfParams = Callable[[PyTree], tuple[Tensor, PyTree]]
 class Carry(NamedTuple):
     """What each step passes to the next: the variables, the optimizer's state of each, buffers."""
 
-    tensors: list[Tensor]
+    tensors: Tensors
     state: StateLists
     buffers: PyTree  # None, or what the loss returns besides, for the next step
 
@@ -187,7 +183,7 @@ class StepOutputs(NamedTuple):
     """The carry after some steps, and the 0-dim loss and the aux of each."""
 
     carry: Carry
-    losses: list[Tensor]
+    losses: Tensors
     aux: list[PyTree]
     between: list[Tensors]  # the variables after each step but the last, if asked for
 
@@ -325,7 +321,7 @@ def _first_pass_of_two(
     return [grad if grad is None else grad.detach() for grad in grads]
 
 
-def _check_graph(loss: Tensor, variables: list[Tensor], *, create_graph: bool) -> Subgraph | None:
+def _check_graph(loss: Tensor, variables: Tensors, *, create_graph: bool) -> Subgraph | None:
     """Check the graph of a step, and return it if its pass is to be guarded."""
     alive = user_code.functions_alive()
     if not loss.requires_grad or not (create_graph or any(alive) or user_code.hooks_registered()):
@@ -362,14 +358,14 @@ class _Segment:
     rebuild_outputs: Callable[[Iterable[Tensor]], Any] = field(init=False)
     constants: set[int] = field(init=False)  # the ids of the buffers that carry no graph
 
-    def _flat_run(self, tensors: Sequence[Tensor], *, create_graph: bool) -> list[Tensor]:
+    def _flat_run(self, tensors: Sequence[Tensor], *, create_graph: bool) -> Tensors:
         steps_done = self.run(*self.rebuild(tensors), create_graph=create_graph)
         buffers, _ = pytree.partition_tensors(steps_done.carry.buffers)
         self.constants = {id(x) for x in buffers if not x.requires_grad}
         outputs, self.rebuild_outputs = pytree.partition_tensors(steps_done)
         return outputs
 
-    def values(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def values(self, tensors: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
         """Run the steps for their values; return them, and those that have no gradient."""
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
         for variable in inputs[: self.variables]:
@@ -384,7 +380,7 @@ class _Segment:
 
     def grads(
         self, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None], needed: Sequence[bool]
-    ) -> list[Tensor | None]:
+    ) -> Grads:
         """Run the steps a second time, and a backward pass through them."""
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad(), self.state.second_run() as run:

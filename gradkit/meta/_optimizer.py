@@ -16,11 +16,10 @@ from gradkit import errors
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
 from gradkit._core.call import check_bool, is_number
-from gradkit._core.params import expand_params
+from gradkit._core.params import Tensors, expand_params
 from gradkit._core.pytree import PyTree, Structure
 from gradkit.errors import describe, message
 
-Tensors: TypeAlias = list[Tensor]
 # A hyper-parameter for a list of tensors: one number for all, or a number or tensor for each.
 Factor: TypeAlias = float | list[float | Tensor]
 

@@ -15,6 +15,7 @@ from gradkit import errors, tree
 from gradkit._compat.transforms import recording_levels
 from gradkit._core import call as options
 from gradkit._core import pytree
+from gradkit._core.params import Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_zero_derivatives
 from gradkit.distributed import all_reduce
@@ -24,7 +25,7 @@ from gradkit.func import _vmap_or_loop
 from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._differentiate import differentiate, gradient_of_the_sum
 from gradkit.func._errors import independent
-from gradkit.func._vmap_or_loop import Batch, OneByOne, Randomness
+from gradkit.func._vmap_or_loop import Batch, OneByOne, Randomness, RunOne
 from gradkit.meta._inner_step import raised_where_it_would_take, read_inner_params, read_loss
 
 _STACK = "tasks=gradkit.tree.stack(tasks); or a loop over tasks that differ in size"
@@ -125,8 +126,8 @@ def mean_value_and_grads(
 
 
 def _over_ranks(
-    names: list[str], totals: list[Tensor], count: int, group: Any
-) -> tuple[list[Tensor], Tensor]:
+    names: list[str], totals: Tensors, count: int, group: Any
+) -> tuple[Tensors, Tensor]:
     """Return the sums over all ranks, and the number of their tasks, from one reduction."""
     # By name: of the params that some ranks have frozen, others of one shape may take the place.
     dtype = torch.promote_types(totals[0].dtype, torch.float32)  # half precision cannot count
@@ -145,13 +146,13 @@ def _sum_over_tasks(
     outer: Arguments,
     batch: Batch,
     tasks_at_once: int | None,
-) -> tuple[list[Tensor], PyTree]:
+) -> tuple[Tensors, PyTree]:
     """Return the sums of values and gradients over the tasks, and aux stacked."""
-    put_back: list[Callable[[list[Tensor]], PyTree]] = []  # of aux, from the last trace
+    put_back: list[Callable[[Tensors], PyTree]] = []  # of aux, from the last trace
     attempt = _vmap_or_loop.VmapOrLoop("mean_value_and_grads", meta_loss_fn, randomness)
     depend: list[bool] = []  # for each task of a loop, whether its loss depends on params
 
-    def loss_and_aux(tensors: list[Tensor], task: PyTree) -> tuple[Tensor, PyTree]:
+    def loss_and_aux(tensors: Tensors, task: PyTree) -> tuple[Tensor, PyTree]:
         returned = meta_loss_fn(outer.tree(tensors), task)
         loss, aux = read_loss(returned, "meta_loss_fn", has_aux=has_aux)
         if attempt.is_loop:
@@ -161,7 +162,7 @@ def _sum_over_tasks(
                 loss = cast("Tensor", with_zero_derivatives([loss], tensors)[0])
         return loss, aux
 
-    def of_task(*tensors: Any) -> tuple[list[Tensor], list[Tensor]]:
+    def of_task(*tensors: Any) -> tuple[Tensors, Tensors]:
         arguments = read_arguments((outer.variables, batch.tree(tensors)), 0)
         run_pass = partial(gradient_of_the_sum, may_be_aux=False)
         flags: Any = {"has_aux": True, "create_graph": create_graph, "batched": True}
@@ -172,33 +173,30 @@ def _sum_over_tasks(
         put_back[:] = [rebuild_aux]
         return [*one.values, *grads], tensors_of_aux
 
-    run = partial(_run, batch, of_task, tasks_at_once, randomness)
-
-    def loop(one_by_one: OneByOne) -> tuple[list[Tensor], list[Tensor]]:
-        sums = run(one_by_one)
-        if not any(depend):
+    def run(one_by_one: OneByOne | None = None) -> tuple[Tensors, Tensors]:
+        sums = _run(batch, of_task, tasks_at_once, randomness, one_by_one)
+        if one_by_one and not any(depend):
             raise independent("losses")
         return sums
 
-    totals, tensors_of_aux = attempt.run([*outer.variables, *batch.leaves], run, loop)
+    totals, tensors_of_aux = attempt.run([*outer.variables, *batch.leaves], run)
     return totals, put_back[0](tensors_of_aux)
 
 
 def _run(
     batch: Batch,
-    fn: Callable[..., tuple[list[Tensor], list[Tensor]]],
+    fn: RunOne,
     tasks_at_once: int | None,
     randomness: Randomness,
-    one_by_one: OneByOne | None = None,
-) -> tuple[list[Tensor], list[Tensor]]:
+    one_by_one: OneByOne | None,
+) -> tuple[Tensors, Tensors]:
     """Return the sums over the tasks, and what is stacked."""
     size = 1 if one_by_one else tasks_at_once or batch.size
     batched: Any = vmap(fn, in_dims=batch.dims, randomness=randomness)
-    if one_by_one:
-        batched = one_by_one(fn, batch.dims)
-    totals: list[Tensor] = []
-    stacked: list[list[Tensor]] = []
-    for _, chunk in batch.chunks(batch.tensors, size, randomness):
+    batched = one_by_one(fn, batch.dims) if one_by_one else batched
+    totals: Tensors = []
+    stacked: list[Tensors] = []
+    for _, chunk in batch.chunks(size, randomness):
         each, others = batched(*chunk)
         sums = [one.sum(0) for one in each]
         totals = tree.add(totals, sums) if totals else sums
@@ -219,13 +217,13 @@ def _read_tasks(tasks: PyTree, in_dims: PyTree) -> Batch:
             continue
         if type(dim) is not int:
             raise errors.OptionError(message("in_dims", "ints and None", repr(dim), "in_dims=0"))
-        where = pytree.path(spec, index, "tasks")
+        where = partial(pytree.path, spec, index, "tasks")
         if not -part.dim() <= dim < part.dim():
             expected = f"a tensor with the task dimension {dim!r}"
             fix = "give in_dims, with None for tensors that all tasks share"
-            raise errors.OptionError(message(where, expected, describe(part), fix))
-        _vmap_or_loop.require_dense(part, partial(pytree.path, spec, index, "tasks"))
-        sizes.setdefault(part.shape[dim], where)
+            raise errors.OptionError(message(where(), expected, describe(part), fix))
+        _vmap_or_loop.require_dense(part, where)
+        sizes.setdefault(part.shape[dim], where())
     if len(sizes) != 1 or 0 in sizes:
         expected = "tensors with one number of tasks, at least one"
         got = " and ".join(f"{size} in {where}" for size, where in sizes.items())

@@ -15,6 +15,7 @@ from gradkit._compat.transforms import differentiated, in_jvp, is_dual, transfor
 from gradkit._core import pytree
 from gradkit._core.call import check_bool, check_function, is_positive_int
 from gradkit._core.ownership import leave_inference_mode, without_inference
+from gradkit._core.params import Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import describe, message
@@ -29,7 +30,7 @@ from gradkit.meta._inner_step import (
     run_recomputed,
     takes_outer_and_state,
 )
-from gradkit.meta._optimizer import Optimizer, State, Tensors
+from gradkit.meta._optimizer import Optimizer, State
 
 Memory: TypeAlias = Literal["store", "recompute"] | int
 Run: TypeAlias = Callable[[Carry, StepInputs], StepOutputs]
@@ -220,7 +221,7 @@ def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
     return data
 
 
-def _refuse_graphs(tensors: list[Tensor]) -> None:
+def _refuse_graphs(tensors: Tensors) -> None:
     """Raise if the steps would be cut from the graph of a tensor."""
     if not transforms() and any(map(is_dual, tensors)):
         expected = "ordinary tensors, or those of torch.func.jvp"
@@ -269,7 +270,7 @@ def _loop(
     run: Run, carry: Carry, inputs: StepInputs, size: int, *, trajectory: bool
 ) -> StepOutputs:
     """Run all steps, some at a time."""
-    losses: list[Tensor] = []
+    losses: Tensors = []
     aux: list[PyTree] = []
     after_each: list[Tensors] = []
     for begin in range(0, len(inputs.batches), size):
