@@ -162,12 +162,10 @@ def _minimize(solver: Callable[..., PyTree], params: Params, outer: PyTree) -> T
         constant = [i for i, copy in enumerate(copies) if not copy.requires_grad]
         is_detached = isinstance(error, errors.DetachedLossError | errors.UnreachedParamError)
         if constant and (is_detached or "does not require grad" in str(error)):
-            expected = (
-                "a tensor that requires grad, as the solver differentiates with respect to it"
-            )
+            expected = "a tensor that requires grad, as the solver differentiates with respect to "
             fix = "find(tensor.requires_grad_(), outer); or in the solver, x = x.detach()"
             fix += ".requires_grad_()"
-            text = message(params.path(constant[0]), expected, "one that does not", fix)
+            text = message(params.path(constant[0]), f"{expected}it", "one that does not", fix)
             raise errors.UnsupportedGraphError(text) from error
         raise
     leaves = pytree.flatten_up_to(params.spec, "params", solved, root)

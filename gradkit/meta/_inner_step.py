@@ -65,10 +65,8 @@ def read_loss(returned: PyTree, fn: str, *, has_aux: bool = False) -> tuple[Tens
     losses, aux = read_returned(returned, has_aux=has_aux, scalar=True, where=fn, loss="loss")
     if len(losses.leaves) != 1:
         got = f"{len(losses.leaves)} losses"
-        fix = (
-            "return their sum; or if this is (loss, aux), return the loss alone, or pass "
-            "has_aux=True to a call that takes it"
-        )
+        fix = "return their sum; or if this is (loss, aux), return the loss alone, or pass "
+        fix += "has_aux=True to a call that takes it"
         raise errors.NotScalarLossError(message(fn, "one loss", got, fix))
     return losses.leaves[0].reshape(()), aux
 
@@ -84,11 +82,8 @@ def read_loss_and_buffers(
     return read_loss((loss, None), "loss_fn", has_aux=True)[0], (after, aux[0] if aux else None)
 
 
-def takes_outer_and_state(grad_transform: Callable[..., PyTree] | None) -> bool:
+def takes_outer_and_state(fn: object) -> bool:
     """Return whether a `grad_transform` takes three arguments, as a learned optimizer does."""
-    fn = grad_transform
-    if fn is None:
-        return False
     fits = [count for count in (1, 3) if callable(fn) and _takes(fn, count)]
     if len(fits) != 1:
         got = f"one that takes {inspect.signature(fn)}" if callable(fn) else describe(fn)
@@ -109,22 +104,21 @@ def _takes(fn: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def refuse_captured(
-    where: str, below: Subgraph, inputs: Iterable[Tensor], made: Callable[[Tensor], bool]
-) -> None:
+IsMade: TypeAlias = Callable[[Tensor], bool]  # whether an operator of the run has made a tensor
+
+
+def refuse_captured(where: str, below: Subgraph, inputs: Iterable[Tensor], made: IsMade) -> None:
     """Raise if a graph ends at a leaf that is no input, and that outlives the run."""
     # A leaf that an operator of the run has made, and that nothing but the graph refers to now.
-    ids, alone = set(map(id, inputs)), _references_of_lone_leaf()
-    references = _references(below)
+    ids, alone, references = set(map(id, inputs)), _references_of_lone_leaf(), _references(below)
     if any(
         leaf.requires_grad and key not in ids and not (made(leaf) and references[key] <= alone)
         for key, leaf in below.leaves.items()
     ):
         expected, fix = _ADVICE[where]
         got = "one that uses a tensor from outside that requires grad: its gradient would be lost"
-        fix += (
-            "; if it makes the tensor itself, by x.detach().requires_grad_(), not nn.Parameter(x)"
-        )
+        fix += "; if it makes the tensor itself, by x.detach().requires_grad_(), not "
+        fix += "nn.Parameter(x)"
         raise errors.UnsupportedGraphError(message(where, expected, got, fix))
 
 
@@ -220,8 +214,8 @@ class InnerStep:
         if transforms():
             out = self._functional(loss_fn, carry.tensors, create_graph)
         else:
-            constants = partial(pytree.tensors, (inputs.outer, batch, buffers))
-            out = self._eager(loss_fn, carry.tensors, constants, create_graph)
+            given = inputs.outer, batch, buffers
+            out = self._eager(loss_fn, carry.tensors, given, create_graph)
         loss, grads, aux = out
         if self.has_buffers:
             buffers, aux = aux
@@ -252,11 +246,7 @@ class InnerStep:
         return params.per_variable(movable)
 
     def _eager(
-        self,
-        loss_fn: LossOfParams,
-        tensors: Tensors,
-        constants: Callable[[], Tensors],
-        create_graph: bool,
+        self, loss_fn: LossOfParams, tensors: Tensors, given: PyTree, create_graph: bool
     ) -> InnerGrads:
         twice = create_graph and not self.first_order  # whether the gradients get a graph, too
         with torch.enable_grad(), INSIDE:
@@ -277,7 +267,8 @@ class InnerStep:
                 one = InnerPass("the inner loss", self.params.path, variables, below)
                 made = None if twice or self.first_order else what_first_run_made()
                 if made is not None and runs_user_code(below, hooks):
-                    grads = _first_pass_of_two(one, loss, [*variables, *constants()], made)
+                    inputs = [*variables, *pytree.tensors(given)]
+                    grads = _first_pass_of_two(one, loss, inputs, made)
                 else:
                     with recording_writes():
                         grads = one.guarded(run, create_graph=twice)
@@ -290,16 +281,14 @@ class InnerStep:
             raise errors.UnreachedParamError(message("the inner loss", expected, got, fix))
         return loss, grads, aux
 
-    def _functional(
-        self, loss_fn: LossOfParams, tensors: Tensors, create_graph: bool
-    ) -> InnerGrads:
+    def _functional(self, fn: LossOfParams, tensors: Tensors, create_graph: bool) -> InnerGrads:
         def run(losses: Losses, passes: LevelPasses) -> list[Grads]:
             variables = passes.variables
             return [passes.grads(losses.leaves, [None], variables, retain=create_graph)]
 
         arguments = self.params.at((self.params.tree(tensors),))
         option = None if create_graph else False
-        out = differentiate(loss_fn, arguments, {}, run, has_aux=True, create_graph=option)
+        out = differentiate(fn, arguments, {}, run, has_aux=True, create_graph=option)
         grads = out.grads[0]
         if self.first_order:
             grads = [grad if grad is None else grad.detach() for grad in grads]
@@ -308,9 +297,7 @@ class InnerStep:
         return out.values[0], grads, out.aux
 
 
-def _first_pass_of_two(
-    one: InnerPass, loss: Tensor, inputs: Tensors, made: Callable[[Tensor], bool]
-) -> Grads:
+def _first_pass_of_two(one: InnerPass, loss: Tensor, inputs: Tensors, made: IsMade) -> Grads:
     """Return constant gradients; raise if their graph, which the second run makes, ends outside."""
     run = partial(inner_grads, [loss], one.variables, create_graph=True)
     with recording_writes():
@@ -378,9 +365,7 @@ class _Segment:
         pairs = zip(values, outputs, strict=True)
         return values, [value for value, x in pairs if id(x) in self.constants]
 
-    def grads(
-        self, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None], needed: Sequence[bool]
-    ) -> Grads:
+    def grads(self, tensors: Tensors, cotangents: Sequence[Any], needed: Sequence[bool]) -> Grads:
         """Run the steps a second time, and a backward pass through them."""
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad(), self.state.second_run() as run:

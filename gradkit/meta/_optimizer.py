@@ -22,6 +22,8 @@ from gradkit.errors import describe, message
 
 # A hyper-parameter for a list of tensors: one number for all, or a number or tensor for each.
 Factor: TypeAlias = float | list[float | Tensor]
+Settings: TypeAlias = Mapping[str, Any]  # hyper-parameters by name
+Leaves: TypeAlias = Sequence[Any]  # of a tree of params: tensors and None
 
 
 def per_tensor(factor: Factor, count: int) -> Sequence[float | Tensor]:
@@ -93,15 +95,11 @@ def is_zero(factor: Factor) -> bool:
     return not isinstance(factor, list) and factor == 0
 
 
-def ascent_as_descent(grads: Tensors, hyper: Mapping[str, Any]) -> Tensors:
-    """Return the gradients, negated with `maximize`."""
-    return scale(grads, -1.0) if hyper["maximize"] else grads
-
-
-def with_weight_decay(params: Tensors, grads: Tensors, hyper: Mapping[str, Any]) -> Tensors:
-    """Return the gradients to descend, with the weight decay added."""
-    grads, decay = ascent_as_descent(grads, hyper), hyper["weight_decay"]
-    return grads if is_zero(decay) else add(grads, params, decay)
+def to_descend(params: Tensors, grads: Tensors, hyper: Settings, *, decay: bool = True) -> Tensors:
+    """Return the gradients, negated with `maximize`, and with `decay` that of the weights added."""
+    grads = scale(grads, -1.0) if hyper["maximize"] else grads
+    is_added = decay and not is_zero(hyper["weight_decay"])
+    return add(grads, params, hyper["weight_decay"]) if is_added else grads
 
 
 def descend(params: Tensors, direction: Tensors, lr: Factor) -> Tensors:
@@ -114,7 +112,6 @@ Hyper: TypeAlias = Any
 State: TypeAlias = dict[str, PyTree]
 # The state of a list of tensors: by name of the entry, a value for each tensor.
 StateLists: TypeAlias = dict[str, list[Any]]
-Settings: TypeAlias = Mapping[str, Any]  # hyper-parameters by name
 Updated: TypeAlias = tuple[Tensors, StateLists]  # the new tensors and their new state
 UpdateRule: TypeAlias = Callable[[Tensors, Tensors, StateLists, Settings], Updated]
 
@@ -161,7 +158,7 @@ class Optimizer:
         """
         leaves, spec = expand_params(params, "params")
         for index, leaf in enumerate(leaves):
-            if leaf is not None and not isinstance(leaf, Tensor):
+            if not isinstance(leaf, Tensor | None):
                 where, fix = pytree.path(spec, index, "params"), "pass a tree of tensors"
                 raise errors.LeafTypeError(message(where, "a tensor or None", describe(leaf), fix))
         return _to_trees(spec, initial_state(self, leaves))
@@ -209,7 +206,7 @@ def _to_trees(spec: Structure, state_lists: StateLists) -> State:
     return {name: pytree.unflatten(spec, column) for name, column in state_lists.items()}
 
 
-def initial_state(opt: Optimizer, leaves: Sequence[Any]) -> StateLists:
+def initial_state(opt: Optimizer, leaves: Leaves) -> StateLists:
     """Return the state before the first step of a list of tensors and None."""
     return {
         name: [None if leaf is None else start(leaf) for leaf in leaves]
@@ -217,7 +214,7 @@ def initial_state(opt: Optimizer, leaves: Sequence[Any]) -> StateLists:
     }
 
 
-def read_state(opt: Optimizer, state: object, leaves: Sequence[Any], spec: Structure) -> StateLists:
+def read_state(opt: Optimizer, state: object, leaves: Leaves, spec: Structure) -> StateLists:
     """Open and check a state."""
     if not isinstance(state, Mapping) or set(state) != set(opt.entries):
         expected = f"a state of {opt.name}, with {', '.join(opt.entries) or 'no entries'}"
@@ -232,9 +229,7 @@ def read_state(opt: Optimizer, state: object, leaves: Sequence[Any], spec: Struc
     return columns
 
 
-def _check_entries(
-    opt: Optimizer, columns: StateLists, leaves: Sequence[Any], spec: Structure
-) -> None:
+def _check_entries(opt: Optimizer, columns: StateLists, leaves: Leaves, spec: Structure) -> None:
     """Raise for an entry that is no count, and no tensor of its leaf's shape."""
     for name, column in columns.items():
         is_count, is_optional = name == "step", opt.entries[name] is not torch.zeros_like
@@ -256,11 +251,7 @@ _FLAGS = ("nesterov", "maximize", "amsgrad", "centered")
 
 
 def read_settings(
-    opt: Optimizer,
-    hyper: Mapping[str, Hyper],
-    leaves: Sequence[Any],
-    spec: Structure,
-    moving: Sequence[int],
+    opt: Optimizer, hyper: Settings, leaves: Leaves, spec: Structure, moving: Sequence[int]
 ) -> dict[str, Any]:
     """Open and check hyper-parameters: those that are trees become lists like `leaves`."""
     settings = dict(hyper)
@@ -275,7 +266,7 @@ def read_settings(
 
 
 def _read_hyperparam(
-    name: str, value: Hyper, leaves: Sequence[Any], spec: Structure, moving: Collection[int]
+    name: str, value: Hyper, leaves: Leaves, spec: Structure, moving: Collection[int]
 ) -> Any:
     """Return a number, or a list with a number or a tensor for each leaf; of `betas`, a pair."""
     if name == "betas":
@@ -308,7 +299,7 @@ def _read_hyperparam(
     return values
 
 
-def _check_ranges(hyper: Mapping[str, Hyper]) -> None:
+def _check_ranges(hyper: Settings) -> None:
     """Raise for a number that torch.optim refuses; the value of a tensor is not read."""
     for name, value in hyper.items():
         for number in pytree.flatten(value)[0] if name != "dampening" else ():
@@ -329,11 +320,7 @@ def require_optimizer(opt: object) -> None:
 
 
 def update(
-    opt: Optimizer,
-    tensors: Sequence[Any],
-    grads: Sequence[Tensor | None],
-    state: StateLists,
-    settings: Settings,
+    opt: Optimizer, tensors: Leaves, grads: Leaves, state: StateLists, settings: Settings
 ) -> Updated:
     """Return tensors and state after one step; without a gradient they stay as they are."""
     moving = [index for index, grad in enumerate(grads) if grad is not None]
@@ -342,12 +329,8 @@ def update(
         return after, state
     old, of_moving = select(after, moving), select(list(grads), moving)
     columns = {name: select(column, moving) for name, column in after_state.items()}
-    new, entries = opt.rule(
-        old,
-        list(map(_as_dtype, of_moving, old)),
-        columns,
-        {name: as_factor(select(value, moving)) for name, value in settings.items()},
-    )
+    factors = {name: as_factor(select(value, moving)) for name, value in settings.items()}
+    new, entries = opt.rule(old, list(map(_as_dtype, of_moving, old)), columns, factors)
     given = list(zip(of_moving, *columns.values(), strict=True))
     for i, index in enumerate(moving):
         after[index] = _as_dtype(new[i], old[i])
@@ -370,7 +353,7 @@ def _not_given(entry: Any, given: Sequence[Any]) -> Any:
     return entry
 
 
-def check_grads(leaves: Sequence[Any], grads: Sequence[Any], spec: Structure, root: str) -> None:
+def check_grads(leaves: Leaves, grads: Leaves, spec: Structure, root: str) -> None:
     """Raise if a gradient does not fit its parameter."""
     for index, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
         if grad is None:
@@ -404,10 +387,8 @@ def select(value: Any, indices: Sequence[int]) -> Any:
 
 def as_factor(value: Any) -> Any:
     """Return a setting with its tensors of one element 0-dim: they broadcast to any leaf."""
-    if isinstance(value, tuple):
-        return tuple(map(as_factor, value))
-    if isinstance(value, list):
-        return list(map(as_factor, value))
+    if isinstance(value, tuple | list):
+        return type(value)(map(as_factor, value))
     return value.reshape(()) if isinstance(value, Tensor) and value.numel() == 1 else value
 
 

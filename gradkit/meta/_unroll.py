@@ -143,11 +143,11 @@ def unroll(
     if not (is_named or is_positive_int(memory)):
         expected = "'store', 'recompute' or a positive int"
         raise errors.OptionError(message("memory", expected, repr(memory), "memory='store'"))
-    flags = {"first_order": first_order, "trajectory": trajectory, "has_aux": has_aux}
-    for name, flag in flags.items():
-        check_bool(name, flag)
+    check_bool("first_order", first_order)
+    check_bool("trajectory", trajectory)
+    check_bool("has_aux", has_aux)
     _optimizer.require_optimizer(opt)
-    is_learned = takes_outer_and_state(grad_transform)
+    is_learned = grad_transform is not None and takes_outer_and_state(grad_transform)
     has_buffers = buffers is not None
     enabled = torch.is_grad_enabled()
     create_graph = (enabled or in_jvp()) and (is_learned or not first_order)
@@ -173,10 +173,9 @@ def unroll(
         settings = _optimizer.read_settings(opt, hyper, movable, inner.spec, first)
         settings = {name: _optimizer.select(value, first) for name, value in settings.items()}
         inputs = StepInputs(outer, settings, data)
-        options = {"create_graph": create_graph, "trajectory": trajectory}
-        run, size = _segments(step, memory, **options)
+        run, size = _segments(step, memory, create_graph, trajectory)
         try:
-            carry, losses, aux, between = _loop(run, carry, inputs, size, trajectory=trajectory)
+            carry, losses, aux, between = _loop(run, carry, inputs, size, trajectory)
         except Exception as error:
             of_buffers = [buffers] if has_buffers else []
             args = [inner.tree(inner.variables), *of_buffers, outer, batches]
@@ -232,31 +231,29 @@ def _refuse_graphs(tensors: Tensors) -> None:
     if batched_only and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         got = "a vmap around tensors that require grad, whose gradient would be taken outside"
         fix = "gradkit.meta.mean_value_and_grads(meta_loss, params, tasks); or torch.no_grad()"
-        text = message("unroll", "a derivative inside the vmap", got, fix)
-        raise errors.UnsupportedGraphError(text)
+        expected = "a derivative inside the vmap"
+        raise errors.UnsupportedGraphError(message("unroll", expected, got, fix))
 
 
 def _segments(
-    step: InnerStep, memory: Memory, *, create_graph: bool, trajectory: bool
+    step: InnerStep, memory: Memory, create_graph: bool, trajectory: bool
 ) -> tuple[Run, int]:
     """Return a function that runs some steps, and how many it is to run at a time."""
     # Inside torch.func a tensor from outside cannot be seen, nor memory that is written put back.
     if not create_graph or memory == "store" or transforms():
-        return partial(_stored, step, create_graph=create_graph), 1
+        return partial(_stored, step, create_graph), 1
     if memory == "recompute":
         return partial(run_recomputed, step), 1
 
     def nested(carry: Carry, inputs: StepInputs, *, create_graph: bool) -> StepOutputs:
         # To differentiate a segment, each step is recomputed once more.
         run = partial(run_recomputed, step) if create_graph else partial(step, create_graph=False)
-        return _loop(run, carry, inputs, 1, trajectory=trajectory)
+        return _loop(run, carry, inputs, 1, trajectory)
 
     return partial(run_recomputed, nested), int(memory)
 
 
-def _stored(
-    step: InnerStep, carry: Carry, inputs: StepInputs, *, create_graph: bool
-) -> StepOutputs:
+def _stored(step: InnerStep, create_graph: bool, carry: Carry, inputs: StepInputs) -> StepOutputs:
     carry, losses, aux, between = step(carry, inputs, create_graph=create_graph)
     aux = pytree.map_tensors(Tensor.detach, aux) if step.has_aux else aux
     if not create_graph:
@@ -266,9 +263,7 @@ def _stored(
     return StepOutputs(carry, losses, aux, between)
 
 
-def _loop(
-    run: Run, carry: Carry, inputs: StepInputs, size: int, *, trajectory: bool
-) -> StepOutputs:
+def _loop(run: Run, carry: Carry, inputs: StepInputs, size: int, trajectory: bool) -> StepOutputs:
     """Run all steps, some at a time."""
     losses: Tensors = []
     aux: list[PyTree] = []
