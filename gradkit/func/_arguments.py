@@ -91,19 +91,15 @@ class Arguments(Params):
         result = _owned(grads, self.variables, leading)
         for index in unreached if self.unused == "zeros" else ():
             result[index] = zeros_for(self.variables[index], leading)
-        return self.to_tree(self._with_graphs(result, losses, refused), leading)
-
-    def _with_graphs(self, grads: Grads, losses: Sequence[Tensor], refused: str | None) -> Grads:
-        if torch.compiler.is_compiling():
-            return grads
-        if not any(map(carries_graph, losses)):
-            has_any = any(grad is not None and grad.requires_grad for grad in grads)
-            return list(map(without_ended_graph, grads)) if has_any else grads
-        if refused is not None:
-            return with_refused_derivatives(grads, losses, refused)
-        if not transforms() and all(grad is None or grad.requires_grad for grad in grads):
-            return grads
-        return with_zero_derivatives(grads, [*losses, *pytree.tensors(self.args)])
+        if not torch.compiler.is_compiling():
+            recorded = [grad.requires_grad for grad in result if grad is not None]
+            if not any(map(carries_graph, losses)):
+                result = list(map(without_ended_graph, result)) if any(recorded) else result
+            elif refused is not None:
+                result = with_refused_derivatives(result, losses, refused)
+            elif transforms() or not all(recorded):
+                result = with_zero_derivatives(result, [*losses, *pytree.tensors(self.args)])
+        return self.to_tree(result, leading)
 
     def refuse_layouts(self, allowed: set[torch.layout], expected: str, fix: str) -> None:
         """Raise if a variable has none of these layouts."""
@@ -209,9 +205,9 @@ def check_options(
     """Raise if what all functions of functions take is no function, or has no such value."""
     options.check_function(fn)
     _check_argnums(argnums)
-    options.check_bool("has_aux", has_aux)
+    options.check_option("has_aux", has_aux, (False, True))
     options.check_option("unused", unused, options.UNUSED)
-    options.check_optional_bool("create_graph", create_graph)
+    options.check_option("create_graph", create_graph, (None, False, True))
 
 
 def _owned(grads: Grads, variables: Sequence[Tensor], leading: tuple[int, ...]) -> Grads:

@@ -80,8 +80,7 @@ def value_and_grads(
         NotScalarLossError: A loss has not exactly one element.
         OptionError: An option has no such value.
         StructureError: `weights` or what `fn` returned does not fit.
-        UnreachedParamError: There is nothing to differentiate; or a tensor that no loss reaches,
-            with `unused="error"`.
+        UnreachedParamError: Nothing to differentiate; or an unreached tensor, with `unused="error"`.
         UnsupportedGraphError: torch.func cannot enter what `fn` does, or gets it silently wrong.
 
     Source:
@@ -113,8 +112,7 @@ def per_loss_grads(
 ) -> Callable[..., Any]:
     """Return a function that gives the gradients of every loss of `fn` separately.
 
-    What `gradkit.per_loss_grads` does for losses that exist: an inf or NaN in one loss reaches no
-    other's gradients.
+    What `gradkit.per_loss_grads` does for losses that exist: an inf or NaN stays in its own loss.
 
     Example:
         >>> import torch, gradkit

@@ -242,16 +242,16 @@ class ReadOnly(TorchFunctionMode):
             fix = "compute a new tensor from the parameter, or write outside of the module"
             raise UnsupportedGraphError(message("module", _READS_ONLY, got, fix))
         result = func(*args, **(kwargs or {}))
-        if self._replaced and self._reads_replaced(args, kwargs) and pytree.tensors(result):
+        if not self._replaced:
+            return result
+        given = (*args, *kwargs.values()) if kwargs else args
+        lists = chain.from_iterable(x for x in given if isinstance(x, list | tuple))
+        reads_own = not self._replaced.isdisjoint(map(id, chain(given, lists)))
+        if reads_own and pytree.tensors(result):
             got = f"one that reads its own in {name}, held in a list or a closure, and not by name"
             fix = "read them as attributes: self.layer.weight; or use a torch.nn.ParameterList"
             raise UnsupportedGraphError(message("module", _READS_GIVEN, got, fix))
         return result
-
-    def _reads_replaced(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-        given = (*args, *kwargs.values()) if kwargs else args
-        lists = chain.from_iterable(x for x in given if isinstance(x, list | tuple))
-        return not self._replaced.isdisjoint(map(id, chain(given, lists)))
 
     def _is_protected(self, tensor: Tensor) -> bool:
         if id(tensor) in self._ids or transforms():  # a transform's tensors show no memory

@@ -217,8 +217,7 @@ def linearize(
 ) -> tuple[PyTree, Callable[..., PyTree]]:
     """Return a function's outputs, and a function that multiplies by its Jacobian there.
 
-    `fn` runs once, and each product takes a backward pass through the graph that is kept. For one
-    direction take `jvp`.
+    `fn` runs once, and each product is a backward pass through its graph; for one, take `jvp`.
 
     Example:
         >>> import torch, gradkit

@@ -216,8 +216,7 @@ def staged_value_and_grads(
         one such tree for each; what is no tensor in it is passed whole.
 
     Raises:
-        StructureError: The batch has no tensors with one first dimension, or an output of `encode`
-            has no dimension.
+        StructureError: Tensors of the batch, or outputs of `encode`, without one first dimension.
         UnsupportedGraphError: It is called inside a transform or under torch.compile; or a chunk
             gave another result when it was encoded again.
         GradkitError: As in `value_and_grads`.

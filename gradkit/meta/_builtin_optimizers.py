@@ -48,8 +48,7 @@ def sgd(
         maximize: Ascend instead of descend.
 
     Returns:
-        An `Optimizer` whose values are those of `torch.optim.SGD`. Its state has `"step"`, too, how
-        many steps each leaf has taken.
+        An `Optimizer` with the values of `torch.optim.SGD`; its `"step"` counts those of each leaf.
 
     Raises:
         OptionError: There is no such hyper-parameter, a number is negative (`dampening` may be), or

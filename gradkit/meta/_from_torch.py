@@ -68,8 +68,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **hyper: Any) -> Optimize
             dict or a list is a tree like params, with a number or a tensor for each leaf.
 
     Returns:
-        An `Optimizer` with the values of the class. The derivative of a square root at 0 is taken
-        as 0.
+        An `Optimizer` with the values of the class; the derivative of sqrt at 0 is taken as 0.
 
     Raises:
         OptionError: The class has no such argument, or refuses a number.

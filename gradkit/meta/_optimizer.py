@@ -170,8 +170,7 @@ class Optimizer:
 
         Args:
             params: A tree of tensors; a module stands for its named parameters.
-            grads: A tree like it of tensors of the same shapes, or None: that leaf is skipped, as
-                torch's optimizers do.
+            grads: A tree like it of tensors of the same shapes; or None, which skips the leaf.
             state: What `init` or the last step returned.
             hyper: Hyper-parameters for this step, in place of those that the optimizer has.
                 `amsgrad` and `centered` cannot be switched on: `init` has made no entry for them.
@@ -183,8 +182,7 @@ class Optimizer:
         Raises:
             LeafTypeError: A leaf of params or grads is not a floating-point tensor, or is complex
                 where params are real; or a hyper-parameter is not a number or a tensor.
-            OptionError: A hyper-parameter is unknown, out of range, or not what the state was made
-                for.
+            OptionError: A hyper-parameter is unknown, out of range, or does not fit the state.
             StructureError: The trees, or the shapes in them, do not match.
         """
         check_names(self.name, hyper, self.hyper, "opt.step(params, grads, state, lr=lr)")
@@ -271,8 +269,8 @@ def _read_hyperparam(
     """Return a number, or a list with a number or a tensor for each leaf; of `betas`, a pair."""
     if name == "betas":
         if not isinstance(value, tuple | list) or len(value) != 2:
-            text = message("betas", "a pair", describe(value), "betas=(0.9, 0.999)")
-            raise errors.OptionError(text)
+            got, fix = describe(value), "betas=(0.9, 0.999)"
+            raise errors.OptionError(message("betas", "a pair", got, fix))
         named = zip(("betas[0]", "betas[1]"), value, strict=True)
         return tuple(_read_hyperparam(one, beta, leaves, spec, moving) for one, beta in named)
     if is_number(value):

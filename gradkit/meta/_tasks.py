@@ -67,8 +67,7 @@ def mean_value_and_grads(
             usually an `unroll` and the loss on other data of the task.
         params: The meta-learned parameters, as in `unroll`.
         tasks: A tree of tensors, the tasks stacked.
-        in_dims: The dimension of the tasks: an int, or a prefix tree of `tasks`, with None for
-            tensors that all tasks share.
+        in_dims: The dimension of the tasks: an int, or a prefix tree, None for what all share.
         tasks_at_once: The number of tasks in memory at a time; None is all. It changes the result
             by rounding only, but for what is drawn at random.
         has_aux: Whether `meta_loss_fn` returns `(loss, aux)`.
@@ -85,10 +84,8 @@ def mean_value_and_grads(
     Raises:
         CollectiveError: With `group`: a rank has failed, is missing, or is too late.
         OptionError: An option has no such value.
-        StructureError: `in_dims` is no prefix of the tasks, or their sizes differ; or params differ
-            between ranks.
-        UnsupportedGraphError: The meta-loss writes on parts of a tensor from outside; or `group`
-            inside a transform.
+        StructureError: `in_dims` is no prefix of the tasks; or sizes, or params of ranks, differ.
+        UnsupportedGraphError: A write on a part of a tensor from outside; `group` in a transform.
         GradkitError: As in `gradkit.func.value_and_grads`.
 
     Source:

@@ -78,8 +78,7 @@ def unroll(
     """Return the parameters after some steps of an optimizer, differentiable through the steps.
 
     Gradients flow to `params`, to `outer`, to the hyper-parameters of `opt`, to `state`, to
-    `buffers` and to the batches. If the call raises, the buffers of modules that `loss_fn` refers
-    to are as before.
+    `buffers` and to the batches. After an error, buffers of modules in `loss_fn` are as before.
 
     Example:
         >>> import torch, gradkit
