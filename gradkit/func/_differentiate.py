@@ -22,14 +22,8 @@ from gradkit import errors
 from gradkit._autograd import engine
 from gradkit._autograd.passes import InnerPass
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
-from gradkit._compat.transforms import (
-    TensorLists,
-    detach_keep_tangent,
-    differentiated,
-    level_of,
-    recording_levels,
-    run_in_level,
-)
+from gradkit._compat import transforms as torch_func
+from gradkit._compat.transforms import TensorLists, differentiated, level_of, recording_levels
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import pytree
 from gradkit._core.call import Losses, read_losses, read_weights
@@ -215,7 +209,7 @@ def differentiate(
         outside.extend((losses.spec, put_aux_back, passes.refused))
         return [losses.leaves, tensors_of_aux, *grads]
 
-    enter = _trace_level if torch.compiler.is_compiling() else run_in_level
+    enter = _trace_level if torch.compiler.is_compiling() else torch_func.run_in_level
     with leave_inference_mode(record=True), enabled, INSIDE:
         point = cut(arguments.variables)
         values, tensors_of_aux, *grads = named_errors(lambda: enter(inside, point))
@@ -252,7 +246,7 @@ def detached(tensors: Iterable[Tensor]) -> Tensors:
 
 def detached_but_tangents(tensors: Iterable[Tensor]) -> Tensors:
     """Return tensors without a graph, with the tangents that forward mode around them gives."""
-    detach = Tensor.detach if torch.compiler.is_compiling() else detach_keep_tangent
+    detach = Tensor.detach if torch.compiler.is_compiling() else torch_func.detach_keep_tangent
     return list(map(detach, tensors))
 
 

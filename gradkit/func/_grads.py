@@ -80,7 +80,7 @@ def value_and_grads(
         NotScalarLossError: A loss has not exactly one element.
         OptionError: An option has no such value.
         StructureError: `weights` or what `fn` returned does not fit.
-        UnreachedParamError: Nothing to differentiate; or an unreached tensor, with `unused="error"`.
+        UnreachedParamError: No variable; or, with `unused="error"`, one that no loss reaches.
         UnsupportedGraphError: torch.func cannot enter what `fn` does, or gets it silently wrong.
 
     Source:

@@ -29,12 +29,6 @@ from gradkit._torch_bugs.monitor import OpMonitor
 from gradkit.errors import describe, message, warn_fallback
 from gradkit.func import _differentiate as levels
 from gradkit.func._arguments import Arguments, check_options, copied, read_arguments
-from gradkit.func._differentiate import (
-    LevelPasses,
-    differentiate,
-    gradient_of_the_sum,
-    read_returned,
-)
 from gradkit.func._errors import ZERO_TENSOR, named_errors
 from gradkit.func._grads import value_and_grads
 
@@ -328,8 +322,8 @@ def hvp(
 
     def grads_at(*tensors: Tensor) -> tuple[tuple[Tensor, ...], Tensors]:
         here = arguments.at(arguments.args_with(tensors))
-        run = partial(gradient_of_the_sum, may_be_aux=True)
-        result = differentiate(fn, here, {}, run, has_aux=False, create_graph=None)
+        run = partial(levels.gradient_of_the_sum, may_be_aux=True)
+        result = levels.differentiate(fn, here, {}, run, has_aux=False, create_graph=None)
         refused[:] = [result.refused]
         pairs = zip(result.grads[0], here.variables, strict=True)
         return tuple(torch.zeros_like(x) if g is None else g for g, x in pairs), result.values
@@ -397,17 +391,17 @@ class _FunctionRun:
         with self.monitor.noting():
             returned = self.fn(*self.arguments.args_with(tensors))
         self.has_user_code = count() > made
-        self.outputs, aux = read_returned(returned, has_aux=self.has_aux, scalar=False)
+        self.outputs, aux = levels.read_returned(returned, has_aux=self.has_aux, scalar=False)
         self.variables = list(tensors)
         if self.transposed and not is_traced:
             self.passes(None, level_of(tensors[0])).refuse_unreached(self.outputs)
         tensors_of_aux, self.put_aux_back = levels.partition_aux(aux)
         return tuple(self.outputs.leaves), tensors_of_aux
 
-    def passes(self, create_graph: bool | None, level: int | None) -> LevelPasses:
+    def passes(self, create_graph: bool | None, level: int | None) -> levels.LevelPasses:
         """Return what runs passes from the outputs; level -1 is one that has ended."""
         facts = create_graph, differentiated(), torch.is_grad_enabled(), self.variables, level
-        return LevelPasses(self.monitor, self.arguments.path, *facts, self.has_user_code)
+        return levels.LevelPasses(self.monitor, self.arguments.path, *facts, self.has_user_code)
 
     def pulled(
         self,

@@ -19,7 +19,6 @@ from gradkit._compat.transforms import layers, transforms
 from gradkit._compat.undoing import INSIDE
 from gradkit._core import call as options
 from gradkit._core import pytree
-from gradkit._core.call import read_losses
 from gradkit._core.graph import Subgraph
 from gradkit._core.leaf_arithmetic import add_leaves
 from gradkit._core.ownership import leave_inference_mode
@@ -136,7 +135,7 @@ class _EncoderStage:
             with recording_writes():
                 returned = self._encode(*self._arguments.args_with(variables), chunk)
             recomputations.refuse(returned, before)
-        outputs = read_losses(returned, scalar=False, returned=True)
+        outputs = options.read_losses(returned, scalar=False, returned=True)
         below = Subgraph(outputs.leaves)
         captured = {id(x): x for x in below.leaves.values() if x.requires_grad}
         for variable in variables:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer as TorchOptimizer
 from torch.overrides import TorchFunctionMode
 
 from gradkit import errors
-from gradkit._compat import transforms as levels
+from gradkit._compat import transforms as torch_func
 from gradkit._compat.dynamo import leave_uncompiled
 from gradkit._compat.transforms import is_differentiated_tensor, is_dual, transforms
 from gradkit._compat.undoing import INSIDE
@@ -118,9 +118,9 @@ class _TorchRule:
         name = self.optimizer.__name__
         _check_hyper(name, hyper)
         tensors = pytree.tensors((params, grads, state, dict(hyper)))
-        create_graph = levels.in_jvp() or (not transforms() and any(map(is_dual, tensors)))
+        create_graph = torch_func.in_jvp() or (not transforms() and any(map(is_dual, tensors)))
         if not create_graph and torch.is_grad_enabled():
-            create_graph = levels.differentiated() or any(x.requires_grad for x in tensors)
+            create_graph = torch_func.differentiated() or any(x.requires_grad for x in tensors)
         # A subclass of SGD has torch's first momentum step, which drops its gradient [T4].
         is_sgd = issubclass(self.optimizer, torch.optim.SGD)
         if create_graph and (is_sgd or "differentiable" not in self.arguments):

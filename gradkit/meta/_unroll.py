@@ -19,17 +19,9 @@ from gradkit._core.params import Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._state.snapshot import put_back_on_error
 from gradkit.errors import describe, message
+from gradkit.meta import _inner_step as steps
 from gradkit.meta import _optimizer
-from gradkit.meta._inner_step import (
-    Carry,
-    InnerStep,
-    StepInputs,
-    StepOutputs,
-    raised_where_it_would_take,
-    read_inner_params,
-    run_recomputed,
-    takes_outer_and_state,
-)
+from gradkit.meta._inner_step import Carry, InnerStep, StepInputs, StepOutputs
 from gradkit.meta._optimizer import Optimizer, State
 
 Memory: TypeAlias = Literal["store", "recompute"] | int
@@ -146,7 +138,7 @@ def unroll(
     check_bool("trajectory", trajectory)
     check_bool("has_aux", has_aux)
     _optimizer.require_optimizer(opt)
-    is_learned = grad_transform is not None and takes_outer_and_state(grad_transform)
+    is_learned = grad_transform is not None and steps.takes_outer_and_state(grad_transform)
     has_buffers = buffers is not None
     enabled = torch.is_grad_enabled()
     create_graph = (enabled or in_jvp()) and (is_learned or not first_order)
@@ -156,7 +148,7 @@ def unroll(
         torch.set_grad_enabled(enabled),
     ):
         data = _read_batches(batches)
-        inner = read_inner_params(params, dense=True)  # a step is differentiated through views
+        inner = steps.read_inner_params(params, dense=True)  # a step takes views of them
         facts = grad_transform, is_learned, first_order, has_buffers, has_aux
         step = InnerStep(loss_fn, inner, opt, *facts)
         tensors, rebuild = pytree.partition_tensors((outer, data, state, dict(opt.hyper), buffers))
@@ -178,7 +170,8 @@ def unroll(
         except Exception as error:
             of_buffers = [buffers] if has_buffers else []
             args = [inner.tree(inner.variables), *of_buffers, outer, batches]
-            if type(batches) in (list, tuple) and raised_where_it_would_take(error, loss_fn, *args):
+            is_one = type(batches) in (list, tuple)
+            if is_one and steps.raised_where_it_would_take(error, loss_fn, *args):
                 got = f"a {type(batches).__name__} that loss_fn takes as one of them"
                 raise errors.StructureError(message("batches", _DATA, got, _ONE_BATCH)) from error
             raise
@@ -242,14 +235,15 @@ def _segments(
     if not create_graph or memory == "store" or transforms():
         return partial(_stored, step, create_graph), 1
     if memory == "recompute":
-        return partial(run_recomputed, step), 1
+        return partial(steps.run_recomputed, step), 1
 
     def nested(carry: Carry, inputs: StepInputs, *, create_graph: bool) -> StepOutputs:
         # To differentiate a segment, each step is recomputed once more.
-        run = partial(run_recomputed, step) if create_graph else partial(step, create_graph=False)
+        once = partial(step, create_graph=False)
+        run = partial(steps.run_recomputed, step) if create_graph else once
         return _loop(run, carry, inputs, 1, trajectory)
 
-    return partial(run_recomputed, nested), int(memory)
+    return partial(steps.run_recomputed, nested), int(memory)
 
 
 def _stored(step: InnerStep, create_graph: bool, carry: Carry, inputs: StepInputs) -> StepOutputs:
