@@ -93,7 +93,8 @@ class LevelPasses:
         # Without a graph, what differentiates the gradients would take them for constants.
         keep, traced = self.option, self.level is None
         if keep is None:
-            is_eager = self.eager if traced else _records_eagerly([*roots, *weights])
+            every = (*roots, *weights)  # level 0 is eager code, around all transforms
+            is_eager = self.eager if traced else any(0 in recording_levels(x) for x in every)
             keep = self.in_transform or is_eager
         if traced:
             return run(create=keep)
@@ -119,7 +120,7 @@ class LevelPasses:
 
     def _check_derivative(self, below: Subgraph, variables: Tensors) -> bool:
         """Return whether a pass may record its graph; a derivative to come may be refused."""
-        is_eager = _records_eagerly(below.roots)
+        is_eager = any(0 in recording_levels(root) for root in below.roots)
         if not (is_eager or self.in_transform or self.option):
             return True  # only weights are recorded, in which the gradients are linear
         keep = self.allows(
@@ -144,11 +145,6 @@ class LevelPasses:
         """Return stacked gradients for a batch of cotangents, from one vmapped pass."""
         one = partial(self.grads, [output], variables=variables, retain=True)
         return engine.vmapped_grads(lambda seed: (one([seed]), []), seeds)[0]
-
-
-def _records_eagerly(tensors: Iterable[Tensor]) -> bool:
-    """Return whether eager code, around all transforms, records one of some tensors."""
-    return any(0 in recording_levels(tensor) for tensor in tensors)
 
 
 class LevelResult(NamedTuple):
@@ -280,7 +276,8 @@ def gradient_of_the_sum(
         got = "a tuple of two, which may be (loss, aux)"
         raise errors.StructureError(message("fn", expected, got, fix))
     seeds: Grads = [None] * len(losses.leaves)
-    for index, weight in enumerate(read_weights(weights, losses) or ()):
+    given = None if weights is None else read_weights(weights, losses)
+    for index, weight in enumerate(given or ()):
         loss = losses.leaves[index]
         if isinstance(weight, Tensor):  # a copy: a gradient may be its cotangent itself
             seeds[index] = weight.reshape(loss.shape).to(loss).clone()

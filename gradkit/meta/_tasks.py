@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -171,7 +171,10 @@ def _sum_over_tasks(
         return [*one.values, *grads], tensors_of_aux
 
     def run(one_by_one: OneByOne | None = None) -> tuple[Tensors, Tensors]:
-        sums = _run(batch, of_task, tasks_at_once, randomness, one_by_one)
+        size, batched = tasks_at_once or batch.size, vmap(of_task, batch.dims, 0, randomness)
+        if one_by_one:
+            size, batched = 1, one_by_one(of_task, batch.dims)
+        sums = _summed(batched, batch.chunks(size, randomness))
         if one_by_one and not any(depend):
             raise independent("losses")
         return sums
@@ -180,20 +183,11 @@ def _sum_over_tasks(
     return totals, put_back[0](tensors_of_aux)
 
 
-def _run(
-    batch: Batch,
-    fn: RunOne,
-    tasks_at_once: int | None,
-    randomness: Randomness,
-    one_by_one: OneByOne | None,
-) -> tuple[Tensors, Tensors]:
+def _summed(batched: RunOne, chunks: Iterable[tuple[int, Tensors]]) -> tuple[Tensors, Tensors]:
     """Return the sums over the tasks, and what is stacked."""
-    size = 1 if one_by_one else tasks_at_once or batch.size
-    batched: Any = vmap(fn, in_dims=batch.dims, randomness=randomness)
-    batched = one_by_one(fn, batch.dims) if one_by_one else batched
     totals: Tensors = []
     stacked: list[Tensors] = []
-    for _, chunk in batch.chunks(size, randomness):
+    for _, chunk in chunks:
         each, others = batched(*chunk)
         sums = [one.sum(0) for one in each]
         totals = tree.add(totals, sums) if totals else sums
