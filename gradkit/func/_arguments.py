@@ -13,18 +13,10 @@ from torch import Tensor, nn
 from gradkit import errors
 from gradkit._compat.transforms import carries_graph, transforms
 from gradkit._core import call as options
-from gradkit._core import pytree
+from gradkit._core import params, pytree
 from gradkit._core.call import Unused
 from gradkit._core.ownership import grad_dtype, owned, zeros_for
-from gradkit._core.params import (
-    Grads,
-    IsVariable,
-    Params,
-    Tensors,
-    is_number_leaf,
-    read_params,
-    why_empty,
-)
+from gradkit._core.params import Grads, IsVariable, Params, Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import (
     with_refused_derivatives,
@@ -130,7 +122,7 @@ def read_arguments(
     argnums: ArgNums,
     root: str | None = None,
     unused: Unused = "zeros",
-    is_variable: IsVariable = is_number_leaf,
+    is_variable: IsVariable = params.is_number_leaf,
     dense: bool = False,
 ) -> Arguments:
     """Check and flatten the arguments that a function is differentiated with respect to."""
@@ -143,7 +135,7 @@ def read_arguments(
     single = isinstance(argnums, int)
     given = args[positions[0]] if single else {position: args[position] for position in positions}
     root = root or (f"args[{positions[0]}]" if single else "args")
-    flat = read_params(given, root, is_variable=is_variable)
+    flat = params.read_params(given, root, is_variable=is_variable)
     variables = flat.variables
     if not variables:
         where = root if single else ", ".join(f"args[{position}]" for position in positions)
@@ -163,7 +155,7 @@ def read_arguments(
 def _why_none(first: object, positions: tuple[int, ...]) -> tuple[str, str]:
     is_empty_module = isinstance(first, nn.Module) and not list(first.parameters())
     if len(positions) == 1 and (isinstance(first, Iterator) or is_empty_module):
-        return why_empty(first)
+        return params.why_empty(first)
     return (
         "none (an empty tree, None, integers, or frozen parameters)",
         "name the arguments with argnums, and leave one parameter unfrozen",

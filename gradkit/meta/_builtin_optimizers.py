@@ -14,7 +14,7 @@ from gradkit._compat.transforms import transforms
 from gradkit._core.params import Tensors
 from gradkit.errors import LeafTypeError, OptionError, describe, message
 from gradkit.meta import _optimizer as ops
-from gradkit.meta._optimizer import Factor, Hyper, Optimizer, Settings, StateLists, Updated
+from gradkit.meta._optimizer import Factor, Hyper, Leaves, Optimizer, Settings, StateLists, Updated
 
 _COUNT: Mapping[str, Callable[[Tensor], Any]] = {"step": lambda leaf: 0}
 
@@ -82,9 +82,7 @@ def _sgd(params: Tensors, grads: Tensors, state: StateLists, hyper: Settings) ->
     return ops.descend(params, direction, hyper["lr"]), new
 
 
-def _momentum(
-    buffers: Sequence[Tensor | None], grads: Tensors, momentum: Factor, dampening: Factor
-) -> Tensors:
+def _momentum(buffers: Leaves, grads: Tensors, momentum: Factor, dampening: Factor) -> Tensors:
     """Return the momentum buffers after a step, which on the first step are the gradients."""
     # Leaf by leaf: another leaf may have had its first gradient before.
     started = [index for index, buffer in enumerate(buffers) if buffer is not None]

@@ -382,10 +382,8 @@ class _Segment:
             if create_graph:
                 refuse_wrong_derivative(lambda: "loss_fn", variables, below, by_formula=True)
             one = InnerPass("loss_fn", "its input {}".format, variables, below, cotangents)
-            run_pass = partial(
-                inner_grads, outputs, variables, cotangents, create_graph=create_graph
-            )
-            reached = iter(one.guarded(run_pass, create_graph=create_graph))
+            pull = partial(inner_grads, outputs, variables, cotangents, create_graph=create_graph)
+            reached = iter(one.guarded(pull, create_graph=create_graph))
         return [next(reached) if need else None for need in needed]
 
 
