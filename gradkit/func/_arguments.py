@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gradkit import errors
 from gradkit._compat.transforms import carries_graph, transforms
 from gradkit._core import call as options
 from gradkit._core import params, pytree
@@ -23,7 +22,7 @@ from gradkit._core.results_without_graph import (
     with_zero_derivatives,
     without_ended_graph,
 )
-from gradkit.errors import describe, message
+from gradkit.errors import LeafTypeError, OptionError, UnreachedParamError, describe, message
 
 ArgNums: TypeAlias = int | tuple[int, ...]
 _layout = attrgetter("layout")
@@ -79,7 +78,7 @@ class Arguments(Params):
         """Return the result tree of gradients that this list alone refers to."""
         unreached = [index for index, grad in enumerate(grads) if grad is None]
         if self.unused == "error" and unreached:
-            raise errors.UnreachedParamError(message(self.path(unreached[0]), *_UNREACHED))
+            raise UnreachedParamError(message(self.path(unreached[0]), *_UNREACHED))
         result = _owned(grads, self.variables, leading)
         for index in unreached if self.unused == "zeros" else ():
             result[index] = zeros_for(self.variables[index], leading)
@@ -99,7 +98,7 @@ class Arguments(Params):
             index = [x.layout in allowed for x in self.variables].index(False)
             refused = self.variables[index]
             got = f"{describe(refused)}, {refused.layout}"
-            raise errors.LeafTypeError(message(self.path(index), expected, got, fix))
+            raise LeafTypeError(message(self.path(index), expected, got, fix))
 
 
 _UNREACHED = (
@@ -130,9 +129,8 @@ def read_arguments(
     is_traced = torch.compiler.is_compiling()
     if unused != "zeros" and is_traced:
         expected = "'zeros' under torch.compile, which cannot tell what a loss reaches"
-        raise errors.OptionError(message("unused", expected, repr(unused), "unused='zeros'"))
-    positions = _positions(argnums, len(args))
-    single = isinstance(argnums, int)
+        raise OptionError(message("unused", expected, repr(unused), "unused='zeros'"))
+    positions, single = _positions(argnums, len(args)), isinstance(argnums, int)
     given = args[positions[0]] if single else {position: args[position] for position in positions}
     root = root or (f"args[{positions[0]}]" if single else "args")
     flat = params.read_params(given, root, is_variable=is_variable)
@@ -140,7 +138,7 @@ def read_arguments(
     if not variables:
         where = root if single else ", ".join(f"args[{position}]" for position in positions)
         why = _why_none(args[positions[0]], positions)
-        raise errors.UnreachedParamError(message(where, "a tensor to differentiate", *why))
+        raise UnreachedParamError(message(where, "a tensor to differentiate", *why))
     # torch.compile cannot read `grad_dtype`, and in a transform the tensor is another one.
     dtypes = [x.dtype if is_traced else grad_dtype(x) for x in variables]
     facts = flat.slots, root, flat.no_subclasses, flat.only_leaves, args, positions, single, dtypes
@@ -167,14 +165,14 @@ def _positions(argnums: object, count: int) -> tuple[int, ...]:
         return (argnums,)
     if count == 0:
         expected, fix = "positional arguments of the call", "pass the params by position"
-        raise errors.OptionError(message("argnums", expected, "none in it", fix))
+        raise OptionError(message("argnums", expected, "none in it", fix))
     numbers = _check_argnums(argnums)
     positions = tuple(n + count if n < 0 else n for n in numbers)
     in_range = all(0 <= position < count for position in positions)
     if not in_range or len(set(positions)) < len(positions):
         expected = f"different positions among the {count} positional arguments of the call"
         fix = "pass what is differentiated by position, and name each position once"
-        raise errors.OptionError(message("argnums", expected, repr(argnums), fix))
+        raise OptionError(message("argnums", expected, repr(argnums), fix))
     return positions
 
 
@@ -184,7 +182,7 @@ def _check_argnums(argnums: object) -> tuple[int, ...]:
         return numbers
     expected = "an int or a tuple of ints"
     fix = "argnums=0; the params go to the function that the call returns: value_and_grads(fn)(w)"
-    raise errors.OptionError(message("argnums", expected, describe(argnums), fix))
+    raise OptionError(message("argnums", expected, describe(argnums), fix))
 
 
 def check_options(

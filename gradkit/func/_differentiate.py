@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
-from gradkit import errors
 from gradkit._autograd import engine
 from gradkit._autograd.passes import InnerPass
 from gradkit._checks.higher_derivatives import refuse_wrong_derivative
@@ -33,7 +32,7 @@ from gradkit._core.params import Grads, Tensors
 from gradkit._core.pytree import PyTree, Structure
 from gradkit._core.user_code import functions_alive, hooks_made, user_functions
 from gradkit._torch_bugs.monitor import OpMonitor, active_monitors
-from gradkit.errors import describe, message
+from gradkit.errors import LeafTypeError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func._arguments import Arguments, copied
 from gradkit.func._errors import independent, named_errors
 from gradkit.func._vmap_or_loop import BatchableOps
@@ -106,7 +105,7 @@ class LevelPasses:
             keep = self._check_derivative(below, variables)
         try:
             return inner.guarded(partial(run, create=keep), create_graph=keep)
-        except errors.UnsupportedGraphError as error:
+        except UnsupportedGraphError as error:
             if not keep or self.option or self.in_transform:
                 raise
             self.refused = str(error)
@@ -135,7 +134,7 @@ class LevelPasses:
         """Run `check`, which raises for a wrong derivative; return whether none was refused."""
         try:
             check()
-        except errors.UnsupportedGraphError as error:
+        except UnsupportedGraphError as error:
             if may_differentiate or self.option:
                 raise
             self.refused = str(error)
@@ -274,7 +273,7 @@ def gradient_of_the_sum(
         fix = "if the second is no loss, return the first alone, or pass has_aux=True to a call "
         fix += "that takes it; if both are losses, return a list of them"
         got = "a tuple of two, which may be (loss, aux)"
-        raise errors.StructureError(message("fn", expected, got, fix))
+        raise StructureError(message("fn", expected, got, fix))
     seeds: Grads = [None] * len(losses.leaves)
     given = None if weights is None else read_weights(weights, losses)
     for index, weight in enumerate(given or ()):
@@ -309,7 +308,7 @@ def parts_of(returned: Any, where: str, names: Sequence[str], why: str = "") -> 
     if not isinstance(returned, tuple) or len(returned) != len(names):
         listed = ", ".join(names)
         expected, fix = f"({listed}){why}", f"return {listed}"
-        raise errors.StructureError(message(where, expected, describe(returned), fix))
+        raise StructureError(message(where, expected, describe(returned), fix))
     return returned
 
 
@@ -319,7 +318,7 @@ def require_tensor_or_constant(leaf: object, where: Callable[[], str], fix: str)
         return
     expected = "a tensor, or a constant: a number, text, a function, a module"
     got = f"{describe(leaf)}, which is no tree that optree knows"
-    raise errors.LeafTypeError(message(where(), expected, got, fix))
+    raise LeafTypeError(message(where(), expected, got, fix))
 
 
 def partition_aux(aux: PyTree) -> tuple[Tensors, Callable[[Iterable[Tensor]], PyTree]]:

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit import errors
 from gradkit._autograd import engine, jacobian
 from gradkit._compat.transforms import transforms
 from gradkit._core import pytree
@@ -17,7 +16,7 @@ from gradkit._core.call import STRATEGIES, Losses, Strategy, Unused, check_chunk
 from gradkit._core.ownership import empty_for, leave_inference_mode
 from gradkit._core.params import Grads, Tensors
 from gradkit._core.pytree import PyTree, Structure
-from gradkit.errors import describe, first_line, message
+from gradkit.errors import StructureError, UnsupportedGraphError, describe, first_line, message
 from gradkit.func import _differentiate as levels
 from gradkit.func import _vmap_or_loop
 from gradkit.func._arguments import ArgNums, Arguments, check_options, read_arguments
@@ -355,8 +354,7 @@ def _refuse_unbatched(
         if any(isinstance(leaf, Tensor) for leaf in pytree.flatten(value)[0]):
             expected = "tensors in positional arguments, where in_dims says how they are batched"
             fix = "per_sample_grads(fn, in_dims=...)(params, x, y), all by position"
-            got = "a keyword argument with a tensor"
-            raise errors.StructureError(message(name, expected, got, fix))
+            raise StructureError(message(name, expected, "a keyword argument with a tensor", fix))
 
 
 def _refuse_two_dims(arguments: Arguments, dims: PyTree) -> None:
@@ -366,8 +364,7 @@ def _refuse_two_dims(arguments: Arguments, dims: PyTree) -> None:
         if slot is not None and first.setdefault(slot, dim) != dim:
             expected = "one batch dimension for a tensor, wherever it stands"
             got = f"{first[slot]} and {dim} for one tensor in two places"
-            fix = "pass a copy: tensor.clone()"
-            raise errors.StructureError(message("in_dims", expected, got, fix))
+            raise StructureError(message("in_dims", expected, got, "pass a copy: tensor.clone()"))
 
 
 def _read_dims(in_dims: PyTree, args: tuple[Any, ...], differentiated: tuple[int, ...]) -> Dims:
@@ -382,7 +379,7 @@ def _read_dims(in_dims: PyTree, args: tuple[Any, ...], differentiated: tuple[int
     if not isinstance(by_arg, tuple | list) or len(by_arg) != len(args):
         expected = f"an int, or a tuple of {len(args)}, one entry for each positional argument"
         fix = f"in_dims={(None, *[0] * (len(args) - 1))}"
-        raise errors.StructureError(message("in_dims", expected, describe(in_dims), fix))
+        raise StructureError(message("in_dims", expected, describe(in_dims), fix))
     by_leaf: Dims = []
     for position, (entry, arg) in enumerate(zip(by_arg, args, strict=True)):
         names = f"in_dims[{position}]", f"args[{position}]"
@@ -403,19 +400,19 @@ def _size_of_batch(leaves: list[Any], dims: Dims, spec: Structure) -> int:
             if not is_int:
                 expected, got = "an int or None in in_dims, and no bool", f"the dimension {dim!r}"
             fix = "give in_dims, with None for what is not batched: in_dims=(None, 0, None)"
-            raise errors.StructureError(message(where(), expected, got, fix))
+            raise StructureError(message(where(), expected, got, fix))
         _vmap_or_loop.require_dense(leaf, where)
         sizes.setdefault(leaf.shape[dim], index)
     if not sizes:
         fix = "pass the samples as an argument, or name their dimension in in_dims"
-        raise errors.StructureError(message("args", "at least one batched tensor", "none", fix))
+        raise StructureError(message("args", "at least one batched tensor", "none", fix))
     (size, first), *others = sizes.items()
     if others:
         other, index = others[0]
         expected = f"a batch of {size}, as {pytree.path(spec, first, 'args')} has"
         fix = "pass as many targets as inputs, or give in_dims, with None for what is not batched"
         path = pytree.path(spec, index, "args")
-        raise errors.StructureError(message(path, expected, f"one of {other}", fix))
+        raise StructureError(message(path, expected, f"one of {other}", fix))
     return size
 
 
@@ -423,8 +420,8 @@ def _run_of_none(run: Callable[[], _Gradients]) -> _Gradients:
     """Run over an empty batch, for which some operations have no rule."""
     try:
         return run()
-    except (errors.UnsupportedGraphError, IndexError) as error:
+    except (UnsupportedGraphError, IndexError) as error:
         expected = "at least one sample, to know what fn returns as aux, and what it reaches"
         got = f"an empty batch: {first_line(error.__cause__ or error)}"
         fix = "skip the batch; or leave out has_aux and unused"
-        raise errors.StructureError(message("args", expected, got, fix)) from error
+        raise StructureError(message("args", expected, got, fix)) from error

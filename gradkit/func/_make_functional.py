@@ -147,8 +147,7 @@ def functional(module: nn.Module) -> tuple[ModuleCall, Named, Named]:
                 expected = f"one buffer under both its names, {first!r} and {name!r}"
                 got = "two: the forward pass has assigned one of them"
                 fix = "write on the buffer in place, or register two buffers"
-                where = f"buffers[{first!r}]"
-                raise UnsupportedGraphError(message(where, expected, got, fix))
+                raise UnsupportedGraphError(message(f"buffers[{first!r}]", expected, got, fix))
         # A buffer that was assigned, and not written on, is in the dictionary.
         return out, {name: after[name] for name in buffer_names}
 

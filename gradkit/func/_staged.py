@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit import errors
 from gradkit._autograd.engine import inner_grads
 from gradkit._autograd.passes import InnerPass
 from gradkit._checks import eager_graph, recomputations
@@ -27,7 +26,7 @@ from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_refused_derivatives
 from gradkit._state.rerun import RerunState, recording_writes
 from gradkit._state.snapshot import put_back_on_error
-from gradkit.errors import describe, message
+from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.func import _make_functional as checkpoints
 from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._differentiate import cast_to, detached
@@ -45,12 +44,12 @@ def _row_chunks(tree: PyTree, chunk_size: int | None, root: str) -> list[PyTree]
             if leaf.dim() == 0:
                 expected, got = "a tensor with a first dimension", "one without dimensions"
                 fix = "close over it, or give it as a number"
-                raise errors.StructureError(message(path, expected, got, fix))
+                raise StructureError(message(path, expected, got, fix))
             sizes.setdefault(leaf.shape[0], path)
     if len(sizes) != 1:
         got = ", ".join(f"{size} in {path}" for size, path in sizes.items()) or "no tensor"
         fix = "pass tensors of as many rows; close over what is no part of the batch"
-        raise errors.StructureError(message(root, "tensors with one first dimension", got, fix))
+        raise StructureError(message(root, "tensors with one first dimension", got, fix))
     (size,) = sizes
     if chunk_size is None or chunk_size >= size:
         return [tree]
@@ -67,7 +66,7 @@ def _joined(trees: Sequence[PyTree], root: str) -> tuple[PyTree, list[list[int]]
             expected = "a tensor with a first dimension, along which those of the chunks are joined"
             fix = "return one row for each sample; or value[None], for one row a chunk"
             path = pytree.path(spec, index, root)
-            raise errors.StructureError(message(path, expected, describe(column[0]), fix))
+            raise StructureError(message(path, expected, describe(column[0]), fix))
     rows = [[tensor.shape[0] for tensor in column] for column in columns]
     return pytree.unflatten(spec, [torch.cat(column) for column in columns]), rows
 
@@ -237,7 +236,7 @@ def staged_value_and_grads(
 
     def run(params: PyTree, batch: PyTree) -> Any:
         if transforms() or torch.compiler.is_compiling():
-            raise errors.UnsupportedGraphError(_INSIDE_A_TRANSFORM)
+            raise UnsupportedGraphError(_INSIDE_A_TRANSFORM)
         arguments = read_arguments((params,), 0, "params")
         parts = pytree.flatten_up_to(towers, "encode", batch, "batch")
         paths = pytree.paths(towers, "batch")
@@ -282,7 +281,7 @@ def _arguments_of(loss: Callable[..., Any]) -> int:
     if len(required) > 3:
         expected = "a function of (outputs), (outputs, params) or (outputs, params, batch)"
         got, fix = f"one of {len(required)} arguments", "functools.partial(loss, ...) for the rest"
-        raise errors.OptionError(message("loss", expected, got, fix))
+        raise OptionError(message("loss", expected, got, fix))
     return max(len(required), 1)
 
 

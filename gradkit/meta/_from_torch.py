@@ -143,8 +143,7 @@ class _TorchRule:
             if not transforms() or isinstance(error, errors.GradkitError):
                 raise
             expected = "an optimizer that runs inside torch.func's transforms"
-            got = f"one that does not: {first_line(error)}"
-            fix = "use sgd, adam, adamw or rmsprop"
+            got, fix = f"one that does not: {first_line(error)}", "use sgd, adam, adamw or rmsprop"
             raise errors.UnsupportedOptimizerError(message(name, expected, got, fix)) from error
 
     def _step(

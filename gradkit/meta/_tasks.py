@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from gradkit import errors, tree
+from gradkit import tree
 from gradkit._compat.transforms import recording_levels
 from gradkit._core import call as options
 from gradkit._core import pytree
@@ -20,7 +20,7 @@ from gradkit._core.pytree import PyTree
 from gradkit._core.results_without_graph import with_zero_derivatives
 from gradkit.distributed import all_reduce
 from gradkit.distributed._agreement import failures_reported, require_group
-from gradkit.errors import describe, message
+from gradkit.errors import OptionError, StructureError, describe, message
 from gradkit.func import _vmap_or_loop
 from gradkit.func._arguments import Arguments, read_arguments
 from gradkit.func._differentiate import differentiate, gradient_of_the_sum
@@ -97,12 +97,11 @@ def mean_value_and_grads(
     options.check_optional_bool("create_graph", create_graph)
     if tasks_at_once is not None and not options.is_positive_int(tasks_at_once):
         expected, got = "a positive int or None", repr(tasks_at_once)
-        raise errors.OptionError(message("tasks_at_once", expected, got, "tasks_at_once=None"))
+        raise OptionError(message("tasks_at_once", expected, got, "tasks_at_once=None"))
     options.check_option("randomness", randomness, _vmap_or_loop.RANDOMNESS)
     ranks = None if group is None else require_group(group, "gradkit.meta.mean_value_and_grads")
     with nullcontext() if ranks is None else failures_reported(ranks):
-        outer = read_inner_params(params)
-        batch = _read_tasks(tasks, in_dims)
+        outer, batch = read_inner_params(params), _read_tasks(tasks, in_dims)
         try:
             totals, aux = _sum_over_tasks(
                 meta_loss_fn, has_aux, randomness, create_graph, outer, batch, tasks_at_once
@@ -111,7 +110,7 @@ def mean_value_and_grads(
             args = outer.tree(outer.variables), *(tasks[:1] if type(tasks) is list else ())
             if len(args) == 2 and raised_where_it_would_take(error, meta_loss_fn, *args):
                 got = f"a list of {len(tasks)}, of which meta_loss_fn takes each as a task"
-                raise errors.StructureError(message("tasks", _STACKED, got, _STACK)) from error
+                raise StructureError(message("tasks", _STACKED, got, _STACK)) from error
             raise
     count: float | Tensor = batch.size
     if ranks is not None:
@@ -207,12 +206,12 @@ def _read_tasks(tasks: PyTree, in_dims: PyTree) -> Batch:
         if dim is None:
             continue
         if type(dim) is not int:
-            raise errors.OptionError(message("in_dims", "ints and None", repr(dim), "in_dims=0"))
+            raise OptionError(message("in_dims", "ints and None", repr(dim), "in_dims=0"))
         where = partial(pytree.path, spec, index, "tasks")
         if not -part.dim() <= dim < part.dim():
             expected = f"a tensor with the task dimension {dim!r}"
             fix = "give in_dims, with None for tensors that all tasks share"
-            raise errors.OptionError(message(where(), expected, describe(part), fix))
+            raise OptionError(message(where(), expected, describe(part), fix))
         _vmap_or_loop.require_dense(part, where)
         sizes.setdefault(part.shape[dim], where())
     if len(sizes) != 1 or 0 in sizes:
@@ -220,6 +219,5 @@ def _read_tasks(tasks: PyTree, in_dims: PyTree) -> Batch:
         got = " and ".join(f"{size} in {where}" for size, where in sizes.items())
         fix = "stack the tensors of the tasks, and give in_dims, with None for shared tensors"
         fix = _STACK if isinstance(tasks, list | Iterator) else fix
-        got = got or f"none in {describe(tasks)}"
-        raise errors.StructureError(message("tasks", expected, got, fix))
+        raise StructureError(message("tasks", expected, got or f"none in {describe(tasks)}", fix))
     return Batch(parts, dims, spec, next(iter(sizes)))

@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from gradkit import errors
 from gradkit._compat.transforms import differentiated, in_jvp, is_dual, transforms
 from gradkit._core import pytree
 from gradkit._core.call import check_bool, check_function, is_positive_int
@@ -18,7 +17,7 @@ from gradkit._core.ownership import leave_inference_mode, without_inference
 from gradkit._core.params import Tensors
 from gradkit._core.pytree import PyTree
 from gradkit._state.snapshot import put_back_on_error
-from gradkit.errors import describe, message
+from gradkit.errors import OptionError, StructureError, UnsupportedGraphError, describe, message
 from gradkit.meta import _inner_step as steps
 from gradkit.meta import _optimizer
 from gradkit.meta._inner_step import Carry, InnerStep, StepInputs, StepOutputs
@@ -133,14 +132,13 @@ def unroll(
     is_named = isinstance(memory, str) and memory in ("store", "recompute")
     if not (is_named or is_positive_int(memory)):
         expected = "'store', 'recompute' or a positive int"
-        raise errors.OptionError(message("memory", expected, repr(memory), "memory='store'"))
+        raise OptionError(message("memory", expected, repr(memory), "memory='store'"))
     check_bool("first_order", first_order)
     check_bool("trajectory", trajectory)
     check_bool("has_aux", has_aux)
     _optimizer.require_optimizer(opt)
     is_learned = grad_transform is not None and steps.takes_outer_and_state(grad_transform)
-    has_buffers = buffers is not None
-    enabled = torch.is_grad_enabled()
+    has_buffers, enabled = buffers is not None, torch.is_grad_enabled()
     create_graph = (enabled or in_jvp()) and (is_learned or not first_order)
     with (
         put_back_on_error(loss_fn, grad_transform),
@@ -173,7 +171,7 @@ def unroll(
             is_one = type(batches) in (list, tuple)
             if is_one and steps.raised_where_it_would_take(error, loss_fn, *args):
                 got = f"a {type(batches).__name__} that loss_fn takes as one of them"
-                raise errors.StructureError(message("batches", _DATA, got, _ONE_BATCH)) from error
+                raise StructureError(message("batches", _DATA, got, _ONE_BATCH)) from error
             raise
         states = {
             name: replace(inner, leaves=by_leaf[name]).tree(column)
@@ -189,11 +187,11 @@ def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
     """Return the data of each step, read before the first."""
     if isinstance(batches, Tensor | str | Mapping) or not isinstance(batches, Iterable):
         fix = "list(batches.unbind()), or [batch] * steps"
-        raise errors.StructureError(message("batches", _DATA, describe(batches), fix))
+        raise StructureError(message("batches", _DATA, describe(batches), fix))
     of_tensors = type(batches) is tuple and all(isinstance(x, Tensor) for x in batches)
     if of_tensors and len({(x.dtype, x.dim()) for x in pytree.tensors(batches)}) > 1:
         got = f"a tuple of {' and '.join(map(describe, pytree.tensors(batches)))}, as a batch is"
-        raise errors.StructureError(message("batches", _DATA, got, _ONE_BATCH))
+        raise StructureError(message("batches", _DATA, got, _ONE_BATCH))
     data, versions = [], []
     for batch in batches:
         leaves, spec = pytree.flatten(batch)
@@ -205,10 +203,10 @@ def _read_batches(batches: Iterable[PyTree]) -> list[PyTree]:
         expected = "data that stays as it is: all of it is read before the first step"
         got = "a tensor that the iterator overwrites with the data of several steps"
         fix = "(batch.clone() for batch in batches)"
-        raise errors.StructureError(message("batches", expected, got, fix))
+        raise StructureError(message("batches", expected, got, fix))
     if not data:
         expected = "the data of at least one step"
-        raise errors.StructureError(message("batches", expected, "none", "[batch] * steps"))
+        raise StructureError(message("batches", expected, "none", "[batch] * steps"))
     return data
 
 
@@ -218,13 +216,12 @@ def _refuse_graphs(tensors: Tensors) -> None:
         expected = "ordinary tensors, or those of torch.func.jvp"
         got = "dual tensors of torch.autograd.forward_ad"
         fix = "torch.func.jvp(f, primals, tangents)"
-        raise errors.UnsupportedGraphError(message("unroll", expected, got, fix))
+        raise UnsupportedGraphError(message("unroll", expected, got, fix))
     batched_only = bool(transforms()) and not differentiated()
     if batched_only and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         got = "a vmap around tensors that require grad, whose gradient would be taken outside"
         fix = "gradkit.meta.mean_value_and_grads(meta_loss, params, tasks); or torch.no_grad()"
-        expected = "a derivative inside the vmap"
-        raise errors.UnsupportedGraphError(message("unroll", expected, got, fix))
+        raise UnsupportedGraphError(message("unroll", "a derivative inside the vmap", got, fix))
 
 
 def _segments(
