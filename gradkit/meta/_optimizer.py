@@ -328,17 +328,15 @@ def update(
     old, of_moving = select(after, moving), select(list(grads), moving)
     columns = {name: select(column, moving) for name, column in after_state.items()}
     factors = {name: as_factor(select(value, moving)) for name, value in settings.items()}
-    new, entries = opt.rule(old, list(map(_as_dtype, of_moving, old)), columns, factors)
+    pairs = zip(of_moving, old, strict=True)
+    cast_grads = [g if g.dtype == x.dtype else g.to(x.dtype) for g, x in pairs]
+    new, entries = opt.rule(old, cast_grads, columns, factors)
     given = list(zip(of_moving, *columns.values(), strict=True))
     for i, index in enumerate(moving):
-        after[index] = _as_dtype(new[i], old[i])
+        after[index] = new[i] if new[i].dtype == old[i].dtype else new[i].to(old[i].dtype)
         for name, column in after_state.items():
             column[index] = _not_given(entries[name][i], given[i])
     return after, after_state
-
-
-def _as_dtype(x: Tensor, like: Tensor) -> Tensor:
-    return x if x.dtype == like.dtype else x.to(like.dtype)
 
 
 def _not_given(entry: Any, given: Sequence[Any]) -> Any:
